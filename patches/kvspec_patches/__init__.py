@@ -1,0 +1,74 @@
+"""Hooks into SGLang, one module per symbol. Importing this package patches nothing.
+
+Each module says in its docstring which symbol it hooks, why, for which SGLang versions, and when
+it can go; it defines TARGET, KIND (SGLang's hook type), SCOPE and `hook`. Scopes: `flags` (always),
+`cpu` (whenever the reference platform runs), `kvspec` (a server started with --kvspec) and
+`cpu_kvspec` (both).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+MANIFEST = (
+    "add_cli_args",
+    "from_cli_args",
+    "server_args_init",
+    "support_triton",
+    "xgrammar_bitmask",
+    "xgrammar_apply_mask",
+    "assign_req_to_token",
+    "oot_mha_kv_pool",
+    "pool_configurator",
+    "draft_kv_pool",
+    "drafts_histogram",
+    "finish_state",
+    "stream_output",
+    "penalty_tokens",
+    "internal_state",
+    "request_check",
+    "spec_meta_info",
+)
+
+_registered: set[str] = set()
+
+
+def _modules(scope: str) -> list[ModuleType]:
+    modules = [import_module(f"kvspec_patches.{name}") for name in MANIFEST]
+    return [module for module in modules if module.SCOPE == scope]
+
+
+def register_scope(scope: str) -> None:
+    """Register every hook of a scope with SGLang, once. SGLang applies them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if scope in _registered:
+        return
+    _registered.add(scope)
+    for module in _modules(scope):
+        HookRegistry.register(module.TARGET, module.hook, HookType(module.KIND))
+
+
+def verify_applied(*scopes: str) -> None:
+    """Raise HookError naming every symbol of these scopes that is not patched.
+
+    SGLang logs a hook that fails to apply and serves on; a half-patched server would not be safe.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_kvspec.core.errors import HookError
+
+    missing = [
+        module.TARGET
+        for scope in scopes
+        for module in _modules(scope)
+        if module.TARGET not in HookRegistry._patched
+    ]
+    if missing:
+        import sglang
+
+        raise HookError(
+            f"--kvspec cannot start: hooks did not apply to {', '.join(missing)} "
+            f"of SGLang {sglang.__version__}"
+        )

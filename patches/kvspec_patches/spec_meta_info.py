@@ -1,0 +1,41 @@
+"""TokenizerManager._calculate_spec_decoding_metrics: draft counts of a varying draft length.
+
+SGLang 0.5.17 multiplies verifications by the configured draft length. The worker reports the drafts
+it really verified through the per-request cap counter, which SGLang sums and transports. Remove
+when results carry the number of proposed drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TARGET = (
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
+)
+KIND = "after"
+SCOPE = "kvspec"
+
+
+def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
+    from sglang_kvspec.adapters.activation import config_of
+
+    if config_of(self.server_args) is None or not getattr(recv_obj, "spec_verify_ct", None):
+        return
+    verified = recv_obj.spec_verify_ct[i]
+    drafted = recv_obj.spec_num_cap_tokens[i]
+    accepted = recv_obj.spec_num_correct_drafts[i]
+    meta_info.pop("spec_cap_length", None)
+    meta_info.update(
+        spec_verify_ct=verified,
+        spec_num_proposed_drafts=drafted,
+        spec_proposed_drafts=drafted,
+        spec_num_correct_drafts=accepted,
+        spec_accepted_drafts=accepted,
+        spec_accept_rate=accepted / drafted if drafted else 0.0,
+        kvspec={
+            "drafted": drafted,
+            "accepted": accepted,
+            "verified": verified,
+            "accept_histogram": list(recv_obj.spec_correct_drafts_histogram[i]),
+        },
+    )

@@ -1,0 +1,75 @@
+"""Whether this process serves KVSpec, and how the configuration reaches other processes.
+
+The flags are parsed in the launcher; schedulers are spawned. The configuration travels twice: as
+`ServerArgs._kvspec` (pickled with it), for everything that has the server arguments, and as one
+environment variable, because plugins load in a spawned scheduler before it has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import metadata
+
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import UnsupportedError
+
+ENVIRONMENT_NAME = "SGLANG_KVSPEC"
+ALGORITHM_NAME = "KVSPEC"
+SUPPORTED_SGLANG = ("0.5.17",)
+
+
+def is_on() -> bool:
+    return ENVIRONMENT_NAME in os.environ
+
+
+def switch_on(config: KVSpecConfig) -> None:
+    """Make this process and those it spawns serve KVSpec. Raises UnsupportedError or HookError."""
+    check_sglang_version()
+    os.environ[ENVIRONMENT_NAME] = json.dumps(config.to_dict())
+    register_everything()
+
+
+def switch_off() -> None:
+    """Make processes spawned from now on serve plain SGLang (hooks here pass calls through)."""
+    os.environ.pop(ENVIRONMENT_NAME, None)
+
+
+def check_sglang_version(installed: str | None = None) -> None:
+    installed = installed or metadata.version("sglang")
+    if installed not in SUPPORTED_SGLANG:
+        raise UnsupportedError(
+            f"--kvspec supports SGLang {', '.join(SUPPORTED_SGLANG)}, but {installed} is installed"
+        )
+
+
+def cpu_platform_is_active() -> bool:
+    from sglang.srt.platforms import current_platform
+
+    from sglang_kvspec.adapters.platform import ReferencePlatform
+
+    return isinstance(current_platform, ReferencePlatform)
+
+
+def register_everything() -> None:
+    """Register algorithm, attention backend and hooks, apply them, and check that all applied."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from kvspec_patches import register_scope, verify_applied
+    from sglang_kvspec.adapters import algorithm, attention
+
+    algorithm.register()
+    attention.register()
+    register_scope("kvspec")
+    scopes = ["flags", "kvspec"]
+    if cpu_platform_is_active():
+        register_scope("cpu")
+        register_scope("cpu_kvspec")
+        scopes += ["cpu", "cpu_kvspec"]
+    HookRegistry.apply_hooks()
+    verify_applied(*scopes)
+
+
+def config_of(server_args: object) -> KVSpecConfig | None:
+    """The configuration a ServerArgs was built with; None for a plain server."""
+    return getattr(server_args, "_kvspec", None)

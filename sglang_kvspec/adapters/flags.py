@@ -1,0 +1,111 @@
+"""The command-line face of KVSpecConfig."""
+
+from __future__ import annotations
+
+import argparse
+from contextvars import ContextVar
+from typing import Any
+
+from sglang_kvspec.core.config import AUTO_DRAFT_LEN, MAX_DRAFT_LEN, KVSpecConfig
+from sglang_kvspec.core.errors import ConfigError
+
+PREFIX = "kvspec_"
+
+# ServerArgs is built inside from_cli_args, which passes declared fields only.
+pending_flags: ContextVar[dict[str, Any] | None] = ContextVar("kvspec_pending_flags", default=None)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the kvspec group. Values are checked by KVSpecConfig, whose messages name the flag, so
+    choices are shown here but not enforced."""
+    default = KVSpecConfig()
+    group = parser.add_argument_group(
+        "kvspec", "serve on a 4-bit KV cache and return exactly what full precision returns"
+    )
+    group.add_argument("--kvspec", action="store_true", help="turn KVSpec on")
+    group.add_argument(
+        "--kvspec-target",
+        metavar="{exact,int8}",
+        help="what output is verified against: the model's own KV dtype, or 8-bit KV "
+        f"(default: {default.target})",
+    )
+    group.add_argument(
+        "--kvspec-codec",
+        metavar="{log4,uniform4}",
+        help=f"how pages are split into anchor and residual (default: {default.codec})",
+    )
+    group.add_argument(
+        "--kvspec-draft-len",
+        metavar="N|auto",
+        help="tokens drafted before a verification; 0 turns drafting off; at most "
+        f"{MAX_DRAFT_LEN} (default: {default.draft_len})",
+    )
+    group.add_argument(
+        "--kvspec-recent-pages",
+        metavar="N",
+        help="full pages of the newest tokens kept in full precision "
+        f"(default: {default.recent_pages})",
+    )
+    group.add_argument(
+        "--kvspec-host-gb",
+        metavar="GB",
+        help="GiB of host memory for residuals; 0 keeps them in the KV memory "
+        "(default: enough for every page)",
+    )
+    group.add_argument(
+        "--kvspec-residual-hbm-fraction",
+        metavar="F",
+        help="share of the KV memory that caches residuals, 0 to 0.9 "
+        f"(default: {default.residual_hbm_fraction})",
+    )
+
+
+def flag_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The kvspec flags of a parsed command line, unset ones left out."""
+    values = {
+        name: value
+        for name, value in vars(args).items()
+        if name == "kvspec" or name.startswith(PREFIX)
+    }
+    return {name: value for name, value in values.items() if value not in (None, False)}
+
+
+def parse_config(values: dict[str, Any]) -> KVSpecConfig | None:
+    """Build the configuration from `kvspec` and `kvspec_*` values; None when kvspec is off.
+
+    Strings are converted, as flags and YAML files give them. Raises ConfigError.
+    """
+    values = dict(values)
+    on = values.pop("kvspec", False)
+    if not isinstance(on, bool):
+        raise ConfigError(f"--kvspec is a switch, got the value {on!r}")
+    options = {name.removeprefix(PREFIX): value for name, value in values.items()}
+    options = {name: value for name, value in options.items() if value is not None}
+    if not on:
+        if options:
+            flag = "--kvspec-" + next(iter(options)).replace("_", "-")
+            raise ConfigError(f"{flag} has no effect without --kvspec")
+        return None
+    return KVSpecConfig.from_dict({name: _convert(name, v) for name, v in options.items()})
+
+
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    "draft_len": int,
+    "recent_pages": int,
+    "host_gb": float,
+    "residual_hbm_fraction": float,
+}
+
+
+def _convert(name: str, value: Any) -> Any:
+    kind = _NUMBERS.get(name)
+    if kind is None or value == AUTO_DRAFT_LEN or isinstance(value, bool):
+        return value
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        flag = "--kvspec-" + name.replace("_", "-")
+        allowed = "an integer" if kind is int else "a number"
+        if name == "draft_len":
+            allowed = f"'auto' or an integer from 0 to {MAX_DRAFT_LEN}"
+        raise ConfigError(f"{flag} must be {allowed}, got {value!r}") from None

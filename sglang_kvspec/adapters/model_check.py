@@ -1,0 +1,61 @@
+"""Which models KVSpec can serve, decided from the model's configuration alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import UnsupportedError
+
+
+def check_model(config: KVSpecConfig, server_args: Any) -> None:
+    """Raise UnsupportedError (model kind) or ConfigError (head size) naming what is allowed.
+
+    server_args: a resolved ServerArgs; its model configuration is read, no weights.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
+
+    model = server_args.get_model_config()
+    text = model.hf_text_config
+    kinds = {
+        "MLA attention": model.attention_arch == AttentionArch.MLA,
+        "sliding-window attention": _has_sliding_window(model, text),
+        "Mamba or linear attention": _has_recurrent_state(model),
+        "an encoder-decoder architecture": bool(model.is_encoder_decoder),
+        "image or audio input": bool(model.is_multimodal),
+        "no generation (embedding or reward)": not model.is_generation,
+        "soft-capped attention logits": bool(getattr(text, "attn_logit_softcapping", None)),
+    }
+    for kind, present in kinds.items():
+        if present:
+            raise UnsupportedError(
+                f"--kvspec cannot serve {server_args.model_path}: the model has {kind} (allowed: "
+                "decoder-only models with full multi-head or grouped-query attention)"
+            )
+    if model.v_head_dim != model.head_dim:
+        raise UnsupportedError(
+            f"--kvspec cannot serve {server_args.model_path}: K heads of {model.head_dim} and V "
+            f"heads of {model.v_head_dim} (allowed: equal sizes)"
+        )
+    make_codec(
+        config.codec,
+        target=config.target,
+        page_size=server_args.page_size,
+        head_dim=model.head_dim,
+        dtype=model.dtype,
+    )
+
+
+def _has_sliding_window(model: Any, text: Any) -> bool:
+    if getattr(model, "is_hybrid_swa", False):
+        return True
+    if getattr(text, "use_sliding_window", True) is False:
+        return False
+    return bool(getattr(text, "sliding_window", None))
+
+
+def _has_recurrent_state(model: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None

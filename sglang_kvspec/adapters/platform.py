@@ -1,0 +1,39 @@
+"""The reference platform: the real server and scheduler where there is no accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
+    """Runs on any CPU with plain torch. Without --kvspec it serves SGLang's own torch backend."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        # SGLang has put its AMX backend here by now, which needs kernels this platform lacks.
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = self.get_default_attention_backend()
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang_kvspec.adapters.activation import is_on
+        from sglang_kvspec.adapters.allocator import KVSpecAllocator, TorchPagedAllocator
+
+        return KVSpecAllocator if is_on() else TorchPagedAllocator
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False

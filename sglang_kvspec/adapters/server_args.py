@@ -1,0 +1,135 @@
+"""From KVSpecConfig to SGLang's ServerArgs, and every start-up check that needs no model weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_kvspec.adapters import activation
+from sglang_kvspec.adapters.flags import PREFIX, parse_config, pending_flags
+from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
+from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+
+ATTENTION_BACKEND = "kvspec"
+
+# What SGLang itself falls back to for speculative decoding; the recent window is sized by it.
+DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+# field: (value that is fine, why any other is refused)
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "enable_hierarchical_cache": (False, "KVSpec keeps its own host tier"),
+    "enable_mixed_chunk": (False, "SGLang cannot mix prefill into speculative batches"),
+    "kv_cache_dtype": ("auto", "KVSpec encodes the KV cache itself"),
+    "disaggregation_mode": ("null", "KVSpec has no KV transfer backend yet"),
+    "enable_lora": (None, "KVSpec does not serve adapters yet"),
+    "lora_paths": (None, "KVSpec does not serve adapters yet"),
+    "pp_size": (1, "KVSpec does not split layers over machines yet"),
+    "enable_dp_attention": (False, "KVSpec does not run data-parallel attention yet"),
+    "dcp_size": (1, "KVSpec does not split contexts yet"),
+    "enable_streaming_session": (False, "a streaming session keeps partial pages between turns"),
+    "enable_hisparse": (False, "KVSpec has its own tiers"),
+    "enable_two_batch_overlap": (False, "KVSpec builds its own ragged batches"),
+    "enable_memory_saver": (False, "KVSpec cannot release and restore its pools yet"),
+    "enable_page_major_kv_layout": (False, "KVSpec has its own KV layout"),
+    "is_embedding": (False, "KVSpec serves generation"),
+    "dllm_algorithm": (None, "KVSpec verifies one token after the other"),
+}
+_GRAMMAR_BACKENDS = (None, "xgrammar", "none")
+
+
+def build_server_args(
+    original: Callable[..., None], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Run ServerArgs.__init__ for `target` with kvspec keyword arguments or pending flags applied.
+
+    Sets `target._kvspec` and switches KVSpec on or off for this process and those it spawns.
+    Raises ConfigError or UnsupportedError before any weight is read.
+    """
+    values = {name: kwargs.pop(name) for name in list(kwargs) if _is_ours(name)}
+    config = parse_config(values or pending_flags.get() or {})
+    if config is None:
+        if str(kwargs.get("speculative_algorithm")).upper() == activation.ALGORITHM_NAME:
+            raise ConfigError("--speculative-algorithm KVSPEC is set by --kvspec, use that flag")
+        activation.switch_off()
+        original(target, *args, **kwargs)
+        return
+    check_flags(config, kwargs)
+    activation.switch_on(config)
+    if not activation.cpu_platform_is_active():
+        raise UnsupportedError(
+            "--kvspec runs on the CPU reference platform only in this version; "
+            "this machine has an accelerator (hide it, e.g. CUDA_VISIBLE_DEVICES='', to try it)"
+        )
+    target._kvspec = config
+    original(target, *args, **kwargs | _implied(config, kwargs))
+    # Imported late: a plain server loads neither codecs nor checks.
+    from sglang_kvspec.adapters.model_check import check_model
+
+    check_model(config, target)
+
+
+def _is_ours(name: str) -> bool:
+    return name == "kvspec" or name.startswith(PREFIX)
+
+
+def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
+    """Refuse SGLang options KVSpec cannot honour, naming flag, value and reason. Raises ConfigError."""
+    for name, (fine, reason) in _REFUSED.items():
+        value = kwargs.get(name, fine)
+        if value != fine and value not in (None, False):
+            raise ConfigError(
+                f"{_flag(name)} {value} cannot be combined with --kvspec (allowed: "
+                f"{'leave it unset' if fine in (None, False) else fine}): {reason}"
+            )
+    for name, allowed in (
+        ("speculative_algorithm", (None,)),
+        ("attention_backend", (None, ATTENTION_BACKEND)),
+        ("prefill_attention_backend", (None,)),
+        ("decode_attention_backend", (None,)),
+        ("speculative_draft_model_path", (None,)),
+        ("grammar_backend", _GRAMMAR_BACKENDS),
+    ):
+        value = kwargs.get(name)
+        if value not in allowed:
+            choices = ", ".join(str(choice) for choice in allowed if choice) or "leave it unset"
+            raise ConfigError(
+                f"{_flag(name)} {value} cannot be combined with --kvspec (allowed: {choices})"
+            )
+    if kwargs.get("tp_size", 1) not in (None, 1):
+        raise ConfigError(
+            f"--tp-size {kwargs['tp_size']} cannot be combined with --kvspec on a CPU (allowed: 1)"
+        )
+    from sglang_kvspec.codecs.registry import check_page_size
+
+    check_page_size(config.codec, kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
+    _check_host_budget(config)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_host_budget(config: KVSpecConfig) -> None:
+    import psutil
+
+    total_gb = psutil.virtual_memory().total / 2**30
+    if config.host_gb is not None and config.host_gb > total_gb:
+        raise ConfigError(
+            f"--kvspec-host-gb {config.host_gb:g} is more than this machine's {total_gb:.1f} GiB"
+        )
+
+
+def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """ServerArgs fields that follow from --kvspec."""
+    return {
+        "speculative_algorithm": activation.ALGORITHM_NAME,
+        "speculative_num_draft_tokens": config.max_draft_len + 1,
+        "speculative_num_steps": max(config.max_draft_len, 1),
+        "speculative_eagle_topk": 1,
+        "attention_backend": ATTENTION_BACKEND,
+        "page_size": kwargs.get("page_size") or DEFAULT_PAGE_SIZE,
+        "max_running_requests": kwargs.get("max_running_requests") or DEFAULT_MAX_RUNNING_REQUESTS,
+        "grammar_backend": kwargs.get("grammar_backend") or "xgrammar",
+        # The reference platform computes where it decides; there is nothing to overlap with.
+        "disable_overlap_schedule": True,
+    }

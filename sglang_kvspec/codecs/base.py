@@ -1,0 +1,53 @@
+"""The interface between codecs and everything that stores, moves or reads encoded pages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class EncodedPages(NamedTuple):
+    """Records of N pages. anchor: [N, num_kv_heads, anchor_bytes] uint8;
+    residual: [N, num_kv_heads, residual_bytes] uint8. One record holds K and V of one KV head."""
+
+    anchor: torch.Tensor
+    residual: torch.Tensor
+
+
+class Codec(Protocol):
+    """Splits full pages of K and V into an anchor and a residual, and puts them together again.
+
+    Pages are [N, page_size, num_kv_heads, head_dim] in `dtype`, the model's KV dtype. A codec is
+    bound to page size, head size, dtype and target when it is built (`codecs.registry.make_codec`)
+    and holds no state. Layouts: kvspec_kernels.formats.
+    """
+
+    name: str
+    target: str
+    page_size: int
+    head_dim: int
+    dtype: torch.dtype
+    anchor_bytes: int
+    residual_bytes: int
+
+    @property
+    def anchor_bits_per_element(self) -> float:
+        """Anchor bits per K or V element, metadata included."""
+        ...
+
+    def encode(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> EncodedPages:
+        """Encode N pages. In debug mode raises CodecError on NaN or inf; otherwise such a page is
+        carried bit-exactly by the exact residual and by garbage in the anchor."""
+        ...
+
+    def decode_anchor(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a draft attends to: (k, v), each [N, page_size, num_kv_heads, head_dim] `dtype`."""
+        ...
+
+    def decode_target(
+        self, anchor: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What verification and prefill attend to: bit-exact for `exact`, the 8-bit value for
+        `int8`. Same shapes as decode_anchor."""
+        ...

@@ -1,0 +1,80 @@
+"""The one parsed, frozen configuration of a KVSpec server."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from sglang_kvspec.core.errors import ConfigError
+
+Target = Literal["exact", "int8"]
+CodecName = Literal["log4", "uniform4"]
+
+MAX_DRAFT_LEN = 64
+AUTO_DRAFT_LEN = "auto"
+DEFAULT_PAGE_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpecConfig:
+    """What the user asked for, validated. Built once from flags, then only read.
+
+    host_gb: GiB of host memory for the residual store; None sizes it to hold every page's residual;
+    0 keeps all residuals in the KV memory budget itself (QuantSpec's setting).
+    residual_hbm_fraction: share in [0, 0.9] of the KV memory budget that caches residual pages.
+    recent_pages: full pages of the newest tokens kept in full precision, besides the partial page.
+    """
+
+    target: Target = "exact"
+    codec: CodecName = "log4"
+    draft_len: int | Literal["auto"] = "auto"
+    recent_pages: int = 1
+    host_gb: float | None = None
+    residual_hbm_fraction: float = 0.25
+
+    def __post_init__(self) -> None:
+        _check_choice("--kvspec-target", self.target, get_args(Target))
+        _check_choice("--kvspec-codec", self.codec, get_args(CodecName))
+        if self.draft_len != AUTO_DRAFT_LEN and not (
+            type(self.draft_len) is int and 0 <= self.draft_len <= MAX_DRAFT_LEN
+        ):
+            raise ConfigError(
+                f"--kvspec-draft-len must be 'auto' or an integer from 0 to {MAX_DRAFT_LEN}, "
+                f"got {self.draft_len!r}"
+            )
+        if type(self.recent_pages) is not int or not 1 <= self.recent_pages <= 64:
+            raise ConfigError(
+                f"--kvspec-recent-pages must be an integer from 1 to 64, got {self.recent_pages!r}"
+            )
+        if self.host_gb is not None and not 0 <= self.host_gb < float("inf"):
+            raise ConfigError(f"--kvspec-host-gb must be >= 0 (GiB), got {self.host_gb!r}")
+        if not 0 <= self.residual_hbm_fraction <= 0.9:
+            raise ConfigError(
+                "--kvspec-residual-hbm-fraction must be between 0 and 0.9, "
+                f"got {self.residual_hbm_fraction!r}"
+            )
+
+    @property
+    def max_draft_len(self) -> int:
+        """Most tokens a request may draft before it must verify."""
+        return 32 if self.draft_len == AUTO_DRAFT_LEN else int(self.draft_len)
+
+    @property
+    def drafts(self) -> bool:
+        return self.draft_len != 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> KVSpecConfig:
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"unknown kvspec option {unknown[0]!r}, allowed: {sorted(known)}")
+        return cls(**values)
+
+
+def _check_choice(flag: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag} must be one of {', '.join(allowed)}, got {value!r}")

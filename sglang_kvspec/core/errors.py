@@ -1,0 +1,29 @@
+"""Errors a caller may want to tell apart."""
+
+
+class KVSpecError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(KVSpecError, ValueError):
+    """A flag, or a combination of flags, that makes no sense; names flag, value and what is allowed."""
+
+
+class UnsupportedError(KVSpecError):
+    """A model, an SGLang version or an SGLang feature that KVSpec cannot serve yet."""
+
+
+class HookError(KVSpecError):
+    """A patch of SGLang did not apply; the server must not start half patched."""
+
+
+class CodecError(KVSpecError, ValueError):
+    """A page that a codec cannot represent (debug mode), or a malformed record."""
+
+
+class PageStateError(KVSpecError):
+    """A residual page was asked to make a transition its state does not allow."""
+
+
+class CapacityError(KVSpecError):
+    """A pool had no free slot although the plan promised one."""

@@ -1,0 +1,37 @@
+"""Entry points SGLang calls: the general plugin and the CPU platform plugin."""
+
+from __future__ import annotations
+
+import os
+
+
+def register() -> None:
+    """Install the command-line hooks, and all others where this process serves KVSpec.
+
+    SGLang calls this once in every process that loads plugins, before flags are parsed. Hooks
+    beyond the flags are installed only when KVSpec is on, so that a server started without
+    `--kvspec` runs SGLang's own code.
+    """
+    from kvspec_patches import register_scope
+    from sglang_kvspec.adapters import activation
+
+    register_scope("flags")
+    if activation.cpu_platform_is_active():
+        register_scope("cpu")
+    if activation.is_on():
+        activation.register_everything()
+
+
+def activate_platform() -> str | None:
+    """The platform class to use where there is no accelerator, else None.
+
+    `SGLANG_USE_CPU_ENGINE=1` asks for SGLang's own CPU engine and wins.
+    """
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return None
+    import torch
+
+    accelerators = (torch.cuda, torch.xpu, torch.mps)
+    if any(device.is_available() for device in accelerators):
+        return None
+    return "sglang_kvspec.adapters.platform.ReferencePlatform"
