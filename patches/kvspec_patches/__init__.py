@@ -19,6 +19,7 @@ MANIFEST = (
     "xgrammar_bitmask",
     "xgrammar_apply_mask",
     "assign_req_to_token",
+    "last_loc",
     "oot_mha_kv_pool",
     "pool_configurator",
     "draft_kv_pool",

@@ -24,7 +24,8 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
     verified = recv_obj.spec_verify_ct[i]
     drafted = recv_obj.spec_num_cap_tokens[i]
     accepted = recv_obj.spec_num_correct_drafts[i]
-    meta_info.pop("spec_cap_length", None)
+    for carrier in ("spec_cap_length", "spec_cap_lens_histogram"):
+        meta_info.pop(carrier, None)
     meta_info.update(
         spec_verify_ct=verified,
         spec_num_proposed_drafts=drafted,

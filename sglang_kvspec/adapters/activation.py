@@ -23,6 +23,11 @@ def is_on() -> bool:
     return ENVIRONMENT_NAME in os.environ
 
 
+def debug_mode() -> bool:
+    """SGLANG_KVSPEC_DEBUG=1: NaN or inf in a page that is encoded raises instead of being carried."""
+    return os.environ.get("SGLANG_KVSPEC_DEBUG", "0") == "1"
+
+
 def switch_on(config: KVSpecConfig) -> None:
     """Make this process and those it spawns serve KVSpec. Raises UnsupportedError or HookError."""
     check_sglang_version()

@@ -101,7 +101,7 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         )
     from sglang_kvspec.codecs.registry import check_page_size
 
-    check_page_size(config.codec, kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
+    check_page_size(kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
     _check_host_budget(config)
 
 

@@ -1,0 +1,56 @@
+"""KVSPEC as a speculative algorithm of SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sglang_kvspec.adapters.activation import ALGORITHM_NAME
+
+
+class KVSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
+    """Adds the three methods the scheduler calls and 0.5.17's base class lacks."""
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def create_future_map(
+        self,
+        device: Any,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> Any:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(
+            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
+        )
+
+
+_is_registered = False
+
+
+def register() -> None:
+    """Register KVSPEC with SGLang, once a process."""
+    global _is_registered
+    if _is_registered:
+        return
+    _is_registered = True
+
+    # SGLang warns when an algorithm does not support overlap; ours does not need it on a CPU.
+    @SpeculativeAlgorithm.register(
+        ALGORITHM_NAME, supports_overlap=True, spec_class=KVSpecAlgorithm
+    )
+    def create_worker(server_args: Any) -> type:
+        from kvspec_patches import verify_applied
+
+        from sglang_kvspec.adapters.worker import KVSpecWorker
+
+        verify_applied("flags", "kvspec", "cpu", "cpu_kvspec")
+        return KVSpecWorker

@@ -1,0 +1,84 @@
+"""SGLang's attention backend `kvspec`: the reference backend on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import (
+    ATTENTION_BACKENDS,
+    register_attention_backend,
+)
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.server_args import add_attention_backend_choices
+
+from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.runtime.reference_attention import ReferenceAttention
+
+NAME = "kvspec"
+
+
+class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
+    """Attends as the worker planned. SGLang's own forward metadata is not needed."""
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.attention = ReferenceAttention(runner.token_to_kv_pool.kv)
+        self._start_layer = runner.token_to_kv_pool.start_layer
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        pass
+
+    def support_triton(self) -> bool:
+        return False
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """q [num_tokens, heads * head_dim]; k, v [num_tokens, kv_heads * head_dim] or None.
+
+        Raises UnsupportedError for attention KVSpec does not implement, rather than approximate.
+        """
+        if forward_batch.forward_mode.is_idle():
+            return q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        _check_layer(layer, k, save_kv_cache, kwargs)
+        out = self.attention.forward(
+            layer.layer_id - self._start_layer,
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim),
+            layer.scaling,
+        )
+        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+def _check_layer(layer: Any, k: Any, save_kv_cache: bool, extra: dict[str, Any]) -> None:
+    unknown = [name for name, value in extra.items() if value is not None]
+    reasons = {
+        "cross attention": layer.is_cross_attention,
+        "encoder attention": layer.attn_type != AttentionType.DECODER,
+        "soft-capped logits": bool(layer.logit_cap),
+        "a sliding window": layer.sliding_window_size not in (None, -1),
+        "KV shared between layers or written by the model": k is None or not save_kv_cache,
+        f"the argument {unknown[0] if unknown else None}": bool(unknown),
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise UnsupportedError(f"--kvspec cannot serve attention with {reason}")
+
+
+def register() -> None:
+    """Register the backend's name with SGLang, once a process."""
+    if NAME not in ATTENTION_BACKENDS:
+        register_attention_backend(NAME)(KVSpecAttentionBackend)
+        add_attention_backend_choices([NAME])

@@ -1,0 +1,48 @@
+"""Which tokens a request's grammar allows, along a chain of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMasks:
+    """allowed: [num_drafts + 1, vocab] bool, row j after the first j drafts. max_tokens: tokens
+    that may be emitted at most, because the grammar ends there."""
+
+    allowed: torch.Tensor
+    max_tokens: int
+
+
+def masks_along(grammar: Any, drafts: Sequence[int], logits: torch.Tensor) -> GrammarMasks | None:
+    """Masks for logits [num_drafts + 1, vocab]; None when nothing is constrained.
+
+    The grammar is left where it was. Rows after a draft it does not allow stay unconstrained: the
+    row before gives that draft probability 0, so they are never reached.
+    """
+    if grammar is None or grammar.finished or grammar.is_terminated():
+        return None
+    bitmask = grammar.allocate_vocab_mask(logits.shape[-1], len(logits), logits.device)
+    grammar.fill_vocab_mask(bitmask, 0)
+    max_tokens = len(drafts) + 1
+    num_accepted = 0
+    for token in drafts:
+        try:
+            grammar.accept_token(token)
+        except ValueError:
+            break
+        num_accepted += 1
+        if grammar.is_terminated():
+            max_tokens = num_accepted
+            break
+        grammar.fill_vocab_mask(bitmask, num_accepted)
+    if num_accepted:
+        grammar.rollback(num_accepted)
+    marked = torch.zeros_like(logits, dtype=torch.float32)
+    bitmask = grammar.move_vocab_mask(bitmask, logits.device)
+    grammar.apply_vocab_mask(marked, bitmask)
+    return GrammarMasks(marked == 0, max_tokens)

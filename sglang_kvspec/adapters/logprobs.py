@@ -1,0 +1,57 @@
+"""Log-probabilities of emitted tokens, in the shapes SGLang's result processors read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+from sglang_kvspec.runtime.chooser import Verified
+from sglang_kvspec.runtime.sampling import SamplingParams, logprobs_of
+
+_LISTS = (
+    "next_token_top_logprobs_val",
+    "next_token_top_logprobs_idx",
+    "next_token_token_ids_logprobs_val",
+    "next_token_token_ids_logprobs_idx",
+)
+
+
+def fill_logprobs(
+    output: LogitsProcessorOutput,
+    batch: Any,
+    verified: list[tuple[Verified, SamplingParams] | None],
+    stride: int,
+) -> None:
+    """Write the log-probabilities of every emitted token of a batch into `output`.
+
+    verified: per request what it emitted, None for nothing. stride: token rows a request has in
+    flat lists; entry i * stride + j is request i's j-th token, unused entries are empty.
+    """
+    chosen = torch.zeros(len(verified), stride)
+    lists: dict[str, list[torch.Tensor]] = {
+        name: [torch.empty(0)] * (len(verified) * stride) for name in _LISTS
+    }
+    for i, entry in enumerate(verified):
+        if entry is None:
+            continue
+        result, params = entry
+        num_tokens = len(result.tokens)
+        logprobs = logprobs_of(result.logits[:num_tokens], params)
+        # SGLang serialises these to JSON, which has no infinity.
+        logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
+        chosen[i, :num_tokens] = logprobs[range(num_tokens), result.tokens].cpu()
+        rows = range(i * stride, i * stride + num_tokens)
+        for flat, row in zip(rows, logprobs, strict=True):
+            if batch.top_logprobs_nums[i]:
+                values, tokens = row.topk(batch.top_logprobs_nums[i])
+                lists["next_token_top_logprobs_val"][flat] = values
+                lists["next_token_top_logprobs_idx"][flat] = tokens
+            if batch.token_ids_logprobs[i] is not None:
+                tokens = torch.tensor(batch.token_ids_logprobs[i])
+                lists["next_token_token_ids_logprobs_val"][flat] = row[tokens.to(row.device)]
+                lists["next_token_token_ids_logprobs_idx"][flat] = tokens
+    output.next_token_logprobs = chosen if stride > 1 else chosen[:, 0]
+    for name in _LISTS:
+        setattr(output, name, lists[name])

@@ -1,0 +1,83 @@
+"""A TieredKV as SGLang's KV cache object."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache
+
+from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, take_plan
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.pools.tiered_kv import TieredKV
+
+logger = logging.getLogger(__name__)
+
+
+class KVSpecPool(KVCache):  # type: ignore[misc]
+    """Holds the tiers; only the kvspec attention backend reads and writes them.
+
+    SGLang's per-slot accessors raise: whoever calls one would bypass verification.
+    """
+
+    post_capture_active = False
+
+    def __init__(self, kv: TieredKV, *, start_layer: int, end_layer: int, device: str) -> None:
+        geometry = kv.geometry
+        super().__init__(
+            size=kv.plan.num_pages * geometry.page_size,
+            page_size=geometry.page_size,
+            dtype=geometry.dtype,
+            layer_num=geometry.num_layers,
+            device=device,
+            enable_memory_saver=False,
+            start_layer=start_layer,
+            end_layer=end_layer,
+        )
+        self.kv = kv
+        self.head_num = geometry.num_kv_heads
+        self.head_dim = geometry.head_dim
+        self._finalize_allocation_log(self.size)
+
+    def get_kv_size_bytes(self) -> int:
+        return self.kv.hbm_nbytes
+
+    def on_pages_freed(self, pages: list[int]) -> None:
+        self.kv.free_pages(pages)
+
+    def on_all_pages_freed(self) -> None:
+        self.kv.free_all()
+
+    def _refuse(self) -> NoReturn:
+        raise NotImplementedError("KVSpec pages are read and written by its attention backend only")
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        self._refuse()
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        self._refuse()
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._refuse()
+
+    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse()
+
+    def move_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse()
+
+
+def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVSpecPool:
+    """Allocate the pools the sizing planned and say in the log what fits."""
+    plan, geometry = take_plan(kvc), geometry_of(kvc)
+    assert max_total_num_tokens == plan.num_pages * geometry.page_size, "plan and SGLang disagree"
+    codec = codec_of(kvc, config)
+    kv = TieredKV(geometry, codec, plan, torch.device(kvc.device))
+    logger.info(describe(plan, config, codec, geometry.page_size))
+    return KVSpecPool(
+        kv,
+        start_layer=kvc.layer_info.start_layer,
+        end_layer=kvc.layer_info.end_layer,
+        device=kvc.device,
+    )

@@ -1,0 +1,140 @@
+"""How many tokens SGLang may allocate: the capacity plan in SGLang's terms."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import psutil
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, MemoryPoolConfig
+
+from sglang_kvspec.adapters.activation import debug_mode
+from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.planning.capacity import (
+    CapacityPlan,
+    PageBytes,
+    plan_capacity,
+    split_shared_memory,
+    window_pages_for,
+)
+from sglang_kvspec.pools.geometry import KVGeometry
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+# Host memory left to the operating system and to SGLang's own processes.
+HOST_RESERVE_BYTES = 2 * GIB
+
+
+# By the identity of SGLang's (slotted, not weakly referable) configurator object.
+_plans: dict[int, CapacityPlan] = {}
+
+
+def take_plan(kvc: Any) -> CapacityPlan:
+    """The plan last made for `kvc`."""
+    return _plans.pop(id(kvc))
+
+
+class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
+    """Turns a KV memory budget, or a number of tokens, into a CapacityPlan.
+
+    SGLang makes several of these for one pool; the plan of the last sizing is kept in this module,
+    where the pool is built from it a moment later.
+    """
+
+    def __init__(self, kvc: Any, config: KVSpecConfig) -> None:
+        super().__init__(kvc)
+        self._kvc = kvc
+        self._config = config
+        self._budget_bytes: int | None = None
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        self._budget_bytes = available_bytes
+        return self._plan(max_pages=None)
+
+    def calculate_pool_sizes_from_max_tokens(
+        self, max_total_num_tokens: int, page_size: int
+    ) -> MemoryPoolConfig:
+        return self._plan(max_pages=max_total_num_tokens // page_size)
+
+    def _plan(self, max_pages: int | None) -> MemoryPoolConfig:
+        config, geometry = self._config, geometry_of(self._kvc)
+        page_bytes = page_bytes_of(geometry, codec_of(self._kvc, config))
+        window_pages = window_pages_for(
+            self._kvc.server_args.max_running_requests,
+            config.recent_pages,
+            config.max_draft_len,
+            geometry.page_size,
+        )
+        assert self._budget_bytes is not None, "SGLang profiles memory before it caps tokens"
+        budget_bytes, host_limit_bytes = self._budget_bytes, available_host_bytes()
+        if self._kvc.device == "cpu" and config.host_gb is None:
+            budget_bytes, host_limit_bytes = split_shared_memory(
+                budget_bytes, page_bytes, window_pages, config.residual_hbm_fraction
+            )
+        plan = plan_capacity(
+            budget_bytes,
+            page_bytes,
+            window_pages=window_pages,
+            residual_fraction=config.residual_hbm_fraction,
+            host_bytes=None if config.host_gb is None else int(config.host_gb * GIB),
+            host_limit_bytes=host_limit_bytes,
+            max_pages=max_pages,
+        )
+        _plans[id(self._kvc)] = plan
+        return MemoryPoolConfig(max_total_num_tokens=plan.num_pages * geometry.page_size)
+
+
+def available_host_bytes() -> int:
+    """Host memory the store may take when its size is not given."""
+    return max(int(psutil.virtual_memory().available) - HOST_RESERVE_BYTES, 0)
+
+
+def geometry_of(kvc: Any) -> KVGeometry:
+    from sglang.srt.runtime_context import get_parallel
+
+    return KVGeometry(
+        num_layers=kvc.layer_info.num_effective_layers,
+        num_kv_heads=kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size),
+        head_dim=kvc.model_config.head_dim,
+        page_size=kvc.server_args.page_size,
+        dtype=kvc.kv_cache_dtype,
+    )
+
+
+def codec_of(kvc: Any, config: KVSpecConfig) -> Codec:
+    return make_codec(
+        config.codec,
+        target=config.target,
+        page_size=kvc.server_args.page_size,
+        head_dim=kvc.model_config.head_dim,
+        dtype=kvc.kv_cache_dtype,
+        debug=debug_mode(),
+    )
+
+
+def page_bytes_of(geometry: KVGeometry, codec: Codec) -> PageBytes:
+    records = geometry.num_layers * geometry.num_kv_heads
+    return PageBytes(
+        plain=geometry.plain_page_bytes,
+        anchor=records * codec.anchor_bytes,
+        residual=records * codec.residual_bytes,
+    )
+
+
+def describe(plan: CapacityPlan, config: KVSpecConfig, codec: Codec, page_size: int) -> str:
+    """The plan in one line for a person."""
+    fits, plain = plan.num_pages * page_size, plan.plain_pages * page_size
+    draft_len = config.draft_len if config.drafts else "off"
+    return (
+        f"KVSpec: {fits} tokens fit where plain KV holds {plain} ({fits / max(plain, 1):.2f}x, "
+        f"limited by {plan.binding}); target {config.target}, codec {config.codec} "
+        f"({codec.anchor_bits_per_element:.2f} bits an element), draft length {draft_len}; "
+        f"KV memory {plan.hbm_bytes / GIB:.2f} GiB = anchors "
+        f"{plan.num_pages * plan.page_bytes.anchor / GIB:.2f} + recent window "
+        f"{plan.window_pages * plan.page_bytes.plain / GIB:.2f} + residual cache "
+        f"{plan.cache_pages * plan.page_bytes.residual / GIB:.2f}; "
+        f"residual store {plan.host_bytes / GIB:.2f} GiB of host memory"
+    )

@@ -1,0 +1,49 @@
+"""What KVSpec reads of SGLang's requests, and which requests it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_kvspec.runtime.sampling import SamplingParams
+
+
+def check_request(obj: Any) -> None:
+    """Raise ValueError, which SGLang answers with status 400, for what would be answered wrongly.
+
+    obj: a GenerateReqInput of one request, before it is tokenised.
+    """
+    if getattr(obj, "custom_logit_processor", None):
+        raise ValueError(
+            "--kvspec does not run custom_logit_processor yet: remove it or use a plain server"
+        )
+    if getattr(obj, "return_hidden_states", None):
+        raise ValueError(
+            "--kvspec does not return hidden states yet: remove return_hidden_states or use a "
+            "plain server"
+        )
+
+
+def sampling_params_of(req: Any) -> SamplingParams:
+    params = req.sampling_params
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_new_tokens=params.min_new_tokens,
+        stop_tokens=_stop_tokens(req) if params.min_new_tokens > 0 else frozenset(),
+        logit_bias={int(token): value for token, value in (params.logit_bias or {}).items()},
+        seed=params.sampling_seed,
+    )
+
+
+def _stop_tokens(req: Any) -> frozenset[int]:
+    """Tokens SGLang forbids before min_new_tokens: the request's stop tokens and end of text."""
+    tokens = set(req.sampling_params.stop_token_ids or ())
+    if req.tokenizer is not None:
+        tokens |= set(req.tokenizer.additional_stop_token_ids or ())
+        tokens.add(req.tokenizer.eos_token_id)
+    return frozenset(token for token in tokens if token is not None)

@@ -1,0 +1,49 @@
+"""The two objects SGLang carries for a speculative algorithm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from sglang_kvspec.runtime.request_state import RequestState
+
+
+class KVSpecDraftInput(SpecInput):  # type: ignore[misc]
+    """State of the requests of a batch between iterations; SGLang filters and merges it with them."""
+
+    # What SGLang's relay reads of every draft input; a self-speculating worker has none of it.
+    topk_p = topk_index = hidden_states = None
+    future_indices: torch.Tensor | None = None
+    num_tokens_per_req = 1
+    num_tokens_for_logprob_per_req = 1
+
+    def __init__(self, states: list[RequestState]) -> None:
+        # The closed enum has no member for plugins; only "is a draft input" matters.
+        super().__init__(SpecInputType.EAGLE_DRAFT)
+        self.states = states
+
+    @property
+    def bonus_tokens(self) -> torch.Tensor:
+        """The verified token of each request whose KV is not computed yet: [batch_size] int64."""
+        return torch.tensor([state.pending for state in self.states], dtype=torch.int64)
+
+    def filter_batch(self, new_indices: Any, new_indices_cpu: Any = None) -> None:
+        self.states = [self.states[int(i)] for i in new_indices]
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+
+    def merge_batch(self, other: KVSpecDraftInput) -> None:
+        self.states = self.states + other.states
+        if self.future_indices is not None and other.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+
+
+class RaggedForwardInput(SpecInput):  # type: ignore[misc]
+    """spec_info of one ragged forward: positions [num_tokens] int64. The rows are with the
+    attention backend."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__(SpecInputType.NGRAM_VERIFY)
+        self.positions = positions

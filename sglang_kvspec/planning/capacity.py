@@ -1,0 +1,136 @@
+"""How a KV memory budget is divided between anchors, recent window and residual cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_kvspec.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PageBytes:
+    """Bytes of one page over all layers and heads of a rank."""
+
+    plain: int
+    anchor: int
+    residual: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """Pages of each pool. num_pages: what SGLang may allocate (its padding page comes on top).
+
+    host_pages is num_pages with a host store (write-through, one slot a page) and 0 without one,
+    when cache_pages is num_pages. binding: what limited num_pages.
+    """
+
+    num_pages: int
+    window_pages: int
+    cache_pages: int
+    host_pages: int
+    page_bytes: PageBytes
+    binding: str
+
+    @property
+    def hbm_bytes(self) -> int:
+        page = self.page_bytes
+        return (
+            self.num_pages * page.anchor
+            + self.window_pages * page.plain
+            + self.cache_pages * page.residual
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host_pages * self.page_bytes.residual
+
+    @property
+    def plain_pages(self) -> int:
+        """Pages a pool in the model's KV dtype would hold in the same memory."""
+        return self.hbm_bytes // self.page_bytes.plain
+
+
+def window_pages_for(
+    max_running_requests: int, recent_pages: int, max_draft_len: int, page_size: int
+) -> int:
+    """Window pages that suffice for every running request at once.
+
+    Each holds its newest full pages, the page being filled, and what drafts may spill into
+    (QuantSpec section 4.3 keeps two groups; drafts longer than a page need more).
+    """
+    spill = -(-max(max_draft_len, 1) // page_size)
+    return max_running_requests * (recent_pages + 1 + spill)
+
+
+def split_shared_memory(
+    budget_bytes: int, page_bytes: PageBytes, window_pages: int, residual_fraction: float
+) -> tuple[int, int]:
+    """Divide memory that is KV memory and host memory at once, as on a CPU.
+
+    Returns (KV bytes, host bytes) such that both hold about the same number of pages.
+    """
+    rest = max(budget_bytes - window_pages * page_bytes.plain, 0)
+    kv_page = page_bytes.anchor / (1 - residual_fraction)
+    host_bytes = int(rest * page_bytes.residual / (page_bytes.residual + kv_page))
+    return budget_bytes - host_bytes, host_bytes
+
+
+def plan_capacity(
+    budget_bytes: int,
+    page_bytes: PageBytes,
+    *,
+    window_pages: int,
+    residual_fraction: float,
+    host_bytes: int | None,
+    host_limit_bytes: int,
+    max_pages: int | None = None,
+) -> CapacityPlan:
+    """Divide budget_bytes of KV memory.
+
+    host_bytes: size of the residual store, None for as much as needed up to host_limit_bytes, 0
+    for no store. max_pages caps num_pages (--max-total-tokens). Raises ConfigError when not one
+    page fits.
+    """
+    rest = budget_bytes - window_pages * page_bytes.plain
+    limits: dict[str, int] = {}
+    if host_bytes == 0:
+        limits["KV memory"] = rest // (page_bytes.anchor + page_bytes.residual)
+    else:
+        limits["KV memory"] = int(rest * (1 - residual_fraction)) // page_bytes.anchor
+        limits["host memory"] = (
+            host_limit_bytes if host_bytes is None else host_bytes
+        ) // page_bytes.residual
+    if max_pages is not None:
+        limits["--max-total-tokens"] = max_pages
+    binding = min(limits, key=lambda name: limits[name])
+    num_pages = limits[binding]
+    if num_pages < 1:
+        raise ConfigError(_too_small(binding, budget_bytes, window_pages, page_bytes))
+    if host_bytes == 0:
+        cache_pages = num_pages
+    elif residual_fraction == 0:
+        cache_pages = 0
+    else:
+        share = num_pages * page_bytes.anchor * residual_fraction / (1 - residual_fraction)
+        cache_pages = min(int(share) // page_bytes.residual, num_pages)
+    return CapacityPlan(
+        num_pages=num_pages,
+        window_pages=window_pages,
+        cache_pages=cache_pages,
+        host_pages=0 if host_bytes == 0 else num_pages,
+        page_bytes=page_bytes,
+        binding=binding,
+    )
+
+
+def _too_small(binding: str, budget_bytes: int, window_pages: int, page_bytes: PageBytes) -> str:
+    if binding == "host memory":
+        return (
+            "--kvspec-host-gb leaves no room for one page of residuals "
+            f"({page_bytes.residual} bytes); raise it, or set 0 to keep residuals in KV memory"
+        )
+    return (
+        f"{budget_bytes / 2**20:.0f} MiB of KV memory do not hold the recent window of "
+        f"{window_pages} pages ({window_pages * page_bytes.plain / 2**20:.0f} MiB) and one page; "
+        "raise --mem-fraction-static or lower --max-running-requests or --kvspec-recent-pages"
+    )

@@ -1,0 +1,58 @@
+"""How many tokens a request should draft before it verifies, from its own acceptance so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """Cost of rows relative to a plain decode row; only ratios matter.
+
+    draft: one draft row. verify: a verification of the pending token alone. verify_token: each
+    further token verified in the same row.
+    """
+
+    draft: float = 0.35
+    verify: float = 1.0
+    verify_token: float = 0.02
+
+
+@dataclass(slots=True)
+class AcceptanceEstimate:
+    """Probability that the target agrees with one more draft token, were each independent.
+
+    The prior is worth 20 drafts at 0.95. Drafts after a rejection say nothing and are not counted.
+    """
+
+    accepted: float = 19.0
+    rejected: float = 1.0
+
+    # Forget slowly, so that a request that turns from copying to composing adapts.
+    DECAY = 0.9
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        if num_drafts == 0:
+            return
+        self.accepted = self.accepted * self.DECAY + num_accepted
+        self.rejected = self.rejected * self.DECAY + (num_accepted < num_drafts)
+
+    @property
+    def probability(self) -> float:
+        # A floor under rejections keeps the geometric series finite for perfect drafts.
+        return self.accepted / (self.accepted + max(self.rejected, 0.05))
+
+
+def expected_tokens(probability: float, num_drafts: int) -> float:
+    """Tokens emitted by one verification of num_drafts (Leviathan et al. 2023, equation 1)."""
+    return (1 - probability ** (num_drafts + 1)) / (1 - probability)
+
+
+def best_draft_len(probability: float, max_draft_len: int, cost: DraftCost) -> int:
+    """The draft length in 1..max_draft_len with the most expected tokens per cost."""
+
+    def rate(num_drafts: int) -> float:
+        spent = cost.verify + num_drafts * (cost.draft + cost.verify_token)
+        return expected_tokens(probability, num_drafts) / spent
+
+    return max(range(1, max_draft_len + 1), key=rate)

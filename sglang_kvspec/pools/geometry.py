@@ -1,0 +1,24 @@
+"""The shape of one rank's KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """num_kv_heads counts the heads of this rank; dtype is the model's KV dtype."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def plain_page_bytes(self) -> int:
+        """K and V of one page in the model's KV dtype, all layers."""
+        elements = 2 * self.page_size * self.num_kv_heads * self.head_dim * self.num_layers
+        return elements * self.dtype.itemsize

@@ -1,0 +1,61 @@
+"""Slots handed out to pages, for pools that hold fewer pages than SGLang allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from sglang_kvspec.core.errors import CapacityError
+
+
+class PageSlots:
+    """A bijection between some pages and slots 0..num_slots-1, oldest assignment first."""
+
+    def __init__(self, num_pages: int, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self._slot_of_page: dict[int, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        # The same map as a tensor, -1 where a page has no slot, for gathers without Python loops.
+        self.table = torch.full((num_pages + 1,), -1, dtype=torch.int64, device=device)
+
+    def __len__(self) -> int:
+        return len(self._slot_of_page)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._slot_of_page
+
+    def __iter__(self) -> Iterator[int]:
+        """Pages, the one that got its slot first coming first."""
+        return iter(self._slot_of_page)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, page: int) -> int:
+        """Give `page` a slot. Raises CapacityError when none is free."""
+        assert page not in self._slot_of_page, f"page {page} has a slot already"
+        if not self._free:
+            raise CapacityError(f"no free slot for page {page}: all {self.num_slots} are taken")
+        slot = self._free.pop()
+        self._slot_of_page[page] = slot
+        self.table[page] = slot
+        return slot
+
+    def release(self, page: int) -> bool:
+        """Take the slot of `page` back; False when it had none."""
+        slot = self._slot_of_page.pop(page, None)
+        if slot is None:
+            return False
+        self._free.append(slot)
+        self.table[page] = -1
+        return True
+
+    def check_integrity(self) -> None:
+        taken = set(self._slot_of_page.values())
+        assert len(taken) == len(self._slot_of_page), "a slot belongs to two pages"
+        assert taken.isdisjoint(self._free), "a free slot belongs to a page"
+        assert len(taken) + len(self._free) == self.num_slots, "slots were lost"
+        held = (self.table >= 0).nonzero().flatten().tolist()
+        assert sorted(held) == sorted(self._slot_of_page), "slot table disagrees with the map"

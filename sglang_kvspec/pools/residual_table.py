@@ -1,0 +1,85 @@
+"""Where every page's residual is. The one place where that changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+from sglang_kvspec.core.errors import PageStateError
+
+
+class ResidualState(IntEnum):
+    """ABSENT: no residual, the page is free, partial or in the recent window. IN_FLIGHT: being
+    encoded (later: on the network). STORED: in the store only. FETCHING: being copied from the
+    store into the cache. RESIDENT: in the residual cache (and in the store, where there is one)."""
+
+    ABSENT = 0
+    IN_FLIGHT = 1
+    STORED = 2
+    FETCHING = 3
+    RESIDENT = 4
+
+
+_ALLOWED: dict[ResidualState, frozenset[ResidualState]] = {
+    ResidualState.ABSENT: frozenset({ResidualState.IN_FLIGHT}),
+    ResidualState.IN_FLIGHT: frozenset({ResidualState.STORED, ResidualState.RESIDENT}),
+    ResidualState.STORED: frozenset({ResidualState.FETCHING}),
+    ResidualState.FETCHING: frozenset({ResidualState.RESIDENT, ResidualState.STORED}),
+    ResidualState.RESIDENT: frozenset({ResidualState.STORED}),
+}
+
+
+class PageRef(NamedTuple):
+    """A page as it was at some moment: SGLang reuses page ids, generations tell them apart."""
+
+    page: int
+    generation: int
+
+
+class ResidualTable:
+    """State and generation of every page; page ids run from 0 to num_pages inclusive."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._states = [ResidualState.ABSENT] * (num_pages + 1)
+        self._generations = [0] * (num_pages + 1)
+        self._counts: Counter[ResidualState] = Counter({ResidualState.ABSENT: num_pages + 1})
+
+    def state(self, page: int) -> ResidualState:
+        return self._states[page]
+
+    def ref(self, page: int) -> PageRef:
+        return PageRef(page, self._generations[page])
+
+    def is_current(self, ref: PageRef) -> bool:
+        return self._generations[ref.page] == ref.generation
+
+    def advance(self, page: int, new: ResidualState) -> None:
+        """Move a page to `new`. Raises PageStateError on a transition that is not allowed."""
+        old = self._states[page]
+        if new not in _ALLOWED[old]:
+            raise PageStateError(
+                f"page {page}: {old.name} -> {new.name} is not allowed "
+                f"(allowed: {', '.join(state.name for state in sorted(_ALLOWED[old]))})"
+            )
+        self._set(page, new)
+
+    def release(self, page: int) -> ResidualState:
+        """The page was freed: start its next generation as ABSENT. Returns the state it had."""
+        old = self._states[page]
+        self._set(page, ResidualState.ABSENT)
+        self._generations[page] += 1
+        return old
+
+    def pages_in(self, pages: Iterable[int], state: ResidualState) -> list[int]:
+        return [page for page in pages if self._states[page] is state]
+
+    def counts(self) -> dict[str, int]:
+        """Number of pages by state name, the padding page included."""
+        return {state.name: self._counts[state] for state in ResidualState}
+
+    def _set(self, page: int, new: ResidualState) -> None:
+        self._counts[self._states[page]] -= 1
+        self._counts[new] += 1
+        self._states[page] = new

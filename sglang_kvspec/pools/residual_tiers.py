@@ -1,0 +1,149 @@
+"""Residual cache and residual store behind one page table (design: ResidualCache, ResidualStore)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from sglang_kvspec.planning.capacity import CapacityPlan
+from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.page_slots import PageSlots
+from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.pools.residual_table import PageRef, ResidualState, ResidualTable
+
+
+class ResidualTiers:
+    """Every encoded page's residual: written through to the store, cached while there is room.
+
+    Without a store (plan.host_pages == 0) the cache holds all pages and nothing is ever fetched.
+    A fetch is started in one iteration and may be used from the next one on, when `finish_fetches`
+    has seen the copy complete and the page still be of the generation that was asked for.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        plan: CapacityPlan,
+        record_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self.table = ResidualTable(plan.num_pages)
+        self.page_bytes = plan.page_bytes.residual
+        self.cache_slots = PageSlots(plan.num_pages, plan.cache_pages, device)
+        heads, layers = geometry.num_kv_heads, geometry.num_layers
+        self._cache = RecordPool(layers, plan.cache_pages, heads, record_bytes, device)
+        self._store: RecordPool | None = None
+        if plan.host_pages:
+            self._store = RecordPool(
+                layers,
+                plan.num_pages + 1,
+                heads,
+                record_bytes,
+                torch.device("cpu"),
+                pinned=device.type == "cuda",
+            )
+        self._device = device
+        self._fetching: list[PageRef] = []
+        self.bytes_fetched = 0
+        self.bytes_streamed = 0
+
+    @property
+    def hbm_nbytes(self) -> int:
+        return self._cache.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        return self._store.nbytes if self._store else 0
+
+    def begin(self, pages: Iterable[int]) -> None:
+        """Pages are about to be encoded, layer by layer; they are born in the cache if it has room."""
+        for page in pages:
+            self.table.advance(page, ResidualState.IN_FLIGHT)
+            if self.cache_slots.num_free:
+                self.cache_slots.acquire(page)
+
+    def write(self, layer: int, pages: torch.Tensor, records: torch.Tensor) -> None:
+        """Records [N, num_kv_heads, record_bytes] of one layer of pages [N] that are IN_FLIGHT."""
+        if self._store is not None:
+            self._store.write(layer, pages.cpu(), records.cpu())
+        slots = self.cache_slots.table[pages]
+        cached = slots >= 0
+        if bool(cached.any()):
+            self._cache.write(layer, slots[cached], records[cached])
+
+    def finish(self, pages: Iterable[int]) -> None:
+        """All layers of these pages are written."""
+        for page in pages:
+            cached = page in self.cache_slots
+            self.table.advance(page, ResidualState.RESIDENT if cached else ResidualState.STORED)
+
+    def missing(self, pages: Iterable[int]) -> list[int]:
+        """Pages whose residual is in the store only, in the given order."""
+        return self.table.pages_in(pages, ResidualState.STORED)
+
+    def start_fetch(self, pages: Iterable[int]) -> None:
+        """Copy STORED pages into cache slots. Raises CapacityError when the cache is full."""
+        for page in pages:
+            self.cache_slots.acquire(page)
+            self.table.advance(page, ResidualState.FETCHING)
+            self._fetching.append(self.table.ref(page))
+            self._copy_to_cache(page)
+            self.bytes_fetched += self.page_bytes
+
+    def finish_fetches(self) -> None:
+        """Make the pages whose copy has completed RESIDENT; forget those freed meanwhile."""
+        for ref in self._fetching:
+            if self.table.is_current(ref):
+                self.table.advance(ref.page, ResidualState.RESIDENT)
+        self._fetching.clear()
+
+    def evict(self, pages: Iterable[int]) -> None:
+        """Give the cache slots of RESIDENT pages back; the store still has them."""
+        assert self._store is not None, "without a store a residual lives in the cache alone"
+        for page in pages:
+            self.table.advance(page, ResidualState.STORED)
+            self.cache_slots.release(page)
+
+    def release(self, page: int) -> None:
+        """The page was freed by SGLang: forget its residual wherever it is."""
+        self.table.release(page)
+        self.cache_slots.release(page)
+
+    def read(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Records [N, num_kv_heads, record_bytes] of one layer, on the device.
+
+        Pages that are not RESIDENT are streamed from the store for this read alone, which is how
+        prefill over a cached prefix and verifications larger than the cache reach the target.
+        """
+        slots = self.cache_slots.table[pages]
+        resident = torch.tensor(
+            [self.table.state(p) is ResidualState.RESIDENT for p in pages.tolist()],
+            dtype=torch.bool,
+            device=slots.device,
+        )
+        if bool(resident.all()):
+            return self._cache.read(layer, slots)
+        assert self._store is not None
+        streamed = self._store.read(layer, pages[~resident].cpu()).to(self._device)
+        self.bytes_streamed += streamed.nbytes
+        if not bool(resident.any()):
+            return streamed
+        out = streamed.new_empty((len(pages), *streamed.shape[1:]))
+        out[resident] = self._cache.read(layer, slots[resident])
+        out[~resident] = streamed
+        return out
+
+    def _copy_to_cache(self, page: int) -> None:
+        assert self._store is not None
+        host = torch.tensor([page])
+        slot = self.cache_slots.table[page : page + 1]
+        for layer in range(self._cache.num_layers):
+            self._cache.write(layer, slot, self._store.read(layer, host).to(self._device))
+
+    def check_integrity(self) -> None:
+        self.cache_slots.check_integrity()
+        in_cache = {ResidualState.FETCHING, ResidualState.RESIDENT, ResidualState.IN_FLIGHT}
+        for page in self.cache_slots:
+            state = self.table.state(page)
+            assert state in in_cache, f"page {page} is {state.name} but has a cache slot"

@@ -1,0 +1,184 @@
+"""The KV cache of one rank: anchors, recent window and residuals, addressed by SGLang's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.planning.capacity import CapacityPlan
+from sglang_kvspec.pools.decoded_anchors import DecodedAnchors
+from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.recent_window import RecentWindow
+from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.pools.residual_tiers import ResidualTiers
+
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+class TieredKV:
+    """A page is free, in the window (full precision), or encoded (anchor + residual).
+
+    Page ids run from 0 (SGLang's padding page) to plan.num_pages. All reads and writes name a
+    layer; opening, encoding and freeing concern all layers.
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, codec: Codec, plan: CapacityPlan, device: torch.device
+    ) -> None:
+        self.geometry = geometry
+        self.codec = codec
+        self.plan = plan
+        self.device = device
+        self.anchors = RecordPool(
+            geometry.num_layers,
+            plan.num_pages + 1,
+            geometry.num_kv_heads,
+            codec.anchor_bytes,
+            device,
+        )
+        self.window = RecentWindow(geometry, plan.num_pages, plan.window_pages, device)
+        self.residuals = ResidualTiers(geometry, plan, codec.residual_bytes, device)
+        self._decoded = DecodedAnchors(geometry, plan.num_pages)
+        self._encoded: set[int] = set()
+
+    # Life of a page
+
+    def open_pages(self, pages: Iterable[int]) -> None:
+        """Give every page that is neither in the window nor encoded a place in the window.
+
+        Encodes the oldest committed pages when the window is full. Raises CapacityError when all
+        pages in it are still mutable.
+        """
+        for page in pages:
+            assert page not in self._encoded, f"page {page} is encoded and cannot be written"
+            if page in self.window.slots:
+                continue
+            if not self.window.slots.num_free:
+                self._make_room()
+            self.window.slots.acquire(page)
+
+    def _make_room(self) -> None:
+        oldest = self.window.committed_pages()[:1]
+        if not oldest:
+            raise CapacityError(
+                f"all {self.window.slots.num_slots} pages of the recent window are being written"
+            )
+        self.encode_window_pages(oldest)
+
+    def begin_encode(self, pages: Sequence[int]) -> None:
+        """These free pages will be written whole, layer by layer, by `encode`."""
+        assert self._encoded.isdisjoint(pages), "a page is encoded once"
+        self.residuals.begin(pages)
+
+    def encode(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Encode pages [N] of one layer from k, v [N, page_size, num_kv_heads, head_dim]."""
+        record = self.codec.encode(k, v)
+        self.anchors.write(layer, pages, record.anchor)
+        self.residuals.write(layer, pages, record.residual)
+
+    def finish_encode(self, pages: Sequence[int]) -> None:
+        """All layers of these pages are encoded."""
+        self.residuals.finish(pages)
+        self._encoded.update(pages)
+
+    def encode_window_pages(self, pages: Sequence[int]) -> None:
+        """Encode committed window pages, all layers, and free their window slots."""
+        if not pages:
+            return
+        assert all(map(self.window.is_committed, pages)), "only a committed page may be encoded"
+        ids = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        self.begin_encode(pages)
+        for layer in range(self.geometry.num_layers):
+            self.encode(layer, ids, *self.window.read(layer, ids))
+        self.finish_encode(pages)
+        for page in pages:
+            self.window.release(page)
+
+    def is_encoded(self, page: int) -> bool:
+        return page in self._encoded
+
+    def free_pages(self, pages: Iterable[int]) -> None:
+        """SGLang freed these pages; whatever they held is gone."""
+        for page in pages:
+            self.window.release(page)
+            self.residuals.release(page)
+            self._decoded.forget(page)
+            self._encoded.discard(page)
+
+    def free_all(self) -> None:
+        self.free_pages(set(self._encoded) | set(self.window.slots))
+
+    # Reading
+
+    def read_draft(self, layer: int, pages: torch.Tensor) -> KV:
+        """What a draft sees of pages [N]: the window where a page is there, anchors elsewhere.
+
+        (k, v), each [N, page_size, num_kv_heads, head_dim].
+        """
+
+        def decode(fresh: torch.Tensor) -> KV:
+            return self.codec.decode_anchor(self.anchors.read(layer, fresh))
+
+        return self._read(layer, pages, lambda p: self._decoded.read(layer, p, decode))
+
+    def read_target(self, layer: int, pages: torch.Tensor) -> KV:
+        """What verification and prefill see of full pages [N], at the target precision.
+
+        A page still in the window reads as it will once it is encoded, so that what a token sees
+        never depends on when that happens. Shapes as read_draft.
+        """
+
+        def decode(encoded: torch.Tensor) -> KV:
+            return self.codec.decode_target(
+                self.anchors.read(layer, encoded), self.residuals.read(layer, encoded)
+            )
+
+        return self._read(layer, pages, decode, window_as_target=True)
+
+    def as_target(self, k: torch.Tensor, v: torch.Tensor) -> KV:
+        """Full pages [N, page_size, num_kv_heads, head_dim] as they read once encoded."""
+        if self.codec.target == "exact":
+            return k, v
+        record = self.codec.encode(k, v)
+        return self.codec.decode_target(record.anchor, record.residual)
+
+    def _read(
+        self,
+        layer: int,
+        pages: torch.Tensor,
+        read_encoded: Callable[[torch.Tensor], KV],
+        window_as_target: bool = False,
+    ) -> KV:
+        in_window = self.window.slots.table[pages] >= 0
+        if not bool(in_window.any()):
+            return read_encoded(pages)
+        recent = self.window.read(layer, pages[in_window])
+        if window_as_target:
+            recent = self.as_target(*recent)
+        if bool(in_window.all()):
+            return recent
+        encoded = read_encoded(pages[~in_window])
+        merged = []
+        for old, new in zip(encoded, recent, strict=True):
+            out = old.new_empty((len(pages), *old.shape[1:]))
+            out[~in_window] = old
+            out[in_window] = new
+            merged.append(out)
+        return merged[0], merged[1]
+
+    # Accounting
+
+    @property
+    def hbm_nbytes(self) -> int:
+        return self.anchors.nbytes + self.window.nbytes + self.residuals.hbm_nbytes
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when pools and tables disagree."""
+        self.window.check_integrity()
+        self.residuals.check_integrity()
+        assert self._encoded.isdisjoint(self.window.slots), "a page is in the window and encoded"
+        num_absent = self.residuals.table.counts()["ABSENT"]
+        assert num_absent == self.plan.num_pages + 1 - len(self._encoded), "page states were lost"

@@ -1,0 +1,85 @@
+"""Turns logits into tokens: the first token, drafts, and what a verification emits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from sglang_kvspec.runtime.acceptance import accept_by_rejection, accept_matching, draw
+from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.sampling import (
+    SamplingParams,
+    adjust_logits,
+    choose_with_noise,
+    distribution,
+)
+
+
+class Verified(NamedTuple):
+    """tokens: what is emitted, at least one. logits: [>= len(tokens), vocab] fp32, the target each
+    token was chosen from, for log-probabilities."""
+
+    tokens: list[int]
+    logits: torch.Tensor
+
+
+class Chooser:
+    """One generator for all requests without a seed of their own.
+
+    Greedy requests take the most likely token. Seeded ones use noise fixed by seed and position, so
+    that they repeat themselves. All others are verified by rejection sampling.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def first(
+        self,
+        logits: torch.Tensor,
+        params: SamplingParams,
+        output: Sequence[int],
+        position: int,
+        mask: torch.Tensor | None,
+    ) -> Verified:
+        """The token at `position`, from the logits [1, vocab] of a prefill's last token."""
+        logits = adjust_logits(logits, params, output, (), mask)
+        return Verified([self._choose(logits, params, position)[0]], logits)
+
+    def draft(self, state: RequestState, logits: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Append one draft to `state` from the logits [1, vocab] of its last token."""
+        params = state.params
+        output = [*state.output, *state.drafts] if params.depends_on_output else ()
+        logits = adjust_logits(logits, params, output, (), mask)
+        token, probs = self._choose(logits, params, state.next_position + 1)
+        state.drafts.append(token)
+        if probs is not None:
+            state.draft_probs.append(probs)
+
+    def verify(
+        self, state: RequestState, logits: torch.Tensor, masks: torch.Tensor | None
+    ) -> Verified:
+        """Judge the drafts of `state` by target logits [num_drafts + 1, vocab]. Does not commit."""
+        params = state.params
+        logits = adjust_logits(logits, params, state.output, state.drafts, masks)
+        if params.is_greedy:
+            return Verified(accept_matching(state.drafts, logits.argmax(-1).tolist()), logits)
+        probs = distribution(logits, params)
+        if params.seed is not None:
+            targets = choose_with_noise(probs, params.seed, state.committed_len + 1)
+            return Verified(accept_matching(state.drafts, targets), logits)
+        tokens = accept_by_rejection(state.drafts, state.draft_probs, probs, self._generator)
+        return Verified(tokens, logits)
+
+    def _choose(
+        self, logits: torch.Tensor, params: SamplingParams, position: int
+    ) -> tuple[int, torch.Tensor | None]:
+        """A token from adjusted logits [1, vocab], and the distribution it was drawn from where
+        rejection sampling will need it."""
+        if params.is_greedy:
+            return int(logits[0].argmax()), None
+        probs = distribution(logits, params)
+        if params.seed is not None:
+            return choose_with_noise(probs, params.seed, position)[0], None
+        return draw(probs[0], self._generator), probs[0]

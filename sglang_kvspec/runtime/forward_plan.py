@@ -1,0 +1,59 @@
+"""What one ragged forward does, row by row. Plain data, decided before the forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class RowKind(Enum):
+    """PREFILL and VERIFY rows read the target precision; a DRAFT row reads anchors."""
+
+    PREFILL = "prefill"
+    DRAFT = "draft"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Consecutive tokens of one request: positions start .. start + length - 1.
+
+    pages: page ids [ceil((start + length) / page_size)] int64 of the request from position 0 on.
+    direct: indices into pages of those this row writes whole and that are encoded at once, without
+    passing through the recent window; contiguous, PREFILL only.
+    """
+
+    kind: RowKind
+    start: int
+    length: int
+    pages: torch.Tensor
+    direct: range = range(0)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def written_pages(self, page_size: int) -> range:
+        """Indices into pages of those this row writes to."""
+        return range(self.start // page_size, -(-self.end // page_size))
+
+
+def prefill_row(
+    start: int, length: int, pages: torch.Tensor, *, page_size: int, recent_pages: int
+) -> Row:
+    """A PREFILL row that keeps the newest recent_pages full pages and the partial one in the
+    window and encodes the other pages it fills directly."""
+    first_whole = -(-start // page_size)
+    first_recent = max(first_whole, (start + length) // page_size - recent_pages)
+    return Row(RowKind.PREFILL, start, length, pages, range(first_whole, first_recent))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.length for row in self.rows)

@@ -1,0 +1,122 @@
+"""Counts of what drafting and verification did, and their Prometheus export."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sglang_kvspec.planning.step import StepPlan
+from sglang_kvspec.pools.tiered_kv import TieredKV
+
+
+@dataclass(slots=True)
+class SpecCounters:
+    """Totals since the server started. accept_histogram: verifications by accepted drafts.
+
+    waits: request-iterations spent waiting for residuals.
+    """
+
+    iterations: int = 0
+    mixed_iterations: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    verifications: int = 0
+    emitted: int = 0
+    waits: int = 0
+    accept_histogram: Counter[int] = field(default_factory=Counter)
+
+    def observe_step(self, plan: StepPlan) -> None:
+        self.iterations += 1
+        self.mixed_iterations += bool(plan.draft) and bool(plan.verify)
+        self.waits += len(plan.wait)
+
+    def observe_verification(self, num_drafts: int, num_accepted: int) -> None:
+        self.verifications += 1
+        self.drafted += num_drafts
+        self.accepted += num_accepted
+        self.emitted += num_accepted + 1
+        self.accept_histogram[num_accepted] += 1
+
+    @property
+    def rejected(self) -> int:
+        """Drafts verified and thrown away."""
+        return self.drafted - self.accepted
+
+    @property
+    def mean_accept_len(self) -> float:
+        """Accepted drafts per verification."""
+        return self.accepted / self.verifications if self.verifications else 0.0
+
+
+class MetricsExporter:
+    """Publishes counters to prometheus_client's default registry.
+
+    SGLang sets up multi-process collection before schedulers start, so metrics made here appear on
+    the server's /metrics.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        # Late: prometheus_client fixes its storage when first imported.
+        from prometheus_client import Counter as PromCounter
+        from prometheus_client import Gauge, Histogram
+
+        label = ["model_name"]
+        self._model_name = model_name
+        self._last = SpecCounters()
+        self._last_bytes = (0, 0)
+
+        def counter(name: str, text: str, *labels: str) -> PromCounter:
+            return PromCounter(f"sglang:kvspec_{name}", text, [*label, *labels])
+
+        self._counters = {
+            "drafted": counter("drafted_tokens", "Draft tokens verified"),
+            "accepted": counter("accepted_tokens", "Draft tokens accepted"),
+            "rejected": counter("rejected_tokens", "Draft tokens rejected"),
+            "verifications": counter("verifications", "Verifications"),
+            "waits": counter("verification_wait_iterations", "Iterations waited for residuals"),
+        }
+        self._bytes = counter("residual_bytes", "Residual bytes read from the store", "path")
+        self._accept_len = Histogram(
+            "sglang:kvspec_accept_length",
+            "Accepted drafts per verification",
+            label,
+            buckets=(0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64),
+        )
+        self._pages = Gauge(
+            "sglang:kvspec_pages",
+            "Pages by residual state",
+            [*label, "state"],
+            multiprocess_mode="mostrecent",
+        )
+        self._bits = Gauge(
+            "sglang:kvspec_anchor_bits_per_element",
+            "Anchor bits per K or V element, metadata included",
+            label,
+            multiprocess_mode="mostrecent",
+        )
+
+    def publish(self, counters: SpecCounters, kv: TieredKV) -> None:
+        """Add what happened since the last call."""
+        name = self._model_name
+        for field_name, metric in self._counters.items():
+            now, before = getattr(counters, field_name), getattr(self._last, field_name)
+            metric.labels(name).inc(now - before)
+        for accept_len, count in counters.accept_histogram.items():
+            for _ in range(count - self._last.accept_histogram[accept_len]):
+                self._accept_len.labels(name).observe(accept_len)
+        bytes_now = (kv.residuals.bytes_fetched, kv.residuals.bytes_streamed)
+        for path, now, before in zip(
+            ("fetched", "streamed"), bytes_now, self._last_bytes, strict=True
+        ):
+            self._bytes.labels(name, path).inc(now - before)
+        for state, num_pages in kv.residuals.table.counts().items():
+            self._pages.labels(name, state.lower()).set(num_pages)
+        self._bits.labels(name).set(kv.codec.anchor_bits_per_element)
+        self._last_bytes = bytes_now
+        self._last = SpecCounters(
+            drafted=counters.drafted,
+            accepted=counters.accepted,
+            verifications=counters.verifications,
+            waits=counters.waits,
+            accept_histogram=Counter(counters.accept_histogram),
+        )

@@ -1,0 +1,37 @@
+"""When pages of running requests leave the recent window."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvspec.pools.tiered_kv import TieredKV
+
+
+class PageKeeper:
+    """Marks pages committed as requests advance and encodes those no longer among the newest."""
+
+    def __init__(self, kv: TieredKV, recent_pages: int) -> None:
+        self._kv = kv
+        self._recent_pages = recent_pages
+
+    def commit(self, pages: torch.Tensor, before: int, after: int) -> None:
+        """A request's verified length grew from `before` to `after` tokens.
+
+        pages: its page ids from position 0 on. Its newest recent_pages full pages stay.
+        """
+        size = self._kv.geometry.page_size
+        num_full = after // size
+        ids = pages[:num_full].tolist()
+        for index in range(before // size, num_full):
+            if ids[index] in self._kv.window.slots:
+                self._kv.window.mark_committed(ids[index])
+        # Pages further back were encoded when the request passed them.
+        first = max(0, before // size - self._recent_pages)
+        self._encode(ids[first : max(0, num_full - self._recent_pages)])
+
+    def retire(self, pages: torch.Tensor) -> None:
+        """A request is done with these pages; SGLang frees some and caches the others."""
+        self._encode(pages.tolist())
+
+    def _encode(self, pages: list[int]) -> None:
+        self._kv.encode_window_pages([p for p in pages if self._kv.window.is_committed(p)])

@@ -1,0 +1,186 @@
+"""Attention over a TieredKV in plain torch: the specification of the GPU backend, and the CPU one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_kvspec.pools.tiered_kv import KV, TieredKV
+from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+
+# Bounds the mask of a long prefill to this many query rows times the context.
+PREFILL_BLOCK = 512
+
+
+class ReferenceAttention:
+    """Writes the KV of a planned forward and attends, layer by layer.
+
+    begin(plan), then forward(layer, ...) once for every layer in order, then finish().
+    """
+
+    def __init__(self, kv: TieredKV) -> None:
+        self.kv = kv
+        self._plan: ForwardPlan | None = None
+
+    def begin(self, plan: ForwardPlan) -> None:
+        """Open the window pages this forward writes to and announce the pages it encodes."""
+        assert self._plan is None, "the previous forward was not finished"
+        for row in plan.rows:
+            pages = row.pages.tolist()
+            window = [i for i in row.written_pages(self._page_size) if i not in row.direct]
+            self.kv.open_pages(pages[i] for i in window)
+            self.kv.begin_encode([pages[i] for i in row.direct])
+        self._plan = plan
+
+    def finish(self) -> None:
+        """All layers ran: pages encoded on the way are complete."""
+        assert self._plan is not None
+        for row in self._plan.rows:
+            self.kv.finish_encode(row.pages[row.direct.start : row.direct.stop].tolist())
+        self._plan = None
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
+
+        Stores k and v, returns the attention output [num_tokens, num_heads, head_dim].
+        """
+        assert self._plan is not None and self._plan.num_tokens == len(q)
+        out = torch.empty_like(q)
+        first = 0
+        for row in self._plan.rows:
+            span = slice(first, first + row.length)
+            self._write(layer, row, k[span], v[span])
+            out[span] = self._attend(layer, row, q[span], k[span], v[span], scale)
+            first += row.length
+        return out
+
+    @property
+    def _page_size(self) -> int:
+        return self.kv.geometry.page_size
+
+    # Writing
+
+    def _write(self, layer: int, row: Row, k: torch.Tensor, v: torch.Tensor) -> None:
+        size = self._page_size
+        begin, end = (position * size - row.start for position in (row.direct.start, row.direct.stop))
+        if not row.direct:
+            begin = end = row.length
+        else:
+            shape = (len(row.direct), size, *k.shape[1:])
+            pages = row.pages[row.direct.start : row.direct.stop]
+            self.kv.encode(layer, pages, k[begin:end].reshape(shape), v[begin:end].reshape(shape))
+        positions = torch.arange(row.start, row.end, device=k.device)
+        for part in (slice(0, begin), slice(end, row.length)):
+            at = positions[part]
+            if len(at):
+                self.kv.window.write(layer, row.pages[at // size], at % size, k[part], v[part])
+
+    # Reading
+
+    def _attend(
+        self,
+        layer: int,
+        row: Row,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        past = self._past(layer, row)
+        # From the start of the row's first page on, everything is at hand in full precision.
+        tail = self._partial_page(layer, row, (k, v))
+        if row.kind is RowKind.DRAFT or self.kv.codec.target == "exact":
+            return _causal(q, _concat(past, tail), row, scale)
+        out = torch.empty_like(q)
+        for queries, context in self._by_query_page(row, past, tail):
+            begin = row.start + queries.start
+            part = Row(row.kind, begin, queries.stop - queries.start, row.pages)
+            out[queries] = _causal(q[queries], context, part, scale)
+        return out
+
+    def _past(self, layer: int, row: Row) -> KV:
+        """(k, v) [tokens, num_kv_heads, head_dim] of the full pages before the row's first page."""
+        pages = row.pages[: row.start // self._page_size]
+        read = self.kv.read_draft if row.kind is RowKind.DRAFT else self.kv.read_target
+        k, v = read(layer, pages)
+        return k.flatten(0, 1), v.flatten(0, 1)
+
+    def _partial_page(self, layer: int, row: Row, new: KV) -> KV:
+        """The tokens before the row in its first page, followed by the row's own."""
+        index, filled = divmod(row.start, self._page_size)
+        if filled == 0:
+            return new
+        old = self.kv.window.read(layer, row.pages[index : index + 1])
+        return _concat((old[0][0, :filled], old[1][0, :filled]), new)
+
+    def _by_query_page(self, row: Row, past: KV, tail: KV) -> Iterator[tuple[slice, KV]]:
+        """Split an int8 row where its queries cross into the next page.
+
+        Every full page before a query's own page reads at 8 bits, also those the row itself fills,
+        so that a token's target depends on its position alone: not on chunking, on what was cached,
+        or on how many tokens are verified together.
+        """
+        size = self._page_size
+        first_page = row.start // size
+        num_full = (row.end - 1) // size - first_page
+        shape = (num_full, size, *tail[0].shape[1:])
+        whole_k, whole_v = (part[: num_full * size].reshape(shape) for part in tail)
+        seen = _concat(past, _flat(self.kv.as_target(whole_k, whole_v))) if num_full else past
+        num_past = len(past[0])
+        for index in range(num_full + 1):
+            page_begin = (first_page + index) * size
+            begin = max(row.start, page_begin)
+            end = min(row.end, page_begin + size)
+            before = (part[: num_past + index * size] for part in seen)
+            own = (part[index * size : end - first_page * size] for part in tail)
+            yield slice(begin - row.start, end - row.start), _concat(tuple(before), tuple(own))
+
+
+def _concat(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> KV:
+    return torch.cat((first[0], second[0])), torch.cat((first[1], second[1]))
+
+
+def _flat(pages: KV) -> KV:
+    return pages[0].flatten(0, 1), pages[1].flatten(0, 1)
+
+
+def _causal(q: torch.Tensor, context: KV, row: Row, scale: float) -> torch.Tensor:
+    """Attention of a row's queries [n, heads, head_dim] over the context up to each of them.
+
+    context: (k, v) [row.end, num_kv_heads, head_dim], positions 0 .. row.end - 1.
+    """
+    k, v = (part.movedim(0, 1).unsqueeze(0) for part in context)
+    query = q.movedim(0, 1).unsqueeze(0)
+    gqa = q.shape[1] != k.shape[1]
+    out = torch.empty_like(query)
+    if row.kind is RowKind.PREFILL:
+        for begin in range(0, row.length, PREFILL_BLOCK):
+            end = min(begin + PREFILL_BLOCK, row.length)
+            num_seen = row.start + end
+            last_seen = torch.arange(row.start + begin, num_seen, device=q.device)
+            mask = torch.arange(num_seen, device=q.device) <= last_seen[:, None]
+            out[:, :, begin:end] = scaled_dot_product_attention(
+                query[:, :, begin:end],
+                k[:, :, :num_seen],
+                v[:, :, :num_seen],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=gqa,
+            )
+    else:
+        # One call a query, of the shape plain decoding makes: in bf16 a batched call rounds
+        # differently, and a near-tie between two tokens would fall the other way.
+        for index in range(row.length):
+            num_seen = row.start + index + 1
+            out[:, :, index : index + 1] = scaled_dot_product_attention(
+                query[:, :, index : index + 1],
+                k[:, :, :num_seen],
+                v[:, :, :num_seen],
+                scale=scale,
+                enable_gqa=gqa,
+            )
+    return out[0].movedim(1, 0)

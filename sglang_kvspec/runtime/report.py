@@ -1,0 +1,52 @@
+"""The kvspec section of /server_info: plain data, ready for JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.metrics import SpecCounters
+
+
+def build_report(config: KVSpecConfig, kv: TieredKV, counters: SpecCounters) -> dict[str, Any]:
+    """Configuration, pool sizes in pages and bytes, page states, and counters."""
+    plan, geometry = kv.plan, kv.geometry
+    size, page = geometry.page_size, plan.page_bytes
+    return {
+        "config": config.to_dict(),
+        "max_draft_len": config.max_draft_len,
+        "anchor_bits_per_element": kv.codec.anchor_bits_per_element,
+        "pools": {
+            "page_size": size,
+            "num_pages": plan.num_pages,
+            "window_pages": plan.window_pages,
+            "window_pages_used": len(kv.window.slots),
+            "residual_cache_pages": plan.cache_pages,
+            "residual_store_pages": plan.host_pages,
+            "kv_bytes": plan.hbm_bytes,
+            "kv_bytes_allocated": kv.hbm_nbytes,
+            "host_bytes": plan.host_bytes,
+            "bytes_per_token_plain": page.plain / size,
+            "bytes_per_token_anchor": page.anchor / size,
+            "bytes_per_token_residual": page.residual / size,
+            "max_total_num_tokens": plan.num_pages * size,
+            "plain_tokens_in_same_memory": plan.plain_pages * size,
+            "limited_by": plan.binding,
+        },
+        "page_states": kv.residuals.table.counts(),
+        "bytes_fetched": kv.residuals.bytes_fetched,
+        "bytes_streamed": kv.residuals.bytes_streamed,
+        "counters": {
+            "iterations": counters.iterations,
+            "mixed_iterations": counters.mixed_iterations,
+            "drafted": counters.drafted,
+            "accepted": counters.accepted,
+            "rejected": counters.rejected,
+            "verifications": counters.verifications,
+            "emitted": counters.emitted,
+            "verification_wait_iterations": counters.waits,
+            "mean_accept_len": counters.mean_accept_len,
+            "accept_histogram": {str(n): c for n, c in sorted(counters.accept_histogram.items())},
+        },
+    }

@@ -1,0 +1,53 @@
+"""What the worker remembers of a running request between iterations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_kvspec.planning.draft_length import AcceptanceEstimate
+from sglang_kvspec.runtime.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Positions 0 .. committed_len - 1 have verified KV. pending: the verified token at
+    committed_len, whose KV is not computed yet; drafts follow it.
+
+    output: every token the user was or will be sent, pending included. draft_probs: for sampled
+    requests, the distribution [vocab] each draft was drawn from. remaining: tokens the request may
+    still emit. due_len: drafts after which it should verify. waited: iterations it could do nothing.
+    """
+
+    rid: str
+    committed_len: int
+    pending: int
+    output: list[int]
+    params: SamplingParams
+    remaining: int
+    due_len: int = 0
+    waited: int = 0
+    drafts: list[int] = field(default_factory=list)
+    draft_probs: list[torch.Tensor] = field(default_factory=list)
+    acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+
+    @property
+    def next_position(self) -> int:
+        """Position of the last token that has no KV yet: the last draft, or the pending token."""
+        return self.committed_len + len(self.drafts)
+
+    @property
+    def last_token(self) -> int:
+        return self.drafts[-1] if self.drafts else self.pending
+
+    def commit(self, emitted: list[int]) -> None:
+        """A verification kept its first len(emitted) - 1 drafts and emitted these tokens."""
+        self.acceptance.observe(len(self.drafts), len(emitted) - 1)
+        self.committed_len += len(emitted)
+        self.pending = emitted[-1]
+        self.output.extend(emitted)
+        self.remaining -= len(emitted)
+        self.drafts.clear()
+        self.draft_probs.clear()
+        self.waited = 0
