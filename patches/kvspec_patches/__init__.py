@@ -37,7 +37,7 @@ _registered: set[str] = set()
 
 def _modules(scope: str) -> list[ModuleType]:
     modules = [import_module(f"kvspec_patches.{name}") for name in MANIFEST]
-    return [module for module in modules if module.SCOPE == scope]
+    return [module for module in modules if scope == module.SCOPE]
 
 
 def register_scope(scope: str) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-TARGET = (
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
-)
+TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 KIND = "after"
 SCOPE = "kvspec"
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 TARGET = (
-    "sglang.srt.managers.scheduler_components.output_streamer."
-    "SchedulerOutputStreamer.stream_output"
+    "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
 )
 KIND = "around"
 SCOPE = "kvspec"

@@ -24,7 +24,7 @@ def is_on() -> bool:
 
 
 def debug_mode() -> bool:
-    """SGLANG_KVSPEC_DEBUG=1: NaN or inf in a page that is encoded raises instead of being carried."""
+    """SGLANG_KVSPEC_DEBUG=1: NaN or inf in an encoded page raises instead of being carried."""
     return os.environ.get("SGLANG_KVSPEC_DEBUG", "0") == "1"
 
 

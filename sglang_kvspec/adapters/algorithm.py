@@ -49,7 +49,6 @@ def register() -> None:
     )
     def create_worker(server_args: Any) -> type:
         from kvspec_patches import verify_applied
-
         from sglang_kvspec.adapters.worker import KVSpecWorker
 
         verify_applied("flags", "kvspec", "cpu", "cpu_kvspec")

@@ -30,7 +30,7 @@ def fill_logprobs(
     flat lists; entry i * stride + j is request i's j-th token, unused entries are empty.
     """
     chosen = torch.zeros(len(verified), stride)
-    lists: dict[str, list[torch.Tensor]] = {
+    lists: dict[str, list[Any]] = {
         name: [torch.empty(0)] * (len(verified) * stride) for name in _LISTS
     }
     for i, entry in enumerate(verified):
@@ -49,9 +49,10 @@ def fill_logprobs(
                 lists["next_token_top_logprobs_val"][flat] = values
                 lists["next_token_top_logprobs_idx"][flat] = tokens
             if batch.token_ids_logprobs[i] is not None:
-                tokens = torch.tensor(batch.token_ids_logprobs[i])
-                lists["next_token_token_ids_logprobs_val"][flat] = row[tokens.to(row.device)]
-                lists["next_token_token_ids_logprobs_idx"][flat] = tokens
+                wanted = list(batch.token_ids_logprobs[i])
+                lists["next_token_token_ids_logprobs_val"][flat] = row[wanted]
+                # The one list that SGLang takes as it is and does not convert from tensors.
+                lists["next_token_token_ids_logprobs_idx"][flat] = wanted
     output.next_token_logprobs = chosen if stride > 1 else chosen[:, 0]
     for name in _LISTS:
         setattr(output, name, lists[name])

@@ -1,4 +1,4 @@
-"""From KVSpecConfig to SGLang's ServerArgs, and every start-up check that needs no model weights."""
+"""From KVSpecConfig to SGLang's ServerArgs, and the start-up checks of flags."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _is_ours(name: str) -> bool:
 
 
 def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Refuse SGLang options KVSpec cannot honour, naming flag, value and reason. Raises ConfigError."""
+    """Raise ConfigError for SGLang options KVSpec cannot honour: flag, value and reason."""
     for name, (fine, reason) in _REFUSED.items():
         value = kwargs.get(name, fine)
         if value != fine and value not in (None, False):

@@ -11,7 +11,7 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 
 class KVSpecDraftInput(SpecInput):  # type: ignore[misc]
-    """State of the requests of a batch between iterations; SGLang filters and merges it with them."""
+    """State of a batch's requests between iterations; SGLang filters and merges it with them."""
 
     # What SGLang's relay reads of every draft input; a self-speculating worker has none of it.
     topk_p = topk_index = hidden_states = None

@@ -6,7 +6,7 @@ class KVSpecError(Exception):
 
 
 class ConfigError(KVSpecError, ValueError):
-    """A flag, or a combination of flags, that makes no sense; names flag, value and what is allowed."""
+    """Flags that make no sense; the message names flag, value and what is allowed."""
 
 
 class UnsupportedError(KVSpecError):

@@ -1,4 +1,4 @@
-"""Spreads verifications over iterations (VeriCache section 4.2, the placement loop of section 5)."""
+"""Spreads verifications over iterations (VeriCache section 4.2; its section 5 places them)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ class DecodedAnchors:
     """One full-precision slot a page and layer, filled on first read. Memory is touched as it is
     filled; a pool too large for LIMIT_BYTES is decoded anew at every read."""
 
-    def __init__(self, geometry: KVGeometry, num_pages: int, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(
+        self, geometry: KVGeometry, num_pages: int, limit_bytes: int = LIMIT_BYTES
+    ) -> None:
         self.enabled = (num_pages + 1) * geometry.plain_page_bytes <= limit_bytes
         slots = num_pages + 1 if self.enabled else 0
         shape = (slots, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)

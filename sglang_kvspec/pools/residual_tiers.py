@@ -1,4 +1,4 @@
-"""Residual cache and residual store behind one page table (design: ResidualCache, ResidualStore)."""
+"""Residual cache and residual store behind one page table."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ResidualTiers:
         return self._store.nbytes if self._store else 0
 
     def begin(self, pages: Iterable[int]) -> None:
-        """Pages are about to be encoded, layer by layer; they are born in the cache if it has room."""
+        """These pages will be encoded layer by layer; they are born in the cache if it has room."""
         for page in pages:
             self.table.advance(page, ResidualState.IN_FLIGHT)
             if self.cache_slots.num_free:

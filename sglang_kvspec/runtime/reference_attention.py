@@ -1,4 +1,4 @@
-"""Attention over a TieredKV in plain torch: the specification of the GPU backend, and the CPU one."""
+"""Attention over a TieredKV in plain torch: the CPU backend, and the GPU one's specification."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class ReferenceAttention:
 
         Stores k and v, returns the attention output [num_tokens, num_heads, head_dim].
         """
-        assert self._plan is not None and self._plan.num_tokens == len(q)
+        assert self._plan is not None, "forward() without begin()"
+        assert self._plan.num_tokens == len(q), "the forward is not the one that was planned"
         out = torch.empty_like(q)
         first = 0
         for row in self._plan.rows:
@@ -66,7 +67,9 @@ class ReferenceAttention:
 
     def _write(self, layer: int, row: Row, k: torch.Tensor, v: torch.Tensor) -> None:
         size = self._page_size
-        begin, end = (position * size - row.start for position in (row.direct.start, row.direct.stop))
+        begin, end = (
+            position * size - row.start for position in (row.direct.start, row.direct.stop)
+        )
         if not row.direct:
             begin = end = row.length
         else:

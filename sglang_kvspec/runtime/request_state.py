@@ -17,7 +17,7 @@ class RequestState:
 
     output: every token the user was or will be sent, pending included. draft_probs: for sampled
     requests, the distribution [vocab] each draft was drawn from. remaining: tokens the request may
-    still emit. due_len: drafts after which it should verify. waited: iterations it could do nothing.
+    still emit. due_len: drafts after which it should verify. waited: iterations it had to idle.
     """
 
     rid: str

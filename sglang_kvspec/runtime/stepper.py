@@ -96,7 +96,9 @@ class Stepper:
         if self._cache_is_partial and any(view.missing for view in views):
             used = {page for view in views for page in view.resident}
             table = self._kv.residuals.table
-            idle = tuple(table.pages_in((p for p in slots if p not in used), ResidualState.RESIDENT))
+            idle = tuple(
+                table.pages_in((p for p in slots if p not in used), ResidualState.RESIDENT)
+            )
         return StepBudget(
             fetch_pages=self._fetch_pages,
             free_cache_pages=slots.num_free,

@@ -1,0 +1,41 @@
+"""What every codec checks about the tensors it is handed."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.core.errors import CodecError
+
+
+def check_pages(codec: Codec, k_pages: torch.Tensor, v_pages: torch.Tensor, debug: bool) -> None:
+    """Raise CodecError unless both are [N, page_size, num_kv_heads, head_dim] of the codec's dtype
+    with the same N and heads. In debug mode also on NaN and inf, which costs a pass over both."""
+    for name, pages in (("K", k_pages), ("V", v_pages)):
+        expected = (codec.page_size, codec.head_dim)
+        if pages.ndim != 4 or (pages.shape[1], pages.shape[3]) != expected:
+            raise CodecError(
+                f"{name} pages must be [N, {codec.page_size}, heads, {codec.head_dim}], "
+                f"got {tuple(pages.shape)}"
+            )
+        if pages.dtype != codec.dtype:
+            raise CodecError(f"{name} pages must be {codec.dtype}, got {pages.dtype}")
+        if debug and not bool(pages.isfinite().all()):
+            bad = (~pages.isfinite()).nonzero()[0].tolist()
+            raise CodecError(
+                f"{name} pages hold {pages[tuple(bad)].item()} at [page, token, head, channel] "
+                f"{bad}; a codec represents finite values only"
+            )
+    if k_pages.shape != v_pages.shape:
+        raise CodecError(
+            f"K and V pages must agree, got {tuple(k_pages.shape)} and {tuple(v_pages.shape)}"
+        )
+
+
+def check_records(name: str, records: torch.Tensor, nbytes: int) -> None:
+    """Raise CodecError unless records are uint8 [N, num_kv_heads, nbytes]."""
+    if records.dtype != torch.uint8 or records.ndim != 3 or records.shape[2] != nbytes:
+        raise CodecError(
+            f"{name} records must be uint8 [N, heads, {nbytes}], "
+            f"got {records.dtype} {tuple(records.shape)}"
+        )

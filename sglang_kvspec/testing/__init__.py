@@ -1,0 +1,1 @@
+"""What the demo and the tests need to run real servers. Imports the standard library only."""
