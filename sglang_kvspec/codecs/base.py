@@ -23,13 +23,30 @@ class Codec(Protocol):
     and holds no state. Layouts: kvspec_kernels.formats.
     """
 
-    name: str
-    target: str
-    page_size: int
-    head_dim: int
-    dtype: torch.dtype
-    anchor_bytes: int
-    residual_bytes: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def anchor_bytes(self) -> int:
+        """Bytes of an anchor record: K and V of one page and KV head, metadata included."""
+        ...
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of a residual record of the codec's target."""
+        ...
 
     @property
     def anchor_bits_per_element(self) -> float:
