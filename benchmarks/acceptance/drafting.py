@@ -1,0 +1,126 @@
+"""Target run and draft runs of a batch of prompts, and how far they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from acceptance.model import LayerCache, Llama, attend
+from sglang_kvspec.codecs import Codec
+
+# Decoded (k, v) pages [N, page_size, heads, head_dim] of exact ones.
+PageMap = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(slots=True)
+class TargetRun:
+    """A batch decoded greedily over the exact cache.
+
+    tokens [batch, steps + 1] int64: the token that prefill gave, then one per step.
+    cache: prompt and decoded tokens, prompt_len + steps long, exact.
+    queries: per layer [batch, num_heads, steps, head_dim], those of the decoded tokens.
+    """
+
+    prompt_len: int
+    tokens: torch.Tensor
+    cache: LayerCache
+    queries: list[torch.Tensor]
+
+    @property
+    def steps(self) -> int:
+        return self.tokens.shape[1] - 1
+
+
+def through_anchor(codec: Codec) -> PageMap:
+    """Pages as a draft sees them."""
+    return lambda k, v: codec.decode_anchor(codec.encode(k, v).anchor)
+
+
+def through_target(codec: Codec) -> PageMap:
+    """Pages as a verification sees them."""
+    return lambda k, v: codec.decode_target(*codec.encode(k, v))
+
+
+def target_run(model: Llama, prompts: torch.Tensor, steps: int, prefill_batch: int) -> TargetRun:
+    """Prefill and `steps` greedy tokens of prompts [batch, T], all exact."""
+    parts = [model.prefill(p, steps) for p in prompts.to(model.device).split(prefill_batch)]
+    cache: LayerCache = []
+    for layer in range(model.shape.num_layers):
+        pairs = [part[0][layer] for part in parts]
+        cache.append((torch.cat([k for k, _ in pairs]), torch.cat([v for _, v in pairs])))
+    first = torch.cat([logits for _, logits in parts]).argmax(-1)
+    tokens, queries = _greedy(model, first, prompts.shape[1], cache, steps)
+    by_layer = [torch.stack(step, dim=2) for step in zip(*queries, strict=True)]
+    return TargetRun(prompts.shape[1], tokens, cache, by_layer)
+
+
+def draft_cache(run: TargetRun, page_map: PageMap, page_size: int) -> LayerCache:
+    """The cache a draft would read: full prompt pages through `page_map`, except the newest one,
+    which the recent window keeps exact. Tokens after the prompt are the target run's."""
+    encoded = (run.prompt_len // page_size - 1) * page_size
+    cache: LayerCache = []
+    for k, v in run.cache:
+        pages = [_to_pages(part[:, :, :encoded], page_size) for part in (k, v)]
+        batch = k.shape[0]
+        decoded = [_from_pages(part, batch) for part in page_map(*pages)]
+        cache.append(
+            tuple(  # type: ignore[arg-type]
+                torch.cat((new, old[:, :, encoded:]), dim=2)
+                for new, old in zip(decoded, (k, v), strict=True)
+            )
+        )
+    return cache
+
+
+def accepted_lengths(model: Llama, run: TargetRun, cache: LayerCache) -> torch.Tensor:
+    """How many tokens of a greedy draft over `cache` agree with the target: [batch] in 0..steps.
+
+    Overwrites the part of `cache` after the prompt with the draft's own K and V.
+    """
+    drafted, _ = _greedy(model, run.tokens[:, 0], run.prompt_len, cache, run.steps)
+    agrees = (drafted == run.tokens)[:, 1:]
+    return agrees.int().cumprod(dim=1).sum(dim=1)
+
+
+def attention_vnmse(run: TargetRun, cache: LayerCache) -> torch.Tensor:
+    """||o - o'||² / ||o||² per prompt [batch], averaged over layers, of the attention outputs o
+    of the target run's own queries over the exact cache and o' over `cache`, which must hold the
+    target's tokens after the prompt."""
+    length = run.prompt_len + run.steps
+    newest = run.prompt_len + torch.arange(run.steps, device=run.tokens.device)
+    mask = torch.arange(length, device=newest.device)[None] <= newest[:, None]
+    total = torch.zeros(run.tokens.shape[0], device=newest.device)
+    for exact, approximate, queries in zip(run.cache, cache, run.queries, strict=True):
+        for rows in _slices(run.tokens.shape[0], 8):
+            want = attend(queries[rows], exact[0][rows], exact[1][rows], mask)
+            got = attend(queries[rows], approximate[0][rows], approximate[1][rows], mask)
+            error = (got - want).square().sum((1, 2, 3))
+            total[rows] += error / want.square().sum((1, 2, 3))
+    return total / len(run.cache)
+
+
+def _greedy(
+    model: Llama, first: torch.Tensor, position: int, cache: LayerCache, steps: int
+) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    tokens, queries = [first], []
+    for step in range(steps):
+        logits, step_queries = model.decode(tokens[-1], position + step, cache)
+        tokens.append(logits.argmax(-1))
+        queries.append(step_queries)
+    return torch.stack(tokens, dim=1), queries
+
+
+def _to_pages(part: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[batch, heads, T, D] as pages [batch * T / page_size, page_size, heads, D]."""
+    by_token = part.transpose(1, 2).unflatten(1, (-1, page_size))
+    return by_token.flatten(0, 1).contiguous()
+
+
+def _from_pages(pages: torch.Tensor, batch: int) -> torch.Tensor:
+    return pages.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2)
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, total, size))

@@ -1,0 +1,156 @@
+"""A plain torch Llama over a batch of equally long prompts, for acceptance measurements only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+# A prompt's cache: one (k, v) pair per layer, each [batch, num_kv_heads, tokens, head_dim] fp32.
+# Head-major, so that one decode step reads each head's keys contiguously.
+LayerCache = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """The fields of config.json that the forward pass needs."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    rope_theta: float
+
+    @classmethod
+    def from_config(cls, config: dict) -> LlamaShape:
+        if config["model_type"] != "llama" or not config.get("tie_word_embeddings"):
+            raise ValueError(
+                "the acceptance benchmark runs Llama models with tied embeddings, got "
+                f"model_type={config['model_type']!r}, "
+                f"tie_word_embeddings={config.get('tie_word_embeddings')!r}"
+            )
+        heads = config["num_attention_heads"]
+        return cls(
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim", config["hidden_size"] // heads),
+            rms_eps=config["rms_norm_eps"],
+            rope_theta=config["rope_theta"],
+        )
+
+
+class Llama:
+    """Weights in fp32 and three forwards: `prefill`, `decode`, `attend`."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.shape = LlamaShape.from_config(json.loads((folder / "config.json").read_text()))
+        self.device = device
+        state = load_file(str(folder / "model.safetensors"))
+        self.weights = {
+            name.removeprefix("model."): w.to(device, torch.float32) for name, w in state.items()
+        }
+
+    @torch.inference_mode()
+    def prefill(self, tokens: torch.Tensor, spare: int) -> tuple[LayerCache, torch.Tensor]:
+        """Run prompts [batch, T] int64. Returns the cache, with room for `spare` more tokens after
+        the first T, and the logits of the last position [batch, vocab]."""
+        length = tokens.shape[1]
+        x = self.weights["embed_tokens.weight"][tokens]
+        cos, sin = self._rope(0, length)
+        cache: LayerCache = []
+        for layer in range(self.shape.num_layers):
+            q, k, v = self._qkv(layer, x, cos, sin)
+            group = self.shape.num_heads // self.shape.num_kv_heads
+            out = F.scaled_dot_product_attention(
+                q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True
+            )
+            x = self._after_attention(layer, x, out)
+            cache.append((F.pad(k, (0, 0, 0, spare)), F.pad(v, (0, 0, 0, spare))))
+        return cache, self._logits(x[:, -1])
+
+    @torch.inference_mode()
+    def decode(
+        self, tokens: torch.Tensor, position: int, cache: LayerCache
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """One token per prompt: tokens [batch] at `position`. Writes its K and V into `cache`.
+
+        Returns logits [batch, vocab] and each layer's queries [batch, num_heads, head_dim].
+        """
+        x = self.weights["embed_tokens.weight"][tokens][:, None]
+        cos, sin = self._rope(position, 1)
+        queries = []
+        for layer, (k_cache, v_cache) in enumerate(cache):
+            q, k, v = self._qkv(layer, x, cos, sin)
+            k_cache[:, :, position] = k[:, :, 0]
+            v_cache[:, :, position] = v[:, :, 0]
+            length = position + 1
+            out = attend(q, k_cache[:, :, :length], v_cache[:, :, :length])
+            x = self._after_attention(layer, x, out)
+            queries.append(q[:, :, 0])
+        return self._logits(x[:, 0]), queries
+
+    def _rope(self, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        half = self.shape.head_dim // 2
+        exponent = torch.arange(half, device=self.device, dtype=torch.float32) / half
+        positions = torch.arange(start, start + count, device=self.device, dtype=torch.float32)
+        angle = positions[:, None] * (1.0 / self.shape.rope_theta**exponent)[None]
+        return angle.cos(), angle.sin()
+
+    def _qkv(
+        self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [batch, num_heads, T, head_dim], k and v [batch, num_kv_heads, T, head_dim]; q and k
+        with rotary position applied to the (first, second) half pairs."""
+        prefix = f"layers.{layer}."
+        h = F.rms_norm(
+            x, (x.shape[-1],), self.weights[prefix + "input_layernorm.weight"], self.shape.rms_eps
+        )
+
+        def heads(name: str) -> torch.Tensor:
+            projected = F.linear(h, self.weights[f"{prefix}self_attn.{name}.weight"])
+            return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+
+        def rotate(t: torch.Tensor) -> torch.Tensor:
+            first, second = t.chunk(2, dim=-1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+        return rotate(heads("q_proj")), rotate(heads("k_proj")), heads("v_proj")
+
+    def _after_attention(self, layer: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Residual stream after the output projection and the MLP. out [batch, heads, T, dim]."""
+        prefix = f"layers.{layer}."
+        w = self.weights
+        x = x + F.linear(out.transpose(1, 2).flatten(2), w[prefix + "self_attn.o_proj.weight"])
+        h = F.rms_norm(
+            x, (x.shape[-1],), w[prefix + "post_attention_layernorm.weight"], self.shape.rms_eps
+        )
+        gate = F.silu(F.linear(h, w[prefix + "mlp.gate_proj.weight"]))
+        up = F.linear(h, w[prefix + "mlp.up_proj.weight"])
+        return x + F.linear(gate * up, w[prefix + "mlp.down_proj.weight"])
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.rms_norm(x, (x.shape[-1],), self.weights["norm.weight"], self.shape.rms_eps)
+        return F.linear(h, self.weights["embed_tokens.weight"])
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Grouped-query attention without repeating K and V.
+
+    q [batch, num_heads, T, head_dim]; k, v [batch, num_kv_heads, S, head_dim]; mask [T, S] bool,
+    True where a query may look (None: everywhere). Returns [batch, num_heads, T, head_dim].
+    """
+    batch, num_heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+    rows = q.reshape(batch, kv_heads, num_heads // kv_heads * length, dim)
+    scores = rows @ k.transpose(2, 3) * dim**-0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask.repeat(num_heads // kv_heads, 1), float("-inf"))
+    return (scores.softmax(-1) @ v).reshape(batch, num_heads, length, dim)

@@ -1,0 +1,54 @@
+"""Prompts the model has not been trained on: windows of installed networkx and aiohttp sources."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+PACKAGES = ("networkx", "aiohttp")
+BOS = 0
+
+
+def cut_prompts(
+    model_folder: Path, count: int, length: int, seed: int = 0
+) -> tuple[torch.Tensor, dict[str, int]]:
+    """`count` distinct prompts [count, length] int64, and how many come from each package.
+
+    Sources are joined in path order per package, cut into windows of length - 1 tokens after a
+    BOS that overlap as little as the text allows, then shuffled with `seed`. The same packages,
+    tokenizer and arguments give the same prompts. Raises ValueError when there is too little text.
+    """
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    streams = {name: _tokens_of(name, tokenizer) for name in PACKAGES}
+    total = sum(len(stream) for stream in streams.values())
+    window = length - 1
+    # A stride below the window lets neighbours overlap when the text is short.
+    stride = min(window, (total - window * len(streams)) // max(count, 1))
+    if stride < window // 4:
+        raise ValueError(
+            f"{count} prompts of {length} tokens need more source text than the {total} tokens of "
+            f"{', '.join(PACKAGES)}"
+        )
+    windows = [
+        (name, [BOS, *stream[start : start + window]])
+        for name, stream in streams.items()
+        for start in range(0, len(stream) - window + 1, stride)
+    ]
+    random.Random(seed).shuffle(windows)
+    chosen = windows[:count]
+    assert len(chosen) == count, (len(chosen), count)
+    sources = {name: sum(1 for got, _ in chosen if got == name) for name in PACKAGES}
+    return torch.tensor([tokens for _, tokens in chosen]), sources
+
+
+def _tokens_of(package: str, tokenizer: Tokenizer) -> list[int]:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"prompts are cut from the sources of {package}, which is not installed")
+    files = sorted(Path(spec.origin).parent.rglob("*.py"))
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    return [token for got in tokenizer.encode_batch(texts) for token in got.ids]

@@ -1,0 +1,237 @@
+"""Byte layouts of encoded pages: the one place where codecs, kernels and transports agree.
+
+A *record* is one page of one KV head and holds its K part and its V part. A page has two records:
+the anchor record (always in GPU memory, enough to draft) and the residual record (upgrades the
+anchor to the target precision; it travels and is evicted on its own). P: page size in tokens,
+D: head size, all fields row-major and little-endian. Codes are nibbles, low nibble first: the byte
+at [t, j] holds channel 2j in bits 0-3 and channel 2j + 1 in bits 4-7 of token t.
+
+    anchor record, log4                            anchor record, uniform4
+    +-----------+------------------+-------+       +---------+------------------+-------+
+    | k_codes   | [P, D/2]         | uint8 |       | k_codes | [P, D/2]         | uint8 |
+    | v_codes   | [P, D/2]         | uint8 |       | v_codes | [P, D/2]         | uint8 |
+    | k_centre  | [P/k_chunk, D]   | bf16  |       | k_scale | [P/k_group, D]   | bf16  |
+    | v_centre  | [P/v_chunk, D]   | bf16  |       | k_zero  | [P/k_group, D]   | bf16  |
+    | k_scale   | [P/k_chunk, D]   | uint8 |       | v_scale | [P]              | bf16  |
+    | v_scale   | [P/v_chunk, D]   | uint8 |       | v_zero  | [P]              | bf16  |
+    | scale_base| [2] (K, V)       | int16 |       +---------+------------------+-------+
+    +-----------+------------------+-------+
+
+    residual record, target int8                   residual record, target exact
+    +-----------+------------------+-------+       +---------+------------------+-------+
+    | k_codes   | [P, D/2]         | uint8 |       | k_bits  | [P, D]           | KV    |
+    | v_codes   | [P, D/2]         | uint8 |       | v_bits  | [P, D]           | dtype |
+    +-----------+------------------+-------+       +---------+------------------+-------+
+
+Every record is padded with zero bytes to a multiple of 16, so that tables of records keep each
+field aligned to its dtype and can be copied 16 bytes at a time.
+
+log4 scales are 12-bit floats: the leading bits (8 exponent, 4 mantissa) of a positive fp32. A
+record stores the smallest such 12-bit pattern it needs as its base, and each scale as an 8-bit
+offset from it: scale = bitcast_fp32((base + offset) << 19).
+
+`exact` keeps K's and V's raw bits rather than a correction: a correction would restore every bit
+only where both sides evaluate the anchor with the same rounding, and devices differ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+# Raised by one whenever the bytes of a record change meaning; transports exchange it on connect.
+FORMAT_VERSION = 1
+
+PAGE_STEP = 32
+MAX_PAGE_SIZE = 256
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+RECORD_ALIGNMENT = 16
+EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Target = Literal["exact", "int8"]
+Centre = Literal["midrange", "mean"]
+Levels = Literal["interval", "corner"]
+
+
+class FormatError(ValueError):
+    """A page size, head size or dtype that no record layout exists for; names what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log4Settings:
+    """Parameters of the log codec (Lynx, Algorithm 1); all but `centre` also shape the decoder.
+
+    k_chunk, v_chunk: tokens that share one centre and scale per channel; must divide the page.
+    alpha: curvature of the companding law, > 0; towards 0 the law becomes linear.
+    top: integer that the largest magnitude of a chunk maps to, 105..120.
+    centre: what the encoder subtracts before it takes magnitudes.
+    levels: what an anchor magnitude decodes to: the `corner` value of 16 m, as in the paper, or the
+        middle of its `interval`; `last_level` places the last level instead, 0 at the lower edge
+        and 1 at the upper edge of its interval.
+    """
+
+    k_chunk: int = 32
+    v_chunk: int = 64
+    alpha: float = 0.25
+    top: int = 120
+    centre: Centre = "midrange"
+    levels: Levels = "interval"
+    last_level: float = 0.7
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < math.inf:
+            raise FormatError(f"alpha must be positive and finite, got {self.alpha}")
+        # 121 and more need a fourth magnitude bit, 104 and less leave the eighth level unused.
+        if not 105 <= self.top <= 120:
+            raise FormatError(f"top must be an integer from 105 to 120, got {self.top}")
+        if self.centre not in ("midrange", "mean"):
+            raise FormatError(f"centre must be midrange or mean, got {self.centre!r}")
+        if self.levels not in ("interval", "corner"):
+            raise FormatError(f"levels must be interval or corner, got {self.levels!r}")
+        if not 0 <= self.last_level <= 1:
+            raise FormatError(f"last_level must be from 0 to 1, got {self.last_level}")
+
+    @classmethod
+    def for_page(cls, page_size: int) -> Log4Settings:
+        """The default settings, with V chunks that divide the page."""
+        return cls(v_chunk=64 if page_size % 64 == 0 else 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform4Settings:
+    """Parameters of the uniform codec (QuantSpec, section 4.2).
+
+    k_group: tokens that share one scale and zero per channel of K; V's share them per token.
+    """
+
+    k_group: int = 64
+
+    @classmethod
+    def for_page(cls, page_size: int) -> Uniform4Settings:
+        """The default settings, with K groups that divide the page."""
+        return cls(k_group=64 if page_size % 64 == 0 else 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One array inside a record: `nbytes` bytes from byte `offset` on."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, records: torch.Tensor) -> torch.Tensor:
+        """This field of uint8 records [..., nbytes] as [..., *shape] `dtype`, sharing memory.
+
+        The records' last dimension must be contiguous and the other strides multiples of 16.
+        """
+        raw = records[..., self.offset : self.offset + self.nbytes]
+        return torch.unflatten(raw.view(self.dtype), -1, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLayout:
+    """Fields of a record in byte order; `nbytes` includes the padding at the end."""
+
+    fields: tuple[Field, ...]
+    nbytes: int
+
+    def __getitem__(self, name: str) -> Field:
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise KeyError(name)
+
+    def empty_records(self, leading: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Records [*leading, nbytes] uint8 whose fields are to be written; padding is zero."""
+        return torch.zeros((*leading, self.nbytes), dtype=torch.uint8, device=device)
+
+
+def anchor_layout(
+    settings: Log4Settings | Uniform4Settings, page_size: int, head_dim: int
+) -> RecordLayout:
+    """Layout of an anchor record. Raises FormatError for sizes that cannot be grouped or packed."""
+    check_sizes(page_size, head_dim)
+    codes = (page_size, head_dim // 2)
+    if isinstance(settings, Log4Settings):
+        k_rows = _rows(page_size, settings.k_chunk, "k_chunk")
+        v_rows = _rows(page_size, settings.v_chunk, "v_chunk")
+        return _pack(
+            ("k_codes", codes, torch.uint8),
+            ("v_codes", codes, torch.uint8),
+            ("k_centre", (k_rows, head_dim), torch.bfloat16),
+            ("v_centre", (v_rows, head_dim), torch.bfloat16),
+            ("k_scale", (k_rows, head_dim), torch.uint8),
+            ("v_scale", (v_rows, head_dim), torch.uint8),
+            ("scale_base", (2,), torch.int16),
+        )
+    groups = _rows(page_size, settings.k_group, "k_group")
+    return _pack(
+        ("k_codes", codes, torch.uint8),
+        ("v_codes", codes, torch.uint8),
+        ("k_scale", (groups, head_dim), torch.bfloat16),
+        ("k_zero", (groups, head_dim), torch.bfloat16),
+        ("v_scale", (page_size,), torch.bfloat16),
+        ("v_zero", (page_size,), torch.bfloat16),
+    )
+
+
+def residual_layout(
+    target: Target, page_size: int, head_dim: int, kv_dtype: torch.dtype
+) -> RecordLayout:
+    """Layout of a residual record, the same for both codecs. Raises FormatError like
+    anchor_layout, and for a `kv_dtype` other than fp32, bf16 and fp16."""
+    check_sizes(page_size, head_dim)
+    if kv_dtype not in EXACT_DTYPES:
+        raise FormatError(
+            f"KV dtype must be one of {', '.join(map(str, EXACT_DTYPES))}, got {kv_dtype}"
+        )
+    if target == "int8":
+        codes = (page_size, head_dim // 2)
+        return _pack(("k_codes", codes, torch.uint8), ("v_codes", codes, torch.uint8))
+    if target == "exact":
+        values = (page_size, head_dim)
+        return _pack(("k_bits", values, kv_dtype), ("v_bits", values, kv_dtype))
+    raise FormatError(f"target must be exact or int8, got {target!r}")
+
+
+def check_sizes(page_size: int, head_dim: int) -> None:
+    """Raise FormatError unless pages and heads of these sizes have layouts."""
+    if not (PAGE_STEP <= page_size <= MAX_PAGE_SIZE and page_size % PAGE_STEP == 0):
+        raise FormatError(
+            f"page size must be a multiple of {PAGE_STEP} from {PAGE_STEP} to {MAX_PAGE_SIZE}, "
+            f"got {page_size}"
+        )
+    if not (MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0):
+        raise FormatError(
+            f"head size must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
+            f"{MAX_HEAD_DIM}, got {head_dim}"
+        )
+
+
+def _rows(page_size: int, chunk: int, name: str) -> int:
+    if chunk < 1 or page_size % chunk:
+        allowed = [c for c in (16, 32, 64, 128, 256) if page_size % c == 0]
+        raise FormatError(
+            f"{name} must divide the page size {page_size} (for example {allowed}), got {chunk}"
+        )
+    return page_size // chunk
+
+
+def _pack(*specs: tuple[str, tuple[int, ...], torch.dtype]) -> RecordLayout:
+    fields: list[Field] = []
+    offset = 0
+    for name, shape, dtype in specs:
+        assert offset % dtype.itemsize == 0, (name, offset)
+        fields.append(Field(name, offset, shape, dtype))
+        offset += fields[-1].nbytes
+    padded = -(-offset // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+    return RecordLayout(tuple(fields), padded)

@@ -1,0 +1,98 @@
+"""The a-law of the log codec as tables: thresholds for encoding, values for decoding.
+
+Source: Lynx, section 4.1 and Algorithm 1, lines 10-18. A magnitude x in [0, 1] (units of the
+chunk's scale) becomes the integer I = round(top * ln(1 + a x) / ln(1 + a)), and I becomes
+m = (I + 7) >> 4 (the anchor) and 16 m - I (the correction).
+
+Tables are evaluated in double precision and rounded to fp32 once. Encoding by comparison with
+thresholds instead of evaluating a logarithm makes codes equal on every device, whatever its log.
+
+Two deviations from Algorithm 1, both needed to keep either half in 4 bits:
+- `top` is at most 120 where the paper has 127: (127 + 7) >> 4 = 8 does not fit three bits. With
+  I <= 120, m is in 0..7 and I in [16 m - 7, 16 m + 8], so the correction is in [-8, 7].
+- the anchor decodes to a level inside its interval rather than to 16 m, which is near the lower
+  edge: the eight levels and two signs then give 16 distinct values (0 and -0 differ).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kvspec_kernels.formats import Log4Settings
+from kvspec_kernels.reference.nibbles import pair_table
+
+MAGNITUDES = 8
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All fp32 on one device.
+
+    magnitude_edges [7]: the anchor magnitude is the number of edges <= x.
+    integer_edges [top]: I is the number of edges <= x.
+    anchor_pairs [256, 2]: values of the two anchor codes in a byte, in units of the scale.
+    refined [256]: value of anchor nibble | correction nibble << 4, in units of the scale.
+    """
+
+    magnitude_edges: torch.Tensor
+    integer_edges: torch.Tensor
+    anchor_pairs: torch.Tensor
+    refined: torch.Tensor
+
+
+@functools.lru_cache(maxsize=32)
+def tables(settings: Log4Settings, device: torch.device) -> Tables:
+    """The tables of `settings`, built once per device."""
+    integer_edges = [expand(i - 0.5, settings) for i in range(1, settings.top + 1)]
+    signed = signed_levels(settings)
+    refined = [refined_value(byte & 15, byte >> 4, settings) for byte in range(256)]
+    as_fp32 = functools.partial(torch.tensor, dtype=torch.float32, device=device)
+    return Tables(
+        magnitude_edges=as_fp32([integer_edges[16 * m - 8] for m in range(1, MAGNITUDES)]),
+        integer_edges=as_fp32(integer_edges),
+        anchor_pairs=pair_table(as_fp32(signed)),
+        refined=as_fp32(refined),
+    )
+
+
+def expand(integer: float, settings: Log4Settings) -> float:
+    """Inverse of the law: the magnitude in units of the scale that maps to `integer`."""
+    a = settings.alpha
+    return math.expm1(integer / settings.top * math.log1p(a)) / a
+
+
+def magnitude_levels(settings: Log4Settings) -> list[float]:
+    """What the eight anchor magnitudes decode to, in units of the scale.
+
+    The middle of an interval is within 1% of the mean of the values in it, measured on K and V of
+    a trained model, except for the last: every chunk has values at its very end.
+    """
+    if settings.levels == "corner":
+        return [expand(16 * m, settings) for m in range(MAGNITUDES)]
+    edges = [0.0, *(expand(16 * m - 7.5, settings) for m in range(1, MAGNITUDES)), 1.0]
+    levels = [(edges[m] + edges[m + 1]) / 2 for m in range(MAGNITUDES)]
+    levels[-1] = edges[-2] + settings.last_level * (edges[-1] - edges[-2])
+    return levels
+
+
+def signed_levels(settings: Log4Settings) -> list[float]:
+    """What the 16 anchor nibbles decode to; nibbles 8..15 are the negative codes -8..-1, which
+    stand for magnitudes 7..0."""
+    levels = magnitude_levels(settings)
+    return [*levels, *(-level for level in reversed(levels))]
+
+
+def refined_value(anchor: int, correction: int, settings: Log4Settings) -> float:
+    """Value of an anchor nibble and a correction nibble together, in units of the scale.
+
+    Pairs that no encoder produces decode too: integers below 0 count as 0.
+    """
+    negative = anchor >= 8
+    magnitude = 15 - anchor if negative else anchor
+    signed_correction = correction - 16 if correction >= 8 else correction
+    value = expand(max(16 * magnitude - signed_correction, 0), settings)
+    return -value if negative else value

@@ -1,0 +1,172 @@
+"""Log-quantised anchors and corrections (Lynx, Algorithm 1): plain torch, the kernels' reference.
+
+Per channel and chunk of tokens: subtract a centre, divide by a scale, quantise magnitude and sign
+(`companding.py`). Anchor value: centre + scale * level[code]. Refined (int8) value: centre +
+scale * sign * ((1 + a)^(I / top) - 1) / a, with I = 16 m - correction. Products are rounded to
+fp32 before the sum, never fused, and results are clamped to the finite range of the KV dtype.
+
+Deviations from Algorithm 1, besides those of `companding.py`:
+- Stage 1 (page-level normalisation) is left out: it is undone by stage 2, whose centre and scale
+  are those of the raw values here.
+- The sign is that of the centred value; line 12 takes it before centring, where all are positive.
+- Centres are bf16 and scales 12-bit floats rounded up (`formats.py`). Codes are chosen against
+  the metadata as stored, so that the corrections also repair its rounding.
+- The centre may be the middle of the range (the default): it needs the smallest scale, and it is
+  the same on every device, which a sum is not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvspec_kernels.formats import Log4Settings, RecordLayout
+from kvspec_kernels.reference import nibbles
+from kvspec_kernels.reference.companding import Tables, tables
+
+SCALE_SHIFT = 19
+LARGEST_FP32 = 0x7F7FFFFF
+LARGEST_SCALE = LARGEST_FP32 >> SCALE_SHIFT
+LARGEST_OFFSET = 255
+
+
+def encode(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    settings: Log4Settings,
+    anchor_layout: RecordLayout,
+    residual_layout: RecordLayout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8, and residual records of
+    4-bit corrections when their layout is given."""
+    leading = (k.shape[0], k.shape[2])
+    anchors = anchor_layout.empty_records(leading, k.device)
+    residuals = residual_layout.empty_records(leading, k.device) if residual_layout else None
+    bases = anchor_layout["scale_base"].view(anchors)
+    law = tables(settings, k.device)
+    for index, (part, pages) in enumerate((("k", k), ("v", v))):
+        rows = anchor_layout[f"{part}_centre"].shape[0]
+        chunks = torch.unflatten(pages.float(), 1, (rows, -1))
+        centre, scale, base, offset = _metadata(chunks, settings)
+        anchor_layout[f"{part}_centre"].view(anchors).copy_(centre.squeeze(2).transpose(1, 2))
+        anchor_layout[f"{part}_scale"].view(anchors).copy_(offset.squeeze(2).transpose(1, 2))
+        bases[..., index] = base
+        codes, corrections = _quantise(chunks, centre, scale, law, residuals is not None)
+        field = f"{part}_codes"
+        anchor_layout[field].view(anchors).copy_(_packed_by_head(codes))
+        if residuals is not None and residual_layout is not None and corrections is not None:
+            residual_layout[field].view(residuals).copy_(_packed_by_head(corrections))
+    return anchors, residuals
+
+
+def decode_anchor(
+    anchors: torch.Tensor, settings: Log4Settings, layout: RecordLayout, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor records [N, H, nbytes] into pages (k, v) [N, P, H, D] `dtype`."""
+    law = tables(settings, anchors.device)
+
+    def part(name: str) -> torch.Tensor:
+        packed = layout[f"{name}_codes"].view(anchors).transpose(1, 2).contiguous()
+        levels = nibbles.look_up(law.anchor_pairs, packed)
+        return _scaled(levels, name, anchors, layout, dtype)
+
+    return part("k"), part("v")
+
+
+def decode_refined(
+    anchors: torch.Tensor,
+    residuals: torch.Tensor,
+    settings: Log4Settings,
+    anchor_layout: RecordLayout,
+    residual_layout: RecordLayout,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor and correction records into 8-bit pages (k, v) [N, P, H, D] `dtype`."""
+    law = tables(settings, anchors.device)
+
+    def part(name: str) -> torch.Tensor:
+        field = f"{name}_codes"
+        codes = nibbles.unpack(anchor_layout[field].view(anchors).transpose(1, 2))
+        corrections = nibbles.unpack(residual_layout[field].view(residuals).transpose(1, 2))
+        values = law.refined[(codes | corrections << 4).int()]
+        return _scaled(values, name, anchors, anchor_layout, dtype)
+
+    return part("k"), part("v")
+
+
+def _metadata(
+    chunks: torch.Tensor, settings: Log4Settings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Metadata as stored, of chunks [N, R, C, H, D] fp32.
+
+    Returns centre and scale [N, R, 1, H, D] fp32 as a decoder will see them, base [N, H] int16 and
+    offset [N, R, 1, H, D] uint8.
+    """
+    low, high = chunks.amin(2, keepdim=True), chunks.amax(2, keepdim=True)
+    # Halved and divided first: the sum of two values near the dtype's maximum overflows.
+    if settings.centre == "midrange":
+        centre = low / 2 + high / 2
+    else:
+        centre = (chunks / chunks.shape[2]).sum(2, keepdim=True)
+    limit = torch.finfo(torch.bfloat16).max
+    centre = centre.clamp(-limit, limit).bfloat16().float()
+    reach = torch.maximum(high - centre, centre - low)
+    bits = reach.view(torch.int32).clamp(0, LARGEST_FP32)
+    rounded_up = (bits + ((1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT).clamp_max(LARGEST_SCALE)
+    base = (rounded_up.amax((1, 2, 4)) - LARGEST_OFFSET).clamp_min(0)
+    base_of_chunk = base[:, None, None, :, None]
+    # A chunk whose scale is 2^-16 of the record's largest keeps that floor: its error is then
+    # far below the step of the others.
+    offset = (rounded_up - base_of_chunk).clamp_min(0)
+    scale = (base_of_chunk + offset << SCALE_SHIFT).view(torch.float32)
+    return centre, scale, base.to(torch.int16), offset.to(torch.uint8)
+
+
+def _quantise(
+    chunks: torch.Tensor,
+    centre: torch.Tensor,
+    scale: torch.Tensor,
+    law: Tables,
+    with_corrections: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Anchor codes [N, P, H, D] uint8, of which the low nibble counts, and if wanted corrections
+    in -8..7 int32. The anchor code of a negative value is ~m = -m - 1, so that -0 has its own."""
+    centred = chunks - centre
+    # A zero scale means that every value equals the centre.
+    magnitude = centred.abs() / torch.where(scale > 0, scale, 1.0)
+    anchor = torch.zeros(magnitude.shape, dtype=torch.uint8, device=magnitude.device)
+    # Seven comparisons are an order of magnitude faster than a bisection per element.
+    for edge in law.magnitude_edges:
+        anchor += magnitude >= edge
+    corrections = None
+    if with_corrections:
+        integer = torch.bucketize(magnitude, law.integer_edges, right=True, out_int32=True)
+        corrections = (16 * anchor.int() - integer).flatten(1, 2)
+    codes = torch.where(centred < 0, ~anchor, anchor)
+    return codes.flatten(1, 2), corrections
+
+
+def _packed_by_head(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [N, P, H, D] as packed [N, H, P, D / 2]."""
+    return nibbles.pack(codes).transpose(1, 2)
+
+
+def _scaled(
+    values: torch.Tensor,
+    name: str,
+    anchors: torch.Tensor,
+    layout: RecordLayout,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """centre + scale * values of `values` [N, P, H, D] fp32, which is overwritten, as `dtype`."""
+    part = {"k": 0, "v": 1}[name]
+    base = layout["scale_base"].view(anchors)[..., part].int()[:, None, :, None]
+    offset = layout[f"{name}_scale"].view(anchors).transpose(1, 2).int()
+    scale = (base + offset << SCALE_SHIFT).view(torch.float32)
+    centre = layout[f"{name}_centre"].view(anchors).transpose(1, 2).float()
+    by_chunk = torch.unflatten(values, 1, (centre.shape[1], -1))
+    by_chunk.mul_(scale[:, :, None]).add_(centre[:, :, None])
+    limit = torch.finfo(dtype).max
+    # Looked at per chunk, because a clamp of every value would cost as much as the sum.
+    if bool((centre.abs() + scale > limit).any()):
+        values.clamp_(-limit, limit)
+    return values.to(dtype)

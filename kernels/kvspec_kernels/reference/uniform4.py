@@ -1,0 +1,127 @@
+"""Uniform 4-bit anchors and corrections (QuantSpec, section 4.2): plain torch, the reference.
+
+Asymmetric codes u in 0..15 with scale s and zero z: K per channel over a group of tokens, V per
+token over the head. The correction l in -8..7 is the symmetric 4-bit code of the anchor's error in
+steps of s / 16. Anchor value: u s + z; refined (int8) value: (16 u + l) (s / 16) + z, the paper's
+8-bit form of u s + l s / 16 + z, whose factors are exact in fp32. Products are rounded to fp32
+before the sum, and results are clamped to the finite range of the KV dtype.
+
+s and z are bf16, and codes are chosen against the rounded ones; where rounding moved s or z, the
+outermost values are clipped to codes 0 and 15 and the correction takes up what it can. A group
+whose range is wider than fp32 holds decodes to finite values of no further meaning.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvspec_kernels.formats import RecordLayout
+from kvspec_kernels.reference import nibbles
+
+CODES = 16
+
+
+def encode(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    anchor_layout: RecordLayout,
+    residual_layout: RecordLayout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8, and residual records of
+    4-bit corrections when their layout is given."""
+    leading = (k.shape[0], k.shape[2])
+    anchors = anchor_layout.empty_records(leading, k.device)
+    residuals = residual_layout.empty_records(leading, k.device) if residual_layout else None
+    for part, pages in (("k", k), ("v", v)):
+        groups, dim = _grouped(pages.float(), part, anchor_layout)
+        scale, zero = _metadata(groups, dim)
+        for name, stored in (("scale", scale), ("zero", zero)):
+            by_head = stored.squeeze(dim).transpose(1, 2)
+            anchor_layout[f"{part}_{name}"].view(anchors).copy_(by_head)
+        # A zero scale means that every value of the group equals the zero point.
+        step = torch.where(scale > 0, scale, 1.0)
+        codes = ((groups - zero) / step).round().clamp(0, CODES - 1)
+        field = f"{part}_codes"
+        anchor_layout[field].view(anchors).copy_(_packed_by_head(codes, pages.shape))
+        if residuals is not None and residual_layout is not None:
+            error = groups - (codes * scale + zero)
+            lower = (error * CODES / step).round().clamp(-8, 7)
+            residual_layout[field].view(residuals).copy_(_packed_by_head(lower, pages.shape))
+    return anchors, residuals
+
+
+def decode_anchor(
+    anchors: torch.Tensor, layout: RecordLayout, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor records [N, H, nbytes] into pages (k, v) [N, P, H, D] `dtype`."""
+    table = nibbles.pair_table(torch.arange(16, dtype=torch.float32, device=anchors.device))
+
+    def part(name: str) -> torch.Tensor:
+        packed = layout[f"{name}_codes"].view(anchors).transpose(1, 2).contiguous()
+        return _scaled(nibbles.look_up(table, packed), 1.0, name, anchors, layout, dtype)
+
+    return part("k"), part("v")
+
+
+def decode_refined(
+    anchors: torch.Tensor,
+    residuals: torch.Tensor,
+    anchor_layout: RecordLayout,
+    residual_layout: RecordLayout,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor and correction records into 8-bit pages (k, v) [N, P, H, D] `dtype`."""
+
+    def part(name: str) -> torch.Tensor:
+        field = f"{name}_codes"
+        upper = nibbles.unpack(anchor_layout[field].view(anchors).transpose(1, 2))
+        lower = nibbles.unpack_signed(residual_layout[field].view(residuals).transpose(1, 2))
+        combined = upper.float().mul_(CODES).add_(lower)
+        return _scaled(combined, 1 / CODES, name, anchors, anchor_layout, dtype)
+
+    return part("k"), part("v")
+
+
+def _grouped(pages: torch.Tensor, part: str, layout: RecordLayout) -> tuple[torch.Tensor, int]:
+    """Pages [N, P, H, D] so that one dimension, also returned, runs over a quantisation group:
+    K as [N, groups, tokens, H, D], V unchanged."""
+    if part == "v":
+        return pages, 3
+    return torch.unflatten(pages, 1, (layout["k_scale"].shape[0], -1)), 2
+
+
+def _metadata(groups: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero as stored, bf16 values in fp32, with `dim` reduced to 1."""
+    low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
+    limit = torch.finfo(torch.bfloat16).max
+    zero = low.clamp(-limit, limit).bfloat16().float()
+    # Divided first: the range of values near the dtype's maximum overflows.
+    scale = (high / (CODES - 1) - zero / (CODES - 1)).clamp_min(0)
+    return scale.bfloat16().float(), zero
+
+
+def _packed_by_head(codes: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Codes in float as packed [N, H, P, D / 2] of pages of `shape` [N, P, H, D]."""
+    return nibbles.pack(codes.nan_to_num(0.0).to(torch.int32).view(shape)).transpose(1, 2)
+
+
+def _scaled(
+    codes: torch.Tensor,
+    step: float,
+    name: str,
+    anchors: torch.Tensor,
+    layout: RecordLayout,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """codes * (scale * step) + zero of codes [N, P, H, D] fp32, overwritten, as `dtype`."""
+    scale = layout[f"{name}_scale"].view(anchors).transpose(1, 2).float() * step
+    zero = layout[f"{name}_zero"].view(anchors).transpose(1, 2).float()
+    if name == "k":
+        by_group = torch.unflatten(codes, 1, (scale.shape[1], -1))
+        by_group.mul_(scale[:, :, None]).add_(zero[:, :, None])
+    else:
+        codes.mul_(scale[..., None]).add_(zero[..., None])
+    limit = torch.finfo(dtype).max
+    if bool((zero.abs() + scale * (CODES / step) > limit).any()):
+        codes.clamp_(-limit, limit)
+    return codes.to(dtype)

@@ -1,0 +1,54 @@
+"""Pages and codecs that several test files use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sglang_kvspec.codecs import Codec, make_codec
+
+PageMaker = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(scope="session")
+def cache_like_pages() -> PageMaker:
+    """Makes K and V pages [num, page_size, heads, head_dim] with what caches are known for:
+    channel means far from zero, a few channels ten times larger, the odd extreme token."""
+
+    def make(
+        *,
+        num: int = 3,
+        page_size: int = 64,
+        heads: int = 2,
+        head_dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rng = torch.Generator().manual_seed(seed)
+        shape = (num, page_size, heads, head_dim)
+        k = torch.randn(shape, generator=rng)
+        k = k * torch.where(torch.arange(head_dim) % 13 == 5, 10.0, 1.0)
+        k = k + 4 * torch.randn((1, 1, heads, head_dim), generator=rng)
+        v = torch.randn(shape, generator=rng)
+        v[:, page_size // 3] *= 8
+        return k.to(dtype), v.to(dtype)
+
+    return make
+
+
+@pytest.fixture(params=["log4", "uniform4"])
+def codec_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def codec_of(codec_name: str) -> Callable[..., Codec]:
+    """make_codec of each codec in turn, at page 64 and head 64 in fp32 unless told otherwise."""
+
+    def make(**overrides: object) -> Codec:
+        options = {"target": "int8", "page_size": 64, "head_dim": 64, "dtype": torch.float32}
+        return make_codec(codec_name, **(options | overrides))
+
+    return make

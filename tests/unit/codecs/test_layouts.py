@@ -1,0 +1,121 @@
+"""Record layouts, what they cost, and the sizes that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvspec_kernels import formats
+from kvspec_kernels.formats import FormatError, Log4Settings, Uniform4Settings
+from sglang_kvspec.codecs import make_codec
+from sglang_kvspec.codecs.accounting import token_bytes
+from sglang_kvspec.core.errors import ConfigError
+
+PAGE_SIZES = [32, 64, 96, 128, 160, 192, 224, 256]
+HEAD_DIMS = [16, 24, 64, 80, 128, 256]
+SETTINGS = {"log4": Log4Settings, "uniform4": Uniform4Settings}
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", formats.EXACT_DTYPES, ids=str)
+def test_fields_tile_every_record(codec_name, page_size, head_dim, dtype):
+    settings = SETTINGS[codec_name].for_page(page_size)
+    layouts = [formats.anchor_layout(settings, page_size, head_dim)]
+    layouts += [
+        formats.residual_layout(target, page_size, head_dim, dtype) for target in ("exact", "int8")
+    ]
+    for layout in layouts:
+        end = 0
+        for field in layout.fields:
+            assert field.offset == end
+            assert field.offset % field.dtype.itemsize == 0
+            end += field.nbytes
+        assert end <= layout.nbytes < end + formats.RECORD_ALIGNMENT
+        assert layout.nbytes % formats.RECORD_ALIGNMENT == 0
+
+
+def test_fields_share_memory_with_a_table_of_records():
+    layout = formats.anchor_layout(Log4Settings(), 64, 32)
+    table = torch.zeros(5, 2, layout.nbytes, dtype=torch.uint8)
+    field = layout["v_centre"]
+    field.view(table)[3, 1] = 1.0
+    expected = torch.zeros_like(table)
+    expected[3, 1, field.offset : field.offset + field.nbytes].view(torch.bfloat16).fill_(1.0)
+    assert torch.equal(table, expected)
+    assert field.view(table).shape == (5, 2, 1, 32)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_log4_anchor_costs_at_most_4_6_bits(head_dim):
+    codec = make_codec(
+        "log4", target="exact", page_size=64, head_dim=head_dim, dtype=torch.bfloat16
+    )
+    # Codes; per channel two K chunks and one V chunk of centre (16) and scale (8); two bases.
+    bits = 2 * 64 * head_dim * 4 + 3 * head_dim * (16 + 8) + 2 * 16
+    assert bits <= codec.anchor_bytes * 8 < bits + 8 * formats.RECORD_ALIGNMENT
+    assert codec.anchor_bits_per_element == codec.anchor_bytes * 8 / (2 * 64 * head_dim)
+    assert codec.anchor_bits_per_element <= 4.6
+
+
+def test_uniform4_anchor_bits():
+    codec = make_codec("uniform4", target="exact", page_size=64, head_dim=128, dtype=torch.bfloat16)
+    # K: 32 bits of metadata per 64 tokens of a channel; V: 32 per 128 channels of a token.
+    assert codec.anchor_bits_per_element == 4 + (32 / 64 + 32 / 128) / 2
+
+
+def test_bytes_per_token():
+    codec = make_codec("uniform4", target="int8", page_size=64, head_dim=128, dtype=torch.bfloat16)
+    got = token_bytes(codec, num_kv_heads=8)
+    assert got.plain == 8 * 2 * 128 * 2
+    assert got.residual_exact == got.plain
+    assert got.residual_int8 == got.plain / 4
+    assert got.anchor == got.plain * 4.375 / 16
+
+
+@pytest.mark.parametrize("target", ["exact", "int8"])
+@pytest.mark.parametrize("page_size", [32, 96, 256])
+def test_records_have_the_size_the_layout_says(codec_of, cache_like_pages, target, page_size):
+    codec = codec_of(target=target, page_size=page_size)
+    pages = cache_like_pages(num=2, page_size=page_size, heads=3)
+    anchor, residual = codec.encode(*pages)
+    settings = SETTINGS[codec.name].for_page(page_size)
+    assert anchor.dtype == residual.dtype == torch.uint8
+    assert anchor.shape == (2, 3, formats.anchor_layout(settings, page_size, 64).nbytes)
+    assert anchor.shape == (2, 3, codec.anchor_bytes)
+    layout = formats.residual_layout(target, page_size, 64, torch.float32)
+    assert residual.shape == (2, 3, layout.nbytes) == (2, 3, codec.residual_bytes)
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 16, 33, 48, 288, 512])
+def test_unsupported_page_size_names_the_flag_and_what_is_allowed(codec_of, page_size):
+    with pytest.raises(ConfigError, match=rf"--page-size.*32 to 256.*got {page_size}$"):
+        codec_of(page_size=page_size)
+    with pytest.raises(FormatError, match=f"multiple of 32.*got {page_size}"):
+        formats.check_sizes(page_size, 64)
+
+
+@pytest.mark.parametrize("head_dim", [8, 15, 20, 68, 264])
+def test_unsupported_head_size_says_what_is_allowed(codec_of, head_dim):
+    with pytest.raises(ConfigError, match=f"head size.*16 to 256.*got {head_dim}"):
+        codec_of(head_dim=head_dim)
+    with pytest.raises(FormatError, match=f"multiple of 8.*got {head_dim}"):
+        formats.residual_layout("int8", 64, head_dim, torch.float32)
+
+
+def test_other_unsupported_choices(codec_of):
+    with pytest.raises(ConfigError, match="--kvspec-codec must be one of log4, uniform4, got 'x'"):
+        make_codec("x", target="exact", page_size=64, head_dim=64, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="--kvspec-target must be one of exact, int8"):
+        codec_of(target="int4")
+    with pytest.raises(ConfigError, match=r"float32, bfloat16, float16, got torch\.float64"):
+        codec_of(dtype=torch.float64)
+
+
+def test_chunks_must_divide_the_page():
+    with pytest.raises(FormatError, match=r"v_chunk must divide the page size 96.*got 64"):
+        formats.anchor_layout(Log4Settings(v_chunk=64), 96, 64)
+    with pytest.raises(FormatError, match="top must be an integer from 105 to 120, got 127"):
+        Log4Settings(top=127)
+    with pytest.raises(FormatError, match="alpha must be positive"):
+        Log4Settings(alpha=0.0)
