@@ -29,8 +29,7 @@ def debug_mode() -> bool:
 
 
 def switch_on(config: KVSpecConfig) -> None:
-    """Make this process and those it spawns serve KVSpec. Raises UnsupportedError or HookError."""
-    check_sglang_version()
+    """Make this process and those it spawns serve KVSpec. Raises HookError."""
     os.environ[ENVIRONMENT_NAME] = json.dumps(config.to_dict())
     register_everything()
 

@@ -9,14 +9,13 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import UnsupportedError
 
 
-def check_model(config: KVSpecConfig, server_args: Any) -> None:
+def check_model(config: KVSpecConfig, model: Any, page_size: int) -> None:
     """Raise UnsupportedError (model kind) or ConfigError (head size) naming what is allowed.
 
-    server_args: a resolved ServerArgs; its model configuration is read, no weights.
+    model: SGLang's ModelConfig; no weights are read.
     """
     from sglang.srt.configs.model_config import AttentionArch
 
-    model = server_args.get_model_config()
     text = model.hf_text_config
     kinds = {
         "MLA attention": model.attention_arch == AttentionArch.MLA,
@@ -30,21 +29,40 @@ def check_model(config: KVSpecConfig, server_args: Any) -> None:
     for kind, present in kinds.items():
         if present:
             raise UnsupportedError(
-                f"--kvspec cannot serve {server_args.model_path}: the model has {kind} (allowed: "
+                f"--kvspec cannot serve {model.model_path}: the model has {kind} (allowed: "
                 "decoder-only models with full multi-head or grouped-query attention)"
             )
     if model.v_head_dim != model.head_dim:
         raise UnsupportedError(
-            f"--kvspec cannot serve {server_args.model_path}: K heads of {model.head_dim} and V "
+            f"--kvspec cannot serve {model.model_path}: K heads of {model.head_dim} and V "
             f"heads of {model.v_head_dim} (allowed: equal sizes)"
         )
     make_codec(
         config.codec,
         target=config.target,
-        page_size=server_args.page_size,
+        page_size=page_size,
         head_dim=model.head_dim,
         dtype=model.dtype,
     )
+
+
+def model_config_of(fields: dict[str, Any]) -> Any:
+    """SGLang's ModelConfig for ServerArgs fields, before ServerArgs has resolved them.
+
+    SGLang's own resolution asserts on some models KVSpec refuses; the refusal is to come first.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    names = {
+        "trust_remote_code": "trust_remote_code",
+        "revision": "revision",
+        "context_length": "context_length",
+        "json_model_override_args": "model_override_args",
+        "dtype": "dtype",
+        "quantization": "quantization",
+    }
+    given = {ours: fields[theirs] for theirs, ours in names.items() if theirs in fields}
+    return ModelConfig(fields["model_path"], **given)
 
 
 def _has_sliding_window(model: Any, text: Any) -> bool:

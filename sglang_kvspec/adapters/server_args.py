@@ -54,18 +54,20 @@ def build_server_args(
         original(target, *args, **kwargs)
         return
     check_flags(config, kwargs)
-    activation.switch_on(config)
+    activation.check_sglang_version()
     if not activation.cpu_platform_is_active():
         raise UnsupportedError(
             "--kvspec runs on the CPU reference platform only in this version; "
             "this machine has an accelerator (hide it, e.g. CUDA_VISIBLE_DEVICES='', to try it)"
         )
-    target._kvspec = config
-    original(target, *args, **kwargs | _implied(config, kwargs))
     # Imported late: a plain server loads neither codecs nor checks.
-    from sglang_kvspec.adapters.model_check import check_model
+    from sglang_kvspec.adapters.model_check import check_model, model_config_of
 
-    check_model(config, target)
+    fields = kwargs | _implied(config, kwargs)
+    check_model(config, model_config_of(fields), fields["page_size"])
+    activation.switch_on(config)
+    target._kvspec = config
+    original(target, *args, **fields)
 
 
 def _is_ours(name: str) -> bool:

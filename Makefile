@@ -1,0 +1,86 @@
+# Two commands on a fresh machine: `make demo`, `make test`. Each first makes the environment.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help env demo serve test identity check bench-acceptance clean
+
+VENV ?= .venv
+MODEL ?= models/demo-5m
+PORT ?= 30000
+# More arguments for the server (serve) or the benchmark (bench-acceptance).
+ARGS ?=
+PYTEST_ARGS ?=
+
+PYTHON := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+# pyenv leaves commands behind for versions that are not active, so candidates are run, not found.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+HOST_PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
+	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
+
+# Thread pools of several server processes on few cores slow one another down tenfold.
+export OMP_NUM_THREADS := 1
+CPU_SERVER := --device cpu --dtype float32 --mem-fraction-static 0.1 --sleep-on-idle
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(INSTALLED) ## make the environment in .venv (done by itself where needed)
+
+demo: $(INSTALLED) ## one program on KVSpec and on plain SGLang: same text? how fast? how many bytes?
+	$(PYTHON) examples/demo.py
+
+serve: $(INSTALLED) ## serve MODEL with --kvspec on PORT until Ctrl-C; more server flags in ARGS
+	$(PYTHON) -m sglang.launch_server --model-path $(MODEL) --port $(PORT) \
+		$(CPU_SERVER) --kvspec $(ARGS)
+
+test: $(INSTALLED) ## unit tests, then tests on the real server; pytest's own flags in PYTEST_ARGS
+	$(PYTHON) -m pytest $(filter-out tests/__pycache__ tests/sglang,$(wildcard tests/*)) \
+		tests/sglang $(PYTEST_ARGS)
+
+identity: $(INSTALLED) ## every prompt, model, codec and scenario against plain SGLang: hours
+	$(PYTHON) -m pytest tests/sglang/test_identity.py -m identity \
+		--identity-report benchmarks/results/identity.json $(PYTEST_ARGS)
+
+check: $(INSTALLED) ## formatting, lint and types
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime testing) \
+		kernels/kvspec_kernels
+
+bench-acceptance: $(INSTALLED) ## mean accepted draft length per codec, with a curve
+	$(PYTHON) benchmarks/bench_acceptance.py $(ARGS)
+
+clean: ## delete caches and build output; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache .kvspec
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# uv installs in a quarter of pip's time. Its cache lies in the environment, on the same disk, so
+# that files are linked, not copied, and it goes afterwards. Where uv cannot run or reach an index,
+# pip can.
+$(INSTALLED): export UV_CACHE_DIR := $(abspath $(VENV))/uv-cache
+$(INSTALLED): export UV_HTTP_TIMEOUT := 180
+$(INSTALLED): pyproject.toml
+	@if [ -z "$(HOST_PYTHON)" ]; then \
+		echo "Python 3.11 or 3.12 is needed, found: $$(python3 --version 2>&1 || true)." \
+			"Name one with: make HOST_PYTHON=/path/to/python3.12 ..." >&2; \
+		exit 1; \
+	fi
+	@echo "Making $(VENV) with SGLang and PyTorch: about 9 GB, 2 to 8 minutes. Once only."
+	@$(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
+		rm -rf $(VENV); \
+		$(HOST_PYTHON) -m venv $(VENV) 2>/dev/null || { \
+			echo "No ensurepip here, taking pip from $(HOST_PYTHON)."; \
+			$(HOST_PYTHON) -m venv --clear --without-pip $(VENV); \
+			$(HOST_PYTHON) -m pip --python $(PYTHON) install pip; \
+		}; \
+	}
+	@set -x; $(PYTHON) -m pip install --quiet --disable-pip-version-check uv || true
+	@index="$${PIP_INDEX_URL:-$$($(PYTHON) -m pip config get global.index-url 2>/dev/null || true)}"; \
+	if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
+	set -x; \
+	$(PYTHON) -m uv pip install --python $(PYTHON) -e '.[test,bench]' \
+		|| $(PYTHON) -m pip install -e '.[test,bench]'
+	@rm -rf $(UV_CACHE_DIR)
+	@touch $@

@@ -1,0 +1,70 @@
+"""Fixtures around real servers. Files beside this one import the `harness` folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# No package: a root called tests/sglang/__init__.py would shadow SGLang itself.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness.identity_report import IdentityReport
+from harness.servers import Announce, ServerSwitch
+
+_report = pytest.StashKey[IdentityReport]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--identity-report", type=Path, help="where to write the figures of the identity tests"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_report] = IdentityReport()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the full matrix, hours long, to those who ask for it with `-m identity`."""
+    if "identity" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("identity")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--identity-report", default=None)
+    report = session.config.stash[_report]
+    if path is not None and report.results:
+        report.write(path, settings={"device": "cpu", "dtype": "float32", "temperature": 0})
+
+
+@pytest.fixture(scope="session")
+def announce(request: pytest.FixtureRequest) -> Announce:
+    """Writes a line to the terminal at once, whatever pytest captures."""
+    terminal = request.config.pluginmanager.getplugin("terminalreporter")
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def write(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            terminal.ensure_newline()
+            terminal.write_line(line)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory, announce: Announce) -> Iterator[ServerSwitch]:
+    """The one server alive at a time. A test that starts its own must call release() first."""
+    with ServerSwitch(tmp_path_factory.mktemp("servers"), announce) as switch:
+        yield switch
+
+
+@pytest.fixture(scope="session")
+def identity_report(request: pytest.FixtureRequest) -> IdentityReport:
+    return request.config.stash[_report]

@@ -1,0 +1,74 @@
+"""Breaks KVSpec on purpose, inside a real server, to see that comparisons notice.
+
+A server that has this folder on PYTHONPATH loads it as an SGLang plugin. The file named by
+KVSPEC_FAULT_FILE lists the active faults, so that one server can show them all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def register() -> None:
+    """Put every fault in place; each looks up at every call whether it is the active one."""
+    if "SGLANG_KVSPEC" not in os.environ:
+        return
+    from sglang_kvspec.pools.residual_tiers import ResidualTiers
+    from sglang_kvspec.pools.tiered_kv import TieredKV
+    from sglang_kvspec.runtime import chooser
+    from sglang_kvspec.runtime.request_state import RequestState
+
+    _replace(chooser.Chooser, "draft", "bad_drafts", _spoil_every_fifth_draft)
+    _replace(chooser, "accept_matching", "wrong_verifier", _accept_everything)
+    _replace(RequestState, "commit", "skipped_rollback", _commit_without_rollback)
+    _replace(TieredKV, "read_target", "off_by_one_page", _read_the_page_before)
+    _replace(ResidualTiers, "write", "stale_residual", _write_first_generation_only)
+
+
+def _replace(owner: Any, name: str, fault: str, faulty: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        active = Path(os.environ["KVSPEC_FAULT_FILE"]).read_text().split()
+        return (faulty if fault in active else _sound)(original, *args, **kwargs)
+
+    setattr(owner, name, either)
+
+
+def _sound(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+def _spoil_every_fifth_draft(original: Any, self: Any, state: Any, *args: Any) -> None:
+    """Not a fault of the verifier: sound verification must reject these."""
+    original(self, state, *args)
+    if len(state.drafts) % 5 == 0:
+        state.drafts[-1] = (state.drafts[-1] + 7) % 1000
+
+
+def _accept_everything(original: Any, drafts: list[int], targets: list[int]) -> list[int]:
+    return [*drafts, targets[-1]]
+
+
+def _commit_without_rollback(original: Any, state: Any, emitted: list[int]) -> None:
+    """Rejected drafts stay, as if they followed the new token."""
+    rejected = state.drafts[len(emitted) - 1 :]
+    original(state, emitted)
+    state.pending = rejected[0] if rejected else state.pending
+
+
+def _read_the_page_before(original: Any, kv: Any, layer: int, pages: torch.Tensor) -> Any:
+    return original(kv, layer, torch.cat((pages[:1], pages[:-1])))
+
+
+def _write_first_generation_only(
+    original: Any, tiers: Any, layer: int, pages: torch.Tensor, records: torch.Tensor
+) -> None:
+    """A reused page keeps the residual of the tokens it held before."""
+    fresh = torch.tensor([tiers.table.ref(page).generation == 0 for page in pages.tolist()])
+    original(tiers, layer, pages[fresh], records[fresh])

@@ -1,0 +1,104 @@
+"""Requests to one running server, in token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+CONNECT_TIMEOUT_S = 10
+# One request may wait behind seven others and their retractions.
+READ_TIMEOUT_S = 600
+# The scheduler drops a finished request a moment after its last token was streamed.
+FLUSH_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the server answered to one request."""
+
+    output_ids: tuple[int, ...]
+    meta: dict[str, Any]
+
+    @property
+    def cached_len(self) -> int:
+        return int(self.meta.get("cached_tokens") or 0)
+
+    @property
+    def num_retractions(self) -> int:
+        return int(self.meta.get("num_retractions") or 0)
+
+
+class GenerateClient:
+    """Greedy /generate requests that always run to `max_new_tokens`. Safe to share by threads."""
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+
+    def generate(self, input_ids: Sequence[int], max_new_tokens: int) -> Output:
+        """One answer, whole. Raises requests.HTTPError on an error status."""
+        reply = self._post(input_ids, max_new_tokens, stream=False)
+        return _output(reply.json())
+
+    def stream(
+        self, input_ids: Sequence[int], max_new_tokens: int, on_tokens: Callable[[int], None]
+    ) -> Output:
+        """The same, streamed; `on_tokens(n)` is told of each n tokens that have arrived so far."""
+        last: dict[str, Any] | None = None
+        with self._post(input_ids, max_new_tokens, stream=True) as reply:
+            for line in reply.iter_lines():
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                    continue
+                last = json.loads(line.removeprefix(b"data: "))
+                if "error" in last:
+                    raise requests.HTTPError(f"{self.base_url}: {last['error']}")
+                on_tokens(len(last["output_ids"]))
+        if last is None:
+            raise requests.HTTPError(f"{self.base_url} closed a stream without one chunk")
+        return _output(last)
+
+    def server_info(self) -> dict[str, Any]:
+        reply = requests.get(
+            f"{self.base_url}/server_info", timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
+        )
+        reply.raise_for_status()
+        return dict(reply.json())
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix, once running requests have ended."""
+        reply = requests.post(
+            f"{self.base_url}/flush_cache",
+            params={"timeout": FLUSH_TIMEOUT_S},
+            timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
+        )
+        reply.raise_for_status()
+
+    def _post(
+        self, input_ids: Sequence[int], max_new_tokens: int, *, stream: bool
+    ) -> requests.Response:
+        reply = requests.post(
+            f"{self.base_url}/generate",
+            json={
+                "input_ids": list(input_ids),
+                "sampling_params": {
+                    "temperature": 0,
+                    "max_new_tokens": max_new_tokens,
+                    "ignore_eos": True,
+                },
+                "stream": stream,
+            },
+            stream=stream,
+            timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
+        )
+        if not reply.ok:
+            raise requests.HTTPError(
+                f"{self.base_url} answered {reply.status_code}: {reply.text[:500]}"
+            )
+        return reply
+
+
+def _output(answer: dict[str, Any]) -> Output:
+    return Output(tuple(answer["output_ids"]), answer["meta_info"])

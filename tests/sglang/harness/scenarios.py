@@ -1,0 +1,183 @@
+"""Ways to send a suite, the server each needs, and what must have happened there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.arrival import run_staggered
+from harness.client import GenerateClient
+from harness.servers import ServerSpec
+from harness.suite import Answers, OnDone, Suite, Task, run_one_by_one
+
+PAGE_SIZE = 64
+
+Drive = Callable[[GenerateClient, Suite, OnDone], Answers]
+Check = Callable[[Answers, Path], None]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """arguments and environment are added to the server's.
+
+    check(answers, log) raises AssertionError unless what the scenario is about did happen.
+    repeatable: two servers that compute alike answer alike, whatever the timing. The int8 target
+    depends on where a prefill was cut, which retraction and concurrent chunks leave to chance.
+    """
+
+    name: str
+    drive: Drive
+    check: Check
+    arguments: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    repeatable: bool = True
+
+    def server(self, base: ServerSpec) -> ServerSpec:
+        return replace(
+            base,
+            arguments=(*base.arguments, *self.arguments),
+            environment=(*base.environment, *self.environment),
+        )
+
+    def run(self, client: GenerateClient, suite: Suite, on_done: OnDone) -> Answers:
+        """Send the suite to a server whose cache holds nothing yet."""
+        client.flush_cache()
+        return self.drive(client, suite, on_done)
+
+
+def _alone(client: GenerateClient, suite: Suite, on_done: OnDone) -> Answers:
+    return run_one_by_one(client, suite.prompts, on_done)
+
+
+def _staggered(client: GenerateClient, suite: Suite, on_done: OnDone) -> Answers:
+    return run_staggered(client, suite.prompts, on_done)
+
+
+def _families(client: GenerateClient, suite: Suite, on_done: OnDone) -> Answers:
+    return run_one_by_one(client, _family_tasks(suite), on_done)
+
+
+def _families_staggered(client: GenerateClient, suite: Suite, on_done: OnDone) -> Answers:
+    return run_staggered(client, _family_tasks(suite), on_done)
+
+
+def _family_tasks(suite: Suite) -> list[Task]:
+    """Each prompt twice and its relatives, at once after it: nothing is evicted in between."""
+    tasks: list[Task] = []
+    for family in suite.families:
+        tasks += [family.prompt, family.prompt, *family.relatives]
+    return tasks
+
+
+def _nothing_more(answers: Answers, log_path: Path) -> None:
+    assert answers
+
+
+def _some_prefix_was_hit(answers: Answers, log_path: Path) -> None:
+    assert sum(output.cached_len for _, output in answers) > 0, "no prefix was hit"
+
+
+def _prefixes_were_hit(answers: Answers, log_path: Path) -> None:
+    """Every full page that an earlier request of the family left behind is reused."""
+    written: list[tuple[int, ...]] = []
+    for task, output in answers:
+        # The last token is always computed: its logits are what is asked for.
+        longest = max((_common_len(task.input_ids[:-1], earlier) for earlier in written), default=0)
+        expected = longest // PAGE_SIZE * PAGE_SIZE
+        assert output.cached_len >= expected, f"{task.name}: {output.cached_len} of {expected}"
+        # The last token of an answer is never fed back, so its KV does not exist.
+        written.append(task.input_ids + output.output_ids[:-1])
+    _some_prefix_was_hit(answers, log_path)
+
+
+def _common_len(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return min(len(one), len(other))
+
+
+def _requests_were_retracted(answers: Answers, log_path: Path) -> None:
+    assert sum(output.num_retractions for _, output in answers) > 0, "nothing was retracted"
+
+
+def _memory_was_checked(answers: Answers, log_path: Path) -> None:
+    log = log_path.read_text(encoding="utf-8", errors="replace")
+    assert "[Mem Check (BUSY)]" in log, f"no memory check in {log_path}"
+
+
+def _all_of(*checks: Check) -> Check:
+    def check(answers: Answers, log_path: Path) -> None:
+        for one in checks:
+            one(answers, log_path)
+
+    return check
+
+
+# Level 2 also logs every check, which is the proof that they ran; a failed one ends the server.
+_STRICT = (
+    ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "2"),
+    ("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1"),
+)
+# Not a divisor or multiple of a draft, so retraction meets every phase of one.
+_RETRACT_EVERY_37 = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "37"))
+_SMALL_CHUNKS = ("--chunked-prefill-size=256",)
+
+ALONE = Scenario("alone", _alone, _nothing_more)
+STAGGERED = Scenario("staggered", _staggered, _nothing_more)
+PREFIX_HITS = Scenario("prefix hits", _families, _prefixes_were_hit)
+CHUNKED = Scenario("small chunks", _alone, _nothing_more, arguments=_SMALL_CHUNKS)
+CHUNKED_STAGGERED = replace(
+    CHUNKED, name="small chunks, staggered", drive=_staggered, repeatable=False
+)
+FORCED_RETRACTION = Scenario(
+    "forced retraction",
+    _staggered,
+    _requests_were_retracted,
+    environment=_RETRACT_EVERY_37,
+    repeatable=False,
+)
+FULL_POOL = Scenario(
+    "full pool",
+    _staggered,
+    _requests_were_retracted,
+    # Hardly anything is reserved for answers at admission, so running requests collide.
+    arguments=("--max-total-tokens=8192", "--schedule-conservativeness=0.05"),
+    repeatable=False,
+)
+STRICT_CHECKS = Scenario("strict checks", _staggered, _memory_was_checked, environment=_STRICT)
+STRICT_PREFIX_HITS = Scenario(
+    "strict checks, prefix hits",
+    _families,
+    _all_of(_prefixes_were_hit, _memory_was_checked),
+    environment=_STRICT,
+)
+STRICT_FAMILIES = Scenario(
+    "strict checks, prefix hits, staggered",
+    _families_staggered,
+    _all_of(_some_prefix_was_hit, _memory_was_checked),
+    environment=_STRICT,
+    repeatable=False,
+)
+CHUNKED_RETRACTION = Scenario(
+    "small chunks, forced retraction, strict checks",
+    _staggered,
+    _all_of(_requests_were_retracted, _memory_was_checked),
+    arguments=_SMALL_CHUNKS,
+    environment=_RETRACT_EVERY_37 + _STRICT,
+    repeatable=False,
+)
+
+# Neighbours that need the same server share one process.
+FULL_MATRIX = (
+    ALONE,
+    STAGGERED,
+    PREFIX_HITS,
+    CHUNKED,
+    CHUNKED_STAGGERED,
+    FORCED_RETRACTION,
+    FULL_POOL,
+    STRICT_CHECKS,
+    STRICT_FAMILIES,
+)

@@ -1,0 +1,143 @@
+"""The real server with --kvspec answers what it must, token by token, however requests arrive.
+
+The `exact` target is compared with plain SGLang, the `int8` target with the same server and
+drafting off. A sample runs with the other tests; `make identity` runs the full matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import scenarios
+from harness.comparison import compare
+from harness.identity_report import IdentityReport, ScenarioResult
+from harness.models import DEMO_MODEL, EVAL_MODEL
+from harness.progress import Progress
+from harness.prompts import prompt_lengths
+from harness.references import (
+    PlainReference,
+    Reference,
+    Setting,
+    UndraftedReference,
+    Workload,
+)
+from harness.scenarios import Scenario
+from harness.servers import Announce, ServerSwitch
+
+pytestmark = pytest.mark.server
+
+LOG4, UNIFORM4 = Setting("exact", "log4"), Setting("exact", "uniform4")
+LOG4_INT8, UNIFORM4_INT8 = Setting("int8", "log4"), Setting("int8", "uniform4")
+
+# One short of a page and one long among them; eight, so that all can be in flight at once.
+SAMPLE_LENGTHS = (127, 1500, 300, 5200, 192, 350, 200, 1025)
+SAMPLE = Workload(DEMO_MODEL, SAMPLE_LENGTHS, max_new_tokens=96)
+# Shorter: with drafting off every token reads the whole target, which is the slow half here.
+SAMPLE_INT8 = Workload(DEMO_MODEL, (127, 700, 300, 192, 350, 1025), max_new_tokens=96)
+SAMPLE_SCENARIOS = (scenarios.STRICT_CHECKS, scenarios.STRICT_PREFIX_HITS)
+SAMPLE_INT8_SCENARIOS = (scenarios.ALONE, scenarios.STAGGERED)
+
+FULL_NEW_TOKENS = 256
+REPEATABLE = tuple(scenario for scenario in scenarios.FULL_MATRIX if scenario.repeatable)
+
+Check = Callable[[Workload, Setting, Scenario], None]
+
+
+@pytest.fixture(scope="module")
+def reference_of(
+    servers: ServerSwitch, announce: Announce
+) -> Callable[[Workload, Setting], Reference]:
+    """The reference of a workload and a setting, computed once."""
+    known: dict[tuple[Workload, Setting | None], Reference] = {}
+
+    def get(workload: Workload, setting: Setting) -> Reference:
+        if setting.target == "exact":
+            # Plain SGLang knows no codec: one reference serves them all.
+            if (workload, None) not in known:
+                known[workload, None] = PlainReference(servers, workload, announce)
+            return known[workload, None]
+        if (workload, setting) not in known:
+            wanted = SAMPLE_INT8_SCENARIOS if workload is SAMPLE_INT8 else REPEATABLE
+            known[workload, setting] = UndraftedReference(
+                servers, workload, setting, wanted, announce
+            )
+        return known[workload, setting]
+
+    return get
+
+
+@pytest.fixture
+def assert_identical(
+    servers: ServerSwitch,
+    announce: Announce,
+    reference_of: Callable[[Workload, Setting], Reference],
+    identity_report: IdentityReport,
+) -> Check:
+    """Runs a scenario on the drafting server, compares, records, and fails on any difference."""
+
+    def check(workload: Workload, setting: Setting, scenario: Scenario) -> None:
+        if not workload.model.exists():
+            pytest.skip(f"{workload.model.name} is not on this machine")
+        reference = reference_of(workload, setting)
+        client = servers.use(scenario.server(setting.server(workload.model)))
+        label = f"{workload.model.name} {setting}, {scenario.name}"
+        progress = Progress(label, announce)
+        answers = scenario.run(client, reference.suite, progress.done)
+        mismatches = compare(answers, reference.expected(scenario, answers))
+        identity_report.add(
+            ScenarioResult(
+                model=workload.model.name,
+                setting=str(setting),
+                scenario=scenario.name,
+                baseline=reference.baseline,
+                num_prompts=len(reference.suite.prompts),
+                num_answers=len(answers),
+                num_retractions=sum(output.num_retractions for _, output in answers),
+                mismatches=tuple(mismatches),
+                elapsed_s=progress.elapsed_s,
+            )
+        )
+        announce(
+            f"{label}: {len(mismatches)} of {len(answers)} answers differ, "
+            f"{progress.elapsed_s:.0f} s"
+        )
+        assert not mismatches, "\n".join(map(str, mismatches))
+        scenario.check(answers, servers.log_path)
+
+    return check
+
+
+@pytest.mark.parametrize("scenario", SAMPLE_SCENARIOS, ids=lambda s: s.name)
+def test_exact_log4(assert_identical: Check, scenario: Scenario) -> None:
+    assert_identical(SAMPLE, LOG4, scenario)
+
+
+def test_exact_uniform4_retracted_in_small_chunks(assert_identical: Check) -> None:
+    assert_identical(SAMPLE, UNIFORM4, scenarios.CHUNKED_RETRACTION)
+
+
+@pytest.mark.parametrize("scenario", SAMPLE_INT8_SCENARIOS, ids=lambda s: s.name)
+def test_int8_log4(assert_identical: Check, scenario: Scenario) -> None:
+    assert_identical(SAMPLE_INT8, LOG4_INT8, scenario)
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("scenario", scenarios.FULL_MATRIX, ids=lambda s: s.name)
+@pytest.mark.parametrize("setting", [LOG4, UNIFORM4], ids=str)
+@pytest.mark.parametrize("model", [DEMO_MODEL, EVAL_MODEL], ids=lambda m: m.name)
+def test_exact_in_full(
+    assert_identical: Check, model: Path, setting: Setting, scenario: Scenario
+) -> None:
+    assert_identical(Workload(model, prompt_lengths(), FULL_NEW_TOKENS), setting, scenario)
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("scenario", REPEATABLE, ids=lambda s: s.name)
+@pytest.mark.parametrize("setting", [LOG4_INT8, UNIFORM4_INT8], ids=str)
+@pytest.mark.parametrize("model", [DEMO_MODEL, EVAL_MODEL], ids=lambda m: m.name)
+def test_int8_in_full(
+    assert_identical: Check, model: Path, setting: Setting, scenario: Scenario
+) -> None:
+    assert_identical(Workload(model, prompt_lengths(), FULL_NEW_TOKENS), setting, scenario)

@@ -1,0 +1,197 @@
+"""Bad input stops the start with one sentence, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.models import DEMO_MODEL
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from sglang_kvspec.adapters import activation
+from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, UnsupportedError
+
+BASE = ("--model-path", str(DEMO_MODEL), "--device", "cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins() -> Iterator[None]:
+    load_plugins()
+    yield
+    activation.switch_off()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The one line a command line with these flags is refused with."""
+    with pytest.raises(SystemExit) as stop:
+        prepare_server_args([*BASE, *flags])
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    (line,) = [line for line in text.splitlines() if line.startswith("sglang-kvspec: error:")]
+    assert "Traceback" not in text
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--kvspec-target fp8", ["--kvspec-target", "fp8", "exact, int8"]),
+        ("--kvspec-codec zip", ["--kvspec-codec", "zip", "log4, uniform4"]),
+        ("--kvspec-draft-len 65", ["--kvspec-draft-len", "65", "0 to 64", "auto"]),
+        ("--kvspec-draft-len many", ["--kvspec-draft-len", "many", "0 to 64", "auto"]),
+        ("--kvspec-recent-pages 0", ["--kvspec-recent-pages", "0", "1 to 64"]),
+        ("--kvspec-recent-pages x", ["--kvspec-recent-pages", "'x'", "integer"]),
+        ("--kvspec-host-gb -1", ["--kvspec-host-gb", "-1", ">= 0"]),
+        ("--kvspec-host-gb 1e9", ["--kvspec-host-gb", "1e+09", "this machine"]),
+        ("--kvspec-residual-hbm-fraction 1", ["--kvspec-residual-hbm-fraction", "1", "0.9"]),
+        ("--page-size 48", ["--page-size", "48", "multiple of 32"]),
+        ("--page-size 1", ["--page-size", "1", "multiple of 32"]),
+        ("--enable-hierarchical-cache", ["--enable-hierarchical-cache", "leave it unset"]),
+        ("--enable-mixed-chunk", ["--enable-mixed-chunk", "leave it unset"]),
+        ("--speculative-algorithm NGRAM", ["--speculative-algorithm", "NGRAM", "leave it unset"]),
+        ("--speculative-algorithm EAGLE", ["--speculative-algorithm", "EAGLE", "leave it unset"]),
+        ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype", "fp8_e4m3", "auto"]),
+        ("--attention-backend triton", ["--attention-backend", "triton", "kvspec"]),
+        ("--tp-size 2", ["--tp-size", "2", "1"]),
+        ("--grammar-backend outlines", ["--grammar-backend", "outlines", "xgrammar"]),
+        ("--disaggregation-mode prefill", ["--disaggregation-mode", "prefill", "null"]),
+        ("--enable-streaming-session", ["--enable-streaming-session", "partial pages"]),
+    ],
+)
+def test_bad_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[str]) -> None:
+    line = refusal(capsys, "--kvspec", *flags.split())
+    for part in expected:
+        assert part in line
+
+
+def test_options_without_the_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no effect without --kvspec" in refusal(capsys, "--kvspec-codec", "log4")
+
+
+def test_algorithm_without_the_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--kvspec" in refusal(capsys, "--speculative-algorithm", "kvspec")
+
+
+def test_unknown_engine_option() -> None:
+    with pytest.raises(ConfigError, match="'colour'.*allowed.*codec"):
+        ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True, kvspec_colour=1)
+
+
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "mla": (
+        {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 4,
+        },
+        "MLA",
+    ),
+    "sliding": (
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 512},
+        "sliding-window",
+    ),
+    "mamba": (
+        {
+            "architectures": ["FalconH1ForCausalLM"],
+            "model_type": "falcon_h1",
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 16,
+        },
+        "Mamba",
+    ),
+    "encoder_decoder": (
+        {"architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama"},
+        "encoder-decoder",
+    ),
+    "head_size": ({"head_dim": 20}, "head size must be a multiple of 8"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_it_cannot_serve(tmp_path: Path, kind: str) -> None:
+    changes, expected = MODELS[kind]
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    with pytest.raises(KVSpecError, match=expected):
+        ServerArgs(model_path=str(tmp_path), device="cpu", kvspec=True)
+
+
+def test_unsupported_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation.metadata, "version", lambda name: "0.5.18")
+    with pytest.raises(UnsupportedError, match=r"0\.5\.17.*0\.5\.18 is installed"):
+        ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
+
+
+def test_a_hook_that_did_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
+    target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    with pytest.raises(HookError, match="Req.update_finish_state"):
+        ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
+
+
+def test_good_flags_from_a_yaml_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("kvspec: true\nkvspec-codec: uniform4\nkvspec-draft-len: 7\n")
+    args = prepare_server_args([*BASE, "--config", str(path)])
+    config = activation.config_of(args)
+    assert config is not None
+    assert (config.codec, config.draft_len) == ("uniform4", 7)
+    assert (args.page_size, args.attention_backend) == (64, "kvspec")
+
+
+def test_bad_flag_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("kvspec: true\nkvspec-codec: zip\n")
+    assert "--kvspec-codec" in refusal(capsys, "--config", str(path))
+
+
+def test_plain_arguments_are_untouched() -> None:
+    args = prepare_server_args([*BASE])
+    assert activation.config_of(args) is None
+    assert activation.ENVIRONMENT_NAME not in os.environ
+    assert (args.page_size, args.attention_backend) == (1, "torch_native")
+    assert args.speculative_algorithm is None
+
+
+@pytest.mark.server
+def test_help_lists_the_flags_as_one_group() -> None:
+    command = [sys.executable, "-m", "sglang.launch_server", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    group = text[text.index("\nkvspec:") :]
+    for flag in ("target", "codec", "draft-len", "recent-pages", "host-gb"):
+        assert f"--kvspec-{flag}" in group
+    assert "--kvspec-residual-hbm-fraction" in group
+
+
+@pytest.mark.server
+def test_the_launcher_prints_one_line_and_exits_2() -> None:
+    for command in ([sys.executable, "-m", "sglang.launch_server"], _serve_command()):
+        run = subprocess.run(
+            [*command, *BASE, "--kvspec", "--kvspec-codec", "zip"], capture_output=True, text=True
+        )
+        assert run.returncode == 2
+        assert "Traceback" not in run.stderr
+        assert "--kvspec-codec must be one of log4, uniform4, got 'zip'" in run.stderr
+
+
+def _serve_command() -> list[str]:
+    return [str(Path(sys.executable).with_name("sglang")), "serve"]

@@ -1,0 +1,261 @@
+"""Imports point down: every import statement of the package against the layers of the design."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE_ROOTS = {
+    "sglang_kvspec": ROOT,
+    "kvspec_kernels": ROOT / "kernels",
+    "kvspec_patches": ROOT / "patches",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What modules below a dotted prefix may import.
+
+    internal: prefixes within this project, besides the layer itself. external: distributions
+    outside the standard library; None means any but sglang, which `sglang` alone decides.
+    """
+
+    internal: tuple[str, ...] = ()
+    external: tuple[str, ...] | None = ()
+    sglang: bool = False
+
+
+CORE = "sglang_kvspec.core"
+KERNELS = "kvspec_kernels"
+_CODECS = (CORE, KERNELS, "sglang_kvspec.codecs", "sglang_kvspec.compressors")
+# planning's plans are plain data, so the pools and wires that carry them out may name them.
+_MEMORY = (*_CODECS, "sglang_kvspec.planning")
+_RUNTIME = (*_MEMORY, "sglang_kvspec.pools", "sglang_kvspec.transport")
+_ADAPTERS = (*_RUNTIME, "sglang_kvspec.runtime")
+
+LAYERS: Mapping[str, Layer] = {
+    CORE: Layer(),
+    "sglang_kvspec.testing": Layer(),
+    "sglang_kvspec.planning": Layer((CORE,)),
+    "sglang_kvspec.codecs": Layer(_CODECS, None),
+    "sglang_kvspec.compressors": Layer(_CODECS, None),
+    "sglang_kvspec.pools": Layer(_MEMORY, None),
+    "sglang_kvspec.transport": Layer(_MEMORY, None),
+    "sglang_kvspec.runtime": Layer(_RUNTIME, None),
+    "sglang_kvspec.adapters": Layer(_ADAPTERS, None, sglang=True),
+    "sglang_kvspec.plugin": Layer(("sglang_kvspec", "kvspec_patches"), None, sglang=True),
+    "sglang_kvspec": Layer(),
+    "kvspec_patches": Layer(("sglang_kvspec",), None, sglang=True),
+    "kvspec_kernels.formats": Layer((), ("torch",)),
+    "kvspec_kernels.reference": Layer(("kvspec_kernels.formats",), ("torch",)),
+    "kvspec_kernels.jit": Layer(("kvspec_kernels.formats",), ("torch", "triton")),
+    "kvspec_kernels.ops": Layer((KERNELS,), ("torch", "triton")),
+    "kvspec_kernels.testing": Layer((KERNELS,), ("torch", "triton")),
+    "kvspec_kernels": Layer((KERNELS,), ("torch", "triton")),
+}
+
+# (module, imported prefix): why it may. Each is a debt, not a model.
+EXCEPTIONS: Mapping[tuple[str, str], str] = {
+    ("sglang_kvspec.adapters.activation", "kvspec_patches"): (
+        "parsing --kvspec must install the hooks and refuse to go on where one did not apply"
+    ),
+    ("sglang_kvspec.adapters.algorithm", "kvspec_patches"): (
+        "the worker factory calls verify_applied(): the design's way to fail closed"
+    ),
+}
+
+Imports = Mapping[str, frozenset[str]]
+
+
+def _is_within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def module_files() -> dict[str, Path]:
+    """Dotted name of every module of the project, and its file."""
+    files = {}
+    for package, source_root in SOURCE_ROOTS.items():
+        for path in sorted((source_root / package).rglob("*.py")):
+            parts = path.relative_to(source_root).with_suffix("").parts
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def imported_names(source: str, module: str, *, is_package: bool) -> frozenset[str]:
+    """Dotted names that `source` imports anywhere in it: statements, relative or not, lazy or
+    for type checking only, and `import_module("literal")`. `from a import b` names a and a.b."""
+    package = module if is_package else module.rpartition(".")[0]
+    return frozenset(_names_of_imports(ast.walk(ast.parse(source)), package))
+
+
+def _names_of_imports(nodes: Iterable[ast.AST], package: str) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base] if base else parent)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
+            name = called.id if isinstance(called, ast.Name) else called
+            if name in ("import_module", "__import__") and node.args:
+                first = node.args[0]
+                if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    yield first.value
+
+
+def project_imports() -> dict[str, frozenset[str]]:
+    return {
+        module: imported_names(
+            path.read_text(encoding="utf-8"), module, is_package=path.name == "__init__.py"
+        )
+        for module, path in module_files().items()
+    }
+
+
+def layer_of(module: str) -> str:
+    """The most specific layer that names `module`; the bare package only names itself."""
+    fitting = [prefix for prefix in LAYERS if _is_within(module, prefix)]
+    found = max(fitting, key=len, default="")
+    if not found or (found == "sglang_kvspec" and module != found):
+        raise AssertionError(f"{module} belongs to no layer: give its folder one in LAYERS")
+    return found
+
+
+def violations(imports: Imports) -> list[str]:
+    """One line for every import that its module's layer does not allow."""
+    return [
+        f"{module} imports {name}: {reason}"
+        for module, names in sorted(imports.items())
+        for name in sorted(names)
+        if (reason := _objection(module, name)) is not None
+    ]
+
+
+def _objection(module: str, name: str) -> str | None:
+    prefix = layer_of(module)
+    layer = LAYERS[prefix]
+    distribution = name.partition(".")[0]
+    if distribution in sys.stdlib_module_names:
+        return None
+    if distribution in SOURCE_ROOTS:
+        allowed = (prefix, *layer.internal)
+        # `from sglang_kvspec import adapters` also names the bare package, which holds nothing.
+        if name in SOURCE_ROOTS and any(_is_within(other, name) for other in allowed):
+            return None
+        if any(_is_within(name, other) for other in allowed):
+            return None
+        if any(_is_within(name, to) for who, to in EXCEPTIONS if who == module):
+            return None
+        return f"{prefix} may import {', '.join(layer.internal) or 'nothing above itself'}"
+    if distribution == "sglang":
+        return None if layer.sglang else "sglang belongs in adapters/, patches/ and plugin.py"
+    if layer.external is not None and distribution not in layer.external:
+        return f"{prefix} may import {', '.join(('the standard library', *layer.external))} only"
+    return None
+
+
+def reachable(start: str, imports: Imports) -> frozenset[str]:
+    """Everything that importing `start` loads, through the project's own modules."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        parent = name.rpartition(".")[0]
+        waiting.extend([*imports.get(name, ()), *([parent] if parent else [])])
+    return frozenset(seen)
+
+
+def test_every_import_points_down() -> None:
+    found = violations(project_imports())
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_no_module_escapes_the_walk() -> None:
+    modules = module_files()
+    assert {"sglang_kvspec.core.config", "sglang_kvspec.plugin", "kvspec_patches"} <= set(modules)
+    for module in modules:
+        layer_of(module)
+
+
+@pytest.mark.parametrize("layer", [CORE, "sglang_kvspec.planning", "sglang_kvspec.testing"])
+def test_pure_layers_do_not_reach_torch_or_sglang(layer: str) -> None:
+    imports = project_imports()
+    for module in (name for name in imports if _is_within(name, layer)):
+        loaded = {name.partition(".")[0] for name in reachable(module, imports)}
+        assert not loaded & {"torch", "triton", "sglang"}, module
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("sglang_kvspec.core.config", "from sglang_kvspec.codecs import base"),
+        ("sglang_kvspec.core.config", "import torch"),
+        ("sglang_kvspec.planning.step", "import torch.nn"),
+        ("sglang_kvspec.planning.step", "from sglang_kvspec.pools.geometry import KVGeometry"),
+        ("sglang_kvspec.codecs.log4", "from ..pools import geometry"),
+        ("sglang_kvspec.codecs.log4", "def late():\n    from sglang.srt import utils"),
+        ("sglang_kvspec.pools.anchors", "from sglang_kvspec import runtime"),
+        ("sglang_kvspec.pools.anchors", "from .. import runtime"),
+        ("sglang_kvspec.runtime.engine", "import sglang.srt.managers.scheduler"),
+        ("sglang_kvspec.runtime.engine", "importlib.import_module('sglang.srt.utils')"),
+        ("sglang_kvspec.runtime.engine", "if TYPE_CHECKING:\n    from sglang import Engine"),
+        ("sglang_kvspec.adapters.worker", "import kvspec_patches"),
+        ("sglang_kvspec.adapters.worker", "from sglang_kvspec.plugin import register"),
+        ("sglang_kvspec.testing.server_process", "import sglang"),
+        ("sglang_kvspec", "import torch"),
+        ("kvspec_kernels.formats", "from kvspec_kernels.reference import log4"),
+        ("kvspec_kernels.reference.log4", "from kvspec_kernels.ops import encode"),
+        ("kvspec_kernels.ops.encode", "from sglang_kvspec.core import errors"),
+        ("kvspec_kernels.ops.encode", "import numpy"),
+    ],
+)
+def test_the_checker_catches_a_forbidden_import(module: str, source: str) -> None:
+    assert violations({module: imported_names(source, module, is_package=False)}), source
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("sglang_kvspec.runtime.engine", "from . import acceptance\nimport torch, heapq"),
+        ("sglang_kvspec.pools.anchors", "from sglang_kvspec.codecs.base import Codec"),
+        ("sglang_kvspec.adapters.worker", "from sglang.srt.managers import scheduler"),
+        ("kvspec_kernels.ops.encode", "from kvspec_kernels.jit import encode\nimport triton"),
+    ],
+)
+def test_the_checker_lets_a_downward_import_pass(module: str, source: str) -> None:
+    assert not violations({module: imported_names(source, module, is_package=False)})
+
+
+def test_a_folder_without_a_layer_fails() -> None:
+    with pytest.raises(AssertionError, match="no layer"):
+        violations({"sglang_kvspec.helpers.misc": frozenset({"os"})})
+
+
+def test_transitive_torch_is_seen() -> None:
+    imports = {
+        "sglang_kvspec.planning.step": frozenset({"sglang_kvspec.core.ids"}),
+        "sglang_kvspec.core.ids": frozenset({"torch"}),
+    }
+    assert "torch" in reachable("sglang_kvspec.planning.step", imports)
+
+
+def test_source_roots_and_tests_are_not_packages() -> None:
+    """A package called kernels or sglang on sys.path would shadow the one that SGLang imports."""
+    roots = [ROOT / "kernels" / "__init__.py", ROOT / "patches" / "__init__.py"]
+    found = [path for path in roots if path.exists()]
+    found += sorted((ROOT / "tests").rglob("__init__.py"))
+    assert not found

@@ -1,0 +1,64 @@
+"""Slots handed to pages, against a dict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.pools.page_slots import PageSlots
+
+CPU = torch.device("cpu")
+
+
+@given(
+    num_slots=st.integers(0, 5),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=40),
+)
+def test_behaves_like_an_ordered_dict_of_bounded_size(num_slots, steps):
+    slots = PageSlots(8, num_slots, CPU)
+    model: dict[int, int] = {}
+    for acquire, page in steps:
+        if not acquire:
+            assert slots.release(page) == (model.pop(page, None) is not None)
+        elif page in model:
+            with pytest.raises(AssertionError, match="has a slot already"):
+                slots.acquire(page)
+        elif len(model) == num_slots:
+            with pytest.raises(CapacityError, match=f"all {num_slots} are taken"):
+                slots.acquire(page)
+        else:
+            model[page] = slots.acquire(page)
+        slots.check_integrity()
+        assert list(slots) == list(model)
+        assert len(slots) == len(model)
+        assert slots.num_free == num_slots - len(model)
+        assert all((page in slots) == (page in model) for page in range(9))
+        assert slots.table.tolist() == [model.get(page, -1) for page in range(9)]
+
+
+def test_slots_are_distinct_and_in_range():
+    slots = PageSlots(10, 4, CPU)
+    assert sorted(slots.acquire(page) for page in (0, 10, 3, 7)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda s: s.table.__setitem__(3, -1),
+        lambda s: s.table.__setitem__(5, 1),
+        lambda s: s._free.append(0),
+        lambda s: s._free.pop(),
+        lambda s: s._slot_of_page.__setitem__(5, 0),
+    ],
+    ids=["forgotten", "invented", "freed twice", "leaked", "shared"],
+)
+def test_integrity_check_sees_damage(damage):
+    slots = PageSlots(8, 4, CPU)
+    slots.acquire(3)
+    slots.check_integrity()
+    damage(slots)
+    with pytest.raises(AssertionError):
+        slots.check_integrity()

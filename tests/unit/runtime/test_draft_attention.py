@@ -1,0 +1,96 @@
+"""What a draft row reads: decoded anchors, and the recent window as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvspec.runtime.forward_plan import RowKind
+
+PAGES = [7, 2, 9, 4, 11, 1]
+
+
+def anchors_and_window(kv, story, layer, num_tokens):
+    """k, v [num_tokens, ...]: decoded anchors of encoded pages, raw values of the others."""
+    size = story.page_size
+    coded = story.with_codec(kv, layer, anchor_only=True)
+    encoded = torch.tensor([kv.is_encoded(p) for p in story.pages.tolist()])
+    by_token = encoded.repeat_interleave(size)[:num_tokens, None, None]
+    raw = story.k[layer], story.v[layer]
+    return [
+        torch.where(by_token, c[:num_tokens], r[:num_tokens])
+        for c, r in zip(coded, raw, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("codec", ["log4", "uniform4"])
+@pytest.mark.parametrize("target", ["exact", "int8"])
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "group", "recent_pages"),
+    [(32, 16, 1, 1), (32, 64, 2, 2), (64, 16, 4, 1)],
+)
+def test_drafts_attend_over_anchors_and_the_window(
+    make_kv,
+    attention_lab,
+    assert_attention,
+    codec,
+    target,
+    page_size,
+    head_dim,
+    group,
+    recent_pages,
+):
+    kv = make_kv(codec=codec, target=target, page_size=page_size, head_dim=head_dim, num_layers=2)
+    # The last page is full too, so that anchors exist for every page.
+    story = attention_lab.Story(kv, PAGES, 6 * page_size, group)
+    driver = attention_lab.Driver(kv, recent_pages)
+    prompt = 4 * page_size - 5
+    driver.prefill(story, [0, page_size + 3, prompt])
+    # Far enough to fill a page with drafts and go on in the next.
+    for position in range(prompt, prompt + 9):
+        (out,) = driver.forward((story, story.row(RowKind.DRAFT, position, 1)))
+        for layer in range(2):
+            seen = anchors_and_window(kv, story, layer, position + 1)
+            exact = attention_lab.dense(story.q[layer, position : position + 1], *seen, position)
+            assert_attention(out[layer], exact)
+    assert sum(kv.is_encoded(p) for p in PAGES) == 3 - recent_pages
+
+
+def test_a_draft_is_not_the_target(make_kv, attention_lab):
+    kv = make_kv()
+    story = attention_lab.Story(kv, PAGES, 150)
+    driver = attention_lab.Driver(kv)
+    driver.prefill(story, [0, 149])
+    (draft,) = driver.forward((story, story.row(RowKind.DRAFT, 149, 1)))
+    exact = attention_lab.dense(story.q[0, 149:], story.k[0], story.v[0], 149)
+    error = (draft[0] - exact).abs().max()
+    assert 1e-3 < error < 0.5
+
+
+def test_drafts_need_no_residuals(make_kv, attention_lab):
+    kv = make_kv(cache_pages=0)
+    story = attention_lab.Story(kv, PAGES, 150)
+    driver = attention_lab.Driver(kv)
+    driver.prefill(story, [0, 140])
+    before = kv.residuals.bytes_streamed
+    for position in range(140, 150):
+        driver.forward((story, story.row(RowKind.DRAFT, position, 1)))
+    assert kv.residuals.bytes_streamed == before
+    driver.verify(story, 140, 10)
+    assert kv.residuals.bytes_streamed > before
+
+
+def test_a_draft_beside_a_verification_reads_its_own_kind(make_kv, attention_lab, assert_attention):
+    kv = make_kv(target="int8", window_pages=8)
+    driver = attention_lab.Driver(kv)
+    drafting = attention_lab.Story(kv, [1, 2, 3, 4], 128, group=2)
+    verifying = attention_lab.Story(kv, [5, 6, 7, 8], 120, group=2, seed=1)
+    driver.prefill(drafting, [0, 100])
+    driver.prefill(verifying, [0, 110])
+    draft, verified = driver.forward(
+        (drafting, drafting.row(RowKind.DRAFT, 100, 1)),
+        (verifying, verifying.row(RowKind.VERIFY, 110, 10)),
+    )
+    seen = anchors_and_window(kv, drafting, 0, 101)
+    assert_attention(draft[0], attention_lab.dense(drafting.q[0, 100:101], *seen, 100))
+    assert_attention(verified[0], attention_lab.target_attention(kv, verifying, 0)[110:])

@@ -1,0 +1,153 @@
+"""Counters, the report built from them, and what Prometheus sees of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.planning.step import StepPlan
+from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
+from sglang_kvspec.runtime.report import build_report
+
+
+def plan(draft=(), verify=(), wait=()):
+    return StepPlan(draft, verify, wait, (), ())
+
+
+@pytest.fixture
+def counters():
+    counters = SpecCounters()
+    for step in (plan((0, 1), (2,)), plan((0,), (), (1, 2)), plan((), (0,), (1,)), plan()):
+        counters.observe_step(step)
+    for num_drafts, num_accepted in ((5, 5), (5, 2), (3, 2), (0, 0)):
+        counters.observe_verification(num_drafts, num_accepted)
+    return counters
+
+
+@pytest.fixture
+def kv(make_kv):
+    """Two pages in the store, one of them in the cache, and some bytes moved."""
+    kv = make_kv(cache_pages=1)
+    pages = torch.randn((2, 32, 2, 16), generator=torch.Generator().manual_seed(0))
+    kv.begin_encode([1, 2])
+    kv.encode(0, torch.tensor([1, 2]), pages, pages)
+    kv.finish_encode([1, 2])
+    kv.read_target(0, torch.tensor([1, 2]))
+    kv.open_pages([3])
+    return kv
+
+
+@pytest.fixture
+def exporter():
+    """An exporter whose metrics leave the default registry with the test."""
+    before = set(REGISTRY._collector_to_names)
+    yield MetricsExporter("toy")
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+def test_counters_add_up(counters):
+    assert (counters.iterations, counters.mixed_iterations, counters.waits) == (4, 1, 3)
+    assert (counters.drafted, counters.accepted, counters.rejected) == (13, 9, 4)
+    assert (counters.verifications, counters.emitted) == (4, 13)
+    assert counters.accept_histogram == {5: 1, 2: 2, 0: 1}
+    assert counters.mean_accept_len == 9 / 4
+    assert SpecCounters().mean_accept_len == 0
+
+
+def test_report_is_plain_json_and_agrees_with_its_sources(counters, kv):
+    config = KVSpecConfig(draft_len=5, host_gb=1.5)
+    report = json.loads(json.dumps(build_report(config, kv, counters), allow_nan=False))
+    assert KVSpecConfig.from_dict(report["config"]) == config
+    assert report["max_draft_len"] == 5
+    pools = report["pools"]
+    assert pools["num_pages"] == 12
+    assert pools["window_pages_used"] == 1
+    assert pools["residual_cache_pages"] == 1
+    assert pools["max_total_num_tokens"] == 12 * 32
+    assert pools["bytes_per_token_plain"] == 2 * 2 * 16 * 4
+    assert pools["bytes_per_token_anchor"] * 32 == 2 * kv.codec.anchor_bytes
+    assert pools["kv_bytes_allocated"] == kv.hbm_nbytes
+    assert pools["kv_bytes"] == kv.plan.hbm_bytes
+    assert pools["limited_by"] == "KV memory"
+    assert report["page_states"] == {
+        "ABSENT": 11,
+        "IN_FLIGHT": 0,
+        "STORED": 1,
+        "FETCHING": 0,
+        "RESIDENT": 1,
+    }
+    assert report["bytes_streamed"] == kv.plan.page_bytes.residual
+    assert report["counters"]["accept_histogram"] == {"0": 1, "2": 2, "5": 1}
+    assert report["counters"]["rejected"] == 4
+    assert report["counters"]["verification_wait_iterations"] == 3
+    assert report["anchor_bits_per_element"] == kv.codec.anchor_bits_per_element
+
+
+def test_report_of_an_idle_server(make_kv):
+    report = build_report(KVSpecConfig(), make_kv(store=False), SpecCounters())
+    assert report["counters"]["mean_accept_len"] == 0
+    assert report["pools"]["residual_store_pages"] == report["pools"]["host_bytes"] == 0
+    json.dumps(report, allow_nan=False)
+
+
+def value(name, **labels):
+    return REGISTRY.get_sample_value(f"sglang:kvspec_{name}", {"model_name": "toy"} | labels)
+
+
+def test_published_values(exporter, counters, kv):
+    exporter.publish(counters, kv)
+    assert value("drafted_tokens_total") == 13
+    assert value("accepted_tokens_total") == 9
+    assert value("rejected_tokens_total") == 4
+    assert value("verifications_total") == 4
+    assert value("verification_wait_iterations_total") == 3
+    assert value("accept_length_count") == 4
+    assert value("accept_length_sum") == 9
+    assert value("accept_length_bucket", le="2.0") == 3
+    assert value("residual_bytes_total", path="streamed") == kv.plan.page_bytes.residual
+    assert value("residual_bytes_total", path="fetched") == 0
+    assert value("pages", state="stored") == 1
+    assert value("pages", state="resident") == 1
+    assert value("pages", state="absent") == 11
+    assert value("anchor_bits_per_element") == pytest.approx(kv.codec.anchor_bits_per_element)
+
+
+def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
+    exporter.publish(counters, kv)
+    exporter.publish(counters, kv)
+    assert value("accepted_tokens_total") == 9
+    assert value("accept_length_count") == 4
+    counters.observe_verification(8, 5)
+    counters.observe_step(plan(wait=(0,)))
+    kv.residuals.evict([1])
+    kv.residuals.start_fetch([2])
+    exporter.publish(counters, kv)
+    assert value("accepted_tokens_total") == 14
+    assert value("rejected_tokens_total") == 7
+    assert value("accept_length_count") == 5
+    assert value("accept_length_bucket", le="8.0") - value("accept_length_bucket", le="4.0") == 2
+    assert value("verification_wait_iterations_total") == 4
+    assert value("residual_bytes_total", path="fetched") == kv.plan.page_bytes.residual
+    assert value("pages", state="resident") == 0
+    assert value("pages", state="fetching") == 1
+
+
+def test_metric_names_are_unique_and_ours(exporter):
+    names = [metric.name for metric in REGISTRY.collect() if "kvspec" in metric.name]
+    assert len(names) == len(set(names)) == 9
+    assert all(name.startswith("sglang:kvspec_") for name in names)
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        MetricsExporter("toy")
+
+
+def test_every_possible_accept_length_has_a_finite_bucket(exporter, kv):
+    counters = SpecCounters()
+    for accepted in range(65):
+        counters.observe_verification(64, accepted)
+    exporter.publish(counters, kv)
+    assert value("accept_length_count") == value("accept_length_bucket", le="64.0") == 65
