@@ -21,6 +21,9 @@ HOST_PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
 
 # Thread pools of several server processes on few cores slow one another down tenfold.
 export OMP_NUM_THREADS := 1
+# uv leaves compiling to the first import; unless that may be kept, every server start compiles
+# thousands of modules in three processes again.
+unexport PYTHONDONTWRITEBYTECODE
 CPU_SERVER := --device cpu --dtype float32 --mem-fraction-static 0.1 --sleep-on-idle
 
 help: ## list these targets

@@ -21,6 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--identity-report", type=Path, help="where to write the figures of the identity tests"
     )
+    parser.addoption(
+        "--reference-cache",
+        type=Path,
+        help="folder that keeps reference answers for identity tests run side by side",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -47,21 +47,24 @@ Check = Callable[[Workload, Setting, Scenario], None]
 
 @pytest.fixture(scope="module")
 def reference_of(
-    servers: ServerSwitch, announce: Announce
+    request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
 ) -> Callable[[Workload, Setting], Reference]:
     """The reference of a workload and a setting, computed once."""
+    cache_folder = request.config.getoption("--reference-cache")
+    asked_for = " ".join(item.name for item in request.session.items)
     known: dict[tuple[Workload, Setting | None], Reference] = {}
 
     def get(workload: Workload, setting: Setting) -> Reference:
         if setting.target == "exact":
             # Plain SGLang knows no codec: one reference serves them all.
             if (workload, None) not in known:
-                known[workload, None] = PlainReference(servers, workload, announce)
+                known[workload, None] = PlainReference(servers, workload, announce, cache_folder)
             return known[workload, None]
         if (workload, setting) not in known:
             wanted = SAMPLE_INT8_SCENARIOS if workload is SAMPLE_INT8 else REPEATABLE
+            wanted = tuple(scenario for scenario in wanted if f"-{scenario.name}]" in asked_for)
             known[workload, setting] = UndraftedReference(
-                servers, workload, setting, wanted, announce
+                servers, workload, setting, wanted, announce, cache_folder
             )
         return known[workload, setting]
 

@@ -22,7 +22,9 @@ settings.register_profile(
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("explore", settings.get_profile("unit"), derandomize=False)
+settings.register_profile(
+    "explore", settings.get_profile("unit"), derandomize=False, max_examples=1000
+)
 if settings.get_current_profile_name() == "default":
     settings.load_profile("unit")
 

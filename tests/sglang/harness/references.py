@@ -9,9 +9,10 @@ from typing import Protocol
 
 from harness.progress import Progress
 from harness.prompts import cut_prompts
+from harness.reference_cache import ReferenceCache
 from harness.scenarios import ALONE, Scenario
 from harness.servers import Announce, ServerSpec, ServerSwitch
-from harness.suite import Answers, Suite, run_one_by_one, suite_around, tasks_of
+from harness.suite import Answers, Suite, suite_around, tasks_of
 
 _POOL = "--max-total-tokens=24576"
 # A prefill is then never cut by what happened to wait beside it, which the int8 target would show.
@@ -61,13 +62,20 @@ class PlainReference:
 
     baseline = "plain SGLang, one request at a time"
 
-    def __init__(self, servers: ServerSwitch, workload: Workload, announce: Announce) -> None:
-        client = servers.use(ServerSpec(workload.model, (_POOL,)))
+    def __init__(
+        self,
+        servers: ServerSwitch,
+        workload: Workload,
+        announce: Announce,
+        cache_folder: Path | None = None,
+    ) -> None:
+        plain = ServerSpec(workload.model, (_POOL,))
+        client, cache = servers.use(plain), ReferenceCache(cache_folder, plain.label)
         progress = Progress(f"{workload.model.name} plain", announce)
         prompts = cut_prompts(workload.model, workload.lengths)
-        answers = run_one_by_one(client, tasks_of(prompts, workload.max_new_tokens), progress.done)
+        answers = cache.answer(client, tasks_of(prompts, workload.max_new_tokens), progress.done)
         self.suite = suite_around(answers)
-        answers += run_one_by_one(client, self.suite.relatives, progress.done)
+        answers += cache.answer(client, self.suite.relatives, progress.done)
         self._output_of = {task.input_ids: output.output_ids for task, output in answers}
 
     def expected(self, scenario: Scenario, answers: Answers) -> list[TokenIds]:
@@ -89,6 +97,7 @@ class UndraftedReference:
         setting: Setting,
         scenarios: Sequence[Scenario],
         announce: Announce,
+        cache_folder: Path | None = None,
     ) -> None:
         undrafted = setting.server(workload.model, "--kvspec-draft-len=0")
         prompts = cut_prompts(workload.model, workload.lengths)

@@ -121,6 +121,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
     exporter.publish(counters, kv)
     exporter.publish(counters, kv)
     assert value("accepted_tokens_total") == 9
+    assert value("residual_bytes_total", path="streamed") == kv.plan.page_bytes.residual
     assert value("accept_length_count") == 4
     counters.observe_verification(8, 5)
     counters.observe_step(plan(wait=(0,)))
