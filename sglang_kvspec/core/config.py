@@ -13,6 +13,8 @@ CodecName = Literal["log4", "uniform4"]
 MAX_DRAFT_LEN = 64
 AUTO_DRAFT_LEN = "auto"
 DEFAULT_PAGE_SIZE = 64
+# Far beyond any machine, whose own memory is checked where the server starts.
+MAX_HOST_GB = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,11 @@ class KVSpecConfig:
             raise ConfigError(
                 f"--kvspec-recent-pages must be an integer from 1 to 64, got {self.recent_pages!r}"
             )
-        if self.host_gb is not None and not 0 <= self.host_gb < float("inf"):
-            raise ConfigError(f"--kvspec-host-gb must be >= 0 (GiB), got {self.host_gb!r}")
-        if not 0 <= self.residual_hbm_fraction <= 0.9:
+        if self.host_gb is not None and not _is_between(self.host_gb, 0, MAX_HOST_GB):
+            raise ConfigError(
+                f"--kvspec-host-gb must be >= 0 and finite (GiB), got {self.host_gb!r}"
+            )
+        if not _is_between(self.residual_hbm_fraction, 0, 0.9):
             raise ConfigError(
                 "--kvspec-residual-hbm-fraction must be between 0 and 0.9, "
                 f"got {self.residual_hbm_fraction!r}"
@@ -73,6 +77,11 @@ class KVSpecConfig:
         if unknown:
             raise ConfigError(f"unknown kvspec option {unknown[0]!r}, allowed: {sorted(known)}")
         return cls(**values)
+
+
+def _is_between(value: object, least: float, most: float) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and least <= value <= most  # type: ignore[operator]
 
 
 def _check_choice(flag: str, value: object, allowed: tuple[str, ...]) -> None:

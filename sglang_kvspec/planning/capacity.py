@@ -70,7 +70,9 @@ def split_shared_memory(
     Returns (KV bytes, host bytes) such that both hold about the same number of pages.
     """
     rest = max(budget_bytes - window_pages * page_bytes.plain, 0)
-    kv_page = page_bytes.anchor / (1 - residual_fraction)
+    kv_page = min(
+        page_bytes.anchor / (1 - residual_fraction), page_bytes.anchor + page_bytes.residual
+    )
     host_bytes = int(rest * page_bytes.residual / (page_bytes.residual + kv_page))
     return budget_bytes - host_bytes, host_bytes
 
@@ -93,10 +95,13 @@ def plan_capacity(
     """
     rest = budget_bytes - window_pages * page_bytes.plain
     limits: dict[str, int] = {}
+    all_cached = rest // (page_bytes.anchor + page_bytes.residual)
     if host_bytes == 0:
-        limits["KV memory"] = rest // (page_bytes.anchor + page_bytes.residual)
+        limits["KV memory"] = all_cached
     else:
-        limits["KV memory"] = int(rest * (1 - residual_fraction)) // page_bytes.anchor
+        # A share that could cache more than every page's residual is worth more as anchors.
+        anchors = int(rest * (1 - residual_fraction)) // page_bytes.anchor
+        limits["KV memory"] = max(anchors, all_cached)
         limits["host memory"] = (
             host_limit_bytes if host_bytes is None else host_bytes
         ) // page_bytes.residual
@@ -106,13 +111,13 @@ def plan_capacity(
     num_pages = limits[binding]
     if num_pages < 1:
         raise ConfigError(_too_small(binding, budget_bytes, window_pages, page_bytes))
+    cache_pages = 0
     if host_bytes == 0:
         cache_pages = num_pages
-    elif residual_fraction == 0:
-        cache_pages = 0
-    else:
-        share = num_pages * page_bytes.anchor * residual_fraction / (1 - residual_fraction)
-        cache_pages = min(int(share) // page_bytes.residual, num_pages)
+    elif residual_fraction > 0:
+        # Whatever anchors leave: more than the share asked for when something else binds.
+        left = rest - num_pages * page_bytes.anchor
+        cache_pages = min(left // page_bytes.residual, num_pages)
     return CapacityPlan(
         num_pages=num_pages,
         window_pages=window_pages,
@@ -124,6 +129,8 @@ def plan_capacity(
 
 
 def _too_small(binding: str, budget_bytes: int, window_pages: int, page_bytes: PageBytes) -> str:
+    if binding == "--max-total-tokens":
+        return "--max-total-tokens must be at least the page size, so that one page fits"
     if binding == "host memory":
         return (
             "--kvspec-host-gb leaves no room for one page of residuals "

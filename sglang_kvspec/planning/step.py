@@ -66,8 +66,10 @@ def plan_step(requests: Sequence[RequestView], budget: StepBudget) -> StepPlan:
     """Decide one iteration. Every request gets exactly one of draft, verify, wait.
 
     A due request verifies when its residuals are resident, or when they never all could be (they
-    are then streamed), or when it has waited its bound. Until then it drafts on to its cap.
+    are then streamed), or when it has waited its bound. Until then it drafts on to its cap. It
+    waits only while pages of its own are on their way.
     """
+    fetch, evict = _plan_fetches(requests, budget)
     draft, verify, wait = [], [], []
     for request in requests:
         if request.due_in > 0:
@@ -76,9 +78,10 @@ def plan_step(requests: Sequence[RequestView], budget: StepBudget) -> StepPlan:
             verify.append(request.index)
         elif request.num_drafts < request.cap_len:
             draft.append(request.index)
-        else:
+        elif request.num_arriving or not set(fetch).isdisjoint(request.missing):
             wait.append(request.index)
-    fetch, evict = _plan_fetches(requests, budget)
+        else:
+            verify.append(request.index)
     return StepPlan(tuple(draft), tuple(verify), tuple(wait), fetch, evict)
 
 

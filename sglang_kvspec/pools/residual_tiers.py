@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.page_slots import PageSlots
@@ -85,8 +86,10 @@ class ResidualTiers:
     def start_fetch(self, pages: Iterable[int]) -> None:
         """Copy STORED pages into cache slots. Raises CapacityError when the cache is full."""
         for page in pages:
-            self.cache_slots.acquire(page)
+            if not self.cache_slots.num_free:
+                raise CapacityError(f"no cache slot to fetch page {page} into")
             self.table.advance(page, ResidualState.FETCHING)
+            self.cache_slots.acquire(page)
             self._fetching.append(self.table.ref(page))
             self._copy_to_cache(page)
             self.bytes_fetched += self.page_bytes
@@ -99,11 +102,13 @@ class ResidualTiers:
         self._fetching.clear()
 
     def evict(self, pages: Iterable[int]) -> None:
-        """Give the cache slots of RESIDENT pages back; the store still has them."""
+        """Give the cache slots of RESIDENT or FETCHING pages back; the store still has them."""
         assert self._store is not None, "without a store a residual lives in the cache alone"
-        for page in pages:
+        leaving = set(pages)
+        for page in leaving:
             self.table.advance(page, ResidualState.STORED)
             self.cache_slots.release(page)
+        self._fetching = [ref for ref in self._fetching if ref.page not in leaving]
 
     def release(self, page: int) -> None:
         """The page was freed by SGLang: forget its residual wherever it is."""
@@ -117,8 +122,10 @@ class ResidualTiers:
         prefill over a cached prefix and verifications larger than the cache reach the target.
         """
         slots = self.cache_slots.table[pages]
+        states = [self.table.state(page) for page in pages.tolist()]
+        assert ResidualState.ABSENT not in states, "a page without a residual was read"
         resident = torch.tensor(
-            [self.table.state(p) is ResidualState.RESIDENT for p in pages.tolist()],
+            [state is ResidualState.RESIDENT for state in states],
             dtype=torch.bool,
             device=slots.device,
         )
@@ -147,3 +154,6 @@ class ResidualTiers:
         for page in self.cache_slots:
             state = self.table.state(page)
             assert state in in_cache, f"page {page} is {state.name} but has a cache slot"
+        counts = self.table.counts()
+        num_cached = counts["FETCHING"] + counts["RESIDENT"]
+        assert num_cached <= len(self.cache_slots), "a cached page has no cache slot"

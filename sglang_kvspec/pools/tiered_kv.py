@@ -70,6 +70,10 @@ class TieredKV:
 
     def begin_encode(self, pages: Sequence[int]) -> None:
         """These free pages will be written whole, layer by layer, by `encode`."""
+        assert not any(page in self.window.slots for page in pages), "a window page is not free"
+        self._begin_encode(pages)
+
+    def _begin_encode(self, pages: Sequence[int]) -> None:
         assert self._encoded.isdisjoint(pages), "a page is encoded once"
         self.residuals.begin(pages)
 
@@ -90,7 +94,7 @@ class TieredKV:
             return
         assert all(map(self.window.is_committed, pages)), "only a committed page may be encoded"
         ids = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        self.begin_encode(pages)
+        self._begin_encode(pages)
         for layer in range(self.geometry.num_layers):
             self.encode(layer, ids, *self.window.read(layer, ids))
         self.finish_encode(pages)
@@ -120,6 +124,7 @@ class TieredKV:
         """
 
         def decode(fresh: torch.Tensor) -> KV:
+            assert self._encoded.issuperset(fresh.tolist()), "a page without an anchor was read"
             return self.codec.decode_anchor(self.anchors.read(layer, fresh))
 
         return self._read(layer, pages, lambda p: self._decoded.read(layer, p, decode))

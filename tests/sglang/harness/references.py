@@ -101,10 +101,10 @@ class UndraftedReference:
     ) -> None:
         undrafted = setting.server(workload.model, "--kvspec-draft-len=0")
         prompts = cut_prompts(workload.model, workload.lengths)
+        spec = ALONE.server(undrafted)
+        client, cache = servers.use(spec), ReferenceCache(cache_folder, spec.label)
         progress = Progress(f"{workload.model.name} {setting} undrafted", announce)
-        client = servers.use(ALONE.server(undrafted))
-        tasks = tasks_of(prompts, workload.max_new_tokens)
-        alone = run_one_by_one(client, tasks, progress.done)
+        alone = cache.answer(client, tasks_of(prompts, workload.max_new_tokens), progress.done)
         self.suite = suite_around(alone)
         self._outputs_of = {ALONE.name: _outputs(alone)}
         for scenario in scenarios:

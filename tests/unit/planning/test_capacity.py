@@ -91,7 +91,6 @@ def test_hardly_anything_is_wasted_when_kv_memory_binds(budget, page, fraction):
         assert wasted <= page.anchor / (1 - fraction) + page.residual + 1
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a cache that holds every page leaves memory unused")
 def test_nothing_is_wasted_when_the_cache_could_hold_every_page():
     page = PageBytes(plain=1000, anchor=280, residual=280)
     made = plan(10**6, page, fraction=0.9)
@@ -99,7 +98,6 @@ def test_nothing_is_wasted_when_the_cache_could_hold_every_page():
     assert 10**6 - made.hbm_bytes <= page.anchor + page.residual
 
 
-@pytest.mark.xfail(strict=True, reason="bug: memory that anchors cannot use is not made cache")
 @pytest.mark.parametrize("limits", [{"max_pages": 100}, {"host": 280 * 100}])
 def test_memory_left_over_by_another_limit_caches_residuals(limits):
     page = PageBytes(plain=1000, anchor=280, residual=280)
@@ -164,7 +162,6 @@ def test_too_little_host_memory_says_what_to_change():
         plan(GIB, page, host=page.residual - 1)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: blames KV memory although it is plentiful")
 def test_a_token_limit_below_one_page_names_its_flag():
     with pytest.raises(ConfigError, match="--max-total-tokens"):
         plan(GIB, PageBytes(1000, 250, 1000), max_pages=0)

@@ -167,7 +167,6 @@ def test_a_request_larger_than_the_cache_never_waits():
     assert server.streamed[0] == len(verifications)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: waits its bound although no page of it can come")
 def test_nobody_waits_for_pages_that_cannot_come():
     """Without drafting everybody is due in every iteration, so nobody's pages can make way."""
     requests = [ToyRequest((1, 2), 0, 0), ToyRequest((3, 4), 0, 0)]

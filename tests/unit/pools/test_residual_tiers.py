@@ -221,7 +221,6 @@ def test_moves_out_of_turn_are_refused():
     tiers.check_integrity()
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the slot is taken before the state is checked")
 def test_a_refused_fetch_keeps_no_slot():
     tiers = make_tiers()
     with pytest.raises(PageStateError):
@@ -229,7 +228,6 @@ def test_a_refused_fetch_keeps_no_slot():
     tiers.check_integrity()
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the table lets it go, finish_fetches then raises")
 def test_a_page_evicted_during_its_fetch_stays_evicted():
     tiers = make_tiers()
     give_birth(tiers, 1)
@@ -240,7 +238,6 @@ def test_a_page_evicted_during_its_fetch_stays_evicted():
     assert tiers.table.state(1) is ResidualState.STORED
 
 
-@pytest.mark.xfail(strict=True, reason="bug: what a freed page once held is handed out")
 def test_a_free_page_cannot_be_read():
     tiers = make_tiers(cache_pages=0)
     give_birth(tiers, 1)
@@ -257,7 +254,6 @@ def test_integrity_check_sees_a_slot_of_a_page_that_is_not_cached():
         tiers.check_integrity()
 
 
-@pytest.mark.xfail(strict=True, reason="bug: check_integrity looks from slots to states only")
 def test_integrity_check_sees_a_resident_page_without_a_slot():
     tiers = make_tiers()
     give_birth(tiers, 1)

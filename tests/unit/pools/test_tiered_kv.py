@@ -141,7 +141,6 @@ def test_a_page_being_written_cannot_be_encoded(make_kv):
         kv.encode_window_pages([3])
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a page in the window may be announced for encoding")
 def test_a_page_in_the_window_is_not_free_to_be_encoded_directly(make_kv):
     kv = make_kv()
     kv.open_pages([3])
@@ -149,7 +148,6 @@ def test_a_page_in_the_window_is_not_free_to_be_encoded_directly(make_kv):
         kv.begin_encode([3])
 
 
-@pytest.mark.xfail(strict=True, reason="bug: reads whatever the last owner of the page left")
 @pytest.mark.parametrize("read", ["read_target", "read_draft"])
 def test_a_free_page_cannot_be_read(make_kv, read):
     kv = make_kv()

@@ -29,7 +29,7 @@ from sglang_kvspec.pools.tiered_kv import TieredKV
 )
 def test_reads_equal_the_full_precision_copies(tiered_kv_machine, codec, target, dtype, store):
     machine = tiered_kv_machine(codec=codec, target=target, dtype=dtype, store=store)
-    run_state_machine_as_test(machine, settings=settings(max_examples=8, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=7, stateful_step_count=30))
 
 
 # Teeth: faults that the machine must find.
