@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,8 @@ def expected(servers: ServerSwitch) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def url(servers: ServerSwitch, expected: dict[str, Any]) -> Iterator[str]:
-    yield servers.use(KVSPEC).base_url
+def url(servers: ServerSwitch, expected: dict[str, Any]) -> str:
+    return servers.use(KVSPEC).base_url
 
 
 def _run(run: Any, base_url: str) -> Any:

@@ -80,7 +80,7 @@ def test_algorithm_without_the_switch(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_unknown_engine_option() -> None:
-    with pytest.raises(ConfigError, match="'colour'.*allowed.*codec"):
+    with pytest.raises(ConfigError, match=r"'colour'.*allowed.*codec"):
         ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True, kvspec_colour=1)
 
 
@@ -144,7 +144,7 @@ def test_a_hook_that_did_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
-    with pytest.raises(HookError, match="Req.update_finish_state"):
+    with pytest.raises(HookError, match=r"Req\.update_finish_state"):
         ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
 
 
