@@ -104,9 +104,11 @@ def capacity_figures(logs: Path, console: Console) -> list[Figure]:
     if not EVAL_MODEL.exists():
         console.print("[yellow]capacity.vs_plain needs eval-31m, which is not on this machine")
         return []
-    with server(CAPACITY, logs / "capacity.log") as running:
-        with urllib.request.urlopen(f"{running.base_url}/server_info") as reply:
-            info = json.load(reply)
+    with (
+        server(CAPACITY, logs / "capacity.log") as running,
+        urllib.request.urlopen(f"{running.base_url}/server_info") as reply,
+    ):
+        info = json.load(reply)
     pools = info["internal_states"][0]["kvspec"]["pools"]
     plain_tokens = pools["kv_bytes_allocated"] / pools["bytes_per_token_plain"]
     tokens = pools["max_total_num_tokens"]

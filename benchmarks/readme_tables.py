@@ -1,0 +1,60 @@
+"""Copies the figures of benchmarks/results into the README, so that no number is typed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+README = REPOSITORY / "README.md"
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+TITLES = {
+    "identity.prompts": "prompts compared with plain SGLang (100 to 6000 tokens, 256 new each)",
+    "identity.answers": "answers compared, in every way requests can meet",
+    "identity.mismatches": "answers that differ",
+    "capacity.vs_plain": "tokens against plain bf16 KV in the same bytes (head size 128)",
+    "accept.log4.mean_of_32": "`log4`: mean accepted of 32 drafts, 4096-token prompts, eval-31m",
+    "accept.log4.bits": "`log4`: anchor bits an element, metadata included",
+    "accept.uniform4.mean_of_32": "`uniform4`: mean accepted of 32 drafts",
+    "vnmse.log4": "`log4` anchor: attention-output error (vNMSE)",
+    "vnmse.log4_int8": "`log4` at 8 bits: attention-output error (vNMSE)",
+    "start.extra_seconds": "seconds that --kvspec adds to the start of a server",
+}
+
+
+def main() -> None:
+    figures = json.loads((RESULTS / "main_job.json").read_text())["figures"]
+    text = README.read_text(encoding="utf-8")
+    README.write_text(replace_between(text, "figures", table(figures)), encoding="utf-8")
+
+
+def table(figures: list[dict[str, Any]]) -> str:
+    lines = ["| what | value | against |", "|---|---|---|"]
+    for row in figures:
+        if row["name"] in TITLES:
+            cells = (TITLES[row["name"]], value_of(row), row["baseline"] or "")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def value_of(row: dict[str, Any]) -> str:
+    value = row["value"]
+    small = isinstance(value, float) and 0 < abs(value) < 0.01
+    text = f"{value:.2e}" if small else f"{value:.4g}" if isinstance(value, float) else str(value)
+    spread = row["spread"]
+    if not spread:
+        return text
+    return f"{text} ± {spread:.1e}" if small else f"{text} ± {spread:.2g}"
+
+
+def replace_between(text: str, mark: str, content: str) -> str:
+    """Put `content` between the comments `<!-- mark:begin -->` and `<!-- mark:end -->`."""
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"
+
+
+if __name__ == "__main__":
+    main()
