@@ -22,13 +22,15 @@ def fill_logprobs(
     output: LogitsProcessorOutput,
     batch: Any,
     verified: list[tuple[Verified, SamplingParams] | None],
-    stride: int,
+    stride: int | None = None,
 ) -> None:
     """Write the log-probabilities of every emitted token of a batch into `output`.
 
-    verified: per request what it emitted, None for nothing. stride: token rows a request has in
-    flat lists; entry i * stride + j is request i's j-th token, unused entries are empty.
+    verified: per request what it emitted, None for nothing. stride: None after a prefill, when a
+    request emits one token; after a decode the token rows a request has in flat lists, where entry
+    i * stride + j is request i's j-th token and unused entries are empty.
     """
+    is_prefill, stride = stride is None, stride or 1
     chosen = torch.zeros(len(verified), stride)
     lists: dict[str, list[Any]] = {
         name: [torch.empty(0)] * (len(verified) * stride) for name in _LISTS
@@ -53,6 +55,6 @@ def fill_logprobs(
                 lists["next_token_token_ids_logprobs_val"][flat] = row[wanted]
                 # The one list that SGLang takes as it is and does not convert from tensors.
                 lists["next_token_token_ids_logprobs_idx"][flat] = wanted
-    output.next_token_logprobs = chosen if stride > 1 else chosen[:, 0]
+    output.next_token_logprobs = chosen[:, 0] if is_prefill else chosen
     for name in _LISTS:
         setattr(output, name, lists[name])

@@ -121,7 +121,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             self.stepper.start_cycle(state, len(batch.reqs))
             states.append(state)
         if batch.return_logprob:
-            fill_logprobs(result.logits_output, batch, firsts, stride=1)
+            fill_logprobs(result.logits_output, batch, firsts)
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
         result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)
