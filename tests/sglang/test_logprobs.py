@@ -1,4 +1,4 @@
-"""Shapes of log-probabilities, which SGLang reads differently after a prefill and after a decode."""
+"""Shapes of log-probabilities: SGLang reads them differently after a prefill and a decode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def filled(stride: int | None, *tokens: list[int] | None) -> LogitsProcessorOutp
 def test_prefill_has_one_number_a_request() -> None:
     output = filled(None, [3], [0])
     expected = torch.log_softmax(LOGITS[:1], dim=-1)[0]
-    assert output.next_token_logprobs.tolist() == pytest.approx([expected[3], expected[0]])
+    assert output.next_token_logprobs.tolist() == pytest.approx(
+        [float(expected[3]), float(expected[0])]
+    )
 
 
 # A stride of 1 is what --kvspec-draft-len 0 gives.
@@ -47,5 +49,6 @@ def test_flat_lists_hold_each_token_of_a_run() -> None:
     rows = torch.log_softmax(LOGITS, dim=-1)
     for place, row in zip((3, 4), rows, strict=True):
         values = output.next_token_token_ids_logprobs_val[place]
-        assert values.tolist() == pytest.approx([row[3], row[1]])
-    assert output.next_token_logprobs[1].tolist() == pytest.approx([rows[0, 1], rows[1, 2], 0])
+        assert values.tolist() == pytest.approx([float(row[3]), float(row[1])])
+    chosen = [float(rows[0, 1]), float(rows[1, 2]), 0.0]
+    assert output.next_token_logprobs[1].tolist() == pytest.approx(chosen)
