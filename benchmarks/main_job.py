@@ -3,7 +3,7 @@
 Identity and acceptance are taken from the results of `make identity` and bench_acceptance.py;
 capacity and start-up are measured here, on real servers, one after the other.
 
-    python benchmarks/main_job.py --identity benchmarks/results/identity.json
+    python benchmarks/main_job.py
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def figure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--identity", type=Path, nargs="+", required=True)
+    parser.add_argument("--identity", type=Path, default=RESULTS / "identity.json")
     parser.add_argument("--acceptance", type=Path, default=RESULTS / "acceptance.json")
     parser.add_argument("--starts", type=int, default=3, help="starts of each server")
     parser.add_argument("--out", type=Path, default=RESULTS / "main_job.json")
@@ -81,22 +81,10 @@ def main() -> None:
     show(console, figures)
 
 
-def identity_figures(paths: Sequence[Path]) -> list[Figure]:
-    """Totals over identity results; each file counts its own prompts, the largest a model has."""
-    mismatches = answers = 0
-    prompts: dict[str, int] = {}
-    for path in paths:
-        values = {f["name"]: f["value"] for f in json.loads(path.read_text())["figures"]}
-        mismatches += values["identity.mismatches"]
-        answers += values["identity.answers"]
-        for model in ("demo-5m", "eval-31m"):
-            if any(name.startswith(f"identity.{model}.") for name in values):
-                prompts[model] = max(prompts.get(model, 0), values["identity.prompts"])
-    return [
-        figure("identity.prompts", sum(prompts.values()), "prompts"),
-        figure("identity.answers", answers, "answers"),
-        figure("identity.mismatches", mismatches, "answers", baseline="plain SGLang"),
-    ]
+def identity_figures(path: Path) -> list[Figure]:
+    found = {f["name"]: f for f in json.loads(path.read_text())["figures"]}
+    names = ("identity.prompts", "identity.answers", "identity.mismatches")
+    return [found[name] for name in names]
 
 
 def capacity_figures(logs: Path, console: Console) -> list[Figure]:
