@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.core.errors import CodecError
 
 
-def check_pages(codec: Codec, k_pages: torch.Tensor, v_pages: torch.Tensor, debug: bool) -> None:
+class PageShape(Protocol):
+    """What a codec was bound to."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def check_pages(
+    codec: PageShape, k_pages: torch.Tensor, v_pages: torch.Tensor, debug: bool
+) -> None:
     """Raise CodecError unless both are [N, page_size, num_kv_heads, head_dim] of the codec's dtype
     with the same N and heads. In debug mode also on NaN and inf, which costs a pass over both."""
     for name, pages in (("K", k_pages), ("V", v_pages)):

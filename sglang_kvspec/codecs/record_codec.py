@@ -1,0 +1,88 @@
+"""What both codecs share: records of one layout each, checks, and the exact residual."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+
+from kvspec_kernels.formats import (
+    Log4Settings,
+    RecordLayout,
+    Target,
+    Uniform4Settings,
+    anchor_layout,
+    residual_layout,
+)
+from kvspec_kernels.reference import exact
+from sglang_kvspec.codecs.accounting import bits_per_element
+from sglang_kvspec.codecs.base import EncodedPages
+from sglang_kvspec.codecs.checks import check_pages, check_records
+
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RecordCodec(ABC):
+    """base.Codec whose anchors and 8-bit corrections a subclass makes. Raises FormatError for
+    unsupported sizes."""
+
+    target: Target
+    page_size: int
+    head_dim: int
+    dtype: torch.dtype
+    settings: Log4Settings | Uniform4Settings
+    debug: bool = False
+    anchor_layout: RecordLayout = field(init=False, repr=False)
+    residual_layout: RecordLayout = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        size = (self.page_size, self.head_dim)
+        # Derived once; a frozen dataclass sets its own fields this way.
+        object.__setattr__(self, "anchor_layout", anchor_layout(self.settings, *size))
+        layout = residual_layout(self.target, *size, self.dtype)
+        object.__setattr__(self, "residual_layout", layout)
+
+    @property
+    def anchor_bytes(self) -> int:
+        return self.anchor_layout.nbytes
+
+    @property
+    def residual_bytes(self) -> int:
+        return self.residual_layout.nbytes
+
+    @property
+    def anchor_bits_per_element(self) -> float:
+        return bits_per_element(self.anchor_layout, self.page_size, self.head_dim)
+
+    def encode(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> EncodedPages:
+        check_pages(self, k_pages, v_pages, self.debug)
+        corrections = self.residual_layout if self.target == "int8" else None
+        anchor, residual = self._encode(k_pages, v_pages, corrections)
+        if residual is None:
+            residual = exact.encode(k_pages, v_pages, self.residual_layout)
+        return EncodedPages(anchor, residual)
+
+    def decode_anchor(self, anchor: torch.Tensor) -> KV:
+        check_records("anchor", anchor, self.anchor_bytes)
+        return self._decode_anchor(anchor)
+
+    def decode_target(self, anchor: torch.Tensor, residual: torch.Tensor) -> KV:
+        check_records("anchor", anchor, self.anchor_bytes)
+        check_records("residual", residual, self.residual_bytes)
+        if self.target == "exact":
+            return exact.decode(residual, self.residual_layout)
+        return self._decode_refined(anchor, residual)
+
+    @abstractmethod
+    def _encode(
+        self, k_pages: torch.Tensor, v_pages: torch.Tensor, corrections: RecordLayout | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Anchor records, and correction records where a layout for them is given."""
+
+    @abstractmethod
+    def _decode_anchor(self, anchor: torch.Tensor) -> KV: ...
+
+    @abstractmethod
+    def _decode_refined(self, anchor: torch.Tensor, residual: torch.Tensor) -> KV: ...
