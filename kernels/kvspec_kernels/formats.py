@@ -3,13 +3,12 @@
 A *record* is one page of one KV head and holds its K part and its V part. A page has two records:
 the anchor record (always in GPU memory, enough to draft) and the residual record (upgrades the
 anchor to the target precision; it travels and is evicted on its own). P: page size in tokens,
-D: head size, all fields row-major and little-endian. Codes are nibbles, low nibble first: the byte
-at [t, j] holds channel 2j in bits 0-3 and channel 2j + 1 in bits 4-7 of token t.
+D: head size, little-endian.
 
     anchor record, log4                            anchor record, uniform4
     +-----------+------------------+-------+       +---------+------------------+-------+
-    | k_codes   | [P, D/2]         | uint8 |       | k_codes | [P, D/2]         | uint8 |
-    | v_codes   | [P, D/2]         | uint8 |       | v_codes | [P, D/2]         | uint8 |
+    | k_codes   | [P * D / 2]      | uint8 |       | k_codes | [P * D / 2]      | uint8 |
+    | v_codes   | [P * D / 2]      | uint8 |       | v_codes | [P * D / 2]      | uint8 |
     | k_centre  | [P/k_chunk, D]   | bf16  |       | k_scale | [P/k_group, D]   | bf16  |
     | v_centre  | [P/v_chunk, D]   | bf16  |       | k_zero  | [P/k_group, D]   | bf16  |
     | k_scale   | [P/k_chunk, D]   | uint8 |       | v_scale | [P]              | bf16  |
@@ -19,9 +18,31 @@ at [t, j] holds channel 2j in bits 0-3 and channel 2j + 1 in bits 4-7 of token t
 
     residual record, target int8                   residual record, target exact
     +-----------+------------------+-------+       +---------+------------------+-------+
-    | k_codes   | [P, D/2]         | uint8 |       | k_bits  | [P, D]           | KV    |
-    | v_codes   | [P, D/2]         | uint8 |       | v_bits  | [P, D]           | dtype |
+    | k_codes   | [P * D / 2]      | uint8 |       | k_bits  | [P, D] row-major | KV    |
+    | v_codes   | [P * D / 2]      | uint8 |       | v_bits  | [P, D] row-major | dtype |
     +-----------+------------------+-------+       +---------+------------------+-------+
+
+Codes lie in the order in which the registers of a warp hold the left operand of a 16 x 16 x 8
+matrix instruction, so that a kernel reads them straight into place: no shuffle, no transposition.
+The left operand is K (rows: tokens, columns: channels) and V transposed (rows: channels, columns:
+tokens). It is cut into tiles of 16 x 16, row of tiles after row of tiles; a tile is 32 words of 32
+bits, one a lane, and each word holds 8 codes. Lane 4 g + t holds, in word nibbles 0 to 7:
+
+    column   2t  2t+1  2t+8  2t+9
+    row g     0     1     4     5
+    row g+8   2     3     6     7
+
+Tiles are stored in groups of 4 (of 2 where a page has no multiple of 4): the words [lane][tile of
+the group], so that one 16-byte load brings a lane its part of 4 tiles.
+
+log4 anchor words hold sign and magnitude apart, as the byte-permute instruction wants its indices:
+nibble i has magnitude i in bits 0-2; bit 3 of the even nibbles 0, 2, 4, 6 is the sign (1: negative)
+of codes 0, 1, 2, 3, and bit 3 of the odd nibbles 1, 3, 5, 7 that of codes 4, 5, 6, 7. Corrections
+are nibbles in two's complement, uniform4's codes are unsigned nibbles.
+
+Metadata lies in lane order too. Where a lane meets it by column (K per channel) it is stored as
+[t][tile of the row][columns 2t, 2t+1, 2t+8, 2t+9]; where by row (V per channel in log4; V per token
+in uniform4, which scales the rows of K times Q) as [g][tile of the column][rows g, g+8].
 
 Every record is padded with zero bytes to a multiple of 16, so that tables of records keep each
 field aligned to its dtype and can be copied 16 bytes at a time.
@@ -43,11 +64,11 @@ from typing import Literal
 import torch
 
 # Raised by one whenever the bytes of a record change meaning; transports exchange it on connect.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 PAGE_STEP = 32
 MAX_PAGE_SIZE = 256
-MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
 RECORD_ALIGNMENT = 16
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -160,7 +181,7 @@ def anchor_layout(
 ) -> RecordLayout:
     """Layout of an anchor record. Raises FormatError for sizes that cannot be grouped or packed."""
     check_sizes(page_size, head_dim)
-    codes = (page_size, head_dim // 2)
+    codes = (page_size * head_dim // 2,)
     if isinstance(settings, Log4Settings):
         k_rows = _rows(page_size, settings.k_chunk, "k_chunk")
         v_rows = _rows(page_size, settings.v_chunk, "v_chunk")
@@ -195,7 +216,7 @@ def residual_layout(
             f"KV dtype must be one of {', '.join(map(str, EXACT_DTYPES))}, got {kv_dtype}"
         )
     if target == "int8":
-        codes = (page_size, head_dim // 2)
+        codes = (page_size * head_dim // 2,)
         return _pack(("k_codes", codes, torch.uint8), ("v_codes", codes, torch.uint8))
     if target == "exact":
         values = (page_size, head_dim)

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import torch
 
 from kvspec_kernels.formats import Log4Settings
-from kvspec_kernels.reference.nibbles import pair_table
 
 MAGNITUDES = 8
 
@@ -34,13 +33,13 @@ class Tables:
 
     magnitude_edges [7]: the anchor magnitude is the number of edges <= x.
     integer_edges [top]: I is the number of edges <= x.
-    anchor_pairs [256, 2]: values of the two anchor codes in a byte, in units of the scale.
-    refined [256]: value of anchor nibble | correction nibble << 4, in units of the scale.
+    levels [16]: value of an anchor code, in units of the scale.
+    refined [256]: value of anchor code | correction nibble << 4, in units of the scale.
     """
 
     magnitude_edges: torch.Tensor
     integer_edges: torch.Tensor
-    anchor_pairs: torch.Tensor
+    levels: torch.Tensor
     refined: torch.Tensor
 
 
@@ -48,13 +47,12 @@ class Tables:
 def tables(settings: Log4Settings, device: torch.device) -> Tables:
     """The tables of `settings`, built once per device."""
     integer_edges = [expand(i - 0.5, settings) for i in range(1, settings.top + 1)]
-    signed = signed_levels(settings)
     refined = [refined_value(byte & 15, byte >> 4, settings) for byte in range(256)]
     as_fp32 = functools.partial(torch.tensor, dtype=torch.float32, device=device)
     return Tables(
         magnitude_edges=as_fp32([integer_edges[16 * m - 8] for m in range(1, MAGNITUDES)]),
         integer_edges=as_fp32(integer_edges),
-        anchor_pairs=pair_table(as_fp32(signed)),
+        levels=as_fp32(signed_levels(settings)),
         refined=as_fp32(refined),
     )
 
@@ -80,19 +78,18 @@ def magnitude_levels(settings: Log4Settings) -> list[float]:
 
 
 def signed_levels(settings: Log4Settings) -> list[float]:
-    """What the 16 anchor nibbles decode to; nibbles 8..15 are the negative codes -8..-1, which
-    stand for magnitudes 7..0."""
+    """What the 16 anchor codes decode to; 8..15 are negative, magnitude 0 included."""
     levels = magnitude_levels(settings)
-    return [*levels, *(-level for level in reversed(levels))]
+    return [*levels, *(-level for level in levels)]
 
 
 def refined_value(anchor: int, correction: int, settings: Log4Settings) -> float:
-    """Value of an anchor nibble and a correction nibble together, in units of the scale.
+    """Value of an anchor code and a correction nibble together, in units of the scale.
 
     Pairs that no encoder produces decode too: integers below 0 count as 0.
     """
     negative = anchor >= 8
-    magnitude = 15 - anchor if negative else anchor
+    magnitude = anchor & 7
     signed_correction = correction - 16 if correction >= 8 else correction
     value = expand(max(16 * magnitude - signed_correction, 0), settings)
     return -value if negative else value

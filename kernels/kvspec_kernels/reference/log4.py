@@ -20,13 +20,17 @@ from __future__ import annotations
 import torch
 
 from kvspec_kernels.formats import Log4Settings, RecordLayout
-from kvspec_kernels.reference import nibbles
+from kvspec_kernels.reference import fragments, nibbles
 from kvspec_kernels.reference.companding import Tables, tables
 
 SCALE_SHIFT = 19
 LARGEST_FP32 = 0x7F7FFFFF
 LARGEST_SCALE = LARGEST_FP32 >> SCALE_SHIFT
 LARGEST_OFFSET = 255
+
+# K's metadata belongs to columns of its operand, V's to rows.
+STORE = {"k": fragments.column_order, "v": fragments.row_order}
+LOAD = {"k": fragments.from_column_order, "v": fragments.from_row_order}
 
 
 def encode(
@@ -47,14 +51,17 @@ def encode(
         rows = anchor_layout[f"{part}_centre"].shape[0]
         chunks = torch.unflatten(pages.float(), 1, (rows, -1))
         centre, scale, base, offset = _metadata(chunks, settings)
-        anchor_layout[f"{part}_centre"].view(anchors).copy_(centre.squeeze(2).transpose(1, 2))
-        anchor_layout[f"{part}_scale"].view(anchors).copy_(offset.squeeze(2).transpose(1, 2))
+        for name, stored in (("centre", centre), ("scale", offset)):
+            by_head = STORE[part](stored.squeeze(2).transpose(1, 2))
+            anchor_layout[f"{part}_{name}"].view(anchors).copy_(by_head)
         bases[..., index] = base
         codes, corrections = _quantise(chunks, centre, scale, law, residuals is not None)
         field = f"{part}_codes"
-        anchor_layout[field].view(anchors).copy_(_packed_by_head(codes))
+        words = fragments.to_words(_operand(codes, part))
+        anchor_layout[field].view(anchors).copy_(fragments.pack_sign_magnitude(words).flatten(-2))
         if residuals is not None and residual_layout is not None and corrections is not None:
-            residual_layout[field].view(residuals).copy_(_packed_by_head(corrections))
+            words = fragments.to_words(_operand(corrections, part))
+            residual_layout[field].view(residuals).copy_(nibbles.pack(words).flatten(-2))
     return anchors, residuals
 
 
@@ -65,9 +72,9 @@ def decode_anchor(
     law = tables(settings, anchors.device)
 
     def part(name: str) -> torch.Tensor:
-        packed = layout[f"{name}_codes"].view(anchors).transpose(1, 2).contiguous()
-        levels = nibbles.look_up(law.anchor_pairs, packed)
-        return _scaled(levels, name, anchors, layout, dtype)
+        packed = torch.unflatten(layout[f"{name}_codes"].view(anchors), -1, (-1, 4))
+        words = law.levels[fragments.unpack_sign_magnitude(packed).int()]
+        return _scaled(words, name, anchors, layout, dtype)
 
     return part("k"), part("v")
 
@@ -85,10 +92,11 @@ def decode_refined(
 
     def part(name: str) -> torch.Tensor:
         field = f"{name}_codes"
-        codes = nibbles.unpack(anchor_layout[field].view(anchors).transpose(1, 2))
-        corrections = nibbles.unpack(residual_layout[field].view(residuals).transpose(1, 2))
-        values = law.refined[(codes | corrections << 4).int()]
-        return _scaled(values, name, anchors, anchor_layout, dtype)
+        packed = torch.unflatten(anchor_layout[field].view(anchors), -1, (-1, 4))
+        codes = fragments.unpack_sign_magnitude(packed)
+        packed = torch.unflatten(residual_layout[field].view(residuals), -1, (-1, 4))
+        words = law.refined[(codes | nibbles.unpack(packed) << 4).int()]
+        return _scaled(words, name, anchors, anchor_layout, dtype)
 
     return part("k"), part("v")
 
@@ -128,8 +136,8 @@ def _quantise(
     law: Tables,
     with_corrections: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Anchor codes [N, P, H, D] uint8, of which the low nibble counts, and if wanted corrections
-    in -8..7 int32. The anchor code of a negative value is ~m = -m - 1, so that -0 has its own."""
+    """Anchor codes [N, P, H, D] uint8, the magnitude in bits 0-2 and the sign in bit 3 (so that -0
+    has a code of its own), and if wanted corrections in -8..7 int32."""
     centred = chunks - centre
     # A zero scale means that every value equals the centre.
     magnitude = centred.abs() / torch.where(scale > 0, scale, 1.0)
@@ -141,32 +149,40 @@ def _quantise(
     if with_corrections:
         integer = torch.bucketize(magnitude, law.integer_edges, right=True, out_int32=True)
         corrections = (16 * anchor.int() - integer).flatten(1, 2)
-    codes = torch.where(centred < 0, ~anchor, anchor)
+    codes = anchor | (centred < 0).to(torch.uint8) << 3
     return codes.flatten(1, 2), corrections
 
 
-def _packed_by_head(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [N, P, H, D] as packed [N, H, P, D / 2]."""
-    return nibbles.pack(codes).transpose(1, 2)
+def _operand(codes: torch.Tensor, part: str) -> torch.Tensor:
+    """Codes [N, P, H, D] as the matrix operand that is stored: K [N, H, P, D], V [N, H, D, P]."""
+    return codes.permute(0, 2, 1, 3) if part == "k" else codes.permute(0, 2, 3, 1)
 
 
 def _scaled(
-    values: torch.Tensor,
+    words: torch.Tensor,
     name: str,
     anchors: torch.Tensor,
     layout: RecordLayout,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """centre + scale * values of `values` [N, P, H, D] fp32, which is overwritten, as `dtype`."""
+    """centre + scale * values as pages [N, P, H, D] `dtype`, of values in stored order
+    [N, H, words, 8] fp32."""
     part = {"k": 0, "v": 1}[name]
-    base = layout["scale_base"].view(anchors)[..., part].int()[:, None, :, None]
-    offset = layout[f"{name}_scale"].view(anchors).transpose(1, 2).int()
+    base = layout["scale_base"].view(anchors)[..., part].int()[..., None, None]
+    offset = LOAD[name](layout[f"{name}_scale"].view(anchors)).int()
     scale = (base + offset << SCALE_SHIFT).view(torch.float32)
-    centre = layout[f"{name}_centre"].view(anchors).transpose(1, 2).float()
-    by_chunk = torch.unflatten(values, 1, (centre.shape[1], -1))
-    by_chunk.mul_(scale[:, :, None]).add_(centre[:, :, None])
+    centre = LOAD[name](layout[f"{name}_centre"].view(anchors)).float()
+    head_dim = centre.shape[-1]
+    page_size = words.shape[-2] * fragments.WORD_CODES // head_dim
+    # [N, H, chunks, tokens of a chunk, D], a view for V.
+    if name == "k":
+        values = fragments.from_words(words, page_size, head_dim)
+    else:
+        values = fragments.from_words(words, head_dim, page_size).transpose(-1, -2)
+    by_chunk = torch.unflatten(values, 2, (centre.shape[2], -1))
+    by_chunk.mul_(scale[..., None, :]).add_(centre[..., None, :])
     limit = torch.finfo(dtype).max
     # Looked at per chunk, because a clamp of every value would cost as much as the sum.
     if bool((centre.abs() + scale > limit).any()):
         values.clamp_(-limit, limit)
-    return values.to(dtype)
+    return values.transpose(1, 2).to(dtype).contiguous()

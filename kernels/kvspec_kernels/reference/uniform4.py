@@ -16,9 +16,13 @@ from __future__ import annotations
 import torch
 
 from kvspec_kernels.formats import RecordLayout
-from kvspec_kernels.reference import nibbles
+from kvspec_kernels.reference import fragments, nibbles
 
 CODES = 16
+
+# K's metadata belongs to columns of its operand; V's, per token, to rows of K times Q.
+STORE = {"k": fragments.column_order, "v": fragments.row_order}
+LOAD = {"k": fragments.from_column_order, "v": fragments.from_row_order}
 
 
 def encode(
@@ -36,17 +40,17 @@ def encode(
         groups, dim = _grouped(pages.float(), part, anchor_layout)
         scale, zero = _metadata(groups, dim)
         for name, stored in (("scale", scale), ("zero", zero)):
-            by_head = stored.squeeze(dim).transpose(1, 2)
+            by_head = STORE[part](stored.squeeze(dim).transpose(1, 2))
             anchor_layout[f"{part}_{name}"].view(anchors).copy_(by_head)
         # A zero scale means that every value of the group equals the zero point.
         step = torch.where(scale > 0, scale, 1.0)
         codes = ((groups - zero) / step).round().clamp(0, CODES - 1)
         field = f"{part}_codes"
-        anchor_layout[field].view(anchors).copy_(_packed_by_head(codes, pages.shape))
+        anchor_layout[field].view(anchors).copy_(_packed(codes, pages.shape, part))
         if residuals is not None and residual_layout is not None:
             error = groups - (codes * scale + zero)
             lower = (error * CODES / step).round().clamp(-8, 7)
-            residual_layout[field].view(residuals).copy_(_packed_by_head(lower, pages.shape))
+            residual_layout[field].view(residuals).copy_(_packed(lower, pages.shape, part))
     return anchors, residuals
 
 
@@ -57,8 +61,8 @@ def decode_anchor(
     table = nibbles.pair_table(torch.arange(16, dtype=torch.float32, device=anchors.device))
 
     def part(name: str) -> torch.Tensor:
-        packed = layout[f"{name}_codes"].view(anchors).transpose(1, 2).contiguous()
-        return _scaled(nibbles.look_up(table, packed), 1.0, name, anchors, layout, dtype)
+        words = nibbles.look_up(table, _packed_words(anchors, name, layout))
+        return _scaled(words, 1.0, name, anchors, layout, dtype)
 
     return part("k"), part("v")
 
@@ -73,9 +77,8 @@ def decode_refined(
     """Anchor and correction records into 8-bit pages (k, v) [N, P, H, D] `dtype`."""
 
     def part(name: str) -> torch.Tensor:
-        field = f"{name}_codes"
-        upper = nibbles.unpack(anchor_layout[field].view(anchors).transpose(1, 2))
-        lower = nibbles.unpack_signed(residual_layout[field].view(residuals).transpose(1, 2))
+        upper = nibbles.unpack(_packed_words(anchors, name, anchor_layout))
+        lower = nibbles.unpack_signed(_packed_words(residuals, name, residual_layout))
         combined = upper.float().mul_(CODES).add_(lower)
         return _scaled(combined, 1 / CODES, name, anchors, anchor_layout, dtype)
 
@@ -100,28 +103,40 @@ def _metadata(groups: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tenso
     return scale.bfloat16().float(), zero
 
 
-def _packed_by_head(codes: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Codes in float as packed [N, H, P, D / 2] of pages of `shape` [N, P, H, D]."""
-    return nibbles.pack(codes.nan_to_num(0.0).to(torch.int32).view(shape)).transpose(1, 2)
+def _packed(codes: torch.Tensor, shape: torch.Size, part: str) -> torch.Tensor:
+    """Codes in float as packed [N, H, P * D / 2] of pages of `shape` [N, P, H, D]."""
+    integers = codes.nan_to_num(0.0).to(torch.int32).view(shape)
+    order = (0, 2, 1, 3) if part == "k" else (0, 2, 3, 1)
+    return nibbles.pack(fragments.to_words(integers.permute(order))).flatten(-2)
+
+
+def _packed_words(records: torch.Tensor, part: str, layout: RecordLayout) -> torch.Tensor:
+    """The codes of a part of records [N, H, nbytes] as uint8 [N, H, words, 4]."""
+    return torch.unflatten(layout[f"{part}_codes"].view(records), -1, (-1, 4)).contiguous()
 
 
 def _scaled(
-    codes: torch.Tensor,
+    words: torch.Tensor,
     step: float,
     name: str,
     anchors: torch.Tensor,
     layout: RecordLayout,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """codes * (scale * step) + zero of codes [N, P, H, D] fp32, overwritten, as `dtype`."""
-    scale = layout[f"{name}_scale"].view(anchors).transpose(1, 2).float() * step
-    zero = layout[f"{name}_zero"].view(anchors).transpose(1, 2).float()
+    """codes * (scale * step) + zero as pages [N, P, H, D] `dtype`, of codes in stored order
+    [N, H, words, 8] fp32."""
+    scale = LOAD[name](layout[f"{name}_scale"].view(anchors)).float() * step
+    zero = LOAD[name](layout[f"{name}_zero"].view(anchors)).float()
+    page_size = layout["v_scale"].shape[0]
+    head_dim = words.shape[-2] * fragments.WORD_CODES // page_size
     if name == "k":
-        by_group = torch.unflatten(codes, 1, (scale.shape[1], -1))
-        by_group.mul_(scale[:, :, None]).add_(zero[:, :, None])
+        values = fragments.from_words(words, page_size, head_dim)
+        by_group = torch.unflatten(values, 2, (scale.shape[2], -1))
+        by_group.mul_(scale[..., None, :]).add_(zero[..., None, :])
     else:
-        codes.mul_(scale[..., None]).add_(zero[..., None])
+        values = fragments.from_words(words, head_dim, page_size).transpose(-1, -2)
+        values.mul_(scale[..., None]).add_(zero[..., None])
     limit = torch.finfo(dtype).max
     if bool((zero.abs() + scale * (CODES / step) > limit).any()):
-        codes.clamp_(-limit, limit)
-    return codes.to(dtype)
+        values.clamp_(-limit, limit)
+    return values.transpose(1, 2).to(dtype).contiguous()

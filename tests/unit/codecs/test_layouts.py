@@ -12,7 +12,7 @@ from sglang_kvspec.codecs.accounting import token_bytes
 from sglang_kvspec.core.errors import ConfigError
 
 PAGE_SIZES = [32, 64, 96, 128, 160, 192, 224, 256]
-HEAD_DIMS = [16, 24, 64, 80, 128, 256]
+HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]
 SETTINGS = {"log4": Log4Settings, "uniform4": Uniform4Settings}
 
 
@@ -95,11 +95,11 @@ def test_unsupported_page_size_names_the_flag_and_what_is_allowed(codec_of, page
         formats.check_sizes(page_size, 64)
 
 
-@pytest.mark.parametrize("head_dim", [8, 15, 20, 68, 264])
+@pytest.mark.parametrize("head_dim", [8, 15, 24, 72, 272])
 def test_unsupported_head_size_says_what_is_allowed(codec_of, head_dim):
     with pytest.raises(ConfigError, match=f"head size.*16 to 256.*got {head_dim}"):
         codec_of(head_dim=head_dim)
-    with pytest.raises(FormatError, match=f"multiple of 8.*got {head_dim}"):
+    with pytest.raises(FormatError, match=f"multiple of 16.*got {head_dim}"):
         formats.residual_layout("int8", 64, head_dim, torch.float32)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvspec_kernels.formats import Log4Settings, anchor_layout, residual_layout
-from kvspec_kernels.reference import companding, log4, nibbles
+from kvspec_kernels.reference import companding, fragments, log4, nibbles
 
 PAGE, DIM = 64, 16
 SETTINGS = [
@@ -61,10 +61,21 @@ def model_encode(page, chunk, settings):
             companded = settings.top * math.log(1 + a * normal) / math.log(1 + a)
             integer = math.floor(companded + 0.5)
             magnitude = (integer + 7) >> 4
-            sign = -1 if centred < 0 else 1
-            codes[t, d] = magnitude * sign + min(sign, 0)
+            codes[t, d] = magnitude + 8 * (centred < 0)
             corrections[t, d] = (magnitude << 4) - integer
     return codes, corrections, centres, scales
+
+
+def by_token(words, part):
+    """Codes [N, H, words, 8] in stored order as [N, H, P, D]."""
+    if part == "k":
+        return fragments.from_words(words, PAGE, DIM)
+    return fragments.from_words(words, DIM, PAGE).transpose(-1, -2)
+
+
+def stored(codes, part):
+    """Codes [P, D] in stored order [words, 8]."""
+    return fragments.to_words(codes if part == "k" else codes.T)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["default", "mean", "k64v32"])
@@ -79,11 +90,13 @@ def test_codes_and_metadata_equal_the_scalar_model(cache_like_pages, settings, s
     corrections_layout = residual_layout("int8", PAGE, DIM, torch.float32)
     anchors, residuals = log4.encode(*pages, settings, layout, corrections_layout)
     for part, page, chunk in zip("kv", pages, (settings.k_chunk, settings.v_chunk), strict=True):
-        codes = nibbles.unpack_signed(layout[f"{part}_codes"].view(anchors))
-        corrections = nibbles.unpack_signed(corrections_layout[f"{part}_codes"].view(residuals))
+        packed = layout[f"{part}_codes"].view(anchors).unflatten(-1, (-1, 4))
+        codes = by_token(fragments.unpack_sign_magnitude(packed), part)
+        packed = corrections_layout[f"{part}_codes"].view(residuals).unflatten(-1, (-1, 4))
+        corrections = by_token(nibbles.unpack_signed(packed), part)
         base = layout["scale_base"].view(anchors)[..., "kv".index(part), None, None].int()
-        scales = layout[f"{part}_scale"].view(anchors).int() + base
-        centres = layout[f"{part}_centre"].view(anchors)
+        scales = log4.LOAD[part](layout[f"{part}_scale"].view(anchors)).int() + base
+        centres = log4.LOAD[part](layout[f"{part}_centre"].view(anchors))
         for n, h in ((0, 0), (1, 1)):
             want = model_encode(page[n, :, h].tolist(), chunk, settings)
             got = codes, corrections, centres, scales
@@ -102,13 +115,15 @@ def test_all_256_code_pairs_decode_to_the_formula():
     corrections_layout = residual_layout("int8", 32, DIM, torch.float32)
     anchors = layout.empty_records((1, 1), "cpu")
     residuals = corrections_layout.empty_records((1, 1), "cpu")
-    # Tokens 0..15 hold anchor nibble t, channel d the correction nibble d.
+    # Tokens 0..15 hold anchor code t, channel d the correction nibble d.
     codes = torch.arange(32)[:, None].expand(32, DIM) % 16
     corrections = torch.arange(DIM)[None].expand(32, DIM)
     centre, scale = -0.625, 1.75
     for part in "kv":
-        layout[f"{part}_codes"].view(anchors).copy_(nibbles.pack(codes))
-        corrections_layout[f"{part}_codes"].view(residuals).copy_(nibbles.pack(corrections))
+        words = fragments.pack_sign_magnitude(stored(codes, part))
+        layout[f"{part}_codes"].view(anchors).copy_(words.flatten())
+        words = nibbles.pack(stored(corrections, part))
+        corrections_layout[f"{part}_codes"].view(residuals).copy_(words.flatten())
         layout[f"{part}_centre"].view(anchors).fill_(centre)
         layout[f"{part}_scale"].view(anchors).fill_(9)
     layout["scale_base"].view(anchors).fill_((fp32_bits(scale) >> 19) - 9)
@@ -117,7 +132,7 @@ def test_all_256_code_pairs_decode_to_the_formula():
     k, v = log4.decode_refined(anchors, residuals, *args)
     levels = log4.decode_anchor(anchors, settings, layout, torch.float32)[0]
     for anchor in range(16):
-        magnitude = anchor if anchor < 8 else 15 - anchor
+        magnitude = anchor & 7
         sign = 1 if anchor < 8 else -1
         for nibble in range(16):
             integer = max(16 * magnitude - (nibble if nibble < 8 else nibble - 16), 0)
@@ -138,9 +153,8 @@ def test_every_integer_and_sign_splits_into_four_bits_each(settings):
     chunks = torch.cat((x, -x[1:]))[None, None, :, None, None]
     one, zero = torch.ones(1, 1, 1, 1, 1), torch.zeros(1, 1, 1, 1, 1)
     packed, corrections = log4._quantise(chunks, zero, one, law, True)
-    codes = (packed.flatten() & 15).long()
-    codes = torch.where(codes > 7, codes - 16, codes)
-    magnitude = torch.where(codes < 0, -codes - 1, codes)
+    codes = packed.flatten().long()
+    magnitude = codes & 7
     assert corrections is not None
     corrections = corrections.flatten()
     assert magnitude.min() == 0
@@ -148,13 +162,13 @@ def test_every_integer_and_sign_splits_into_four_bits_each(settings):
     assert corrections.min() >= -8
     assert corrections.max() <= 7
     assert torch.equal(16 * magnitude - corrections, torch.cat((integers, integers[1:])))
-    assert torch.equal(codes < 0, chunks.flatten() < 0)
+    assert torch.equal(codes >= 8, chunks.flatten() < 0)
 
 
 def test_minus_zero_code_keeps_the_sign():
     levels = companding.signed_levels(Log4Settings())
     assert len(set(levels)) == 16
-    assert levels[15] == -levels[0] < 0
+    assert levels[8] == -levels[0] < 0
 
 
 @pytest.mark.parametrize("settings", SETTINGS[::2], ids=["mean-level", "midpoint"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvspec_kernels.formats import Uniform4Settings, anchor_layout, residual_layout
-from kvspec_kernels.reference import nibbles, uniform4
+from kvspec_kernels.reference import fragments, nibbles, uniform4
 
 DIM = 16
 
@@ -28,6 +28,18 @@ def model_group(xs: list[float]) -> tuple[float, float, list[int], list[int]]:
     return scale, zero, upper, lower
 
 
+def by_token(words, part, page_size):
+    """Codes [N, H, words, 8] in stored order as [N, H, P, D]."""
+    if part == "k":
+        return fragments.from_words(words, page_size, DIM)
+    return fragments.from_words(words, DIM, page_size).transpose(-1, -2)
+
+
+def stored(codes, part):
+    """Codes [P, D] packed in stored order."""
+    return nibbles.pack(fragments.to_words(codes if part == "k" else codes.T)).flatten()
+
+
 @pytest.mark.parametrize("page_size", [32, 64, 128])
 def test_codes_equal_the_scalar_model(cache_like_pages, page_size):
     pages = cache_like_pages(num=1, page_size=page_size, heads=2, head_dim=DIM, seed=3)
@@ -39,12 +51,15 @@ def test_codes_equal_the_scalar_model(cache_like_pages, page_size):
     anchors, residuals = uniform4.encode(*pages, layout, lower_layout)
 
     def codes(part):
-        upper = nibbles.unpack(layout[f"{part}_codes"].view(anchors))
-        lower = nibbles.unpack_signed(lower_layout[f"{part}_codes"].view(residuals))
+        packed = layout[f"{part}_codes"].view(anchors).unflatten(-1, (-1, 4))
+        upper = by_token(nibbles.unpack(packed), part, page_size)
+        packed = lower_layout[f"{part}_codes"].view(residuals).unflatten(-1, (-1, 4))
+        lower = by_token(nibbles.unpack_signed(packed), part, page_size)
         return upper[0, 1], lower[0, 1]
 
     def metadata(part):
-        return [layout[f"{part}_{name}"].view(anchors)[0, 1] for name in ("scale", "zero")]
+        fields = [layout[f"{part}_{name}"].view(anchors)[0, 1] for name in ("scale", "zero")]
+        return [uniform4.LOAD[part](field) for field in fields]
 
     (upper, lower), (scale, zero) = codes("k"), metadata("k")
     group = settings.k_group
@@ -68,8 +83,8 @@ def test_all_256_code_pairs_decode_to_the_formula():
     upper = torch.arange(32)[:, None].expand(32, DIM) % 16
     lower = torch.arange(DIM)[None].expand(32, DIM)
     for part in "kv":
-        layout[f"{part}_codes"].view(anchors).copy_(nibbles.pack(upper))
-        lower_layout[f"{part}_codes"].view(residuals).copy_(nibbles.pack(lower))
+        layout[f"{part}_codes"].view(anchors).copy_(stored(upper, part))
+        lower_layout[f"{part}_codes"].view(residuals).copy_(stored(lower, part))
         layout[f"{part}_scale"].view(anchors).fill_(0.375)
         layout[f"{part}_zero"].view(anchors).fill_(-1.25)
     refined = uniform4.decode_refined(anchors, residuals, layout, lower_layout, torch.float32)

@@ -1,0 +1,80 @@
+"""The order of codes and metadata in a record (`formats.py`), as torch permutations.
+
+Rows and columns are those of a matrix instruction's left operand: K [tokens, channels] and
+V transposed [channels, tokens].
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+TILE = 16
+LANES = 32
+WORD_CODES = 8
+
+
+def group_size(num_tiles: int) -> int:
+    """Tiles whose words lie together for each lane."""
+    return 4 if num_tiles % 4 == 0 else 2
+
+
+def to_words(operand: torch.Tensor) -> torch.Tensor:
+    """Values [..., rows, columns] in stored order: a new [..., rows * columns / 8, 8]."""
+    rows, columns = (size // TILE for size in operand.shape[-2:])
+    leading = operand.shape[:-2]
+    count = math.prod(leading)
+    # row = 16 a + 8 b + g, column = 16 c + 8 d + 2 t + e; nibble = 4 d + 2 b + e.
+    split = operand.reshape(count, rows, 2, 8, columns, 2, 4, 2)
+    tiles = split.permute(0, 1, 4, 3, 6, 5, 2, 7)
+    size = group_size(rows * columns)
+    grouped = tiles.reshape(count, rows * columns // size, size, LANES, WORD_CODES).transpose(2, 3)
+    return grouped.reshape(*leading, rows * columns * LANES, WORD_CODES)
+
+
+def from_words(words: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+    """Inverse of to_words: [..., rows * columns / 8, 8] into a new [..., rows, columns]."""
+    rows, columns = num_rows // TILE, num_columns // TILE
+    leading = words.shape[:-2]
+    count, size = math.prod(leading), group_size(rows * columns)
+    grouped = words.reshape(count, rows * columns // size, LANES, size, WORD_CODES)
+    split = grouped.transpose(2, 3).reshape(count, rows, columns, 8, 4, 2, 2, 2)
+    operand = split.permute(0, 1, 6, 3, 2, 5, 4, 7)
+    return operand.reshape(*leading, num_rows, num_columns)
+
+
+def column_order(values: torch.Tensor) -> torch.Tensor:
+    """Metadata of columns [..., columns] in stored order."""
+    split = torch.unflatten(values, -1, (-1, 2, 4, 2))
+    return split.movedim(-2, -4).flatten(-4)
+
+
+def from_column_order(values: torch.Tensor) -> torch.Tensor:
+    """Inverse of column_order."""
+    split = torch.unflatten(values, -1, (4, -1, 2, 2))
+    return split.movedim(-4, -2).flatten(-4)
+
+
+def row_order(values: torch.Tensor) -> torch.Tensor:
+    """Metadata of rows [..., rows] in stored order."""
+    return torch.unflatten(values, -1, (-1, 2, 8)).movedim(-1, -3).flatten(-3)
+
+
+def from_row_order(values: torch.Tensor) -> torch.Tensor:
+    """Inverse of row_order."""
+    return torch.unflatten(values, -1, (8, -1, 2)).movedim(-3, -1).flatten(-3)
+
+
+def pack_sign_magnitude(codes: torch.Tensor) -> torch.Tensor:
+    """log4 codes [..., 8], magnitude in bits 0-2 and sign in bit 3, into uint8 [..., 4]."""
+    magnitude, sign = codes & 7, codes >> 3 & 1
+    magnitudes = magnitude[..., 0::2] | magnitude[..., 1::2] << 4
+    return (magnitudes | sign[..., :4] << 3 | sign[..., 4:] << 7).to(torch.uint8)
+
+
+def unpack_sign_magnitude(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of pack_sign_magnitude: uint8 [..., 4] into uint8 [..., 8]."""
+    magnitude = torch.stack((packed & 7, packed >> 4 & 7), dim=-1).flatten(-2)
+    sign = torch.cat((packed & 8, packed >> 4 & 8), dim=-1)
+    return magnitude | sign

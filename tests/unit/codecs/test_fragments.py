@@ -1,0 +1,62 @@
+"""The stored order of codes and metadata, against the sentence of formats.py, index by index."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvspec_kernels.reference import fragments
+
+SHAPES = [(32, 16), (64, 64), (16, 32), (96, 128), (128, 80)]
+
+
+def position(row, column, num_rows, num_columns):
+    """Word and nibble of an element, from formats.py."""
+    tile = row // 16 * (num_columns // 16) + column // 16
+    num_tiles = num_rows * num_columns // 256
+    size = 4 if num_tiles % 4 == 0 else 2
+    r, c = row % 16, column % 16
+    lane = 4 * (r % 8) + c % 8 // 2
+    word = (tile // size * 32 + lane) * size + tile % size
+    return word, 4 * (c // 8) + 2 * (r // 8) + c % 2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_words_lie_where_the_format_says(shape):
+    rows, columns = shape
+    operand = torch.arange(rows * columns).view(1, rows, columns)
+    words = fragments.to_words(operand)
+    assert words.shape == (1, rows * columns // 8, 8)
+    for row in range(rows):
+        for column in range(columns):
+            word, nibble = position(row, column, rows, columns)
+            assert words[0, word, nibble] == operand[0, row, column]
+    assert torch.equal(fragments.from_words(words, rows, columns), operand)
+
+
+@pytest.mark.parametrize("size", [16, 64, 96, 256])
+def test_metadata_lies_where_the_format_says(size):
+    values = torch.arange(3 * size).view(3, size)
+    by_column, by_row = fragments.column_order(values), fragments.row_order(values)
+    for i in range(size):
+        tile, inner = divmod(i, 16)
+        t, which = inner % 8 // 2, 2 * (inner // 8) + inner % 2
+        assert by_column[1, (t * (size // 16) + tile) * 4 + which] == values[1, i]
+        g, half = inner % 8, inner // 8
+        assert by_row[1, (g * (size // 16) + tile) * 2 + half] == values[1, i]
+    assert torch.equal(fragments.from_column_order(by_column), values)
+    assert torch.equal(fragments.from_row_order(by_row), values)
+
+
+def test_signs_and_magnitudes_have_their_own_bits():
+    for code in range(8):
+        for value in range(16):
+            codes = torch.zeros(8, dtype=torch.uint8)
+            codes[code] = value
+            word = int.from_bytes(bytes(fragments.pack_sign_magnitude(codes).tolist()), "little")
+            assert word >> 4 * code & 7 == value & 7
+            sign_bit = 8 * code + 3 if code < 4 else 8 * (code - 4) + 7
+            assert word >> sign_bit & 1 == value >> 3
+    codes = torch.randint(0, 16, (100, 8), dtype=torch.uint8)
+    packed = fragments.pack_sign_magnitude(codes)
+    assert torch.equal(fragments.unpack_sign_magnitude(packed), codes)
