@@ -7,13 +7,14 @@ D: head size, little-endian.
 
     anchor record, log4                            anchor record, uniform4
     +-----------+------------------+-------+       +---------+------------------+-------+
-    | k_codes   | [P * D / 2]      | uint8 |       | k_codes | [P * D / 2]      | uint8 |
-    | v_codes   | [P * D / 2]      | uint8 |       | v_codes | [P * D / 2]      | uint8 |
-    | k_centre  | [P/k_chunk, D]   | bf16  |       | k_scale | [P/k_group, D]   | bf16  |
-    | v_centre  | [P/v_chunk, D]   | bf16  |       | k_zero  | [P/k_group, D]   | bf16  |
+    | scale_base| [2] (K, V)       | int16 |       | k_codes | [P * D / 2]      | uint8 |
+    | unused    | [12], zero       | uint8 |       | k_scale | [P/k_group, D]   | bf16  |
+    | k_codes   | [P * D / 2]      | uint8 |       | k_zero  | [P/k_group, D]   | bf16  |
+    | k_centre  | [P/k_chunk, D]   | bf16  |       | v_codes | [P * D / 2]      | uint8 |
     | k_scale   | [P/k_chunk, D]   | uint8 |       | v_scale | [P]              | bf16  |
-    | v_scale   | [P/v_chunk, D]   | uint8 |       | v_zero  | [P]              | bf16  |
-    | scale_base| [2] (K, V)       | int16 |       +---------+------------------+-------+
+    | v_codes   | [P * D / 2]      | uint8 |       | v_zero  | [P]              | bf16  |
+    | v_centre  | [P/v_chunk, D]   | bf16  |       +---------+------------------+-------+
+    | v_scale   | [P/v_chunk, D]   | uint8 |
     +-----------+------------------+-------+
 
     residual record, target int8                   residual record, target exact
@@ -26,7 +27,7 @@ Codes lie in the order in which the registers of a warp hold the left operand of
 matrix instruction, so that a kernel reads them straight into place: no shuffle, no transposition.
 The left operand is K (rows: tokens, columns: channels) and V transposed (rows: channels, columns:
 tokens). It is cut into tiles of 16 x 16, row of tiles after row of tiles; a tile is 32 words of 32
-bits, one a lane, and each word holds 8 codes. Lane 4 g + t holds, in word nibbles 0 to 7:
+bits, one a lane, and each word holds 8 codes. Lane 4 g + t holds, with these numbers:
 
     column   2t  2t+1  2t+8  2t+9
     row g     0     1     4     5
@@ -35,17 +36,19 @@ bits, one a lane, and each word holds 8 codes. Lane 4 g + t holds, in word nibbl
 Tiles are stored in groups of 4 (of 2 where a page has no multiple of 4): the words [lane][tile of
 the group], so that one 16-byte load brings a lane its part of 4 tiles.
 
-log4 anchor words hold sign and magnitude apart, as the byte-permute instruction wants its indices:
-nibble i has magnitude i in bits 0-2; bit 3 of the even nibbles 0, 2, 4, 6 is the sign (1: negative)
-of codes 0, 1, 2, 3, and bit 3 of the odd nibbles 1, 3, 5, 7 that of codes 4, 5, 6, 7. Corrections
-are nibbles in two's complement, uniform4's codes are unsigned nibbles.
+In a log4 anchor, nibble i has the magnitude of code i in bits 0-2; bit 3 of the even nibbles 0, 2,
+4, 6 is the sign (1: negative) of codes 0, 1, 2, 3, and bit 3 of the odd nibbles that of codes 4, 5,
+6, 7: the byte-permute instruction looks magnitudes up four at a time. log4 corrections are two's
+complement, code i in nibble i. In uniform4, anchor and correction alike, the even codes 0, 2, 4, 6
+are in nibbles 0 to 3 and the odd ones in nibbles 4 to 7: one mask leaves the two halves of a
+register. Anchor nibbles are unsigned, corrections two's complement.
 
 Metadata lies in lane order too. Where a lane meets it by column (K per channel) it is stored as
 [t][tile of the row][columns 2t, 2t+1, 2t+8, 2t+9]; where by row (V per channel in log4; V per token
 in uniform4, which scales the rows of K times Q) as [g][tile of the column][rows g, g+8].
 
-Every record is padded with zero bytes to a multiple of 16, so that tables of records keep each
-field aligned to its dtype and can be copied 16 bytes at a time.
+K's fields come before V's, and each part of an anchor starts at a multiple of 16 bytes, so that a
+kernel can fetch them apart. Every record is padded with zero bytes to a multiple of 16.
 
 log4 scales are 12-bit floats: the leading bits (8 exponent, 4 mantissa) of a positive fp32. A
 record stores the smallest such 12-bit pattern it needs as its base, and each scale as an 8-bit
@@ -186,20 +189,21 @@ def anchor_layout(
         k_rows = _rows(page_size, settings.k_chunk, "k_chunk")
         v_rows = _rows(page_size, settings.v_chunk, "v_chunk")
         return _pack(
-            ("k_codes", codes, torch.uint8),
-            ("v_codes", codes, torch.uint8),
-            ("k_centre", (k_rows, head_dim), torch.bfloat16),
-            ("v_centre", (v_rows, head_dim), torch.bfloat16),
-            ("k_scale", (k_rows, head_dim), torch.uint8),
-            ("v_scale", (v_rows, head_dim), torch.uint8),
             ("scale_base", (2,), torch.int16),
+            ("unused", (12,), torch.uint8),
+            ("k_codes", codes, torch.uint8),
+            ("k_centre", (k_rows, head_dim), torch.bfloat16),
+            ("k_scale", (k_rows, head_dim), torch.uint8),
+            ("v_codes", codes, torch.uint8),
+            ("v_centre", (v_rows, head_dim), torch.bfloat16),
+            ("v_scale", (v_rows, head_dim), torch.uint8),
         )
     groups = _rows(page_size, settings.k_group, "k_group")
     return _pack(
         ("k_codes", codes, torch.uint8),
-        ("v_codes", codes, torch.uint8),
         ("k_scale", (groups, head_dim), torch.bfloat16),
         ("k_zero", (groups, head_dim), torch.bfloat16),
+        ("v_codes", codes, torch.uint8),
         ("v_scale", (page_size,), torch.bfloat16),
         ("v_zero", (page_size,), torch.bfloat16),
     )

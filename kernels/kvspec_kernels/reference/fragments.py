@@ -10,6 +10,8 @@ import math
 
 import torch
 
+from kvspec_kernels.reference import nibbles
+
 TILE = 16
 LANES = 32
 WORD_CODES = 8
@@ -64,6 +66,16 @@ def row_order(values: torch.Tensor) -> torch.Tensor:
 def from_row_order(values: torch.Tensor) -> torch.Tensor:
     """Inverse of row_order."""
     return torch.unflatten(values, -1, (8, -1, 2)).movedim(-3, -1).flatten(-3)
+
+
+def pack_by_halves(codes: torch.Tensor) -> torch.Tensor:
+    """uniform4 codes [..., 8], of which the low 4 bits count, into uint8 [..., 4]."""
+    return nibbles.pack(torch.unflatten(codes, -1, (4, 2)).transpose(-1, -2).flatten(-2))
+
+
+def by_halves(nibble_values: torch.Tensor) -> torch.Tensor:
+    """Unpacked nibbles [..., 8] of a word that pack_by_halves made, as codes [..., 8]."""
+    return torch.unflatten(nibble_values, -1, (2, 4)).transpose(-1, -2).flatten(-2)
 
 
 def pack_sign_magnitude(codes: torch.Tensor) -> torch.Tensor:

@@ -107,7 +107,7 @@ def _packed(codes: torch.Tensor, shape: torch.Size, part: str) -> torch.Tensor:
     """Codes in float as packed [N, H, P * D / 2] of pages of `shape` [N, P, H, D]."""
     integers = codes.nan_to_num(0.0).to(torch.int32).view(shape)
     order = (0, 2, 1, 3) if part == "k" else (0, 2, 3, 1)
-    return nibbles.pack(fragments.to_words(integers.permute(order))).flatten(-2)
+    return fragments.pack_by_halves(fragments.to_words(integers.permute(order))).flatten(-2)
 
 
 def _packed_words(records: torch.Tensor, part: str, layout: RecordLayout) -> torch.Tensor:
@@ -123,18 +123,20 @@ def _scaled(
     layout: RecordLayout,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """codes * (scale * step) + zero as pages [N, P, H, D] `dtype`, of codes in stored order
-    [N, H, words, 8] fp32."""
+    """codes * (scale * step) + zero as pages [N, P, H, D] `dtype`, of nibbles in stored
+    order [N, H, words, 8] fp32."""
     scale = LOAD[name](layout[f"{name}_scale"].view(anchors)).float() * step
     zero = LOAD[name](layout[f"{name}_zero"].view(anchors)).float()
     page_size = layout["v_scale"].shape[0]
     head_dim = words.shape[-2] * fragments.WORD_CODES // page_size
     if name == "k":
-        values = fragments.from_words(words, page_size, head_dim)
+        values = fragments.from_words(fragments.by_halves(words), page_size, head_dim)
         by_group = torch.unflatten(values, 2, (scale.shape[2], -1))
         by_group.mul_(scale[..., None, :]).add_(zero[..., None, :])
     else:
-        values = fragments.from_words(words, head_dim, page_size).transpose(-1, -2)
+        values = fragments.from_words(fragments.by_halves(words), head_dim, page_size).transpose(
+            -1, -2
+        )
         values.mul_(scale[..., None]).add_(zero[..., None])
     limit = torch.finfo(dtype).max
     if bool((zero.abs() + scale * (CODES / step) > limit).any()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvspec_kernels.reference import fragments
+from kvspec_kernels.reference import fragments, nibbles
 
 SHAPES = [(32, 16), (64, 64), (16, 32), (96, 128), (128, 80)]
 
@@ -60,3 +60,11 @@ def test_signs_and_magnitudes_have_their_own_bits():
     codes = torch.randint(0, 16, (100, 8), dtype=torch.uint8)
     packed = fragments.pack_sign_magnitude(codes)
     assert torch.equal(fragments.unpack_sign_magnitude(packed), codes)
+
+
+def test_halves_hold_even_and_odd_codes():
+    codes = torch.arange(8)
+    packed = fragments.pack_by_halves(codes)
+    word = int.from_bytes(bytes(packed.tolist()), "little")
+    assert [word >> 4 * i & 15 for i in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert torch.equal(fragments.by_halves(nibbles.unpack(packed)), codes.to(torch.uint8))

@@ -33,6 +33,7 @@ def test_fields_tile_every_record(codec_name, page_size, head_dim, dtype):
             end += field.nbytes
         assert end <= layout.nbytes < end + formats.RECORD_ALIGNMENT
         assert layout.nbytes % formats.RECORD_ALIGNMENT == 0
+    assert layouts[0]["v_codes"].offset % formats.RECORD_ALIGNMENT == 0
 
 
 def test_fields_share_memory_with_a_table_of_records():

@@ -30,6 +30,7 @@ def model_group(xs: list[float]) -> tuple[float, float, list[int], list[int]]:
 
 def by_token(words, part, page_size):
     """Codes [N, H, words, 8] in stored order as [N, H, P, D]."""
+    words = fragments.by_halves(words)
     if part == "k":
         return fragments.from_words(words, page_size, DIM)
     return fragments.from_words(words, DIM, page_size).transpose(-1, -2)
@@ -37,7 +38,7 @@ def by_token(words, part, page_size):
 
 def stored(codes, part):
     """Codes [P, D] packed in stored order."""
-    return nibbles.pack(fragments.to_words(codes if part == "k" else codes.T)).flatten()
+    return fragments.pack_by_halves(fragments.to_words(codes if part == "k" else codes.T)).flatten()
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 128])
