@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.identity_report import IdentityReport
 from harness.servers import Announce, ServerSwitch
+from harness.shard import WHOLE, Shard
 
 _report = pytest.StashKey[IdentityReport]()
 
@@ -25,6 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--reference-cache",
         type=Path,
         help="folder that keeps reference answers for identity tests run side by side",
+    )
+    parser.addoption(
+        "--identity-shard",
+        type=Shard.parse,
+        default=WHOLE,
+        metavar="I/N",
+        help="the full identity matrix on every N-th prompt only; benchmarks/merge_identity.py "
+        "adds the reports of all N up",
     )
 
 
@@ -46,7 +55,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--identity-report", default=None)
     report = session.config.stash[_report]
     if path is not None and report.results:
-        report.write(path, settings={"device": "cpu", "dtype": "float32", "temperature": 0})
+        report.write(
+            path,
+            settings={"device": "cpu", "dtype": "float32", "temperature": 0},
+            shard=session.config.getoption("--identity-shard"),
+        )
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.comparison import Mismatch
+from harness.shard import Shard
 
 _VERSIONS_OF = ("sglang", "torch", "transformers", "networkx", "aiohttp")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -47,7 +48,7 @@ class IdentityReport:
     def add(self, result: ScenarioResult) -> None:
         self.results.append(result)
 
-    def write(self, path: Path, *, settings: dict[str, Any]) -> None:
+    def write(self, path: Path, *, settings: dict[str, Any], shard: Shard) -> None:
         """Overwrite `path`. Raises ValueError where nothing was compared."""
         if not self.results:
             raise ValueError("no identity scenario ran, so there are no figures to write")
@@ -60,6 +61,7 @@ class IdentityReport:
             "versions": {"python": platform.python_version()}
             | {name: metadata.version(name) for name in _VERSIONS_OF},
             "settings": settings,
+            "shard": str(shard),
             "figures": self._figures(),
             "mismatches": [
                 {"in": result.name, **asdict(mismatch)}
@@ -82,6 +84,7 @@ class IdentityReport:
         for result in self.results:
             prefix, baseline = f"identity.{result.name}", result.baseline
             total += [
+                _figure(f"{prefix}.prompts", result.num_prompts, "prompts"),
                 _figure(f"{prefix}.answers", result.num_answers, "answers"),
                 _figure(f"{prefix}.mismatches", len(result.mismatches), "answers", baseline),
                 _figure(f"{prefix}.retractions", result.num_retractions, "retractions"),
