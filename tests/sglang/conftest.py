@@ -15,8 +15,6 @@ from harness.identity_report import IdentityReport
 from harness.servers import Announce, ServerSwitch
 from harness.shard import WHOLE, Shard
 
-_report = pytest.StashKey[IdentityReport]()
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -37,10 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_report] = IdentityReport()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the full matrix, hours long, to those who ask for it with `-m identity`."""
     if "identity" in config.option.markexpr:
@@ -49,17 +43,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--identity-report", default=None)
-    report = session.config.stash[_report]
-    if path is not None and report.results:
-        report.write(
-            path,
-            settings={"device": "cpu", "dtype": "float32", "temperature": 0},
-            shard=session.config.getoption("--identity-shard"),
-        )
 
 
 @pytest.fixture(scope="session")
@@ -85,4 +68,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory, announce: Announce) -> Ite
 
 @pytest.fixture(scope="session")
 def identity_report(request: pytest.FixtureRequest) -> IdentityReport:
-    return request.config.stash[_report]
+    return IdentityReport(
+        request.config.getoption("--identity-report"),
+        settings={"device": "cpu", "dtype": "float32", "temperature": 0},
+        shard=request.config.getoption("--identity-shard"),
+    )
