@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +22,9 @@ MAX_GROUP = 16
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a draft kernel is compiled for. levels: the 8 decoded log4 magnitudes, else empty."""
+    """What a draft kernel is compiled for."""
 
     settings: Log4Settings | Uniform4Settings
-    levels: tuple[float, ...]
     page_size: int
     head_dim: int
     num_qo_heads: int
@@ -45,14 +43,16 @@ class DraftShape:
         return 2 if self.head_dim > 128 and group > 8 and group % 2 == 0 else 1
 
 
-def supported(device: torch.device, head_dim: int, group: int, q_dtype: torch.dtype) -> bool:
+def supported(shape: DraftShape, device: torch.device) -> bool:
     """Whether the CUDA back end covers this case; bulk copies need compute capability 9.0."""
+    group = shape.num_qo_heads // shape.num_kv_heads
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (9, 0)
-        and head_dim in HEAD_DIMS
+        and shape.head_dim in HEAD_DIMS
         and 1 <= group <= MAX_GROUP
-        and q_dtype in (torch.bfloat16, torch.float16)
+        and shape.q_dtype in (torch.bfloat16, torch.float16)
+        and getattr(shape.settings, "levels", "linear") == "linear"
     )
 
 
@@ -154,12 +154,8 @@ def draft_defines(shape: DraftShape) -> dict[str, int | str]:
         "K_ROWS": layout["k_centre" if is_log else "k_scale"].shape[0],
         "V_ROWS": layout["v_centre"].shape[0] if is_log else 1,
     }
-    if is_log:
-        bits = struct.pack("<8e", *shape.levels)
-        for name, half in (("LO", bits[0::2]), ("HI", bits[1::2])):
-            for index in (0, 1):
-                word = int.from_bytes(half[4 * index : 4 * index + 4], "little")
-                defines[f"LEVELS_{name}{index}"] = f"{word:#x}u"
+    if isinstance(shape.settings, Log4Settings):
+        defines["TOP"] = shape.settings.top
     return defines
 
 
@@ -197,4 +193,4 @@ def shared_bytes(shape: DraftShape, warps: int, halves: int) -> int:
     k_bytes = layout["v_codes"].offset
     half = max(k_bytes, layout.nbytes - k_bytes)
     query = -(-shape.group // 8) * shape.head_dim // 16 * 512
-    return query + warps * halves * (half + 8) + 8 + 8 * warps
+    return query + warps * halves * (half + 8) + 16

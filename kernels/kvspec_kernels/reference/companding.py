@@ -69,6 +69,8 @@ def magnitude_levels(settings: Log4Settings) -> list[float]:
     The middle of an interval is within 1% of the mean of the values in it, measured on K and V of
     a trained model, except for the last: every chunk has values at its very end.
     """
+    if settings.levels == "linear":
+        return [(16 * m + 1) / settings.top for m in range(MAGNITUDES)]
     if settings.levels == "corner":
         return [expand(16 * m, settings) for m in range(MAGNITUDES)]
     edges = [0.0, *(expand(16 * m - 7.5, settings) for m in range(1, MAGNITUDES)), 1.0]

@@ -10,8 +10,7 @@
 //   uniform4: K = u s + z likewise; V = u s + z per token: s folded into P, sum of P z kept apart.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4 Q_BF16 WARPS
-// HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES and, for log4, LEVELS_HI0 LEVELS_HI1 LEVELS_LO0 LEVELS_LO1
-// (bytes of the fp16 levels of magnitudes 0-3 and 4-7).
+// HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES and, for log4, TOP.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -30,6 +29,10 @@ constexpr int QUERY_BYTES = COLUMN_TILES * CHANNEL_TILES * 512;
 constexpr u32 FULL = 0xffffffffu;
 // P may exceed 1 by this factor before the running maximum moves: fewer rescalings.
 constexpr float SLACK = 6.0f;
+#if LOG4
+// Of the denormals that codes become, in units of the scale.
+constexpr float LEVEL_UNIT = 16777216.0f / TOP;
+#endif
 #define NEG_INF __int_as_float(0xff800000)
 
 // Byte offsets within a record, from formats.py.
@@ -126,33 +129,15 @@ __device__ __forceinline__ void mma_row_bf16(float (&c)[4], u32 low, u32 high, u
         : "r"(low), "r"(high), "r"(b0), "r"(b1));
 }
 
-// Bytes of the levels of magnitudes 0-3. They come from shared memory, which hides their values:
-// constants would be moved to registers for each use.
-struct Levels {
-    u32 low, high;
-    __device__ __forceinline__ Levels(u32 scratch) {
-#if LOG4
-        asm volatile("st.volatile.shared.v2.b32 [%0], {%1, %2};" ::"r"(scratch), "r"(LEVELS_LO0),
-                     "r"(LEVELS_HI0) : "memory");
-        __syncwarp();
-        asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];"
-                     : "=r"(low), "=r"(high) : "r"(scratch) : "memory");
-#endif
-    }
-};
-
 // The 8 codes of a word as the left operand of one 16 x 16 tile.
-__device__ __forceinline__ void unpack(const Levels& levels, u32 word, u32 (&a)[4]) {
+__device__ __forceinline__ void unpack(u32 word, u32 (&a)[4]) {
 #if LOG4
-    u32 first = word & 0x77777777u, second = first >> 16;
-    u32 low0 = prmt(levels.low, LEVELS_LO1, first), high0 = prmt(levels.high, LEVELS_HI1, first);
-    u32 low1 = prmt(levels.low, LEVELS_LO1, second), high1 = prmt(levels.high, LEVELS_HI1, second);
-    high0 = and_or(word << 4, 0x80808080u, high0);
-    high1 = and_or(word, 0x80808080u, high1);
-    a[0] = prmt(low0, high0, 0x5140);
-    a[1] = prmt(low0, high0, 0x7362);
-    a[2] = prmt(low1, high1, 0x5140);
-    a[3] = prmt(low1, high1, 0x7362);
+    // Sign, 16 m and 1: the fp16 denormals (16 m + 1) * 2^-24.
+    u32 rotated = prmt(word, word, 0x2103);
+    a[0] = and_or(word, 0x80708070u, 0x00010001u);
+    a[1] = and_or(word << 4, 0x80708070u, 0x00010001u);
+    a[2] = and_or(rotated, 0x80708070u, 0x00010001u);
+    a[3] = and_or(rotated << 4, 0x80708070u, 0x00010001u);
 #else
     // 0x6400 is 1024 in fp16: a nibble in the low mantissa bits adds its value, one in the next
     // four bits 16 times its value.
@@ -236,15 +221,14 @@ __device__ __forceinline__ void load_query(
 
 // S^T of a page, in units of log2: scores[column][token tile][row g, g+8 x column 2t, 2t+1].
 __device__ __forceinline__ void score_page(
-    float (&scores)[COLUMN_TILES][TOKEN_TILES][4], const uint4* query, const Levels& levels,
-    const u8* page,
+    float (&scores)[COLUMN_TILES][TOKEN_TILES][4], const uint4* query, const u8* page,
     float scale_log2, int lane) {
     int t = lane & 3;
     constexpr int VECTOR = CHANNEL_TILES % 4 == 0 ? 4 : 2;
 #if LOG4
     int base = *reinterpret_cast<const short*>(page);
     u32 bias = (u32)(16 + (base & 15)) * 0x00400040u;
-    float factor = __uint_as_float((u32)((base >> 4) + 14) << 23);
+    float factor = __uint_as_float((u32)((base >> 4) + 14) << 23) * LEVEL_UNIT;
 #endif
 #pragma unroll
     for (int chunk = 0; chunk < K_ROWS; ++chunk) {
@@ -305,7 +289,7 @@ __device__ __forceinline__ void score_page(
 #pragma unroll
                     for (int k = 0; k < 2; ++k) {
                         u32 a[4];
-                        unpack(levels, word[k].w[i], a);
+                        unpack(word[k].w[i], a);
 #pragma unroll
                         for (int column = 0; column < COLUMN_TILES; ++column)
                             mma_f16(scores[column][first + k], a, folded[column][tile + i][0],
@@ -377,8 +361,7 @@ __device__ __forceinline__ void softmax_page(
 }
 
 __device__ __forceinline__ void weigh_page(
-    State& state, float (&scores)[COLUMN_TILES][TOKEN_TILES][4], const Levels& levels,
-    const u8* page, int base, int lane) {
+    State& state, float (&scores)[COLUMN_TILES][TOKEN_TILES][4], const u8* page, int base, int lane) {
     int g = lane >> 2;
     constexpr int VECTOR = V_CHUNK_TILES % 4 == 0 ? 4 : 2;
     u32 p[COLUMN_TILES][TOKEN_TILES][2];
@@ -459,7 +442,7 @@ __device__ __forceinline__ void weigh_page(
 #pragma unroll
                     for (int k = 0; k < 2; ++k) {
                         u32 a[4];
-                        unpack(levels, word[k].w[i], a);
+                        unpack(word[k].w[i], a);
 #pragma unroll
                         for (int column = 0; column < COLUMN_TILES; ++column) {
                             u32* b = p[column][chunk * V_CHUNK_TILES + row + i];
@@ -477,7 +460,7 @@ __device__ __forceinline__ void weigh_page(
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     u32 offset = (offsets >> (16 * k + 8 * half)) & 0xffu;
-                    float scale = __uint_as_float((offset + (u32)base) << 19);
+                    float scale = __uint_as_float((offset + (u32)base) << 19) * LEVEL_UNIT;
                     float middle = half ? high_bf16(centre.w[k]) : low_bf16(centre.w[k]);
 #pragma unroll
                     for (int column = 0; column < COLUMN_TILES; ++column)
@@ -611,7 +594,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         asm volatile("fence.proxy.async;" ::: "memory");
     }
     __syncwarp();
-    Levels levels(shared_address(is_last) + 8 + 8 * warp);
 
     i64 total = (i64)indptr[batch] * num_kv_heads;
     int workers = active_workers(total, gridDim.x);
@@ -671,13 +653,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
 #else
             int v_base = 0;
 #endif
-            score_page(scores, query, levels, part, scale_log2, lane);
+            score_page(scores, query, part, scale_log2, lane);
             __syncwarp();
             if (page_of(n + HALVES) < count) fetch_part(n + HALVES, next[0]);
             softmax_page(state, scores, i + 1 == count ? tail : PAGE_SIZE, lane);
             part = ring + (sequence + n + 1) % HALVES * HALF_BYTES;
             barrier_wait(barrier + (sequence + n + 1) % HALVES * 8, (sequence + n + 1) / HALVES & 1);
-            weigh_page(state, scores, levels, part, v_base, lane);
+            weigh_page(state, scores, part, v_base, lane);
             __syncwarp();
             if (page_of(n + 1 + HALVES) < count) fetch_part(n + 1 + HALVES, next[1]);
         }
