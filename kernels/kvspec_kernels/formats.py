@@ -102,7 +102,7 @@ class Log4Settings:
     k_chunk: int = 32
     v_chunk: int = 64
     alpha: float = 0.01
-    top: int = 120
+    top: int = 118
     centre: Centre = "midrange"
     levels: Levels = "linear"
     last_level: float = 0.7

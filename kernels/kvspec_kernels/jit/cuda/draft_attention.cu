@@ -12,11 +12,7 @@
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4 Q_BF16 WARPS
 // HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES and, for log4, TOP.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "hopper.cuh"
 
 constexpr int CHANNEL_TILES = HEAD_DIM / 16;
 constexpr int TOKEN_TILES = PAGE_SIZE / 16;
@@ -26,14 +22,12 @@ constexpr int COLUMN_TILES = (GROUP + 7) / 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int HALF_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
 constexpr int QUERY_BYTES = COLUMN_TILES * CHANNEL_TILES * 512;
-constexpr u32 FULL = 0xffffffffu;
 // P may exceed 1 by this factor before the running maximum moves: fewer rescalings.
 constexpr float SLACK = 6.0f;
 #if LOG4
 // Of the denormals that codes become, in units of the scale.
 constexpr float LEVEL_UNIT = 16777216.0f / TOP;
 #endif
-#define NEG_INF __int_as_float(0xff800000)
 
 // Byte offsets within a record, from formats.py.
 constexpr int CODE_BYTES = PAGE_SIZE * HEAD_DIM / 2;
@@ -43,91 +37,6 @@ constexpr int K_META2 = K_META + K_ROWS * HEAD_DIM * 2;  // log4: scales (u8); u
 constexpr int V_CODES = 0;  // within the V part
 constexpr int V_META = CODE_BYTES;
 constexpr int V_META2 = V_META + (LOG4 ? V_ROWS * HEAD_DIM * 2 : PAGE_SIZE * 2);
-
-template <int N> struct Words { u32 w[N]; };
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
-    u32 r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
-    return r;
-}
-
-// (a & b) | c in one instruction.
-__device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) {
-    u32 r;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-    return r;
-}
-
-__device__ __forceinline__ u32 half2_add(u32 a, u32 b) {
-    u32 r;
-    asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-
-__device__ __forceinline__ u32 half2_mul(u32 a, u32 b) {
-    u32 r;
-    asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-
-__device__ __forceinline__ u32 half2_fma(u32 a, u32 b, u32 c) {
-    u32 r;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-    return r;
-}
-
-__device__ __forceinline__ u32 to_half2(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
-__device__ __forceinline__ u32 to_bf162(float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
-__device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-__device__ __forceinline__ float half_to_float(u16 x) {
-    float r;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
-    return r;
-}
-
-__device__ __forceinline__ float exp2_approx(float x) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
-__device__ __forceinline__ u32 transposed(u32 x) {
-    u32 r;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
-    return r;
-}
-
-__device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// All 16 rows of the left operand are alike: columns 2t, 2t+1 in `low`, 2t+8, 2t+9 in `high`.
-__device__ __forceinline__ void mma_row_bf16(float (&c)[4], u32 low, u32 high, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%4,%5,%5}, "
-        "{%6,%7}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(low), "r"(high), "r"(b0), "r"(b1));
-}
 
 // The 8 codes of a word as the left operand of one 16 x 16 tile.
 __device__ __forceinline__ void unpack(u32 word, u32 (&a)[4]) {
@@ -147,41 +56,6 @@ __device__ __forceinline__ void unpack(u32 word, u32 (&a)[4]) {
     a[2] = half2_add(and_or(upper, 0x000f000fu, 0x64006400u), 0xe400e400u);
     a[3] = half2_fma(and_or(upper, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd400d400u);
 #endif
-}
-
-template <int N>
-__device__ __forceinline__ Words<N> load_shared(const u8* p) {
-    Words<N> r;
-    if constexpr (N == 4) {
-        uint4 v = *reinterpret_cast<const uint4*>(p);
-        r.w[0] = v.x; r.w[1] = v.y; r.w[2] = v.z; r.w[3] = v.w;
-    } else if constexpr (N == 2) {
-        uint2 v = *reinterpret_cast<const uint2*>(p);
-        r.w[0] = v.x; r.w[1] = v.y;
-    } else {
-        r.w[0] = *reinterpret_cast<const u32*>(p);
-    }
-    return r;
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "WAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-// Called by one lane.
-__device__ __forceinline__ void fetch(u32 target, const u8* source, u32 bytes, u32 barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // State of one warp over the pages of one request and KV head.
@@ -479,25 +353,6 @@ __device__ __forceinline__ void weigh_page(
 #endif
         }
     }
-}
-
-__device__ __forceinline__ void store_output(void* out, i64 index, float x) {
-#if Q_BF16
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-#else
-    u16 bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-#endif
-    reinterpret_cast<u16*>(out)[index] = bits;
-}
-
-__device__ __forceinline__ i64 first_unit(i64 total, int worker, int workers) {
-    return total * worker / workers;
-}
-
-__device__ __forceinline__ int worker_of(i64 unit, i64 total, int workers) {
-    return (int)(((unit + 1) * workers - 1) / total);
 }
 
 // The largest b with indptr[b] <= page, found by the whole warp.
