@@ -29,12 +29,12 @@ from kvspec_kernels.ops.attention import (  # noqa: E402
     VerifyAttention,
     workspace_nbytes,
 )
-from kvspec_kernels.testing import (  # noqa: E402
+from kvspec_kernels.testing.cases import (  # noqa: E402
     POISON_BYTE,
     AttentionCase,
-    assert_attention,
     results_for,
 )
+from kvspec_kernels.testing.comparison import assert_attention  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

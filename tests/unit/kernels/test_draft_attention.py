@@ -7,7 +7,8 @@ import torch
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.ops.attention import DraftAttention, Tail, workspace_nbytes
-from kvspec_kernels.testing import assert_attention, make_case, results_for
+from kvspec_kernels.testing.cases import make_case, results_for
+from kvspec_kernels.testing.comparison import assert_attention
 
 SETTINGS = {"log4": Log4Settings.for_page, "uniform4": Uniform4Settings.for_page}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
