@@ -9,7 +9,10 @@ import triton.language as tl
 
 from kvspec_kernels.jit.pages import load_encoded, load_exact, load_rows
 from kvspec_kernels.jit.rounding import rounded
-from kvspec_kernels.jit.work_items import num_units, split_batch
+from kvspec_kernels.jit.work_items import find_item, split_batch
+
+# Kernels are not compiled anew for another batch.
+SIZES = ("batch_size", "num_items", "num_rows")
 
 
 @triton.jit
@@ -29,7 +32,7 @@ def _attend(
     return acc, new_top, total * shrink + tl.sum(weights, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_kernel(
     q_ptr,
     anchors_ptr,
@@ -49,6 +52,7 @@ def attention_kernel(
     partial_lse_ptr,
     batch_size,
     num_items,
+    num_rows,
     scale_log2,
     stride_q_token,
     stride_q_head,
@@ -81,14 +85,13 @@ def attention_kernel(
     DTYPE: tl.constexpr,
     FINITE_MAX: tl.constexpr,
     INTERPRET: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """One work item, KV head and block of BLOCK_M rows (query tokens times query heads of the
-    KV head) into partial_out [num_items, NUM_KV_HEADS, NUM_ROWS, HEAD_DIM] fp32 and partial_lse.
+    KV head) into partial_out [num_items, NUM_KV_HEADS, num_rows, HEAD_DIM] fp32 and partial_lse.
 
     Pointers to the tail and to qo_indptr may be None: no tail, one query token a request.
     """
@@ -96,7 +99,8 @@ def attention_kernel(
     pid_head = tl.program_id(1)
     pid_block = tl.program_id(2)
 
-    item_units, items = split_batch(
+    request, unit_begin, unit_end, past_len, tail_len, past_units = find_item(
+        pid_item,
         batch_size,
         num_items,
         indptr_ptr,
@@ -106,22 +110,8 @@ def attention_kernel(
         BLOCK_N=BLOCK_N,
         BLOCK_B=BLOCK_B,
     )
-    request = tl.sum((tl.cumsum(items, axis=0) <= pid_item).to(tl.int32), axis=0)
     if request >= batch_size:
         return
-    first_item = tl.sum(tl.where(tl.arange(0, BLOCK_B) < request, items, 0), axis=0)
-    past_len, tail_len, past_units, tail_units = num_units(
-        request,
-        request < batch_size,
-        indptr_ptr,
-        last_page_len_ptr,
-        tail_lens_ptr,
-        PAGE_SIZE,
-        BLOCK_N,
-    )
-    unit_begin = (pid_item - first_item) * item_units
-    unit_end = tl.minimum(unit_begin + item_units, past_units + tail_units)
-
     q_begin = request
     q_len = 1
     if qo_indptr_ptr is not None:
@@ -232,7 +222,7 @@ def attention_kernel(
     nothing = total == 0.0
     divisor = tl.where(nothing, 1.0, total)
     lse = tl.where(nothing, float("-inf"), top + tl.log2(divisor))
-    row = (pid_item.to(tl.int64) * NUM_KV_HEADS + pid_head) * NUM_ROWS + offs_m
+    row = (pid_item.to(tl.int64) * NUM_KV_HEADS + pid_head) * num_rows + offs_m
     tl.store(partial_lse_ptr + row, lse, mask=mask_m)
     tl.store(
         partial_out_ptr + row[:, None] * HEAD_DIM + offs_d[None, :],
@@ -241,7 +231,7 @@ def attention_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def merge_kernel(
     partial_out_ptr,
     partial_lse_ptr,
@@ -253,6 +243,7 @@ def merge_kernel(
     tail_lens_ptr,
     batch_size,
     num_items,
+    num_rows,
     stride_out_token,
     stride_out_head,
     stride_lse_token,
@@ -263,7 +254,6 @@ def merge_kernel(
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -307,7 +297,7 @@ def merge_kernel(
     for begin in range(first_item, end_item, BLOCK_S):
         offs_s = begin + tl.arange(0, BLOCK_S)
         mask_s = offs_s < end_item
-        row = (offs_s.to(tl.int64) * NUM_KV_HEADS + pid_head) * NUM_ROWS
+        row = (offs_s.to(tl.int64) * NUM_KV_HEADS + pid_head) * num_rows
         row = row[:, None] + offs_row[None, :]
         lse = tl.load(
             partial_lse_ptr + row, mask=mask_s[:, None] & mask_g[None, :], other=float("-inf")

@@ -54,10 +54,52 @@ def split_batch(
         indptr_ptr,
         last_page_len_ptr,
         tail_lens_ptr,
-        PAGE_SIZE,
-        BLOCK_N,
+        PAGE_SIZE=PAGE_SIZE,
+        BLOCK_N=BLOCK_N,
     )
     units = past_units + tail_units
     spread = num_items - batch_size
     item_units = tl.maximum((tl.sum(units, axis=0) + spread - 1) // spread, 1)
     return item_units, (units + item_units - 1) // item_units
+
+
+@triton.jit
+def find_item(
+    item,
+    batch_size,
+    num_items,
+    indptr_ptr,
+    last_page_len_ptr,
+    tail_lens_ptr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """(request, first unit, end of units, past_len, tail_len, units of the past) of an item. The
+    request is batch_size where there are fewer items; the rest then means
+    nothing."""
+    item_units, items = split_batch(
+        batch_size,
+        num_items,
+        indptr_ptr,
+        last_page_len_ptr,
+        tail_lens_ptr,
+        PAGE_SIZE=PAGE_SIZE,
+        BLOCK_N=BLOCK_N,
+        BLOCK_B=BLOCK_B,
+    )
+    request = tl.sum((tl.cumsum(items, axis=0) <= item).to(tl.int32), axis=0)
+    request = tl.minimum(request, batch_size)
+    first_item = tl.sum(tl.where(tl.arange(0, BLOCK_B) < request, items, 0), axis=0)
+    past_len, tail_len, past_units, tail_units = num_units(
+        request,
+        request < batch_size,
+        indptr_ptr,
+        last_page_len_ptr,
+        tail_lens_ptr,
+        PAGE_SIZE=PAGE_SIZE,
+        BLOCK_N=BLOCK_N,
+    )
+    begin = (item - first_item) * item_units
+    end = tl.minimum(begin + item_units, past_units + tail_units)
+    return request, begin, end, past_len, tail_len, past_units
