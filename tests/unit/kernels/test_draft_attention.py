@@ -86,6 +86,7 @@ def test_any_number_of_splits(num_sms, check, device):
     [
         (96, Log4Settings(k_chunk=16, v_chunk=48)),
         (64, Log4Settings(k_chunk=64, v_chunk=32, alpha=2.0, levels="corner", centre="mean")),
+        (64, Log4Settings(alpha=0.25, levels="interval")),
         (64, Uniform4Settings(k_group=32)),
         (128, Uniform4Settings(k_group=128)),
     ],
