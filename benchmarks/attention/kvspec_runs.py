@@ -9,6 +9,7 @@ import torch
 from attention.shapes import HEAD_DIM, KV_HEADS, PAGE_SIZE, QO_HEADS, Shape
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout, residual_layout
 from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, workspace_nbytes
+from kvspec_kernels.ops.attention_plan import Source
 from kvspec_kernels.reference import log4, uniform4
 
 Settings = Log4Settings | Uniform4Settings
@@ -78,7 +79,7 @@ def verify_calls(settings: Settings, shape: Shape, num_new: int) -> list[Callabl
     tail = Tail(window[0], window[1], steps, steps[:-1].contiguous(), lens)
     q = torch.randn(shape.batch * num_new, QO_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    workspace = _workspace(settings, shape, num_new)
+    workspace = _workspace(settings, shape, num_new, "int8")
 
     def call_on(indices: torch.Tensor) -> Callable[[], object]:
         wrapper = VerifyAttention(workspace)
@@ -99,7 +100,9 @@ def verify_calls(settings: Settings, shape: Shape, num_new: int) -> list[Callabl
     return [call_on(indices) for indices in lists]
 
 
-def _workspace(settings: Settings, shape: Shape, max_qo_len: int) -> torch.Tensor:
+def _workspace(
+    settings: Settings, shape: Shape, max_qo_len: int, source: Source = "anchor"
+) -> torch.Tensor:
     nbytes = workspace_nbytes(
         batch_size=shape.batch,
         num_qo_heads=QO_HEADS,
@@ -108,6 +111,7 @@ def _workspace(settings: Settings, shape: Shape, max_qo_len: int) -> torch.Tenso
         page_size=PAGE_SIZE,
         settings=settings,
         device=torch.device("cuda"),
+        source=source,
         max_qo_len=max_qo_len,
     )
     return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")

@@ -50,6 +50,7 @@ def supported(shape: DraftShape, device: torch.device) -> bool:
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (9, 0)
         and shape.head_dim in HEAD_DIMS
+        and shape.page_size % 32 == 0
         and 1 <= group <= MAX_GROUP
         and shape.q_dtype in (torch.bfloat16, torch.float16)
         and getattr(shape.settings, "levels", "linear") == "linear"
@@ -72,7 +73,7 @@ class DraftKernel:
     def workspace_bytes(self, batch: int) -> int:
         """Counters of the arrived parts, which must be zero before the first run and are left so,
         then partial outputs and states: two for each block."""
-        return self._counter_bytes(batch) + self._part_bytes(self.shape.head_dim + 2)
+        return self.counter_bytes(batch) + self._part_bytes(self.shape.head_dim + 2)
 
     def run(
         self,
@@ -93,7 +94,7 @@ class DraftKernel:
         indptr [batch + 1], indices, last_page_len [batch] int32 on the device.
         """
         shape, batch = self.shape, len(indptr) - 1
-        out_from = self._counter_bytes(batch)
+        out_from = self.counter_bytes(batch)
         stat_from = out_from + self._part_bytes(shape.head_dim)
         self._draft.launch(
             self.grid,
@@ -119,7 +120,8 @@ class DraftKernel:
             self._plan.shared_bytes,
         )
 
-    def _counter_bytes(self, batch: int) -> int:
+    def counter_bytes(self, batch: int) -> int:
+        """Bytes at the start of the workspace that must be zero before the first run."""
         return -(-batch * self.shape.num_kv_heads * self.shape.head_split * 4 // 16) * 16
 
     def _part_bytes(self, values: int) -> int:

@@ -34,7 +34,7 @@ def compile_cubin(
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
         raise CudaError(f"{source} did not compile:\n{log.decode()}")
-    code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     _checked(nvrtc.nvrtcDestroyProgram(program))
     return code

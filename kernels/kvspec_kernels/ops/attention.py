@@ -15,12 +15,13 @@ nor waits for the device. Layout NHD; log-sum-exps to base 2, as `flashinfer.mer
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
 from kvspec_kernels.formats import Log4Settings, Target, Uniform4Settings
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
+from kvspec_kernels.ops.cuda_attention import CudaAttention
 from kvspec_kernels.ops.triton_attention import TritonAttention
 
 __all__ = ["DraftAttention", "Tail", "VerifyAttention", "workspace_nbytes"]
@@ -46,16 +47,11 @@ class BackendAttention(Protocol):
     ) -> None: ...
 
 
-def _backend_class(backend: Backend) -> type[BackendAttention]:
+def _backend_class(backend: Backend, plan: AttentionPlan) -> type[BackendAttention]:
     """The one place where a back end is chosen."""
-    if backend in ("auto", "triton"):
-        return TritonAttention
-    if backend == "cuda":
-        raise NotImplementedError(
-            "backend 'cuda', kvspec_kernels.jit.cuda_attention, is not connected to the wrappers "
-            "yet; use 'triton' or 'auto'"
-        )
-    raise ValueError(f"backend must be auto, cuda or triton, got {backend!r}")
+    if backend == "auto":
+        return CudaAttention if CudaAttention.covers(plan) else TritonAttention
+    return CudaAttention if backend == "cuda" else TritonAttention
 
 
 def workspace_nbytes(
@@ -67,11 +63,14 @@ def workspace_nbytes(
     page_size: int,
     settings: Log4Settings | Uniform4Settings,
     device: torch.device,
+    q_dtype: torch.dtype = torch.bfloat16,
+    source: Source = "anchor",
     max_qo_len: int = 1,
     num_sms: int | None = None,
     backend: Backend = "auto",
 ) -> int:
-    """Bytes of workspace that a plan of these sizes needs. Lengths do not matter."""
+    """Bytes of workspace that a plan of these sizes needs; lengths do not matter. source: what the
+    queries attend to, "anchor" for DraftAttention, VerifyAttention's target otherwise."""
     index = torch.empty(batch_size + 1, dtype=torch.int32, device=device)
     plan = _make_plan(
         index,
@@ -82,12 +81,12 @@ def workspace_nbytes(
         head_dim,
         page_size,
         settings=settings,
-        source="anchor",
-        q_dtype=torch.bfloat16,
+        source=source,
+        q_dtype=q_dtype,
         max_qo_len=max_qo_len,
         num_sms=num_sms,
     )
-    return _backend_class(backend).workspace_nbytes(plan)
+    return _backend_class(backend, plan).workspace_nbytes(plan)
 
 
 class _Attention:
@@ -104,7 +103,9 @@ class _Attention:
         if workspace.data_ptr() % 16:
             raise ValueError("workspace must start at a multiple of 16 bytes")
         self._workspace = workspace
-        self._backend = _backend_class(backend)
+        if backend not in get_args(Backend):
+            raise ValueError(f"backend must be auto, cuda or triton, got {backend!r}")
+        self._backend = backend
         self._plan: AttentionPlan | None = None
         self._ready: BackendAttention | None = None
 
@@ -113,13 +114,14 @@ class _Attention:
             raise ValueError(
                 f"indptr must be on {self._workspace.device}, like the workspace, got {plan.device}"
             )
-        needed = self._backend.workspace_nbytes(plan)
+        chosen = _backend_class(self._backend, plan)
+        needed = chosen.workspace_nbytes(plan)
         if len(self._workspace) < needed:
             raise ValueError(
                 f"workspace must have at least {needed} bytes, got {len(self._workspace)}"
             )
         self._plan = plan
-        self._ready = self._backend(plan, self._workspace)
+        self._ready = chosen(plan, self._workspace)
 
     def _run(
         self,

@@ -29,6 +29,8 @@ from kvspec_kernels.ops.attention import (  # noqa: E402
     VerifyAttention,
     workspace_nbytes,
 )
+from kvspec_kernels.ops.attention_plan import AttentionPlan  # noqa: E402
+from kvspec_kernels.ops.cuda_attention import CudaAttention  # noqa: E402
 from kvspec_kernels.testing.cases import (  # noqa: E402
     POISON_BYTE,
     AttentionCase,
@@ -60,12 +62,29 @@ def device() -> torch.device:
 
 
 @pytest.fixture(params=["triton", "cuda"] if HAS_CUDA else ["triton"])
-def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    try:
-        DraftAttention(torch.empty(16, dtype=torch.uint8, device=device), request.param)
-    except NotImplementedError as missing:
-        pytest.skip(str(missing))
+def backend(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+def plan_of(case: AttentionCase, device: torch.device) -> AttentionPlan:
+    """What the wrappers would plan for a case."""
+    verify = case.source != "anchor"
+    return AttentionPlan(
+        indptr=case.indptr,
+        indices=case.indices,
+        last_page_len=case.last_page_len,
+        qo_indptr=case.qo_indptr if verify else None,
+        num_qo_heads=case.q.shape[1],
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.q.shape[2],
+        page_size=case.page_size,
+        settings=case.settings,
+        source=case.source,
+        q_dtype=case.q.dtype,
+        sm_scale=1.0,
+        max_qo_len=max(1, *case.qo_indptr.diff().tolist()) if verify else 1,
+        num_sms=1,
+    )
 
 
 Run = Callable[[torch.Tensor, torch.Tensor], None]
@@ -88,8 +107,16 @@ def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
             "num_sms": options.pop("num_sms", None),
         }
         max_qo_len = {"max_qo_len": max(1, *q_lens)} if verify else {}
+        if backend == "cuda" and not CudaAttention.covers(plan_of(case, device)):
+            pytest.skip("not a case of the CUDA back end")
         nbytes = workspace_nbytes(
-            batch_size=len(q_lens), device=device, backend=backend, **sizes, **max_qo_len
+            batch_size=len(q_lens),
+            q_dtype=case.q.dtype,
+            source=case.source,
+            device=device,
+            backend=backend,
+            **sizes,
+            **max_qo_len,
         )
         memory = torch.full((nbytes,), POISON_BYTE, dtype=torch.uint8, device=device)
         attention = (VerifyAttention if verify else DraftAttention)(memory, backend)

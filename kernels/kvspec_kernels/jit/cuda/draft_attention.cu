@@ -7,7 +7,8 @@
 // operands, unpacked in registers, and the 8 columns are the query heads of one KV head.
 //   log4:     K = centre + scale L[code]: scale is folded into Q, q . centre is a matrix product of
 //             its own; V = centre + scale L[code] per channel: folded in once a page.
-//   uniform4: K = u s + z likewise; V = u s + z per token: s folded into P, sum of P z kept apart.
+//   uniform4: K = (u - 8) s + (z + 8 s) likewise; V so per token: s is folded into P, and the sum of
+//   P (z + 8 s) kept apart.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4 Q_BF16 WARPS
 // HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES and, for log4, TOP.
@@ -48,13 +49,13 @@ __device__ __forceinline__ void unpack(u32 word, u32 (&a)[4]) {
     a[2] = and_or(rotated, 0x80708070u, 0x00010001u);
     a[3] = and_or(rotated << 4, 0x80708070u, 0x00010001u);
 #else
-    // 0x6400 is 1024 in fp16: a nibble in the low mantissa bits adds its value, one in the next
-    // four bits 16 times its value.
+    // Codes minus 8, so that roundings of what they are weighed with cancel. 0x6400 is 1024 in
+    // fp16: a nibble in the low mantissa bits adds its value, one in the next four bits 16 times it.
     u32 upper = word >> 8;
-    a[0] = half2_add(and_or(word, 0x000f000fu, 0x64006400u), 0xe400e400u);
-    a[1] = half2_fma(and_or(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd400d400u);
-    a[2] = half2_add(and_or(upper, 0x000f000fu, 0x64006400u), 0xe400e400u);
-    a[3] = half2_fma(and_or(upper, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd400d400u);
+    a[0] = half2_add(and_or(word, 0x000f000fu, 0x64006400u), 0xe408e408u);
+    a[1] = half2_fma(and_or(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u);
+    a[2] = half2_add(and_or(upper, 0x000f000fu, 0x64006400u), 0xe408e408u);
+    a[3] = half2_fma(and_or(upper, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u);
 #endif
 }
 
@@ -66,7 +67,7 @@ struct State {
     float zero[COLUMN_TILES][2];
 };
 
-// Query fragments in shared memory, for each column tile, channel tile and lane: bf16 as they are,
+// Query fragments in shared memory, for each column tile, channel tile and lane: as they are,
 // then fp16 times sm_scale * log2(e).
 __device__ __forceinline__ void load_query(
     uint4* query, const u16* q, i64 head_stride, float scale_log2) {
@@ -80,12 +81,11 @@ __device__ __forceinline__ void load_query(
             if (row < GROUP)
                 pair = *reinterpret_cast<const u32*>(
                     q + row * head_stride + tile * 16 + half * 8 + 2 * (lane & 3));
+            raw[half] = pair;
 #if Q_BF16
             float low = low_bf16(pair), high = high_bf16(pair);
-            raw[half] = pair;
 #else
             float low = half_to_float((u16)pair), high = half_to_float((u16)(pair >> 16));
-            raw[half] = to_bf162(low, high);
 #endif
             scaled[half] = to_half2(low * scale_log2, high * scale_log2);
         }
@@ -133,7 +133,11 @@ __device__ __forceinline__ void score_page(
 #pragma unroll
                 for (int column = 0; column < COLUMN_TILES; ++column) {
                     uint4 b = query[(column * CHANNEL_TILES + tile + i) * 32 + lane];
-                    mma_row_bf16(shift[column], offset.w[2 * i], offset.w[2 * i + 1], b.x, b.y);
+                    mma_row(shift[column], offset.w[2 * i], offset.w[2 * i + 1], b.x, b.y);
+#if !LOG4
+                    mma_row(shift[column], times_8(scale.w[2 * i]), times_8(scale.w[2 * i + 1]),
+                            b.x, b.y);
+#endif
                     folded[column][tile + i][0] = half2_mul(low, b.z);
                     folded[column][tile + i][1] = half2_mul(high, b.w);
                 }
@@ -249,7 +253,8 @@ __device__ __forceinline__ void weigh_page(
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             float scale0 = low_bf16(scale.w[k]), scale1 = high_bf16(scale.w[k]);
-            float zero0 = low_bf16(zero.w[k]), zero1 = high_bf16(zero.w[k]);
+            float zero0 = low_bf16(zero.w[k]) + 8.0f * scale0;
+            float zero1 = high_bf16(zero.w[k]) + 8.0f * scale1;
 #pragma unroll
             for (int column = 0; column < COLUMN_TILES; ++column) {
                 float* s = scores[column][row + k];
