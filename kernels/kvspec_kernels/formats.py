@@ -40,9 +40,9 @@ In a log4 anchor, code 2 r + h has its sign (1: negative) in bit 15 - 4 r + 16 h
 magnitude in the three bits from bit (4 - 4 r + 16 h) mod 32 on. Rotated left by 4 r and masked,
 both halves of the word hold a sign and a magnitude where an fp16 number has its sign and low bits;
 with one more bit set they are the denormals +-(16 m + 1) * 2^-24: the value but for its scale.
-log4 corrections are two's complement, code i in nibble i. In uniform4, anchor and correction alike,
-the even codes 0, 2, 4, 6 are in nibbles 0 to 3 and the odd ones in nibbles 4 to 7: one mask leaves
-the two halves of a register. Anchor nibbles are unsigned, corrections two's complement.
+Elsewhere - uniform4's anchors, both codecs' corrections - the even codes 0, 2, 4, 6 are in nibbles
+0 to 3 and the odd ones in nibbles 4 to 7: one mask leaves the two halves of a register. uniform4's
+anchor nibbles are unsigned, corrections two's complement.
 
 Metadata lies in lane order too. Where a lane meets it by column (K per channel) it is stored as
 [t][tile of the row][columns 2t, 2t+1, 2t+8, 2t+9]; where by row (V per channel in log4; V per token
@@ -90,7 +90,7 @@ class Log4Settings:
     """Parameters of the log codec (Lynx, Algorithm 1); all but `centre` also shape the decoder.
 
     k_chunk, v_chunk: tokens that share one centre and scale per channel; must divide the page.
-    alpha: curvature of the companding law, > 0; towards 0 the law becomes linear.
+    alpha: curvature of the companding law; at 0, its limit, the law is linear.
     top: integer that the largest magnitude of a chunk maps to, 105..120.
     centre: what the encoder subtracts before it takes magnitudes.
     levels: what an anchor magnitude m decodes to: (16 m + 1) / top, which fits a `linear` law
@@ -101,15 +101,15 @@ class Log4Settings:
 
     k_chunk: int = 32
     v_chunk: int = 64
-    alpha: float = 0.01
+    alpha: float = 0.0
     top: int = 118
     centre: Centre = "midrange"
     levels: Levels = "linear"
     last_level: float = 0.7
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < math.inf:
-            raise FormatError(f"alpha must be positive and finite, got {self.alpha}")
+        if not 0 <= self.alpha < math.inf:
+            raise FormatError(f"alpha must be at least 0 and finite, got {self.alpha}")
         # 121 and more need a fourth magnitude bit, 104 and less leave the eighth level unused.
         if not 105 <= self.top <= 120:
             raise FormatError(f"top must be an integer from 105 to 120, got {self.top}")

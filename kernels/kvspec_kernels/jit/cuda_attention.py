@@ -21,8 +21,8 @@ MAX_GROUP = 16
 
 
 @dataclass(frozen=True)
-class DraftShape:
-    """What a draft kernel is compiled for."""
+class AttentionShape:
+    """What a kernel is compiled for."""
 
     settings: Log4Settings | Uniform4Settings
     page_size: int
@@ -43,14 +43,13 @@ class DraftShape:
         return 2 if self.head_dim > 128 and group > 8 and group % 2 == 0 else 1
 
 
-def supported(shape: DraftShape, device: torch.device) -> bool:
-    """Whether the CUDA back end covers this case; bulk copies need compute capability 9.0."""
+def supported(shape: AttentionShape, device: torch.device) -> bool:
+    """Whether the CUDA back end covers this shape; bulk copies need compute capability 9.0."""
     group = shape.num_qo_heads // shape.num_kv_heads
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (9, 0)
         and shape.head_dim in HEAD_DIMS
-        and shape.page_size % 32 == 0
         and 1 <= group <= MAX_GROUP
         and shape.q_dtype in (torch.bfloat16, torch.float16)
         and getattr(shape.settings, "levels", "linear") == "linear"
@@ -60,7 +59,7 @@ def supported(shape: DraftShape, device: torch.device) -> bool:
 class DraftKernel:
     """Draft attention of one shape on one device. Holds no state besides the compiled code."""
 
-    def __init__(self, shape: DraftShape, device: torch.device) -> None:
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self.shape = shape
         self._plan = occupancy(shape)
         (self._draft,) = nvrtc.load(
@@ -129,36 +128,40 @@ class DraftKernel:
 
 
 @functools.lru_cache(maxsize=64)
-def draft_kernel(shape: DraftShape, device: torch.device) -> DraftKernel:
+def draft_kernel(shape: AttentionShape, device: torch.device) -> DraftKernel:
     """The kernel of a shape, compiled once a process and device."""
     return DraftKernel(shape, device)
 
 
-def draft_defines(shape: DraftShape) -> dict[str, int | str]:
+def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
     """The constants that cuda/draft_attention.cu is compiled with."""
-    layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     plan = occupancy(shape)
-    k_bytes = layout["v_codes"].offset
-    is_log = isinstance(shape.settings, Log4Settings)
-    defines: dict[str, int | str] = {
-        "HEAD_DIM": shape.head_dim,
-        "PAGE_SIZE": shape.page_size,
+    return record_defines(shape) | {
         "GROUP": shape.group,
         "HEAD_SPLIT": shape.head_split,
-        "LOG4": int(is_log),
-        "Q_BF16": int(shape.q_dtype == torch.bfloat16),
         "WARPS": plan.warps,
         "HALVES": plan.halves,
         "BLOCKS": plan.blocks,
+    }
+
+
+def record_defines(shape: AttentionShape) -> dict[str, int | str]:
+    """What both kernels know of a record."""
+    layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
+    k_bytes = layout["v_codes"].offset
+    is_log = isinstance(shape.settings, Log4Settings)
+    return {
+        "HEAD_DIM": shape.head_dim,
+        "PAGE_SIZE": shape.page_size,
+        "LOG4": int(is_log),
+        "Q_BF16": int(shape.q_dtype == torch.bfloat16),
         "K_BYTES": k_bytes,
         "V_BYTES": layout.nbytes - k_bytes,
         "RECORD_BYTES": layout.nbytes,
         "K_ROWS": layout["k_centre" if is_log else "k_scale"].shape[0],
         "V_ROWS": layout["v_centre"].shape[0] if is_log else 1,
+        "TOP": shape.settings.top if isinstance(shape.settings, Log4Settings) else 1,
     }
-    if isinstance(shape.settings, Log4Settings):
-        defines["TOP"] = shape.settings.top
-    return defines
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ class Occupancy:
     shared_bytes: int
 
 
-def occupancy(shape: DraftShape) -> Occupancy:
+def occupancy(shape: AttentionShape) -> Occupancy:
     """As many warps as registers and shared memory allow."""
     columns = -(-shape.group // 8)
     # Output, folded query, scores and probabilities, and what the rest was seen to take.
@@ -189,7 +192,7 @@ def occupancy(shape: DraftShape) -> Occupancy:
     raise nvrtc.CudaError(f"pages of {shape.page_size} tokens do not fit shared memory")
 
 
-def shared_bytes(shape: DraftShape, warps: int, halves: int) -> int:
+def shared_bytes(shape: AttentionShape, warps: int, halves: int) -> int:
     """Shared memory of a block: query, rings with a barrier each half, and scratch."""
     layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     k_bytes = layout["v_codes"].offset

@@ -48,7 +48,9 @@ def decode_log4(
     if REFINED:
         words_ptr = (residual_ptr + CORRECTIONS).to(tl.pointer_type(tl.int32))
         corrections = tl.load(words_ptr + word, mask=mask_channels, other=0)
-        index |= (corrections >> (code << 2) & 15) << 4
+        # Even codes fill nibbles 0 to 3, odd ones 4 to 7.
+        nibble = (code >> 1) + ((code & 1) << 2)
+        index |= (corrections >> (nibble << 2) & 15) << 4
     value = tl.load(table_ptr + index)
     base = tl.load(anchor_ptr.to(tl.pointer_type(tl.int16)) + PART).to(tl.int32)
     offset = tl.load(anchor_ptr + SCALE + place, mask=mask_channels, other=0).to(tl.int32)

@@ -60,6 +60,8 @@ def tables(settings: Log4Settings, device: torch.device) -> Tables:
 def expand(integer: float, settings: Log4Settings) -> float:
     """Inverse of the law: the magnitude in units of the scale that maps to `integer`."""
     a = settings.alpha
+    if a == 0:
+        return integer / settings.top
     return math.expm1(integer / settings.top * math.log1p(a)) / a
 
 

@@ -238,6 +238,17 @@ __device__ __forceinline__ void softmax_page(
                 scores[column][row][i] = exp2_approx(scores[column][row][i] - state.max[column][i & 1]);
 }
 
+// Zeroes V's scales and zeros of tokens that are not there: they may be NaN.
+__device__ __forceinline__ void clear_tokens(u8* page, int valid, int lane) {
+    for (int i = valid + lane; i < PAGE_SIZE; i += 32) {
+        int at = (i % 8 * TOKEN_TILES + i / 16) * 4 + i / 8 % 2 * 2;
+        *reinterpret_cast<u16*>(page + V_META + at) = 0;
+        *reinterpret_cast<u16*>(page + V_META2 + at) = 0;
+    }
+    asm volatile("fence.proxy.async;" ::: "memory");
+    __syncwarp();
+}
+
 __device__ __forceinline__ void weigh_page(
     State& state, float (&scores)[COLUMN_TILES][TOKEN_TILES][4], const u8* page, int base, int lane) {
     int g = lane >> 2;
@@ -478,10 +489,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         // The n-th part of this request that the warp reads: K or V of a page.
         auto fetch_part = [&](int n, int id) {
             u32 slot = (sequence + n) % HALVES;
-            if (lane == 0)
-                fetch(shared_address(ring) + slot * HALF_BYTES,
-                      records + id * page_stride + (n & 1 ? K_BYTES : 0), n & 1 ? V_BYTES : K_BYTES,
-                      barrier + 8 * slot);
+            if (lane == 0) {
+                expect(barrier + 8 * slot, n & 1 ? V_BYTES : K_BYTES);
+                copy_bulk(shared_address(ring) + slot * HALF_BYTES,
+                          records + id * page_stride + (n & 1 ? K_BYTES : 0),
+                          n & 1 ? V_BYTES : K_BYTES, barrier + 8 * slot);
+            }
         };
         auto page_of = [&](int n) { return warp + (n >> 1) * WARPS; };
 #pragma unroll
@@ -519,6 +532,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
             softmax_page(state, scores, i + 1 == count ? tail : PAGE_SIZE, lane);
             part = ring + (sequence + n + 1) % HALVES * HALF_BYTES;
             barrier_wait(barrier + (sequence + n + 1) % HALVES * 8, (sequence + n + 1) / HALVES & 1);
+            if (!LOG4 && i + 1 == count && tail < PAGE_SIZE)
+                clear_tokens(ring + (sequence + n + 1) % HALVES * HALF_BYTES, tail, lane);
             weigh_page(state, scores, part, v_base, lane);
             __syncwarp();
             if (page_of(n + 1 + HALVES) < count) fetch_part(n + 1 + HALVES, next[1]);

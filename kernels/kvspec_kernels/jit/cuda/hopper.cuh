@@ -131,10 +131,13 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Called by one lane.
-__device__ __forceinline__ void fetch(u32 target, const u8* source, u32 bytes, u32 barrier) {
+// Announces bytes to a barrier; it opens when they have come. Called by one lane, as is copy_bulk.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
+}
+
+__device__ __forceinline__ void copy_bulk(u32 target, const u8* source, u32 bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
@@ -151,6 +154,7 @@ __device__ __forceinline__ void store_output(void* out, i64 index, float x) {
     reinterpret_cast<u16*>(out)[index] = bits;
 }
 
+// `total` units of work are cut into equal runs: the first of a worker, and the worker of a unit.
 __device__ __forceinline__ i64 first_unit(i64 total, int worker, int workers) {
     return total * worker / workers;
 }
