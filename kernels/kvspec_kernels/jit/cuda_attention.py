@@ -52,8 +52,16 @@ def supported(shape: AttentionShape, device: torch.device) -> bool:
         and shape.head_dim in HEAD_DIMS
         and 1 <= group <= MAX_GROUP
         and shape.q_dtype in (torch.bfloat16, torch.float16)
-        and getattr(shape.settings, "levels", "linear") == "linear"
+        and _whole_steps(shape.settings)
     )
+
+
+def _whole_steps(settings: Log4Settings | Uniform4Settings) -> bool:
+    """Whether metadata changes between pairs of 16 tokens only, and values need no table."""
+    if isinstance(settings, Uniform4Settings):
+        return settings.k_group % 32 == 0
+    chunks = (settings.k_chunk, settings.v_chunk)
+    return settings.levels == "linear" and all(chunk % 32 == 0 for chunk in chunks)
 
 
 class DraftKernel:

@@ -29,10 +29,13 @@ BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 2}
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
     """Whether the CUDA back end covers this shape: whole steps of 64 tokens and channels, and for
     log4 the linear law, whose 8-bit codes are proportional to values."""
-    linear = not isinstance(shape.settings, Log4Settings) or shape.settings.alpha == 0
+    settings = shape.settings
     return (
         supported(shape, device)
-        and linear
+        and (
+            not isinstance(settings, Log4Settings)
+            or (settings.alpha == 0 and settings.v_chunk % 64 == 0)
+        )
         and shape.page_size % 64 == 0
         and shape.head_dim % 64 == 0
         and batch <= MAX_BATCH

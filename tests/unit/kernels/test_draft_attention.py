@@ -168,7 +168,7 @@ def test_plans_that_are_refused(changes, message, device):
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in changes.items()
     }
-    attention = DraftAttention(torch.empty(1 << 20, dtype=torch.uint8, device=device))
+    attention = DraftAttention(torch.empty(1 << 26, dtype=torch.uint8, device=device))
     attention.plan(**options)
     with pytest.raises(ValueError, match=message):
         attention.plan(**(options | changes))
@@ -200,7 +200,7 @@ def test_plans_that_are_refused(changes, message, device):
 )
 def test_tensors_that_are_refused(name, value, message, device):
     case = make_case([70, 0, 13], **options_of(SHAPES[0], device))
-    attention = DraftAttention(torch.empty(1 << 20, dtype=torch.uint8, device=device))
+    attention = DraftAttention(torch.empty(1 << 26, dtype=torch.uint8, device=device))
     attention.plan(
         case.indptr,
         case.indices,
