@@ -190,10 +190,11 @@ def occupancy(shape: AttentionShape) -> Occupancy:
         shape.head_dim // 4 + shape.head_dim // 8 + shape.page_size * 3 // 8
     )
     by_registers = MULTIPROCESSOR_REGISTERS // (32 * (-(-min(registers, 255) // 8) * 8))
-    # Three halves are the least that keeps a fetch going while either half is being read.
+    # Three halves are the least that keeps a fetch going while either half is being read; more
+    # blocks are worth more than a fourth.
     for warps in (4, 2, 1):
-        for halves in (4, 3):
-            for blocks in range(by_registers // warps, 0, -1):
+        for blocks in range(by_registers // warps, 0, -1):
+            for halves in (4, 3):
                 nbytes = shared_bytes(shape, warps, halves)
                 if blocks * (nbytes + BLOCK_RESERVED) <= MULTIPROCESSOR_SHARED:
                     return Occupancy(blocks, warps, halves, nbytes)

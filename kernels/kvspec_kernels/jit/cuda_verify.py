@@ -23,7 +23,7 @@ WARPS = 4
 HALVES = 4
 MAX_BATCH = 1024
 # Columns of 8 queries a block handles at once, and blocks a multiprocessor then holds.
-BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 2}
+BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 3}
 
 
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
@@ -166,7 +166,7 @@ def _shared_bytes(shape: AttentionShape, columns: int) -> int:
         + WARPS * columns * 256
         + WARPS * tiles * 64
         + WARPS * max(tiles // WARPS * 8, 16) * 16
-        + WARPS * columns * 8 * 4
+        + (WARPS + 1) * columns * 8 * 4
         + HALVES * (half + 8)
         + 16
         + 4 * (MAX_BATCH + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -75,6 +76,12 @@ class CudaAttention:
         lse: torch.Tensor,
     ) -> None:
         """Write `out` and `lse`; the arguments were checked against the plan."""
+        rows = self._plan.batch_size * self._plan.max_qo_len
+        if len(q) > rows:
+            # Tokens that can belong to no request.
+            out[rows:].zero_()
+            lse[rows:].fill_(-math.inf)
+            q, out, lse = q[:rows], out[:rows], lse[:rows]
         if tail is None and out.is_contiguous() and lse.is_contiguous():
             self._run_past(q, records, out, lse)
             return
@@ -107,11 +114,6 @@ class CudaAttention:
     def _state(self, index: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """An output like q and its lse, in the workspace."""
         rows = len(q) * self._plan.num_qo_heads
-        if rows > len(self._lses[index]):
-            raise ValueError(
-                f"q must have at most batch_size * max_qo_len = "
-                f"{self._plan.batch_size * self._plan.max_qo_len} tokens, got {len(q)}"
-            )
         out = self._outs[index][: rows * self._plan.head_dim].view(q.shape)
         return out, self._lses[index][:rows].view(q.shape[:2])
 

@@ -159,7 +159,7 @@ def test_plans_that_are_refused(changes, message, device):
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in changes.items()
     }
-    attention = VerifyAttention(torch.empty(1 << 20, dtype=torch.uint8, device=device))
+    attention = VerifyAttention(torch.empty(1 << 26, dtype=torch.uint8, device=device))
     attention.plan(**options)
     with pytest.raises(ValueError, match=message):
         attention.plan(**(options | changes))
@@ -176,7 +176,7 @@ def test_plans_that_are_refused(changes, message, device):
 )
 def test_records_that_are_refused(name, value, message, device):
     case = make_case([70], q_lens=[2], **options_of(SHAPES[0], device))
-    attention = VerifyAttention(torch.empty(1 << 20, dtype=torch.uint8, device=device))
+    attention = VerifyAttention(torch.empty(1 << 26, dtype=torch.uint8, device=device))
     attention.plan(
         case.qo_indptr,
         case.indptr,

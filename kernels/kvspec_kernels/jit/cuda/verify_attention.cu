@@ -35,7 +35,7 @@ constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256;
 constexpr int PROB_BYTES = WARPS * COLUMNS * 256;
 constexpr int META_BYTES = WARPS * CHANNEL_TILES * 64;
 constexpr int V_META_BYTES = WARPS * (OWN_TILES * 8 > 16 ? OWN_TILES * 8 : 16) * 16;
-constexpr int STAT_BYTES = WARPS * COLS * 4;
+constexpr int STAT_BYTES = (WARPS + 1) * COLS * 4;
 
 // The 8-bit codes of two words as two halves a register, exact.
 __device__ __forceinline__ void restore(u32 word, u32 correction, u32 (&x)[4]) {
@@ -126,6 +126,16 @@ __device__ __forceinline__ void convert_v(
 #endif
 }
 
+// x s + z; a value beyond fp16 becomes the largest, as the KV of an fp16 model was.
+__device__ __forceinline__ u32 scaled(u32 x, u32 s, u32 z) {
+    u32 r = half2_fma(x, s, z);
+#if !Q_BF16
+    asm("min.f16x2 %0, %0, %1;" : "+r"(r) : "r"(0x7bff7bffu));
+    asm("max.f16x2 %0, %0, %1;" : "+r"(r) : "r"(0xfbfffbffu));
+#endif
+    return r;
+}
+
 struct Segment {
     int b, head, block, first_query, num_queries, num_columns;  // of this column block
 };
@@ -190,6 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     u8* after = memory + QUERY_BYTES + PROB_BYTES + META_BYTES;
     uint4* v_meta = reinterpret_cast<uint4*>(after) + warp * (V_META_BYTES / WARPS / 16);
     float* stats = reinterpret_cast<float*>(after + V_META_BYTES);  // [WARPS][COLS]
+    float* tops = stats + WARPS * COLS;  // [COLS]: the running maxima
     u8* ring = after + V_META_BYTES + STAT_BYTES;
     u32 barrier = shared_address(ring + HALVES * HALF_BYTES);
     int* flags = reinterpret_cast<int*>(ring + HALVES * (HALF_BYTES + 8));
@@ -285,13 +296,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             }
             query[i] = make_uint2(halves[0], halves[1]);
         }
-        float sum[COLUMNS][2], top[COLUMNS][2], result[OWN_TILES][COLUMNS][4];
+        for (int i = threadIdx.x; i < COLS; i += THREADS) tops[i] = NEG_INF;
+        float sum[COLUMNS][2], result[OWN_TILES][COLUMNS][4];
 #pragma unroll
         for (int column = 0; column < COLUMNS; ++column) {
-            for (int j = 0; j < 2; ++j) {
-                sum[column][j] = 0.0f;
-                top[column][j] = NEG_INF;
-            }
+            for (int j = 0; j < 2; ++j) sum[column][j] = 0.0f;
             for (int own = 0; own < OWN_TILES; ++own)
                 for (int i = 0; i < 4; ++i) result[own][column][i] = 0.0f;
         }
@@ -330,10 +339,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         u32 a[4];
                         restore(word.w[k], low.w[k], a);
                         uint4 m = k_meta[(tile + k) * 4 + t];
-                        a[0] = half2_fma(a[0], m.x, m.y);
-                        a[1] = half2_fma(a[1], m.x, m.y);
-                        a[2] = half2_fma(a[2], m.z, m.w);
-                        a[3] = half2_fma(a[3], m.z, m.w);
+                        a[0] = scaled(a[0], m.x, m.y);
+                        a[1] = scaled(a[1], m.x, m.y);
+                        a[2] = scaled(a[2], m.z, m.w);
+                        a[3] = scaled(a[3], m.z, m.w);
 #pragma unroll
                         for (int column = 0; column < COLUMNS; ++column) {
                             uint2 b = query[((tile + k) * COLUMNS + column) * 32 + lane];
@@ -341,14 +350,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         }
                     }
                 }
+                if (valid < PAGE_SIZE) {
+#pragma unroll
+                    for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j)
+                            if (row_tile * 16 + g + (j >> 1) * 8 >= valid)
+                                scores[column][j] = NEG_INF;
+                }
                 bool grew = false;
 #pragma unroll
-                for (int column = 0; column < COLUMNS; ++column)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        if (row_tile * 16 + g + (j >> 1) * 8 >= valid) scores[column][j] = NEG_INF;
-                        grew |= scores[column][j] > top[column][j & 1] + SLACK;
-                    }
+                for (int column = 0; column < COLUMNS; ++column) {
+                    float2 top = *reinterpret_cast<float2*>(tops + column * 8 + 2 * t);
+                    float* p = scores[column];
+                    grew |= fmaxf(p[0], p[2]) > top.x + SLACK || fmaxf(p[1], p[3]) > top.y + SLACK;
+                }
                 // Past this point nobody reads the last step's probabilities or V, nor this K.
                 if (__syncthreads_or(grew)) {
 #pragma unroll
@@ -361,31 +377,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                             if (g == 0) stats[warp * COLS + column * 8 + 2 * t + j] = m;
                         }
                     __syncthreads();
+                    float fresh[COLUMNS][2];
 #pragma unroll
                     for (int column = 0; column < COLUMNS; ++column) {
                         float shrink[2];
 #pragma unroll
                         for (int j = 0; j < 2; ++j) {
-                            float m = top[column][j];
+                            int c = column * 8 + 2 * t + j;
+                            float old = tops[c], m = old;
 #pragma unroll
-                            for (int w = 0; w < WARPS; ++w)
-                                m = fmaxf(m, stats[w * COLS + column * 8 + 2 * t + j]);
-                            shrink[j] = exp2_approx(top[column][j] - m);
-                            top[column][j] = m;
+                            for (int w = 0; w < WARPS; ++w) m = fmaxf(m, stats[w * COLS + c]);
+                            shrink[j] = exp2_approx(old - m);
                             sum[column][j] *= shrink[j];
+                            // Written by all warps, once all have read the old one.
+                            fresh[column][j] = m;
                         }
 #pragma unroll
                         for (int own = 0; own < OWN_TILES; ++own)
                             for (int j = 0; j < 4; ++j) result[own][column][j] *= shrink[j & 1];
                     }
+                    __syncthreads();
+#pragma unroll
+                    for (int column = 0; column < COLUMNS; ++column)
+                        if (warp == 0 && g == 0)
+                            *reinterpret_cast<float2*>(tops + column * 8 + 2 * t) =
+                                make_float2(fresh[column][0], fresh[column][1]);
+                    __syncthreads();
                 }
                 if (step == 0 && i > 0) fetch_part(2 * i - 1 + HALVES);
                 if (step == STEPS - 1) fetch_part(2 * i + HALVES);
 #pragma unroll
                 for (int column = 0; column < COLUMNS; ++column) {
                     float* p = scores[column];
+                    float2 top = *reinterpret_cast<float2*>(tops + column * 8 + 2 * t);
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) p[j] = exp2_approx(p[j] - top[column][j & 1]);
+                    for (int j = 0; j < 4; ++j) p[j] = exp2_approx(p[j] - (j & 1 ? top.y : top.x));
                     sum[column][0] += p[0] + p[2];
                     sum[column][1] += p[1] + p[3];
                     probs[(warp * COLUMNS + column) * 32 + lane] =
@@ -409,16 +435,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         restore(word[own].w[row], low[own].w[row], a[own]);
 #if LOG4
                         uint4 m = v_meta[own * 8 + g];
-                        a[own][0] = half2_fma(a[own][0], m.x, m.y);
-                        a[own][1] = half2_fma(a[own][1], m.z, m.w);
-                        a[own][2] = half2_fma(a[own][2], m.x, m.y);
-                        a[own][3] = half2_fma(a[own][3], m.z, m.w);
+                        a[own][0] = scaled(a[own][0], m.x, m.y);
+                        a[own][1] = scaled(a[own][1], m.z, m.w);
+                        a[own][2] = scaled(a[own][2], m.x, m.y);
+                        a[own][3] = scaled(a[own][3], m.z, m.w);
 #else
                         uint4 m = v_meta[row * 4 + t];
-                        a[own][0] = half2_fma(a[own][0], m.x, m.y);
-                        a[own][1] = half2_fma(a[own][1], m.x, m.y);
-                        a[own][2] = half2_fma(a[own][2], m.z, m.w);
-                        a[own][3] = half2_fma(a[own][3], m.z, m.w);
+                        a[own][0] = scaled(a[own][0], m.x, m.y);
+                        a[own][1] = scaled(a[own][1], m.x, m.y);
+                        a[own][2] = scaled(a[own][2], m.z, m.w);
+                        a[own][3] = scaled(a[own][3], m.z, m.w);
 #endif
                     }
 #pragma unroll
@@ -467,9 +493,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     }
                 if (warp == 0 && g == 0) {
                     if (whole) {
-                        lse[row] = top[column][j] + log2f(x);
+                        lse[row] = tops[c] + log2f(x);
                     } else {
-                        __stcg(partial_stat + (part + c) * 2, top[column][j]);
+                        __stcg(partial_stat + (part + c) * 2, tops[c]);
                         __stcg(partial_stat + (part + c) * 2 + 1, x);
                     }
                 }
