@@ -48,9 +48,10 @@ def decode_calls(shape: Shape, dtype: torch.dtype) -> list[Callable[[], object]]
     return [call_on(indices) for indices in lists]
 
 
-def append_calls(shape: Shape, num_new: int) -> list[Callable[[], object]]:
+def append_calls(shape: Shape, num_new: int, backend: str) -> list[Callable[[], object]]:
     """Causal attention of the newest `num_new` tokens of each request over all of its BF16 KV. The
-    plan is for these lengths alone: FlashInfer's plan for CUDA graphs is several times slower."""
+    plan is for these lengths alone. backend: "fa2" splits long KV over multiprocessors, "fa3", which
+    FlashInfer chooses itself on Hopper, does not."""
     copies = shape.rotations(shape.values() * 2)
     indptr, lists, last = shape.page_tables(copies)
     pages = kv_pages(shape.num_pages * copies, torch.bfloat16)
@@ -59,7 +60,7 @@ def append_calls(shape: Shape, num_new: int) -> list[Callable[[], object]]:
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
     def call_on(indices: torch.Tensor) -> Callable[[], object]:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         heads = (QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
         wrapper.plan(
             qo_indptr, indptr, indices, last, *heads, causal=True, q_data_type=torch.bfloat16

@@ -10,7 +10,7 @@ QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 64
 # Several times the L2 cache, so that no call finds its input there.
 ROTATED_BYTES = 2**29
 MOST_BYTES = 48 * 2**30
-MOST_CALLS = 16
+MOST_COPIES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Shape:
         return self.batch * self.context * KV_HEADS * HEAD_DIM * 2
 
     def rotations(self, nbytes: int) -> int:
-        """Inputs of `nbytes` to go round, and calls in a graph."""
-        return max(2, min(MOST_CALLS, -(-ROTATED_BYTES // nbytes))) if nbytes < 2**33 else 1
+        """How many inputs of `nbytes` to go round."""
+        return min(MOST_COPIES, -(-ROTATED_BYTES // nbytes))
 
     def page_tables(self, copies: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         """indptr, a shuffled page list for each of `copies` disjoint sets of pages, and
