@@ -39,7 +39,8 @@ def main() -> None:
         figures += encode_figures()
     settings = {
         "geometry": "32 query heads, 8 KV heads, head size 128, page 64, BF16 queries",
-        "baseline": "FlashInfer paged decode with tensor cores; paged prefill, the faster of its back ends fa2 and fa3, for verify",
+        "baseline": "FlashInfer paged decode with tensor cores; for verify its paged prefill, the "
+        "faster of back ends fa2 and fa3",
         "timing": "median of CUDA graph replays over inputs that rotate past the L2 cache",
         "spread": "half the distance of the outer deciles",
     }

@@ -50,8 +50,8 @@ def decode_calls(shape: Shape, dtype: torch.dtype) -> list[Callable[[], object]]
 
 def append_calls(shape: Shape, num_new: int, backend: str) -> list[Callable[[], object]]:
     """Causal attention of the newest `num_new` tokens of each request over all of its BF16 KV. The
-    plan is for these lengths alone. backend: "fa2" splits long KV over multiprocessors, "fa3", which
-    FlashInfer chooses itself on Hopper, does not."""
+    plan is for these lengths alone. backend: "fa2" splits long KV over multiprocessors; "fa3",
+    which FlashInfer chooses itself on Hopper, does not."""
     copies = shape.rotations(shape.values() * 2)
     indptr, lists, last = shape.page_tables(copies)
     pages = kv_pages(shape.num_pages * copies, torch.bfloat16)

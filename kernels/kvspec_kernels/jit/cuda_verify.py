@@ -32,6 +32,8 @@ def verify_supported(shape: AttentionShape, device: torch.device, batch: int) ->
     settings = shape.settings
     return (
         supported(shape, device)
+        # Warpgroup products are Hopper's alone.
+        and torch.cuda.get_device_capability(device)[0] == 9
         and (
             not isinstance(settings, Log4Settings)
             or (settings.alpha == 0 and settings.v_chunk % 64 == 0)

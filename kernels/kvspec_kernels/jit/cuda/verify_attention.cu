@@ -1,8 +1,8 @@
 // Attention of several query tokens a request over anchor and 4-bit correction pages (the int8
 // target), for Hopper. A block of 4 warps takes 64 tokens of KV at a time: each warp restores 16
-// tokens of K in registers and multiplies them with all queries, then restores a quarter of V's
-// channels and multiplies them with everyone's probabilities, which pass through shared memory. So
-// no value is restored twice, and none is written out. Blocks share the pages of all requests, KV
+// tokens of K in registers, which are multiplied with all queries (wgmma), then a quarter of V's
+// channels, which are multiplied with all probabilities. These and the queries pass through shared
+// memory; no restored value does, and none is restored twice. Blocks share the pages of all requests, KV
 // heads and column blocks (GROUP x tokens, 8 COLUMNS at a time) equally.
 //
 // Values are fp16: K and V = x s + z, where x is the 8-bit code, exact, and s, z are those of
@@ -36,6 +36,63 @@ constexpr int PROB_BYTES = WARPS * COLUMNS * 256;
 constexpr int META_BYTES = WARPS * CHANNEL_TILES * 64;
 constexpr int V_META_BYTES = WARPS * (OWN_TILES * 8 > 16 ? OWN_TILES * 8 : 16) * 16;
 constexpr int STAT_BYTES = (WARPS + 1) * COLS * 4;
+
+// d[column][4] (+)= a b for the block's 64 rows, 16 of each warp, and all columns; the left operand
+// is in registers, as for mma.m16n8k16, the right one [columns][16] in shared memory.
+#define ACC(c) "+f"(d[c][0]), "+f"(d[c][1]), "+f"(d[c][2]), "+f"(d[c][3])
+#if COLUMNS == 1
+#define SHAPE "m64n8k16"
+#define ACCS "%0,%1,%2,%3"
+#define REST "{%4,%5,%6,%7}, %8, p, 1, 1, 0;\n}"
+#define ADDS "%9"
+#define OPERANDS ACC(0)
+#elif COLUMNS == 2
+#define SHAPE "m64n16k16"
+#define ACCS "%0,%1,%2,%3,%4,%5,%6,%7"
+#define REST "{%8,%9,%10,%11}, %12, p, 1, 1, 0;\n}"
+#define ADDS "%13"
+#define OPERANDS ACC(0), ACC(1)
+#elif COLUMNS == 4
+#define SHAPE "m64n32k16"
+#define ACCS "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define REST "{%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"
+#define ADDS "%21"
+#define OPERANDS ACC(0), ACC(1), ACC(2), ACC(3)
+#else
+#define SHAPE "m64n64k16"
+#define ACCS                                                                                \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+    "%24,%25,%26,%27,%28,%29,%30,%31"
+#define REST "{%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"
+#define ADDS "%37"
+#define OPERANDS ACC(0), ACC(1), ACC(2), ACC(3), ACC(4), ACC(5), ACC(6), ACC(7)
+#endif
+__device__ __forceinline__ void warpgroup_mma(
+    float (&d)[COLUMNS][4], const u32 (&a)[4], u64 b, bool adds) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADDS ", 0;\n"
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32.f16.f16 {" ACCS "}, " REST
+                 : OPERANDS
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((u32)adds));
+}
+
+__device__ __forceinline__ void warpgroup_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void warpgroup_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void warpgroup_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// Right operands lie in core matrices of 8 columns x 8 (16 bytes a column), those of all columns
+// after each other, then the next 8 of the inner dimension; two of them make a product.
+constexpr int CORE_ROW = COLUMNS * 128;
+__device__ __forceinline__ u64 operand(const void* matrix) {
+    return (u64)(shared_address(matrix) >> 4) | (u64)(CORE_ROW >> 4) << 16 | (u64)(128 >> 4) << 32;
+}
 
 // The 8-bit codes of two words as two halves a register, exact.
 __device__ __forceinline__ void restore(u32 word, u32 correction, u32 (&x)[4]) {
@@ -98,7 +155,7 @@ __device__ __forceinline__ void convert_v(
 #if LOG4
     int chunk = step * WARPS / V_CHUNK_TILES;
     for (int e = lane; e < OWN_TILES * 8; e += 32) {
-        int at = chunk * HEAD_DIM + (e % 8 * CHANNEL_TILES + warp * OWN_TILES + e / 8) * 2;
+        int at = chunk * HEAD_DIM + (e % 8 * CHANNEL_TILES + e / 8 * WARPS + warp) * 2;
         u32 zero = load_shared<1>(part + V_META + at * 2).w[0];
         u32 offset = *reinterpret_cast<const u16*>(part + V_META2 + at);
         float s0 = log_scale(base, offset & 255), s1 = log_scale(base, offset >> 8);
@@ -193,8 +250,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     extern __shared__ __align__(128) u8 memory[];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int g = lane >> 2, t = lane & 3;
-    uint2* query = reinterpret_cast<uint2*>(memory);
-    uint2* probs = reinterpret_cast<uint2*>(memory + QUERY_BYTES);
+    u8* query = memory;
+    u8* probs = memory + QUERY_BYTES;
     uint4* k_meta = reinterpret_cast<uint4*>(memory + QUERY_BYTES + PROB_BYTES) +
                     warp * CHANNEL_TILES * 4;
     u8* after = memory + QUERY_BYTES + PROB_BYTES + META_BYTES;
@@ -294,8 +351,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     halves[half] = to_half2(low * scale_log2, high * scale_log2);
                 }
             }
-            query[i] = make_uint2(halves[0], halves[1]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<u32*>(query + (2 * tile + half) * CORE_ROW + column * 128 + l * 4) =
+                    halves[half];
         }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         for (int i = threadIdx.x; i < COLS; i += THREADS) tops[i] = NEG_INF;
         float sum[COLUMNS][2], result[OWN_TILES][COLUMNS][4];
 #pragma unroll
@@ -325,9 +386,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 convert_k(k_meta, k_part, row_tile, lane);
                 __syncwarp();
                 float scores[COLUMNS][4];
-#pragma unroll
-                for (int column = 0; column < COLUMNS; ++column)
-                    for (int j = 0; j < 4; ++j) scores[column][j] = 0.0f;
+                u32 a[CHANNEL_TILES][4];
+                u64 right = operand(query);
 #pragma unroll
                 for (int tile = 0; tile < CHANNEL_TILES; tile += 4) {
                     int index = row_tile * CHANNEL_TILES + tile;
@@ -336,20 +396,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         load_shared<4>(k_part + ANCHOR_BYTES + (index / 4 * 32 + lane) * 16);
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
-                        u32 a[4];
-                        restore(word.w[k], low.w[k], a);
+                        u32 (&x)[4] = a[tile + k];
+                        restore(word.w[k], low.w[k], x);
                         uint4 m = k_meta[(tile + k) * 4 + t];
-                        a[0] = scaled(a[0], m.x, m.y);
-                        a[1] = scaled(a[1], m.x, m.y);
-                        a[2] = scaled(a[2], m.z, m.w);
-                        a[3] = scaled(a[3], m.z, m.w);
-#pragma unroll
-                        for (int column = 0; column < COLUMNS; ++column) {
-                            uint2 b = query[((tile + k) * COLUMNS + column) * 32 + lane];
-                            mma_f16(scores[column], a, b.x, b.y);
-                        }
+                        x[0] = scaled(x[0], m.x, m.y);
+                        x[1] = scaled(x[1], m.x, m.y);
+                        x[2] = scaled(x[2], m.z, m.w);
+                        x[3] = scaled(x[3], m.z, m.w);
                     }
+                    warpgroup_begin();
+#pragma unroll
+                    for (int k = tile; k < tile + 4; ++k)
+                        warpgroup_mma(scores, a[k], right + (k * 2 * CORE_ROW >> 4), k > 0);
+                    warpgroup_commit();
                 }
+                warpgroup_wait();
                 if (valid < PAGE_SIZE) {
 #pragma unroll
                     for (int column = 0; column < COLUMNS; ++column)
@@ -414,47 +475,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     for (int j = 0; j < 4; ++j) p[j] = exp2_approx(p[j] - (j & 1 ? top.y : top.x));
                     sum[column][0] += p[0] + p[2];
                     sum[column][1] += p[1] + p[3];
-                    probs[(warp * COLUMNS + column) * 32 + lane] =
-                        make_uint2(transposed(to_half2(p[0], p[1])), transposed(to_half2(p[2], p[3])));
+                    u8* core = probs + 2 * warp * CORE_ROW + column * 128 + lane * 4;
+                    *reinterpret_cast<u32*>(core) = transposed(to_half2(p[0], p[1]));
+                    *reinterpret_cast<u32*>(core + CORE_ROW) = transposed(to_half2(p[2], p[3]));
                 }
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 if (step == 0) barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
                 convert_v(v_meta, v_part, v_base, step, valid, warp, lane);
                 __syncthreads();
-                Words<4> word[OWN_TILES], low[OWN_TILES];
+                right = operand(probs);
+                u32 v[OWN_TILES][WARPS][4];
 #pragma unroll
                 for (int own = 0; own < OWN_TILES; ++own) {
-                    int index = (warp * OWN_TILES + own) * TOKEN_TILES + step * WARPS;
-                    word[own] = load_shared<4>(v_part + (index / 4 * 32 + lane) * 16);
-                    low[own] = load_shared<4>(v_part + ANCHOR_BYTES + (index / 4 * 32 + lane) * 16);
-                }
+                    int index = (own * WARPS + warp) * TOKEN_TILES + step * WARPS;
+                    Words<4> word = load_shared<4>(v_part + (index / 4 * 32 + lane) * 16);
+                    Words<4> low =
+                        load_shared<4>(v_part + ANCHOR_BYTES + (index / 4 * 32 + lane) * 16);
 #pragma unroll
-                for (int row = 0; row < WARPS; ++row) {
-                    u32 a[OWN_TILES][4];
-#pragma unroll
-                    for (int own = 0; own < OWN_TILES; ++own) {
-                        restore(word[own].w[row], low[own].w[row], a[own]);
+                    for (int row = 0; row < WARPS; ++row) {
+                        u32 (&x)[4] = v[own][row];
+                        restore(word.w[row], low.w[row], x);
 #if LOG4
                         uint4 m = v_meta[own * 8 + g];
-                        a[own][0] = scaled(a[own][0], m.x, m.y);
-                        a[own][1] = scaled(a[own][1], m.z, m.w);
-                        a[own][2] = scaled(a[own][2], m.x, m.y);
-                        a[own][3] = scaled(a[own][3], m.z, m.w);
+                        x[0] = scaled(x[0], m.x, m.y);
+                        x[1] = scaled(x[1], m.z, m.w);
+                        x[2] = scaled(x[2], m.x, m.y);
+                        x[3] = scaled(x[3], m.z, m.w);
 #else
                         uint4 m = v_meta[row * 4 + t];
-                        a[own][0] = scaled(a[own][0], m.x, m.y);
-                        a[own][1] = scaled(a[own][1], m.x, m.y);
-                        a[own][2] = scaled(a[own][2], m.z, m.w);
-                        a[own][3] = scaled(a[own][3], m.z, m.w);
+                        x[0] = scaled(x[0], m.x, m.y);
+                        x[1] = scaled(x[1], m.x, m.y);
+                        x[2] = scaled(x[2], m.z, m.w);
+                        x[3] = scaled(x[3], m.z, m.w);
 #endif
                     }
+                    warpgroup_begin();
 #pragma unroll
-                    for (int column = 0; column < COLUMNS; ++column) {
-                        uint2 b = probs[(row * COLUMNS + column) * 32 + lane];
-#pragma unroll
-                        for (int own = 0; own < OWN_TILES; ++own)
-                            mma_f16(result[own][column], a[own], b.x, b.y);
-                    }
+                    for (int row = 0; row < WARPS; ++row)
+                        warpgroup_mma(result[own], v[own][row], right + (row * 2 * CORE_ROW >> 4),
+                                      true);
+                    warpgroup_commit();
                 }
+                warpgroup_wait();
             }
         }
         sequence += 2 * count;
@@ -486,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 for (int own = 0; own < OWN_TILES; ++own)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        int channel = (warp * OWN_TILES + own) * 16 + half * 8 + g;
+                        int channel = (own * WARPS + warp) * 16 + half * 8 + g;
                         float y = result[own][column][2 * half + j] * inverse;
                         if (whole) store_output(out, row * HEAD_DIM + channel, y);
                         else __stcg(partial_out + (part + c) * HEAD_DIM + channel, y);
