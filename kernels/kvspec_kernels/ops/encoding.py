@@ -1,0 +1,180 @@
+"""What encode and append share: constants of their kernels, and checks of pages and records."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+
+from kvspec_kernels import formats
+from kvspec_kernels.formats import FormatError, Log4Settings, RecordLayout, Target, Uniform4Settings
+from kvspec_kernels.reference import fragments
+from kvspec_kernels.reference.companding import tables
+
+Settings = Log4Settings | Uniform4Settings
+
+KV_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# Two channels as one integer: what the kernels load.
+PAIR_DTYPES = {2: torch.int32, 4: torch.int64}
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+CHUNK_STEP = 16
+EDGE_SLOTS = 128
+# Where the law's steep or flat ends are out of reach of arithmetic in fp32.
+MAX_ALPHA = 64.0
+MIN_ALPHA_OF_LOGARITHM = 0.05
+# Added to the law before rounding: more than its error in fp32 (6e-4), far less than one step.
+PUSH = 2e-3
+
+THREAD_ELEMENTS = 64
+MAX_WARPS = 16
+
+
+@dataclass(frozen=True)
+class EncodeConstants:
+    """Compile-time arguments of `jit/encode.py`, and the layouts that they come from."""
+
+    anchor_layout: RecordLayout
+    residual_layout: RecordLayout
+    shape: tuple[int, ...]
+    codec: tuple[object, ...]
+    kv_dtype: tl.dtype
+    num_warps: int
+
+
+@functools.lru_cache(maxsize=64)
+def encode_constants(
+    settings: Settings, target: Target, page_size: int, head_dim: int, dtype: torch.dtype
+) -> EncodeConstants:
+    """Raises FormatError for what no layout or no kernel exists for."""
+    anchor_layout = formats.anchor_layout(settings, page_size, head_dim)
+    residual_layout = formats.residual_layout(target, page_size, head_dim, dtype)
+    for layout in (anchor_layout, residual_layout):
+        # Nothing else clears padding.
+        assert layout.fields[-1].offset + layout.fields[-1].nbytes == layout.nbytes
+    tile_group = fragments.group_size(page_size * head_dim // fragments.TILE**2)
+    shape = (page_size, head_dim, tile_group, residual_layout.nbytes // 8)
+    exact = target == "exact"
+    codec: tuple[object, ...]
+    if isinstance(settings, Log4Settings):
+        _check_log4(settings)
+        chunks = (settings.k_chunk, settings.v_chunk)
+        fields = _word_offsets(anchor_layout, ("codes", "centre", "scale"))
+        codec = ("log4", chunks, fields, exact, _edges(settings) if exact else (), _law(settings))
+    else:
+        chunks = (settings.k_group, page_size)
+        fields = _word_offsets(anchor_layout, ("codes", "scale", "zero"))
+        codec = ("uniform4", chunks, fields, exact)
+    for chunk in chunks:
+        if chunk % CHUNK_STEP:
+            raise FormatError(f"kernels take chunks of multiples of {CHUNK_STEP}, got {chunk}")
+    padded = math.prod(1 << (size - 1).bit_length() for size in (page_size, head_dim))
+    num_warps = min(max(padded // (32 * THREAD_ELEMENTS), 1), MAX_WARPS)
+    return EncodeConstants(
+        anchor_layout, residual_layout, shape, codec, KV_DTYPES[dtype], num_warps
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def integer_edges(settings: Settings, device: torch.device) -> torch.Tensor:
+    """fp32 [128] on the device: 0, which no value is below, the law's edges, then infinities. Of
+    uniform4, which has none, zeros. Built once, by the first call."""
+    edges = torch.zeros(EDGE_SLOTS)
+    if isinstance(settings, Log4Settings):
+        edges[1:] = math.inf
+        edges[1 : settings.top + 1] = tables(settings, torch.device("cpu")).integer_edges
+    return edges.to(device)
+
+
+def check_pages(k: torch.Tensor, v: torch.Tensor, names: str) -> None:
+    """ValueError unless k, v are [S, P, H, D] alike, with tokens that can be read as pairs."""
+    if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(
+            f"{names} must be [pages, page size, heads, head size] and agree, got {_of(k)} and "
+            f"{_of(v)}"
+        )
+    if k.dtype not in KV_DTYPES:
+        raise ValueError(f"{names} must be fp32, bf16 or fp16, got {k.dtype}")
+    if k.stride() != v.stride():
+        raise ValueError(f"{names} must have equal strides, got {k.stride()} and {v.stride()}")
+    if k.stride(3) != 1 or any(stride % 2 for stride in k.stride()[:3]):
+        raise ValueError(f"{names} must have contiguous heads and even strides, got {k.stride()}")
+    if k.stride(1) * k.shape[1] >= 2**31:
+        raise ValueError(f"a page of {names} must span less than 2^31 elements, got {k.stride()}")
+
+
+def check_records(records: torch.Tensor, layout: RecordLayout, heads: int, name: str) -> None:
+    """ValueError unless records are a pool [slots, heads, nbytes] uint8 of the layout."""
+    if records.dtype != torch.uint8 or records.shape[1:] != (heads, layout.nbytes):
+        raise ValueError(
+            f"{name} must be uint8 [slots, {heads}, {layout.nbytes}], got {_of(records)}"
+        )
+    if records.stride(2) != 1 or any(s % formats.RECORD_ALIGNMENT for s in records.stride()[:2]):
+        raise ValueError(
+            f"{name} must have contiguous records at multiples of {formats.RECORD_ALIGNMENT} "
+            f"bytes, got strides {records.stride()}"
+        )
+
+
+def check_indices(length: int, **indices: torch.Tensor) -> None:
+    """ValueError unless all indices are contiguous [length] int32 or int64."""
+    for name, index in indices.items():
+        if index.shape != (length,) or index.dtype not in INDEX_DTYPES or not index.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous [{length}] int32 or int64, got {_of(index)}"
+            )
+
+
+def check_devices(device: torch.device, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def pairs(pages: torch.Tensor) -> torch.Tensor:
+    """A view of [..., D] values as [..., D / 2] integers."""
+    return pages.view(PAIR_DTYPES[pages.dtype.itemsize])
+
+
+def _of(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def _word_offsets(layout: RecordLayout, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(layout[f"{part}_{name}"].offset // 4 for name in names) for part in "kv")
+
+
+def _check_log4(settings: Log4Settings) -> None:
+    if settings.centre != "midrange":
+        raise FormatError(
+            "kernels take the centre midrange only: a mean depends on the order of summation"
+        )
+    if settings.alpha > MAX_ALPHA:
+        raise FormatError(f"kernels take alpha up to {MAX_ALPHA}, got {settings.alpha}")
+
+
+def _edges(settings: Log4Settings) -> tuple[float, ...]:
+    """EDGES of jit/arithmetic.py::count_reached."""
+    edges = tables(settings, torch.device("cpu")).magnitude_edges.tolist()
+    return tuple(value for edge in edges for value in (edge, -(2.0**100) * _before(edge)))
+
+
+def _law(settings: Log4Settings) -> tuple[float, ...]:
+    """LAW of jit/log4.py::integer_of."""
+    alpha = settings.alpha
+    if alpha < MIN_ALPHA_OF_LOGARITHM:
+        return ()
+    slope = settings.top / math.log2(1 + alpha)
+    # At the far end, where it counts least, this lifts the law by PUSH.
+    return (alpha, 1 + PUSH * (1 + alpha) * math.log(2) / slope, slope)
+
+
+def _before(value: float) -> float:
+    """The largest fp32 number below a positive one."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    (before,) = struct.unpack("<f", struct.pack("<i", bits - 1))
+    return float(before)
