@@ -1,7 +1,7 @@
-"""Arithmetic that rounds as the references do, on a GPU and in Triton's interpreter.
+"""Arithmetic that rounds as the references do.
 
-Launch kernels that use it with `enable_fp_fusion=False`: the references round products before they
-add. The interpreter has neither fused multiply-add nor inline assembly, so it takes plain branches.
+Launch kernels that use it with `enable_fp_fusion=False`: only the fused operations written here are
+meant. Triton's interpreter fuses nothing and knows no assembly: `testing.py` teaches it.
 """
 
 from __future__ import annotations
@@ -9,25 +9,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
 # Adding this rounds a float below 2^22 to an integer, ties to even, in the low bits of the sum.
 MAGIC = tl.constexpr(12582912.0)
 MAGIC_BITS = tl.constexpr(0x4B400000)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+# The fp32 number next to 1 / 15.
+FIFTEENTH = tl.constexpr(0.06666667014360428)
 
 
 @triton.jit
-def magic_bits(value):
-    """The integer of `value + MAGIC`, int32."""
+def negative(value):
+    # Triton's minus subtracts from zero, an instruction; this one costs nothing.
+    return value * -1.0
+
+
+@triton.jit
+def integer_of(value):
+    """Of an integer + MAGIC, the integer as int32."""
     return value.to(tl.int32, bitcast=True) - MAGIC_BITS
 
 
 @triton.jit
 def to_bf16_bits(value):
-    """fp32 bits, int32, of finite `value` rounded to bf16: the upper half is the bf16. -0 becomes 0,
-    because references leave open which of two zeros is the smaller one."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    """fp32 bits, int32, of finite `value` rounded to bf16: the upper half is the bf16. Zeros are +0,
+    as in the references."""
+    bits = value.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.where(bits == -2147483648, 0, bits)
 
@@ -44,73 +51,96 @@ def bf16_pair(low_bits, high_bits):
 
 
 @triton.jit
-def divisor_of(scale):
-    """What `normalised` and `quotient` need for divisions by scale >= 0 (by 1 where it is 0): the
-    divisor, a power of two that brings it near 2, their product, and the product's reciprocal."""
-    divisor = tl.where(scale > 0.0, scale, 1.0)
-    exponent = tl.maximum(divisor.to(tl.int32, bitcast=True) >> 23, 1)
-    factor = ((255 - exponent) << 23).to(tl.float32, bitcast=True)
-    scaled = divisor * factor
-    if INTERPRETED:
-        inverse = 1.0 / scaled
-    else:
-        # One Newton step gives the rounded reciprocal of all 128 bf16 significands.
-        guess = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scaled], dtype=tl.float32, is_pure=True, pack=1
-        )
-        inverse = tl.fma(tl.fma(-scaled, guess, 1.0), guess, guess)
-    return divisor, factor, scaled, inverse
+def fifteenth(value):
+    """value / 15 in IEEE arithmetic; tried for every finite fp32 number."""
+    guess = value * FIFTEENTH
+    return tl.fma(tl.fma(guess, -15.0, value), FIFTEENTH, guess)
 
 
 @triton.jit
-def normalised(value, divisor):
-    """A numerator in the units of `quotient`; -0 becomes 0."""
-    if INTERPRETED:
-        return value + 0.0
-    return tl.fma(value, divisor[1], 0.0)
+def normalised(offset, scale):
+    """What `difference` and `quotient` need to subtract offset and divide by scale >= 0, or by 1
+    where it is 0: (factor, -offset * factor, -divisor * factor, the reciprocal of divisor * factor).
 
-
-@triton.jit
-def quotient(numerator, divisor):
-    """The IEEE quotient of a `normalised` numerator, wherever it is 2^-20 or more; NaN instead of
-    an infinity.
-
-    Rounded reciprocal, then one correction by the exact remainder: right for every fp32 numerator
-    and every divisor of up to 8 significant bits (tried for all of them), which bf16 scales have.
+    factor is a power of two that brings the divisor into [1, 4), so that nothing overflows and
+    nothing that matters underflows. Offsets that it would make infinite belong to values that all
+    equal it; there factor is 0.
     """
-    if INTERPRETED:
-        return tl.div_rn(numerator, divisor[0])
-    guess = numerator * divisor[3]
-    return tl.fma(tl.fma(-guess, divisor[2], numerator), divisor[3], guess)
+    divisor = tl.where(scale > 0.0, scale, 1.0)
+    exponent = divisor.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = divisor * factor
+    # One Newton step gives the rounded reciprocal of all 128 bf16 significands.
+    inverse = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scaled], dtype=tl.float32, is_pure=True, pack=1
+    )
+    inverse = tl.fma(tl.fma(negative(scaled), inverse, 1.0), inverse, inverse)
+    fits = tl.abs(offset) * factor <= FP32_MAX
+    factor = tl.where(fits, factor, 0.0)
+    # From zero, not negated: 0 must stay +0, so that no -0 comes out of `difference`.
+    return factor, 0.0 - offset * factor, negative(scaled), inverse
 
 
 @triton.jit
-def count_reached(value, EDGES: tl.constexpr):
-    """MAGIC + the number of EDGES <= value >= 0. EDGES: fp32 numbers in [2^-20, 1], and -2^100
-    times the fp32 number before each, alternating: a multiply-add that saturates at 0 and 1 is then
-    1 where the edge is reached and 0 where it is not."""
-    count = tl.zeros_like(value) + MAGIC
-    for i in tl.static_range(len(EDGES) // 2):
-        if INTERPRETED:
-            reached = tl.where(value >= EDGES[2 * i], 1.0, 0.0)
-        else:
-            reached = tl.inline_asm_elementwise(
-                "fma.rn.sat.f32 $0, $1, 0f71800000, $2;",
-                "=f,f,f",
-                [value, EDGES[2 * i + 1]],
-                dtype=tl.float32,
-                is_pure=True,
-                pack=1,
-            )
-        count += reached
-    return count
+def difference(value, norm):
+    """value - offset, rounded once, times factor. Zero is +0; a negative difference keeps its sign
+    however small it is."""
+    return tl.fma(value, norm[0], norm[1])
+
+
+@triton.jit
+def quotient(numerator, norm):
+    """The IEEE quotient of a `difference`, wherever it is 2^-20 or more.
+
+    A guess by the rounded reciprocal and one correction by the exact remainder: right for every fp32
+    numerator and every divisor of up to 8 significant bits (tried for all of them).
+    """
+    guess = numerator * norm[3]
+    return tl.fma(tl.fma(guess, norm[2], numerator), norm[3], guess)
+
+
+@triton.jit
+def quotient_to_one(numerator, norm):
+    """`quotient`, clamped to [0, 1]; 0 for NaN."""
+    guess = numerator * norm[3]
+    return fma_to_one(tl.fma(guess, norm[2], numerator), norm[3], guess)
+
+
+@triton.jit
+def fma_to_one(a, b, c):
+    return tl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, $2, $3;",
+        "=f,f,f,f",
+        [a, b, c],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
 def log2_roughly(value):
     """log2 of value in [1, 65], to 2^-22 absolute (relative, above 2)."""
-    if INTERPRETED:
-        return tl.log2(value)
     return tl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def sign_bytes(a, b, c, d):
+    """int32 whose four bytes, lowest first, have the signs of a, b, c and d in their highest bit."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x, y;
+        prmt.b32 x, $1, $2, 0x0073;
+        prmt.b32 y, $3, $4, 0x7300;
+        prmt.b32 x, x, y, 0x7610;
+        and.b32 $0, x, 0x80808080;
+        }""",
+        "=r,f,f,f,f",
+        [a, b, c, d],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
     )

@@ -53,19 +53,17 @@ def metadata(low, high):
 def _prepare(centre_bits, reach, base):
     offset = tl.maximum(reach - base, 0)
     scale = ((base + offset) << SCALE_SHIFT).to(tl.float32, bitcast=True)
-    return offset, (centre_bits.to(tl.float32, bitcast=True), arithmetic.divisor_of(scale))
+    return offset, arithmetic.normalised(centre_bits.to(tl.float32, bitcast=True), scale)
 
 
 @triton.jit
-def integer_of(magnitude, edges_ptr, LAW: tl.constexpr):
-    """MAGIC + the number of integer edges <= magnitude.
+def _integer(magnitude, edges_ptr, LAW: tl.constexpr):
+    """MAGIC + the number of integer edges <= magnitude in [0, 1].
 
     edges_ptr: fp32 [128], a number below all edges, the edges in order, infinities. LAW: empty for
     a binary search; else (alpha, 1 pushed up, slope), so that slope * log2(pushed + alpha * x)
     rounds to the number wanted or to one more, and one comparison settles it.
     """
-    # No edge is above 1, and NaN must not become an address.
-    magnitude = tl.minimum(magnitude, 1.0)
     if len(LAW) == 0:
         found = tl.zeros_like(magnitude).to(tl.int32)
         for bit in tl.static_range(7):
@@ -75,58 +73,45 @@ def integer_of(magnitude, edges_ptr, LAW: tl.constexpr):
         return found.to(tl.float32) + arithmetic.MAGIC
     else:
         warped = arithmetic.log2_roughly(tl.fma(magnitude, LAW[0], LAW[1]))
-        guess = warped * LAW[2] + arithmetic.MAGIC
-        edge = tl.load(edges_ptr + arithmetic.magic_bits(guess))
+        guess = tl.fma(warped, LAW[2], arithmetic.MAGIC)
+        # Unsigned, so that one multiply-add makes the address.
+        index = guess.to(tl.uint32, bitcast=True).to(tl.int64)
+        edge = tl.load((edges_ptr - arithmetic.MAGIC_BITS) + index)
         return guess - tl.where(magnitude < edge, 1.0, 0.0)
 
 
 @triton.jit
-def _sign(numerator, centred, TO: tl.constexpr):
-    """Bit TO of an int32: whether centred is negative."""
-    if arithmetic.INTERPRETED:
-        # NumPy's multiply-add loses the sign of what underflows.
-        return tl.where(centred < 0.0, 1, 0) << TO
-    return (numerator.to(tl.int32, bitcast=True) >> (31 - TO)) & (1 << TO)
+def _element(x, norm, edges_ptr, LAW: tl.constexpr):
+    """MAGIC + the integer of a value, and a number with its sign."""
+    centred = arithmetic.difference(x, norm)
+    magnitude = arithmetic.quotient_to_one(tl.abs(centred), norm)
+    return _integer(magnitude, edges_ptr, LAW), centred
 
 
 @triton.jit
 def _four_bytes(a, b, c, d):
     """MAGIC + integers 0 to 127 as the bytes of an int32."""
-    a, b = arithmetic.magic_bits(a), arithmetic.magic_bits(b)
-    c, d = arithmetic.magic_bits(c), arithmetic.magic_bits(d)
-    return a + (b << 8) + ((c << 16) + (d << 24))
+    low = arithmetic.integer_of(a) + (arithmetic.integer_of(b) << 8)
+    return low + ((arithmetic.integer_of(c) << 16) + (arithmetic.integer_of(d) << 24))
 
 
 @triton.jit
-def _element(x, prepared, edges_ptr, EDGES: tl.constexpr, LAW: tl.constexpr, SIGN: tl.constexpr):
-    """MAGIC + the magnitude (or the integer, where EDGES is empty), and the sign at bit SIGN."""
-    centred = x - prepared[0]
-    numerator = arithmetic.normalised(centred, prepared[1])
-    magnitude = arithmetic.quotient(tl.abs(numerator), prepared[1])
-    if len(EDGES) == 0:
-        level = integer_of(magnitude, edges_ptr, LAW)
-    else:
-        level = arithmetic.count_reached(magnitude, EDGES)
-    return level, _sign(numerator, centred, SIGN)
-
-
-@triton.jit
-def words(x, prepared, edges_ptr, EDGES: tl.constexpr, LAW: tl.constexpr):
-    """One word per position of 8 values and their chunks' metadata: (codes, corrections), int32.
-    Corrections are meaningless where EDGES, the anchor's own thresholds, are given."""
-    l0, s0 = _element(x[0], prepared[0], edges_ptr, EDGES, LAW, 3)
-    l1, s1 = _element(x[1], prepared[1], edges_ptr, EDGES, LAW, 11)
-    l2, s2 = _element(x[2], prepared[2], edges_ptr, EDGES, LAW, 19)
-    l3, s3 = _element(x[3], prepared[3], edges_ptr, EDGES, LAW, 27)
-    l4, s4 = _element(x[4], prepared[4], edges_ptr, EDGES, LAW, 7)
-    l5, s5 = _element(x[5], prepared[5], edges_ptr, EDGES, LAW, 15)
-    l6, s6 = _element(x[6], prepared[6], edges_ptr, EDGES, LAW, 23)
-    l7, s7 = _element(x[7], prepared[7], edges_ptr, EDGES, LAW, 31)
-    signs = (s0 | s1 | s2) | (s3 | s4 | s5) | (s6 | s7)
-    even = _four_bytes(l0, l2, l4, l6)
-    odd = _four_bytes(l1, l3, l5, l7)
-    if len(EDGES) > 0:
-        return even | (odd << 4) | signs, signs
+def words(x, norms, edges_ptr, LAW: tl.constexpr):
+    """One word per position of 8 values and their chunks' metadata: (codes, corrections), int32."""
+    i0, s0 = _element(x[0], norms[0], edges_ptr, LAW)
+    i1, s1 = _element(x[1], norms[1], edges_ptr, LAW)
+    i2, s2 = _element(x[2], norms[2], edges_ptr, LAW)
+    i3, s3 = _element(x[3], norms[3], edges_ptr, LAW)
+    i4, s4 = _element(x[4], norms[4], edges_ptr, LAW)
+    i5, s5 = _element(x[5], norms[5], edges_ptr, LAW)
+    i6, s6 = _element(x[6], norms[6], edges_ptr, LAW)
+    i7, s7 = _element(x[7], norms[7], edges_ptr, LAW)
+    even = _four_bytes(i0, i2, i4, i6)
+    odd = _four_bytes(i1, i3, i5, i7)
+    # Codes 0 to 3 have their signs in the even nibbles.
+    signs = ((arithmetic.sign_bytes(s0, s1, s2, s3) >> 4) & 0x08080808) | arithmetic.sign_bytes(
+        s4, s5, s6, s7
+    )
     # Four nibbles at a time: magnitude (I + 7) >> 4, correction -I modulo 16, and I <= 120.
     codes = (((even + 0x07070707) >> 4) & 0x07070707) | ((odd + 0x07070707) & 0x70707070) | signs
     low = ((0x78787878 - even) ^ 0x08080808) & 0x0F0F0F0F

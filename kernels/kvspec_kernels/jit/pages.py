@@ -1,7 +1,8 @@
 """Pages in registers, cut so that every thread holds whole words of codes.
 
 A *pair* is two neighbouring channels: an int32 of two 16-bit values or an int64 of two fp32 values.
-Tensors of pairs are [chunks, rows, columns]; a position of such a tensor stands for the 32 elements
+Tensors of pairs are [columns, rows, chunks], because Triton gives neighbouring threads to the first
+dimension where it sees nothing contiguous; a position of such a tensor stands for the 32 elements
 of 4 words (K) or of 4 words (V), and the ones that differ by 8 tokens, 8 channels or the place in a
 pair are separate tensors. With the numbers of formats.py, where a tile of K has tokens
 16 r + 8 b + g and channels 16 c + 8 d + 2 t + e, and a tile of V channels 16 a + 8 b + 2 u + h and
@@ -19,20 +20,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvspec_kernels.jit import arithmetic
+
 
 @triton.jit
 def positions(NUM_CHUNKS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr):
     """Indices chunk, row and column, and masks of what is no padding: positions, chunks' columns
-    and rows. All are [chunks, rows, columns] up to broadcasting."""
-    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))[:, None, None]
+    and rows. All are [columns, rows, chunks] up to broadcasting."""
+    col = tl.arange(0, triton.next_power_of_2(NUM_COLS))[:, None, None]
     row = tl.arange(0, triton.next_power_of_2(NUM_ROWS))[None, :, None]
-    col = tl.arange(0, triton.next_power_of_2(NUM_COLS))[None, None, :]
+    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))[None, None, :]
     mask_chunk = (chunk < NUM_CHUNKS) & (col < NUM_COLS)
     mask_row = (chunk < NUM_CHUNKS) & (row < NUM_ROWS)
     mask = mask_chunk & mask_row
-    chunk = tl.minimum(chunk, NUM_CHUNKS - 1)
-    row = tl.minimum(row, NUM_ROWS - 1)
-    col = tl.minimum(col, NUM_COLS - 1)
+    # Only where needed: the compiler sees no contiguous columns behind a minimum.
+    if chunk.numel != NUM_CHUNKS:
+        chunk = tl.minimum(chunk, NUM_CHUNKS - 1)
+    if row.numel != NUM_ROWS:
+        row = tl.minimum(row, NUM_ROWS - 1)
+    if col.numel != NUM_COLS:
+        col = tl.minimum(col, NUM_COLS - 1)
     return chunk, row, col, mask, mask_chunk, mask_row
 
 
@@ -119,16 +126,20 @@ def most(a, b, c, d):
 def ranges(low, high, AXIS: tl.constexpr):
     """Minima of four tensors and maxima of four along AXIS, which stays with size 1. One reduction
     for all eight, because each costs a trip through shared memory."""
+    n0, n1 = arithmetic.negative(high[0]), arithmetic.negative(high[1])
+    n2, n3 = arithmetic.negative(high[2]), arithmetic.negative(high[3])
     lows = tl.join(tl.join(low[0], low[2]), tl.join(low[1], low[3]))
-    highs = tl.join(tl.join(-high[0], -high[2]), tl.join(-high[1], -high[3]))
+    highs = tl.join(tl.join(n0, n2), tl.join(n1, n3))
     lowest, highest = tl.split(tl.min(tl.join(lows, highs), axis=AXIS, keep_dims=True))
     low02, low13 = tl.split(lowest)
     high02, high13 = tl.split(highest)
     low0, low2 = tl.split(low02)
     low1, low3 = tl.split(low13)
-    high0, high2 = tl.split(high02)
-    high1, high3 = tl.split(high13)
-    return (low0, low1, low2, low3), (-high0, -high1, -high2, -high3)
+    n0, n2 = tl.split(high02)
+    n1, n3 = tl.split(high13)
+    high0, high1 = arithmetic.negative(n0), arithmetic.negative(n1)
+    high2, high3 = arithmetic.negative(n2), arithmetic.negative(n3)
+    return (low0, low1, low2, low3), (high0, high1, high2, high3)
 
 
 @triton.jit
@@ -165,14 +176,17 @@ def store_v_words(
     HEAD_DIM: tl.constexpr,
     TILE_GROUP: tl.constexpr,
 ):
-    """V's words of h = 0 and h = 1, each [chunks, rows, columns] int32, in stored order."""
+    """V's words of h = 0 and h = 1, each [columns, rows, chunks] int32, in stored order."""
     COL_TILES: tl.constexpr = PAGE_SIZE // 16
     ROW_TILES: tl.constexpr = HEAD_DIM // 16
     TILES: tl.constexpr = COL_TILES * ROW_TILES
     if words0.numel == TILES * 16:
         # Stored as they lie in registers, every 4 bytes would go to a sector of its own.
-        split = tl.join(words0, words1).reshape(COL_TILES, 4, ROW_TILES, 4, 2)
-        tiles = split.permute(2, 0, 3, 4, 1).reshape(TILES // TILE_GROUP, TILE_GROUP, 32)
+        split = tl.join(words0, words1).reshape(
+            ROW_TILES, 4, CHUNK // 16, 4, PAGE_SIZE // CHUNK, 2
+        )
+        by_tile = split.permute(0, 4, 2, 1, 5, 3)
+        tiles = by_tile.reshape(TILES // TILE_GROUP, TILE_GROUP, 32)
         ordered = tiles.permute(0, 2, 1).reshape(TILES * 32)
         tl.store(codes_ptr + tl.arange(0, TILES * 32), ordered)
     else:

@@ -66,7 +66,7 @@ def _ranges_of_v_tokens(x, y):
         pages.most(x[4], x[6], y[4], y[6]),
         pages.most(x[5], x[7], y[5], y[7]),
     )
-    return pages.ranges(low, high, 2)
+    return pages.ranges(low, high, 0)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def log4_k(
     FIELDS: tl.constexpr,
     TILE_GROUP: tl.constexpr,
     KV_DTYPE: tl.constexpr,
-    EDGES: tl.constexpr,
+    WITH_CORRECTIONS: tl.constexpr,
     LAW: tl.constexpr,
 ):
     NUM_COLS: tl.constexpr = HEAD_DIM // 4
@@ -101,7 +101,7 @@ def log4_k(
     low, high = _ranges_of_k(x)
     centre, offset, base, p = log4.metadata(low, high)
     by_code = (p[0], p[1], p[0], p[1], p[2], p[3], p[2], p[3])
-    codes, corrections = log4.words(x, by_code, edges_ptr, EDGES, LAW)
+    codes, corrections = log4.words(x, by_code, edges_ptr, LAW)
 
     tl.store(anchor_ptr.to(tl.pointer_type(tl.int16)), base.to(tl.int16))
     for word in tl.static_range(1, 4):
@@ -112,7 +112,7 @@ def log4_k(
     tl.store(anchor_ptr + FIELDS[2] + index, scales, mask=mask_chunk)
     offsets = pages.k_word_offsets(chunk, row, col, CHUNK, NUM_COLS, TILE_GROUP)
     tl.store(anchor_ptr + FIELDS[0] + offsets, codes, mask=mask)
-    if len(EDGES) == 0:
+    if WITH_CORRECTIONS:
         tl.store(corrections_ptr + offsets, corrections, mask=mask)
 
 
@@ -130,7 +130,7 @@ def log4_v(
     FIELDS: tl.constexpr,
     TILE_GROUP: tl.constexpr,
     KV_DTYPE: tl.constexpr,
-    EDGES: tl.constexpr,
+    WITH_CORRECTIONS: tl.constexpr,
     LAW: tl.constexpr,
 ):
     NUM_COLS: tl.constexpr = HEAD_DIM // 4
@@ -141,9 +141,9 @@ def log4_v(
     low, high = _ranges_of_v_channels(x, y)
     centre, offset, base, p = log4.metadata(low, high)
     by_code = (p[0], p[0], p[1], p[1], p[0], p[0], p[1], p[1])
-    codes0, corrections0 = log4.words(x, by_code, edges_ptr, EDGES, LAW)
+    codes0, corrections0 = log4.words(x, by_code, edges_ptr, LAW)
     by_code = (p[2], p[2], p[3], p[3], p[2], p[2], p[3], p[3])
-    codes1, corrections1 = log4.words(y, by_code, edges_ptr, EDGES, LAW)
+    codes1, corrections1 = log4.words(y, by_code, edges_ptr, LAW)
 
     tl.store(anchor_ptr.to(tl.pointer_type(tl.int16)) + 1, base.to(tl.int16))
     scales_ptr = (anchor_ptr + FIELDS[2]).to(tl.pointer_type(tl.int16))
@@ -157,7 +157,7 @@ def log4_v(
     pages.store_v_words(
         codes_ptr, codes0, codes1, chunk, row, col, mask, CHUNK, PAGE_SIZE, HEAD_DIM, TILE_GROUP
     )
-    if len(EDGES) == 0:
+    if WITH_CORRECTIONS:
         pages.store_v_words(
             corrections_ptr,
             corrections0,
@@ -210,9 +210,11 @@ def uniform4_v(
     page_ptr,
     anchor_ptr,
     corrections_ptr,
+    one,
     stride_token: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
     TILE_GROUP: tl.constexpr,
     KV_DTYPE: tl.constexpr,
@@ -221,7 +223,7 @@ def uniform4_v(
     COL_TILES: tl.constexpr = PAGE_SIZE // 16
     chunk, row, col, mask, _, mask_row = pages.positions(1, PAGE_SIZE // 4, HEAD_DIM // 4)
     token = row // 4 * 16 + row % 4 * 2
-    # No `one` here: metadata belong to tokens, so a thread had better hold many channels of few.
+    # No `one` and no CHUNK here: metadata belong to tokens, so a thread had better hold many channels of few.
     x, y = pages.load_v(page_ptr, token, col // 4 * 8 + col % 4, stride_token, KV_DTYPE)
     low, high = _ranges_of_v_tokens(x, y)
     scale, zero, p = uniform4.metadata(low, high)

@@ -10,13 +10,15 @@ from kvspec_kernels.jit import arithmetic
 
 @triton.jit
 def _scale_and_zero(low, high):
-    """Scale and zero of a group as stored: fp32 bits of bf16 values, and what `words` takes."""
+    """Scale and zero of a group as stored: fp32 bits of bf16 values; and what `words` takes."""
     zero_bits = arithmetic.to_bf16_bits(arithmetic.clamp_to_bf16(low))
     zero = zero_bits.to(tl.float32, bitcast=True)
-    span = tl.div_rn(high, 15.0) - tl.div_rn(zero, 15.0)
+    span = arithmetic.fifteenth(high) - arithmetic.fifteenth(zero)
     scale_bits = arithmetic.to_bf16_bits(tl.maximum(span, 0.0))
     scale = scale_bits.to(tl.float32, bitcast=True)
-    return scale_bits, zero_bits, (zero, scale, arithmetic.divisor_of(scale))
+    norm = arithmetic.normalised(zero, scale)
+    # Codes are multiplied by the scale itself, which may be 0 where the divisor is 1.
+    return scale_bits, zero_bits, (norm, tl.where(scale > 0.0, norm[2], 0.0))
 
 
 @triton.jit
@@ -32,18 +34,18 @@ def metadata(low, high):
 @triton.jit
 def _element(x, prepared, SHIFT: tl.constexpr, WITH_CORRECTIONS: tl.constexpr):
     """The code and the correction + 8 of a value, each at bit SHIFT of an int32."""
-    zero, scale, divisor = prepared
-    ratio = arithmetic.quotient(arithmetic.normalised(x - zero, divisor), divisor)
-    # In this order, because an infinite ratio arrives as NaN and belongs to the last code.
-    rounded = tl.maximum(tl.minimum(ratio, 15.0), 0.0) + arithmetic.MAGIC
-    code = arithmetic.magic_bits(rounded) << SHIFT
+    norm, minus_scale = prepared
+    ratio = arithmetic.quotient(arithmetic.difference(x, norm), norm)
+    rounded = tl.minimum(tl.maximum(ratio, 0.0), 15.0) + arithmetic.MAGIC
+    code = arithmetic.integer_of(rounded) << SHIFT
     if not WITH_CORRECTIONS:
         return code, code
-    error = x - ((rounded - arithmetic.MAGIC) * scale + zero)
-    ratio = arithmetic.quotient(arithmetic.normalised(error, divisor), divisor) * 16.0
-    # An infinite error is negative: the anchor has overflowed.
-    rounded = tl.minimum(tl.maximum(ratio, -8.0), 7.0) + (arithmetic.MAGIC + 8.0)
-    return code, arithmetic.magic_bits(rounded) << SHIFT
+    # A code times a scale has 12 bits, so that this product needs no rounding of its own.
+    minus_anchor = tl.fma(rounded - arithmetic.MAGIC, minus_scale, norm[1])
+    ratio = arithmetic.quotient(tl.fma(x, norm[0], minus_anchor), norm)
+    clamped = tl.minimum(tl.maximum(ratio, -0.5), 0.4375)
+    correction = tl.fma(clamped, 16.0, arithmetic.MAGIC + 8.0)
+    return code, arithmetic.integer_of(correction) << SHIFT
 
 
 @triton.jit

@@ -74,10 +74,5 @@ def encode_pages(
         stride_residual=residual_words.stride(0),
         stride_residual_head=residual_words.stride(1),
         stride_token=k_pairs.stride(1),
-        SHAPE=constants.shape,
-        CODEC=constants.codec,
-        KV_DTYPE=constants.kv_dtype,
-        num_warps=constants.num_warps,
-        # The references round products before they add.
-        enable_fp_fusion=False,
+        **constants.launch,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,14 +36,11 @@ MAX_WARPS = 16
 
 @dataclass(frozen=True)
 class EncodeConstants:
-    """Compile-time arguments of `jit/encode.py`, and the layouts that they come from."""
+    """Layouts of the records, and keyword arguments of `jit/encode.py` that follow from them."""
 
     anchor_layout: RecordLayout
     residual_layout: RecordLayout
-    shape: tuple[int, ...]
-    codec: tuple[object, ...]
-    kv_dtype: tl.dtype
-    num_warps: int
+    launch: Mapping[str, object]
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,27 +53,35 @@ def encode_constants(
     for layout in (anchor_layout, residual_layout):
         # Nothing else clears padding.
         assert layout.fields[-1].offset + layout.fields[-1].nbytes == layout.nbytes
-    tile_group = fragments.group_size(page_size * head_dim // fragments.TILE**2)
-    shape = (page_size, head_dim, tile_group, residual_layout.nbytes // 8)
     exact = target == "exact"
-    codec: tuple[object, ...]
     if isinstance(settings, Log4Settings):
         _check_log4(settings)
-        chunks = (settings.k_chunk, settings.v_chunk)
-        fields = _word_offsets(anchor_layout, ("codes", "centre", "scale"))
-        codec = ("log4", chunks, fields, exact, _edges(settings) if exact else (), _law(settings))
+        codec, chunks = "log4", (settings.k_chunk, settings.v_chunk)
+        metadata, law = ("centre", "scale"), _law(settings)
     else:
-        chunks = (settings.k_group, page_size)
-        fields = _word_offsets(anchor_layout, ("codes", "scale", "zero"))
-        codec = ("uniform4", chunks, fields, exact)
-    for chunk in chunks:
-        if chunk % CHUNK_STEP:
-            raise FormatError(f"kernels take chunks of multiples of {CHUNK_STEP}, got {chunk}")
+        codec, chunks = "uniform4", (settings.k_group, CHUNK_STEP)
+        metadata, law = ("scale", "zero"), ()
+    if any(chunk % CHUNK_STEP for chunk in chunks):
+        raise FormatError(f"kernels take chunks of multiples of {CHUNK_STEP} tokens, got {chunks}")
     padded = math.prod(1 << (size - 1).bit_length() for size in (page_size, head_dim))
-    num_warps = min(max(padded // (32 * THREAD_ELEMENTS), 1), MAX_WARPS)
-    return EncodeConstants(
-        anchor_layout, residual_layout, shape, codec, KV_DTYPES[dtype], num_warps
-    )
+    launch = {
+        "PAGE_SIZE": page_size,
+        "HEAD_DIM": head_dim,
+        "TILE_GROUP": fragments.group_size(page_size * head_dim // fragments.TILE**2),
+        "PART_WORDS": residual_layout.nbytes // 8,
+        "KV_DTYPE": KV_DTYPES[dtype],
+        "CODEC": codec,
+        "EXACT": exact,
+        "K_CHUNK": chunks[0],
+        "V_CHUNK": chunks[1],
+        "K_FIELDS": _word_offsets(anchor_layout, "k", metadata),
+        "V_FIELDS": _word_offsets(anchor_layout, "v", metadata),
+        "LAW": law,
+        "num_warps": min(max(padded // (32 * THREAD_ELEMENTS), 1), MAX_WARPS),
+        # The references round products before they add.
+        "enable_fp_fusion": False,
+    }
+    return EncodeConstants(anchor_layout, residual_layout, launch)
 
 
 @functools.lru_cache(maxsize=64)
@@ -144,8 +149,8 @@ def _of(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
-def _word_offsets(layout: RecordLayout, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(layout[f"{part}_{name}"].offset // 4 for name in names) for part in "kv")
+def _word_offsets(layout: RecordLayout, part: str, metadata: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(layout[f"{part}_{name}"].offset // 4 for name in ("codes", *metadata))
 
 
 def _check_log4(settings: Log4Settings) -> None:
@@ -157,12 +162,6 @@ def _check_log4(settings: Log4Settings) -> None:
         raise FormatError(f"kernels take alpha up to {MAX_ALPHA}, got {settings.alpha}")
 
 
-def _edges(settings: Log4Settings) -> tuple[float, ...]:
-    """EDGES of jit/arithmetic.py::count_reached."""
-    edges = tables(settings, torch.device("cpu")).magnitude_edges.tolist()
-    return tuple(value for edge in edges for value in (edge, -(2.0**100) * _before(edge)))
-
-
 def _law(settings: Log4Settings) -> tuple[float, ...]:
     """LAW of jit/log4.py::integer_of."""
     alpha = settings.alpha
@@ -171,10 +170,3 @@ def _law(settings: Log4Settings) -> tuple[float, ...]:
     slope = settings.top / math.log2(1 + alpha)
     # At the far end, where it counts least, this lifts the law by PUSH.
     return (alpha, 1 + PUSH * (1 + alpha) * math.log(2) / slope, slope)
-
-
-def _before(value: float) -> float:
-    """The largest fp32 number below a positive one."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", value))
-    (before,) = struct.unpack("<f", struct.pack("<i", bits - 1))
-    return float(before)
