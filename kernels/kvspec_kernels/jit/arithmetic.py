@@ -32,8 +32,8 @@ def integer_of(value):
 
 @triton.jit
 def to_bf16_bits(value):
-    """fp32 bits, int32, of finite `value` rounded to bf16: the upper half is the bf16. Zeros are +0,
-    as in the references."""
+    """fp32 bits, int32, of finite `value` rounded to bf16: the upper half is the bf16. Zeros are
+    +0, as in the references."""
     bits = value.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.where(bits == -2147483648, 0, bits)
@@ -60,7 +60,7 @@ def fifteenth(value):
 @triton.jit
 def normalised(offset, scale):
     """What `difference` and `quotient` need to subtract offset and divide by scale >= 0, or by 1
-    where it is 0: (factor, -offset * factor, -divisor * factor, the reciprocal of divisor * factor).
+    where it is 0: (factor, -offset * factor, -divisor * factor, 1 / (divisor * factor)).
 
     factor is a power of two that brings the divisor into [1, 4), so that nothing overflows and
     nothing that matters underflows. Offsets that it would make infinite belong to values that all
@@ -93,8 +93,8 @@ def difference(value, norm):
 def quotient(numerator, norm):
     """The IEEE quotient of a `difference`, wherever it is 2^-20 or more.
 
-    A guess by the rounded reciprocal and one correction by the exact remainder: right for every fp32
-    numerator and every divisor of up to 8 significant bits (tried for all of them).
+    A guess by the rounded reciprocal and one correction by the exact remainder: right for every
+    fp32 numerator and every divisor of up to 8 significant bits (tried for all of them).
     """
     guess = numerator * norm[3]
     return tl.fma(tl.fma(guess, norm[2], numerator), norm[3], guess)
@@ -129,7 +129,7 @@ def log2_roughly(value):
 
 @triton.jit
 def sign_bytes(a, b, c, d):
-    """int32 whose four bytes, lowest first, have the signs of a, b, c and d in their highest bit."""
+    """int32 whose bytes, lowest first, have the signs of a, b, c and d in their highest bits."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 x, y;

@@ -33,8 +33,8 @@ def _encode_part(
         bits_ptr = part_ptr.to(page_ptr.dtype)
         pages.copy_page(page_ptr, bits_ptr, stride_token, HEAD_DIM // 2, PAGE_SIZE)
     if CODEC == "log4":
-        encode: tl.constexpr = records.log4_v if IS_V else records.log4_k
-        encode(
+        encode_log4: tl.constexpr = records.log4_v if IS_V else records.log4_k
+        encode_log4(
             page_ptr,
             anchor_ptr,
             part_ptr,
@@ -51,8 +51,8 @@ def _encode_part(
             LAW,
         )
     else:
-        encode: tl.constexpr = records.uniform4_v if IS_V else records.uniform4_k
-        encode(
+        encode_uniform4: tl.constexpr = records.uniform4_v if IS_V else records.uniform4_k
+        encode_uniform4(
             page_ptr,
             anchor_ptr,
             part_ptr,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit import arithmetic, pages
+from kvspec_kernels.jit import arithmetic
 
 SCALE_SHIFT = tl.constexpr(19)
 ROUND_UP = tl.constexpr((1 << 19) - 1)

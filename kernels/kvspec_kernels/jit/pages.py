@@ -46,9 +46,9 @@ def positions(NUM_CHUNKS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_COLS: tl.con
 @triton.jit
 def half_of(pairs, HALF: tl.constexpr, KV_DTYPE: tl.constexpr):
     """The first (HALF 0) or second channel of pairs, as fp32."""
-    if KV_DTYPE == tl.float32:
+    if KV_DTYPE == "fp32":
         return (pairs >> (32 * HALF)).to(tl.int32).to(tl.float32, bitcast=True)
-    elif KV_DTYPE == tl.float16:
+    elif KV_DTYPE == "fp16":
         return (pairs >> (16 * HALF)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif HALF == 0:
         return (pairs << 16).to(tl.float32, bitcast=True)
@@ -182,9 +182,7 @@ def store_v_words(
     TILES: tl.constexpr = COL_TILES * ROW_TILES
     if words0.numel == TILES * 16:
         # Stored as they lie in registers, every 4 bytes would go to a sector of its own.
-        split = tl.join(words0, words1).reshape(
-            ROW_TILES, 4, CHUNK // 16, 4, PAGE_SIZE // CHUNK, 2
-        )
+        split = tl.join(words0, words1).reshape(ROW_TILES, 4, CHUNK // 16, 4, PAGE_SIZE // CHUNK, 2)
         by_tile = split.permute(0, 4, 2, 1, 5, 3)
         tiles = by_tile.reshape(TILES // TILE_GROUP, TILE_GROUP, 32)
         ordered = tiles.permute(0, 2, 1).reshape(TILES * 32)

@@ -223,7 +223,7 @@ def uniform4_v(
     COL_TILES: tl.constexpr = PAGE_SIZE // 16
     chunk, row, col, mask, _, mask_row = pages.positions(1, PAGE_SIZE // 4, HEAD_DIM // 4)
     token = row // 4 * 16 + row % 4 * 2
-    # No `one` and no CHUNK here: metadata belong to tokens, so a thread had better hold many channels of few.
+    # Without `one`: metadata belong to tokens here, so a thread takes many channels of few tokens.
     x, y = pages.load_v(page_ptr, token, col // 4 * 8 + col % 4, stride_token, KV_DTYPE)
     low, high = _ranges_of_v_tokens(x, y)
     scale, zero, p = uniform4.metadata(low, high)

@@ -24,8 +24,9 @@ def encode_pages(
     """Encode pages `source` of k, v into `anchors` and `residuals`, in place.
 
     Bytes are those of reference/log4.py and reference/uniform4.py, and for the target exact of
-    reference/exact.py. Pages with NaN or infinities get anchors of no meaning; their exact residual
-    holds every bit. Neither waits for the device nor allocates, but for one small table at the
+    reference/exact.py, but for codes of no meaning: of pages with NaN or infinities, and in
+    uniform4 of groups whose range is wider than fp32 holds. Exact residuals always hold every bit.
+    Neither waits for the device nor allocates, but for one small table at the
     first call with given settings: capture into a CUDA graph after a first run.
 
     k, v: [S, P, H, D] bf16, fp16 or fp32, equal strides, the last dimension contiguous.
@@ -41,17 +42,9 @@ def encode_pages(
     constants = encoding.encode_constants(settings, target, page_size, head_dim, k.dtype)
     encoding.check_records(anchors, constants.anchor_layout, num_heads, "anchors")
     encoding.check_records(residuals, constants.residual_layout, num_heads, "residuals")
-    encoding.check_indices(
-        len(source), source=source, anchor_slots=anchor_slots, residual_slots=residual_slots
-    )
-    encoding.check_devices(
-        k.device,
-        source=source,
-        anchors=anchors,
-        anchor_slots=anchor_slots,
-        residuals=residuals,
-        residual_slots=residual_slots,
-    )
+    indices = {"source": source, "anchor_slots": anchor_slots, "residual_slots": residual_slots}
+    encoding.check_indices(len(source), **indices)
+    encoding.check_devices(k.device, anchors=anchors, residuals=residuals, **indices)
     if len(source) == 0 or num_heads == 0:
         return
     k_pairs, v_pairs = encoding.pairs(k), encoding.pairs(v)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import triton.language as tl
 
 from kvspec_kernels import formats
 from kvspec_kernels.formats import FormatError, Log4Settings, RecordLayout, Target, Uniform4Settings
@@ -17,7 +16,7 @@ from kvspec_kernels.reference.companding import tables
 
 Settings = Log4Settings | Uniform4Settings
 
-KV_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+KV_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Two channels as one integer: what the kernels load.
 PAIR_DTYPES = {2: torch.int32, 4: torch.int64}
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -110,6 +109,21 @@ def check_pages(k: torch.Tensor, v: torch.Tensor, names: str) -> None:
         raise ValueError(f"{names} must have contiguous heads and even strides, got {k.stride()}")
     if k.stride(1) * k.shape[1] >= 2**31:
         raise ValueError(f"a page of {names} must span less than 2^31 elements, got {k.stride()}")
+
+
+def check_tokens(k: torch.Tensor, v: torch.Tensor, window: torch.Tensor) -> None:
+    """ValueError unless k, v are tokens [B, H, D] of the window's dtype and device, alike."""
+    for name, tokens in (("k_new", k), ("v_new", v)):
+        same = tokens.dtype == window.dtype and tokens.device == window.device
+        if tokens.ndim != 3 or tokens.shape[1:] != window.shape[2:] or not same:
+            raise ValueError(
+                f"{name} must be {window.dtype} [rows, {window.shape[2]}, {window.shape[3]}] on "
+                f"{window.device}, got {_of(tokens)}"
+            )
+    if k.shape != v.shape or k.stride() != v.stride():
+        raise ValueError(f"k_new and v_new must agree, got {_of(k)} and {_of(v)}")
+    if k.stride(2) != 1 or any(stride % 2 for stride in k.stride()[:2]):
+        raise ValueError(f"k_new must have contiguous heads and even strides, got {k.stride()}")
 
 
 def check_records(records: torch.Tensor, layout: RecordLayout, heads: int, name: str) -> None:

@@ -116,7 +116,8 @@ def _metadata(
     else:
         centre = (chunks / chunks.shape[2]).sum(2, keepdim=True)
     limit = torch.finfo(torch.bfloat16).max
-    centre = centre.clamp(-limit, limit).bfloat16().float()
+    # Of zeros either may be the lower; + 0.0 leaves only the positive one.
+    centre = centre.clamp(-limit, limit).bfloat16().float() + 0.0
     reach = torch.maximum(high - centre, centre - low)
     bits = reach.view(torch.int32).clamp(0, LARGEST_FP32)
     rounded_up = (bits + ((1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT).clamp_max(LARGEST_SCALE)
