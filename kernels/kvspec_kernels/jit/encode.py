@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit import pages, records
+from kvspec_kernels.jit import page_pairs, records
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _encode_part(
     if EXACT:
         # First, so that the reads below, which take half sectors, hit the L1.
         bits_ptr = part_ptr.to(page_ptr.dtype)
-        pages.copy_page(page_ptr, bits_ptr, stride_token, HEAD_DIM // 2, PAGE_SIZE)
+        page_pairs.copy_page(page_ptr, bits_ptr, stride_token, HEAD_DIM // 2, PAGE_SIZE)
     if CODEC == "log4":
         encode_log4: tl.constexpr = records.log4_v if IS_V else records.log4_k
         encode_log4(
@@ -105,7 +105,7 @@ def encode_page(
 
     k_ptr, v_ptr: pairs of channels, int32 or int64; strides in pairs. anchors_ptr, residuals_ptr:
     int32; strides in words. PART_WORDS: of the residual record. CODEC: log4 or uniform4. EXACT: the
-    target, else int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of `records.py`. LAW: of `log4.py`,
+    target, else int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of `records.py`. LAW: of `encode_log4.py`,
     else empty.
     """
     offset = page * stride_page + head * stride_head

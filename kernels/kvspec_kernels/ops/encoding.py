@@ -177,7 +177,7 @@ def _check_log4(settings: Log4Settings) -> None:
 
 
 def _law(settings: Log4Settings) -> tuple[float, ...]:
-    """LAW of jit/log4.py::integer_of."""
+    """LAW of jit/encode_log4.py."""
     alpha = settings.alpha
     if alpha < MIN_ALPHA_OF_LOGARITHM:
         return ()

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from kvspec_kernels.jit import arithmetic
-from kvspec_kernels.testing import teach_interpreter
+from kvspec_kernels.testing.division import divide_kernel
+from kvspec_kernels.testing.interpreter import teach_interpreter
 
 teach_interpreter()
 
 BLOCK = 1 << 13
-
-
-@triton.jit
-def _divide_kernel(
-    value_ptr, scale_ptr, ratio_ptr, clamped_ptr, fifteenth_ptr, BLOCK: tl.constexpr
-):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(value_ptr + index)
-    norm = arithmetic.normalised(tl.zeros_like(value), tl.load(scale_ptr + index))
-    numerator = arithmetic.difference(value, norm)
-    tl.store(ratio_ptr + index, arithmetic.quotient(numerator, norm))
-    tl.store(clamped_ptr + index, arithmetic.quotient_to_one(numerator, norm))
-    tl.store(fifteenth_ptr + index, arithmetic.fifteenth(value))
 
 
 def check(values: torch.Tensor, scales: torch.Tensor, device: torch.device) -> None:
@@ -33,7 +18,7 @@ def check(values: torch.Tensor, scales: torch.Tensor, device: torch.device) -> N
     inputs = [tensor.contiguous().to(device) for tensor in (values, scales)]
     outputs = [torch.full_like(inputs[0], torch.nan) for _ in range(3)]
     grid = (len(values) // BLOCK,)
-    _divide_kernel[grid](*inputs, *outputs, BLOCK=BLOCK, enable_fp_fusion=False)
+    divide_kernel[grid](*inputs, *outputs, BLOCK=BLOCK, enable_fp_fusion=False)
     ratio, clamped, fifteenth = (output.cpu() for output in outputs)
     exact = values / scales
     relevant = exact.abs() >= 2.0**-20

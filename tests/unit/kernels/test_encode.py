@@ -13,7 +13,8 @@ from kvspec_kernels.ops import encoding
 from kvspec_kernels.ops.encode import encode_pages
 from kvspec_kernels.reference import log4, uniform4
 from kvspec_kernels.reference.companding import tables
-from kvspec_kernels.testing import encode_by_reference, exact_fma, teach_interpreter
+from kvspec_kernels.testing.encoding import encode_by_reference
+from kvspec_kernels.testing.interpreter import exact_fma, teach_interpreter
 
 teach_interpreter()
 
