@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test identity check bench-acceptance clean
+.PHONY: help env demo serve test test-gpu identity check bench-acceptance clean
 
 VENV ?= .venv
 MODEL ?= models/demo-5m
@@ -41,6 +41,11 @@ serve: $(INSTALLED) ## serve MODEL with --kvspec on PORT until Ctrl-C; more serv
 test: $(INSTALLED) ## unit tests, then tests on the real server; pytest's own flags in PYTEST_ARGS
 	$(PYTHON) -m pytest $(filter-out tests/__pycache__ tests/sglang,$(wildcard tests/*)) \
 		tests/sglang $(PYTEST_ARGS)
+
+# The Python of a machine with a GPU, with torch, triton, pytest and hypothesis: no environment here.
+test-gpu: ## tests of the kernels on a CUDA device: make test-gpu PYTHON=/path/to/python
+	PYTHONPATH=.:kernels:patches $(PYTHON) -m pytest $(wildcard tests/unit/kernels tests/gpu) \
+		$(PYTEST_ARGS)
 
 identity: $(INSTALLED) ## every prompt, model, codec and scenario against plain SGLang: hours
 	$(PYTHON) -m pytest tests/sglang/test_identity.py -m identity \

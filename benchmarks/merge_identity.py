@@ -1,57 +1,107 @@
-"""Merges the results of identity runs that shared the matrix into one file.
+"""Merges the reports of identity runs that shared the matrix into one file.
 
 python benchmarks/merge_identity.py PART.json ... --out benchmarks/results/identity.json
+
+Runs may have shared models, codecs, scenarios, and by --identity-shard the prompts of a scenario.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 TOTALS = ("identity.prompts", "identity.answers", "identity.mismatches")
+NO_CHECKOUT = "not a git checkout"
+WHOLE = "1/1"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", type=Path, nargs="+")
-    parser.add_argument("--commit", help="of the tree that ran, where it was no git checkout")
+    parser.add_argument("--commit", help="of the parts whose tree was no git checkout")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    merged = merge([json.loads(path.read_text()) for path in args.parts])
-    if args.commit:
-        merged["commit"] = args.commit
+    parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.parts]
+    for part in parts:
+        if args.commit and part["commit"] == NO_CHECKOUT:
+            part["commit"] = args.commit
+    merged = merge(parts)
     args.out.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
 
 
 def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One record of all parts. Raises ValueError when they are not of one commit and machine."""
-    for key in ("commit", "versions", "settings"):
+    """One report of all parts, in which the shards of a scenario are added up.
+
+    Raises ValueError when parts are not of one commit and configuration, and when a scenario does
+    not have each of its shards once.
+    """
+    for key in ("commit", "settings"):
         if any(part[key] != parts[0][key] for part in parts):
             raise ValueError(f"the parts differ in their {key}")
-    values = [{f["name"]: f["value"] for f in part["figures"]} for part in parts]
-    prompts: dict[str, int] = {}
-    for numbers in values:
-        # Each part ran one model, so its total is that model's.
-        models = {name.split(".")[1] for name in numbers if name not in TOTALS}
-        (model,) = models
-        prompts[model] = max(prompts.get(model, 0), numbers["identity.prompts"])
-    totals = {
-        "identity.prompts": sum(prompts.values()),
-        "identity.answers": sum(numbers["identity.answers"] for numbers in values),
-        "identity.mismatches": sum(numbers["identity.mismatches"] for numbers in values),
-    }
-    by_name = {f["name"]: f for part in parts for f in part["figures"] if f["name"] not in TOTALS}
-    first = {f["name"]: f for f in parts[0]["figures"]}
-    figures = [first[name] | {"value": value} for name, value in totals.items()]
-    mismatches = [entry for part in parts for entry in part["mismatches"]]
+    _check_shards(parts)
+    rows: dict[str, dict[str, Any]] = {}
+    for figure in (figure for part in parts for figure in part["figures"]):
+        name = figure["name"]
+        if name not in TOTALS:
+            value = figure["value"] + (rows[name]["value"] if name in rows else 0)
+            rows[name] = figure | {"value": round(value, 1)}
+    first = {figure["name"]: figure for figure in parts[0]["figures"]}
     return parts[0] | {
         "date": max(part["date"] for part in parts),
-        "figures": figures + [by_name[name] for name in sorted(by_name)],
-        "mismatches": mismatches,
+        "machine": _one_or_all(part["machine"] for part in parts),
+        "versions": {
+            name: _one_or_all(part["versions"][name] for part in parts)
+            for name in parts[0]["versions"]
+        },
+        "shard": WHOLE,
+        "figures": [first[name] | {"value": value} for name, value in _totals(rows).items()]
+        + [rows[name] for name in sorted(rows)],
+        "mismatches": [entry for part in parts for entry in part["mismatches"]],
     }
+
+
+def _check_shards(parts: Sequence[dict[str, Any]]) -> None:
+    shards_of: dict[str, list[str]] = defaultdict(list)
+    for part in parts:
+        for name in {_split(figure["name"])[0] for figure in part["figures"]} - {"identity"}:
+            shards_of[name].append(part["shard"])
+    for name, shards in sorted(shards_of.items()):
+        count = int(shards[0].partition("/")[2])
+        if sorted(shards) != sorted(f"{index}/{count}" for index in range(1, count + 1)):
+            raise ValueError(f"{name} has the shards {', '.join(sorted(shards))}")
+
+
+def _totals(rows: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """Every scenario of a model sends the same prompts, so they are counted once a model."""
+    prompts_of_model: dict[str, int] = defaultdict(int)
+    sums: dict[str, int] = defaultdict(int)
+    for name, row in rows.items():
+        scenario, kind = _split(name)
+        sums[kind] += row["value"]
+        if kind == "prompts":
+            model = scenario.split(".")[1]
+            prompts_of_model[model] = max(prompts_of_model[model], row["value"])
+    values = (sum(prompts_of_model.values()), sums["answers"], sums["mismatches"])
+    return dict(zip(TOTALS, values, strict=True))
+
+
+def _split(name: str) -> tuple[str, str]:
+    """identity.MODEL.SETTING.SCENARIO.KIND without its kind, and the kind."""
+    scenario, _, kind = name.rpartition(".")
+    return scenario, kind
+
+
+def _one_or_all(values: Iterable[Any]) -> Any:
+    """The value all parts share, else a list of the different ones."""
+    different: list[Any] = []
+    for value in values:
+        if value not in different:
+            different.append(value)
+    return different[0] if len(different) == 1 else different
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ LAYERS: Mapping[str, Layer] = {
     "kvspec_patches": Layer(("sglang_kvspec",), None, sglang=True),
     "kvspec_kernels.formats": Layer((), ("torch",)),
     "kvspec_kernels.reference": Layer(("kvspec_kernels.formats",), ("torch",)),
-    "kvspec_kernels.jit": Layer(("kvspec_kernels.formats",), ("torch", "triton")),
+    # torch for CUDA brings cuda-bindings along.
+    "kvspec_kernels.jit": Layer(("kvspec_kernels.formats",), ("torch", "triton", "cuda")),
     "kvspec_kernels.ops": Layer((KERNELS,), ("torch", "triton")),
     "kvspec_kernels.testing": Layer((KERNELS,), ("torch", "triton")),
     "kvspec_kernels": Layer((KERNELS,), ("torch", "triton")),

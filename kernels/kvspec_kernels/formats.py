@@ -36,12 +36,13 @@ bits, one a lane, and each word holds 8 codes. Lane 4 g + t holds, with these nu
 Tiles are stored in groups of 4 (of 2 where a page has no multiple of 4): the words [lane][tile of
 the group], so that one 16-byte load brings a lane its part of 4 tiles.
 
-In a log4 anchor, nibble i has the magnitude of code i in bits 0-2; bit 3 of the even nibbles 0, 2,
-4, 6 is the sign (1: negative) of codes 0, 1, 2, 3, and bit 3 of the odd nibbles that of codes 4, 5,
-6, 7: the byte-permute instruction looks magnitudes up four at a time. log4 corrections are two's
-complement, code i in nibble i. In uniform4, anchor and correction alike, the even codes 0, 2, 4, 6
-are in nibbles 0 to 3 and the odd ones in nibbles 4 to 7: one mask leaves the two halves of a
-register. Anchor nibbles are unsigned, corrections two's complement.
+In a log4 anchor, code 2 r + h has its sign (1: negative) in bit 15 - 4 r + 16 h of the word and its
+magnitude in the three bits from bit (4 - 4 r + 16 h) mod 32 on. Rotated left by 4 r and masked,
+both halves of the word hold a sign and a magnitude where an fp16 number has its sign and low bits;
+with one more bit set they are the denormals +-(16 m + 1) * 2^-24: the value but for its scale.
+Elsewhere - uniform4's anchors, both codecs' corrections - the even codes 0, 2, 4, 6 are in nibbles
+0 to 3 and the odd ones in nibbles 4 to 7: one mask leaves the two halves of a register. uniform4's
+anchor nibbles are unsigned, corrections two's complement.
 
 Metadata lies in lane order too. Where a lane meets it by column (K per channel) it is stored as
 [t][tile of the row][columns 2t, 2t+1, 2t+8, 2t+9]; where by row (V per channel in log4; V per token
@@ -62,7 +63,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -77,7 +78,7 @@ EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Target = Literal["exact", "int8"]
 Centre = Literal["midrange", "mean"]
-Levels = Literal["interval", "corner"]
+Levels = Literal["linear", "interval", "corner"]
 
 
 class FormatError(ValueError):
@@ -89,32 +90,34 @@ class Log4Settings:
     """Parameters of the log codec (Lynx, Algorithm 1); all but `centre` also shape the decoder.
 
     k_chunk, v_chunk: tokens that share one centre and scale per channel; must divide the page.
-    alpha: curvature of the companding law, > 0; towards 0 the law becomes linear.
+    alpha: curvature of the companding law; at 0, its limit, the law is linear.
     top: integer that the largest magnitude of a chunk maps to, 105..120.
     centre: what the encoder subtracts before it takes magnitudes.
-    levels: what an anchor magnitude decodes to: the `corner` value of 16 m, as in the paper, or the
-        middle of its `interval`; `last_level` places the last level instead, 0 at the lower edge
-        and 1 at the upper edge of its interval.
+    levels: what an anchor magnitude m decodes to: (16 m + 1) / top, which fits a `linear` law
+        (small alpha) and costs a GPU one instruction for two codes; the `corner` value of 16 m, as
+        in the paper; or the middle of its `interval`, where `last_level` places the last level
+        instead, 0 at the lower edge and 1 at the upper edge of its interval.
     """
 
     k_chunk: int = 32
     v_chunk: int = 64
-    alpha: float = 0.25
-    top: int = 120
+    alpha: float = 0.0
+    top: int = 118
     centre: Centre = "midrange"
-    levels: Levels = "interval"
+    levels: Levels = "linear"
     last_level: float = 0.7
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < math.inf:
-            raise FormatError(f"alpha must be positive and finite, got {self.alpha}")
+        if not 0 <= self.alpha < math.inf:
+            raise FormatError(f"alpha must be at least 0 and finite, got {self.alpha}")
         # 121 and more need a fourth magnitude bit, 104 and less leave the eighth level unused.
         if not 105 <= self.top <= 120:
             raise FormatError(f"top must be an integer from 105 to 120, got {self.top}")
         if self.centre not in ("midrange", "mean"):
             raise FormatError(f"centre must be midrange or mean, got {self.centre!r}")
-        if self.levels not in ("interval", "corner"):
-            raise FormatError(f"levels must be interval or corner, got {self.levels!r}")
+        if self.levels not in get_args(Levels):
+            allowed = ", ".join(get_args(Levels))
+            raise FormatError(f"levels must be one of {allowed}, got {self.levels!r}")
         if not 0 <= self.last_level <= 1:
             raise FormatError(f"last_level must be from 0 to 1, got {self.last_level}")
 

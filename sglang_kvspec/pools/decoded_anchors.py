@@ -49,7 +49,7 @@ class DecodedAnchors:
             self._k[layer][fresh] = k
             self._v[layer][fresh] = v
             self._filled[layer, fresh] = True
-        return self._k[layer][pages], self._v[layer][pages]
+        return self._k[layer].index_select(0, pages), self._v[layer].index_select(0, pages)
 
     def forget(self, page: int) -> None:
         if self.enabled:

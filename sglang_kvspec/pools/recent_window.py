@@ -51,7 +51,7 @@ class RecentWindow:
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages [N] that are in the window: (k, v), each [N, page_size, num_kv_heads, head_dim]."""
         slots = self.slots.table[pages]
-        return self._k[layer][slots], self._v[layer][slots]
+        return self._k[layer].index_select(0, slots), self._v[layer].index_select(0, slots)
 
     def mark_committed(self, page: int) -> None:
         """Every position of the page holds verified values from now on."""

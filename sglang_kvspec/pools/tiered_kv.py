@@ -11,6 +11,7 @@ from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.pools.decoded_anchors import DecodedAnchors
 from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.page_memo import PageMemo
 from sglang_kvspec.pools.recent_window import RecentWindow
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
@@ -42,6 +43,13 @@ class TieredKV:
         self.window = RecentWindow(geometry, plan.num_pages, plan.window_pages, device)
         self.residuals = ResidualTiers(geometry, plan, codec.residual_bytes, device)
         self._decoded = DecodedAnchors(geometry, plan.num_pages)
+        record_bytes = codec.anchor_bytes + codec.residual_bytes
+        self._targets = PageMemo(
+            geometry,
+            plan.num_pages + 1,
+            geometry.num_layers * geometry.num_kv_heads * record_bytes,
+        )
+        self._window_targets = PageMemo(geometry, plan.window_pages, geometry.plain_page_bytes)
         self._encoded: set[int] = set()
 
     # Life of a page
@@ -137,9 +145,10 @@ class TieredKV:
         """
 
         def decode(encoded: torch.Tensor) -> KV:
-            return self.codec.decode_target(
-                self.anchors.read(layer, encoded), self.residuals.read(layer, encoded)
-            )
+            records = self.anchors.read(layer, encoded), self.residuals.read(layer, encoded)
+            if self.codec.target == "exact":
+                return self.codec.decode_target(*records)
+            return self._targets.read(layer, encoded, records, self.codec.decode_target)
 
         return self._read(layer, pages, decode, window_as_target=True)
 
@@ -160,19 +169,23 @@ class TieredKV:
         in_window = self.window.slots.table[pages] >= 0
         if not bool(in_window.any()):
             return read_encoded(pages)
-        recent = self.window.read(layer, pages[in_window])
-        if window_as_target:
-            recent = self.as_target(*recent)
+        recent = self._read_window(layer, pages[in_window], window_as_target)
         if bool(in_window.all()):
             return recent
         encoded = read_encoded(pages[~in_window])
-        merged = []
-        for old, new in zip(encoded, recent, strict=True):
-            out = old.new_empty((len(pages), *old.shape[1:]))
-            out[~in_window] = old
-            out[in_window] = new
-            merged.append(out)
-        return merged[0], merged[1]
+        # A request's newest pages are its last ones, so as a rule the two parts are in order.
+        in_order = bool((in_window[1:] >= in_window[:-1]).all())
+        place = None if in_order else in_window.long().argsort(stable=True).argsort()
+        merged = (torch.cat(both) for both in zip(encoded, recent, strict=True))
+        k, v = (part if place is None else part.index_select(0, place) for part in merged)
+        return k, v
+
+    def _read_window(self, layer: int, pages: torch.Tensor, as_target: bool) -> KV:
+        recent = self.window.read(layer, pages)
+        if not as_target or self.codec.target == "exact":
+            return recent
+        slots = self.window.slots.table[pages]
+        return self._window_targets.read(layer, slots, recent, self.as_target)
 
     # Accounting
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+
+from sglang_kvspec.testing.port_lease import PortLease
 
 # Two SGLang processes with a thread pool each on a small machine slow one another down tenfold.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -39,7 +40,7 @@ class ServerStartError(RuntimeError):
 class ServerProcess:
     """Starts, watches and stops one server. Use it as a context manager, or call stop().
 
-    `arguments` follow `python -m sglang.launch_server`; host and port are added. `environment` is
+    `arguments` follow `python -m sglang.launch_server`; host and ports are added. `environment` is
     laid over the caller's. Standard output and error go to `log_path`, which is overwritten.
     """
 
@@ -49,9 +50,8 @@ class ServerProcess:
         *,
         log_path: Path,
         environment: Mapping[str, str] | None = None,
-        port: int | None = None,
     ) -> None:
-        self.port = find_free_port() if port is None else port
+        self._ports = PortLease()
         self.log_path = log_path
         self.command = (
             sys.executable,
@@ -59,7 +59,8 @@ class ServerProcess:
             "sglang.launch_server",
             *arguments,
             "--host=127.0.0.1",
-            f"--port={self.port}",
+            f"--port={self._ports.http}",
+            f"--nccl-port={self._ports.rendezvous}",
         )
         self._environment = {**os.environ, **CPU_ENVIRONMENT, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,7 +79,7 @@ class ServerProcess:
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self._ports.http}"
 
     @property
     def returncode(self) -> int | None:
@@ -129,17 +130,17 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the whole process group: ask first, then kill. Safe to call more than once."""
-        if self._process is None:
-            return
-        self._signal_group(signal.SIGTERM)
-        try:
-            self._process.wait(_TERMINATE_GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            # Schedulers may outlive a launcher that died first.
-            self._signal_group(signal.SIGKILL)
-            self._process.wait()
+        if self._process is not None:
+            self._signal_group(signal.SIGTERM)
+            try:
+                self._process.wait(_TERMINATE_GRACE_S)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                # Schedulers may outlive a launcher that died first.
+                self._signal_group(signal.SIGKILL)
+                self._process.wait()
+        self._ports.release()
 
     def _signal_group(self, number: signal.Signals) -> None:
         assert self._process is not None
@@ -160,10 +161,3 @@ class ServerProcess:
     def _start_error(self, reason: str) -> ServerStartError:
         self.stop()
         return ServerStartError(f"{reason}; the end of {self.log_path}:\n{self.log_tail()}")
-
-
-def find_free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

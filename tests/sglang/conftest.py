@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.identity_report import IdentityReport
 from harness.servers import Announce, ServerSwitch
-
-_report = pytest.StashKey[IdentityReport]()
+from harness.shard import WHOLE, Shard
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,10 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="folder that keeps reference answers for identity tests run side by side",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_report] = IdentityReport()
+    parser.addoption(
+        "--identity-shard",
+        type=Shard.parse,
+        default=WHOLE,
+        metavar="I/N",
+        help="the full identity matrix on every N-th prompt only; benchmarks/merge_identity.py "
+        "adds the reports of all N up",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,13 +43,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--identity-report", default=None)
-    report = session.config.stash[_report]
-    if path is not None and report.results:
-        report.write(path, settings={"device": "cpu", "dtype": "float32", "temperature": 0})
 
 
 @pytest.fixture(scope="session")
@@ -72,4 +68,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory, announce: Announce) -> Ite
 
 @pytest.fixture(scope="session")
 def identity_report(request: pytest.FixtureRequest) -> IdentityReport:
-    return request.config.stash[_report]
+    return IdentityReport(
+        request.config.getoption("--identity-report"),
+        settings={"device": "cpu", "dtype": "float32", "temperature": 0},
+        shard=request.config.getoption("--identity-shard"),
+    )

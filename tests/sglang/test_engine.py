@@ -7,7 +7,7 @@ import sglang
 from harness.models import DEMO_MODEL
 from harness.servers import ServerSwitch
 
-from sglang_kvspec.testing.server_process import find_free_port
+from sglang_kvspec.testing.port_lease import PortLease
 
 pytestmark = pytest.mark.server
 
@@ -17,6 +17,7 @@ def test_engine_serves_with_keyword_arguments(
 ) -> None:
     servers.release()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ports = PortLease()
     engine = sglang.Engine(
         model_path=str(DEMO_MODEL),
         device="cpu",
@@ -24,7 +25,8 @@ def test_engine_serves_with_keyword_arguments(
         max_total_tokens=4096,
         mem_fraction_static=0.1,
         random_seed=0,
-        port=find_free_port(),
+        port=ports.http,
+        nccl_port=ports.rendezvous,
         kvspec=True,
         kvspec_codec="uniform4",
         kvspec_target="int8",
@@ -37,6 +39,7 @@ def test_engine_serves_with_keyword_arguments(
         report = engine.get_server_info()["internal_states"][0]["kvspec"]
     finally:
         engine.shutdown()
+        ports.release()
     assert answer["meta_info"]["completion_tokens"] == 60
     assert max(len(answer["meta_info"]["kvspec"]["accept_histogram"]) - 1, 0) <= 9
     config = report["config"]

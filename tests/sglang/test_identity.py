@@ -6,7 +6,7 @@ drafting off. A sample runs with the other tests; `make identity` runs the full 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from harness.references import (
 )
 from harness.scenarios import Scenario
 from harness.servers import Announce, ServerSwitch
+from harness.shard import Shard
 
 pytestmark = pytest.mark.server
 
@@ -51,25 +52,42 @@ def reference_of(
 ) -> Callable[[Workload, Setting], Reference]:
     """The reference of a workload and a setting, computed once."""
     cache_folder = request.config.getoption("--reference-cache")
-    # The ends of test ids: "..._full[demo-5m-int8-log4-alone]", "test_int8_log4[alone]".
-    asked_for = " ".join(item.name.replace("[", "-") for item in request.session.items)
     known: dict[tuple[Workload, Setting | None], Reference] = {}
 
     def get(workload: Workload, setting: Setting) -> Reference:
         if setting.target == "exact":
             # Plain SGLang knows no codec: one reference serves them all.
             if (workload, None) not in known:
-                known[workload, None] = PlainReference(servers, workload, announce, cache_folder)
+                wanted = (*scenarios.FULL_MATRIX, *SAMPLE_SCENARIOS)
+                wanted = _asked_for(request.session.items, wanted, workload.model)
+                known[workload, None] = PlainReference(
+                    servers, workload, wanted, announce, cache_folder
+                )
             return known[workload, None]
         if (workload, setting) not in known:
             wanted = SAMPLE_INT8_SCENARIOS if workload is SAMPLE_INT8 else REPEATABLE
-            wanted = tuple(scenario for scenario in wanted if f"-{scenario.name}]" in asked_for)
+            wanted = _asked_for(request.session.items, wanted, workload.model, setting)
             known[workload, setting] = UndraftedReference(
                 servers, workload, setting, wanted, announce, cache_folder
             )
         return known[workload, setting]
 
     return get
+
+
+def _asked_for(
+    items: Sequence[pytest.Item], wanted: Sequence[Scenario], model: Path, *settings: Setting
+) -> tuple[Scenario, ...]:
+    """Those of `wanted` that tests of this session run on a model, if given in a setting."""
+    asked = set()
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        params = callspec.params if callspec else {}
+        of_model = params.get("model", model) == model
+        of_setting = not settings or params.get("setting", *settings) in settings
+        if of_model and of_setting:
+            asked.add(params.get("scenario"))
+    return tuple(scenario for scenario in wanted if scenario in asked)
 
 
 @pytest.fixture
@@ -127,14 +145,19 @@ def test_int8_log4(assert_identical: Check, scenario: Scenario) -> None:
     assert_identical(SAMPLE_INT8, LOG4_INT8, scenario)
 
 
+@pytest.fixture(scope="module")
+def shard(request: pytest.FixtureRequest) -> Shard:
+    return request.config.getoption("--identity-shard")
+
+
 @pytest.mark.identity
 @pytest.mark.parametrize("scenario", scenarios.FULL_MATRIX, ids=lambda s: s.name)
 @pytest.mark.parametrize("setting", [LOG4, UNIFORM4], ids=str)
 @pytest.mark.parametrize("model", [DEMO_MODEL, EVAL_MODEL], ids=lambda m: m.name)
 def test_exact_in_full(
-    assert_identical: Check, model: Path, setting: Setting, scenario: Scenario
+    assert_identical: Check, shard: Shard, model: Path, setting: Setting, scenario: Scenario
 ) -> None:
-    assert_identical(Workload(model, prompt_lengths(), FULL_NEW_TOKENS), setting, scenario)
+    assert_identical(Workload(model, prompt_lengths(), FULL_NEW_TOKENS, shard), setting, scenario)
 
 
 @pytest.mark.identity
@@ -142,6 +165,6 @@ def test_exact_in_full(
 @pytest.mark.parametrize("setting", [LOG4_INT8, UNIFORM4_INT8], ids=str)
 @pytest.mark.parametrize("model", [DEMO_MODEL, EVAL_MODEL], ids=lambda m: m.name)
 def test_int8_in_full(
-    assert_identical: Check, model: Path, setting: Setting, scenario: Scenario
+    assert_identical: Check, shard: Shard, model: Path, setting: Setting, scenario: Scenario
 ) -> None:
-    assert_identical(Workload(model, prompt_lengths(), FULL_NEW_TOKENS), setting, scenario)
+    assert_identical(Workload(model, prompt_lengths(), FULL_NEW_TOKENS, shard), setting, scenario)

@@ -128,6 +128,14 @@ def log2_roughly(value):
 
 
 @triton.jit
+def swap_odd_bytes(word):
+    """The int32 with its bytes 1 and 3 exchanged."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, 0x1230;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def sign_bytes(a, b, c, d):
     """int32 whose bytes, lowest first, have the signs of a, b, c and d in their highest bits."""
     return tl.inline_asm_elementwise(

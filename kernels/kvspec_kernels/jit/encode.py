@@ -105,8 +105,8 @@ def encode_page(
 
     k_ptr, v_ptr: pairs of channels, int32 or int64; strides in pairs. anchors_ptr, residuals_ptr:
     int32; strides in words. PART_WORDS: of the residual record. CODEC: log4 or uniform4. EXACT: the
-    target, else int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of `records.py`. LAW: of `encode_log4.py`,
-    else empty.
+    target, else int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of `records.py`. LAW: of
+    `encode_log4.py`, else empty.
     """
     offset = page * stride_page + head * stride_head
     anchor_ptr = anchors_ptr + anchor * stride_anchor + head * stride_anchor_head

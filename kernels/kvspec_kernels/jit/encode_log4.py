@@ -106,14 +106,15 @@ def words(x, norms, edges_ptr, LAW: tl.constexpr):
     i5, s5 = _element(x[5], norms[5], edges_ptr, LAW)
     i6, s6 = _element(x[6], norms[6], edges_ptr, LAW)
     i7, s7 = _element(x[7], norms[7], edges_ptr, LAW)
-    even = _four_bytes(i0, i2, i4, i6)
-    odd = _four_bytes(i1, i3, i5, i7)
-    # Codes 0 to 3 have their signs in the even nibbles.
-    signs = ((arithmetic.sign_bytes(s0, s1, s2, s3) >> 4) & 0x08080808) | arithmetic.sign_bytes(
-        s4, s5, s6, s7
-    )
+    # Where an anchor word has its magnitudes: in low nibbles those of 2, 7, 3, 6, in high ones
+    # those of 0, 5, 1, 4. Its signs are in low nibbles 6, 2, 7, 3 and in high ones 4, 0, 5, 1.
+    low = _four_bytes(i2, i7, i3, i6)
+    high = _four_bytes(i0, i5, i1, i4)
+    signs = (arithmetic.sign_bytes(s6, s2, s7, s3) >> 4) & 0x08080808
+    signs = signs | arithmetic.sign_bytes(s4, s0, s5, s1)
     # Four nibbles at a time: magnitude (I + 7) >> 4, correction -I modulo 16, and I <= 120.
-    codes = (((even + 0x07070707) >> 4) & 0x07070707) | ((odd + 0x07070707) & 0x70707070) | signs
-    low = ((0x78787878 - even) ^ 0x08080808) & 0x0F0F0F0F
-    high = ((0x78787878 - odd) ^ 0x08080808) & 0x0F0F0F0F
-    return codes, low | (high << 4)
+    codes = (((low + 0x07070707) >> 4) & 0x07070707) | ((high + 0x07070707) & 0x70707070) | signs
+    # Corrections lie in order: 0, 2, 4, 6, then 1, 3, 5, 7.
+    low = ((0x78787878 - low) ^ 0x08080808) & 0x0F0F0F0F
+    high = ((0x78787878 - high) ^ 0x08080808) & 0x0F0F0F0F
+    return codes, arithmetic.swap_odd_bytes(high | (low << 4))

@@ -95,7 +95,9 @@ def log4_k(
     LAW: tl.constexpr,
 ):
     NUM_COLS: tl.constexpr = HEAD_DIM // 4
-    chunk, row, col, mask, mask_chunk, _ = page_pairs.positions(PAGE_SIZE // CHUNK, CHUNK // 2, NUM_COLS)
+    chunk, row, col, mask, mask_chunk, _ = page_pairs.positions(
+        PAGE_SIZE // CHUNK, CHUNK // 2, NUM_COLS
+    )
     token = chunk * CHUNK + row // 8 * 16 + row % 8
     x = page_pairs.load_k(page_ptr, token, (col // 4 * 8 + col % 4) * one, stride_token, KV_DTYPE)
     low, high = _ranges_of_k(x)
@@ -135,9 +137,13 @@ def log4_v(
 ):
     NUM_COLS: tl.constexpr = HEAD_DIM // 4
     ROW_TILES: tl.constexpr = HEAD_DIM // 16
-    chunk, row, col, mask, mask_chunk, _ = page_pairs.positions(PAGE_SIZE // CHUNK, CHUNK // 4, NUM_COLS)
+    chunk, row, col, mask, mask_chunk, _ = page_pairs.positions(
+        PAGE_SIZE // CHUNK, CHUNK // 4, NUM_COLS
+    )
     token = chunk * CHUNK + row // 4 * 16 + row % 4 * 2
-    x, y = page_pairs.load_v(page_ptr, token, (col // 4 * 8 + col % 4) * one, stride_token, KV_DTYPE)
+    x, y = page_pairs.load_v(
+        page_ptr, token, (col // 4 * 8 + col % 4) * one, stride_token, KV_DTYPE
+    )
     low, high = _ranges_of_v_channels(x, y)
     centre, offset, base, p = encode_log4.metadata(low, high)
     by_code = (p[0], p[0], p[1], p[1], p[0], p[0], p[1], p[1])
@@ -189,7 +195,9 @@ def uniform4_k(
     WITH_CORRECTIONS: tl.constexpr,
 ):
     NUM_COLS: tl.constexpr = HEAD_DIM // 4
-    chunk, row, col, mask, mask_chunk, _ = page_pairs.positions(PAGE_SIZE // CHUNK, CHUNK // 2, NUM_COLS)
+    chunk, row, col, mask, mask_chunk, _ = page_pairs.positions(
+        PAGE_SIZE // CHUNK, CHUNK // 2, NUM_COLS
+    )
     token = chunk * CHUNK + row // 8 * 16 + row % 8
     x = page_pairs.load_k(page_ptr, token, (col // 4 * 8 + col % 4) * one, stride_token, KV_DTYPE)
     low, high = _ranges_of_k(x)

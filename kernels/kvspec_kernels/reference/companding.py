@@ -60,6 +60,8 @@ def tables(settings: Log4Settings, device: torch.device) -> Tables:
 def expand(integer: float, settings: Log4Settings) -> float:
     """Inverse of the law: the magnitude in units of the scale that maps to `integer`."""
     a = settings.alpha
+    if a == 0:
+        return integer / settings.top
     return math.expm1(integer / settings.top * math.log1p(a)) / a
 
 
@@ -69,6 +71,8 @@ def magnitude_levels(settings: Log4Settings) -> list[float]:
     The middle of an interval is within 1% of the mean of the values in it, measured on K and V of
     a trained model, except for the last: every chunk has values at its very end.
     """
+    if settings.levels == "linear":
+        return [(16 * m + 1) / settings.top for m in range(MAGNITUDES)]
     if settings.levels == "corner":
         return [expand(16 * m, settings) for m in range(MAGNITUDES)]
     edges = [0.0, *(expand(16 * m - 7.5, settings) for m in range(1, MAGNITUDES)), 1.0]

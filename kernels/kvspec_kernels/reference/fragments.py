@@ -16,6 +16,10 @@ TILE = 16
 LANES = 32
 WORD_CODES = 8
 
+# Lowest bits of the fields of code 2 r + h in a log4 anchor word.
+SIGN_BITS = tuple(15 - 4 * r + 16 * h for r in range(4) for h in range(2))
+MAGNITUDE_BITS = tuple((4 - 4 * r + 16 * h) % 32 for r in range(4) for h in range(2))
+
 
 def group_size(num_tiles: int) -> int:
     """Tiles whose words lie together for each lane."""
@@ -80,13 +84,19 @@ def by_halves(nibble_values: torch.Tensor) -> torch.Tensor:
 
 def pack_sign_magnitude(codes: torch.Tensor) -> torch.Tensor:
     """log4 codes [..., 8], magnitude in bits 0-2 and sign in bit 3, into uint8 [..., 4]."""
-    magnitude, sign = codes & 7, codes >> 3 & 1
-    magnitudes = magnitude[..., 0::2] | magnitude[..., 1::2] << 4
-    return (magnitudes | sign[..., :4] << 3 | sign[..., 4:] << 7).to(torch.uint8)
+    wide = codes.to(torch.int64)
+    signs, magnitudes = (_bits(of, codes.device) for of in (SIGN_BITS, MAGNITUDE_BITS))
+    words = ((wide >> 3 & 1) << signs | (wide & 7) << magnitudes).sum(-1, keepdim=True)
+    return (words >> _bits((0, 8, 16, 24), codes.device) & 255).to(torch.uint8)
 
 
 def unpack_sign_magnitude(packed: torch.Tensor) -> torch.Tensor:
     """Inverse of pack_sign_magnitude: uint8 [..., 4] into uint8 [..., 8]."""
-    magnitude = torch.stack((packed & 7, packed >> 4 & 7), dim=-1).flatten(-2)
-    sign = torch.cat((packed & 8, packed >> 4 & 8), dim=-1)
-    return magnitude | sign
+    words = packed.contiguous().view(torch.int32)
+    signs, magnitudes = (_bits(of, packed.device) for of in (SIGN_BITS, MAGNITUDE_BITS))
+    # Arithmetic shifts: the copies of bit 31 are masked out.
+    return ((words >> signs & 1) << 3 | words >> magnitudes & 7).to(torch.uint8)
+
+
+def _bits(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, dtype=torch.int32, device=device)

@@ -61,7 +61,9 @@ def encode(
         anchor_layout[field].view(anchors).copy_(fragments.pack_sign_magnitude(words).flatten(-2))
         if residuals is not None and residual_layout is not None and corrections is not None:
             words = fragments.to_words(_operand(corrections, part))
-            residual_layout[field].view(residuals).copy_(nibbles.pack(words).flatten(-2))
+            residual_layout[field].view(residuals).copy_(
+                fragments.pack_by_halves(words).flatten(-2)
+            )
     return anchors, residuals
 
 
@@ -95,7 +97,8 @@ def decode_refined(
         packed = torch.unflatten(anchor_layout[field].view(anchors), -1, (-1, 4))
         codes = fragments.unpack_sign_magnitude(packed)
         packed = torch.unflatten(residual_layout[field].view(residuals), -1, (-1, 4))
-        words = law.refined[(codes | nibbles.unpack(packed) << 4).int()]
+        corrections = fragments.by_halves(nibbles.unpack(packed))
+        words = law.refined[(codes | corrections << 4).int()]
         return _scaled(words, name, anchors, anchor_layout, dtype)
 
     return part("k"), part("v")

@@ -1,0 +1,1 @@
+"""Inputs and comparisons that tests and benchmarks of the kernels share."""

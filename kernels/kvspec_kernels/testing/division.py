@@ -9,9 +9,7 @@ from kvspec_kernels.jit import arithmetic
 
 
 @triton.jit
-def divide_kernel(
-    value_ptr, scale_ptr, ratio_ptr, clamped_ptr, fifteenth_ptr, BLOCK: tl.constexpr
-):
+def divide_kernel(value_ptr, scale_ptr, ratio_ptr, clamped_ptr, fifteenth_ptr, BLOCK: tl.constexpr):
     """Quotients by `jit/arithmetic.py` of fp32 values by scales, plain and clamped to [0, 1], and
     fifteenths of values. Grid (elements / BLOCK,)."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -13,6 +13,7 @@ from kvspec_kernels.formats import (
 )
 from kvspec_kernels.reference import exact, log4, uniform4
 
+
 def encode_by_reference(
     k: torch.Tensor, v: torch.Tensor, settings: Log4Settings | Uniform4Settings, target: Target
 ) -> tuple[torch.Tensor, torch.Tensor]:

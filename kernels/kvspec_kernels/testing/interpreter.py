@@ -57,6 +57,11 @@ def _sign_bytes(values: Values) -> torch.Tensor:
     return torch.where(word >= 2**31, word - 2**32, word).int()
 
 
+def _swap_odd_bytes(values: Values) -> torch.Tensor:
+    swapped = values[0].view(torch.uint8).reshape(-1, 4)[:, [0, 3, 2, 1]]
+    return swapped.contiguous().view(torch.int32).reshape(values[0].shape)
+
+
 def _nudged(value: torch.Tensor) -> torch.Tensor:
     bits = value.view(torch.int32)
     return (bits + 1 - 2 * (bits & 1)).view(torch.float32)
@@ -67,6 +72,7 @@ INSTRUCTIONS: dict[str, Callable[[Values], torch.Tensor]] = {
     "rcp.approx.ftz.f32": _reciprocal,
     "lg2.approx.ftz.f32": _logarithm,
     "fma.rn.sat.f32": _saturated_fma,
+    "prmt.b32 $0, $1, $1, 0x1230;": _swap_odd_bytes,
     "prmt.b32 x, $1, $2, 0x0073;": _sign_bytes,
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.comparison import Mismatch
+from harness.shard import Shard
 
 _VERSIONS_OF = ("sglang", "torch", "transformers", "networkx", "aiohttp")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -39,18 +40,20 @@ class ScenarioResult:
 
 
 class IdentityReport:
-    """Collects results; write() puts them into one file."""
+    """Collects results, and writes what there is after each, so that a run cut short counts."""
 
-    def __init__(self) -> None:
-        self.results: list[ScenarioResult] = []
+    def __init__(self, path: Path | None, *, settings: dict[str, Any], shard: Shard) -> None:
+        self._path = path
+        self._settings = settings
+        self._shard = shard
+        self._results: list[ScenarioResult] = []
 
     def add(self, result: ScenarioResult) -> None:
-        self.results.append(result)
+        self._results.append(result)
+        if self._path is not None:
+            self._write(self._path)
 
-    def write(self, path: Path, *, settings: dict[str, Any]) -> None:
-        """Overwrite `path`. Raises ValueError where nothing was compared."""
-        if not self.results:
-            raise ValueError("no identity scenario ran, so there are no figures to write")
+    def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         report = {
             "bench": "identity",
@@ -59,29 +62,35 @@ class IdentityReport:
             "machine": _machine(),
             "versions": {"python": platform.python_version()}
             | {name: metadata.version(name) for name in _VERSIONS_OF},
-            "settings": settings,
+            "settings": self._settings,
+            "shard": str(self._shard),
             "figures": self._figures(),
             "mismatches": [
                 {"in": result.name, **asdict(mismatch)}
-                for result in self.results
+                for result in self._results
                 for mismatch in result.mismatches
             ],
         }
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        unfinished.rename(path)
 
     def _figures(self) -> list[dict[str, Any]]:
         prompts_of_model: dict[str, int] = {}
-        for result in self.results:
+        for result in self._results:
             seen = prompts_of_model.get(result.model, 0)
             prompts_of_model[result.model] = max(seen, result.num_prompts)
         total = [
             _figure("identity.prompts", sum(prompts_of_model.values()), "prompts"),
-            _figure("identity.answers", sum(r.num_answers for r in self.results), "answers"),
-            _figure("identity.mismatches", sum(len(r.mismatches) for r in self.results), "answers"),
+            _figure("identity.answers", sum(r.num_answers for r in self._results), "answers"),
+            _figure(
+                "identity.mismatches", sum(len(r.mismatches) for r in self._results), "answers"
+            ),
         ]
-        for result in self.results:
+        for result in self._results:
             prefix, baseline = f"identity.{result.name}", result.baseline
             total += [
+                _figure(f"{prefix}.prompts", result.num_prompts, "prompts"),
                 _figure(f"{prefix}.answers", result.num_answers, "answers"),
                 _figure(f"{prefix}.mismatches", len(result.mismatches), "answers", baseline),
                 _figure(f"{prefix}.retractions", result.num_retractions, "retractions"),

@@ -2,60 +2,88 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from harness.client import GenerateClient, Output
 from harness.suite import Answers, OnDone, Task
 
+_POLL_S = 0.5
+
 
 class ReferenceCache:
     """Answers of one reference server, one file each; without a folder nothing is kept.
 
-    Concurrent runs start at different tasks and find the others' answers when they get there. The
-    folder is for one commit and one machine: nothing in it says what made it.
+    Concurrent runs share the work: each takes tasks no other is at. The folder is for one commit
+    and one machine: nothing in it says what made it.
     """
 
     def __init__(self, folder: Path | None, server: str) -> None:
         self._folder = folder
         self._server = server
 
-    def answer(self, client: GenerateClient, tasks: Sequence[Task], on_done: OnDone) -> Answers:
-        """Every task alone on the server, or as an earlier run kept it; in the order of `tasks`."""
-        first = os.getpid() * 7 % max(1, len(tasks)) if self._folder else 0
-        answers: dict[int, Output] = {}
-        for place in [*range(first, len(tasks)), *range(first)]:
-            task = tasks[place]
-            output = self._load(task)
-            if output is None:
-                output = client.generate(task.input_ids, task.max_new_tokens)
-                self._keep(task, output)
-            answers[place] = output
-            on_done()
-        return [(task, answers[place]) for place, task in enumerate(tasks)]
+    def answer(
+        self, client: Callable[[], GenerateClient], tasks: Sequence[Task], on_done: OnDone
+    ) -> Answers:
+        """Every task alone on the server, or as a run kept it; in the order of `tasks`.
 
-    def _path(self, task: Task) -> Path | None:
+        client() starts the server where need be, so it is called only if an answer is missing.
+        """
+        outputs: dict[Task, Output] = {}
+        while True:
+            for task in tasks:
+                if task in outputs:
+                    continue
+                output = self._known_or_computed(client, task)
+                if output is not None:
+                    outputs[task] = output
+                    on_done()
+            if len(outputs) == len(set(tasks)):
+                return [(task, outputs[task]) for task in tasks]
+            time.sleep(_POLL_S)
+
+    def _known_or_computed(self, client: Callable[[], GenerateClient], task: Task) -> Output | None:
+        """None while another run computes it."""
         if self._folder is None:
-            return None
+            return client().generate(task.input_ids, task.max_new_tokens)
         key = json.dumps([self._server, task.input_ids, task.max_new_tokens])
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        if path.exists():
+            return _load(path)
+        with _claimed(path.with_suffix(".claim")) as is_mine:
+            if not is_mine:
+                return None
+            if not path.exists():
+                _keep(path, client().generate(task.input_ids, task.max_new_tokens))
+            return _load(path)
 
-    def _load(self, task: Task) -> Output | None:
-        path = self._path(task)
-        if path is None or not path.exists():
-            return None
-        kept = json.loads(path.read_text())
-        return Output(tuple(kept["output_ids"]), kept["meta"])
 
-    def _keep(self, task: Task, output: Output) -> None:
-        path = self._path(task)
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(asdict(output)))
-        unfinished.rename(path)
+@contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Whether this process holds the claim; the system drops those of a process that ended."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as claim:
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _load(path: Path) -> Output:
+    kept = json.loads(path.read_text())
+    return Output(tuple(kept["output_ids"]), kept["meta"])
+
+
+def _keep(path: Path, output: Output) -> None:
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(output)))
+    unfinished.rename(path)

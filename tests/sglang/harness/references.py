@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,22 +12,27 @@ from harness.prompts import cut_prompts
 from harness.reference_cache import ReferenceCache
 from harness.scenarios import ALONE, Scenario
 from harness.servers import Announce, ServerSpec, ServerSwitch
-from harness.suite import Answers, Suite, suite_around, tasks_of
+from harness.shard import WHOLE, Shard
+from harness.suite import Answers, Suite, Task, TokenIds, families_of, tasks_of
 
 _POOL = "--max-total-tokens=24576"
 # A prefill is then never cut by what happened to wait beside it, which the int8 target would show.
 _WHOLE_PREFILLS = "--chunked-prefill-size=-1"
 
-TokenIds = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and prompts of which lengths it answers with how many tokens."""
+    """A model, prompts of which lengths it answers with how many tokens, and which of them."""
 
     model: Path
     lengths: tuple[int, ...]
     max_new_tokens: int
+    shard: Shard = WHOLE
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All prompts, also those of other shards."""
+        return tasks_of(cut_prompts(self.model, self.lengths), self.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Reference(Protocol):
 
 
 class PlainReference:
-    """Plain SGLang, every request alone: right for the exact target in every scenario."""
+    """SGLang without --kvspec, asked one request at a time: right for every `exact` scenario."""
 
     baseline = "plain SGLang, one request at a time"
 
@@ -66,26 +71,38 @@ class PlainReference:
         self,
         servers: ServerSwitch,
         workload: Workload,
+        scenarios: Sequence[Scenario],
         announce: Announce,
         cache_folder: Path | None = None,
     ) -> None:
         plain = ServerSpec(workload.model, (_POOL,))
-        client, cache = servers.use(plain), ReferenceCache(cache_folder, plain.label)
+        cache = ReferenceCache(cache_folder, plain.label)
         progress = Progress(f"{workload.model.name} plain", announce)
-        prompts = cut_prompts(workload.model, workload.lengths)
-        answers = cache.answer(client, tasks_of(prompts, workload.max_new_tokens), progress.done)
-        self.suite = suite_around(answers)
-        answers += cache.answer(client, self.suite.relatives, progress.done)
-        self._output_of = {task.input_ids: output.output_ids for task, output in answers}
+        self._output_of: dict[TokenIds, TokenIds] = {}
+
+        def learn(tasks: Sequence[Task]) -> None:
+            new = [task for task in tasks if task.input_ids not in self._output_of]
+            answers = cache.answer(lambda: servers.use(plain), new, progress.done)
+            self._output_of |= {task.input_ids: output.output_ids for task, output in answers}
+
+        tasks = workload.tasks
+        self.suite = Suite(workload.shard.of(tasks))
+        learn(self.suite.prompts)
+        if any(scenario.with_families for scenario in scenarios):
+            families = families_of(tasks, self._output_of)
+            self.suite = Suite(self.suite.prompts, families)
+            learn([family.follower for family in families])
 
     def expected(self, scenario: Scenario, answers: Answers) -> list[TokenIds]:
-        return [self._output_of[task.input_ids] for task, _ in answers]
+        # A longer greedy answer begins with the shorter one.
+        return [self._output_of[task.input_ids][: task.max_new_tokens] for task, _ in answers]
 
 
 class UndraftedReference:
     """The same server and the same scenario with `--kvspec-draft-len 0`: right for any target.
 
-    Runs every scenario it will be asked for when it is built, so that servers change rarely.
+    Runs every scenario it will be asked for when it is built, so that servers change rarely. What
+    only checks the server, its environment, is left out: such scenarios share one run.
     """
 
     baseline = "the same server with --kvspec-draft-len 0, same scenario"
@@ -100,21 +117,34 @@ class UndraftedReference:
         cache_folder: Path | None = None,
     ) -> None:
         undrafted = setting.server(workload.model, "--kvspec-draft-len=0")
-        prompts = cut_prompts(workload.model, workload.lengths)
-        spec = ALONE.server(undrafted)
-        client, cache = servers.use(spec), ReferenceCache(cache_folder, spec.label)
         progress = Progress(f"{workload.model.name} {setting} undrafted", announce)
-        alone = cache.answer(client, tasks_of(prompts, workload.max_new_tokens), progress.done)
-        self.suite = suite_around(alone)
-        self._outputs_of = {ALONE.name: _outputs(alone)}
-        for scenario in scenarios:
-            if scenario.name not in self._outputs_of:
+        self._outputs_of: dict[Scenario, list[TokenIds]] = {}
+        tasks = workload.tasks
+        self.suite = Suite(workload.shard.of(tasks))
+        with_families = any(scenario.with_families for scenario in scenarios)
+        if with_families or ALONE in scenarios:
+            spec = ALONE.server(undrafted)
+            cache = ReferenceCache(cache_folder, spec.label)
+            alone = cache.answer(lambda: servers.use(spec), self.suite.prompts, progress.done)
+            self._outputs_of[ALONE] = _outputs(alone)
+            answer_of = {task.input_ids: output.output_ids for task, output in alone}
+            families = families_of(tasks, answer_of) if with_families else ()
+            self.suite = Suite(self.suite.prompts, families)
+        for scenario in map(_unchecked, scenarios):
+            if scenario not in self._outputs_of:
                 client = servers.use(scenario.server(undrafted))
                 answers = scenario.run(client, self.suite, progress.done)
-                self._outputs_of[scenario.name] = _outputs(answers)
+                self._outputs_of[scenario] = _outputs(answers)
 
     def expected(self, scenario: Scenario, answers: Answers) -> list[TokenIds]:
-        return self._outputs_of[scenario.name]
+        return self._outputs_of[_unchecked(scenario)]
+
+
+def _unchecked(scenario: Scenario) -> Scenario:
+    """What decides the answers of a repeatable scenario: the same for those that differ in name
+    and checks."""
+    assert scenario.repeatable, f"{scenario.name} has no answers of its own to compare with"
+    return replace(ALONE, drive=scenario.drive, arguments=scenario.arguments)
 
 
 def _outputs(answers: Answers) -> list[TokenIds]:

@@ -33,6 +33,11 @@ class Scenario:
     environment: tuple[tuple[str, str], ...] = ()
     repeatable: bool = True
 
+    @property
+    def with_families(self) -> bool:
+        """Whether it sends the suite's families, not its prompts."""
+        return self.drive in (_families, _families_staggered)
+
     def server(self, base: ServerSpec) -> ServerSpec:
         return replace(
             base,
@@ -63,11 +68,8 @@ def _families_staggered(client: GenerateClient, suite: Suite, on_done: OnDone) -
 
 
 def _family_tasks(suite: Suite) -> list[Task]:
-    """Each prompt twice and its relatives, at once after it: nothing is evicted in between."""
-    tasks: list[Task] = []
-    for family in suite.families:
-        tasks += [family.prompt, family.prompt, *family.relatives]
-    return tasks
+    """Each follower at once after its leader: nothing is evicted in between."""
+    return [task for family in suite.families for task in (family.leader, family.follower)]
 
 
 def _nothing_more(answers: Answers, log_path: Path) -> None:

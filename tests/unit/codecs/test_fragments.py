@@ -49,14 +49,16 @@ def test_metadata_lies_where_the_format_says(size):
 
 
 def test_signs_and_magnitudes_have_their_own_bits():
-    for code in range(8):
-        for value in range(16):
-            codes = torch.zeros(8, dtype=torch.uint8)
-            codes[code] = value
-            word = int.from_bytes(bytes(fragments.pack_sign_magnitude(codes).tolist()), "little")
-            assert word >> 4 * code & 7 == value & 7
-            sign_bit = 8 * code + 3 if code < 4 else 8 * (code - 4) + 7
-            assert word >> sign_bit & 1 == value >> 3
+    for r in range(4):
+        for h in range(2):
+            for value in range(16):
+                codes = torch.zeros(8, dtype=torch.uint8)
+                codes[2 * r + h] = value
+                packed = fragments.pack_sign_magnitude(codes)
+                word = int.from_bytes(bytes(packed.tolist()), "little")
+                # The kernel's view: rotated and masked, a sign and a magnitude of fp16 halves.
+                rotated = (word << 4 * r | word >> (32 - 4 * r)) & 0x80708070
+                assert rotated >> 16 * h == (value >> 3) << 15 | (value & 7) << 4
     codes = torch.randint(0, 16, (100, 8), dtype=torch.uint8)
     packed = fragments.pack_sign_magnitude(codes)
     assert torch.equal(fragments.unpack_sign_magnitude(packed), codes)

@@ -118,5 +118,5 @@ def test_chunks_must_divide_the_page():
         formats.anchor_layout(Log4Settings(v_chunk=64), 96, 64)
     with pytest.raises(FormatError, match="top must be an integer from 105 to 120, got 127"):
         Log4Settings(top=127)
-    with pytest.raises(FormatError, match="alpha must be positive"):
-        Log4Settings(alpha=0.0)
+    with pytest.raises(FormatError, match="alpha must be at least 0"):
+        Log4Settings(alpha=-0.5)

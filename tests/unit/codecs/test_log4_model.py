@@ -16,7 +16,7 @@ PAGE, DIM = 64, 16
 SETTINGS = [
     Log4Settings(),
     Log4Settings(centre="mean", alpha=8.0, top=118, levels="corner"),
-    Log4Settings(k_chunk=64, v_chunk=32, alpha=2.0, top=112, last_level=0.5),
+    Log4Settings(k_chunk=64, v_chunk=32, alpha=2.0, top=112, levels="interval", last_level=0.5),
 ]
 
 
@@ -58,7 +58,7 @@ def model_encode(page, chunk, settings):
             centred = fp32(x - centres[t // chunk, d])
             normal = fp32(abs(centred) / from_bits(scales[t // chunk, d] << 19))
             a = settings.alpha
-            companded = settings.top * math.log(1 + a * normal) / math.log(1 + a)
+            companded = settings.top * (math.log(1 + a * normal) / math.log(1 + a) if a else normal)
             integer = math.floor(companded + 0.5)
             magnitude = (integer + 7) >> 4
             codes[t, d] = magnitude + 8 * (centred < 0)
@@ -93,7 +93,7 @@ def test_codes_and_metadata_equal_the_scalar_model(cache_like_pages, settings, s
         packed = layout[f"{part}_codes"].view(anchors).unflatten(-1, (-1, 4))
         codes = by_token(fragments.unpack_sign_magnitude(packed), part)
         packed = corrections_layout[f"{part}_codes"].view(residuals).unflatten(-1, (-1, 4))
-        corrections = by_token(nibbles.unpack_signed(packed), part)
+        corrections = by_token(fragments.by_halves(nibbles.unpack_signed(packed)), part)
         base = layout["scale_base"].view(anchors)[..., "kv".index(part), None, None].int()
         scales = log4.LOAD[part](layout[f"{part}_scale"].view(anchors)).int() + base
         centres = log4.LOAD[part](layout[f"{part}_centre"].view(anchors))
@@ -122,7 +122,7 @@ def test_all_256_code_pairs_decode_to_the_formula():
     for part in "kv":
         words = fragments.pack_sign_magnitude(stored(codes, part))
         layout[f"{part}_codes"].view(anchors).copy_(words.flatten())
-        words = nibbles.pack(stored(corrections, part))
+        words = fragments.pack_by_halves(stored(corrections, part))
         corrections_layout[f"{part}_codes"].view(residuals).copy_(words.flatten())
         layout[f"{part}_centre"].view(anchors).fill_(centre)
         layout[f"{part}_scale"].view(anchors).fill_(9)
@@ -137,7 +137,8 @@ def test_all_256_code_pairs_decode_to_the_formula():
         for nibble in range(16):
             integer = max(16 * magnitude - (nibble if nibble < 8 else nibble - 16), 0)
             a = settings.alpha
-            want = centre + scale * sign * ((1 + a) ** (integer / settings.top) - 1) / a
+            level = ((1 + a) ** (integer / settings.top) - 1) / a if a else integer / settings.top
+            want = centre + scale * sign * level
             assert k[0, anchor, 0, nibble].item() == pytest.approx(want, rel=1e-6, abs=1e-6)
         want = centre + scale * sign * companding.magnitude_levels(settings)[magnitude]
         assert levels[0, anchor, 0].tolist() == pytest.approx([want] * DIM, abs=1e-6)
@@ -171,7 +172,11 @@ def test_minus_zero_code_keeps_the_sign():
     assert levels[8] == -levels[0] < 0
 
 
-@pytest.mark.parametrize("settings", SETTINGS[::2], ids=["mean-level", "midpoint"])
+@pytest.mark.parametrize(
+    "settings",
+    [Log4Settings(), Log4Settings(alpha=2.0, top=112, levels="interval", last_level=0.5)],
+    ids=["linear", "interval"],
+)
 def test_levels_lie_inside_their_intervals(settings):
     levels = companding.magnitude_levels(settings)
     edges = companding.tables(settings, torch.device("cpu")).magnitude_edges.tolist()

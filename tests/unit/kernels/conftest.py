@@ -1,37 +1,150 @@
-"""Kernels run on a GPU where there is one, else small shapes in Triton's interpreter."""
+"""The device and the back ends that kernel tests run on.
+
+Without a CUDA device the kernels run in Triton's interpreter. It is chosen by an environment
+variable when triton is imported, which must not reach the servers that other tests start: it is
+set for that import and for each test of this folder.
+"""
 
 from __future__ import annotations
 
-import os
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-# Triton looks when it is imported, which importing the tests beside this file does.
-INTERPRET = not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ
-if INTERPRET:
-    os.environ["TRITON_INTERPRET"] = "1"
+FOLDER = Path(__file__).parent
+HAS_CUDA = torch.cuda.is_available()
 
+if not HAS_CUDA and "triton" not in sys.modules:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name in ("ops.attention", "ops.encode", "ops.append", "testing.division"):
+            importlib.import_module(f"kvspec_kernels.{name}")
 
-def pytest_collection_finish() -> None:
-    """Servers that other tests start must not inherit it."""
-    if INTERPRET:
-        os.environ.pop("TRITON_INTERPRET", None)
+# After the above, which chooses how triton is imported.
+from kvspec_kernels.ops.attention import (  # noqa: E402
+    DraftAttention,
+    VerifyAttention,
+    workspace_nbytes,
+)
+from kvspec_kernels.ops.attention_plan import AttentionPlan  # noqa: E402
+from kvspec_kernels.ops.cuda_attention import CudaAttention  # noqa: E402
+from kvspec_kernels.testing.cases import (  # noqa: E402
+    POISON_BYTE,
+    AttentionCase,
+    results_for,
+)
+from kvspec_kernels.testing.comparison import assert_attention  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if HAS_CUDA:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif item.path.parent == FOLDER:
+            # The interpreter turns arrays of one element into loop bounds.
+            item.add_marker(pytest.mark.filterwarnings("ignore:Conversion of an array"))
 
 
 @pytest.fixture(autouse=True)
-def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRET:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_CUDA:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda:0" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture(params=["triton", "cuda"] if HAS_CUDA else ["triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def plan_of(case: AttentionCase, device: torch.device) -> AttentionPlan:
+    """What the wrappers would plan for a case."""
+    verify = case.source != "anchor"
+    return AttentionPlan(
+        indptr=case.indptr,
+        indices=case.indices,
+        last_page_len=case.last_page_len,
+        qo_indptr=case.qo_indptr if verify else None,
+        num_qo_heads=case.q.shape[1],
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.q.shape[2],
+        page_size=case.page_size,
+        settings=case.settings,
+        source=case.source,
+        q_dtype=case.q.dtype,
+        sm_scale=1.0,
+        max_qo_len=max(1, *case.qo_indptr.diff().tolist()) if verify else 1,
+        num_sms=1,
+    )
+
+
+Run = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@pytest.fixture
+def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
+    """Plans a case on the wrapper for its source and returns what runs it into (out, lse), any
+    number of times. The workspace starts as NaN."""
+
+    def plan(case: AttentionCase, **options: object) -> Run:
+        verify = case.source != "anchor"
+        q_lens = case.qo_indptr.diff().tolist()
+        sizes = {
+            "num_qo_heads": case.q.shape[1],
+            "num_kv_heads": case.num_kv_heads,
+            "head_dim": case.q.shape[2],
+            "page_size": case.page_size,
+            "settings": case.settings,
+            "num_sms": options.pop("num_sms", None),
+        }
+        max_qo_len = {"max_qo_len": max(1, *q_lens)} if verify else {}
+        if backend == "cuda" and not CudaAttention.covers(plan_of(case, device)):
+            pytest.skip("not a case of the CUDA back end")
+        nbytes = workspace_nbytes(
+            batch_size=len(q_lens),
+            q_dtype=case.q.dtype,
+            source=case.source,
+            device=device,
+            backend=backend,
+            **sizes,
+            **max_qo_len,
+        )
+        memory = torch.full((nbytes,), POISON_BYTE, dtype=torch.uint8, device=device)
+        attention = (VerifyAttention if verify else DraftAttention)(memory, backend)
+        if verify:
+            options |= {"qo_indptr": case.qo_indptr, "target": case.source, **max_qo_len}
+        attention.plan(
+            indptr=case.indptr,
+            indices=case.indices,
+            last_page_len=case.last_page_len,
+            q_dtype=case.q.dtype,
+            **sizes,
+            **options,
+        )
+        records = (case.anchors, case.residuals, case.residual_slots)
+        given = records if verify else records[:1]
+        return lambda out, lse: attention.run(case.q, *given, tail=case.tail, out=out, lse=lse)
+
+    return plan
+
+
+@pytest.fixture
+def check(prepare: Callable[..., Run]) -> Callable[..., None]:
+    """Runs a case into results of NaN and compares them with the reference."""
+
+    def check_case(case: AttentionCase, **options: object) -> None:
+        out, lse = results_for(case)
+        prepare(case, **options)(out, lse)
+        assert_attention(case, out, lse, sm_scale=options.get("sm_scale"))
+
+    return check_case

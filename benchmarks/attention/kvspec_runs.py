@@ -1,0 +1,117 @@
+"""Our kernels on the same shapes, through their public wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from attention.shapes import HEAD_DIM, KV_HEADS, PAGE_SIZE, QO_HEADS, Shape
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout, residual_layout
+from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, workspace_nbytes
+from kvspec_kernels.ops.attention_plan import Source
+from kvspec_kernels.reference import log4, uniform4
+
+Settings = Log4Settings | Uniform4Settings
+CODECS: dict[str, Settings] = {
+    "log4": Log4Settings.for_page(PAGE_SIZE),
+    "uniform4": Uniform4Settings.for_page(PAGE_SIZE),
+}
+DISTINCT_PAGES = 64
+
+
+def record_bytes(settings: Settings) -> int:
+    """Bytes of the anchor record of one page and KV head."""
+    return anchor_layout(settings, PAGE_SIZE, HEAD_DIM).nbytes
+
+
+def refined_bytes(settings: Settings) -> int:
+    """Bytes of anchor and 4-bit correction of one page and KV head."""
+    layout = residual_layout("int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
+    return record_bytes(settings) + layout.nbytes
+
+
+def records(settings: Settings, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor and correction records of random pages; a few distinct ones, repeated."""
+    shape = (DISTINCT_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+    anchor = anchor_layout(settings, PAGE_SIZE, HEAD_DIM)
+    residual = residual_layout("int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
+    if isinstance(settings, Log4Settings):
+        pair = log4.encode(k, v, settings, anchor, residual)
+    else:
+        pair = uniform4.encode(k, v, anchor, residual)
+    times = -(-num_pages // DISTINCT_PAGES)
+    first, second = (part.repeat(times, 1, 1) for part in pair if part is not None)
+    return first, second
+
+
+def draft_calls(settings: Settings, shape: Shape) -> list[Callable[[], object]]:
+    """One query token a request over anchors."""
+    copies = shape.rotations(shape.num_pages * KV_HEADS * record_bytes(settings))
+    indptr, lists, last = shape.page_tables(copies)
+    anchors, _ = records(settings, shape.num_pages * copies)
+    q = torch.randn(shape.batch, QO_HEADS, HEAD_DIM, device="cuda").bfloat16()
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
+    workspace = _workspace(settings, shape, 1)
+
+    def call_on(indices: torch.Tensor) -> Callable[[], object]:
+        wrapper = DraftAttention(workspace)
+        heads = (QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
+        wrapper.plan(indptr, indices, last, *heads, settings=settings, q_dtype=torch.bfloat16)
+        return lambda: wrapper.run(q, anchors, out=out, lse=lse)
+
+    return [call_on(indices) for indices in lists]
+
+
+def verify_calls(settings: Settings, shape: Shape, num_new: int) -> list[Callable[[], object]]:
+    """`num_new` query tokens a request over 8-bit pages and a last page in BF16 that holds them."""
+    past = Shape(shape.batch, shape.context - PAGE_SIZE)
+    copies = shape.rotations(past.num_pages * KV_HEADS * refined_bytes(settings))
+    indptr, lists, last = past.page_tables(copies)
+    anchors, residuals = records(settings, past.num_pages * copies)
+    slots = torch.randperm(len(residuals), device="cuda").int()
+    window = torch.randn(
+        2, shape.batch, PAGE_SIZE, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16
+    )
+    steps = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda")
+    lens = torch.full((shape.batch,), PAGE_SIZE, dtype=torch.int32, device="cuda")
+    tail = Tail(window[0], window[1], steps, steps[:-1].contiguous(), lens)
+    q = torch.randn(shape.batch * num_new, QO_HEADS, HEAD_DIM, device="cuda").bfloat16()
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
+    workspace = _workspace(settings, shape, num_new, "int8")
+
+    def call_on(indices: torch.Tensor) -> Callable[[], object]:
+        wrapper = VerifyAttention(workspace)
+        heads = (QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
+        wrapper.plan(
+            steps * num_new,
+            indptr,
+            indices,
+            last,
+            *heads,
+            settings=settings,
+            target="int8",
+            q_dtype=torch.bfloat16,
+            max_qo_len=num_new,
+        )
+        return lambda: wrapper.run(q, anchors, residuals, slots, tail, out=out, lse=lse)
+
+    return [call_on(indices) for indices in lists]
+
+
+def _workspace(
+    settings: Settings, shape: Shape, max_qo_len: int, source: Source = "anchor"
+) -> torch.Tensor:
+    nbytes = workspace_nbytes(
+        batch_size=shape.batch,
+        num_qo_heads=QO_HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        page_size=PAGE_SIZE,
+        settings=settings,
+        device=torch.device("cuda"),
+        source=source,
+        max_qo_len=max_qo_len,
+    )
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")

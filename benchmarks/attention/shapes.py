@@ -1,0 +1,54 @@
+"""The attention problems that are timed: Llama-8B geometry, page 64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 64
+# Several times the L2 cache, so that no call finds its input there.
+ROTATED_BYTES = 2**29
+MOST_BYTES = 48 * 2**30
+MOST_CALLS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Requests of equal length."""
+
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.context}"
+
+    @property
+    def num_pages(self) -> int:
+        return self.batch * self.context // PAGE_SIZE
+
+    def values(self) -> int:
+        """Elements of K and V together."""
+        return self.batch * self.context * KV_HEADS * HEAD_DIM * 2
+
+    def rotations(self, nbytes: int) -> int:
+        """Inputs of `nbytes` to go round, and calls in a graph."""
+        return max(2, min(MOST_CALLS, -(-ROTATED_BYTES // nbytes))) if nbytes < 2**33 else 1
+
+    def page_tables(self, copies: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """indptr, a shuffled page list for each of `copies` disjoint sets of pages, and
+        last_page_len, all int32 on the GPU."""
+        steps = torch.arange(self.batch + 1, dtype=torch.int32, device="cuda")
+        shuffled = torch.randperm(self.num_pages * copies, device="cuda").int()
+        last = torch.full((self.batch,), PAGE_SIZE, dtype=torch.int32, device="cuda")
+        lists = [part.contiguous() for part in shuffled.chunk(copies)]
+        return steps * (self.context // PAGE_SIZE), lists, last
+
+
+GRID = tuple(
+    Shape(batch, context)
+    for batch in (1, 4, 16, 64)
+    for context in (4096, 16384, 32768, 131072)
+    if Shape(batch, context).values() * 2 <= MOST_BYTES
+)
+MAIN = Shape(16, 32768)

@@ -1,0 +1,64 @@
+"""Time of GPU work from CUDA graphs, so that neither launches nor Python count."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+REPLAYS = 21
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median over replays in seconds, and half the distance of the outer deciles."""
+
+    median_s: float
+    spread_s: float
+
+    @property
+    def microseconds(self) -> float:
+        return self.median_s * 1e6
+
+
+def measure(calls: list[Callable[[], object]], replays: int = REPLAYS) -> Timing:
+    """Time of one call: the calls, which should use inputs of their own, are captured in turn."""
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(warm)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    seconds = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    deciles = statistics.quantiles(seconds, n=10)
+    return Timing(statistics.median(seconds), (deciles[8] - deciles[0]) / 2)
+
+
+def copy_bandwidth(nbytes: int = 2**31) -> float:
+    """Bytes per second read plus written by the fastest of PyTorch's ways to copy."""
+    source = torch.ones(nbytes // 2, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+
+    def by_copy() -> None:
+        target.copy_(source)
+
+    def by_kernel() -> None:
+        torch.add(source, 0, out=target)
+
+    best = min(measure([call] * 3).median_s for call in (by_copy, by_kernel))
+    return 2 * nbytes / best

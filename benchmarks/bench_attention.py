@@ -1,0 +1,170 @@
+"""How fast are our attention kernels, and encoding, against FlashInfer on the same GPU?
+
+usage: python benchmarks/bench_attention.py [--only draft,grid,verify,encode] [--out PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from acceptance.report import Figure, write_json
+from attention import encode_cases, flashinfer_runs, kvspec_runs
+from attention.shapes import GRID, KV_HEADS, MAIN
+from attention.timing import Timing, copy_bandwidth, measure
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = 32
+VERIFY_TOKENS = (1, 4, 16, 64)
+PARTS = ("draft", "grid", "verify", "encode")
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+console = Console(width=110)
+
+
+def main() -> None:
+    args = parse_arguments()
+    bandwidth = copy_bandwidth()
+    figures = [Figure("copy.tbps", bandwidth / 1e12, "TB/s read plus written")]
+    if "draft" in args.only:
+        figures += draft_figures(bandwidth)
+    if "grid" in args.only:
+        figures += grid_figures()
+    if "verify" in args.only:
+        figures += verify_figures()
+    if "encode" in args.only:
+        figures += encode_figures()
+    settings = {
+        "geometry": "32 query heads, 8 KV heads, head size 128, page 64, BF16 queries",
+        "baseline": "FlashInfer paged decode with tensor cores; paged prefill for verify",
+        "timing": "median of CUDA graph replays over inputs that rotate past the L2 cache",
+        "spread": "half the distance of the outer deciles",
+    }
+    write_json(args.out, "attention", torch.device("cuda"), settings, figures)
+    console.print(f"written: {args.out}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    default = ROOT / "benchmarks" / "results" / "attention_h200.json"
+    parser.add_argument("--out", type=Path, default=default)
+    args = parser.parse_args()
+    args.only = args.only.split(",")
+    if unknown := set(args.only) - set(PARTS):
+        parser.error(f"--only: no such part: {', '.join(sorted(unknown))}")
+    return args
+
+
+def draft_figures(bandwidth: float) -> list[Figure]:
+    """16 x 32768: time, share of the copy bandwidth, and FlashInfer's time over ours."""
+    base = measure(flashinfer_runs.decode_calls(MAIN, BF16))
+    fp8 = measure(flashinfer_runs.decode_calls(MAIN, FP8))
+    name = f"attn.draft.{MAIN}"
+    figures = [_time(f"{name}.flashinfer_bf16", base), _time(f"{name}.flashinfer_fp8", fp8)]
+    best: tuple[float, Figure, Figure] | None = None
+    for codec, settings in kvspec_runs.CODECS.items():
+        ours = measure(kvspec_runs.draft_calls(settings, MAIN))
+        nbytes = MAIN.num_pages * KV_HEADS * kvspec_runs.record_bytes(settings)
+        share = Figure(
+            f"{name}.{codec}.bandwidth_share",
+            nbytes / ours.median_s / bandwidth,
+            "of copy bandwidth",
+            nbytes / ours.median_s / bandwidth * ours.spread_s / ours.median_s,
+            1.0,
+        )
+        ratio = _ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours)
+        figures += [_time(f"{name}.{codec}", ours), share, ratio]
+        layers = Figure(
+            f"{name}.{codec}.ms_32_layers", ours.median_s * LAYERS * 1e3, "ms", None, 5.8
+        )
+        figures.append(layers)
+        if best is None or ratio.value > best[0]:
+            best = (ratio.value, ratio, share)
+        _show(f"draft {MAIN} {codec}", ours, base)
+    assert best is not None
+    for figure, suffix in ((best[1], "vs_flashinfer_bf16"), (best[2], "bandwidth_share")):
+        figures.append(
+            Figure(f"{name}.{suffix}", figure.value, figure.unit, figure.spread, figure.baseline)
+        )
+    return figures
+
+
+def grid_figures() -> list[Figure]:
+    """Every shape against the faster of FlashInfer BF16 and fp8; the least ratio of all."""
+    figures, ratios = [], []
+    for shape in GRID:
+        bases = [measure(flashinfer_runs.decode_calls(shape, dtype)) for dtype in (BF16, FP8)]
+        base = min(bases, key=lambda timing: timing.median_s)
+        torch.cuda.empty_cache()
+        for codec, settings in kvspec_runs.CODECS.items():
+            ours = measure(kvspec_runs.draft_calls(settings, shape))
+            ratio = _ratio(f"attn.draft.grid.{shape}.{codec}.vs_flashinfer", base, ours)
+            figures.append(ratio)
+            ratios.append(ratio)
+            _show(f"draft {shape} {codec}", ours, base)
+            torch.cuda.empty_cache()
+    worst = min(ratios, key=lambda figure: figure.value)
+    name = "attn.draft.grid.min_vs_flashinfer"
+    return [*figures, Figure(name, worst.value, worst.unit, worst.spread, worst.baseline)]
+
+
+def verify_figures() -> list[Figure]:
+    """Several query tokens over 8-bit pages against FlashInfer's BF16 paged prefill."""
+    figures = []
+    for num_new in VERIFY_TOKENS:
+        base = measure(flashinfer_runs.append_calls(MAIN, num_new))
+        torch.cuda.empty_cache()
+        best: Figure | None = None
+        for codec, settings in kvspec_runs.CODECS.items():
+            ours = measure(kvspec_runs.verify_calls(settings, MAIN, num_new))
+            name = f"attn.verify{num_new}.{MAIN}"
+            ratio = _ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours)
+            figures += [_time(f"{name}.{codec}", ours), ratio]
+            if best is None or ratio.value > best.value:
+                best = ratio
+            _show(f"verify {num_new} {MAIN} {codec}", ours, base)
+            torch.cuda.empty_cache()
+        assert best is not None
+        name = f"attn.verify{num_new}.{MAIN}.vs_flashinfer_bf16"
+        figures.append(Figure(name, best.value, best.unit, best.spread, best.baseline))
+    return figures
+
+
+def encode_figures() -> list[Figure]:
+    """Encoding whole pages, and the append of one token a request."""
+
+    def timer(call: Callable[[], object]) -> tuple[float, float]:
+        timing = measure([call] * 4)
+        return timing.median_s, timing.spread_s
+
+    found = {**encode_cases.bench_encode(timer), **encode_cases.bench_append(timer)}
+    figures = []
+    for name, (value, unit, spread) in found.items():
+        console.print(f"{name}: {value:.3g} {unit}")
+        figures.append(Figure(name, value, unit, spread))
+    return figures
+
+
+def _time(name: str, timing: Timing) -> Figure:
+    return Figure(f"{name}.us", timing.microseconds, "microseconds", timing.spread_s * 1e6)
+
+
+def _ratio(name: str, base: Timing, ours: Timing) -> Figure:
+    ratio = base.median_s / ours.median_s
+    relative = base.spread_s / base.median_s + ours.spread_s / ours.median_s
+    return Figure(name, ratio, "times as fast", ratio * relative, round(base.microseconds, 2))
+
+
+def _show(what: str, ours: Timing, base: Timing) -> None:
+    console.print(
+        f"{what}: {ours.microseconds:.1f} us, FlashInfer {base.microseconds:.1f} us, "
+        f"{base.median_s / ours.median_s:.2f}x"
+    )
+
+
+if __name__ == "__main__":
+    main()

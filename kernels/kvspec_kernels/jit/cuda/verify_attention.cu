@@ -1,0 +1,514 @@
+// Attention of several query tokens a request over anchor and 4-bit correction pages (the int8
+// target), for Hopper. A block of 4 warps takes 64 tokens of KV at a time: each warp restores 16
+// tokens of K in registers and multiplies them with all queries, then restores a quarter of V's
+// channels and multiplies them with everyone's probabilities, which pass through shared memory. So
+// no value is restored twice, and none is written out. Blocks share the pages of all requests, KV
+// heads and column blocks (GROUP x tokens, 8 COLUMNS at a time) equally.
+//
+// Values are fp16: K and V = x s + z, where x is the 8-bit code, exact, and s, z are those of
+// channel or token. Queries see every token of these pages: causality matters in the tail only.
+//
+// Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE (multiples of 64) GROUP COLUMNS K_ROWS
+// V_ROWS LOG4 Q_BF16 HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES RESIDUAL_BYTES MAX_BATCH and TOP.
+
+#include "hopper.cuh"
+
+constexpr int WARPS = 4, THREADS = 128;
+constexpr int CHANNEL_TILES = HEAD_DIM / 16, TOKEN_TILES = PAGE_SIZE / 16;
+constexpr int OWN_TILES = CHANNEL_TILES / WARPS;  // channel tiles of V of a warp
+constexpr int STEPS = TOKEN_TILES / WARPS;        // 64 tokens each
+constexpr int K_CHUNK_TILES = TOKEN_TILES / K_ROWS, V_CHUNK_TILES = TOKEN_TILES / V_ROWS;
+constexpr int COLS = COLUMNS * 8;
+constexpr float SLACK = 6.0f;
+
+constexpr int CODE_BYTES = PAGE_SIZE * HEAD_DIM / 2;
+constexpr int K_CODES = LOG4 ? 16 : 0;
+constexpr int K_META = K_CODES + CODE_BYTES;
+constexpr int K_META2 = K_META + K_ROWS * HEAD_DIM * 2;
+constexpr int V_META = CODE_BYTES;
+constexpr int V_META2 = V_META + (LOG4 ? V_ROWS * HEAD_DIM * 2 : PAGE_SIZE * 2);
+// Half a page in shared memory: the anchor's part, then the correction's codes.
+constexpr int ANCHOR_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
+constexpr int HALF_BYTES = ANCHOR_BYTES + CODE_BYTES;
+
+constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256;
+constexpr int PROB_BYTES = WARPS * COLUMNS * 256;
+constexpr int META_BYTES = WARPS * CHANNEL_TILES * 64;
+constexpr int V_META_BYTES = WARPS * (OWN_TILES * 8 > 16 ? OWN_TILES * 8 : 16) * 16;
+constexpr int STAT_BYTES = WARPS * COLS * 4;
+
+// The 8-bit codes of two words as two halves a register, exact.
+__device__ __forceinline__ void restore(u32 word, u32 correction, u32 (&x)[4]) {
+#if LOG4
+    // Integer I = 16 m - r: byte (m, r ^ 7) less 7; then the sign.
+    u32 lower = correction ^ 0x77777777u;
+    u32 turned = prmt(word, word, 0x2103);
+    u32 rotated[4] = {word, word << 4, turned, turned << 4};
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        u32 magnitude = and_or(rotated[r], 0x00700070u, 0x64006400u);
+        magnitude = half2_add(and_or(lower >> (4 * r), 0x000f000fu, magnitude), 0xe407e407u);
+        asm("lop3.b32 %0, %1, %2, %3, 0x6A;"  // (a & b) ^ c
+            : "=r"(x[r]) : "r"(rotated[r]), "r"(0x80008000u), "r"(magnitude));
+    }
+#else
+    // 16 u + l: byte (u, l ^ 8) less 8.
+    u32 lower = correction ^ 0x88888888u;
+    u32 upper[4] = {word << 4, word, word >> 4, word >> 8};
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        u32 byte = and_or(upper[r], 0x00f000f0u, 0x64006400u);
+        x[r] = half2_add(and_or(lower >> (4 * r), 0x000f000fu, byte), 0xe408e408u);
+    }
+#endif
+}
+
+__device__ __forceinline__ float log_scale(int base, u32 offset) {
+    return __uint_as_float((u32)(base + (int)offset) << 19) * (1.0f / TOP);
+}
+
+// Scale and zero of a warp's 16 tokens of K: [channel tile][t] {s 2t 2t+1, z, s 2t+8 2t+9, z}.
+__device__ __forceinline__ void convert_k(uint4* meta, const u8* part, int row_tile, int lane) {
+    int chunk = row_tile / K_CHUNK_TILES;
+    for (int e = lane; e < CHANNEL_TILES * 4; e += 32) {
+        int at = chunk * HEAD_DIM + e * 4;
+        uint4 r;
+#if LOG4
+        int base = *reinterpret_cast<const short*>(part);
+        Words<2> zero = load_shared<2>(part + K_META + at * 2);
+        u32 offset = load_shared<1>(part + K_META2 + at).w[0];
+        r.x = to_half2(log_scale(base, offset & 255), log_scale(base, offset >> 8 & 255));
+        r.z = to_half2(log_scale(base, offset >> 16 & 255), log_scale(base, offset >> 24));
+#else
+        Words<2> scale = load_shared<2>(part + K_META + at * 2);
+        Words<2> zero = load_shared<2>(part + K_META2 + at * 2);
+        r.x = to_half2(low_bf16(scale.w[0]) * 0.0625f, high_bf16(scale.w[0]) * 0.0625f);
+        r.z = to_half2(low_bf16(scale.w[1]) * 0.0625f, high_bf16(scale.w[1]) * 0.0625f);
+#endif
+        r.y = to_half2(low_bf16(zero.w[0]), high_bf16(zero.w[0]));
+        r.w = to_half2(low_bf16(zero.w[1]), high_bf16(zero.w[1]));
+        meta[e % CHANNEL_TILES * 4 + e / CHANNEL_TILES] = r;
+    }
+}
+
+// uniform4: scale and zero of 64 tokens: [token tile][t] as for K; 0 from token `valid` on.
+// log4: of a warp's channels: [own tile][g] {s of row g twice, z, s of row g + 8 twice, z}.
+__device__ __forceinline__ void convert_v(
+    uint4* meta, const u8* part, int base, int step, int valid, int warp, int lane) {
+#if LOG4
+    int chunk = step * WARPS / V_CHUNK_TILES;
+    for (int e = lane; e < OWN_TILES * 8; e += 32) {
+        int at = chunk * HEAD_DIM + (e % 8 * CHANNEL_TILES + warp * OWN_TILES + e / 8) * 2;
+        u32 zero = load_shared<1>(part + V_META + at * 2).w[0];
+        u32 offset = *reinterpret_cast<const u16*>(part + V_META2 + at);
+        float s0 = log_scale(base, offset & 255), s1 = log_scale(base, offset >> 8);
+        meta[e] = make_uint4(to_half2(s0, s0), to_half2(low_bf16(zero), low_bf16(zero)),
+                             to_half2(s1, s1), to_half2(high_bf16(zero), high_bf16(zero)));
+    }
+#else
+    if (lane < 16) {
+        int tile = lane / 4, t = lane % 4, token = (step * WARPS + tile) * 16 + 2 * t;
+        float s[4], z[4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int at = ((2 * t + i) * TOKEN_TILES + step * WARPS + tile) * 4;
+            u32 scale = load_shared<1>(part + V_META + at).w[0];
+            u32 zero = load_shared<1>(part + V_META2 + at).w[0];
+            bool low = token + i < valid, high = token + i + 8 < valid;
+            s[i] = low ? low_bf16(scale) * 0.0625f : 0.0f;
+            z[i] = low ? low_bf16(zero) : 0.0f;
+            s[2 + i] = high ? high_bf16(scale) * 0.0625f : 0.0f;
+            z[2 + i] = high ? high_bf16(zero) : 0.0f;
+        }
+        meta[lane] = make_uint4(to_half2(s[0], s[1]), to_half2(z[0], z[1]), to_half2(s[2], s[3]),
+                                to_half2(z[2], z[3]));
+    }
+#endif
+}
+
+struct Segment {
+    int b, head, block, first_query, num_queries, num_columns;  // of this column block
+};
+
+__device__ __forceinline__ i64 out_row(const Segment& s, int column, int num_kv_heads) {
+    int global = s.block * COLS + column;
+    return (i64)(s.first_query + global / GROUP) * num_kv_heads * GROUP + s.head * GROUP +
+           global % GROUP;
+}
+
+__device__ __forceinline__ void merge_parts(
+    const float* partial_out, const float* partial_stat, int first, int last, int first_slot,
+    const Segment& segment, int num_kv_heads, void* out, float* lse) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto part_of = [&](int worker) {
+        return (i64)(2 * worker + (worker == first ? first_slot : 0)) * COLS;
+    };
+    for (int c = warp; c < segment.num_columns; c += WARPS) {
+        float top = NEG_INF;
+        for (int w = first + lane; w <= last; w += 32)
+            top = fmaxf(top, __ldcg(partial_stat + (part_of(w) + c) * 2));
+        for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, step));
+        float sum = 0.0f, x[HEAD_DIM / 32];
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 32; ++i) x[i] = 0.0f;
+#pragma unroll 4
+        for (int w = first; w <= last; ++w) {
+            i64 part = part_of(w) + c;
+            float weight = exp2_approx(__ldcg(partial_stat + part * 2) - top);
+            sum += weight * __ldcg(partial_stat + part * 2 + 1);
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 32; ++i)
+                x[i] += weight * __ldcg(partial_out + part * HEAD_DIM + i * 32 + lane);
+        }
+        i64 row = out_row(segment, c, num_kv_heads);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 32; ++i)
+            store_output(out, row * HEAD_DIM + i * 32 + lane, x[i] / sum);
+        if (lane == 0) lse[row] = top + log2f(sum);
+    }
+}
+
+// q, out: [num_tokens, num_kv_heads * GROUP, HEAD_DIM]; lse: [num_tokens, num_kv_heads * GROUP],
+// base 2. partial_out: [2 * grid, COLS, HEAD_DIM], partial_stat: [2 * grid, COLS, 2] (max, sum).
+// arrived: [batch * num_kv_heads * max_blocks], zero before and after.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
+    const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
+    i64 page_stride, const u8* __restrict__ residuals, i64 slot_stride,
+    const int* __restrict__ residual_slots, const int* __restrict__ qo_indptr,
+    const int* __restrict__ indptr, const int* __restrict__ indices,
+    const int* __restrict__ last_page_len, int batch, int num_tokens, int num_kv_heads,
+    int max_blocks, float scale_log2, float* __restrict__ partial_out,
+    float* __restrict__ partial_stat, int* __restrict__ arrived, void* __restrict__ out,
+    float* __restrict__ lse) {
+    extern __shared__ __align__(128) u8 memory[];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int g = lane >> 2, t = lane & 3;
+    uint2* query = reinterpret_cast<uint2*>(memory);
+    uint2* probs = reinterpret_cast<uint2*>(memory + QUERY_BYTES);
+    uint4* k_meta = reinterpret_cast<uint4*>(memory + QUERY_BYTES + PROB_BYTES) +
+                    warp * CHANNEL_TILES * 4;
+    u8* after = memory + QUERY_BYTES + PROB_BYTES + META_BYTES;
+    uint4* v_meta = reinterpret_cast<uint4*>(after) + warp * (V_META_BYTES / WARPS / 16);
+    float* stats = reinterpret_cast<float*>(after + V_META_BYTES);  // [WARPS][COLS]
+    u8* ring = after + V_META_BYTES + STAT_BYTES;
+    u32 barrier = shared_address(ring + HALVES * HALF_BYTES);
+    int* flags = reinterpret_cast<int*>(ring + HALVES * (HALF_BYTES + 8));
+    int* starts = flags + 4;  // [MAX_BATCH + 1]: units before each request
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < HALVES; ++i) barrier_init(barrier + 8 * i);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async;" ::: "memory");
+    }
+    if (warp == 0) {
+        int before = 0;
+        for (int first = 0; first < batch; first += 32) {
+            int b = first + lane, units = 0;
+            if (b < batch) {
+                int queries = qo_indptr[b + 1] - qo_indptr[b];
+                units = (indptr[b + 1] - indptr[b]) * num_kv_heads *
+                        ((queries * GROUP + COLS - 1) / COLS);
+            }
+            for (int step = 1; step < 32; step *= 2) {
+                int other = __shfl_up_sync(FULL, units, step);
+                if (lane >= step) units += other;
+            }
+            if (b < batch) starts[b + 1] = before + units;
+            before += __shfl_sync(FULL, units, 31);
+        }
+        if (lane == 0) starts[0] = 0;
+    }
+    __syncthreads();
+
+    i64 total = starts[batch];
+    int workers = total < gridDim.x ? (int)total : (int)gridDim.x;
+    int worker = blockIdx.x;
+    i64 begin = 0, end = 0;
+    if (worker < workers) {
+        begin = total * worker / workers;
+        end = total * (worker + 1) / workers;
+    }
+    u32 sequence = 0;
+    bool is_first = true;
+
+    while (begin < end) {
+        Segment s;
+        s.b = 0;
+        for (int first = 1; first < batch; first += 32) {
+            int i = first + lane;
+            s.b += __popc(__ballot_sync(FULL, i < batch && starts[i] <= begin));
+        }
+        int first_index = indptr[s.b], num_pages = indptr[s.b + 1] - first_index;
+        s.first_query = qo_indptr[s.b];
+        s.num_queries = qo_indptr[s.b + 1] - s.first_query;
+        int num_blocks = (s.num_queries * GROUP + COLS - 1) / COLS;
+        i64 within = begin - starts[s.b];
+        int page = (int)(within % num_pages);
+        s.block = (int)(within / num_pages % num_blocks);
+        s.head = (int)(within / num_pages / num_blocks);
+        s.num_columns = min(COLS, s.num_queries * GROUP - s.block * COLS);
+        int count = (int)min((i64)(num_pages - page), end - begin);
+        const int* pages = indices + first_index + page;
+        int tail = page + count == num_pages ? last_page_len[s.b] : PAGE_SIZE;
+        auto fetch_part = [&](int n) {
+            if (threadIdx.x != 0 || (n >> 1) >= count) return;
+            int id = pages[n >> 1], which = n & 1;
+            u32 slot = (sequence + n) % HALVES, bytes = which ? V_BYTES : K_BYTES;
+            u32 target = shared_address(ring) + slot * HALF_BYTES, full = barrier + 8 * slot;
+            const u8* anchor = anchors + id * page_stride + (i64)s.head * RECORD_BYTES;
+            const u8* residual =
+                residuals + residual_slots[id] * slot_stride + (i64)s.head * RESIDUAL_BYTES;
+            expect(full, bytes + CODE_BYTES);
+            copy_bulk(target, anchor + (which ? K_BYTES : 0), bytes, full);
+            copy_bulk(target + ANCHOR_BYTES, residual + which * CODE_BYTES, CODE_BYTES, full);
+        };
+#pragma unroll
+        for (int n = 0; n < HALVES; ++n) fetch_part(n);
+
+        for (int i = threadIdx.x; i < CHANNEL_TILES * COLUMNS * 32; i += THREADS) {
+            int l = i % 32, column = i / 32 % COLUMNS, tile = i / 32 / COLUMNS;
+            int c = column * 8 + (l >> 2), global = s.block * COLS + c;
+            u32 halves[2] = {0, 0};
+            if (c < s.num_columns) {
+                const u16* row = q + (i64)(s.first_query + global / GROUP) * q_stride +
+                                 (i64)(s.head * GROUP + global % GROUP) * q_head_stride;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    u32 pair = *reinterpret_cast<const u32*>(row + tile * 16 + half * 8 + 2 * (l & 3));
+#if Q_BF16
+                    float low = low_bf16(pair), high = high_bf16(pair);
+#else
+                    float low = half_to_float((u16)pair), high = half_to_float((u16)(pair >> 16));
+#endif
+                    halves[half] = to_half2(low * scale_log2, high * scale_log2);
+                }
+            }
+            query[i] = make_uint2(halves[0], halves[1]);
+        }
+        float sum[COLUMNS][2], top[COLUMNS][2], result[OWN_TILES][COLUMNS][4];
+#pragma unroll
+        for (int column = 0; column < COLUMNS; ++column) {
+            for (int j = 0; j < 2; ++j) {
+                sum[column][j] = 0.0f;
+                top[column][j] = NEG_INF;
+            }
+            for (int own = 0; own < OWN_TILES; ++own)
+                for (int i = 0; i < 4; ++i) result[own][column][i] = 0.0f;
+        }
+        __syncthreads();
+
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            u32 k_slot = (sequence + 2 * i) % HALVES, v_slot = (sequence + 2 * i + 1) % HALVES;
+            const u8* k_part = ring + k_slot * HALF_BYTES;
+            const u8* v_part = ring + v_slot * HALF_BYTES;
+            int valid = i + 1 == count ? tail : PAGE_SIZE;
+            barrier_wait(barrier + 8 * k_slot, (sequence + 2 * i) / HALVES & 1);
+#if LOG4
+            int v_base = *reinterpret_cast<const short*>(k_part + 2);
+#else
+            int v_base = 0;
+#endif
+#pragma unroll 1
+            for (int step = 0; step < STEPS; ++step) {
+                int row_tile = step * WARPS + warp;
+                __syncwarp();
+                convert_k(k_meta, k_part, row_tile, lane);
+                __syncwarp();
+                float scores[COLUMNS][4];
+#pragma unroll
+                for (int column = 0; column < COLUMNS; ++column)
+                    for (int j = 0; j < 4; ++j) scores[column][j] = 0.0f;
+#pragma unroll
+                for (int tile = 0; tile < CHANNEL_TILES; tile += 4) {
+                    int index = row_tile * CHANNEL_TILES + tile;
+                    Words<4> word = load_shared<4>(k_part + K_CODES + (index / 4 * 32 + lane) * 16);
+                    Words<4> low =
+                        load_shared<4>(k_part + ANCHOR_BYTES + (index / 4 * 32 + lane) * 16);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        u32 a[4];
+                        restore(word.w[k], low.w[k], a);
+                        uint4 m = k_meta[(tile + k) * 4 + t];
+                        a[0] = half2_fma(a[0], m.x, m.y);
+                        a[1] = half2_fma(a[1], m.x, m.y);
+                        a[2] = half2_fma(a[2], m.z, m.w);
+                        a[3] = half2_fma(a[3], m.z, m.w);
+#pragma unroll
+                        for (int column = 0; column < COLUMNS; ++column) {
+                            uint2 b = query[((tile + k) * COLUMNS + column) * 32 + lane];
+                            mma_f16(scores[column], a, b.x, b.y);
+                        }
+                    }
+                }
+                bool grew = false;
+#pragma unroll
+                for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        if (row_tile * 16 + g + (j >> 1) * 8 >= valid) scores[column][j] = NEG_INF;
+                        grew |= scores[column][j] > top[column][j & 1] + SLACK;
+                    }
+                // Past this point nobody reads the last step's probabilities or V, nor this K.
+                if (__syncthreads_or(grew)) {
+#pragma unroll
+                    for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) {
+                            float m = fmaxf(scores[column][j], scores[column][j + 2]);
+                            for (int hop = 4; hop < 32; hop *= 2)
+                                m = fmaxf(m, __shfl_xor_sync(FULL, m, hop));
+                            if (g == 0) stats[warp * COLS + column * 8 + 2 * t + j] = m;
+                        }
+                    __syncthreads();
+#pragma unroll
+                    for (int column = 0; column < COLUMNS; ++column) {
+                        float shrink[2];
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) {
+                            float m = top[column][j];
+#pragma unroll
+                            for (int w = 0; w < WARPS; ++w)
+                                m = fmaxf(m, stats[w * COLS + column * 8 + 2 * t + j]);
+                            shrink[j] = exp2_approx(top[column][j] - m);
+                            top[column][j] = m;
+                            sum[column][j] *= shrink[j];
+                        }
+#pragma unroll
+                        for (int own = 0; own < OWN_TILES; ++own)
+                            for (int j = 0; j < 4; ++j) result[own][column][j] *= shrink[j & 1];
+                    }
+                }
+                if (step == 0 && i > 0) fetch_part(2 * i - 1 + HALVES);
+                if (step == STEPS - 1) fetch_part(2 * i + HALVES);
+#pragma unroll
+                for (int column = 0; column < COLUMNS; ++column) {
+                    float* p = scores[column];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) p[j] = exp2_approx(p[j] - top[column][j & 1]);
+                    sum[column][0] += p[0] + p[2];
+                    sum[column][1] += p[1] + p[3];
+                    probs[(warp * COLUMNS + column) * 32 + lane] =
+                        make_uint2(transposed(to_half2(p[0], p[1])), transposed(to_half2(p[2], p[3])));
+                }
+                if (step == 0) barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
+                convert_v(v_meta, v_part, v_base, step, valid, warp, lane);
+                __syncthreads();
+                Words<4> word[OWN_TILES], low[OWN_TILES];
+#pragma unroll
+                for (int own = 0; own < OWN_TILES; ++own) {
+                    int index = (warp * OWN_TILES + own) * TOKEN_TILES + step * WARPS;
+                    word[own] = load_shared<4>(v_part + (index / 4 * 32 + lane) * 16);
+                    low[own] = load_shared<4>(v_part + ANCHOR_BYTES + (index / 4 * 32 + lane) * 16);
+                }
+#pragma unroll
+                for (int row = 0; row < WARPS; ++row) {
+                    u32 a[OWN_TILES][4];
+#pragma unroll
+                    for (int own = 0; own < OWN_TILES; ++own) {
+                        restore(word[own].w[row], low[own].w[row], a[own]);
+#if LOG4
+                        uint4 m = v_meta[own * 8 + g];
+                        a[own][0] = half2_fma(a[own][0], m.x, m.y);
+                        a[own][1] = half2_fma(a[own][1], m.z, m.w);
+                        a[own][2] = half2_fma(a[own][2], m.x, m.y);
+                        a[own][3] = half2_fma(a[own][3], m.z, m.w);
+#else
+                        uint4 m = v_meta[row * 4 + t];
+                        a[own][0] = half2_fma(a[own][0], m.x, m.y);
+                        a[own][1] = half2_fma(a[own][1], m.x, m.y);
+                        a[own][2] = half2_fma(a[own][2], m.z, m.w);
+                        a[own][3] = half2_fma(a[own][3], m.z, m.w);
+#endif
+                    }
+#pragma unroll
+                    for (int column = 0; column < COLUMNS; ++column) {
+                        uint2 b = probs[(row * COLUMNS + column) * 32 + lane];
+#pragma unroll
+                        for (int own = 0; own < OWN_TILES; ++own)
+                            mma_f16(result[own][column], a[own], b.x, b.y);
+                    }
+                }
+            }
+        }
+        sequence += 2 * count;
+
+        __syncthreads();
+#pragma unroll
+        for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                float x = sum[column][j];
+                for (int hop = 4; hop < 32; hop *= 2) x += __shfl_xor_sync(FULL, x, hop);
+                if (g == 0) stats[warp * COLS + column * 8 + 2 * t + j] = x;
+            }
+        __syncthreads();
+        bool whole = count == num_pages;
+        i64 part = (2 * (i64)worker + (is_first ? 0 : 1)) * COLS;
+#pragma unroll
+        for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                int c = column * 8 + 2 * t + j;
+                if (c >= s.num_columns) continue;
+                float x = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) x += stats[w * COLS + c];
+                i64 row = out_row(s, c, num_kv_heads);
+                float inverse = whole ? 1.0f / x : 1.0f;
+#pragma unroll
+                for (int own = 0; own < OWN_TILES; ++own)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        int channel = (warp * OWN_TILES + own) * 16 + half * 8 + g;
+                        float y = result[own][column][2 * half + j] * inverse;
+                        if (whole) store_output(out, row * HEAD_DIM + channel, y);
+                        else __stcg(partial_out + (part + c) * HEAD_DIM + channel, y);
+                    }
+                if (warp == 0 && g == 0) {
+                    if (whole) {
+                        lse[row] = top[column][j] + log2f(x);
+                    } else {
+                        __stcg(partial_stat + (part + c) * 2, top[column][j]);
+                        __stcg(partial_stat + (part + c) * 2 + 1, x);
+                    }
+                }
+            }
+        if (!whole) {
+            i64 first_page = begin - page;
+            int first = worker_of(first_page, total, workers);
+            int last = worker_of(first_page + num_pages - 1, total, workers);
+            __threadfence();
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                int* counter =
+                    arrived + ((i64)s.b * num_kv_heads + s.head) * max_blocks + s.block;
+                *flags = atomicAdd(counter, 1) == last - first;
+                if (*flags) *counter = 0;
+            }
+            __syncthreads();
+            if (*flags) {
+                __threadfence();
+                int first_slot = total * first / workers < first_page ? 1 : 0;
+                merge_parts(partial_out, partial_stat, first, last, first_slot, s, num_kv_heads, out,
+                            lse);
+            }
+        }
+        begin += count;
+        is_first = false;
+        __syncthreads();
+    }
+
+    // Queries of requests without pages, and rows of no request, belong to no block's share.
+    auto clear = [&](int token) {
+        i64 row = (i64)token * num_kv_heads * GROUP;
+        for (int i = threadIdx.x; i < num_kv_heads * GROUP * HEAD_DIM; i += THREADS)
+            store_output(out, row * HEAD_DIM + i, 0.0f);
+        for (int i = threadIdx.x; i < num_kv_heads * GROUP; i += THREADS) lse[row + i] = NEG_INF;
+    };
+    for (int b = blockIdx.x; b < batch; b += gridDim.x)
+        if (indptr[b] == indptr[b + 1])
+            for (int token = qo_indptr[b]; token < qo_indptr[b + 1]; ++token) clear(token);
+    for (int token = qo_indptr[batch] + blockIdx.x; token < num_tokens; token += gridDim.x)
+        clear(token);
+}

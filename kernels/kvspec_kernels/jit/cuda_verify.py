@@ -1,0 +1,170 @@
+"""Launches cuda/verify_attention.cu: the Hopper back end of attention over 8-bit pages."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from kvspec_kernels.formats import Log4Settings, anchor_layout, residual_layout
+from kvspec_kernels.jit import nvrtc
+from kvspec_kernels.jit.cuda_attention import (
+    BLOCK_RESERVED,
+    LOG2_E,
+    MULTIPROCESSOR_SHARED,
+    AttentionShape,
+    record_defines,
+    supported,
+)
+
+WARPS = 4
+# Parts of pages (K or V) in a block's ring: two pages.
+HALVES = 4
+MAX_BATCH = 1024
+# Columns of 8 queries a block handles at once, and blocks a multiprocessor then holds.
+BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 2}
+
+
+def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
+    """Whether the CUDA back end covers this shape: whole steps of 64 tokens and channels, and for
+    log4 the linear law, whose 8-bit codes are proportional to values."""
+    linear = not isinstance(shape.settings, Log4Settings) or shape.settings.alpha == 0
+    return (
+        supported(shape, device)
+        and linear
+        and shape.page_size % 64 == 0
+        and shape.head_dim % 64 == 0
+        and batch <= MAX_BATCH
+        and _shared_bytes(shape, 1) + BLOCK_RESERVED <= MULTIPROCESSOR_SHARED
+    )
+
+
+class VerifyKernel:
+    """Attention over 8-bit pages of one shape and a largest number of queries a request."""
+
+    def __init__(self, shape: AttentionShape, max_qo_len: int, device: torch.device) -> None:
+        self.shape = shape
+        self._group = shape.num_qo_heads // shape.num_kv_heads
+        self._columns, self._blocks = _columns_and_blocks(shape, max_qo_len * self._group)
+        self._max_column_blocks = -(-max_qo_len * self._group // (8 * self._columns))
+        self._shared = _shared_bytes(shape, self._columns)
+        names = ("verify_attention",)
+        defines = verify_defines(shape, self._columns, self._blocks)
+        (self._verify,) = nvrtc.load("verify_attention.cu", names, defines, device)
+        self._verify.allow_shared_memory(self._shared)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.grid = multiprocessors * self._blocks
+
+    def counter_bytes(self, batch: int) -> int:
+        """Bytes at the start of the workspace that must be zero before the first run."""
+        counters = batch * self.shape.num_kv_heads * self._max_column_blocks
+        return -(-counters * 4 // 16) * 16
+
+    def workspace_bytes(self, batch: int) -> int:
+        """Counters of the arrived parts, then partial outputs and states, two for each block."""
+        return self.counter_bytes(batch) + self._part_bytes(self.shape.head_dim + 2)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        anchors: torch.Tensor,
+        residuals: torch.Tensor,
+        residual_slots: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        sm_scale: float,
+        workspace: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Enqueue on the current stream; writes `out` and `lse`, uses `workspace`.
+
+        q, out: [num_tokens, num_qo_heads, head_dim], the last dimension contiguous and `out` whole;
+        lse: [num_tokens, num_qo_heads] fp32, base 2; anchors [pages, num_kv_heads, record] and
+        residuals [slots, num_kv_heads, record] uint8; the rest int32 on the device.
+        """
+        batch = len(indptr) - 1
+        out_from = self.counter_bytes(batch)
+        stat_from = out_from + self._part_bytes(self.shape.head_dim)
+        self._verify.launch(
+            self.grid,
+            WARPS * 32,
+            (
+                q,
+                ctypes.c_int64(q.stride(0)),
+                ctypes.c_int64(q.stride(1)),
+                anchors,
+                ctypes.c_int64(anchors.stride(0)),
+                residuals,
+                ctypes.c_int64(residuals.stride(0)),
+                residual_slots,
+                qo_indptr,
+                indptr,
+                indices,
+                last_page_len,
+                ctypes.c_int(batch),
+                ctypes.c_int(len(q)),
+                ctypes.c_int(self.shape.num_kv_heads),
+                ctypes.c_int(self._max_column_blocks),
+                ctypes.c_float(sm_scale * LOG2_E),
+                workspace[out_from:],
+                workspace[stat_from:],
+                workspace,
+                out,
+                lse,
+            ),
+            self._shared,
+        )
+
+    def _part_bytes(self, values: int) -> int:
+        return 2 * self.grid * 8 * self._columns * values * 4
+
+
+@functools.lru_cache(maxsize=64)
+def verify_kernel(shape: AttentionShape, max_qo_len: int, device: torch.device) -> VerifyKernel:
+    """The kernel of a shape, compiled once a process, number of columns and device."""
+    return VerifyKernel(shape, max_qo_len, device)
+
+
+def verify_defines(shape: AttentionShape, columns: int, blocks: int) -> dict[str, int | str]:
+    """The constants that cuda/verify_attention.cu is compiled with."""
+    residual = residual_layout("int8", shape.page_size, shape.head_dim, shape.q_dtype)
+    return record_defines(shape) | {
+        "GROUP": shape.num_qo_heads // shape.num_kv_heads,
+        "COLUMNS": columns,
+        "HALVES": HALVES,
+        "BLOCKS": blocks,
+        "RESIDUAL_BYTES": residual.nbytes,
+        "MAX_BATCH": MAX_BATCH,
+    }
+
+
+def _columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:
+    """Columns of 8 that hold the queries at once, as far as registers and memory go."""
+    most = 4 if shape.head_dim > 128 else 8
+    columns = next((c for c in (1, 2, 4) if 8 * c >= queries), most)
+    while _shared_bytes(shape, columns) + BLOCK_RESERVED > MULTIPROCESSOR_SHARED:
+        columns //= 2
+    room = MULTIPROCESSOR_SHARED // (_shared_bytes(shape, columns) + BLOCK_RESERVED)
+    return columns, min(BLOCKS_OF_COLUMNS[columns], room)
+
+
+def _shared_bytes(shape: AttentionShape, columns: int) -> int:
+    """As cuda/verify_attention.cu lays its memory out."""
+    layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
+    k_bytes = layout["v_codes"].offset
+    tiles = shape.head_dim // 16
+    half = max(k_bytes, layout.nbytes - k_bytes) + shape.page_size * shape.head_dim // 2
+    return (
+        tiles * columns * 256
+        + WARPS * columns * 256
+        + WARPS * tiles * 64
+        + WARPS * max(tiles // WARPS * 8, 16) * 16
+        + WARPS * columns * 8 * 4
+        + HALVES * (half + 8)
+        + 16
+        + 4 * (MAX_BATCH + 1)
+    )

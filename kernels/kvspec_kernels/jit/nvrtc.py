@@ -1,0 +1,98 @@
+"""CUDA C++ kernels compiled at run time: NVRTC and the driver through cuda-bindings, both of which
+PyTorch for CUDA brings along. No compiler has to be installed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCES = Path(__file__).parent / "cuda"
+
+
+class CudaError(RuntimeError):
+    """NVRTC or the driver refused; holds its log or error name."""
+
+
+@functools.lru_cache(maxsize=256)
+def compile_cubin(
+    source: str, defines: tuple[tuple[str, int | str], ...], architecture: str
+) -> bytes:
+    """Machine code of cuda/`source` for an architecture such as "sm_90a". Needs no GPU."""
+    from cuda.bindings import nvrtc
+
+    text = (SOURCES / source).read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", f"--include-path={SOURCES}"]
+    options += [f"-D{name}={value}" for name, value in defines]
+    result, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaError(f"{source} did not compile:\n{log.decode()}")
+    code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return code
+
+
+class Kernel:
+    """A loaded kernel. launch() takes tensors, ints (64 bits unless wrapped) and floats."""
+
+    def __init__(self, function: Any, module: Any) -> None:
+        self._function = function
+        self._module = module  # keeps the code loaded
+
+    def allow_shared_memory(self, nbytes: int) -> None:
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, attribute, nbytes))
+
+    def launch(
+        self, grid: int, block: int, arguments: Sequence[Any], shared_memory: int = 0
+    ) -> None:
+        """Enqueue on the current stream. arguments: tensors (as pointers) or ctypes scalars."""
+        from cuda.bindings import driver
+
+        values = tuple(
+            ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments
+        )
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        stream = torch.cuda.current_stream().cuda_stream
+        _checked(
+            driver.cuLaunchKernel(
+                self._function, grid, 1, 1, block, 1, 1, shared_memory, stream,
+                ctypes.addressof(pointers), 0,
+            )
+        )  # fmt: skip
+
+
+def load(
+    source: str, names: Sequence[str], defines: Mapping[str, int | str], device: torch.device
+) -> tuple[Kernel, ...]:
+    """Kernels `names` of cuda/`source`, compiled for `device` and loaded there."""
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    suffix = "a" if major >= 9 else ""
+    code = compile_cubin(source, tuple(sorted(defines.items())), f"sm_{major}{minor}{suffix}")
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes the primary context current
+        module = _checked(driver.cuModuleLoadData(code))
+        return tuple(
+            Kernel(_checked(driver.cuModuleGetFunction(module, name.encode())), module)
+            for name in names
+        )
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """The value of a cuda-bindings call. Raises CudaError when its status is not success."""
+    status, *values = answer
+    if int(status) != 0:
+        raise CudaError(f"{type(status).__name__}: {status.name}")
+    return values[0] if len(values) == 1 else None

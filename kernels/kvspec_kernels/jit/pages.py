@@ -1,0 +1,204 @@
+"""Loads BLOCK_N tokens of a page of one KV head as matrix operands: K transposed [BLOCK_D, BLOCK_N]
+and V [BLOCK_N, BLOCK_D], in DTYPE, zero outside of the masks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvspec_kernels.jit.log4 import decode_log4
+from kvspec_kernels.jit.rounding import rounded
+from kvspec_kernels.jit.uniform4 import decode_uniform4
+
+
+@triton.jit
+def load_rows(
+    k_ptr,
+    v_ptr,
+    offs_token,
+    mask_token,
+    offs_d,
+    stride_k_token,
+    stride_v_token,
+    HEAD_DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Tokens in full precision, a row each."""
+    mask_d = offs_d < HEAD_DIM
+    k = tl.load(
+        k_ptr + offs_token[None, :] * stride_k_token + offs_d[:, None],
+        mask=mask_token[None, :] & mask_d[:, None],
+        other=0.0,
+    )
+    v = tl.load(
+        v_ptr + offs_token[:, None] * stride_v_token + offs_d[None, :],
+        mask=mask_token[:, None] & mask_d[None, :],
+        other=0.0,
+    )
+    k = rounded(k.to(tl.float32), DTYPE, INTERPRET)
+    return k, rounded(v.to(tl.float32), DTYPE, INTERPRET)
+
+
+@triton.jit
+def load_exact(
+    residual_ptr,
+    offs_token,
+    mask_token,
+    offs_d,
+    HEAD_DIM: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Tokens of a residual record of the exact target."""
+    return load_rows(
+        (residual_ptr + K_BITS).to(tl.pointer_type(DTYPE)),
+        (residual_ptr + V_BITS).to(tl.pointer_type(DTYPE)),
+        offs_token,
+        mask_token,
+        offs_d,
+        HEAD_DIM,
+        HEAD_DIM,
+        HEAD_DIM=HEAD_DIM,
+        DTYPE=DTYPE,
+        INTERPRET=INTERPRET,
+    )
+
+
+@triton.jit
+def load_encoded(
+    anchor_ptr,
+    residual_ptr,
+    table_ptr,
+    first,
+    mask_token,
+    offs_d,
+    CODEC: tl.constexpr,
+    REFINED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    V_CHUNK: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_CENTRE: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_CENTRE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    K_CORRECTIONS: tl.constexpr,
+    V_CORRECTIONS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FINITE_MAX: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Tokens first .. first + BLOCK_N - 1 of an anchor record, with corrections where REFINED."""
+    offs_token = first + tl.arange(0, BLOCK_N)
+    mask_d = offs_d < HEAD_DIM
+    k_chunk = first // K_CHUNK
+    v_chunk = first // V_CHUNK
+    # A block that spans several chunks looks its metadata up token by token.
+    if K_CHUNK % BLOCK_N != 0:
+        k_chunk = offs_token[None, :] // K_CHUNK
+    if V_CHUNK % BLOCK_N != 0:
+        v_chunk = offs_token[:, None] // V_CHUNK
+    k = _decode(
+        anchor_ptr,
+        residual_ptr,
+        table_ptr,
+        offs_token[None, :],
+        offs_d[:, None],
+        k_chunk,
+        mask_d[:, None],
+        PART=0,
+        CODEC=CODEC,
+        REFINED=REFINED,
+        PAGE_SIZE=PAGE_SIZE,
+        HEAD_DIM=HEAD_DIM,
+        CODES=K_CODES,
+        CENTRE=K_CENTRE,
+        SCALE=K_SCALE,
+        CORRECTIONS=K_CORRECTIONS,
+    )
+    v = _decode(
+        anchor_ptr,
+        residual_ptr,
+        table_ptr,
+        offs_token[:, None],
+        offs_d[None, :],
+        v_chunk,
+        mask_d[None, :],
+        PART=1,
+        CODEC=CODEC,
+        REFINED=REFINED,
+        PAGE_SIZE=PAGE_SIZE,
+        HEAD_DIM=HEAD_DIM,
+        CODES=V_CODES,
+        CENTRE=V_CENTRE,
+        SCALE=V_SCALE,
+        CORRECTIONS=V_CORRECTIONS,
+    )
+    # Metadata of tokens that were never written may be NaN, and a weight of 0 times NaN is NaN.
+    v = tl.where(mask_token[:, None], v, 0.0)
+    # Values that round to infinity in DTYPE are clamped, as the reference decoders do.
+    k = tl.minimum(tl.maximum(k, -FINITE_MAX), FINITE_MAX)
+    v = tl.minimum(tl.maximum(v, -FINITE_MAX), FINITE_MAX)
+    return rounded(k, DTYPE, INTERPRET), rounded(v, DTYPE, INTERPRET)
+
+
+@triton.jit
+def _decode(
+    anchor_ptr,
+    residual_ptr,
+    table_ptr,
+    tokens,
+    channels,
+    chunk,
+    mask_channels,
+    PART: tl.constexpr,
+    CODEC: tl.constexpr,
+    REFINED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CODES: tl.constexpr,
+    CENTRE: tl.constexpr,
+    SCALE: tl.constexpr,
+    CORRECTIONS: tl.constexpr,
+):
+    if CODEC == "log4":
+        return decode_log4(
+            anchor_ptr,
+            residual_ptr,
+            table_ptr,
+            tokens,
+            channels,
+            chunk,
+            mask_channels,
+            PART=PART,
+            REFINED=REFINED,
+            PAGE_SIZE=PAGE_SIZE,
+            HEAD_DIM=HEAD_DIM,
+            CODES=CODES,
+            CENTRE=CENTRE,
+            SCALE=SCALE,
+            CORRECTIONS=CORRECTIONS,
+        )
+    else:
+        return decode_uniform4(
+            anchor_ptr,
+            residual_ptr,
+            tokens,
+            channels,
+            chunk,
+            mask_channels,
+            PART=PART,
+            REFINED=REFINED,
+            PAGE_SIZE=PAGE_SIZE,
+            HEAD_DIM=HEAD_DIM,
+            CODES=CODES,
+            ZERO=CENTRE,
+            SCALE=SCALE,
+            CORRECTIONS=CORRECTIONS,
+        )

@@ -1,0 +1,309 @@
+"""Draft and verify attention over encoded pages, with the interface of FlashInfer's wrappers:
+plan() once for a batch shape, then run() for every layer and step.
+
+plan() keeps the index tensors and reads none of them: kernels do, on the device, in every run. So
+a CUDA graph captured around run() stays right when indptr, indices, last_page_len, qo_indptr and
+the tail's index tensors are updated in place. With `out` and `lse` given, run() neither allocates
+nor waits for the device. Layout NHD; log-sum-exps to base 2, as `flashinfer.merge_state` takes.
+
+    attention = DraftAttention(torch.empty(workspace_nbytes(...), dtype=torch.uint8, device="cuda"))
+    attention.plan(indptr, indices, last_page_len, 32, 8, 128, 64,
+                   settings=Log4Settings.for_page(64), q_dtype=torch.bfloat16)
+    out, lse = attention.run(q, anchors[layer], tail=Tail(window_k[layer], window_v[layer], ...))
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol, get_args
+
+import torch
+
+from kvspec_kernels.formats import Log4Settings, Target, Uniform4Settings
+from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
+from kvspec_kernels.ops.cuda_attention import CudaAttention
+from kvspec_kernels.ops.triton_attention import TritonAttention
+
+__all__ = ["DraftAttention", "Tail", "VerifyAttention", "workspace_nbytes"]
+
+Backend = Literal["auto", "cuda", "triton"]
+
+
+class BackendAttention(Protocol):
+    """A plan made ready by a back end."""
+
+    def __init__(self, plan: AttentionPlan, workspace: torch.Tensor) -> None: ...
+
+    @staticmethod
+    def workspace_nbytes(plan: AttentionPlan) -> int: ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        records: Records,
+        tail: Tail | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None: ...
+
+
+def _backend_class(backend: Backend, plan: AttentionPlan) -> type[BackendAttention]:
+    """The one place where a back end is chosen."""
+    if backend == "auto":
+        return CudaAttention if CudaAttention.covers(plan) else TritonAttention
+    return CudaAttention if backend == "cuda" else TritonAttention
+
+
+def workspace_nbytes(
+    *,
+    batch_size: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    settings: Log4Settings | Uniform4Settings,
+    device: torch.device,
+    q_dtype: torch.dtype = torch.bfloat16,
+    source: Source = "anchor",
+    max_qo_len: int = 1,
+    num_sms: int | None = None,
+    backend: Backend = "auto",
+) -> int:
+    """Bytes of workspace that a plan of these sizes needs; lengths do not matter. source: what the
+    queries attend to, "anchor" for DraftAttention, VerifyAttention's target otherwise."""
+    index = torch.empty(batch_size + 1, dtype=torch.int32, device=device)
+    plan = _make_plan(
+        index,
+        index,
+        index[:batch_size],
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        settings=settings,
+        source=source,
+        q_dtype=q_dtype,
+        max_qo_len=max_qo_len,
+        num_sms=num_sms,
+    )
+    return _backend_class(backend, plan).workspace_nbytes(plan)
+
+
+class _Attention:
+    """What drafting and verifying share."""
+
+    def __init__(self, workspace: torch.Tensor, backend: Backend = "auto") -> None:
+        """workspace: uint8, one dimension, contiguous, at a multiple of 16 bytes; one run at a
+        time may use it."""
+        if workspace.dtype != torch.uint8 or workspace.ndim != 1 or not workspace.is_contiguous():
+            raise ValueError(
+                "workspace must be a contiguous uint8 tensor of one dimension, "
+                f"got {workspace.dtype} of shape {list(workspace.shape)}"
+            )
+        if workspace.data_ptr() % 16:
+            raise ValueError("workspace must start at a multiple of 16 bytes")
+        self._workspace = workspace
+        if backend not in get_args(Backend):
+            raise ValueError(f"backend must be auto, cuda or triton, got {backend!r}")
+        self._backend = backend
+        self._plan: AttentionPlan | None = None
+        self._ready: BackendAttention | None = None
+
+    def _set_plan(self, plan: AttentionPlan) -> None:
+        if plan.device != self._workspace.device:
+            raise ValueError(
+                f"indptr must be on {self._workspace.device}, like the workspace, got {plan.device}"
+            )
+        chosen = _backend_class(self._backend, plan)
+        needed = chosen.workspace_nbytes(plan)
+        if len(self._workspace) < needed:
+            raise ValueError(
+                f"workspace must have at least {needed} bytes, got {len(self._workspace)}"
+            )
+        self._plan = plan
+        self._ready = chosen(plan, self._workspace)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        records: Records,
+        tail: Tail | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._plan is None or self._ready is None:
+            raise RuntimeError("run() before plan()")
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if lse is None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self._plan.check_run(q, records, tail, out, lse)
+        if len(q):
+            self._ready.run(q, records, tail, out, lse)
+        return out, lse
+
+
+class DraftAttention(_Attention):
+    """One query token a request over anchor pages and, optionally, a full-precision tail."""
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        settings: Log4Settings | Uniform4Settings,
+        q_dtype: torch.dtype,
+        sm_scale: float | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """Set batch and model. Request b's past is pages indices[indptr[b] : indptr[b + 1]], the
+        last filled up to last_page_len[b]; no page means no past.
+
+        indptr [batch_size + 1], indices and last_page_len [batch_size]: int32, contiguous.
+        q_dtype: bf16, fp16 or fp32, also the KV dtype of a tail. sm_scale: 1 / sqrt(head_dim)
+        unless given. num_sms: multiprocessors to fill, all of the device's unless given.
+        """
+        self._set_plan(
+            _make_plan(
+                indptr,
+                indices,
+                last_page_len,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                settings=settings,
+                source="anchor",
+                q_dtype=q_dtype,
+                sm_scale=sm_scale,
+                num_sms=num_sms,
+            )
+        )
+
+    def run(
+        self,
+        q: torch.Tensor,
+        anchors: torch.Tensor,
+        tail: Tail | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of q [batch_size, num_qo_heads, head_dim] over anchors
+        [num_pages, num_kv_heads, nbytes] uint8: (out like q, lse [batch_size, num_qo_heads] fp32).
+        Every value of `out` and `lse` is written: 0 and -inf for a request without tokens.
+        """
+        return self._run(q, Records(anchors=anchors), tail, out, lse)
+
+
+class VerifyAttention(_Attention):
+    """Several query tokens a request over pages at target precision; where a tail is given they
+    are its last tokens, and causal within it."""
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        settings: Log4Settings | Uniform4Settings,
+        target: Target,
+        q_dtype: torch.dtype,
+        max_qo_len: int,
+        kv_dtype: torch.dtype | None = None,
+        sm_scale: float | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """As DraftAttention.plan. Request b has query tokens qo_indptr[b] .. qo_indptr[b + 1], at
+        most max_qo_len; qo_indptr [batch_size + 1] int32. kv_dtype must be q_dtype, the default.
+        """
+        if kv_dtype not in (None, q_dtype):
+            raise ValueError(f"kv_dtype must be {q_dtype}, like q_dtype, got {kv_dtype}")
+        if target not in ("exact", "int8"):
+            raise ValueError(f"target must be exact or int8, got {target!r}")
+        self._set_plan(
+            _make_plan(
+                indptr,
+                indices,
+                last_page_len,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                settings=settings,
+                source=target,
+                q_dtype=q_dtype,
+                sm_scale=sm_scale,
+                num_sms=num_sms,
+                qo_indptr=qo_indptr,
+                max_qo_len=max_qo_len,
+            )
+        )
+
+    def run(
+        self,
+        q: torch.Tensor,
+        anchors: torch.Tensor | None,
+        residuals: torch.Tensor,
+        residual_slots: torch.Tensor,
+        tail: Tail | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of q [num_tokens, num_qo_heads, head_dim]: (out like q, lse
+        [num_tokens, num_qo_heads] fp32).
+
+        anchors [num_pages, num_kv_heads, nbytes] uint8, unused for the exact target; residuals
+        [num_slots, num_kv_heads, nbytes] uint8, page i's at residual_slots[i] (int32
+        [num_pages]). Tokens from qo_indptr[-1] on belong to no request and get 0 and -inf.
+        """
+        records = Records(anchors, residuals, residual_slots)
+        return self._run(q, records, tail, out, lse)
+
+
+def _make_plan(
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    *,
+    settings: Log4Settings | Uniform4Settings,
+    source: Source,
+    q_dtype: torch.dtype,
+    sm_scale: float | None = None,
+    num_sms: int | None = None,
+    qo_indptr: torch.Tensor | None = None,
+    max_qo_len: int = 1,
+) -> AttentionPlan:
+    device = indptr.device
+    if num_sms is None:
+        on_gpu = device.type == "cuda"
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+    return AttentionPlan(
+        indptr=indptr,
+        indices=indices,
+        last_page_len=last_page_len,
+        qo_indptr=qo_indptr,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        settings=settings,
+        source=source,
+        q_dtype=q_dtype,
+        sm_scale=1 / math.sqrt(head_dim) if sm_scale is None else sm_scale,
+        max_qo_len=max_qo_len,
+        num_sms=num_sms,
+    )

@@ -1,0 +1,156 @@
+"""The Hopper back end: CUDA kernels over encoded pages, and the tail through Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+
+from kvspec_kernels.jit.cuda_attention import AttentionShape, DraftKernel, draft_kernel, supported
+from kvspec_kernels.jit.cuda_verify import VerifyKernel, verify_kernel, verify_supported
+from kvspec_kernels.jit.merge_states import merge_states_kernel
+from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Tail
+from kvspec_kernels.ops.triton_attention import TritonAttention
+
+ALIGNMENT = 256
+
+
+class CudaAttention:
+    """Runs a plan. `workspace` holds counters and partial states of the CUDA kernel and, for runs
+    with a tail, the states of past and tail before they are joined."""
+
+    def __init__(self, plan: AttentionPlan, workspace: torch.Tensor) -> None:
+        if not self.covers(plan):
+            raise ValueError(
+                "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head "
+                "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels; to verify, "
+                "target int8, pages and heads that are multiples of 64, and for log4 alpha 0"
+            )
+        self._plan = plan
+        self._kernel = _kernel(plan)
+        sizes = self._sizes(plan)
+        scratch, empty, tail, *states = torch.split(workspace[: sum(sizes)], sizes)
+        self._scratch = scratch
+        # Of past and tail, joined where a run has both.
+        self._outs = [part.view(plan.q_dtype) for part in states[:2]]
+        self._lses = [part.view(torch.float32) for part in states[2:]]
+        # The kernel leaves its counters as it finds them.
+        scratch[: self._kernel.counter_bytes(plan.batch_size)].zero_()
+        self._tail = TritonAttention(_without_past(plan, empty), tail)
+
+    @staticmethod
+    def covers(plan: AttentionPlan) -> bool:
+        """Whether the CUDA kernels can run this plan."""
+        if plan.source == "anchor":
+            return supported(_shape(plan), plan.device)
+        return plan.source == "int8" and verify_supported(
+            _shape(plan), plan.device, plan.batch_size
+        )
+
+    @classmethod
+    def workspace_nbytes(cls, plan: AttentionPlan) -> int:
+        return sum(cls._sizes(plan))
+
+    @staticmethod
+    def _sizes(plan: AttentionPlan) -> list[int]:
+        """Bytes of: kernel scratch, indptr of an empty past, the tail's scratch, two outputs, two
+        lses."""
+        rows = plan.batch_size * plan.max_qo_len * plan.num_qo_heads
+        sizes = [
+            _kernel(plan).workspace_bytes(plan.batch_size),
+            4 * (plan.batch_size + 1),
+            TritonAttention.workspace_nbytes(plan),
+            *[rows * plan.head_dim * plan.q_dtype.itemsize] * 2,
+            *[rows * 4] * 2,
+        ]
+        return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+
+    def run(
+        self,
+        q: torch.Tensor,
+        records: Records,
+        tail: Tail | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Write `out` and `lse`; the arguments were checked against the plan."""
+        if tail is None and out.is_contiguous() and lse.is_contiguous():
+            self._run_past(q, records, out, lse)
+            return
+        past_out, past_lse = self._state(0, q)
+        self._run_past(q, records, past_out, past_lse)
+        if tail is None:
+            out.copy_(past_out)
+            lse.copy_(past_lse)
+            return
+        tail_out, tail_lse = self._state(1, q)
+        self._tail.run(q, records, tail, tail_out, tail_lse)
+        plan = self._plan
+        merge_states_kernel[(len(q), plan.num_qo_heads)](
+            past_out,
+            past_lse,
+            tail_out,
+            tail_lse,
+            out,
+            lse,
+            out.stride(0),
+            out.stride(1),
+            lse.stride(0),
+            lse.stride(1),
+            NUM_HEADS=plan.num_qo_heads,
+            HEAD_DIM=plan.head_dim,
+            BLOCK_D=triton.next_power_of_2(plan.head_dim),
+            num_warps=1,
+        )
+
+    def _state(self, index: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """An output like q and its lse, in the workspace."""
+        rows = len(q) * self._plan.num_qo_heads
+        if rows > len(self._lses[index]):
+            raise ValueError(
+                f"q must have at most batch_size * max_qo_len = "
+                f"{self._plan.batch_size * self._plan.max_qo_len} tokens, got {len(q)}"
+            )
+        out = self._outs[index][: rows * self._plan.head_dim].view(q.shape)
+        return out, self._lses[index][:rows].view(q.shape[:2])
+
+    def _run_past(
+        self, q: torch.Tensor, records: Records, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        plan = self._plan
+        assert records.anchors is not None
+        kernel, scale = self._kernel, plan.sm_scale
+        index = (plan.indptr, plan.indices, plan.last_page_len)
+        if isinstance(kernel, DraftKernel):
+            kernel.run(q, records.anchors, *index, scale, self._scratch, out, lse)
+            return
+        assert records.residuals is not None
+        assert records.residual_slots is not None
+        assert plan.qo_indptr is not None
+        pages = (records.anchors, records.residuals, records.residual_slots)
+        kernel.run(q, *pages, plan.qo_indptr, *index, scale, self._scratch, out, lse)
+
+
+def _shape(plan: AttentionPlan) -> AttentionShape:
+    return AttentionShape(
+        plan.settings,
+        plan.page_size,
+        plan.head_dim,
+        plan.num_qo_heads,
+        plan.num_kv_heads,
+        plan.q_dtype,
+    )
+
+
+def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:
+    if plan.source == "anchor":
+        return draft_kernel(_shape(plan), plan.device)
+    return verify_kernel(_shape(plan), plan.max_qo_len, plan.device)
+
+
+def _without_past(plan: AttentionPlan, workspace: torch.Tensor) -> AttentionPlan:
+    """The plan with no page for any request; `workspace` becomes its indptr."""
+    workspace.zero_()
+    indptr = workspace.view(torch.int32)[: plan.batch_size + 1]
+    return replace(plan, indptr=indptr, last_page_len=indptr[: plan.batch_size])

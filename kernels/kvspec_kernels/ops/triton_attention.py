@@ -1,0 +1,194 @@
+"""The portable back end: launches the Triton kernels of `jit/attention.py`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvspec_kernels.formats import Log4Settings
+from kvspec_kernels.jit.attention import attention_kernel, merge_kernel
+from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Tail
+from kvspec_kernels.reference.companding import tables
+
+# Programs that a multiprocessor runs at a time; their registers leave room for no more.
+PROGRAMS_PER_SM = 2
+# Values of partial outputs that a program of the merge loads at a time.
+MERGE_TILE = 8192
+# Pipelined loads would go through shared memory, of which smaller devices have 100 KB.
+NUM_STAGES = 1
+INTERPRETED = not isinstance(attention_kernel, triton.runtime.JITFunction)
+TRITON_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Sizes of a launch: they follow from the plan, never from lengths."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_blocks: int
+    num_items: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of partial states of one work item and KV head."""
+        return self.num_blocks * self.block_m
+
+    @classmethod
+    def of(cls, plan: AttentionPlan) -> Launch:
+        block_d = max(16, triton.next_power_of_2(plan.head_dim))
+        wide = block_d > 128
+        rows = plan.max_qo_len * plan.group
+        # Accumulators are 64 registers a thread at most.
+        block_m = min(max(16, triton.next_power_of_2(rows)), 32 if wide else 64)
+        num_blocks = -(-rows // block_m)
+        at_a_time = -(-PROGRAMS_PER_SM * plan.num_sms // (plan.num_kv_heads * num_blocks))
+        return cls(
+            block_m=block_m,
+            block_n=64 if plan.page_size % 64 == 0 and not wide else 32,
+            block_d=block_d,
+            num_blocks=num_blocks,
+            num_items=plan.batch_size + at_a_time,
+        )
+
+
+class TritonAttention:
+    """Runs a plan; `workspace` holds the partial states in fp32."""
+
+    def __init__(self, plan: AttentionPlan, workspace: torch.Tensor) -> None:
+        if not INTERPRETED and plan.device.type != "cuda":
+            raise ValueError(
+                f"indptr must be on a CUDA device, got {plan.device}; on a CPU the kernels run in "
+                "Triton's interpreter (TRITON_INTERPRET=1 before triton is imported)"
+            )
+        self._plan = plan
+        sizes = Launch.of(plan)
+        num_states = sizes.num_items * plan.num_kv_heads * sizes.num_rows
+        states = workspace[: self.workspace_nbytes(plan)].view(torch.float32)
+        num_values = num_states * plan.head_dim
+        self._attention_grid = (sizes.num_items, plan.num_kv_heads, sizes.num_blocks)
+        self._num_warps = 8 if sizes.block_d > 128 else 4
+        # What both kernels are given.
+        self._shared = {
+            "partial_out_ptr": states[:num_values],
+            "partial_lse_ptr": states[num_values:],
+            "indptr_ptr": plan.indptr,
+            "last_page_len_ptr": plan.last_page_len,
+            "qo_indptr_ptr": plan.qo_indptr,
+            "batch_size": plan.batch_size,
+            "num_items": sizes.num_items,
+            "num_rows": sizes.num_rows,
+            "PAGE_SIZE": plan.page_size,
+            "HEAD_DIM": plan.head_dim,
+            "NUM_KV_HEADS": plan.num_kv_heads,
+            "GROUP": plan.group,
+            "DTYPE": TRITON_DTYPES[plan.q_dtype],
+            "INTERPRET": INTERPRETED,
+            "BLOCK_N": sizes.block_n,
+            "BLOCK_D": sizes.block_d,
+            "BLOCK_B": max(16, triton.next_power_of_2(plan.batch_size)),
+        }
+        block_g = triton.next_power_of_2(plan.group)
+        block_s = max(1, MERGE_TILE // (block_g * sizes.block_d))
+        self._merge = {"BLOCK_G": block_g, "BLOCK_S": block_s}
+        self._attention = {
+            "indices_ptr": plan.indices,
+            "table_ptr": _code_values(plan),
+            "scale_log2": plan.sm_scale * math.log2(math.e),
+            "SOURCE": plan.source,
+            "BLOCK_M": sizes.block_m,
+            "FINITE_MAX": torch.finfo(plan.q_dtype).max,
+            **_record_constants(plan),
+        }
+
+    @staticmethod
+    def workspace_nbytes(plan: AttentionPlan) -> int:
+        sizes = Launch.of(plan)
+        return sizes.num_items * plan.num_kv_heads * sizes.num_rows * (plan.head_dim + 1) * 4
+
+    def run(
+        self,
+        q: torch.Tensor,
+        records: Records,
+        tail: Tail | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Write `out` and `lse`; the arguments were checked against the plan."""
+        anchors, residuals, residual_slots = records
+        tail_k, tail_v, *tail_index = tail or (None,) * 5
+        tail_lens = tail_index[-1]
+        attention_kernel[self._attention_grid](
+            q_ptr=q,
+            anchors_ptr=anchors,
+            residuals_ptr=residuals,
+            residual_slots_ptr=residual_slots,
+            tail_k_ptr=tail_k,
+            tail_v_ptr=tail_v,
+            tail_indptr_ptr=tail_index[0],
+            tail_indices_ptr=tail_index[1],
+            tail_lens_ptr=tail_lens,
+            **_strides("q", ("token", "head"), q),
+            **_strides("anchor", ("page", "head"), anchors),
+            **_strides("residual", ("slot", "head"), residuals),
+            **_strides("k", ("slot", "token", "head"), tail_k),
+            **_strides("v", ("slot", "token", "head"), tail_v),
+            **self._shared,
+            **self._attention,
+            num_warps=self._num_warps,
+            num_stages=NUM_STAGES,
+        )
+        merge_kernel[(len(q), self._plan.num_kv_heads)](
+            out_ptr=out,
+            lse_ptr=lse,
+            tail_lens_ptr=tail_lens,
+            **_strides("out", ("token", "head"), out),
+            **_strides("lse", ("token", "head"), lse),
+            **self._shared,
+            **self._merge,
+            num_warps=4,
+        )
+
+
+def _strides(name: str, dimensions: tuple[str, ...], tensor: torch.Tensor | None) -> dict[str, int]:
+    """Kernel arguments stride_<name>_<dimension>; 0 where there is no tensor."""
+    return {
+        f"stride_{name}_{dimension}": 0 if tensor is None else tensor.stride(index)
+        for index, dimension in enumerate(dimensions)
+    }
+
+
+def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
+    """What a log4 code, with its correction if there is one, decodes to."""
+    if plan.source == "exact" or not isinstance(plan.settings, Log4Settings):
+        return None
+    law = tables(plan.settings, plan.device)
+    return law.levels if plan.source == "anchor" else law.refined
+
+
+def _record_constants(plan: AttentionPlan) -> dict[str, str | int]:
+    """Codec, chunk sizes and byte offsets of the fields that the kernel reads."""
+    anchor, residual = plan.anchor_layout, plan.residual_layout
+    settings = plan.settings
+    if isinstance(settings, Log4Settings):
+        codec, centre, k_chunk, v_chunk = "log4", "centre", settings.k_chunk, settings.v_chunk
+    else:
+        codec, centre, k_chunk, v_chunk = "uniform4", "zero", settings.k_group, plan.page_size
+    upgrade = "bits" if plan.source == "exact" else "codes"
+    constants: dict[str, str | int] = {"CODEC": codec, "K_CHUNK": k_chunk, "V_CHUNK": v_chunk}
+    for part in ("k", "v"):
+        name = part.upper()
+        constants[f"{name}_CODES"] = anchor[f"{part}_codes"].offset
+        constants[f"{name}_CENTRE"] = anchor[f"{part}_{centre}"].offset
+        constants[f"{name}_SCALE"] = anchor[f"{part}_scale"].offset
+        constants[f"{name}_RESIDUAL"] = residual[f"{part}_{upgrade}"].offset
+    return constants

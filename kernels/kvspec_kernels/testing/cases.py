@@ -1,0 +1,271 @@
+"""Paged inputs for tests and benchmarks of the attention kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvspec_kernels import formats
+from kvspec_kernels.formats import Log4Settings, RecordLayout, Target, Uniform4Settings
+from kvspec_kernels.ops.attention import Tail
+from kvspec_kernels.ops.attention_plan import Source
+from kvspec_kernels.reference import attention, exact, fragments, log4, uniform4
+
+POISON_BYTE = 0xFF
+# Bounds the memory of encoding to this many pages.
+ENCODED_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Paged inputs of one layer. Pages lie shuffled in pools that hold more than is needed; the
+    rest, and what follows the last token of a request, is NaN and bytes of 0xFF.
+
+    pages[b]: the pages that request b owns; indices holds those in use.
+    """
+
+    q: torch.Tensor
+    qo_indptr: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    anchors: torch.Tensor
+    residuals: torch.Tensor
+    residual_slots: torch.Tensor
+    tail: Tail | None
+    settings: Log4Settings | Uniform4Settings
+    source: Source
+    page_size: int
+    pages: tuple[torch.Tensor, ...]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.anchors.shape[1]
+
+    def reference(
+        self, dtype: torch.dtype, sm_scale: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of `reference/attention.py` computed in `dtype`, in fp32."""
+        reader = attention.PageReader(
+            self.settings,
+            self.source,
+            self.page_size,
+            self.q.shape[-1],
+            self.q.dtype,
+            self.anchors,
+            self.residuals,
+            self.residual_slots,
+        )
+        return attention.paged_attention(
+            self.q,
+            reader,
+            self.indptr,
+            self.indices,
+            self.last_page_len,
+            qo_indptr=self.qo_indptr,
+            sm_scale=sm_scale,
+            tail=attention.WindowTail(*self.tail) if self.tail else None,
+            dtype=dtype,
+        )
+
+    def shortened(self, lens: Sequence[int]) -> AttentionCase:
+        """The same pools and queries with pasts that end earlier, in new index tensors of the
+        same shapes."""
+        indptr, indices, last_page_len = page_table(self.pages, lens, self.page_size)
+        padded = torch.zeros_like(self.indices)
+        padded[: len(indices)] = indices
+        return dataclasses.replace(self, indptr=indptr, indices=padded, last_page_len=last_page_len)
+
+
+def make_case(
+    lens: Sequence[int],
+    *,
+    settings: Log4Settings | Uniform4Settings,
+    source: Source,
+    page_size: int = 64,
+    head_dim: int = 64,
+    num_kv_heads: int = 2,
+    group: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    q_lens: Sequence[int] | None = None,
+    tail_lens: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+    pool_pages: int | None = None,
+    seed: int = 0,
+) -> AttentionCase:
+    """Requests of `lens` past tokens, one query token each unless q_lens says otherwise.
+
+    pool_pages: size of every pool, at least what is needed; pages in use are then the last ones.
+    """
+    device = torch.device(device)
+    rng = torch.Generator(device).manual_seed(seed)
+    q_lens = [1] * len(lens) if q_lens is None else q_lens
+    counts = [-(-length // page_size) for length in lens]
+    page = (page_size, num_kv_heads, head_dim)
+    pools = _Pools(rng, page, dtype, settings, source, pool_pages)
+    all_pages = pools.allocate(sum(counts))
+    anchors, residuals, residual_slots = pools.encoded(all_pages, _filled(lens, page_size, device))
+    pages = torch.split(all_pages, counts)
+    indptr, indices, last_page_len = page_table(pages, lens, page_size)
+    tail = None if tail_lens is None else pools.tail(tail_lens)
+    q = torch.randn((sum(q_lens), num_kv_heads * group, head_dim), generator=rng, device=device).to(
+        dtype
+    )
+    return AttentionCase(
+        q=q,
+        qo_indptr=_offsets(q_lens, device),
+        indptr=indptr,
+        indices=indices,
+        last_page_len=last_page_len,
+        anchors=anchors,
+        residuals=residuals,
+        residual_slots=residual_slots,
+        tail=tail,
+        settings=settings,
+        source=source,
+        page_size=page_size,
+        pages=pages,
+    )
+
+
+def page_table(
+    pages: Sequence[torch.Tensor], lens: Sequence[int], page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(indptr, indices, last_page_len) int32 of requests that use their first lens[b] tokens."""
+    device = pages[0].device
+    counts = [-(-length // page_size) for length in lens]
+    used = [owned[:count] for owned, count in zip(pages, counts, strict=True)]
+    last = [(length - 1) % page_size + 1 if length else 0 for length in lens]
+    return (
+        _offsets(counts, device),
+        torch.cat(used).to(torch.int32),
+        torch.tensor(last, dtype=torch.int32, device=device),
+    )
+
+
+def results_for(case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of NaN, to be written over."""
+    lse = torch.full(case.q.shape[:2], torch.nan, dtype=torch.float32, device=case.q.device)
+    return torch.full_like(case.q, torch.nan), lse
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """Allocates and fills the pools of a case."""
+
+    rng: torch.Generator
+    page: tuple[int, int, int]
+    dtype: torch.dtype
+    settings: Log4Settings | Uniform4Settings
+    source: Source
+    pool_pages: int | None
+
+    def allocate(self, count: int) -> torch.Tensor:
+        """`count` shuffled ids of the upper end of a pool."""
+        order = torch.randperm(count, generator=self.rng, device=self.rng.device)
+        return order + self._size(count) - count
+
+    def _size(self, needed: int) -> int:
+        size = needed + 3 if self.pool_pages is None else self.pool_pages
+        assert size > needed, (size, needed)
+        return size
+
+    def encoded(
+        self, pages: torch.Tensor, filled: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(anchors, residuals, residual_slots) with `pages` [N] written, of which the tokens
+        `filled` [N, P] count."""
+        size, device = self._size(len(pages)), pages.device
+        page_size, heads, head_dim = self.page
+        target: Target = "exact" if self.source == "exact" else "int8"
+        anchor = formats.anchor_layout(self.settings, page_size, head_dim)
+        residual = formats.residual_layout(target, page_size, head_dim, self.dtype)
+        anchors, residuals = (
+            torch.full((size, heads, nbytes), POISON_BYTE, dtype=torch.uint8, device=device)
+            for nbytes in (anchor.nbytes, residual.nbytes)
+        )
+        slots = self.allocate(len(pages))
+        residual_slots = torch.zeros(size, dtype=torch.int32, device=device)
+        residual_slots[pages] = slots.to(torch.int32)
+        means = torch.randn((1, 1, heads, head_dim), generator=self.rng, device=device)
+        for begin in range(0, len(pages), ENCODED_AT_ONCE):
+            part = slice(begin, begin + ENCODED_AT_ONCE)
+            k, v = self._values(len(pages[part]), means)
+            anchors[pages[part]], residuals[slots[part]] = self._records(
+                k, v, filled[part], anchor, residual
+            )
+        return anchors, residuals, residual_slots
+
+    def _records(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        filled: torch.Tensor,
+        anchor: RecordLayout,
+        residual: RecordLayout,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = None if self.source == "exact" else residual
+        if isinstance(self.settings, Log4Settings):
+            anchors, residuals = log4.encode(k, v, self.settings, anchor, codes)
+        else:
+            anchors, residuals = uniform4.encode(k, v, anchor, codes)
+            for name in ("v_scale", "v_zero"):
+                field = anchor[name].view(anchors)
+                by_token = fragments.from_row_order(field)
+                by_token = by_token.masked_fill(~filled[:, None, :], torch.nan)
+                field.copy_(fragments.row_order(by_token))
+        if residuals is None:
+            beyond = ~filled[:, :, None, None]
+            k, v = (part.masked_fill(beyond, torch.nan) for part in (k, v))
+            residuals = exact.encode(k, v, residual)
+        return anchors, residuals
+
+    def tail(self, lens: Sequence[int]) -> Tail:
+        page_size, heads, head_dim = self.page
+        device = self.rng.device
+        counts = [-(-length // page_size) for length in lens]
+        slots = self.allocate(sum(counts))
+        filled = _filled(lens, page_size, device)
+        means = torch.randn((1, 1, heads, head_dim), generator=self.rng, device=device)
+        windows = []
+        for values in self._values(len(slots), means):
+            shape = (self._size(len(slots)), *self.page)
+            window = torch.full(shape, torch.nan, device=device, dtype=self.dtype)
+            window[slots] = values.masked_fill(~filled[:, :, None, None], torch.nan)
+            windows.append(window)
+        return Tail(
+            window_k=windows[0],
+            window_v=windows[1],
+            indptr=_offsets(counts, device),
+            indices=slots.to(torch.int32),
+            lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        )
+
+    def _values(self, num_pages: int, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages k, v in the KV dtype: K's channels about `means`, some of them wide, and a token
+        of V that is far larger than the others, as caches have them."""
+        device = self.rng.device
+        shape = (num_pages, *self.page)
+        k = torch.randn(shape, generator=self.rng, device=device)
+        k *= torch.where(torch.arange(shape[-1], device=device) % 13 == 5, 4.0, 1.0)
+        k += 2 * means
+        v = torch.randn(shape, generator=self.rng, device=device)
+        v[:, shape[1] // 3] *= 8
+        return k.to(self.dtype), v.to(self.dtype)
+
+
+def _filled(lens: Sequence[int], page_size: int, device: torch.device) -> torch.Tensor:
+    """Which tokens of all requests' pages [N, page_size] hold one."""
+    parts = [
+        torch.arange(-(-length // page_size) * page_size, device=device) < length for length in lens
+    ]
+    return torch.cat(parts).view(-1, page_size)
+
+
+def _offsets(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Running sums of counts with a leading 0, int32."""
+    sizes = torch.tensor([0, *counts], dtype=torch.int64, device=device)
+    return sizes.cumsum(0).to(torch.int32)

@@ -1,0 +1,89 @@
+"""Sizes and conditions that need a CUDA device: long contexts, large batches and pools, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.testing.cases import make_case, results_for
+from kvspec_kernels.testing.comparison import assert_attention
+
+pytestmark = pytest.mark.gpu
+
+LLAMA_8B = {"page_size": 64, "head_dim": 128, "num_kv_heads": 8, "group": 4}
+SETTINGS = {"log4": Log4Settings(), "uniform4": Uniform4Settings()}
+# (source, query tokens of a request)
+KINDS = {"draft": ("anchor", 1), "int8": ("int8", 16), "exact": ("exact", 16)}
+
+
+@pytest.fixture(params=SETTINGS)
+def settings(request):
+    return SETTINGS[request.param]
+
+
+@pytest.fixture(params=KINDS)
+def make(request, settings, device):
+    """make_case of the shape of Llama-8B for drafting and for both targets."""
+    source, q_len = KINDS[request.param]
+
+    def make(lens, **options):
+        sizes = {"q_lens": [q_len] * len(lens), "tail_lens": [q_len + 5] * len(lens)}
+        sizes |= {**LLAMA_8B, "settings": settings, "source": source, "device": device}
+        return make_case(lens, **(sizes | options))
+
+    return make
+
+
+def test_longest_context(make, check):
+    check(make([131072, 7]))
+
+
+def test_batch_of_256(make, check):
+    lens = torch.randint(0, 700, (256,), generator=torch.Generator().manual_seed(3)).tolist()
+    check(make([*lens[:-1], 20000]))
+
+
+def test_pools_over_2_31_elements(make, check):
+    case = make([300, 5000], pool_pages=36000)
+    assert case.anchors.numel() > 2**31
+    assert case.residuals.numel() > 2**31
+    assert case.tail.window_k.numel() > 2**31
+    assert case.indices.max() > 35000
+    check(case)
+
+
+def test_graph_replays_with_other_lengths(make, prepare):
+    case = make([9000, 64, 500, 0])
+    run = prepare(case)
+    out, lse = results_for(case)
+    # Compiled before the capture.
+    run(out, lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out, lse)
+    q_len = int(case.qo_indptr[1])
+    for lens in ([9000, 64, 500, 0], [1, 0, 499, 0], [8999, 63, 0, 0], [0, 0, 0, 0]):
+        other = case.shortened(lens)
+        for name in ("indptr", "indices", "last_page_len"):
+            getattr(case, name).copy_(getattr(other, name))
+        case.tail.lens.copy_(torch.tensor([q_len, q_len + 1, q_len + 5, q_len]))
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        assert_attention(case, out, lse)
+
+
+def test_run_neither_allocates_nor_waits(make, prepare):
+    case = make([9000, 64, 500, 0])
+    run = prepare(case)
+    out, lse = results_for(case)
+    run(out, lse)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(out, lse)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

@@ -1,0 +1,232 @@
+"""Draft attention, over anchors and a full-precision tail, against the fp32 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.ops.attention import DraftAttention, Tail, workspace_nbytes
+from kvspec_kernels.testing.cases import make_case, results_for
+from kvspec_kernels.testing.comparison import assert_attention
+
+SETTINGS = {"log4": Log4Settings.for_page, "uniform4": Uniform4Settings.for_page}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# codec, page size, head size, KV heads, group, dtype.
+SHAPES = [
+    ("log4", 64, 64, 2, 4, BF16),
+    ("uniform4", 64, 128, 1, 8, BF16),
+    ("log4", 128, 128, 2, 1, FP16),
+    ("uniform4", 32, 96, 2, 1, FP16),
+    ("log4", 32, 96, 1, 16, BF16),
+    ("uniform4", 128, 256, 1, 4, BF16),
+    ("log4", 64, 256, 1, 8, FP16),
+    ("uniform4", 64, 64, 1, 16, FP32),
+    # Records whose tiles are stored in groups of 2; a group that is no power of two.
+    ("uniform4", 96, 80, 3, 3, FP32),
+    ("log4", 160, 16, 1, 5, BF16),
+]
+
+
+def shape_id(shape: tuple) -> str:
+    codec, page_size, head_dim, heads, group, dtype = shape
+    name = str(dtype).removeprefix("torch.")
+    return f"{codec}-page{page_size}-head{head_dim}-kv{heads}-group{group}-{name}"
+
+
+def options_of(shape: tuple, device: torch.device) -> dict[str, object]:
+    codec, page_size, head_dim, heads, group, dtype = shape
+    return {
+        "settings": SETTINGS[codec](page_size),
+        "source": "anchor",
+        "page_size": page_size,
+        "head_dim": head_dim,
+        "num_kv_heads": heads,
+        "group": group,
+        "dtype": dtype,
+        "device": device,
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_awkward_lengths(shape, check, device):
+    page_size = shape[1]
+    lens = [0, 1, page_size - 1, page_size, page_size + 1]
+    check(make_case(lens, **options_of(shape, device)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_awkward_tails(shape, check, device):
+    page_size = shape[1]
+    lens = [0, 0, 1, page_size, page_size + 3]
+    tails = [0, page_size + 1, 0, 1, page_size]
+    check(make_case(lens, tail_lens=tails, **options_of(shape, device)), num_sms=2)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=shape_id)
+def test_one_long_among_short_is_split(shape, check, device):
+    page_size = shape[1]
+    lens = [3, 9 * page_size + 7, 0, 1]
+    check(make_case(lens, tail_lens=[1, 5, 1, 2], **options_of(shape, device)), num_sms=6)
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 65])
+def test_batch_of_one(length, check, device):
+    check(make_case([length], **options_of(SHAPES[0], device)))
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 50])
+def test_any_number_of_splits(num_sms, check, device):
+    check(make_case([0, 200, 64], **options_of(SHAPES[0], device)), num_sms=num_sms)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "settings"),
+    [
+        (96, Log4Settings(k_chunk=16, v_chunk=48)),
+        (64, Log4Settings(k_chunk=64, v_chunk=32, alpha=2.0, levels="corner", centre="mean")),
+        (64, Log4Settings(alpha=0.25, levels="interval")),
+        (64, Uniform4Settings(k_group=32)),
+        (128, Uniform4Settings(k_group=128)),
+    ],
+    ids=repr,
+)
+def test_other_settings(page_size, settings, check, device):
+    sizes = {"page_size": page_size, "settings": settings, "device": device}
+    check(make_case([page_size + 40, 20], source="anchor", **sizes))
+
+
+def test_given_scale(check, device):
+    check(make_case([70, 5], **options_of(SHAPES[0], device)), sm_scale=0.3)
+
+
+def test_lengths_change_in_place(prepare, device):
+    case = make_case([200, 64, 10], tail_lens=[3, 1, 2], **options_of(SHAPES[0], device))
+    run = prepare(case, num_sms=4)
+    for lens, tails in (
+        ([200, 64, 10], [3, 1, 2]),
+        ([65, 0, 9], [1, 1, 2]),
+        ([0, 63, 1], [2, 0, 1]),
+    ):
+        other = case.shortened(lens)
+        for name in ("indptr", "indices", "last_page_len"):
+            getattr(case, name).copy_(getattr(other, name))
+        case.tail.lens.copy_(torch.tensor(tails))
+        out, lse = results_for(case)
+        run(out, lse)
+        assert_attention(case, out, lse)
+
+
+def test_views_of_wider_tensors(prepare, device):
+    """A layer's anchors between two others', q within qkv, out within a padded buffer."""
+    case = make_case([70, 0, 130], tail_lens=[1, 2, 3], **options_of(SHAPES[0], device))
+    qkv = torch.full((3, 12, 96), torch.nan, dtype=case.q.dtype, device=device)
+    qkv[:, 2:10, :64] = case.q
+    layers = torch.stack((case.anchors, case.anchors, case.anchors), dim=1)
+    layers[:, 0], layers[:, 2] = 255, 255
+    windows = [
+        torch.stack((part, torch.full_like(part, torch.nan)), dim=3)[:, :, :, 0]
+        for part in case.tail[:2]
+    ]
+    whole = torch.full((3, 12, 96), torch.nan, dtype=case.q.dtype, device=device)
+    case.q.set_(qkv[:, 2:10, :64])
+    case.anchors.set_(layers[:, 1])
+    case.tail.window_k.set_(windows[0])
+    case.tail.window_v.set_(windows[1])
+    out, lse = whole[:, 2:10, :64], results_for(case)[1]
+    prepare(case)(out, lse)
+    assert_attention(case, out, lse)
+    out.fill_(torch.nan)
+    assert whole.isnan().all(), "written outside of out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_qo_heads": 3}, r"num_qo_heads must be 1 to 16 times num_kv_heads, got 3 and 2"),
+        ({"num_qo_heads": 34}, r"num_qo_heads must be 1 to 16 times num_kv_heads, got 34 and 2"),
+        ({"head_dim": 72}, r"head size must be a multiple of 16 from 16 to 256, got 72"),
+        ({"page_size": 48}, r"page size must be a multiple of 32 from 32 to 256, got 48"),
+        ({"settings": Log4Settings(k_chunk=48)}, r"k_chunk must divide the page size 64"),
+        ({"q_dtype": torch.float64}, r"q_dtype must be one of .*bfloat16.*, got torch.float64"),
+        ({"indptr": torch.zeros(4)}, r"indptr must be torch.int32, got torch.float32"),
+        (
+            {"last_page_len": torch.zeros(5, dtype=torch.int32)},
+            r"last_page_len must have shape \[3\]",
+        ),
+        ({"num_sms": 0}, r"num_sms must be at least 1, got 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_plans_that_are_refused(changes, message, device):
+    index = torch.zeros(4, dtype=torch.int32, device=device)
+    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 64}
+    index_tensors = {"indptr": index, "indices": index, "last_page_len": index[:3]}
+    options = {**index_tensors, **sizes, "settings": Log4Settings(), "q_dtype": BF16}
+    changes = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in changes.items()
+    }
+    attention = DraftAttention(torch.empty(1 << 20, dtype=torch.uint8, device=device))
+    attention.plan(**options)
+    with pytest.raises(ValueError, match=message):
+        attention.plan(**(options | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "q",
+            torch.zeros(2, 8, 64, dtype=BF16),
+            r"q must have shape \[3, 8, 64\], got \[2, 8, 64\]",
+        ),
+        ("q", torch.zeros(3, 8, 64), r"q must be torch.bfloat16, got torch.float32"),
+        (
+            "out",
+            torch.zeros(3, 8, 128, dtype=BF16)[..., ::2],
+            r"out must be contiguous in its last",
+        ),
+        ("lse", torch.zeros(3, 8, dtype=BF16), r"lse must be torch.float32"),
+        (
+            "anchors",
+            torch.zeros(5, 2, 100, dtype=torch.uint8),
+            r"anchors must have shape \[any, 2, \d+\]",
+        ),
+        ("tail", Tail(*(torch.zeros(4, 64, 2, 64),) * 5), r"tail.window_k must be torch.bfloat16"),
+    ],
+    ids=["q-shape", "q-dtype", "out-strides", "lse-dtype", "anchors-shape", "tail-dtype"],
+)
+def test_tensors_that_are_refused(name, value, message, device):
+    case = make_case([70, 0, 13], **options_of(SHAPES[0], device))
+    attention = DraftAttention(torch.empty(1 << 20, dtype=torch.uint8, device=device))
+    attention.plan(
+        case.indptr,
+        case.indices,
+        case.last_page_len,
+        8,
+        2,
+        64,
+        64,
+        settings=case.settings,
+        q_dtype=BF16,
+    )
+    value = Tail(*(part.to(device) for part in value)) if name == "tail" else value.to(device)
+    with pytest.raises(ValueError, match=message):
+        attention.run(**({"q": case.q, "anchors": case.anchors} | {name: value}))
+
+
+def test_misuse_of_the_wrapper(device):
+    small = DraftAttention(torch.empty(64, dtype=torch.uint8, device=device))
+    with pytest.raises(RuntimeError, match=r"run\(\) before plan\(\)"):
+        small.run(torch.zeros(1, 1, 64), torch.zeros(1))
+    index = torch.zeros(2, dtype=torch.int32, device=device)
+    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 64}
+    needed = workspace_nbytes(batch_size=1, settings=Log4Settings(), device=device, **sizes)
+    with pytest.raises(ValueError, match=f"workspace must have at least {needed} bytes, got 64"):
+        small.plan(index, index, index[:1], **sizes, settings=Log4Settings(), q_dtype=BF16)
+    with pytest.raises(ValueError, match="workspace must be a contiguous uint8 tensor"):
+        DraftAttention(torch.empty(64, device=device))
+    with pytest.raises(ValueError, match="backend must be auto, cuda or triton, got 'hip'"):
+        DraftAttention(torch.empty(64, dtype=torch.uint8, device=device), "hip")

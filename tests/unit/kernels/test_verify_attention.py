@@ -1,0 +1,195 @@
+"""Verify attention over pages at target precision, causal within the tail."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvspec_kernels import formats
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.ops.attention import VerifyAttention
+from kvspec_kernels.testing.cases import make_case, results_for
+from kvspec_kernels.testing.comparison import assert_attention
+
+SETTINGS = {"log4": Log4Settings.for_page, "uniform4": Uniform4Settings.for_page}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# target, codec, page size, head size, KV heads, group, dtype.
+SHAPES = [
+    ("int8", "log4", 64, 64, 2, 4, BF16),
+    ("int8", "uniform4", 64, 128, 1, 8, BF16),
+    ("int8", "log4", 32, 96, 2, 1, FP16),
+    ("int8", "uniform4", 128, 256, 1, 2, FP16),
+    ("int8", "uniform4", 96, 80, 1, 3, FP32),
+    ("exact", "log4", 64, 64, 1, 16, BF16),
+    ("exact", "uniform4", 32, 96, 2, 2, FP16),
+    ("exact", "log4", 128, 256, 1, 1, FP32),
+]
+
+
+def shape_id(shape: tuple) -> str:
+    target, codec, page_size, head_dim, heads, group, dtype = shape
+    name = str(dtype).removeprefix("torch.")
+    return f"{target}-{codec}-page{page_size}-head{head_dim}-kv{heads}-group{group}-{name}"
+
+
+def options_of(shape: tuple, device: torch.device) -> dict[str, object]:
+    target, codec, page_size, head_dim, heads, group, dtype = shape
+    return {
+        "settings": SETTINGS[codec](page_size),
+        "source": target,
+        "page_size": page_size,
+        "head_dim": head_dim,
+        "num_kv_heads": heads,
+        "group": group,
+        "dtype": dtype,
+        "device": device,
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_awkward_lengths(shape, check, device):
+    """A request without queries, without a past, and with tails that cross into other pages."""
+    page_size = shape[2]
+    lens = [page_size + 1, 0, page_size - 1, page_size]
+    q_lens = [3, 1, 0, 11]
+    tails = [3, 1, 2, page_size + 9]
+    case = make_case(lens, q_lens=q_lens, tail_lens=tails, **options_of(shape, device))
+    check(case, num_sms=2)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[5:6], ids=shape_id)
+def test_without_a_tail_every_query_sees_the_past(shape, check, device):
+    check(make_case([65, 0, 1], q_lens=[4, 2, 1], **options_of(shape, device)))
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 16, 17, 65])
+def test_number_of_queries(q_len, check, device):
+    """Query tokens of a request, as rows of 1 to 5 blocks."""
+    case = make_case([70], q_lens=[q_len], tail_lens=[q_len + 3], **options_of(SHAPES[0], device))
+    check(case)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=shape_id)
+def test_one_long_among_short_is_split(shape, check, device):
+    page_size = shape[2]
+    lens = [5, 7 * page_size + 1, 0]
+    case = make_case(lens, q_lens=[2, 4, 1], tail_lens=[2, 70, 1], **options_of(shape, device))
+    check(case, num_sms=8)
+
+
+def test_queries_before_the_tail_see_the_past_only(check, device):
+    case = make_case([3, 0], q_lens=[5, 4], tail_lens=[2, 2], **options_of(SHAPES[0], device))
+    check(case)
+
+
+def test_the_first_query_of_a_new_request_sees_itself_only(prepare, device):
+    case = make_case([0], q_lens=[3], tail_lens=[3], **options_of(SHAPES[0], device))
+    out, lse = results_for(case)
+    prepare(case)(out, lse)
+    own = case.tail.window_v[case.tail.indices[0].long(), 0]
+    assert torch.equal(out[0], own.repeat_interleave(4, dim=0))
+
+
+def test_tokens_of_no_request_become_empty(prepare, device):
+    """A CUDA graph has room for more tokens than a batch may have."""
+    case = make_case([70, 3], q_lens=[2, 1], tail_lens=[2, 1], **options_of(SHAPES[0], device))
+    padding = torch.full_like(case.q, torch.nan)
+    padded = dataclasses.replace(case, q=torch.cat((case.q, padding)))
+    out, lse = results_for(padded)
+    prepare(padded)(out, lse)
+    assert_attention(case, out[:3], lse[:3])
+    assert (out[3:] == 0).all()
+    assert (lse[3:] == -torch.inf).all()
+
+
+def test_lengths_change_in_place(prepare, device):
+    options = options_of(SHAPES[0], device)
+    case = make_case([150, 64, 10], q_lens=[4, 4, 4], tail_lens=[4, 4, 5], **options)
+    run = prepare(case, num_sms=4)
+    for lens, q_lens in (([150, 64, 10], [4, 4, 4]), ([65, 0, 9], [3, 0, 2])):
+        other = case.shortened(lens)
+        for name in ("indptr", "indices", "last_page_len"):
+            getattr(case, name).copy_(getattr(other, name))
+        case.qo_indptr[1:] = torch.tensor(q_lens).cumsum(0)
+        case.tail.lens.copy_(torch.tensor(q_lens))
+        out, lse = results_for(case)
+        run(out, lse)
+        num_tokens = sum(q_lens)
+        used = dataclasses.replace(case, q=case.q[:num_tokens])
+        assert_attention(used, out[:num_tokens], lse[:num_tokens])
+        assert (out[num_tokens:] == 0).all()
+
+
+def test_values_at_the_end_of_fp16_stay_finite(prepare, device):
+    """A centre of 62720 and a scale of 2816 overflow fp16: the sum is clamped, as by the codec."""
+    case = make_case([64], source="int8", settings=Log4Settings(), dtype=FP16, device=device)
+    layout = formats.anchor_layout(case.settings, 64, 64)
+    pages = case.indices.long()
+    top = torch.tensor(2816.0).view(torch.int32).item() >> 19
+    for name, value in (("v_centre", 62720.0), ("v_scale", 0)):
+        layout[name].view(case.anchors)[pages] = value
+    layout["scale_base"].view(case.anchors)[pages, :, 1] = top
+    out, lse = results_for(case)
+    prepare(case)(out, lse)
+    assert out.isfinite().all()
+    assert out.max() > 60000
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": "int4"}, "target must be exact or int8, got 'int4'"),
+        ({"kv_dtype": FP32}, "kv_dtype must be torch.bfloat16, like q_dtype, got torch.float32"),
+        ({"max_qo_len": 66}, "max_qo_len must be at most 65, got 66"),
+        ({"max_qo_len": 0}, "max_qo_len must be at least 1, got 0"),
+        ({"qo_indptr": torch.zeros(2, dtype=torch.int32)}, r"qo_indptr must have shape \[4\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_plans_that_are_refused(changes, message, device):
+    index = torch.zeros(4, dtype=torch.int32, device=device)
+    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 64}
+    index_tensors = {"indptr": index, "indices": index, "last_page_len": index[:3]}
+    options = {"qo_indptr": index, **index_tensors, **sizes, "settings": Log4Settings()}
+    options |= {"q_dtype": BF16, "max_qo_len": 4, "target": "int8"}
+    changes = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in changes.items()
+    }
+    attention = VerifyAttention(torch.empty(1 << 20, dtype=torch.uint8, device=device))
+    attention.plan(**options)
+    with pytest.raises(ValueError, match=message):
+        attention.plan(**(options | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("anchors", None, "anchors must be given for the int8 source"),
+        ("residuals", None, "residuals must be given for the int8 source"),
+        ("residual_slots", None, "residual_slots must be given"),
+        ("residual_slots", torch.zeros(4), "residual_slots must be torch.int32"),
+    ],
+)
+def test_records_that_are_refused(name, value, message, device):
+    case = make_case([70], q_lens=[2], **options_of(SHAPES[0], device))
+    attention = VerifyAttention(torch.empty(1 << 20, dtype=torch.uint8, device=device))
+    attention.plan(
+        case.qo_indptr,
+        case.indptr,
+        case.indices,
+        case.last_page_len,
+        *(8, 2, 64, 64),
+        settings=case.settings,
+        target="int8",
+        q_dtype=BF16,
+        max_qo_len=2,
+    )
+    names = ("q", "anchors", "residuals", "residual_slots")
+    given = {key: getattr(case, key) for key in names}
+    value = value.to(device) if isinstance(value, torch.Tensor) else value
+    with pytest.raises(ValueError, match=message):
+        attention.run(**(given | {name: value}))
