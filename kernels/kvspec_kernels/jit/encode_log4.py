@@ -60,11 +60,14 @@ def _prepare(centre_bits, reach, base):
 def _integer(magnitude, edges_ptr, LAW: tl.constexpr):
     """MAGIC + the number of integer edges <= magnitude in [0, 1].
 
-    edges_ptr: fp32 [128], a number below all edges, the edges in order, infinities. LAW: empty for
-    a binary search; else (alpha, 1 pushed up, slope), so that slope * log2(pushed + alpha * x)
-    rounds to the number wanted or to one more, and one comparison settles it.
+    edges_ptr: fp32 [128], a number below all edges, the edges in order, infinities. LAW: (top,) of
+    the linear law, which has no edges: the number is top * x, rounded. Else (alpha, 1 pushed up,
+    slope), so that slope * log2(pushed + alpha * x) rounds to the number wanted or to one more, and
+    one comparison settles it; or empty, for a binary search.
     """
-    if len(LAW) == 0:
+    if len(LAW) == 1:
+        return magnitude * LAW[0] + arithmetic.MAGIC
+    elif len(LAW) == 0:
         found = tl.zeros_like(magnitude).to(tl.int32)
         for bit in tl.static_range(7):
             candidate = found + (64 >> bit)

@@ -179,6 +179,8 @@ def _check_log4(settings: Log4Settings) -> None:
 def _law(settings: Log4Settings) -> tuple[float, ...]:
     """LAW of jit/encode_log4.py."""
     alpha = settings.alpha
+    if alpha == 0:
+        return (float(settings.top),)
     if alpha < MIN_ALPHA_OF_LOGARITHM:
         return ()
     slope = settings.top / math.log2(1 + alpha)
