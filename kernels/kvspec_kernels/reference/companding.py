@@ -6,6 +6,7 @@ m = (I + 7) >> 4 (the anchor) and 16 m - I (the correction).
 
 Tables are evaluated in double precision and rounded to fp32 once. Encoding by comparison with
 thresholds instead of evaluating a logarithm makes codes equal on every device, whatever its log.
+The linear law (alpha 0) has no logarithm: I is the fp32 product top * x, rounded half to even.
 
 Two deviations from Algorithm 1, both needed to keep either half in 4 bits:
 - `top` is at most 120 where the paper has 127: (127 + 7) >> 4 = 8 does not fit three bits. With

@@ -55,7 +55,7 @@ def encode(
             by_head = STORE[part](stored.squeeze(2).transpose(1, 2))
             anchor_layout[f"{part}_{name}"].view(anchors).copy_(by_head)
         bases[..., index] = base
-        codes, corrections = _quantise(chunks, centre, scale, law, residuals is not None)
+        codes, corrections = _quantise(chunks, centre, scale, law, settings, residuals is not None)
         field = f"{part}_codes"
         words = fragments.to_words(_operand(codes, part))
         anchor_layout[field].view(anchors).copy_(fragments.pack_sign_magnitude(words).flatten(-2))
@@ -119,7 +119,8 @@ def _metadata(
     else:
         centre = (chunks / chunks.shape[2]).sum(2, keepdim=True)
     limit = torch.finfo(torch.bfloat16).max
-    centre = centre.clamp(-limit, limit).bfloat16().float()
+    # Of zeros either may be the lower; + 0.0 leaves only the positive one.
+    centre = centre.clamp(-limit, limit).bfloat16().float() + 0.0
     reach = torch.maximum(high - centre, centre - low)
     bits = reach.view(torch.int32).clamp(0, LARGEST_FP32)
     rounded_up = (bits + ((1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT).clamp_max(LARGEST_SCALE)
@@ -137,6 +138,7 @@ def _quantise(
     centre: torch.Tensor,
     scale: torch.Tensor,
     law: Tables,
+    settings: Log4Settings,
     with_corrections: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Anchor codes [N, P, H, D] uint8, the magnitude in bits 0-2 and the sign in bit 3 (so that -0
@@ -144,13 +146,19 @@ def _quantise(
     centred = chunks - centre
     # A zero scale means that every value equals the centre.
     magnitude = centred.abs() / torch.where(scale > 0, scale, 1.0)
-    anchor = torch.zeros(magnitude.shape, dtype=torch.uint8, device=magnitude.device)
-    # Seven comparisons are an order of magnitude faster than a bisection per element.
-    for edge in law.magnitude_edges:
-        anchor += magnitude >= edge
     corrections = None
+    if settings.alpha == 0:
+        # The linear law is a product that rounds alike everywhere; its tables serve decoding only.
+        integer = (magnitude * settings.top).round().clamp_max(settings.top).nan_to_num(0.0).int()
+        anchor = (integer + 7 >> 4).to(torch.uint8)
+    else:
+        anchor = torch.zeros(magnitude.shape, dtype=torch.uint8, device=magnitude.device)
+        # Seven comparisons are an order of magnitude faster than a bisection per element.
+        for edge in law.magnitude_edges:
+            anchor += magnitude >= edge
+        if with_corrections:
+            integer = torch.bucketize(magnitude, law.integer_edges, right=True, out_int32=True)
     if with_corrections:
-        integer = torch.bucketize(magnitude, law.integer_edges, right=True, out_int32=True)
         corrections = (16 * anchor.int() - integer).flatten(1, 2)
     codes = anchor | (centred < 0).to(torch.uint8) << 3
     return codes.flatten(1, 2), corrections

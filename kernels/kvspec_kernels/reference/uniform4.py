@@ -97,10 +97,13 @@ def _metadata(groups: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tenso
     """Scale and zero as stored, bf16 values in fp32, with `dim` reduced to 1."""
     low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
     limit = torch.finfo(torch.bfloat16).max
-    zero = low.clamp(-limit, limit).bfloat16().float()
-    # Divided first: the range of values near the dtype's maximum overflows.
-    scale = (high / (CODES - 1) - zero / (CODES - 1)).clamp_min(0)
-    return scale.bfloat16().float(), zero
+    # Of zeros either may be the lower; + 0.0 leaves only the positive one.
+    zero = low.clamp(-limit, limit).bfloat16().float() + 0.0
+    # Divided first: the range of values near the dtype's maximum overflows. By a tensor, because
+    # torch on a GPU multiplies by the rounded reciprocal of a number.
+    steps = torch.full_like(low, CODES - 1)
+    scale = (high / steps - zero / steps).clamp_min(0)
+    return scale.bfloat16().float() + 0.0, zero
 
 
 def _packed(codes: torch.Tensor, shape: torch.Size, part: str) -> torch.Tensor:

@@ -153,7 +153,7 @@ def test_every_integer_and_sign_splits_into_four_bits_each(settings):
     x = torch.tensor([companding.expand(i, settings) for i in integers.tolist()])
     chunks = torch.cat((x, -x[1:]))[None, None, :, None, None]
     one, zero = torch.ones(1, 1, 1, 1, 1), torch.zeros(1, 1, 1, 1, 1)
-    packed, corrections = log4._quantise(chunks, zero, one, law, True)
+    packed, corrections = log4._quantise(chunks, zero, one, law, settings, True)
     codes = packed.flatten().long()
     magnitude = codes & 7
     assert corrections is not None

@@ -1,0 +1,107 @@
+"""Fused and assembled arithmetic for Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+
+Values = tuple[torch.Tensor, ...]
+
+
+def teach_interpreter() -> None:
+    """Give the interpreter exact fused multiply-adds and the assembly of `jit/arithmetic.py`.
+
+    Where an instruction only approximates, its result here is off by as much as a GPU's may be, up
+    and down by turns. Any other assembly is still refused.
+    """
+    builder = interpreter.InterpreterBuilder
+    builder.create_fma = _create_fma
+    builder.create_inline_asm = _create_inline_asm
+
+
+def exact_fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c of fp32 tensors, rounded once."""
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    # The error of the sum (Knuth), which decides what fp64 itself had to round.
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    bits = total.view(torch.int64)
+    step = torch.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error != 0) & error.isfinite() & (bits & 1 == 0)
+    # Rounded to odd, so that the second rounding, to fp32, comes out as the only one.
+    return torch.where(inexact, bits + step, bits).view(torch.float64).float()
+
+
+def _reciprocal(values: Values) -> torch.Tensor:
+    return _nudged((1 / values[0].double()).float())
+
+
+def _logarithm(values: Values) -> torch.Tensor:
+    exact = values[0].double().log2()
+    sign = 1 - 2 * (values[0].view(torch.int32) & 1)
+    return (exact + sign * 2.0**-22 * exact.abs().clamp_min(1)).float()
+
+
+def _saturated_fma(values: Values) -> torch.Tensor:
+    return exact_fma(*values).nan_to_num(0.0).clamp(0, 1)
+
+
+def _sign_bytes(values: Values) -> torch.Tensor:
+    signs = [value.view(torch.int32).long() >> 31 & 1 for value in values]
+    word = sum(sign << 8 * byte + 7 for byte, sign in enumerate(signs))
+    assert isinstance(word, torch.Tensor)
+    return torch.where(word >= 2**31, word - 2**32, word).int()
+
+
+def _swap_odd_bytes(values: Values) -> torch.Tensor:
+    swapped = values[0].view(torch.uint8).reshape(-1, 4)[:, [0, 3, 2, 1]]
+    return swapped.contiguous().view(torch.int32).reshape(values[0].shape)
+
+
+def _nudged(value: torch.Tensor) -> torch.Tensor:
+    bits = value.view(torch.int32)
+    return (bits + 1 - 2 * (bits & 1)).view(torch.float32)
+
+
+# By a part of the assembly that names it.
+INSTRUCTIONS: dict[str, Callable[[Values], torch.Tensor]] = {
+    "rcp.approx.ftz.f32": _reciprocal,
+    "lg2.approx.ftz.f32": _logarithm,
+    "fma.rn.sat.f32": _saturated_fma,
+    "prmt.b32 $0, $1, $1, 0x1230;": _swap_odd_bytes,
+    "prmt.b32 x, $1, $2, 0x0073;": _sign_bytes,
+}
+
+
+def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    result = exact_fma(*_broadcast(x, y, z))
+    return interpreter.TensorHandle(result.numpy(), z.dtype.scalar)
+
+
+def _create_inline_asm(
+    self: Any, assembly: str, constraints: str, values: Any, types: Any, pure: bool, pack: int
+) -> Any:
+    found = [run for name, run in INSTRUCTIONS.items() if name in assembly]
+    if len(found) != 1:
+        raise NotImplementedError(f"the interpreter was not taught {assembly!r}")
+    result = found[0](_broadcast(*values))
+    (dtype,) = types
+    return _Results(interpreter.TensorHandle(result.numpy(), dtype.scalar))
+
+
+class _Results:
+    def __init__(self, *handles: Any) -> None:
+        self.handles = handles
+
+    def get_result(self, index: int) -> Any:
+        return self.handles[index]
+
+
+def _broadcast(*handles: Any) -> Values:
+    tensors = [torch.from_numpy(handle.data.copy()) for handle in handles]
+    together = torch.broadcast_tensors(*tensors)  # type: ignore[no-untyped-call]
+    return tuple(tensor.contiguous() for tensor in together)
