@@ -1,0 +1,90 @@
+"""How fast pages are encoded and tokens appended: Llama-8B geometry, bf16, page 64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvspec_kernels.formats import (
+    Log4Settings,
+    Target,
+    Uniform4Settings,
+    anchor_layout,
+    residual_layout,
+)
+from kvspec_kernels.ops.append import append
+from kvspec_kernels.ops.encode import encode_pages
+
+# Times a function that launches kernels on prepared tensors, under a CUDA graph: the median and
+# the spread, both in seconds.
+Timer = Callable[[Callable[[], None]], tuple[float, float]]
+
+HEADS, HEAD_DIM, PAGE = 8, 128, 64
+DTYPE = torch.bfloat16
+# 2 GB of K and V: forty times the L2.
+ENCODED_PAGES = 8192
+ROWS, WINDOW_PAGES, LAYERS = 16, 32, 32
+SETTINGS = {"log4": Log4Settings(), "uniform4": Uniform4Settings()}
+TARGETS: tuple[Target, ...] = ("exact", "int8")
+
+
+def bench_encode(timer: Timer) -> dict[str, dict[str, float]]:
+    """TB/s of bf16 read, all bytes moved and the time, per codec and target."""
+    device = torch.device("cuda")
+    shape = (ENCODED_PAGES, PAGE, HEADS, HEAD_DIM)
+    k, v = (torch.randn(shape, dtype=DTYPE, device=device) for _ in range(2))
+    index = torch.arange(ENCODED_PAGES, device=device, dtype=torch.int32)
+    results = {}
+    for codec, settings in SETTINGS.items():
+        for target in TARGETS:
+            anchors, residuals = _pools(settings, target, ENCODED_PAGES, device)
+            args = (k, v, index, anchors, index, residuals, index, settings, target)
+            seconds, spread = timer(lambda args=args: encode_pages(*args))  # type: ignore[misc]
+            read = k.nbytes + v.nbytes
+            results[f"{codec}.{target}"] = {
+                "tbps": read / seconds / 1e12,
+                "moved_tbps": (read + anchors.nbytes + residuals.nbytes) / seconds / 1e12,
+                "ms": seconds * 1e3,
+                "spread_ms": spread * 1e3,
+            }
+            del anchors, residuals, args
+    return results
+
+
+def bench_append(timer: Timer) -> dict[str, dict[str, float]]:
+    """Microseconds a layer at batch 16, with no page to encode and with one in every row. A graph
+    holds 32 layers, each with a window and pools of its own."""
+    device = torch.device("cuda")
+    tokens = torch.randn(2, ROWS, HEADS, HEAD_DIM, dtype=DTYPE, device=device)
+    window = torch.randn(LAYERS, 2, WINDOW_PAGES, PAGE, HEADS, HEAD_DIM, dtype=DTYPE, device=device)
+    row = torch.arange(ROWS, device=device, dtype=torch.int32)
+    offset, none = torch.full_like(row, PAGE - 1), torch.full_like(row, -1)
+    results = {}
+    for codec, settings in SETTINGS.items():
+        for target in TARGETS:
+            pools = [_pools(settings, target, ROWS, device) for _ in range(LAYERS)]
+            for name, source in (("plain", none), ("encoding", row)):
+
+                def step(pools=pools, source=source, settings=settings, target=target) -> None:  # type: ignore[no-untyped-def]
+                    for (k, v), (anchors, residuals) in zip(window, pools, strict=True):
+                        places = (row, offset, source, anchors, row, residuals, row)
+                        append(*tokens, k, v, *places, settings, target)
+
+                seconds, spread = timer(step)
+                results[f"{codec}.{target}.{name}"] = {
+                    "us_per_layer": seconds / LAYERS * 1e6,
+                    "spread_us": spread / LAYERS * 1e6,
+                }
+    return results
+
+
+def _pools(
+    settings: Log4Settings | Uniform4Settings, target: Target, slots: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    layouts = (
+        anchor_layout(settings, PAGE, HEAD_DIM),
+        residual_layout(target, PAGE, HEAD_DIM, DTYPE),
+    )
+    anchors, residuals = (layout.empty_records((slots, HEADS), device) for layout in layouts)
+    return anchors, residuals
