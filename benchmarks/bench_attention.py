@@ -147,11 +147,23 @@ def encode_figures() -> list[Figure]:
         timing = measure([call] * 4)
         return timing.median_s, timing.spread_s
 
-    found = {**encode_cases.bench_encode(timer), **encode_cases.bench_append(timer)}
     figures = []
-    for name, (value, unit, spread) in found.items():
-        console.print(f"{name}: {value:.3g} {unit}")
-        figures.append(Figure(name, value, unit, spread))
+    encoded = encode_cases.bench_encode(timer)
+    for case, values in encoded.items():
+        spread = values["tbps"] * values["spread_ms"] / values["ms"]
+        figures.append(Figure(f"encode.{case}.tbps", values["tbps"], "TB/s of BF16 read", spread))
+        console.print(f"encode {case}: {values['tbps']:.2f} TB/s, {values['moved_tbps']:.2f} moved")
+    slowest = min(figures, key=lambda figure: figure.value)
+    figures.append(Figure("encode.tbps", slowest.value, slowest.unit, slowest.spread, 1.5))
+    appended = encode_cases.bench_append(timer)
+    for case, values in appended.items():
+        name = f"append.{case}.us_per_layer"
+        figures.append(Figure(name, values["us_per_layer"], "microseconds", values["spread_us"]))
+        console.print(f"append {case}: {values['us_per_layer']:.2f} us a layer")
+    plain = [v for case, v in appended.items() if case.endswith("plain")]
+    worst = max(plain, key=lambda values: values["us_per_layer"])
+    name = "append.us_per_layer"
+    figures.append(Figure(name, worst["us_per_layer"], "microseconds", worst["spread_us"], 6.0))
     return figures
 
 
