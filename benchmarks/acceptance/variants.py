@@ -40,10 +40,13 @@ def shipped(head_dim: int) -> list[Variant]:
 
 
 def grid(head_dim: int) -> list[Variant]:
-    """log4 around its defaults, one parameter at a time, and where the paper's own choices lead."""
-    base = Log4Settings()
+    """log4's default, other linear levels, and levels by table: one parameter at a time, and where
+    the paper's own choices lead."""
+    linear = Log4Settings()
+    base = replace(linear, alpha=0.25, top=120, levels="interval")
     lynx = Log4Settings(64, 64, alpha=8.0, centre="mean", levels="corner")
-    settings = [base]
+    settings = [linear, base]
+    settings += [replace(linear, top=top) for top in (114, 116, 120)]
     settings += [replace(base, alpha=a) for a in (0.05, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)]
     settings += [replace(base, last_level=at) for at in (0.5, 0.6, 0.65, 0.75, 0.8)]
     settings += [replace(base, alpha=0.5, last_level=at) for at in (0.65, 0.75)]
@@ -63,7 +66,8 @@ def _log4(settings: Log4Settings, head_dim: int) -> Variant:
 
 
 def describe(settings: Log4Settings) -> str:
-    level = f"last {settings.last_level}" if settings.levels == "interval" else "corner"
+    levels = settings.levels
+    level = f"last {settings.last_level}" if levels == "interval" else levels
     return (
         f"chunks {settings.k_chunk}/{settings.v_chunk}, a {settings.alpha}, top {settings.top}, "
         f"{settings.centre}, {level}"

@@ -116,7 +116,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama"},
         "encoder-decoder",
     ),
-    "head_size": ({"head_dim": 20}, "head size must be a multiple of 8"),
+    "head_size": ({"head_dim": 20}, "head size must be a multiple of 16"),
 }
 
 
