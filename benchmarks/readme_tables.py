@@ -14,7 +14,7 @@ TITLES = {
     "identity.prompts": "prompts on eval-31m and demo-5m (100 to 6000 tokens, 256 new each)",
     "identity.answers": "answers compared with plain SGLang (`int8`: with drafting off), both "
     "codecs: alone, 8 at a time, with prefix hits, in small chunks, with forced retraction, in a "
-    "full pool, with strict memory checks",
+    "full pool, with strict memory checks (which model in which: below)",
     "identity.mismatches": "answers that differ",
     "capacity.vs_plain": "tokens against plain bf16 KV in the same bytes (head size 128)",
     "accept.log4.mean_of_32": "`log4`: mean accepted of 32 drafts, 4096-token prompts, eval-31m",

@@ -1,0 +1,49 @@
+"""The CUDA sources compile for Hopper, which needs no GPU, with what their launchers define."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.jit import nvrtc
+from kvspec_kernels.jit.cuda_attention import AttentionShape, draft_defines
+from kvspec_kernels.jit.cuda_verify import verify_defines
+
+ARCHITECTURE = "sm_90a"
+CODECS = (Log4Settings, Uniform4Settings)
+
+
+def shape_of(codec, page_size, head_dim, group, dtype):
+    settings = codec.for_page(page_size)
+    return AttentionShape(settings, page_size, head_dim, 2 * group, 2, dtype)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "group", "dtype"),
+    [
+        (64, 128, 4, torch.bfloat16),
+        (32, 96, 1, torch.float16),
+        (256, 64, 8, torch.bfloat16),
+        (64, 256, 16, torch.bfloat16),
+    ],
+)
+def test_draft_attention_compiles(codec, page_size, head_dim, group, dtype):
+    defines = draft_defines(shape_of(codec, page_size, head_dim, group, dtype))
+    assert nvrtc.compile_cubin("draft_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("columns", "head_dim", "dtype"),
+    [(1, 128, torch.bfloat16), (8, 128, torch.float16), (4, 256, torch.bfloat16)],
+)
+def test_verify_attention_compiles(codec, columns, head_dim, dtype):
+    defines = verify_defines(shape_of(codec, 64, head_dim, 4, dtype), columns, blocks=2)
+    assert nvrtc.compile_cubin("verify_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+
+
+def test_a_source_that_does_not_compile_says_why():
+    with pytest.raises(nvrtc.CudaError, match=r"(?s)draft_attention.cu did not compile.*HEAD_DIM"):
+        nvrtc.compile_cubin("draft_attention.cu", (), ARCHITECTURE)
