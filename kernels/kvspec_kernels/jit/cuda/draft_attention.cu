@@ -8,10 +8,10 @@
 //   log4:     K = centre + scale L[code]: scale is folded into Q, q . centre is a matrix product of
 //             its own; V = centre + scale L[code] per channel: folded in once a page.
 //   uniform4: K = (u - 8) s + (z + 8 s) likewise; V so per token: s is folded into P, and the sum of
-//   P (z + 8 s) kept apart.
+//             P (z + 8 s) kept apart.
 //
-// Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4 Q_BF16 WARPS
-// HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES and, for log4, TOP.
+// Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4
+// Q_BF16 WARPS HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES TOP.
 
 #include "hopper.cuh"
 
@@ -23,7 +23,7 @@ constexpr int COLUMN_TILES = (GROUP + 7) / 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int HALF_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
 constexpr int QUERY_BYTES = COLUMN_TILES * CHANNEL_TILES * 512;
-// P may exceed 1 by this factor before the running maximum moves: fewer rescalings.
+// A score may exceed the running maximum by this, in log2, before that moves: fewer rescalings.
 constexpr float SLACK = 6.0f;
 #if LOG4
 // Of the denormals that codes become, in units of the scale.
