@@ -41,7 +41,7 @@ def compile_cubin(
 
 
 class Kernel:
-    """A loaded kernel. launch() takes tensors, ints (64 bits unless wrapped) and floats."""
+    """A loaded kernel."""
 
     def __init__(self, function: Any, module: Any) -> None:
         self._function = function

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from kvspec_kernels.formats import RecordLayout
 from kvspec_kernels.reference import nibbles
 
 TILE = 16
@@ -70,6 +71,30 @@ def row_order(values: torch.Tensor) -> torch.Tensor:
 def from_row_order(values: torch.Tensor) -> torch.Tensor:
     """Inverse of row_order."""
     return torch.unflatten(values, -1, (8, -1, 2)).movedim(-3, -1).flatten(-3)
+
+
+# K's metadata belongs to columns of its operand. V's, per channel in log4, belongs to rows of its
+# operand, and per token in uniform4 to rows of K times Q.
+STORE = {"k": column_order, "v": row_order}
+LOAD = {"k": from_column_order, "v": from_row_order}
+
+
+def codes_to_words(codes: torch.Tensor, part: str) -> torch.Tensor:
+    """Codes [N, P, H, D] of part "k" or "v" in stored order: [N, H, P * D / 8, 8]."""
+    return to_words(codes.permute((0, 2, 1, 3) if part == "k" else (0, 2, 3, 1)))
+
+
+def codes_from_words(words: torch.Tensor, part: str, page_size: int) -> torch.Tensor:
+    """Inverse of codes_to_words but for the order of dimensions: new memory as [N, H, P, D]."""
+    head_dim = words.shape[-2] * WORD_CODES // page_size
+    if part == "k":
+        return from_words(words, page_size, head_dim)
+    return from_words(words, head_dim, page_size).transpose(-1, -2)
+
+
+def packed_words(records: torch.Tensor, part: str, layout: RecordLayout) -> torch.Tensor:
+    """The codes of a part of records [N, H, nbytes] as uint8 [N, H, words, 4]."""
+    return torch.unflatten(layout[f"{part}_codes"].view(records), -1, (-1, 4)).contiguous()
 
 
 def pack_by_halves(codes: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,6 @@ LARGEST_FP32 = 0x7F7FFFFF
 LARGEST_SCALE = LARGEST_FP32 >> SCALE_SHIFT
 LARGEST_OFFSET = 255
 
-# K's metadata belongs to columns of its operand, V's to rows.
-STORE = {"k": fragments.column_order, "v": fragments.row_order}
-LOAD = {"k": fragments.from_column_order, "v": fragments.from_row_order}
-
 
 def encode(
     k: torch.Tensor,
@@ -52,15 +48,15 @@ def encode(
         chunks = torch.unflatten(pages.float(), 1, (rows, -1))
         centre, scale, base, offset = _metadata(chunks, settings)
         for name, stored in (("centre", centre), ("scale", offset)):
-            by_head = STORE[part](stored.squeeze(2).transpose(1, 2))
+            by_head = fragments.STORE[part](stored.squeeze(2).transpose(1, 2))
             anchor_layout[f"{part}_{name}"].view(anchors).copy_(by_head)
         bases[..., index] = base
         codes, corrections = _quantise(chunks, centre, scale, law, settings, residuals is not None)
         field = f"{part}_codes"
-        words = fragments.to_words(_operand(codes, part))
+        words = fragments.codes_to_words(codes, part)
         anchor_layout[field].view(anchors).copy_(fragments.pack_sign_magnitude(words).flatten(-2))
         if residuals is not None and residual_layout is not None and corrections is not None:
-            words = fragments.to_words(_operand(corrections, part))
+            words = fragments.codes_to_words(corrections, part)
             residual_layout[field].view(residuals).copy_(
                 fragments.pack_by_halves(words).flatten(-2)
             )
@@ -74,7 +70,7 @@ def decode_anchor(
     law = tables(settings, anchors.device)
 
     def part(name: str) -> torch.Tensor:
-        packed = torch.unflatten(layout[f"{name}_codes"].view(anchors), -1, (-1, 4))
+        packed = fragments.packed_words(anchors, name, layout)
         words = law.levels[fragments.unpack_sign_magnitude(packed).int()]
         return _scaled(words, name, anchors, layout, dtype)
 
@@ -93,10 +89,9 @@ def decode_refined(
     law = tables(settings, anchors.device)
 
     def part(name: str) -> torch.Tensor:
-        field = f"{name}_codes"
-        packed = torch.unflatten(anchor_layout[field].view(anchors), -1, (-1, 4))
+        packed = fragments.packed_words(anchors, name, anchor_layout)
         codes = fragments.unpack_sign_magnitude(packed)
-        packed = torch.unflatten(residual_layout[field].view(residuals), -1, (-1, 4))
+        packed = fragments.packed_words(residuals, name, residual_layout)
         corrections = fragments.by_halves(nibbles.unpack(packed))
         words = law.refined[(codes | corrections << 4).int()]
         return _scaled(words, name, anchors, anchor_layout, dtype)
@@ -164,11 +159,6 @@ def _quantise(
     return codes.flatten(1, 2), corrections
 
 
-def _operand(codes: torch.Tensor, part: str) -> torch.Tensor:
-    """Codes [N, P, H, D] as the matrix operand that is stored: K [N, H, P, D], V [N, H, D, P]."""
-    return codes.permute(0, 2, 1, 3) if part == "k" else codes.permute(0, 2, 3, 1)
-
-
 def _scaled(
     words: torch.Tensor,
     name: str,
@@ -180,16 +170,12 @@ def _scaled(
     [N, H, words, 8] fp32."""
     part = {"k": 0, "v": 1}[name]
     base = layout["scale_base"].view(anchors)[..., part].int()[..., None, None]
-    offset = LOAD[name](layout[f"{name}_scale"].view(anchors)).int()
+    offset = fragments.LOAD[name](layout[f"{name}_scale"].view(anchors)).int()
     scale = (base + offset << SCALE_SHIFT).view(torch.float32)
-    centre = LOAD[name](layout[f"{name}_centre"].view(anchors)).float()
-    head_dim = centre.shape[-1]
-    page_size = words.shape[-2] * fragments.WORD_CODES // head_dim
-    # [N, H, chunks, tokens of a chunk, D], a view for V.
-    if name == "k":
-        values = fragments.from_words(words, page_size, head_dim)
-    else:
-        values = fragments.from_words(words, head_dim, page_size).transpose(-1, -2)
+    centre = fragments.LOAD[name](layout[f"{name}_centre"].view(anchors)).float()
+    page_size = words.shape[-2] * fragments.WORD_CODES // centre.shape[-1]
+    values = fragments.codes_from_words(words, name, page_size)
+    # [N, H, chunks, tokens of a chunk, D], a view.
     by_chunk = torch.unflatten(values, 2, (centre.shape[2], -1))
     by_chunk.mul_(scale[..., None, :]).add_(centre[..., None, :])
     limit = torch.finfo(dtype).max

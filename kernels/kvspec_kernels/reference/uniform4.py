@@ -20,10 +20,6 @@ from kvspec_kernels.reference import fragments, nibbles
 
 CODES = 16
 
-# K's metadata belongs to columns of its operand; V's, per token, to rows of K times Q.
-STORE = {"k": fragments.column_order, "v": fragments.row_order}
-LOAD = {"k": fragments.from_column_order, "v": fragments.from_row_order}
-
 
 def encode(
     k: torch.Tensor,
@@ -40,7 +36,7 @@ def encode(
         groups, dim = _grouped(pages.float(), part, anchor_layout)
         scale, zero = _metadata(groups, dim)
         for name, stored in (("scale", scale), ("zero", zero)):
-            by_head = STORE[part](stored.squeeze(dim).transpose(1, 2))
+            by_head = fragments.STORE[part](stored.squeeze(dim).transpose(1, 2))
             anchor_layout[f"{part}_{name}"].view(anchors).copy_(by_head)
         # A zero scale means that every value of the group equals the zero point.
         step = torch.where(scale > 0, scale, 1.0)
@@ -61,7 +57,7 @@ def decode_anchor(
     table = nibbles.pair_table(torch.arange(16, dtype=torch.float32, device=anchors.device))
 
     def part(name: str) -> torch.Tensor:
-        words = nibbles.look_up(table, _packed_words(anchors, name, layout))
+        words = nibbles.look_up(table, fragments.packed_words(anchors, name, layout))
         return _scaled(words, 1.0, name, anchors, layout, dtype)
 
     return part("k"), part("v")
@@ -77,8 +73,8 @@ def decode_refined(
     """Anchor and correction records into 8-bit pages (k, v) [N, P, H, D] `dtype`."""
 
     def part(name: str) -> torch.Tensor:
-        upper = nibbles.unpack(_packed_words(anchors, name, anchor_layout))
-        lower = nibbles.unpack_signed(_packed_words(residuals, name, residual_layout))
+        upper = nibbles.unpack(fragments.packed_words(anchors, name, anchor_layout))
+        lower = nibbles.unpack_signed(fragments.packed_words(residuals, name, residual_layout))
         combined = upper.float().mul_(CODES).add_(lower)
         return _scaled(combined, 1 / CODES, name, anchors, anchor_layout, dtype)
 
@@ -109,13 +105,7 @@ def _metadata(groups: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tenso
 def _packed(codes: torch.Tensor, shape: torch.Size, part: str) -> torch.Tensor:
     """Codes in float as packed [N, H, P * D / 2] of pages of `shape` [N, P, H, D]."""
     integers = codes.nan_to_num(0.0).to(torch.int32).view(shape)
-    order = (0, 2, 1, 3) if part == "k" else (0, 2, 3, 1)
-    return fragments.pack_by_halves(fragments.to_words(integers.permute(order))).flatten(-2)
-
-
-def _packed_words(records: torch.Tensor, part: str, layout: RecordLayout) -> torch.Tensor:
-    """The codes of a part of records [N, H, nbytes] as uint8 [N, H, words, 4]."""
-    return torch.unflatten(layout[f"{part}_codes"].view(records), -1, (-1, 4)).contiguous()
+    return fragments.pack_by_halves(fragments.codes_to_words(integers, part)).flatten(-2)
 
 
 def _scaled(
@@ -128,18 +118,14 @@ def _scaled(
 ) -> torch.Tensor:
     """codes * (scale * step) + zero as pages [N, P, H, D] `dtype`, of nibbles in stored
     order [N, H, words, 8] fp32."""
-    scale = LOAD[name](layout[f"{name}_scale"].view(anchors)).float() * step
-    zero = LOAD[name](layout[f"{name}_zero"].view(anchors)).float()
+    scale = fragments.LOAD[name](layout[f"{name}_scale"].view(anchors)).float() * step
+    zero = fragments.LOAD[name](layout[f"{name}_zero"].view(anchors)).float()
     page_size = layout["v_scale"].shape[0]
-    head_dim = words.shape[-2] * fragments.WORD_CODES // page_size
+    values = fragments.codes_from_words(fragments.by_halves(words), name, page_size)
     if name == "k":
-        values = fragments.from_words(fragments.by_halves(words), page_size, head_dim)
         by_group = torch.unflatten(values, 2, (scale.shape[2], -1))
         by_group.mul_(scale[..., None, :]).add_(zero[..., None, :])
     else:
-        values = fragments.from_words(fragments.by_halves(words), head_dim, page_size).transpose(
-            -1, -2
-        )
         values.mul_(scale[..., None]).add_(zero[..., None])
     limit = torch.finfo(dtype).max
     if bool((zero.abs() + scale * (CODES / step) > limit).any()):

@@ -95,8 +95,8 @@ def test_codes_and_metadata_equal_the_scalar_model(cache_like_pages, settings, s
         packed = corrections_layout[f"{part}_codes"].view(residuals).unflatten(-1, (-1, 4))
         corrections = by_token(fragments.by_halves(nibbles.unpack_signed(packed)), part)
         base = layout["scale_base"].view(anchors)[..., "kv".index(part), None, None].int()
-        scales = log4.LOAD[part](layout[f"{part}_scale"].view(anchors)).int() + base
-        centres = log4.LOAD[part](layout[f"{part}_centre"].view(anchors))
+        scales = fragments.LOAD[part](layout[f"{part}_scale"].view(anchors)).int() + base
+        centres = fragments.LOAD[part](layout[f"{part}_centre"].view(anchors))
         for n, h in ((0, 0), (1, 1)):
             want = model_encode(page[n, :, h].tolist(), chunk, settings)
             got = codes, corrections, centres, scales

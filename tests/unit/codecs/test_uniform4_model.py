@@ -60,7 +60,7 @@ def test_codes_equal_the_scalar_model(cache_like_pages, page_size):
 
     def metadata(part):
         fields = [layout[f"{part}_{name}"].view(anchors)[0, 1] for name in ("scale", "zero")]
-        return [uniform4.LOAD[part](field) for field in fields]
+        return [fragments.LOAD[part](field) for field in fields]
 
     (upper, lower), (scale, zero) = codes("k"), metadata("k")
     group = settings.k_group

@@ -371,16 +371,6 @@ __device__ __forceinline__ void weigh_page(
     }
 }
 
-// The largest b with indptr[b] <= page, found by the whole warp.
-__device__ __forceinline__ int request_of(const int* indptr, int batch, int page) {
-    int b = 0;
-    for (int first = 1; first < batch; first += 32) {
-        int i = first + threadIdx.x % 32;
-        b += __popc(__ballot_sync(FULL, i < batch && indptr[i] <= page));
-    }
-    return b;
-}
-
 // Blocks that share the work: each has a page for every warp.
 __device__ __forceinline__ int active_workers(i64 total, int workers) {
     i64 most = (total + WARPS - 1) / WARPS;

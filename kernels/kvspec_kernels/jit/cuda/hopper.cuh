@@ -162,3 +162,13 @@ __device__ __forceinline__ i64 first_unit(i64 total, int worker, int workers) {
 __device__ __forceinline__ int worker_of(i64 unit, i64 total, int workers) {
     return (int)(((unit + 1) * workers - 1) / total);
 }
+
+// The largest b with starts[b] <= unit, found by the whole warp.
+__device__ __forceinline__ int request_of(const int* starts, int batch, int unit) {
+    int b = 0;
+    for (int first = 1; first < batch; first += 32) {
+        int i = first + threadIdx.x % 32;
+        b += __popc(__ballot_sync(FULL, i < batch && starts[i] <= unit));
+    }
+    return b;
+}

@@ -293,19 +293,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     int worker = blockIdx.x;
     i64 begin = 0, end = 0;
     if (worker < workers) {
-        begin = total * worker / workers;
-        end = total * (worker + 1) / workers;
+        begin = first_unit(total, worker, workers);
+        end = first_unit(total, worker + 1, workers);
     }
     u32 sequence = 0;
     bool is_first = true;
 
     while (begin < end) {
         Segment s;
-        s.b = 0;
-        for (int first = 1; first < batch; first += 32) {
-            int i = first + lane;
-            s.b += __popc(__ballot_sync(FULL, i < batch && starts[i] <= begin));
-        }
+        s.b = request_of(starts, batch, (int)begin);
         int first_index = indptr[s.b], num_pages = indptr[s.b + 1] - first_index;
         s.first_query = qo_indptr[s.b];
         s.num_queries = qo_indptr[s.b + 1] - s.first_query;
@@ -577,7 +573,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             __syncthreads();
             if (*flags) {
                 __threadfence();
-                int first_slot = total * first / workers < first_page ? 1 : 0;
+                int first_slot = first_unit(total, first, workers) < first_page ? 1 : 0;
                 merge_parts(partial_out, partial_stat, first, last, first_slot, s, num_kv_heads, out,
                             lse);
             }
