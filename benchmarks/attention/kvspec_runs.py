@@ -9,7 +9,7 @@ import torch
 from attention.shapes import HEAD_DIM, KV_HEADS, PAGE_SIZE, QO_HEADS, Shape
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout, residual_layout
 from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, workspace_nbytes
-from kvspec_kernels.ops.attention_plan import Source
+from kvspec_kernels.ops.attention_plan import Arithmetic, Source
 from kvspec_kernels.reference import log4, uniform4
 
 Settings = Log4Settings | Uniform4Settings
@@ -46,19 +46,29 @@ def records(settings: Settings, num_pages: int) -> tuple[torch.Tensor, torch.Ten
     return first, second
 
 
-def draft_calls(settings: Settings, shape: Shape) -> list[Callable[[], object]]:
+def draft_calls(
+    settings: Settings, shape: Shape, arithmetic: Arithmetic = "auto"
+) -> list[Callable[[], object]]:
     """One query token a request over anchors."""
     copies = shape.rotations(shape.num_pages * KV_HEADS * record_bytes(settings))
     indptr, lists, last = shape.page_tables(copies)
     anchors, _ = records(settings, shape.num_pages * copies)
     q = torch.randn(shape.batch, QO_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    workspace = _workspace(settings, shape, 1)
+    workspace = _workspace(settings, shape, 1, arithmetic=arithmetic)
 
     def call_on(indices: torch.Tensor) -> Callable[[], object]:
         wrapper = DraftAttention(workspace)
         heads = (QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
-        wrapper.plan(indptr, indices, last, *heads, settings=settings, q_dtype=torch.bfloat16)
+        wrapper.plan(
+            indptr,
+            indices,
+            last,
+            *heads,
+            settings=settings,
+            q_dtype=torch.bfloat16,
+            arithmetic=arithmetic,
+        )
         return lambda: wrapper.run(q, anchors, out=out, lse=lse)
 
     return [call_on(indices) for indices in lists]
@@ -101,7 +111,11 @@ def verify_calls(settings: Settings, shape: Shape, num_new: int) -> list[Callabl
 
 
 def _workspace(
-    settings: Settings, shape: Shape, max_qo_len: int, source: Source = "anchor"
+    settings: Settings,
+    shape: Shape,
+    max_qo_len: int,
+    source: Source = "anchor",
+    arithmetic: Arithmetic = "auto",
 ) -> torch.Tensor:
     nbytes = workspace_nbytes(
         batch_size=shape.batch,
@@ -113,5 +127,6 @@ def _workspace(
         device=torch.device("cuda"),
         source=source,
         max_qo_len=max_qo_len,
+        arithmetic=arithmetic,
     )
     return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")

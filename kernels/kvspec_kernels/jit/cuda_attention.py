@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,10 @@ BLOCK_RESERVED = 1024
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP = 16
 
+# fp16: codes become fp16 numbers. int8: they stay integers, and what they are multiplied with
+# becomes such (HACK, section 4).
+Arithmetic = Literal["fp16", "int8"]
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -30,6 +35,7 @@ class AttentionShape:
     num_qo_heads: int
     num_kv_heads: int
     q_dtype: torch.dtype
+    arithmetic: Arithmetic = "fp16"
 
     @property
     def group(self) -> int:
@@ -53,6 +59,7 @@ def supported(shape: AttentionShape, device: torch.device) -> bool:
         and 1 <= group <= MAX_GROUP
         and shape.q_dtype in (torch.bfloat16, torch.float16)
         and _whole_steps(shape.settings)
+        and (shape.arithmetic == "int8" or getattr(shape.settings, "anchor_bits", 4) == 4)
     )
 
 
@@ -145,6 +152,8 @@ def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
     """The constants that cuda/draft_attention.cu is compiled with."""
     plan = occupancy(shape)
     return record_defines(shape) | {
+        "INT8": int(shape.arithmetic == "int8"),
+        "TWO_BIT_STEP": 28,
         "GROUP": shape.group,
         "HEAD_SPLIT": shape.head_split,
         "WARPS": plan.warps,
@@ -162,6 +171,7 @@ def record_defines(shape: AttentionShape) -> dict[str, int | str]:
         "HEAD_DIM": shape.head_dim,
         "PAGE_SIZE": shape.page_size,
         "LOG4": int(is_log),
+        "ANCHOR_BITS": getattr(shape.settings, "anchor_bits", 4),
         "Q_BF16": int(shape.q_dtype == torch.bfloat16),
         "K_BYTES": k_bytes,
         "V_BYTES": layout.nbytes - k_bytes,
@@ -184,11 +194,13 @@ class Occupancy:
 
 def occupancy(shape: AttentionShape) -> Occupancy:
     """As many warps as registers and shared memory allow."""
-    columns = -(-shape.group // 8)
+    columns = _column_tiles(shape)
     # Output, folded query, scores and probabilities, and what the rest was seen to take.
-    registers = 80 + columns * (
-        shape.head_dim // 4 + shape.head_dim // 8 + shape.page_size * 3 // 8
-    )
+    if shape.arithmetic == "int8":
+        each = shape.head_dim * 3 // 8 + shape.page_size * 3 // 16
+    else:
+        each = shape.head_dim * 3 // 8 + shape.page_size * 3 // 8
+    registers = 80 + columns * each
     by_registers = MULTIPROCESSOR_REGISTERS // (32 * (-(-min(registers, 255) // 8) * 8))
     # Three halves are the least that keeps a fetch going while either half is being read; more
     # blocks are worth more than a fourth.
@@ -206,5 +218,11 @@ def shared_bytes(shape: AttentionShape, warps: int, halves: int) -> int:
     layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     k_bytes = layout["v_codes"].offset
     half = max(k_bytes, layout.nbytes - k_bytes)
-    query = -(-shape.group // 8) * shape.head_dim // 16 * 512
+    query = _column_tiles(shape) * shape.head_dim // 16 * 512
     return query + warps * halves * (half + 8) + 16
+
+
+def _column_tiles(shape: AttentionShape) -> int:
+    """Products' right operands of 8 columns: a head has one, or two for INT8."""
+    heads = 4 if shape.arithmetic == "int8" else 8
+    return -(-shape.group // heads)

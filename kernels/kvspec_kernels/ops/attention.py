@@ -20,7 +20,7 @@ from typing import Literal, Protocol, get_args
 import torch
 
 from kvspec_kernels.formats import Log4Settings, Target, Uniform4Settings
-from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
+from kvspec_kernels.ops.attention_plan import Arithmetic, AttentionPlan, Records, Source, Tail
 from kvspec_kernels.ops.cuda_attention import CudaAttention
 from kvspec_kernels.ops.triton_attention import TritonAttention
 
@@ -50,7 +50,9 @@ class BackendAttention(Protocol):
 def _backend_class(backend: Backend, plan: AttentionPlan) -> type[BackendAttention]:
     """The one place where a back end is chosen."""
     if backend == "auto":
-        return CudaAttention if CudaAttention.covers(plan) else TritonAttention
+        backend = "cuda" if CudaAttention.covers(plan) else "triton"
+    if backend == "triton" and plan.arithmetic == "int8":
+        raise ValueError("arithmetic 'int8' needs the back end 'cuda' and a plan that it covers")
     return CudaAttention if backend == "cuda" else TritonAttention
 
 
@@ -68,6 +70,7 @@ def workspace_nbytes(
     max_qo_len: int = 1,
     num_sms: int | None = None,
     backend: Backend = "auto",
+    arithmetic: Arithmetic = "auto",
 ) -> int:
     """Bytes of workspace that a plan of these sizes needs; lengths do not matter. source: what the
     queries attend to, "anchor" for DraftAttention, VerifyAttention's target otherwise."""
@@ -85,6 +88,7 @@ def workspace_nbytes(
         q_dtype=q_dtype,
         max_qo_len=max_qo_len,
         num_sms=num_sms,
+        arithmetic=arithmetic,
     )
     return _backend_class(backend, plan).workspace_nbytes(plan)
 
@@ -160,6 +164,7 @@ class DraftAttention(_Attention):
         q_dtype: torch.dtype,
         sm_scale: float | None = None,
         num_sms: int | None = None,
+        arithmetic: Arithmetic = "auto",
     ) -> None:
         """Set batch and model. Request b's past is pages indices[indptr[b] : indptr[b + 1]], the
         last filled up to last_page_len[b]; no page means no past.
@@ -167,6 +172,8 @@ class DraftAttention(_Attention):
         indptr [batch_size + 1], indices and last_page_len [batch_size]: int32, contiguous.
         q_dtype: bf16, fp16 or fp32, also the KV dtype of a tail. sm_scale: 1 / sqrt(head_dim)
         unless given. num_sms: multiprocessors to fill, all of the device's unless given.
+        arithmetic: whether pages are attended to in fp16 or in int8, on the codes themselves
+        (HACK, section 4), which the CUDA back end can.
         """
         self._set_plan(
             _make_plan(
@@ -182,6 +189,7 @@ class DraftAttention(_Attention):
                 q_dtype=q_dtype,
                 sm_scale=sm_scale,
                 num_sms=num_sms,
+                arithmetic=arithmetic,
             )
         )
 
@@ -286,6 +294,7 @@ def _make_plan(
     num_sms: int | None = None,
     qo_indptr: torch.Tensor | None = None,
     max_qo_len: int = 1,
+    arithmetic: Arithmetic = "auto",
 ) -> AttentionPlan:
     device = indptr.device
     if num_sms is None:
@@ -306,4 +315,5 @@ def _make_plan(
         sm_scale=1 / math.sqrt(head_dim) if sm_scale is None else sm_scale,
         max_qo_len=max_qo_len,
         num_sms=num_sms,
+        arithmetic=arithmetic,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -17,6 +17,8 @@ from kvspec_kernels.formats import (
 )
 
 Source = Literal["anchor", "int8", "exact"]
+# In what a draft's products are computed; auto takes what is faster. Verifying is always in fp16.
+Arithmetic = Literal["auto", "fp16", "int8"]
 
 MAX_GROUP = 16
 MAX_QO_LEN = 65
@@ -71,6 +73,7 @@ class AttentionPlan:
     sm_scale: float
     max_qo_len: int
     num_sms: int
+    arithmetic: Arithmetic = "auto"
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "max_qo_len", "num_sms"):
@@ -85,6 +88,8 @@ class AttentionPlan:
             raise ValueError(f"max_qo_len must be at most {MAX_QO_LEN}, got {self.max_qo_len}")
         if self.q_dtype not in QUERY_DTYPES:
             raise ValueError(f"q_dtype must be one of {_names(QUERY_DTYPES)}, got {self.q_dtype}")
+        if self.arithmetic not in get_args(Arithmetic):
+            raise ValueError(f"arithmetic must be auto, fp16 or int8, got {self.arithmetic!r}")
         if self.indptr.ndim != 1 or len(self.indptr) < 2:
             raise ValueError(
                 f"indptr must have shape [batch_size + 1], got {list(self.indptr.shape)}"

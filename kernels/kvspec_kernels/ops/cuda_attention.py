@@ -8,7 +8,14 @@ from dataclasses import replace
 import torch
 import triton
 
-from kvspec_kernels.jit.cuda_attention import AttentionShape, DraftKernel, draft_kernel, supported
+from kvspec_kernels.formats import Uniform4Settings
+from kvspec_kernels.jit.cuda_attention import (
+    Arithmetic,
+    AttentionShape,
+    DraftKernel,
+    draft_kernel,
+    supported,
+)
 from kvspec_kernels.jit.cuda_verify import VerifyKernel, verify_kernel, verify_supported
 from kvspec_kernels.jit.merge_states import merge_states_kernel
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Tail
@@ -142,7 +149,17 @@ def _shape(plan: AttentionPlan) -> AttentionShape:
         plan.num_qo_heads,
         plan.num_kv_heads,
         plan.q_dtype,
+        _arithmetic(plan),
     )
+
+
+def _arithmetic(plan: AttentionPlan) -> Arithmetic:
+    """The one asked for, or the faster one (kernels/README.md)."""
+    if plan.source != "anchor":
+        return "fp16"
+    if plan.arithmetic != "auto":
+        return plan.arithmetic
+    return "int8" if isinstance(plan.settings, Uniform4Settings) else "fp16"
 
 
 def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:

@@ -30,7 +30,7 @@ from kvspec_kernels.ops.attention import (  # noqa: E402
     VerifyAttention,
     workspace_nbytes,
 )
-from kvspec_kernels.ops.attention_plan import AttentionPlan  # noqa: E402
+from kvspec_kernels.ops.attention_plan import Arithmetic, AttentionPlan  # noqa: E402
 from kvspec_kernels.ops.cuda_attention import CudaAttention  # noqa: E402
 from kvspec_kernels.testing.cases import (  # noqa: E402
     POISON_BYTE,
@@ -62,12 +62,16 @@ def device() -> torch.device:
     return torch.device("cuda:0" if HAS_CUDA else "cpu")
 
 
-@pytest.fixture(params=["triton", "cuda"] if HAS_CUDA else ["triton"])
+# Each with the arithmetic of drafts, where there is a choice.
+BACKENDS = ("triton", "cuda-fp16", "cuda-int8") if HAS_CUDA else ("triton",)
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def plan_of(case: AttentionCase, device: torch.device) -> AttentionPlan:
+def plan_of(case: AttentionCase, arithmetic: Arithmetic) -> AttentionPlan:
     """What the wrappers would plan for a case."""
     verify = case.source != "anchor"
     return AttentionPlan(
@@ -85,6 +89,7 @@ def plan_of(case: AttentionCase, device: torch.device) -> AttentionPlan:
         sm_scale=1.0,
         max_qo_len=max(1, *case.qo_indptr.diff().tolist()) if verify else 1,
         num_sms=1,
+        arithmetic=arithmetic,
     )
 
 
@@ -96,7 +101,7 @@ def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
     """Plans a case on the wrapper for its source and returns what runs it into (out, lse), any
     number of times. The workspace starts as NaN."""
 
-    def plan(case: AttentionCase, **options: object) -> Run:
+    def prepared(case: AttentionCase, **options: object) -> Run:
         verify = case.source != "anchor"
         q_lens = case.qo_indptr.diff().tolist()
         sizes = {
@@ -108,19 +113,25 @@ def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
             "num_sms": options.pop("num_sms", None),
         }
         max_qo_len = {"max_qo_len": max(1, *q_lens)} if verify else {}
-        if backend == "cuda" and not CudaAttention.covers(plan_of(case, device)):
+        name, _, arithmetic = backend.partition("-")
+        if verify and arithmetic == "int8":
+            pytest.skip("verifying is in fp16")
+        if not verify:
+            sizes["arithmetic"] = arithmetic or "auto"
+        plan = plan_of(case, sizes.get("arithmetic", "auto"))
+        if name == "cuda" and not CudaAttention.covers(plan):
             pytest.skip("not a case of the CUDA back end")
         nbytes = workspace_nbytes(
             batch_size=len(q_lens),
             q_dtype=case.q.dtype,
             source=case.source,
             device=device,
-            backend=backend,
+            backend=name,
             **sizes,
             **max_qo_len,
         )
         memory = torch.full((nbytes,), POISON_BYTE, dtype=torch.uint8, device=device)
-        attention = (VerifyAttention if verify else DraftAttention)(memory, backend)
+        attention = (VerifyAttention if verify else DraftAttention)(memory, name)
         if verify:
             options |= {"qo_indptr": case.qo_indptr, "target": case.source, **max_qo_len}
         attention.plan(
@@ -135,7 +146,7 @@ def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
         given = records if verify else records[:1]
         return lambda out, lse: attention.run(case.q, *given, tail=case.tail, out=out, lse=lse)
 
-    return plan
+    return prepared
 
 
 @pytest.fixture

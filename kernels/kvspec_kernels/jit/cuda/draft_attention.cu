@@ -1,375 +1,20 @@
 // Decode attention over anchor pages, for Hopper: codes go from memory to matrix registers without
 // a shuffle. Blocks share the pages of all requests and KV heads equally, whatever the lengths; of a
 // request that was cut, the block that ends last merges the parts. The warps of a block take pages
-// in turn; bulk copies fill a ring of each warp ahead of it, K and V apart.
-//
-// Per page and warp: S^T = K Q^T and O^T += V^T P^T with mma.m16n8k16, where K and V^T are the left
-// operands, unpacked in registers, and the 8 columns are the query heads of one KV head.
-//   log4:     K = centre + scale L[code]: scale is folded into Q, q . centre is a matrix product of
-//             its own; V = centre + scale L[code] per channel: folded in once a page.
-//   uniform4: K = (u - 8) s + (z + 8 s) likewise; V so per token: s is folded into P, and the sum of
-//             P (z + 8 s) kept apart.
+// in turn; bulk copies fill a ring of each warp ahead of it, K and V apart. What a warp does with a
+// page is in draft_half.cuh or draft_int8.cuh.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4
-// Q_BF16 WARPS HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES TOP.
+// ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES TOP.
 
-#include "hopper.cuh"
+#if INT8
+#include "draft_int8.cuh"
+#else
+#include "draft_half.cuh"
+#endif
 
-constexpr int CHANNEL_TILES = HEAD_DIM / 16;
-constexpr int TOKEN_TILES = PAGE_SIZE / 16;
-constexpr int K_CHUNK_TILES = TOKEN_TILES / K_ROWS;
-constexpr int V_CHUNK_TILES = TOKEN_TILES / V_ROWS;
-constexpr int COLUMN_TILES = (GROUP + 7) / 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int HALF_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
-constexpr int QUERY_BYTES = COLUMN_TILES * CHANNEL_TILES * 512;
-// A score may exceed the running maximum by this, in log2, before that moves: fewer rescalings.
-constexpr float SLACK = 6.0f;
-#if LOG4
-// Of the denormals that codes become, in units of the scale.
-constexpr float LEVEL_UNIT = 16777216.0f / TOP;
-#endif
-
-// Byte offsets within a record, from formats.py.
-constexpr int CODE_BYTES = PAGE_SIZE * HEAD_DIM / 2;
-constexpr int K_CODES = LOG4 ? 16 : 0;
-constexpr int K_META = K_CODES + CODE_BYTES;
-constexpr int K_META2 = K_META + K_ROWS * HEAD_DIM * 2;  // log4: scales (u8); uniform4: zeros (bf16)
-constexpr int V_CODES = 0;  // within the V part
-constexpr int V_META = CODE_BYTES;
-constexpr int V_META2 = V_META + (LOG4 ? V_ROWS * HEAD_DIM * 2 : PAGE_SIZE * 2);
-
-// The 8 codes of a word as the left operand of one 16 x 16 tile.
-__device__ __forceinline__ void unpack(u32 word, u32 (&a)[4]) {
-#if LOG4
-    // Sign, 16 m and 1: the fp16 denormals (16 m + 1) * 2^-24.
-    u32 rotated = prmt(word, word, 0x2103);
-    a[0] = and_or(word, 0x80708070u, 0x00010001u);
-    a[1] = and_or(word << 4, 0x80708070u, 0x00010001u);
-    a[2] = and_or(rotated, 0x80708070u, 0x00010001u);
-    a[3] = and_or(rotated << 4, 0x80708070u, 0x00010001u);
-#else
-    // Codes minus 8, so that roundings of what they are weighed with cancel. 0x6400 is 1024 in
-    // fp16: a nibble in the low mantissa bits adds its value, one in the next four bits 16 times it.
-    u32 upper = word >> 8;
-    a[0] = half2_add(and_or(word, 0x000f000fu, 0x64006400u), 0xe408e408u);
-    a[1] = half2_fma(and_or(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u);
-    a[2] = half2_add(and_or(upper, 0x000f000fu, 0x64006400u), 0xe408e408u);
-    a[3] = half2_fma(and_or(upper, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u);
-#endif
-}
-
-// State of one warp over the pages of one request and KV head.
-struct State {
-    float out[COLUMN_TILES][CHANNEL_TILES][4];
-    float max[COLUMN_TILES][2];
-    float sum[COLUMN_TILES][2];
-    float zero[COLUMN_TILES][2];
-};
-
-// Query fragments in shared memory, for each column tile, channel tile and lane: as they are,
-// then fp16 times sm_scale * log2(e).
-__device__ __forceinline__ void load_query(
-    uint4* query, const u16* q, i64 head_stride, float scale_log2) {
-    for (int i = threadIdx.x; i < COLUMN_TILES * CHANNEL_TILES * 32; i += THREADS) {
-        int lane = i % 32, tile = i / 32 % CHANNEL_TILES, column = i / 32 / CHANNEL_TILES;
-        int row = column * 8 + (lane >> 2);
-        u32 raw[2], scaled[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 pair = 0;
-            if (row < GROUP)
-                pair = *reinterpret_cast<const u32*>(
-                    q + row * head_stride + tile * 16 + half * 8 + 2 * (lane & 3));
-            raw[half] = pair;
-#if Q_BF16
-            float low = low_bf16(pair), high = high_bf16(pair);
-#else
-            float low = half_to_float((u16)pair), high = half_to_float((u16)(pair >> 16));
-#endif
-            scaled[half] = to_half2(low * scale_log2, high * scale_log2);
-        }
-        query[i] = make_uint4(raw[0], raw[1], scaled[0], scaled[1]);
-    }
-}
-
-// S^T of a page, in units of log2: scores[column][token tile][row g, g+8 x column 2t, 2t+1].
-__device__ __forceinline__ void score_page(
-    float (&scores)[COLUMN_TILES][TOKEN_TILES][4], const uint4* query, const u8* page,
-    float scale_log2, int lane) {
-    int t = lane & 3;
-    constexpr int VECTOR = CHANNEL_TILES % 4 == 0 ? 4 : 2;
-#if LOG4
-    int base = *reinterpret_cast<const short*>(page);
-    u32 bias = (u32)(16 + (base & 15)) * 0x00400040u;
-    float factor = __uint_as_float((u32)((base >> 4) + 14) << 23) * LEVEL_UNIT;
-#endif
-#pragma unroll
-    for (int chunk = 0; chunk < K_ROWS; ++chunk) {
-        float shift[COLUMN_TILES][4];
-        u32 folded[COLUMN_TILES][CHANNEL_TILES][2];
-#pragma unroll
-        for (int column = 0; column < COLUMN_TILES; ++column)
-            for (int i = 0; i < 4; ++i) shift[column][i] = 0.0f;
-#pragma unroll
-        for (int tile = 0; tile < CHANNEL_TILES; tile += 2) {
-            // log4: centre, else zero | log4: nothing, else scale (bf16).
-            int at = (chunk * HEAD_DIM + t * (HEAD_DIM / 4) + tile * 4);
-            Words<4> offset = load_shared<4>(page + (LOG4 ? K_META : K_META2) + at * 2);
-#if LOG4
-            Words<2> scale = load_shared<2>(page + K_META2 + at);
-#else
-            Words<4> scale = load_shared<4>(page + K_META + at * 2);
-#endif
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#if LOG4
-                u32 low = prmt(scale.w[i], 0, 0x4140) * 64u + bias;
-                u32 high = prmt(scale.w[i], 0, 0x4342) * 64u + bias;
-#else
-                u32 low = to_half2(low_bf16(scale.w[2 * i]), high_bf16(scale.w[2 * i]));
-                u32 high = to_half2(low_bf16(scale.w[2 * i + 1]), high_bf16(scale.w[2 * i + 1]));
-#endif
-#pragma unroll
-                for (int column = 0; column < COLUMN_TILES; ++column) {
-                    uint4 b = query[(column * CHANNEL_TILES + tile + i) * 32 + lane];
-                    mma_row(shift[column], offset.w[2 * i], offset.w[2 * i + 1], b.x, b.y);
-#if !LOG4
-                    mma_row(shift[column], times_8(scale.w[2 * i]), times_8(scale.w[2 * i + 1]),
-                            b.x, b.y);
-#endif
-                    folded[column][tile + i][0] = half2_mul(low, b.z);
-                    folded[column][tile + i][1] = half2_mul(high, b.w);
-                }
-            }
-        }
-#pragma unroll
-        for (int row = 0; row < K_CHUNK_TILES; row += 2) {
-            int first = chunk * K_CHUNK_TILES + row;
-#pragma unroll
-            for (int column = 0; column < COLUMN_TILES; ++column)
-                for (int i = 0; i < 4; ++i) {
-                    float start = LOG4 ? 0.0f : shift[column][i] * scale_log2;
-                    scores[column][first][i] = start;
-                    scores[column][first + 1][i] = start;
-                }
-#pragma unroll
-            for (int tile = 0; tile < CHANNEL_TILES; tile += VECTOR) {
-                Words<VECTOR> word[2];
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    int index = (first + k) * CHANNEL_TILES + tile;
-                    word[k] = load_shared<VECTOR>(
-                        page + K_CODES + ((index / 4 * 32 + lane) * 4 + index % 4) * 4);
-                }
-#pragma unroll
-                for (int i = 0; i < VECTOR; ++i)
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        u32 a[4];
-                        unpack(word[k].w[i], a);
-#pragma unroll
-                        for (int column = 0; column < COLUMN_TILES; ++column)
-                            mma_f16(scores[column][first + k], a, folded[column][tile + i][0],
-                                    folded[column][tile + i][1]);
-                    }
-            }
-#if LOG4
-#pragma unroll
-            for (int column = 0; column < COLUMN_TILES; ++column)
-                for (int i = 0; i < 4; ++i) {
-                    float start = shift[column][i] * scale_log2;
-                    scores[column][first][i] = scores[column][first][i] * factor + start;
-                    scores[column][first + 1][i] = scores[column][first + 1][i] * factor + start;
-                }
-#endif
-        }
-    }
-}
-
-// Turns scores into probabilities and keeps maximum, sum and output of the state in step.
-__device__ __forceinline__ void softmax_page(
-    State& state, float (&scores)[COLUMN_TILES][TOKEN_TILES][4], int valid, int lane) {
-    int g = lane >> 2;
-    if (valid < PAGE_SIZE) {
-#pragma unroll
-        for (int column = 0; column < COLUMN_TILES; ++column)
-            for (int row = 0; row < TOKEN_TILES; ++row)
-                for (int i = 0; i < 4; ++i)
-                    if (row * 16 + g + (i >> 1) * 8 >= valid) scores[column][row][i] = NEG_INF;
-    }
-    float top[COLUMN_TILES][2];
-    bool grew = false;
-#pragma unroll
-    for (int column = 0; column < COLUMN_TILES; ++column)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            float m = scores[column][0][j];
-#pragma unroll
-            for (int row = 0; row < TOKEN_TILES; ++row)
-                m = fmaxf(m, fmaxf(scores[column][row][j], scores[column][row][j + 2]));
-            top[column][j] = m;
-            grew |= m > state.max[column][j] + SLACK;
-        }
-    if (__any_sync(FULL, grew)) {
-#pragma unroll
-        for (int column = 0; column < COLUMN_TILES; ++column) {
-            float shrink[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float m = top[column][j];
-#pragma unroll
-                for (int step = 4; step < 32; step *= 2) m = fmaxf(m, __shfl_xor_sync(FULL, m, step));
-                m = fmaxf(m, state.max[column][j]);
-                shrink[j] = exp2_approx(state.max[column][j] - m);
-                state.max[column][j] = m;
-                state.sum[column][j] *= shrink[j];
-                state.zero[column][j] *= shrink[j];
-            }
-#pragma unroll
-            for (int tile = 0; tile < CHANNEL_TILES; ++tile)
-                for (int i = 0; i < 4; ++i) state.out[column][tile][i] *= shrink[i & 1];
-        }
-    }
-#pragma unroll
-    for (int column = 0; column < COLUMN_TILES; ++column)
-        for (int row = 0; row < TOKEN_TILES; ++row)
-            for (int i = 0; i < 4; ++i)
-                scores[column][row][i] = exp2_approx(scores[column][row][i] - state.max[column][i & 1]);
-}
-
-// Zeroes V's scales and zeros of tokens that are not there: they may be NaN.
-__device__ __forceinline__ void clear_tokens(u8* page, int valid, int lane) {
-    for (int i = valid + lane; i < PAGE_SIZE; i += 32) {
-        int at = (i % 8 * TOKEN_TILES + i / 16) * 4 + i / 8 % 2 * 2;
-        *reinterpret_cast<u16*>(page + V_META + at) = 0;
-        *reinterpret_cast<u16*>(page + V_META2 + at) = 0;
-    }
-    asm volatile("fence.proxy.async;" ::: "memory");
-    __syncwarp();
-}
-
-__device__ __forceinline__ void weigh_page(
-    State& state, float (&scores)[COLUMN_TILES][TOKEN_TILES][4], const u8* page, int base, int lane) {
-    int g = lane >> 2;
-    constexpr int VECTOR = V_CHUNK_TILES % 4 == 0 ? 4 : 2;
-    u32 p[COLUMN_TILES][TOKEN_TILES][2];
-#if !LOG4
-    // Per token: scale and zero of tokens g and g + 8 of each tile.
-#pragma unroll
-    for (int row = 0; row < TOKEN_TILES; row += 2) {
-        int at = (g * TOKEN_TILES + row) * 4;
-        Words<2> scale = load_shared<2>(page + V_META + at);
-        Words<2> zero = load_shared<2>(page + V_META2 + at);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            float scale0 = low_bf16(scale.w[k]), scale1 = high_bf16(scale.w[k]);
-            float zero0 = low_bf16(zero.w[k]) + 8.0f * scale0;
-            float zero1 = high_bf16(zero.w[k]) + 8.0f * scale1;
-#pragma unroll
-            for (int column = 0; column < COLUMN_TILES; ++column) {
-                float* s = scores[column][row + k];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    state.sum[column][j] += s[j] + s[j + 2];
-                    state.zero[column][j] += s[j] * zero0 + s[j + 2] * zero1;
-                }
-                p[column][row + k][0] = transposed(to_half2(s[0] * scale0, s[1] * scale0));
-                p[column][row + k][1] = transposed(to_half2(s[2] * scale1, s[3] * scale1));
-            }
-        }
-    }
-#else
-#pragma unroll
-    for (int column = 0; column < COLUMN_TILES; ++column)
-        for (int row = 0; row < TOKEN_TILES; ++row) {
-            float* s = scores[column][row];
-            p[column][row][0] = transposed(to_half2(s[0], s[1]));
-            p[column][row][1] = transposed(to_half2(s[2], s[3]));
-        }
-#endif
-#pragma unroll
-    for (int chunk = 0; chunk < V_ROWS; ++chunk) {
-#if LOG4
-        // Sums of the rounded probabilities, which the centres are weighed with.
-        float mass[COLUMN_TILES][4];
-        const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-#pragma unroll
-        for (int column = 0; column < COLUMN_TILES; ++column) {
-            for (int i = 0; i < 4; ++i) mass[column][i] = 0.0f;
-#pragma unroll
-            for (int row = 0; row < V_CHUNK_TILES; ++row)
-                mma_f16(mass[column], ones, p[column][chunk * V_CHUNK_TILES + row][0],
-                        p[column][chunk * V_CHUNK_TILES + row][1]);
-            state.sum[column][0] += mass[column][0];
-            state.sum[column][1] += mass[column][1];
-        }
-#endif
-#pragma unroll
-        for (int tile = 0; tile < CHANNEL_TILES; tile += 2) {
-            float part[COLUMN_TILES][2][4];
-#if LOG4
-#pragma unroll
-            for (int column = 0; column < COLUMN_TILES; ++column)
-                for (int i = 0; i < 8; ++i) part[column][i / 4][i % 4] = 0.0f;
-#else
-#pragma unroll
-            for (int column = 0; column < COLUMN_TILES; ++column)
-                for (int i = 0; i < 8; ++i)
-                    part[column][i / 4][i % 4] = state.out[column][tile + i / 4][i % 4];
-#endif
-#pragma unroll
-            for (int row = 0; row < V_CHUNK_TILES; row += VECTOR) {
-                Words<VECTOR> word[2];
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    int index = (tile + k) * TOKEN_TILES + chunk * V_CHUNK_TILES + row;
-                    word[k] = load_shared<VECTOR>(
-                        page + V_CODES + ((index / 4 * 32 + lane) * 4 + index % 4) * 4);
-                }
-#pragma unroll
-                for (int i = 0; i < VECTOR; ++i)
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        u32 a[4];
-                        unpack(word[k].w[i], a);
-#pragma unroll
-                        for (int column = 0; column < COLUMN_TILES; ++column) {
-                            u32* b = p[column][chunk * V_CHUNK_TILES + row + i];
-                            mma_f16(part[column][k], a, b[0], b[1]);
-                        }
-                    }
-            }
-#if LOG4
-            // Per channel: scale and centre of rows g and g + 8 of two tiles.
-            int at = chunk * HEAD_DIM + (g * CHANNEL_TILES + tile) * 2;
-            Words<2> centre = load_shared<2>(page + V_META + at * 2);
-            u32 offsets = load_shared<1>(page + V_META2 + at).w[0];
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    u32 offset = (offsets >> (16 * k + 8 * half)) & 0xffu;
-                    float scale = __uint_as_float((offset + (u32)base) << 19) * LEVEL_UNIT;
-                    float middle = half ? high_bf16(centre.w[k]) : low_bf16(centre.w[k]);
-#pragma unroll
-                    for (int column = 0; column < COLUMN_TILES; ++column)
-#pragma unroll
-                        for (int j = 0; j < 2; ++j) {
-                            float* out = &state.out[column][tile + k][2 * half + j];
-                            *out += part[column][k][2 * half + j] * scale;
-                            *out += mass[column][j] * middle;
-                        }
-                }
-#else
-#pragma unroll
-            for (int column = 0; column < COLUMN_TILES; ++column)
-                for (int i = 0; i < 8; ++i)
-                    state.out[column][tile + i / 4][i % 4] = part[column][i / 4][i % 4];
-#endif
-        }
-    }
-}
 
 // Blocks that share the work: each has a page for every warp.
 __device__ __forceinline__ int active_workers(i64 total, int workers) {
@@ -443,7 +88,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     void* __restrict__ out, float* __restrict__ lse) {
     extern __shared__ __align__(128) u8 memory[];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int g = lane >> 2, t = lane & 3;
     uint4* query = reinterpret_cast<uint4*>(memory);
     u8* scratch = memory + QUERY_BYTES;  // the rings, between requests
     u8* ring = scratch + warp * HALVES * HALF_BYTES;
@@ -494,22 +138,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
                    scale_log2);
         __syncthreads();
         State state;
-#pragma unroll
-        for (int column = 0; column < COLUMN_TILES; ++column) {
-            for (int j = 0; j < 2; ++j) {
-                state.max[column][j] = NEG_INF;
-                state.sum[column][j] = 0.0f;
-                state.zero[column][j] = 0.0f;
-            }
-            for (int i = 0; i < CHANNEL_TILES * 4; ++i) state.out[column][i / 4][i % 4] = 0.0f;
-        }
+        state.clear();
         int n = 0;
 #pragma unroll 1
         for (int i = warp; i < count; i += WARPS, n += 2) {
             int next[2] = {pages[min(page_of(n + HALVES), count - 1)],
                            pages[min(page_of(n + 1 + HALVES), count - 1)]};
             const u8* part = ring + (sequence + n) % HALVES * HALF_BYTES;
-            float scores[COLUMN_TILES][TOKEN_TILES][4];
+            Scores scores;
             barrier_wait(barrier + (sequence + n) % HALVES * 8, (sequence + n) / HALVES & 1);
 #if LOG4
             int v_base = *reinterpret_cast<const short*>(part + 2);
@@ -522,8 +158,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
             softmax_page(state, scores, i + 1 == count ? tail : PAGE_SIZE, lane);
             part = ring + (sequence + n + 1) % HALVES * HALF_BYTES;
             barrier_wait(barrier + (sequence + n + 1) % HALVES * 8, (sequence + n + 1) / HALVES & 1);
-            if (!LOG4 && i + 1 == count && tail < PAGE_SIZE)
+#if !LOG4
+            if (i + 1 == count && tail < PAGE_SIZE)
                 clear_tokens(ring + (sequence + n + 1) % HALVES * HALF_BYTES, tail, lane);
+#endif
             weigh_page(state, scores, part, v_base, lane);
             __syncwarp();
             if (page_of(n + 1 + HALVES) < count) fetch_part(n + 1 + HALVES, next[1]);
@@ -535,31 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         float* sums = tops + WARPS * GROUP;            // [WARPS][GROUP]
         float* outs = sums + WARPS * GROUP;            // [WARPS][GROUP][HEAD_DIM]
         __syncthreads();
-#pragma unroll
-        for (int column = 0; column < COLUMN_TILES; ++column)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float sum = state.sum[column][j], zero = state.zero[column][j];
-#pragma unroll
-                for (int step = 4; step < 32; step *= 2) {
-                    // log4's sums came out of a matrix product: every row has the same.
-                    if (!LOG4) sum += __shfl_xor_sync(FULL, sum, step);
-                    zero += __shfl_xor_sync(FULL, zero, step);
-                }
-                int in_group = column * 8 + 2 * t + j;
-                if (in_group >= GROUP) continue;
-                int at = warp * GROUP + in_group;
-                if (g == 0) {
-                    tops[at] = state.max[column][j];
-                    sums[at] = sum;
-                }
-#pragma unroll
-                for (int tile = 0; tile < CHANNEL_TILES; ++tile)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half)
-                        outs[at * HEAD_DIM + tile * 16 + half * 8 + g] =
-                            state.out[column][tile][2 * half + j] + zero;
-            }
+        state.store(tops, sums, outs, warp, lane);
         __syncthreads();
         bool whole = count == num_pages;
         i64 row = ((i64)b * num_kv_heads + head) * GROUP;

@@ -54,13 +54,6 @@ __device__ __forceinline__ u32 to_half2(float low, float high) {
     return r;
 }
 
-// Two bf16 numbers.
-__device__ __forceinline__ u32 times_8(u32 pair) {
-    u32 r;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(pair), "r"(0x41004100u));
-    return r;
-}
-
 __device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -89,19 +82,19 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// All 16 rows of the left operand are alike: columns 2t, 2t+1 in `low`, 2t+8, 2t+9 in `high`, bf16.
-// The right operand has the dtype of q.
-__device__ __forceinline__ void mma_row(float (&c)[4], u32 low, u32 high, u32 b0, u32 b1) {
+// The left operand is in bf16, the right one in the dtype of q.
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const Words<4>& a, u32 b0, u32 b1) {
 #if Q_BF16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%4,%5,%5}, "
-        "{%6,%7}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(low), "r"(high), "r"(b0), "r"(b1));
+        : "r"(a.w[0]), "r"(a.w[1]), "r"(a.w[2]), "r"(a.w[3]), "r"(b0), "r"(b1));
 #else
     // An fp16 model's values, and so their centres and zeros, are in the range of fp16.
-    u32 left = to_half2(low_bf16(low), high_bf16(low));
-    u32 right = to_half2(low_bf16(high), high_bf16(high));
-    mma_f16(c, {left, left, right, right}, b0, b1);
+    u32 half[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) half[i] = to_half2(low_bf16(a.w[i]), high_bf16(a.w[i]));
+    mma_f16(c, half, b0, b1);
 #endif
 }
 

@@ -1,0 +1,487 @@
+// Pages by INT8 products on the codes themselves (HACK, section 4), whose bytes take few
+// instructions: a value is offset + scale UNIT (code - ZERO).
+//
+// S^T = K Q^T and O^T += V^T P^T with mma.m16n8k32, where K's and V^T's codes are the left operands.
+// What they are multiplied with, q times K's scales and p times V's, is rounded to 12-bit integers
+// of a power of two: column 2 h of the 8 has those of head h divided by 16, rounded, and column
+// 2 h + 1 the rest. So 4 heads share a product, and it errs as one of fp16 does. Sums over codes are exact;
+// ZERO times the sum of what was rounded is taken off afterwards (HACK's summation elimination).
+#pragma once
+#include "draft_page.cuh"
+
+constexpr int COLUMN_TILES = (GROUP + 3) / 4;
+constexpr int QUERY_BYTES = COLUMN_TILES * CHANNEL_TILES * 512;
+// uniform4: the middle of its codes. It is part of the offset, z + MIDDLE s.
+constexpr float MIDDLE = 7.5f;
+#if ANCHOR_BITS == 2
+constexpr float UNIT = LOG4 ? 2.0f * TWO_BIT_STEP / TOP : 4.0f, ZERO = 1.5f;
+#elif LOG4
+// Bytes -64.5 +- (16 m + 1) / 2.
+constexpr float UNIT = 2.0f / TOP, ZERO = -64.5f;
+#else
+constexpr float UNIT = 1.0f, ZERO = MIDDLE;
+#endif
+
+// Codes are read by products of 16 rows x 32 columns: STEP_WORDS words a lane each.
+constexpr int STEP_WORDS = ANCHOR_BITS / 2;
+constexpr int CHANNEL_STEPS = CHANNEL_TILES / 2, TOKEN_STEPS = TOKEN_TILES / 2;
+constexpr int V_CHUNK_STEPS = V_CHUNK_TILES / 2;
+constexpr int PAGE_WORDS = CHANNEL_STEPS * TOKEN_TILES * STEP_WORDS;
+constexpr int WORD_GROUP = PAGE_WORDS % 4 == 0 ? 4 : 2;
+
+// Leaves an integer in the low byte of the sum.
+constexpr float MAGIC = 12582912.0f;
+constexpr float UPPER = LOG4 && ANCHOR_BITS == 4 ? 1.0f : 16.0f;
+constexpr u32 ONES = 0x01010101u;
+
+typedef float Scores[COLUMN_TILES][TOKEN_TILES][2];
+
+__device__ constexpr int vector_of(int words) {
+    int v = words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1;
+    return v < WORD_GROUP ? v : WORD_GROUP;
+}
+
+template <int N>
+__device__ __forceinline__ Words<N> load_codes(const u8* codes, int index, int lane) {
+    return load_shared<N>(
+        codes + ((index / WORD_GROUP * 32 + lane) * WORD_GROUP + index % WORD_GROUP) * 4);
+}
+
+#if LOG4 && ANCHOR_BITS == 4
+#define CODE_TYPE "s8"
+#else
+#define CODE_TYPE "u8"
+#endif
+__device__ __forceinline__ void mma_codes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32." CODE_TYPE ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 half2_largest(u32 a, u32 b) {
+    u32 r;
+    asm("{\n.reg .b32 x, y;\nabs.f16x2 x, %1;\nabs.f16x2 y, %2;\nmax.f16x2 %0, x, y;\n}"
+        : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+#if LOG4 && ANCHOR_BITS == 4
+// 8 codes as two registers of bytes, rows g and g + 8: magnitudes 64 + 8 m by table, less 128, and
+// inverted where negative. Signs lie two nibbles from their magnitudes.
+__device__ __forceinline__ void log_bytes(u32 word, u32& row0, u32& row8) {
+    u32 magnitudes = word & 0x77777777u;
+    u32 low = prmt(0x58504840u, 0x78706860u, magnitudes) ^
+              prmt(0x80808080u, 0x80808080u, word >> 8);
+    u32 high = prmt(0x58504840u, 0x78706860u, magnitudes >> 16) ^
+               prmt(0x80808080u, 0x80808080u, prmt(word, word, 0x2103));
+    row0 = prmt(low, high, 0x3571);
+    row8 = prmt(low, high, 0x2460);
+}
+#endif
+
+// The left operand of a product from its words. Codes of rows g + 8 stay where they are: UPPER
+// times those of rows g.
+__device__ __forceinline__ void unpack(const u32* word, u32 (&a)[4]) {
+#if ANCHOR_BITS == 2
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = word[0] >> (i / 2 * 2) & (i % 2 ? 0x30303030u : 0x03030303u);
+#elif LOG4
+    log_bytes(word[0], a[0], a[1]);
+    log_bytes(word[1], a[2], a[3]);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = word[i / 2] & (i % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu);
+#endif
+}
+
+// The sum that a product's two columns of a head hold, exact below 2^24.
+__device__ __forceinline__ float joined(int coarse, int fine) {
+    return __int2float_rn(coarse * 16 + fine);
+}
+
+// State of one warp over the pages of one request and KV head: of head 4 c + t in column tile c.
+struct State {
+    float out[COLUMN_TILES][CHANNEL_TILES][2];
+    float max[COLUMN_TILES];
+    float sum[COLUMN_TILES];    // uniform4: of the lane's tokens; log4: of all
+    float zero[COLUMN_TILES];   // uniform4: what all channels have more, of the lane's tokens
+    float shift[COLUMN_TILES];  // and of all tokens
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int column = 0; column < COLUMN_TILES; ++column) {
+            max[column] = NEG_INF;
+            sum[column] = zero[column] = shift[column] = 0.0f;
+            for (int i = 0; i < CHANNEL_TILES * 2; ++i) out[column][i / 2][i % 2] = 0.0f;
+        }
+    }
+
+    // Into the warp's rows of tops, sums [WARPS][GROUP] and outs [WARPS][GROUP][HEAD_DIM].
+    __device__ __forceinline__ void store(
+        float* tops, float* sums, float* outs, int warp, int lane) const {
+        int g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int column = 0; column < COLUMN_TILES; ++column) {
+            float all = sum[column], more = zero[column];
+#if !LOG4
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) {
+                all += __shfl_xor_sync(FULL, all, step);
+                more += __shfl_xor_sync(FULL, more, step);
+            }
+#endif
+            int in_group = column * 4 + t;
+            if (in_group >= GROUP) continue;
+            int at = warp * GROUP + in_group;
+            if (g == 0) {
+                tops[at] = max[column];
+                sums[at] = all;
+            }
+#pragma unroll
+            for (int i = 0; i < CHANNEL_TILES * 2; ++i)
+                outs[at * HEAD_DIM + i * 8 + g] = out[column][i / 2][i % 2] + (more + shift[column]);
+        }
+    }
+};
+
+// Query fragments in shared memory, for each column tile, pair of channel tiles and lane: as they
+// are, in even columns only, then fp16 times sm_scale * log2(e) in both columns of a head.
+__device__ __forceinline__ void load_query(
+    uint4* query, const u16* q, i64 head_stride, float scale_log2) {
+    for (int i = threadIdx.x; i < COLUMN_TILES * CHANNEL_TILES * 16; i += WARPS * 32) {
+        int lane = i % 32, tile = i / 32 * 2 % CHANNEL_TILES, column = i / 16 / CHANNEL_TILES;
+        int row = column * 4 + (lane >> 3);
+        u32 raw[4], scaled[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            u32 pair = 0;
+            if (row < GROUP)
+                pair = *reinterpret_cast<const u32*>(
+                    q + row * head_stride + (tile + k / 2) * 16 + k % 2 * 8 + 2 * (lane & 3));
+            raw[k] = lane & 4 ? 0 : pair;
+            scaled[k] = scaled_query(pair, scale_log2);
+        }
+        uint4* fragments = query + (column * CHANNEL_TILES + tile) * 32 + lane;
+        fragments[0] = make_uint4(raw[0], raw[2], raw[1], raw[3]);
+        fragments[32] = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
+    }
+}
+
+// q times K's scales in steps of a power of two: right operands of products. Even columns take the
+// rounded numbers, odd ones 16 times what that leaves. Returns the step of head t, over 16.
+__device__ __forceinline__ float quantise_query(
+    u32 (&bytes)[CHANNEL_TILES], const u32 (&folded)[CHANNEL_TILES][2], int lane) {
+    u32 most = 0;
+#pragma unroll
+    for (int tile = 0; tile < CHANNEL_TILES; ++tile)
+        most = half2_largest(most, half2_largest(folded[tile][0], folded[tile][1]));
+    most = half2_largest(most, __shfl_xor_sync(FULL, most, 1));
+    most = half2_largest(most, __shfl_xor_sync(FULL, most, 2));
+    most = half2_largest(most, prmt(most, most, 0x1032));
+    // A little more, so that nothing rounds to 128. Steps under 2^-15 are not worth it.
+    u32 exponent = half2_mul(most, 0x3c083c08u) >> 10 & 31;
+    u32 power = min(30u, 36u - exponent);
+    u32 factor = power * 0x04000400u;
+    bool is_odd = lane & 4;
+    u32 minus = is_odd ? 0xbc00bc00u : 0, back = is_odd ? 0x66006600u : 0;
+    u32 finer = is_odd ? 0x4c004c00u : 0x3c003c00u;
+#pragma unroll
+    for (int tile = 0; tile < CHANNEL_TILES; ++tile) {
+        u32 x[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            // 1536 in fp16 leaves an integer in the low byte.
+            u32 rounded = half2_fma(folded[tile][half], factor, 0x66006600u);
+            u32 rest = half2_fma(folded[tile][half], factor, half2_fma(rounded, minus, back));
+            x[half] = half2_fma(rest, finer, 0x66006600u);
+        }
+        bytes[tile] = prmt(x[0], x[1], 0x6240);
+    }
+    // A number beyond fp16 makes all scores NaN. Lanes 8 t and on prepared head t.
+    float step = exponent == 31 ? __int_as_float(0x7fc00000) : __uint_as_float((138 - power) << 23);
+    return __shfl_sync(FULL, step, (lane & 3) * 8);
+}
+
+// S^T of a page, in units of log2: scores[column][token tile][row g, g + 8].
+__device__ __forceinline__ void score_page(
+    Scores& scores, const uint4* query, const u8* page, float scale_log2, int lane) {
+    int t = lane & 3;
+    constexpr int VECTOR = vector_of(CHANNEL_STEPS * STEP_WORDS);
+    static_assert(VECTOR % STEP_WORDS == 0, "a product's words come in one load");
+#if LOG4
+    int base = *reinterpret_cast<const short*>(page);
+    u32 bias = (u32)(16 + (base & 15)) * 0x00400040u;
+    float unit = __uint_as_float((u32)((base >> 4) + 14) << 23) * UNIT;
+#else
+    constexpr float unit = UNIT;
+#endif
+#pragma unroll
+    for (int chunk = 0; chunk < K_ROWS; ++chunk) {
+        RowProduct offsets[COLUMN_TILES], scales[COLUMN_TILES];
+        u32 folded[COLUMN_TILES][CHANNEL_TILES][2], bytes[COLUMN_TILES][CHANNEL_TILES];
+#pragma unroll
+        for (int column = 0; column < COLUMN_TILES; ++column) {
+            offsets[column].clear();
+            scales[column].clear();
+        }
+#pragma unroll
+        for (int tile = 0; tile < CHANNEL_TILES; tile += 2) {
+            // log4: centre, else zero | log4: nothing, else scale (bf16).
+            int at = (chunk * HEAD_DIM + t * (HEAD_DIM / 4) + tile * 4);
+            Words<4> offset = load_shared<4>(page + (LOG4 ? K_META : K_META2) + at * 2);
+            u32 factor[4];
+#if LOG4
+            Words<2> scale = load_shared<2>(page + K_META2 + at);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                factor[i] = prmt(scale.w[i / 2], 0, i % 2 ? 0x4342 : 0x4140) * 64u + bias;
+#else
+            Words<4> scale = load_shared<4>(page + K_META + at * 2);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                factor[i] = to_half2(low_bf16(scale.w[i]), high_bf16(scale.w[i]));
+#endif
+#pragma unroll
+            for (int column = 0; column < COLUMN_TILES; ++column) {
+                const uint4* fragments = query + (column * CHANNEL_TILES + tile) * 32 + lane;
+                uint4 raw = fragments[0], scaled = fragments[32];
+                offsets[column].add(offset, raw);
+#if !LOG4
+                scales[column].add(scale, raw);
+#endif
+                folded[column][tile][0] = half2_mul(factor[0], scaled.x);
+                folded[column][tile][1] = half2_mul(factor[1], scaled.y);
+                folded[column][tile + 1][0] = half2_mul(factor[2], scaled.z);
+                folded[column][tile + 1][1] = half2_mul(factor[3], scaled.w);
+            }
+        }
+        float step[COLUMN_TILES], start[COLUMN_TILES];
+#pragma unroll
+        for (int column = 0; column < COLUMN_TILES; ++column) {
+            step[column] = quantise_query(bytes[column], folded[column], lane) * unit;
+            int total[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int k = 0; k < CHANNEL_TILES; k += 2)
+                mma_codes(total, {ONES, ONES, ONES, ONES}, bytes[column][k], bytes[column][k + 1]);
+            float offset = offsets[column][0] + (LOG4 ? 0.0f : MIDDLE * scales[column][0]);
+            start[column] = offset * scale_log2 -
+                            joined(total[0], total[1]) * (ZERO * step[column]);
+        }
+#pragma unroll
+        for (int row = 0; row < K_CHUNK_TILES; row += 2) {
+            int first = chunk * K_CHUNK_TILES + row;
+            int acc[COLUMN_TILES][2][4];
+#pragma unroll
+            for (int column = 0; column < COLUMN_TILES; ++column)
+                for (int i = 0; i < 8; ++i) acc[column][i / 4][i % 4] = 0;
+#pragma unroll
+            for (int at = 0; at < CHANNEL_STEPS * STEP_WORDS; at += VECTOR) {
+                Words<VECTOR> word[2];
+#pragma unroll
+                for (int k = 0; k < 2; ++k)
+                    word[k] = load_codes<VECTOR>(
+                        page + K_CODES, (first + k) * CHANNEL_STEPS * STEP_WORDS + at, lane);
+#pragma unroll
+                for (int i = 0; i < VECTOR; i += STEP_WORDS)
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {
+                        u32 a[4];
+                        unpack(word[k].w + i, a);
+                        int tile = (at + i) / STEP_WORDS * 2;
+#pragma unroll
+                        for (int column = 0; column < COLUMN_TILES; ++column)
+                            mma_codes(acc[column][k], a, bytes[column][tile], bytes[column][tile + 1]);
+                    }
+            }
+#pragma unroll
+            for (int column = 0; column < COLUMN_TILES; ++column)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int* pair = acc[column][i / 2] + i % 2 * 2;
+                    scores[column][first + i / 2][i % 2] =
+                        joined(pair[0], pair[1]) * (i % 2 ? step[column] / UPPER : step[column]) +
+                        start[column];
+                }
+        }
+    }
+}
+
+// Turns scores into probabilities and keeps maximum, sums and output of the state in step.
+__device__ __forceinline__ void softmax_page(State& state, Scores& scores, int valid, int lane) {
+    int g = lane >> 2;
+    if (valid < PAGE_SIZE) {
+#pragma unroll
+        for (int column = 0; column < COLUMN_TILES; ++column)
+            for (int i = 0; i < TOKEN_TILES * 2; ++i)
+                if (i * 8 + g >= valid) scores[column][i / 2][i % 2] = NEG_INF;
+    }
+    float top[COLUMN_TILES];
+    bool grew = false;
+#pragma unroll
+    for (int column = 0; column < COLUMN_TILES; ++column) {
+        float m = scores[column][0][0];
+#pragma unroll
+        for (int i = 1; i < TOKEN_TILES * 2; ++i) m = fmaxf(m, scores[column][i / 2][i % 2]);
+        top[column] = m;
+        grew |= m > state.max[column] + SLACK;
+    }
+    if (__any_sync(FULL, grew)) {
+#pragma unroll
+        for (int column = 0; column < COLUMN_TILES; ++column) {
+            float m = top[column];
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) m = fmaxf(m, __shfl_xor_sync(FULL, m, step));
+            m = fmaxf(m, state.max[column]);
+            float shrink = exp2_approx(state.max[column] - m);
+            state.max[column] = m;
+            state.sum[column] *= shrink;
+            state.zero[column] *= shrink;
+            state.shift[column] *= shrink;
+#pragma unroll
+            for (int i = 0; i < CHANNEL_TILES * 2; ++i) state.out[column][i / 2][i % 2] *= shrink;
+        }
+    }
+#pragma unroll
+    for (int column = 0; column < COLUMN_TILES; ++column)
+        for (int i = 0; i < TOKEN_TILES * 2; ++i)
+            scores[column][i / 2][i % 2] =
+                exp2_approx(scores[column][i / 2][i % 2] - state.max[column]);
+}
+
+// Weights of a column tile in steps of a power of two, which is returned: right operands.
+__device__ __forceinline__ float quantise_weights(
+    u32 (&bytes)[TOKEN_TILES], const float (&weights)[TOKEN_TILES][2]) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES * 2; ++i) most = fmaxf(most, weights[i / 2][i % 2]);
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2)
+        most = fmaxf(most, __shfl_xor_sync(FULL, most, step));
+    u32 exponent = __float_as_uint(most * 1.0078125f) >> 23;
+    u32 power = min(249u, 260u - exponent);
+    float factor = __uint_as_float(power << 23);
+#pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+        u32 coarse[2], fine[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float w = weights[tile][half];
+            float rounded = __fmaf_rn(w, factor, MAGIC);
+            float rest = __fmaf_rn(w, factor, -(rounded - MAGIC));
+            coarse[half] = __float_as_uint(rounded);
+            fine[half] = __float_as_uint(__fmaf_rn(rest, 16.0f, MAGIC));
+        }
+        // Tokens g and g + 8 of both columns; transposed, tokens 2t, 2t+8, 2t+1, 2t+9 of column g.
+        u32 pair = prmt(prmt(coarse[0], coarse[1], 0x0040), prmt(fine[0], fine[1], 0x0040), 0x5410);
+        bytes[tile] = transposed(pair);
+    }
+    return __uint_as_float((250 - power) << 23);
+}
+
+__device__ __forceinline__ void weigh_page(
+    State& state, Scores& scores, const u8* page, int base, int lane) {
+    int g = lane >> 2;
+    u32 bytes[COLUMN_TILES][TOKEN_TILES];
+    float step[COLUMN_TILES];
+#if !LOG4
+    // Per token: scale and zero of tokens g and g + 8 of each tile.
+#pragma unroll
+    for (int row = 0; row < TOKEN_TILES; row += 2) {
+        int at = (g * TOKEN_TILES + row) * 4;
+        Words<2> scale = load_shared<2>(page + V_META + at);
+        Words<2> zero = load_shared<2>(page + V_META2 + at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float s = i % 2 ? high_bf16(scale.w[i / 2]) : low_bf16(scale.w[i / 2]);
+            float z = i % 2 ? high_bf16(zero.w[i / 2]) : low_bf16(zero.w[i / 2]);
+            float offset = z + MIDDLE * s;
+#pragma unroll
+            for (int column = 0; column < COLUMN_TILES; ++column) {
+                float* p = &scores[column][row + i / 2][i % 2];
+                state.sum[column] += *p;
+                state.zero[column] += *p * offset;
+                *p *= s;
+            }
+        }
+    }
+#endif
+#pragma unroll
+    for (int column = 0; column < COLUMN_TILES; ++column)
+        step[column] = quantise_weights(bytes[column], scores[column]);
+#pragma unroll
+    for (int chunk = 0; chunk < V_ROWS; ++chunk) {
+        constexpr int VECTOR = vector_of(V_CHUNK_STEPS * STEP_WORDS);
+        float total[COLUMN_TILES];
+#pragma unroll
+        for (int column = 0; column < COLUMN_TILES; ++column) {
+            int acc[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int k = 0; k < V_CHUNK_TILES; k += 2) {
+                const u32* b = bytes[column] + chunk * V_CHUNK_TILES + k;
+                mma_codes(acc, {ONES, ONES, ONES, ONES}, b[0], b[1]);
+            }
+            total[column] = joined(acc[0], acc[1]);
+#if LOG4
+            state.sum[column] += total[column] * step[column];
+#else
+            state.shift[column] -= total[column] * (step[column] * (UNIT * ZERO));
+#endif
+        }
+#pragma unroll
+        for (int tile = 0; tile < CHANNEL_TILES; tile += 2) {
+            int acc[COLUMN_TILES][2][4];
+#pragma unroll
+            for (int column = 0; column < COLUMN_TILES; ++column)
+                for (int i = 0; i < 8; ++i) acc[column][i / 4][i % 4] = 0;
+#pragma unroll
+            for (int at = 0; at < V_CHUNK_STEPS * STEP_WORDS; at += VECTOR) {
+                Words<VECTOR> word[2];
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    int row = ((tile + k) * TOKEN_STEPS + chunk * V_CHUNK_STEPS) * STEP_WORDS;
+                    word[k] = load_codes<VECTOR>(page + V_CODES, row + at, lane);
+                }
+#pragma unroll
+                for (int i = 0; i < VECTOR; i += STEP_WORDS)
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {
+                        u32 a[4];
+                        unpack(word[k].w + i, a);
+#pragma unroll
+                        for (int column = 0; column < COLUMN_TILES; ++column) {
+                            const u32* b = bytes[column] + chunk * V_CHUNK_TILES +
+                                           (at + i) / STEP_WORDS * 2;
+                            mma_codes(acc[column][k], a, b[0], b[1]);
+                        }
+                    }
+            }
+#if LOG4
+            // Per channel: scale and centre of rows g and g + 8 of two tiles.
+            int at = chunk * HEAD_DIM + (g * CHANNEL_TILES + tile) * 2;
+            Words<2> centre = load_shared<2>(page + V_META + at * 2);
+            u32 offsets = load_shared<1>(page + V_META2 + at).w[0];
+#endif
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+#if LOG4
+                u32 offset = offsets >> (8 * i) & 0xffu;
+                float scale = __uint_as_float((offset + (u32)base) << 19) * UNIT;
+                float middle = i % 2 ? high_bf16(centre.w[i / 2]) : low_bf16(centre.w[i / 2]);
+#endif
+#pragma unroll
+                for (int column = 0; column < COLUMN_TILES; ++column) {
+                    const int* pair = acc[column][i / 2] + i % 2 * 2;
+                    float x = joined(pair[0], pair[1]);
+                    if (LOG4 && i % 2) x *= 1.0f / UPPER;
+                    float* out = &state.out[column][tile + i / 2][i % 2];
+#if LOG4
+                    *out += ((x - ZERO * total[column]) * scale + total[column] * middle) * step[column];
+#else
+                    *out += x * (i % 2 ? step[column] * (UNIT / UPPER) : step[column] * UNIT);
+#endif
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,62 @@
+// What both ways to draft know of a page: sizes, and byte offsets in its record (formats.py).
+#pragma once
+#include "hopper.cuh"
+
+constexpr int CHANNEL_TILES = HEAD_DIM / 16;
+constexpr int TOKEN_TILES = PAGE_SIZE / 16;
+constexpr int K_CHUNK_TILES = TOKEN_TILES / K_ROWS;
+constexpr int V_CHUNK_TILES = TOKEN_TILES / V_ROWS;
+// A score may exceed the running maximum by this, in log2, before that moves: fewer rescalings.
+constexpr float SLACK = 6.0f;
+
+constexpr int CODE_BYTES = PAGE_SIZE * HEAD_DIM * ANCHOR_BITS / 8;
+constexpr int K_CODES = LOG4 ? 16 : 0;
+constexpr int K_META = K_CODES + CODE_BYTES;
+constexpr int K_META2 = K_META + K_ROWS * HEAD_DIM * 2;  // log4: scales (u8); uniform4: zeros (bf16)
+constexpr int V_CODES = 0;  // within the V part
+constexpr int V_META = CODE_BYTES;
+constexpr int V_META2 = V_META + (LOG4 ? V_ROWS * HEAD_DIM * 2 : PAGE_SIZE * 2);
+
+// Two values of q as fp16 times `scale`.
+__device__ __forceinline__ u32 scaled_query(u32 pair, float scale) {
+#if Q_BF16
+    float low = low_bf16(pair), high = high_bf16(pair);
+#else
+    float low = half_to_float((u16)pair), high = half_to_float((u16)(pair >> 16));
+#endif
+    return to_half2(low * scale, high * scale);
+}
+
+// Products of q with a row of numbers, one a channel.
+struct RowProduct {
+    float low[4], high[4];
+
+    __device__ __forceinline__ void clear() {
+        for (int i = 0; i < 4; ++i) low[i] = high[i] = 0.0f;
+    }
+
+    // words: columns 2t, 2t+1 and 2t+8, 2t+9 of two channel tiles as metadata holds them; q: the
+    // query's first columns of both tiles, then the others. The words are a left operand as they
+    // are, but its rows g have the first columns of both tiles and its rows g + 8 the others: half
+    // of each product is of use.
+    __device__ __forceinline__ void add(const Words<4>& words, const uint4& q) {
+        mma_bf16(low, words, q.x, q.y);
+        mma_bf16(high, words, q.z, q.w);
+    }
+
+    // Of column 2 t + j.
+    __device__ __forceinline__ float operator[](int j) const { return low[j] + high[2 + j]; }
+};
+
+#if !LOG4
+// Zeroes V's scales and zeros of tokens that are not there: they may be NaN.
+__device__ __forceinline__ void clear_tokens(u8* page, int valid, int lane) {
+    for (int i = valid + lane; i < PAGE_SIZE; i += 32) {
+        int at = (i % 8 * TOKEN_TILES + i / 16) * 4 + i / 8 % 2 * 2;
+        *reinterpret_cast<u16*>(page + V_META + at) = 0;
+        *reinterpret_cast<u16*>(page + V_META2 + at) = 0;
+    }
+    asm volatile("fence.proxy.async;" ::: "memory");
+    __syncwarp();
+}
+#endif
