@@ -84,7 +84,7 @@ def _pools(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layouts = (
         anchor_layout(settings, PAGE, HEAD_DIM),
-        residual_layout(target, PAGE, HEAD_DIM, DTYPE),
+        residual_layout(settings, target, PAGE, HEAD_DIM, DTYPE),
     )
     anchors, residuals = (layout.empty_records((slots, HEADS), device) for layout in layouts)
     return anchors, residuals

@@ -27,7 +27,7 @@ def record_bytes(settings: Settings) -> int:
 
 def refined_bytes(settings: Settings) -> int:
     """Bytes of anchor and 4-bit correction of one page and KV head."""
-    layout = residual_layout("int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
+    layout = residual_layout(settings, "int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
     return record_bytes(settings) + layout.nbytes
 
 
@@ -36,11 +36,11 @@ def records(settings: Settings, num_pages: int) -> tuple[torch.Tensor, torch.Ten
     shape = (DISTINCT_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
     k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
     anchor = anchor_layout(settings, PAGE_SIZE, HEAD_DIM)
-    residual = residual_layout("int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
+    residual = residual_layout(settings, "int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
     if isinstance(settings, Log4Settings):
         pair = log4.encode(k, v, settings, anchor, residual)
     else:
-        pair = uniform4.encode(k, v, anchor, residual)
+        pair = uniform4.encode(k, v, settings, anchor, residual)
     times = -(-num_pages // DISTINCT_PAGES)
     first, second = (part.repeat(times, 1, 1) for part in pair if part is not None)
     return first, second

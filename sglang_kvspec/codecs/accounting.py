@@ -28,10 +28,10 @@ def bits_per_element(layout: RecordLayout, page_size: int, head_dim: int) -> flo
 def token_bytes(codec: Codec, num_kv_heads: int) -> TokenBytes:
     """Bytes per token and layer of `codec`'s records and of a cache without any codec."""
     per_record = Fraction(num_kv_heads, codec.page_size)
-    size = (codec.page_size, codec.head_dim, codec.dtype)
+    sizes = (codec.page_size, codec.head_dim, codec.dtype)
     return TokenBytes(
         anchor=codec.anchor_bytes * per_record,
-        residual_int8=residual_layout("int8", *size).nbytes * per_record,
-        residual_exact=residual_layout("exact", *size).nbytes * per_record,
+        residual_int8=residual_layout(codec.settings, "int8", *sizes).nbytes * per_record,
+        residual_exact=residual_layout(codec.settings, "exact", *sizes).nbytes * per_record,
         plain=Fraction(2 * num_kv_heads * codec.head_dim * codec.dtype.itemsize),
     )

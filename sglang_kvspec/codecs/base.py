@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+
 
 class EncodedPages(NamedTuple):
     """Records of N pages. anchor: [N, num_kv_heads, anchor_bytes] uint8;
@@ -37,6 +39,9 @@ class Codec(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def settings(self) -> Log4Settings | Uniform4Settings: ...
 
     @property
     def anchor_bytes(self) -> int:

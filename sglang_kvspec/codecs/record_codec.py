@@ -41,7 +41,7 @@ class RecordCodec(ABC):
         size = (self.page_size, self.head_dim)
         # Derived once; a frozen dataclass sets its own fields this way.
         object.__setattr__(self, "anchor_layout", anchor_layout(self.settings, *size))
-        layout = residual_layout(self.target, *size, self.dtype)
+        layout = residual_layout(self.settings, self.target, *size, self.dtype)
         object.__setattr__(self, "residual_layout", layout)
 
     @property

@@ -23,11 +23,11 @@ class Uniform4Codec(RecordCodec):
     def _encode(
         self, k_pages: torch.Tensor, v_pages: torch.Tensor, corrections: RecordLayout | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return uniform4.encode(k_pages, v_pages, self.anchor_layout, corrections)
+        return uniform4.encode(k_pages, v_pages, self.settings, self.anchor_layout, corrections)
 
     def _decode_anchor(self, anchor: torch.Tensor) -> KV:
-        return uniform4.decode_anchor(anchor, self.anchor_layout, self.dtype)
+        return uniform4.decode_anchor(anchor, self.settings, self.anchor_layout, self.dtype)
 
     def _decode_refined(self, anchor: torch.Tensor, residual: torch.Tensor) -> KV:
         layouts = (self.anchor_layout, self.residual_layout)
-        return uniform4.decode_refined(anchor, residual, *layouts, self.dtype)
+        return uniform4.decode_refined(anchor, residual, self.settings, *layouts, self.dtype)

@@ -58,6 +58,7 @@ def supported(shape: AttentionShape, device: torch.device) -> bool:
         and shape.head_dim in HEAD_DIMS
         and 1 <= group <= MAX_GROUP
         and shape.q_dtype in (torch.bfloat16, torch.float16)
+        and shape.settings.anchor_bits == 4
         and _whole_steps(shape.settings)
         and (shape.arithmetic == "int8" or getattr(shape.settings, "anchor_bits", 4) == 4)
     )

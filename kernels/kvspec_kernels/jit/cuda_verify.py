@@ -32,6 +32,7 @@ def verify_supported(shape: AttentionShape, device: torch.device, batch: int) ->
     settings = shape.settings
     return (
         supported(shape, device)
+        and settings.anchor_bits == 4
         # Warpgroup products are Hopper's alone.
         and torch.cuda.get_device_capability(device)[0] == 9
         and (
@@ -136,7 +137,8 @@ def verify_kernel(shape: AttentionShape, max_qo_len: int, device: torch.device) 
 
 def verify_defines(shape: AttentionShape, columns: int, blocks: int) -> dict[str, int | str]:
     """The constants that cuda/verify_attention.cu is compiled with."""
-    residual = residual_layout("int8", shape.page_size, shape.head_dim, shape.q_dtype)
+    sizes = (shape.page_size, shape.head_dim, shape.q_dtype)
+    residual = residual_layout(shape.settings, "int8", *sizes)
     return record_defines(shape) | {
         "GROUP": shape.num_qo_heads // shape.num_kv_heads,
         "COLUMNS": columns,

@@ -122,7 +122,8 @@ class AttentionPlan:
     @property
     def residual_layout(self) -> RecordLayout:
         target: Target = "exact" if self.source == "exact" else "int8"
-        return residual_layout(target, self.page_size, self.head_dim, self.q_dtype)
+        sizes = (self.page_size, self.head_dim, self.q_dtype)
+        return residual_layout(self.settings, target, *sizes)
 
     def check_run(
         self,

@@ -32,8 +32,9 @@ class CudaAttention:
         if not self.covers(plan):
             raise ValueError(
                 "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head "
-                "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels; to verify, "
-                "target int8, pages and heads that are multiples of 64, and for log4 alpha 0"
+                "size of 64, 96, 128 or 256, and uniform4 or log4 with 4-bit anchors and linear "
+                "levels; to verify, target int8, pages and heads that are multiples of 64, and for "
+                "log4 alpha 0"
             )
         self._plan = plan
         self._kernel = _kernel(plan)

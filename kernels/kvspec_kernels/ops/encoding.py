@@ -50,7 +50,7 @@ def encode_constants(
 ) -> EncodeConstants:
     """Raises FormatError for what no layout or no kernel exists for."""
     anchor_layout = formats.anchor_layout(settings, page_size, head_dim)
-    residual_layout = formats.residual_layout(target, page_size, head_dim, dtype)
+    residual_layout = formats.residual_layout(settings, target, page_size, head_dim, dtype)
     for layout in (anchor_layout, residual_layout):
         # Nothing else clears padding.
         assert layout.fields[-1].offset + layout.fields[-1].nbytes == layout.nbytes

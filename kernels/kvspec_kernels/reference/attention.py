@@ -54,16 +54,17 @@ class PageReader:
         if self.source == "anchor":
             if isinstance(self.settings, Log4Settings):
                 return log4.decode_anchor(anchors, self.settings, layout, dtype)
-            return uniform4.decode_anchor(anchors, layout, dtype)
+            return uniform4.decode_anchor(anchors, self.settings, layout, dtype)
         assert self.residuals is not None
         assert self.residual_slots is not None
         residuals = self.residuals[self.residual_slots[pages].long()]
-        upgrade = residual_layout(self.source, self.page_size, self.head_dim, self.kv_dtype)
+        sizes = (self.page_size, self.head_dim, self.kv_dtype)
+        upgrade = residual_layout(self.settings, self.source, *sizes)
         if self.source == "exact":
             return exact.decode(residuals, upgrade)
         if isinstance(self.settings, Log4Settings):
             return log4.decode_refined(anchors, residuals, self.settings, layout, upgrade, dtype)
-        return uniform4.decode_refined(anchors, residuals, layout, upgrade, dtype)
+        return uniform4.decode_refined(anchors, residuals, self.settings, layout, upgrade, dtype)
 
 
 @dataclass(frozen=True, slots=True)

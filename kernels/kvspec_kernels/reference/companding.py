@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvspec_kernels.formats import Log4Settings
+from kvspec_kernels.formats import TWO_BIT_STEP, Log4Settings
 
 MAGNITUDES = 8
 
@@ -34,8 +34,8 @@ class Tables:
 
     magnitude_edges [7]: the anchor magnitude is the number of edges <= x.
     integer_edges [top]: I is the number of edges <= x.
-    levels [16]: value of an anchor code, in units of the scale.
-    refined [256]: value of anchor code | correction nibble << 4, in units of the scale.
+    levels [16, or 4 for 2-bit anchors]: value of an anchor code, in units of the scale.
+    refined [256]: value of 4-bit code | correction nibble << 4, in units of the scale.
     """
 
     magnitude_edges: torch.Tensor
@@ -83,7 +83,10 @@ def magnitude_levels(settings: Log4Settings) -> list[float]:
 
 
 def signed_levels(settings: Log4Settings) -> list[float]:
-    """What the 16 anchor codes decode to; 8..15 are negative, magnitude 0 included."""
+    """What the 16 anchor codes decode to; 8..15 are negative, magnitude 0 included. The 4 of 2-bit
+    anchors are in order."""
+    if settings.anchor_bits == 2:
+        return [(2 * code - 3) * TWO_BIT_STEP / settings.top for code in range(4)]
     levels = magnitude_levels(settings)
     return [*levels, *(-level for level in levels)]
 

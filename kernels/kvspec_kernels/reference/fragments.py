@@ -35,20 +35,32 @@ def to_words(operand: torch.Tensor) -> torch.Tensor:
     # row = 16 a + 8 b + g, column = 16 c + 8 d + 2 t + e; nibble = 4 d + 2 b + e.
     split = operand.reshape(count, rows, 2, 8, columns, 2, 4, 2)
     tiles = split.permute(0, 1, 4, 3, 6, 5, 2, 7)
-    size = group_size(rows * columns)
-    grouped = tiles.reshape(count, rows * columns // size, size, LANES, WORD_CODES).transpose(2, 3)
-    return grouped.reshape(*leading, rows * columns * LANES, WORD_CODES)
+    return _in_groups(tiles.reshape(*leading, rows * columns, LANES, WORD_CODES))
 
 
 def from_words(words: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
     """Inverse of to_words: [..., rows * columns / 8, 8] into a new [..., rows, columns]."""
     rows, columns = num_rows // TILE, num_columns // TILE
     leading = words.shape[:-2]
-    count, size = math.prod(leading), group_size(rows * columns)
-    grouped = words.reshape(count, rows * columns // size, LANES, size, WORD_CODES)
-    split = grouped.transpose(2, 3).reshape(count, rows, columns, 8, 4, 2, 2, 2)
+    split = _by_tile(words).reshape(math.prod(leading), rows, columns, 8, 4, 2, 2, 2)
     operand = split.permute(0, 1, 6, 3, 2, 5, 4, 7)
     return operand.reshape(*leading, num_rows, num_columns)
+
+
+def _in_groups(tiles: torch.Tensor) -> torch.Tensor:
+    """Tiles or pairs [..., n, 32, 8] as words in stored order [..., n * 32, 8]."""
+    size = group_size(tiles.shape[-3])
+    grouped = torch.unflatten(tiles, -3, (-1, size)).transpose(-3, -2)
+    return grouped.reshape(*tiles.shape[:-3], tiles.shape[-3] * LANES, WORD_CODES)
+
+
+def _by_tile(words: torch.Tensor) -> torch.Tensor:
+    """Inverse of _in_groups."""
+    num_tiles = words.shape[-2] // LANES
+    size = group_size(num_tiles)
+    grouped = torch.unflatten(words, -2, (num_tiles // size, LANES, size))
+    tiles = grouped.transpose(-3, -2)
+    return tiles.reshape(*words.shape[:-2], num_tiles, LANES, WORD_CODES)
 
 
 def column_order(values: torch.Tensor) -> torch.Tensor:
@@ -92,9 +104,22 @@ def codes_from_words(words: torch.Tensor, part: str, page_size: int) -> torch.Te
     return from_words(words, head_dim, page_size).transpose(-1, -2)
 
 
-def packed_words(records: torch.Tensor, part: str, layout: RecordLayout) -> torch.Tensor:
-    """The codes of a part of records [N, H, nbytes] as uint8 [N, H, words, 4]."""
-    return torch.unflatten(layout[f"{part}_codes"].view(records), -1, (-1, 4)).contiguous()
+def packed_words(
+    records: torch.Tensor, part: str, layout: RecordLayout, field: str = "codes"
+) -> torch.Tensor:
+    """A field of codes of a part of records [N, H, nbytes] as uint8 [N, H, words, 4]."""
+    return torch.unflatten(layout[f"{part}_{field}"].view(records), -1, (-1, 4)).contiguous()
+
+
+def store_words(
+    packed: torch.Tensor,
+    records: torch.Tensor,
+    part: str,
+    layout: RecordLayout,
+    field: str = "codes",
+) -> None:
+    """Inverse of packed_words: uint8 [N, H, words, 4] into a field of records, in place."""
+    layout[f"{part}_{field}"].view(records).copy_(packed.flatten(-2))
 
 
 def pack_by_halves(codes: torch.Tensor) -> torch.Tensor:
@@ -105,6 +130,18 @@ def pack_by_halves(codes: torch.Tensor) -> torch.Tensor:
 def by_halves(nibble_values: torch.Tensor) -> torch.Tensor:
     """Unpacked nibbles [..., 8] of a word that pack_by_halves made, as codes [..., 8]."""
     return torch.unflatten(nibble_values, -1, (2, 4)).transpose(-1, -2).flatten(-2)
+
+
+def pack_pairs(words: torch.Tensor) -> torch.Tensor:
+    """Codes of 2 bits in words [..., words, 8] of tiles into uint8 [..., words / 2, 4] of pairs."""
+    left, right = torch.unflatten(_by_tile(words), -3, (-1, 2)).unbind(-3)
+    return pack_by_halves(_in_groups(left | right << 2))
+
+
+def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of pack_pairs: uint8 [..., words / 2, 4] into uint8 [..., words, 8]."""
+    pairs = _by_tile(by_halves(nibbles.unpack(packed)))
+    return _in_groups(torch.stack((pairs & 3, pairs >> 2), dim=-3).flatten(-4, -3))
 
 
 def pack_sign_magnitude(codes: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ Per channel and chunk of tokens: subtract a centre, divide by a scale, quantise 
 (`companding.py`). Anchor value: centre + scale * level[code]. Refined (int8) value: centre +
 scale * sign * ((1 + a)^(I / top) - 1) / a, with I = 16 m - correction. Products are rounded to
 fp32 before the sum, never fused, and results are clamped to the finite range of the KV dtype.
+Anchors of 2 bits hold half of the same code, numbered in the order of values (`formats.py`).
 
 Deviations from Algorithm 1, besides those of `companding.py`:
 - Stage 1 (page-level normalisation) is left out: it is undone by stage 2, whose centre and scale
@@ -52,14 +53,18 @@ def encode(
             anchor_layout[f"{part}_{name}"].view(anchors).copy_(by_head)
         bases[..., index] = base
         codes, corrections = _quantise(chunks, centre, scale, law, settings, residuals is not None)
-        field = f"{part}_codes"
         words = fragments.codes_to_words(codes, part)
-        anchor_layout[field].view(anchors).copy_(fragments.pack_sign_magnitude(words).flatten(-2))
+        if settings.anchor_bits == 4:
+            packed = fragments.pack_sign_magnitude(words)
+        else:
+            packed = fragments.pack_pairs(in_order(words) >> 2)
+        fragments.store_words(packed, anchors, part, anchor_layout)
         if residuals is not None and residual_layout is not None and corrections is not None:
-            words = fragments.codes_to_words(corrections, part)
-            residual_layout[field].view(residuals).copy_(
-                fragments.pack_by_halves(words).flatten(-2)
-            )
+            if settings.anchor_bits == 2:
+                packed = fragments.pack_pairs(in_order(words) & 3)
+                fragments.store_words(packed, residuals, part, residual_layout, "rest")
+            packed = fragments.pack_by_halves(fragments.codes_to_words(corrections, part))
+            fragments.store_words(packed, residuals, part, residual_layout)
     return anchors, residuals
 
 
@@ -71,8 +76,11 @@ def decode_anchor(
 
     def part(name: str) -> torch.Tensor:
         packed = fragments.packed_words(anchors, name, layout)
-        words = law.levels[fragments.unpack_sign_magnitude(packed).int()]
-        return _scaled(words, name, anchors, layout, dtype)
+        if settings.anchor_bits == 4:
+            codes = fragments.unpack_sign_magnitude(packed)
+        else:
+            codes = fragments.unpack_pairs(packed)
+        return _scaled(law.levels[codes.int()], name, anchors, layout, dtype)
 
     return part("k"), part("v")
 
@@ -90,13 +98,28 @@ def decode_refined(
 
     def part(name: str) -> torch.Tensor:
         packed = fragments.packed_words(anchors, name, anchor_layout)
-        codes = fragments.unpack_sign_magnitude(packed)
+        if settings.anchor_bits == 4:
+            codes = fragments.unpack_sign_magnitude(packed)
+        else:
+            rest = fragments.packed_words(residuals, name, residual_layout, "rest")
+            codes = from_order(fragments.unpack_pairs(packed) << 2 | fragments.unpack_pairs(rest))
         packed = fragments.packed_words(residuals, name, residual_layout)
         corrections = fragments.by_halves(nibbles.unpack(packed))
         words = law.refined[(codes | corrections << 4).int()]
         return _scaled(words, name, anchors, anchor_layout, dtype)
 
     return part("k"), part("v")
+
+
+def in_order(codes: torch.Tensor) -> torch.Tensor:
+    """Codes 0..15 of a magnitude in bits 0-2 and a sign in bit 3, numbered in the order of their
+    values instead: 8 + m, or 7 - m if negative."""
+    return codes ^ torch.where(codes < 8, 8, 15).to(codes.dtype)
+
+
+def from_order(codes: torch.Tensor) -> torch.Tensor:
+    """Inverse of in_order."""
+    return codes ^ torch.where(codes < 8, 15, 8).to(codes.dtype)
 
 
 def _metadata(

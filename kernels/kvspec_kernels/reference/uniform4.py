@@ -4,7 +4,8 @@ Asymmetric codes u in 0..15 with scale s and zero z: K per channel over a group 
 token over the head. The correction l in -8..7 is the symmetric 4-bit code of the anchor's error in
 steps of s / 16. Anchor value: u s + z; refined (int8) value: (16 u + l) (s / 16) + z, the paper's
 8-bit form of u s + l s / 16 + z, whose factors are exact in fp32. Products are rounded to fp32
-before the sum, and results are clamped to the finite range of the KV dtype.
+before the sum, and results are clamped to the finite range of the KV dtype. Anchors of 2 bits hold
+u >> 2 and decode to (4 (u >> 2) + 1.5) s + z; the rest of u is in the residual.
 
 s and z are bf16, and codes are chosen against the rounded ones; where rounding moved s or z, the
 outermost values are clipped to codes 0 and 15 and the correction takes up what it can. A group
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from kvspec_kernels.formats import RecordLayout
+from kvspec_kernels.formats import TWO_BIT_MIDDLE, RecordLayout, Uniform4Settings
 from kvspec_kernels.reference import fragments, nibbles
 
 CODES = 16
@@ -24,6 +25,7 @@ CODES = 16
 def encode(
     k: torch.Tensor,
     v: torch.Tensor,
+    settings: Uniform4Settings,
     anchor_layout: RecordLayout,
     residual_layout: RecordLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -41,23 +43,33 @@ def encode(
         # A zero scale means that every value of the group equals the zero point.
         step = torch.where(scale > 0, scale, 1.0)
         codes = ((groups - zero) / step).round().clamp(0, CODES - 1)
-        field = f"{part}_codes"
-        anchor_layout[field].view(anchors).copy_(_packed(codes, pages.shape, part))
+        words = _words(codes, pages.shape, part)
+        two_bit = settings.anchor_bits == 2
+        packed = fragments.pack_pairs(words >> 2) if two_bit else fragments.pack_by_halves(words)
+        fragments.store_words(packed, anchors, part, anchor_layout)
         if residuals is not None and residual_layout is not None:
+            if two_bit:
+                packed = fragments.pack_pairs(words & 3)
+                fragments.store_words(packed, residuals, part, residual_layout, "rest")
             error = groups - (codes * scale + zero)
             lower = (error * CODES / step).round().clamp(-8, 7)
-            residual_layout[field].view(residuals).copy_(_packed(lower, pages.shape, part))
+            packed = fragments.pack_by_halves(_words(lower, pages.shape, part))
+            fragments.store_words(packed, residuals, part, residual_layout)
     return anchors, residuals
 
 
 def decode_anchor(
-    anchors: torch.Tensor, layout: RecordLayout, dtype: torch.dtype
+    anchors: torch.Tensor, settings: Uniform4Settings, layout: RecordLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor records [N, H, nbytes] into pages (k, v) [N, P, H, D] `dtype`."""
     table = nibbles.pair_table(torch.arange(16, dtype=torch.float32, device=anchors.device))
 
     def part(name: str) -> torch.Tensor:
-        words = nibbles.look_up(table, fragments.packed_words(anchors, name, layout))
+        packed = fragments.packed_words(anchors, name, layout)
+        if settings.anchor_bits == 4:
+            words = fragments.by_halves(nibbles.look_up(table, packed))
+        else:
+            words = fragments.unpack_pairs(packed).float().mul_(4).add_(TWO_BIT_MIDDLE)
         return _scaled(words, 1.0, name, anchors, layout, dtype)
 
     return part("k"), part("v")
@@ -66,6 +78,7 @@ def decode_anchor(
 def decode_refined(
     anchors: torch.Tensor,
     residuals: torch.Tensor,
+    settings: Uniform4Settings,
     anchor_layout: RecordLayout,
     residual_layout: RecordLayout,
     dtype: torch.dtype,
@@ -73,10 +86,16 @@ def decode_refined(
     """Anchor and correction records into 8-bit pages (k, v) [N, P, H, D] `dtype`."""
 
     def part(name: str) -> torch.Tensor:
-        upper = nibbles.unpack(fragments.packed_words(anchors, name, anchor_layout))
+        packed = fragments.packed_words(anchors, name, anchor_layout)
         lower = nibbles.unpack_signed(fragments.packed_words(residuals, name, residual_layout))
-        combined = upper.float().mul_(CODES).add_(lower)
-        return _scaled(combined, 1 / CODES, name, anchors, anchor_layout, dtype)
+        if settings.anchor_bits == 4:
+            combined = nibbles.unpack(packed).float().mul_(CODES).add_(lower)
+            words = fragments.by_halves(combined)
+        else:
+            rest = fragments.packed_words(residuals, name, residual_layout, "rest")
+            upper = fragments.unpack_pairs(packed) << 2 | fragments.unpack_pairs(rest)
+            words = upper.float().mul_(CODES).add_(fragments.by_halves(lower))
+        return _scaled(words, 1 / CODES, name, anchors, anchor_layout, dtype)
 
     return part("k"), part("v")
 
@@ -102,10 +121,10 @@ def _metadata(groups: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tenso
     return scale.bfloat16().float() + 0.0, zero
 
 
-def _packed(codes: torch.Tensor, shape: torch.Size, part: str) -> torch.Tensor:
-    """Codes in float as packed [N, H, P * D / 2] of pages of `shape` [N, P, H, D]."""
+def _words(codes: torch.Tensor, shape: torch.Size, part: str) -> torch.Tensor:
+    """Codes in float as int32 words [N, H, words, 8] of pages of `shape` [N, P, H, D]."""
     integers = codes.nan_to_num(0.0).to(torch.int32).view(shape)
-    return fragments.pack_by_halves(fragments.codes_to_words(integers, part)).flatten(-2)
+    return fragments.codes_to_words(integers, part)
 
 
 def _scaled(
@@ -116,12 +135,12 @@ def _scaled(
     layout: RecordLayout,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """codes * (scale * step) + zero as pages [N, P, H, D] `dtype`, of nibbles in stored
+    """codes * (scale * step) + zero as pages [N, P, H, D] `dtype`, of codes in stored
     order [N, H, words, 8] fp32."""
     scale = fragments.LOAD[name](layout[f"{name}_scale"].view(anchors)).float() * step
     zero = fragments.LOAD[name](layout[f"{name}_zero"].view(anchors)).float()
     page_size = layout["v_scale"].shape[0]
-    values = fragments.codes_from_words(fragments.by_halves(words), name, page_size)
+    values = fragments.codes_from_words(words, name, page_size)
     if name == "k":
         by_group = torch.unflatten(values, 2, (scale.shape[2], -1))
         by_group.mul_(scale[..., None, :]).add_(zero[..., None, :])

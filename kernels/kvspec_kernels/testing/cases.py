@@ -182,7 +182,7 @@ class _Pools:
         page_size, heads, head_dim = self.page
         target: Target = "exact" if self.source == "exact" else "int8"
         anchor = formats.anchor_layout(self.settings, page_size, head_dim)
-        residual = formats.residual_layout(target, page_size, head_dim, self.dtype)
+        residual = formats.residual_layout(self.settings, target, page_size, head_dim, self.dtype)
         anchors, residuals = (
             torch.full((size, heads, nbytes), POISON_BYTE, dtype=torch.uint8, device=device)
             for nbytes in (anchor.nbytes, residual.nbytes)
@@ -211,7 +211,7 @@ class _Pools:
         if isinstance(self.settings, Log4Settings):
             anchors, residuals = log4.encode(k, v, self.settings, anchor, codes)
         else:
-            anchors, residuals = uniform4.encode(k, v, anchor, codes)
+            anchors, residuals = uniform4.encode(k, v, self.settings, anchor, codes)
             for name in ("v_scale", "v_zero"):
                 field = anchor[name].view(anchors)
                 by_token = fragments.from_row_order(field)

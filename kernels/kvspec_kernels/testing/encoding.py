@@ -21,10 +21,10 @@ def encode_by_reference(
     k, v = k.cpu(), v.cpu()
     _, page_size, _, head_dim = k.shape
     anchor = anchor_layout(settings, page_size, head_dim)
-    residual = residual_layout(target, page_size, head_dim, k.dtype)
+    residual = residual_layout(settings, target, page_size, head_dim, k.dtype)
     corrections = residual if target == "int8" else None
     if isinstance(settings, Log4Settings):
         anchors, residuals = log4.encode(k, v, settings, anchor, corrections)
     else:
-        anchors, residuals = uniform4.encode(k, v, anchor, corrections)
+        anchors, residuals = uniform4.encode(k, v, settings, anchor, corrections)
     return anchors, exact.encode(k, v, residual) if residuals is None else residuals

@@ -34,6 +34,29 @@ def test_words_lie_where_the_format_says(shape):
     assert torch.equal(fragments.from_words(words, rows, columns), operand)
 
 
+@pytest.mark.parametrize("shape", [(32, 32), (64, 64), (32, 96), (96, 128), (128, 96)], ids=str)
+def test_pairs_of_tiles_lie_where_the_format_says(shape):
+    rows, columns = shape
+    codes = torch.randint(4, (1, rows, columns), generator=torch.Generator().manual_seed(0))
+    packed = fragments.pack_pairs(fragments.to_words(codes))
+    assert packed.shape == (1, rows * columns // 16, 4)
+    words = [int.from_bytes(bytes(word), "little") for word in packed[0].tolist()]
+    num_pairs = rows * columns // 512
+    size = 4 if num_pairs % 4 == 0 else 2
+    # Nibbles of codes 0 to 7.
+    places = [0, 4, 1, 5, 2, 6, 3, 7]
+    for row in range(rows):
+        for column in range(columns):
+            pair = row // 16 * (columns // 32) + column // 32
+            r, c = row % 16, column % 16
+            lane = 4 * (r % 8) + c % 8 // 2
+            word = words[(pair // size * 32 + lane) * size + pair % size]
+            nibble = places[4 * (c // 8) + 2 * (r // 8) + c % 2]
+            high = column // 16 % 2
+            assert word >> 4 * nibble + 2 * high & 3 == codes[0, row, column]
+    assert torch.equal(fragments.unpack_pairs(packed), fragments.to_words(codes).to(torch.uint8))
+
+
 @pytest.mark.parametrize("size", [16, 64, 96, 256])
 def test_metadata_lies_where_the_format_says(size):
     values = torch.arange(3 * size).view(3, size)

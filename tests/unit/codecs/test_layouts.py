@@ -17,13 +17,17 @@ SETTINGS = {"log4": Log4Settings, "uniform4": Uniform4Settings}
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("head_dim", "bits"),
+    [(head_dim, 4) for head_dim in HEAD_DIMS] + [(d, 2) for d in HEAD_DIMS if d % 32 == 0],
+)
 @pytest.mark.parametrize("dtype", formats.EXACT_DTYPES, ids=str)
-def test_fields_tile_every_record(codec_name, page_size, head_dim, dtype):
-    settings = SETTINGS[codec_name].for_page(page_size)
+def test_fields_tile_every_record(codec_name, page_size, head_dim, bits, dtype):
+    settings = SETTINGS[codec_name].for_page(page_size, bits)
     layouts = [formats.anchor_layout(settings, page_size, head_dim)]
     layouts += [
-        formats.residual_layout(target, page_size, head_dim, dtype) for target in ("exact", "int8")
+        formats.residual_layout(settings, target, page_size, head_dim, dtype)
+        for target in ("exact", "int8")
     ]
     for layout in layouts:
         end = 0
@@ -34,6 +38,28 @@ def test_fields_tile_every_record(codec_name, page_size, head_dim, dtype):
         assert end <= layout.nbytes < end + formats.RECORD_ALIGNMENT
         assert layout.nbytes % formats.RECORD_ALIGNMENT == 0
     assert layouts[0]["v_codes"].offset % formats.RECORD_ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_two_bit_anchors_leave_the_rest_of_their_codes_to_corrections(codec_name, page_size):
+    four, two = (SETTINGS[codec_name].for_page(page_size, bits) for bits in (4, 2))
+    sizes = (page_size, 96)
+    whole, half = (formats.anchor_layout(settings, *sizes) for settings in (four, two))
+    saved = page_size * 96 // 4
+    assert [field.name for field in half.fields] == [field.name for field in whole.fields]
+    for got, want in zip(half.fields, whole.fields, strict=True):
+        assert got.dtype == want.dtype
+        codes = got.name.endswith("codes")
+        assert got.shape == ((saved,) if codes else want.shape)
+    corrections = formats.residual_layout(two, "int8", *sizes, torch.float32)
+    assert [(field.name, field.shape, field.dtype) for field in corrections.fields] == [
+        ("k_codes", (2 * saved,), torch.uint8),
+        ("k_rest", (saved,), torch.uint8),
+        ("v_codes", (2 * saved,), torch.uint8),
+        ("v_rest", (saved,), torch.uint8),
+    ]
+    raw = [formats.residual_layout(s, "exact", *sizes, torch.float32) for s in (four, two)]
+    assert raw[0] == raw[1]
 
 
 def test_fields_share_memory_with_a_table_of_records():
@@ -84,7 +110,7 @@ def test_records_have_the_size_the_layout_says(codec_of, cache_like_pages, targe
     assert anchor.dtype == residual.dtype == torch.uint8
     assert anchor.shape == (2, 3, formats.anchor_layout(settings, page_size, 64).nbytes)
     assert anchor.shape == (2, 3, codec.anchor_bytes)
-    layout = formats.residual_layout(target, page_size, 64, torch.float32)
+    layout = formats.residual_layout(settings, target, page_size, 64, torch.float32)
     assert residual.shape == (2, 3, layout.nbytes) == (2, 3, codec.residual_bytes)
 
 
@@ -101,7 +127,7 @@ def test_unsupported_head_size_says_what_is_allowed(codec_of, head_dim):
     with pytest.raises(ConfigError, match=f"head size.*16 to 256.*got {head_dim}"):
         codec_of(head_dim=head_dim)
     with pytest.raises(FormatError, match=f"multiple of 16.*got {head_dim}"):
-        formats.residual_layout("int8", 64, head_dim, torch.float32)
+        formats.residual_layout(Log4Settings(), "int8", 64, head_dim, torch.float32)
 
 
 def test_other_unsupported_choices(codec_of):
@@ -111,6 +137,27 @@ def test_other_unsupported_choices(codec_of):
         codec_of(target="int4")
     with pytest.raises(ConfigError, match=r"float32, bfloat16, float16, got torch\.float64"):
         codec_of(dtype=torch.float64)
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 80])
+def test_two_bit_anchors_need_pairs_of_tiles(codec_name, head_dim):
+    settings = SETTINGS[codec_name](anchor_bits=2)
+    message = f"head size must be a multiple of 32 for anchor_bits 2, got {head_dim}"
+    with pytest.raises(FormatError, match=message):
+        formats.anchor_layout(settings, 64, head_dim)
+    for target in ("int8", "exact"):
+        with pytest.raises(FormatError, match=message):
+            formats.residual_layout(settings, target, 64, head_dim, torch.float32)
+
+
+def test_two_bit_anchors_need_the_linear_law(codec_name):
+    with pytest.raises(FormatError, match="anchor_bits must be 4 or 2, got 3"):
+        SETTINGS[codec_name](anchor_bits=3)
+    needs = "anchor_bits 2 needs alpha 0 and levels linear"
+    with pytest.raises(FormatError, match=rf"{needs}, got alpha 0.25 and levels linear"):
+        Log4Settings(alpha=0.25, anchor_bits=2)
+    with pytest.raises(FormatError, match=rf"{needs}, got alpha 0.0 and levels corner"):
+        Log4Settings(levels="corner", anchor_bits=2)
 
 
 def test_chunks_must_divide_the_page():

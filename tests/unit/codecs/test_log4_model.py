@@ -87,7 +87,7 @@ def test_codes_and_metadata_equal_the_scalar_model(cache_like_pages, settings, s
         part[..., 3] *= 1e-7
         part[..., 4] = 0.75
     layout = anchor_layout(settings, PAGE, DIM)
-    corrections_layout = residual_layout("int8", PAGE, DIM, torch.float32)
+    corrections_layout = residual_layout(settings, "int8", PAGE, DIM, torch.float32)
     anchors, residuals = log4.encode(*pages, settings, layout, corrections_layout)
     for part, page, chunk in zip("kv", pages, (settings.k_chunk, settings.v_chunk), strict=True):
         packed = layout[f"{part}_codes"].view(anchors).unflatten(-1, (-1, 4))
@@ -112,7 +112,7 @@ def test_codes_and_metadata_equal_the_scalar_model(cache_like_pages, settings, s
 def test_all_256_code_pairs_decode_to_the_formula():
     settings = Log4Settings.for_page(32)
     layout = anchor_layout(settings, 32, DIM)
-    corrections_layout = residual_layout("int8", 32, DIM, torch.float32)
+    corrections_layout = residual_layout(settings, "int8", 32, DIM, torch.float32)
     anchors = layout.empty_records((1, 1), "cpu")
     residuals = corrections_layout.empty_records((1, 1), "cpu")
     # Tokens 0..15 hold anchor code t, channel d the correction nibble d.

@@ -48,8 +48,8 @@ def test_codes_equal_the_scalar_model(cache_like_pages, page_size):
         part[..., 4] = 0.75
     settings = Uniform4Settings.for_page(page_size)
     layout = anchor_layout(settings, page_size, DIM)
-    lower_layout = residual_layout("int8", page_size, DIM, torch.float32)
-    anchors, residuals = uniform4.encode(*pages, layout, lower_layout)
+    lower_layout = residual_layout(settings, "int8", page_size, DIM, torch.float32)
+    anchors, residuals = uniform4.encode(*pages, settings, layout, lower_layout)
 
     def codes(part):
         packed = layout[f"{part}_codes"].view(anchors).unflatten(-1, (-1, 4))
@@ -77,8 +77,9 @@ def test_codes_equal_the_scalar_model(cache_like_pages, page_size):
 
 
 def test_all_256_code_pairs_decode_to_the_formula():
-    layout = anchor_layout(Uniform4Settings(32), 32, DIM)
-    lower_layout = residual_layout("int8", 32, DIM, torch.float32)
+    settings = Uniform4Settings(32)
+    layout = anchor_layout(settings, 32, DIM)
+    lower_layout = residual_layout(settings, "int8", 32, DIM, torch.float32)
     anchors = layout.empty_records((1, 1), "cpu")
     residuals = lower_layout.empty_records((1, 1), "cpu")
     upper = torch.arange(32)[:, None].expand(32, DIM) % 16
@@ -88,8 +89,9 @@ def test_all_256_code_pairs_decode_to_the_formula():
         lower_layout[f"{part}_codes"].view(residuals).copy_(stored(lower, part))
         layout[f"{part}_scale"].view(anchors).fill_(0.375)
         layout[f"{part}_zero"].view(anchors).fill_(-1.25)
-    refined = uniform4.decode_refined(anchors, residuals, layout, lower_layout, torch.float32)
-    draft = uniform4.decode_anchor(anchors, layout, torch.float32)
+    layouts = (layout, lower_layout)
+    refined = uniform4.decode_refined(anchors, residuals, settings, *layouts, torch.float32)
+    draft = uniform4.decode_anchor(anchors, settings, layout, torch.float32)
     for part in (0, 1):
         for u in range(16):
             assert draft[part][0, u, 0].tolist() == [u * 0.375 - 1.25] * DIM

@@ -201,7 +201,7 @@ def test_the_whole_range_of_fp32_stays_finite(codec, device):
     if codec == "log4":
         decoded = log4.decode_anchor(anchors, settings, layout, torch.float32)
     else:
-        decoded = uniform4.decode_anchor(anchors, layout, torch.float32)
+        decoded = uniform4.decode_anchor(anchors, settings, layout, torch.float32)
     assert all(part.isfinite().all() for part in decoded)
 
 
