@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 import triton
 
-from kvspec_kernels.formats import Uniform4Settings
 from kvspec_kernels.jit.cuda_attention import (
     Arithmetic,
     AttentionShape,
     DraftKernel,
+    arithmetics,
     draft_kernel,
     supported,
 )
@@ -155,12 +155,15 @@ def _shape(plan: AttentionPlan) -> AttentionShape:
 
 
 def _arithmetic(plan: AttentionPlan) -> Arithmetic:
-    """The one asked for, or the faster one (kernels/README.md)."""
+    """The one asked for, or the faster one as measured (kernels/README.md)."""
     if plan.source != "anchor":
         return "fp16"
     if plan.arithmetic != "auto":
         return plan.arithmetic
-    return "int8" if isinstance(plan.settings, Uniform4Settings) else "fp16"
+    # In int8 a head takes two columns of a product, in fp16 one of eight.
+    prefers_int8 = plan.group <= 4 and plan.head_dim >= 128
+    possible = arithmetics(plan.settings)
+    return possible[-1 if prefers_int8 else 0]
 
 
 def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:

@@ -25,10 +25,11 @@ def assert_attention(
     *,
     sm_scale: float | None = None,
     factor: float = 2.0,
+    baseline: torch.dtype | None = None,
 ) -> None:
     """The errors of out and lse against the fp32 reference are at most `factor` times those of
-    the same computation in torch in the dtype of q, plus a floor. For q in fp32 the reference is
-    in fp64.
+    the same computation in torch in `baseline`, the dtype of q unless given, plus a floor. For q
+    in fp32 the reference is in fp64.
 
     Floor of out, relative to the largest output: half a unit in the last place of its dtype, for
     the rounding that every result ends with, which may happen to be exact in the baseline; and
@@ -39,7 +40,7 @@ def assert_attention(
     dtype = case.q.dtype
     finer = torch.float64 if dtype == torch.float32 else torch.float32
     exact_out, exact_lse = case.reference(finer, sm_scale)
-    base_out, base_lse = case.reference(dtype, sm_scale)
+    base_out, base_lse = case.reference(baseline or dtype, sm_scale)
     largest_out = exact_out.abs().max().item()
     finite_lse = exact_lse[exact_lse.isfinite()].abs()
     largest_lse = max(1.0, finite_lse.max().item()) if len(finite_lse) else 1.0

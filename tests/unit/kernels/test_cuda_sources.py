@@ -14,23 +14,29 @@ ARCHITECTURE = "sm_90a"
 CODECS = (Log4Settings, Uniform4Settings)
 
 
-def shape_of(codec, page_size, head_dim, group, dtype):
-    settings = codec.for_page(page_size)
-    return AttentionShape(settings, page_size, head_dim, 2 * group, 2, dtype)
+def shape_of(codec, page_size, head_dim, group, dtype, arithmetic="fp16", bits=4):
+    settings = codec.for_page(page_size, bits)
+    return AttentionShape(settings, page_size, head_dim, 2 * group, 2, dtype, arithmetic)
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
-    ("page_size", "head_dim", "group", "dtype"),
+    ("codec", "bits", "arithmetic", "page_size", "head_dim", "group", "dtype"),
     [
-        (64, 128, 4, torch.bfloat16),
-        (32, 96, 1, torch.float16),
-        (256, 64, 8, torch.bfloat16),
-        (64, 256, 16, torch.bfloat16),
+        (Log4Settings, 4, "fp16", 64, 128, 4, torch.bfloat16),
+        (Log4Settings, 4, "fp16", 32, 96, 1, torch.float16),
+        (Uniform4Settings, 4, "fp16", 64, 256, 16, torch.bfloat16),
+        (Uniform4Settings, 4, "fp16", 256, 64, 8, torch.float16),
+        (Uniform4Settings, 4, "int8", 64, 128, 4, torch.bfloat16),
+        (Uniform4Settings, 4, "int8", 32, 96, 1, torch.float16),
+        (Uniform4Settings, 2, "int8", 64, 128, 4, torch.bfloat16),
+        (Uniform4Settings, 2, "int8", 64, 256, 16, torch.bfloat16),
+        (Log4Settings, 2, "int8", 256, 64, 8, torch.bfloat16),
+        (Log4Settings, 2, "int8", 32, 96, 1, torch.float16),
     ],
 )
-def test_draft_attention_compiles(codec, page_size, head_dim, group, dtype):
-    defines = draft_defines(shape_of(codec, page_size, head_dim, group, dtype))
+def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, group, dtype):
+    shape = shape_of(codec, page_size, head_dim, group, dtype, arithmetic, bits)
+    defines = draft_defines(shape)
     assert nvrtc.compile_cubin("draft_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE)
 
 

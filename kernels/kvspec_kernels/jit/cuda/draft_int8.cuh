@@ -11,14 +11,12 @@
 
 constexpr int COLUMN_TILES = (GROUP + 3) / 4;
 constexpr int QUERY_BYTES = COLUMN_TILES * CHANNEL_TILES * 512;
-// uniform4: the middle of its codes. It is part of the offset, z + MIDDLE s.
+// uniform4: the middle of its 4-bit codes. It is part of the offset, z + MIDDLE s.
 constexpr float MIDDLE = 7.5f;
 #if ANCHOR_BITS == 2
 constexpr float UNIT = LOG4 ? 2.0f * TWO_BIT_STEP / TOP : 4.0f, ZERO = 1.5f;
-#elif LOG4
-// Bytes -64.5 +- (16 m + 1) / 2.
-constexpr float UNIT = 2.0f / TOP, ZERO = -64.5f;
 #else
+static_assert(!LOG4, "signs and magnitudes are no integers in order");
 constexpr float UNIT = 1.0f, ZERO = MIDDLE;
 #endif
 
@@ -31,7 +29,7 @@ constexpr int WORD_GROUP = PAGE_WORDS % 4 == 0 ? 4 : 2;
 
 // Leaves an integer in the low byte of the sum.
 constexpr float MAGIC = 12582912.0f;
-constexpr float UPPER = LOG4 && ANCHOR_BITS == 4 ? 1.0f : 16.0f;
+constexpr float UPPER = 16.0f;
 constexpr u32 ONES = 0x01010101u;
 
 typedef float Scores[COLUMN_TILES][TOKEN_TILES][2];
@@ -47,13 +45,8 @@ __device__ __forceinline__ Words<N> load_codes(const u8* codes, int index, int l
         codes + ((index / WORD_GROUP * 32 + lane) * WORD_GROUP + index % WORD_GROUP) * 4);
 }
 
-#if LOG4 && ANCHOR_BITS == 4
-#define CODE_TYPE "s8"
-#else
-#define CODE_TYPE "u8"
-#endif
 __device__ __forceinline__ void mma_codes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32." CODE_TYPE ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -66,29 +59,12 @@ __device__ __forceinline__ u32 half2_largest(u32 a, u32 b) {
     return r;
 }
 
-#if LOG4 && ANCHOR_BITS == 4
-// 8 codes as two registers of bytes, rows g and g + 8: magnitudes 64 + 8 m by table, less 128, and
-// inverted where negative. Signs lie two nibbles from their magnitudes.
-__device__ __forceinline__ void log_bytes(u32 word, u32& row0, u32& row8) {
-    u32 magnitudes = word & 0x77777777u;
-    u32 low = prmt(0x58504840u, 0x78706860u, magnitudes) ^
-              prmt(0x80808080u, 0x80808080u, word >> 8);
-    u32 high = prmt(0x58504840u, 0x78706860u, magnitudes >> 16) ^
-               prmt(0x80808080u, 0x80808080u, prmt(word, word, 0x2103));
-    row0 = prmt(low, high, 0x3571);
-    row8 = prmt(low, high, 0x2460);
-}
-#endif
-
 // The left operand of a product from its words. Codes of rows g + 8 stay where they are: UPPER
 // times those of rows g.
 __device__ __forceinline__ void unpack(const u32* word, u32 (&a)[4]) {
 #if ANCHOR_BITS == 2
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = word[0] >> (i / 2 * 2) & (i % 2 ? 0x30303030u : 0x03030303u);
-#elif LOG4
-    log_bytes(word[0], a[0], a[1]);
-    log_bytes(word[1], a[2], a[3]);
 #else
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = word[i / 2] & (i % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu);
@@ -473,7 +449,7 @@ __device__ __forceinline__ void weigh_page(
                 for (int column = 0; column < COLUMN_TILES; ++column) {
                     const int* pair = acc[column][i / 2] + i % 2 * 2;
                     float x = joined(pair[0], pair[1]);
-                    if (LOG4 && i % 2) x *= 1.0f / UPPER;
+                    if (LOG4 && i % 2) x /= UPPER;
                     float* out = &state.out[column][tile + i / 2][i % 2];
 #if LOG4
                     *out += ((x - ZERO * total[column]) * scale + total[column] * middle) * step[column];
