@@ -23,6 +23,63 @@ def locate_code(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def locate_pair_code(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(word, shift): the 2-bit code of `row` and `column` starts at bit `shift` of 32-bit word
+    `word` of a part's codes."""
+    # Nibbles of pairs lie as codes of an operand of half as many columns.
+    word, code = locate_code(row, ((column >> 5) << 4) + (column & 15), ROWS, COLUMNS // 2)
+    # Even codes fill nibbles 0 to 3, odd ones 4 to 7.
+    return word, ((code >> 1) << 2) + ((code & 1) << 4) + ((column & 16) >> 3)
+
+
+@triton.jit
+def load_two_bits(
+    codes_ptr,
+    tokens,
+    channels,
+    mask,
+    PART: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """2-bit codes, int32, of `tokens` and `channels` of part K (PART 0) or V (1); 0 where mask is
+    false."""
+    if PART == 0:
+        word, shift = locate_pair_code(tokens, channels, PAGE_SIZE, HEAD_DIM)
+    else:
+        word, shift = locate_pair_code(channels, tokens, HEAD_DIM, PAGE_SIZE)
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
+    return tl.load(words_ptr + word, mask=mask, other=0) >> shift & 3
+
+
+@triton.jit
+def load_ordered(
+    anchor_ptr,
+    residual_ptr,
+    tokens,
+    channels,
+    mask,
+    PART: tl.constexpr,
+    REFINED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CODES: tl.constexpr,
+    CORRECTIONS: tl.constexpr,
+):
+    """load_two_bits of an anchor record; where REFINED with the rest from a residual record, which
+    makes them 4-bit codes in the order of their values. CODES, CORRECTIONS: byte offsets of the
+    part's fields."""
+    codes_ptr = anchor_ptr + CODES
+    code = load_two_bits(codes_ptr, tokens, channels, mask, PART, PAGE_SIZE, HEAD_DIM)
+    if REFINED:
+        # The rest follows the corrections.
+        rest_ptr = residual_ptr + (CORRECTIONS + PAGE_SIZE * HEAD_DIM // 2)
+        rest = load_two_bits(rest_ptr, tokens, channels, mask, PART, PAGE_SIZE, HEAD_DIM)
+        code = code << 2 | rest
+    return code
+
+
+@triton.jit
 def locate_column(column, COLUMNS: tl.constexpr):
     """Place of a column's metadata among those of one row of metadata."""
     lane = (column & 7) >> 1

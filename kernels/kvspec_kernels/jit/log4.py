@@ -5,7 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit.fragments import locate_code, locate_column, locate_row
+from kvspec_kernels.jit.fragments import (
+    load_ordered,
+    locate_code,
+    locate_column,
+    locate_row,
+)
 
 
 @triton.jit
@@ -18,6 +23,7 @@ def decode_log4(
     chunk,
     mask_channels,
     PART: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
     REFINED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -38,13 +44,30 @@ def decode_log4(
     else:
         word, code = locate_code(channels, tokens, HEAD_DIM, PAGE_SIZE)
         place = chunk * HEAD_DIM + locate_row(channels, HEAD_DIM)
-    words_ptr = (anchor_ptr + CODES).to(tl.pointer_type(tl.int32))
-    packed = tl.load(words_ptr + word, mask=mask_channels, other=0)
-    # Code 2 r + h: its sign is bit 15 - 4 r + 16 h, its magnitude the 3 bits from bit
-    # (4 - 4 r + 16 h) mod 32 on. Arithmetic shifts, whose copies of bit 31 are masked out.
-    place_in_word = ((code & 1) << 4) - ((code >> 1) << 2)
-    sign = packed >> (place_in_word + 15) & 1
-    index = (packed >> (place_in_word + 4 & 31) & 7) | sign << 3
+    if ANCHOR_BITS == 4:
+        words_ptr = (anchor_ptr + CODES).to(tl.pointer_type(tl.int32))
+        packed = tl.load(words_ptr + word, mask=mask_channels, other=0)
+        # Code 2 r + h: its sign is bit 15 - 4 r + 16 h, its magnitude the 3 bits from bit
+        # (4 - 4 r + 16 h) mod 32 on. Arithmetic shifts, whose copies of bit 31 are masked out.
+        place_in_word = ((code & 1) << 4) - ((code >> 1) << 2)
+        sign = packed >> (place_in_word + 15) & 1
+        index = (packed >> (place_in_word + 4 & 31) & 7) | sign << 3
+    else:
+        index = load_ordered(
+            anchor_ptr,
+            residual_ptr,
+            tokens,
+            channels,
+            mask_channels,
+            PART=PART,
+            REFINED=REFINED,
+            PAGE_SIZE=PAGE_SIZE,
+            HEAD_DIM=HEAD_DIM,
+            CODES=CODES,
+            CORRECTIONS=CORRECTIONS,
+        )
+        if REFINED:
+            index ^= tl.where(index < 8, 15, 8)
     if REFINED:
         words_ptr = (residual_ptr + CORRECTIONS).to(tl.pointer_type(tl.int32))
         corrections = tl.load(words_ptr + word, mask=mask_channels, other=0)

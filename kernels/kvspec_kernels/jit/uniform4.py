@@ -5,7 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit.fragments import locate_code, locate_column, locate_row
+from kvspec_kernels import formats
+from kvspec_kernels.jit.fragments import (
+    load_ordered,
+    locate_code,
+    locate_column,
+    locate_row,
+)
+
+TWO_BIT_MIDDLE = tl.constexpr(formats.TWO_BIT_MIDDLE)
 
 
 @triton.jit
@@ -17,6 +25,7 @@ def decode_uniform4(
     chunk,
     mask_channels,
     PART: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
     REFINED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -37,8 +46,23 @@ def decode_uniform4(
         mask_place = place >= 0
     # Even codes fill nibbles 0 to 3, odd ones 4 to 7.
     shift = ((code >> 1) << 2) + ((code & 1) << 4)
-    words_ptr = (anchor_ptr + CODES).to(tl.pointer_type(tl.int32))
-    integer = tl.load(words_ptr + word, mask=mask_channels, other=0) >> shift & 15
+    if ANCHOR_BITS == 4:
+        words_ptr = (anchor_ptr + CODES).to(tl.pointer_type(tl.int32))
+        integer = tl.load(words_ptr + word, mask=mask_channels, other=0) >> shift & 15
+    else:
+        integer = load_ordered(
+            anchor_ptr,
+            residual_ptr,
+            tokens,
+            channels,
+            mask_channels,
+            PART=PART,
+            REFINED=REFINED,
+            PAGE_SIZE=PAGE_SIZE,
+            HEAD_DIM=HEAD_DIM,
+            CODES=CODES,
+            CORRECTIONS=CORRECTIONS,
+        )
     if REFINED:
         words_ptr = (residual_ptr + CORRECTIONS).to(tl.pointer_type(tl.int32))
         lower = tl.load(words_ptr + word, mask=mask_channels, other=0) >> shift & 15
@@ -49,4 +73,7 @@ def decode_uniform4(
     zero = tl.load(zero_ptr + place, mask=mask_place, other=0.0).to(tl.float32)
     if REFINED:
         scale *= 0.0625
-    return tl.where(mask_channels, integer.to(tl.float32) * scale + zero, 0.0)
+    value = integer.to(tl.float32)
+    if ANCHOR_BITS == 2 and not REFINED:
+        value = value * 4.0 + TWO_BIT_MIDDLE
+    return tl.where(mask_channels, value * scale + zero, 0.0)

@@ -184,7 +184,8 @@ def _record_constants(plan: AttentionPlan) -> dict[str, str | int]:
     else:
         codec, centre, k_chunk, v_chunk = "uniform4", "zero", settings.k_group, plan.page_size
     upgrade = "bits" if plan.source == "exact" else "codes"
-    constants: dict[str, str | int] = {"CODEC": codec, "K_CHUNK": k_chunk, "V_CHUNK": v_chunk}
+    constants: dict[str, str | int] = {"CODEC": codec, "ANCHOR_BITS": settings.anchor_bits}
+    constants |= {"K_CHUNK": k_chunk, "V_CHUNK": v_chunk}
     for part in ("k", "v"):
         name = part.upper()
         constants[f"{name}_CODES"] = anchor[f"{part}_codes"].offset

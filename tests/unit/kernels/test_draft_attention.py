@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +12,12 @@ from kvspec_kernels.ops.attention import DraftAttention, Tail, workspace_nbytes
 from kvspec_kernels.testing.cases import make_case, results_for
 from kvspec_kernels.testing.comparison import assert_attention
 
-SETTINGS = {"log4": Log4Settings.for_page, "uniform4": Uniform4Settings.for_page}
+SETTINGS = {
+    "log4": Log4Settings.for_page,
+    "uniform4": Uniform4Settings.for_page,
+    "log4-2bit": partial(Log4Settings.for_page, anchor_bits=2),
+    "uniform4-2bit": partial(Uniform4Settings.for_page, anchor_bits=2),
+}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # codec, page size, head size, KV heads, group, dtype.
@@ -26,6 +33,11 @@ SHAPES = [
     # Records whose tiles are stored in groups of 2; a group that is no power of two.
     ("uniform4", 96, 80, 3, 3, FP32),
     ("log4", 160, 16, 1, 5, BF16),
+    ("log4-2bit", 64, 64, 2, 4, BF16),
+    ("uniform4-2bit", 64, 128, 1, 2, FP16),
+    # Pairs of tiles in groups of 2.
+    ("log4-2bit", 96, 96, 1, 3, FP32),
+    ("uniform4-2bit", 32, 32, 2, 1, FP32),
 ]
 
 
@@ -89,6 +101,8 @@ def test_any_number_of_splits(num_sms, check, device):
         (64, Log4Settings(alpha=0.25, levels="interval")),
         (64, Uniform4Settings(k_group=32)),
         (128, Uniform4Settings(k_group=128)),
+        (96, Log4Settings(k_chunk=16, v_chunk=48, top=105, centre="mean", anchor_bits=2)),
+        (64, Uniform4Settings(k_group=16, anchor_bits=2)),
     ],
     ids=repr,
 )

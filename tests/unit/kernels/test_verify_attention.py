@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,12 @@ from kvspec_kernels.ops.attention import VerifyAttention
 from kvspec_kernels.testing.cases import make_case, results_for
 from kvspec_kernels.testing.comparison import assert_attention
 
-SETTINGS = {"log4": Log4Settings.for_page, "uniform4": Uniform4Settings.for_page}
+SETTINGS = {
+    "log4": Log4Settings.for_page,
+    "uniform4": Uniform4Settings.for_page,
+    "log4-2bit": partial(Log4Settings.for_page, anchor_bits=2),
+    "uniform4-2bit": partial(Uniform4Settings.for_page, anchor_bits=2),
+}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # target, codec, page size, head size, KV heads, group, dtype.
@@ -26,6 +32,9 @@ SHAPES = [
     ("exact", "log4", 64, 64, 1, 16, BF16),
     ("exact", "uniform4", 32, 96, 2, 2, FP16),
     ("exact", "log4", 128, 256, 1, 1, FP32),
+    ("int8", "log4-2bit", 64, 64, 1, 4, FP16),
+    ("int8", "uniform4-2bit", 96, 96, 1, 2, BF16),
+    ("exact", "log4-2bit", 32, 32, 2, 1, BF16),
 ]
 
 
