@@ -30,6 +30,13 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) {
     return r;
 }
 
+// (a & mask) | (b & ~mask) in one instruction.
+__device__ __forceinline__ u32 select(u32 mask, u32 a, u32 b) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
+    return r;
+}
+
 __device__ __forceinline__ u32 half2_add(u32 a, u32 b) {
     u32 r;
     asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

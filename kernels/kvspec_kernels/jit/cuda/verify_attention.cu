@@ -94,29 +94,36 @@ __device__ __forceinline__ u64 operand(const void* matrix) {
     return (u64)(shared_address(matrix) >> 4) | (u64)(CORE_ROW >> 4) << 16 | (u64)(128 >> 4) << 32;
 }
 
-// The 8-bit codes of two words as two halves a register, exact.
+__device__ __forceinline__ u32 nibbles(u32 x) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0x28;" : "=r"(r) : "r"(x), "r"(0x77777777u), "r"(0x0f0f0f0fu));
+    return r;
+}
+
+// The 8-bit codes of two words as two halves a register, exact; uniform4's as multiples of 1 / 16.
 __device__ __forceinline__ void restore(u32 word, u32 correction, u32 (&x)[4]) {
 #if LOG4
-    // Integer I = 16 m - r: byte (m, r ^ 7) less 7; then the sign.
-    u32 lower = correction ^ 0x77777777u;
-    u32 turned = prmt(word, word, 0x2103);
-    u32 rotated[4] = {word, word << 4, turned, turned << 4};
+    // Integer I = 16 m - r: byte (m, r ^ 7) less 7; then the sign. Bytes are those of codes 0, 5, 1,
+    // 4 and 2, 7, 3, 6, in which order the magnitudes lie.
+    u32 swapped = prmt(correction, correction, 0x1230), turned = word << 4;
+    u32 even = and_or(word, 0x70707070u, nibbles(swapped));
+    u32 odd = and_or(turned, 0x70707070u, nibbles(swapped >> 4));
+    u32 codes[4] = {prmt(even, 0x64646464u, 0x4240), prmt(odd, 0x64646464u, 0x4240),
+                    prmt(even, 0x64646464u, 0x4143), prmt(odd, 0x64646464u, 0x4143)};
+    u32 signs[4] = {word, turned, word << 8, word << 12};
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-        u32 magnitude = and_or(rotated[r], 0x00700070u, 0x64006400u);
-        magnitude = half2_add(and_or(lower >> (4 * r), 0x000f000fu, magnitude), 0xe407e407u);
+    for (int r = 0; r < 4; ++r)
         asm("lop3.b32 %0, %1, %2, %3, 0x6A;"  // (a & b) ^ c
-            : "=r"(x[r]) : "r"(rotated[r]), "r"(0x80008000u), "r"(magnitude));
-    }
+            : "=r"(x[r]) : "r"(signs[r]), "r"(0x80008000u), "r"(half2_add(codes[r], 0xe407e407u)));
 #else
-    // 16 u + l: byte (u, l ^ 8) less 8.
+    // 16 u + l: byte (u, l ^ 8) less 8. Bytes are those of codes 0, 4, 1, 5 and 2, 6, 3, 7.
     u32 lower = correction ^ 0x88888888u;
-    u32 upper[4] = {word << 4, word, word >> 4, word >> 8};
+    u32 even = select(0xf0f0f0f0u, word << 4, lower);
+    u32 odd = select(0xf0f0f0f0u, word, lower >> 4);
+    u32 codes[4] = {prmt(even, 0x64646464u, 0x4240), prmt(odd, 0x64646464u, 0x4240),
+                    prmt(even, 0x64646464u, 0x4341), prmt(odd, 0x64646464u, 0x4341)};
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-        u32 byte = and_or(upper[r], 0x00f000f0u, 0x64006400u);
-        x[r] = half2_add(and_or(lower >> (4 * r), 0x000f000fu, byte), 0xe408e408u);
-    }
+    for (int r = 0; r < 4; ++r) x[r] = half2_fma(codes[r], 0x2c002c00u, 0xd408d408u);
 #endif
 }
 
@@ -139,8 +146,8 @@ __device__ __forceinline__ void convert_k(uint4* meta, const u8* part, int row_t
 #else
         Words<2> scale = load_shared<2>(part + K_META + at * 2);
         Words<2> zero = load_shared<2>(part + K_META2 + at * 2);
-        r.x = to_half2(low_bf16(scale.w[0]) * 0.0625f, high_bf16(scale.w[0]) * 0.0625f);
-        r.z = to_half2(low_bf16(scale.w[1]) * 0.0625f, high_bf16(scale.w[1]) * 0.0625f);
+        r.x = to_half2(low_bf16(scale.w[0]), high_bf16(scale.w[0]));
+        r.z = to_half2(low_bf16(scale.w[1]), high_bf16(scale.w[1]));
 #endif
         r.y = to_half2(low_bf16(zero.w[0]), high_bf16(zero.w[0]));
         r.w = to_half2(low_bf16(zero.w[1]), high_bf16(zero.w[1]));
@@ -172,9 +179,9 @@ __device__ __forceinline__ void convert_v(
             u32 scale = load_shared<1>(part + V_META + at).w[0];
             u32 zero = load_shared<1>(part + V_META2 + at).w[0];
             bool low = token + i < valid, high = token + i + 8 < valid;
-            s[i] = low ? low_bf16(scale) * 0.0625f : 0.0f;
+            s[i] = low ? low_bf16(scale) : 0.0f;
             z[i] = low ? low_bf16(zero) : 0.0f;
-            s[2 + i] = high ? high_bf16(scale) * 0.0625f : 0.0f;
+            s[2 + i] = high ? high_bf16(scale) : 0.0f;
             z[2 + i] = high ? high_bf16(zero) : 0.0f;
         }
         meta[lane] = make_uint4(to_half2(s[0], s[1]), to_half2(z[0], z[1]), to_half2(s[2], s[3]),
