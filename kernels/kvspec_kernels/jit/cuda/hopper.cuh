@@ -76,10 +76,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return r;
 }
 
-__device__ __forceinline__ u32 transposed(u32 x) {
-    u32 r;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
-    return r;
+// Stores transposed 8 x 8 matrices, of which a lane holds columns 2t, 2t+1 of row g, as columns of
+// 16 bytes; lane 8 i + c names the address of column c of matrix i.
+__device__ __forceinline__ void store_transposed(u32 address, u32 a, u32 b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address),
+                 "r"(a), "r"(b) : "memory");
+}
+
+__device__ __forceinline__ void store_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 __device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -259,6 +259,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     int g = lane >> 2, t = lane & 3;
     u8* query = memory;
     u8* probs = memory + QUERY_BYTES;
+    // Where the lane's column of this warp's tokens starts: 8 tokens, the other 8, the next columns.
+    u32 prob_column = shared_address(probs) + (2 * warp + (lane >> 3 & 1)) * CORE_ROW +
+                      (lane >> 4) * 128 + (lane & 7) * 16;
     uint4* k_meta = reinterpret_cast<uint4*>(memory + QUERY_BYTES + PROB_BYTES) +
                     warp * CHANNEL_TILES * 4;
     u8* after = memory + QUERY_BYTES + PROB_BYTES + META_BYTES;
@@ -470,6 +473,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 }
                 if (step == 0 && i > 0) fetch_part(2 * i - 1 + HALVES);
                 if (step == STEPS - 1) fetch_part(2 * i + HALVES);
+                u32 packed[COLUMNS][2];
 #pragma unroll
                 for (int column = 0; column < COLUMNS; ++column) {
                     float* p = scores[column];
@@ -478,10 +482,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     for (int j = 0; j < 4; ++j) p[j] = exp2_approx(p[j] - (j & 1 ? top.y : top.x));
                     sum[column][0] += p[0] + p[2];
                     sum[column][1] += p[1] + p[3];
-                    u8* core = probs + 2 * warp * CORE_ROW + column * 128 + lane * 4;
-                    *reinterpret_cast<u32*>(core) = transposed(to_half2(p[0], p[1]));
-                    *reinterpret_cast<u32*>(core + CORE_ROW) = transposed(to_half2(p[2], p[3]));
+                    packed[column][0] = to_half2(p[0], p[1]);
+                    packed[column][1] = to_half2(p[2], p[3]);
                 }
+#if COLUMNS == 1
+                store_transposed(prob_column, packed[0][0], packed[0][1]);
+#else
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c += 2)
+                    store_transposed(prob_column + c * 128, packed[c][0], packed[c][1],
+                                     packed[c + 1][0], packed[c + 1][1]);
+#endif
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 if (step == 0) barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
                 convert_v(v_meta, v_part, v_base, step, valid, warp, lane);
