@@ -167,10 +167,11 @@ def _shared_bytes(shape: AttentionShape, columns: int) -> int:
     half = max(k_bytes, layout.nbytes - k_bytes) + shape.page_size * shape.head_dim // 2
     return (
         tiles * columns * 256
+        + columns * 128
         + WARPS * columns * 256
         + WARPS * tiles * 64
         + WARPS * max(tiles // WARPS * 8, 16) * 16
-        + (WARPS + 1) * columns * 8 * 4
+        + (WARPS + 2) * columns * 8 * 4
         + HALVES * (half + 8)
         + 16
         + 4 * (MAX_BATCH + 1)

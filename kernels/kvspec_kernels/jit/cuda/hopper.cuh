@@ -43,6 +43,13 @@ __device__ __forceinline__ u32 half2_add(u32 a, u32 b) {
     return r;
 }
 
+// Of two unsigned 16-bit integers, and so of two halves that are not negative.
+__device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
+    u32 r;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
 __device__ __forceinline__ u32 half2_mul(u32 a, u32 b) {
     u32 r;
     asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -86,6 +93,18 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 a, u32 b) {
 __device__ __forceinline__ void store_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
                  "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// 8 x 8 matrices of 16-byte rows: lane 8 i + r names the address of row r of matrix i and receives
+// columns 2t, 2t+1 of row g of each.
+__device__ __forceinline__ void load_matrices(u32 address, u32& a, u32& b) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(a), "=r"(b) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(u32 address, u32& a, u32& b, u32& c, u32& d) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
 }
 
 __device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {

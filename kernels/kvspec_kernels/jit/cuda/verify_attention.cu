@@ -19,7 +19,8 @@ constexpr int OWN_TILES = CHANNEL_TILES / WARPS;  // channel tiles of V of a war
 constexpr int STEPS = TOKEN_TILES / WARPS;        // 64 tokens each
 constexpr int K_CHUNK_TILES = TOKEN_TILES / K_ROWS, V_CHUNK_TILES = TOKEN_TILES / V_ROWS;
 constexpr int COLS = COLUMNS * 8;
-constexpr float SLACK = 6.0f;
+// Probabilities, relative to the running maximum when it was last taken, may grow to 2^10, as fp16.
+constexpr u32 LARGEST_PROB = 0x6400;
 
 constexpr int CODE_BYTES = PAGE_SIZE * HEAD_DIM / 2;
 constexpr int K_CODES = LOG4 ? 16 : 0;
@@ -31,11 +32,14 @@ constexpr int V_META2 = V_META + (LOG4 ? V_ROWS * HEAD_DIM * 2 : PAGE_SIZE * 2);
 constexpr int ANCHOR_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
 constexpr int HALF_BYTES = ANCHOR_BYTES + CODE_BYTES;
 
-constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256;
+constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256 + COLUMNS * 128;
 constexpr int PROB_BYTES = WARPS * COLUMNS * 256;
 constexpr int META_BYTES = WARPS * CHANNEL_TILES * 64;
 constexpr int V_META_BYTES = WARPS * (OWN_TILES * 8 > 16 ? OWN_TILES * 8 : 16) * 16;
-constexpr int STAT_BYTES = (WARPS + 1) * COLS * 4;
+constexpr int STAT_BYTES = (WARPS + 2) * COLS * 4;
+// Sums of probabilities are taken in tiles of 16 columns and 16 tokens; those of a warp, and warps
+// that share 16 columns.
+constexpr int SUM_TILES = COLUMNS > 1 ? COLUMNS / 2 : 1, SHARES = WARPS / SUM_TILES;
 
 // d[column][4] (+)= a b for the block's 64 rows, 16 of each warp, and all columns; the left operand
 // is in registers, as for mma.m16n8k16, the right one [columns][16] in shared memory.
@@ -200,6 +204,18 @@ __device__ __forceinline__ u32 scaled(u32 x, u32 s, u32 z) {
     return r;
 }
 
+// A running maximum as halves whose sum, weighted with 32768, 32 and 1, is minus it, exactly.
+__device__ __forceinline__ void store_top(u8* parts, float top) {
+    float rest = -top, weight = 32768.0f;
+    u32 halves[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i, weight = i == 1 ? 32.0f : 1.0f) {
+        halves[i] = to_half2(rest * (1.0f / weight), 0.0f) & 0xffff;
+        rest -= half_to_float((u16)halves[i]) * weight;
+    }
+    *reinterpret_cast<uint2*>(parts) = make_uint2(halves[0] | halves[1] << 16, halves[2]);
+}
+
 struct Segment {
     int b, head, block, first_query, num_queries, num_columns;  // of this column block
 };
@@ -257,17 +273,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     extern __shared__ __align__(128) u8 memory[];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int g = lane >> 2, t = lane & 3;
-    u8* query = memory;
+    // The tops' parts are 8 more channels of the query, whose other 8 are multiplied by zero.
+    u8* top_parts = memory;
+    u8* query = memory + CORE_ROW;
     u8* probs = memory + QUERY_BYTES;
     // Where the lane's column of this warp's tokens starts: 8 tokens, the other 8, the next columns.
     u32 prob_column = shared_address(probs) + (2 * warp + (lane >> 3 & 1)) * CORE_ROW +
                       (lane >> 4) * 128 + (lane & 7) * 16;
+    u32 sum_row = shared_address(probs) +
+                  (warp * SUM_TILES % WARPS * 2 + (COLUMNS > 1 ? lane >> 4 : lane >> 3)) * CORE_ROW +
+                  (warp * SUM_TILES / WARPS * 2 + (COLUMNS > 1 ? lane >> 3 & 1 : 0)) * 128 +
+                  (lane & 7) * 16;
+    int sum_column = warp * SUM_TILES / WARPS * 16 + g;
+    // Weights of the tops' parts, as a left operand: 32768, 32 and 1 for all tokens.
+    u32 weights = t == 0 ? 0x50007800u : t == 1 ? 0x00003c00u : 0;
+    const u32 top_weights[4] = {weights, weights, 0, 0};
     uint4* k_meta = reinterpret_cast<uint4*>(memory + QUERY_BYTES + PROB_BYTES) +
                     warp * CHANNEL_TILES * 4;
     u8* after = memory + QUERY_BYTES + PROB_BYTES + META_BYTES;
     uint4* v_meta = reinterpret_cast<uint4*>(after) + warp * (V_META_BYTES / WARPS / 16);
     float* stats = reinterpret_cast<float*>(after + V_META_BYTES);  // [WARPS][COLS]
-    float* tops = stats + WARPS * COLS;  // [COLS]: the running maxima
+    float* rises = stats + WARPS * COLS;  // [COLS]: of the running maxima
+    float* tops = rises + COLS;           // [COLS]: the running maxima, integers; 0 at first
     u8* ring = after + V_META_BYTES + STAT_BYTES;
     u32 barrier = shared_address(ring + HALVES * HALF_BYTES);
     int* flags = reinterpret_cast<int*>(ring + HALVES * (HALF_BYTES + 8));
@@ -362,15 +389,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 *reinterpret_cast<u32*>(query + (2 * tile + half) * CORE_ROW + column * 128 + l * 4) =
                     halves[half];
         }
+        for (int i = threadIdx.x; i < COLS; i += THREADS) {
+            tops[i] = 0.0f;
+            reinterpret_cast<uint4*>(top_parts)[i] = make_uint4(0, 0, 0, 0);
+        }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        for (int i = threadIdx.x; i < COLS; i += THREADS) tops[i] = NEG_INF;
-        float sum[COLUMNS][2], result[OWN_TILES][COLUMNS][4];
+        float sums[4] = {}, result[OWN_TILES][COLUMNS][4];
 #pragma unroll
-        for (int column = 0; column < COLUMNS; ++column) {
-            for (int j = 0; j < 2; ++j) sum[column][j] = 0.0f;
+        for (int column = 0; column < COLUMNS; ++column)
             for (int own = 0; own < OWN_TILES; ++own)
                 for (int i = 0; i < 4; ++i) result[own][column][i] = 0.0f;
-        }
         __syncthreads();
 
 #pragma unroll 1
@@ -391,8 +419,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 __syncwarp();
                 convert_k(k_meta, k_part, row_tile, lane);
                 __syncwarp();
-                float scores[COLUMNS][4];
+                float scores[COLUMNS][4];  // less the tops
                 u32 a[CHANNEL_TILES][4];
+                warpgroup_begin();
+                warpgroup_mma(scores, top_weights, operand(top_parts), false);
                 u64 right = operand(query);
 #pragma unroll
                 for (int tile = 0; tile < CHANNEL_TILES; tile += 4) {
@@ -413,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     warpgroup_begin();
 #pragma unroll
                     for (int k = tile; k < tile + 4; ++k)
-                        warpgroup_mma(scores, a[k], right + (k * 2 * CORE_ROW >> 4), k > 0);
+                        warpgroup_mma(scores, a[k], right + (k * 2 * CORE_ROW >> 4), true);
                     warpgroup_commit();
                 }
                 warpgroup_wait();
@@ -425,15 +455,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                             if (row_tile * 16 + g + (j >> 1) * 8 >= valid)
                                 scores[column][j] = NEG_INF;
                 }
-                bool grew = false;
+                u32 packed[COLUMNS][2], largest = 0;
+                auto weigh = [&]() {
 #pragma unroll
-                for (int column = 0; column < COLUMNS; ++column) {
-                    float2 top = *reinterpret_cast<float2*>(tops + column * 8 + 2 * t);
-                    float* p = scores[column];
-                    grew |= fmaxf(p[0], p[2]) > top.x + SLACK || fmaxf(p[1], p[3]) > top.y + SLACK;
-                }
+                    for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half)
+                            packed[column][half] =
+                                to_half2(exp2_approx(scores[column][2 * half]),
+                                         exp2_approx(scores[column][2 * half + 1]));
+                };
+                weigh();
+#pragma unroll
+                for (int column = 0; column < COLUMNS; ++column)
+                    largest = max_u16x2(largest, max_u16x2(packed[column][0], packed[column][1]));
+                bool is_first_step = i == 0 && step == 0;
+                // Carries into the highest bit of a half from LARGEST_PROB on.
+                bool grew = (largest + (0x8000 - LARGEST_PROB) * 0x10001 & 0x80008000u) != 0;
                 // Past this point nobody reads the last step's probabilities or V, nor this K.
-                if (__syncthreads_or(grew)) {
+                if (__syncthreads_or(is_first_step || grew)) {
 #pragma unroll
                     for (int column = 0; column < COLUMNS; ++column)
 #pragma unroll
@@ -444,47 +484,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                             if (g == 0) stats[warp * COLS + column * 8 + 2 * t + j] = m;
                         }
                     __syncthreads();
-                    float fresh[COLUMNS][2];
+                    if (threadIdx.x < COLS) {
+                        int c = threadIdx.x;
+                        float m = stats[c];
 #pragma unroll
-                    for (int column = 0; column < COLUMNS; ++column) {
-                        float shrink[2];
+                        for (int w = 1; w < WARPS; ++w) m = fmaxf(m, stats[w * COLS + c]);
+                        float rise = is_first_step ? rintf(m) : fmaxf(rintf(m), 0.0f);
+                        rises[c] = rise;
+                        tops[c] += rise;
+                        store_top(top_parts + c * 16, tops[c]);
+                    }
+                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                    __syncthreads();
+                    // Before the first step there is nothing to shrink, whatever the rise.
+                    auto shrink = [&](int c) {
+                        return is_first_step ? 0.0f : exp2_approx(-rises[c]);
+                    };
+#pragma unroll
+                    for (int column = 0; column < COLUMNS; ++column)
 #pragma unroll
                         for (int j = 0; j < 2; ++j) {
                             int c = column * 8 + 2 * t + j;
-                            float old = tops[c], m = old;
+                            scores[column][j] -= rises[c];
+                            scores[column][j + 2] -= rises[c];
 #pragma unroll
-                            for (int w = 0; w < WARPS; ++w) m = fmaxf(m, stats[w * COLS + c]);
-                            shrink[j] = exp2_approx(old - m);
-                            sum[column][j] *= shrink[j];
-                            // Written by all warps, once all have read the old one.
-                            fresh[column][j] = m;
+                            for (int own = 0; own < OWN_TILES; ++own) {
+                                result[own][column][j] *= shrink(c);
+                                result[own][column][j + 2] *= shrink(c);
+                            }
                         }
-#pragma unroll
-                        for (int own = 0; own < OWN_TILES; ++own)
-                            for (int j = 0; j < 4; ++j) result[own][column][j] *= shrink[j & 1];
-                    }
-                    __syncthreads();
-#pragma unroll
-                    for (int column = 0; column < COLUMNS; ++column)
-                        if (warp == 0 && g == 0)
-                            *reinterpret_cast<float2*>(tops + column * 8 + 2 * t) =
-                                make_float2(fresh[column][0], fresh[column][1]);
-                    __syncthreads();
+                    sums[0] *= shrink(sum_column);
+                    if (COLUMNS > 1) sums[2] *= shrink(sum_column + 8);
+                    weigh();
                 }
                 if (step == 0 && i > 0) fetch_part(2 * i - 1 + HALVES);
                 if (step == STEPS - 1) fetch_part(2 * i + HALVES);
-                u32 packed[COLUMNS][2];
-#pragma unroll
-                for (int column = 0; column < COLUMNS; ++column) {
-                    float* p = scores[column];
-                    float2 top = *reinterpret_cast<float2*>(tops + column * 8 + 2 * t);
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) p[j] = exp2_approx(p[j] - (j & 1 ? top.y : top.x));
-                    sum[column][0] += p[0] + p[2];
-                    sum[column][1] += p[1] + p[3];
-                    packed[column][0] = to_half2(p[0], p[1]);
-                    packed[column][1] = to_half2(p[2], p[3]);
-                }
 #if COLUMNS == 1
                 store_transposed(prob_column, packed[0][0], packed[0][1]);
 #else
@@ -497,6 +531,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 if (step == 0) barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
                 convert_v(v_meta, v_part, v_base, step, valid, warp, lane);
                 __syncthreads();
+#pragma unroll
+                for (int k = 0; k < SUM_TILES; ++k) {
+                    u32 p[4] = {};
+#if COLUMNS == 1
+                    load_matrices(sum_row, p[0], p[2]);
+#else
+                    load_matrices(sum_row + k * 2 * CORE_ROW, p[0], p[1], p[2], p[3]);
+#endif
+                    mma_f16(sums, p, 0x3c003c00u, 0x3c003c00u);
+                }
                 right = operand(probs);
                 u32 v[OWN_TILES][WARPS][4];
 #pragma unroll
@@ -536,14 +580,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         sequence += 2 * count;
 
         __syncthreads();
-#pragma unroll
-        for (int column = 0; column < COLUMNS; ++column)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float x = sum[column][j];
-                for (int hop = 4; hop < 32; hop *= 2) x += __shfl_xor_sync(FULL, x, hop);
-                if (g == 0) stats[warp * COLS + column * 8 + 2 * t + j] = x;
-            }
+        if (t == 0) {
+            stats[warp % SHARES * COLS + sum_column] = sums[0];
+            if (COLUMNS > 1) stats[warp % SHARES * COLS + sum_column + 8] = sums[2];
+        }
         __syncthreads();
         bool whole = count == num_pages;
         i64 part = (2 * (i64)worker + (is_first ? 0 : 1)) * COLS;
@@ -555,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 if (c >= s.num_columns) continue;
                 float x = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) x += stats[w * COLS + c];
+                for (int w = 0; w < SHARES; ++w) x += stats[w * COLS + c];
                 i64 row = out_row(s, c, num_kv_heads);
                 float inverse = whole ? 1.0f / x : 1.0f;
 #pragma unroll
