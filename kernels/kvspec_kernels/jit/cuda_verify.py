@@ -162,17 +162,16 @@ def _columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:
 def _shared_bytes(shape: AttentionShape, columns: int) -> int:
     """As cuda/verify_attention.cu lays its memory out."""
     layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
-    k_bytes = layout["v_codes"].offset
     tiles = shape.head_dim // 16
-    half = max(k_bytes, layout.nbytes - k_bytes) + shape.page_size * shape.head_dim // 2
+    page = layout.nbytes + shape.page_size * shape.head_dim
     return (
-        tiles * columns * 256
-        + columns * 128
-        + WARPS * columns * 256
-        + WARPS * tiles * 64
-        + WARPS * max(tiles // WARPS * 8, 16) * 16
-        + (WARPS + 2) * columns * 8 * 4
-        + HALVES * (half + 8)
+        (tiles * columns * 256 + columns * 128)  # query and running maxima
+        + 2 * WARPS * columns * 256  # probabilities, twice
+        + WARPS * tiles * 64  # metadata of K
+        + WARPS * max(tiles // WARPS * 8, 16) * 16  # metadata of V
+        + 2 * columns * 8 * 4
+        + HALVES // 2 * page
+        + HALVES * 8
         + 16
         + 4 * (MAX_BATCH + 1)
     )

@@ -28,15 +28,19 @@ constexpr int K_META = K_CODES + CODE_BYTES;
 constexpr int K_META2 = K_META + K_ROWS * HEAD_DIM * 2;
 constexpr int V_META = CODE_BYTES;
 constexpr int V_META2 = V_META + (LOG4 ? V_ROWS * HEAD_DIM * 2 : PAGE_SIZE * 2);
-// Half a page in shared memory: the anchor's part, then the correction's codes.
-constexpr int ANCHOR_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
-constexpr int HALF_BYTES = ANCHOR_BYTES + CODE_BYTES;
+// Halves of a page in shared memory, K and V by turns: the anchor's part, the correction's codes.
+constexpr int PAGE_BYTES = K_BYTES + V_BYTES + 2 * CODE_BYTES;
+static_assert(HALVES % 2 == 0);
+__device__ __forceinline__ u32 half_offset(u32 slot) {
+    return slot / 2 * PAGE_BYTES + (slot % 2 ? K_BYTES + CODE_BYTES : 0);
+}
 
 constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256 + COLUMNS * 128;
 constexpr int PROB_BYTES = WARPS * COLUMNS * 256;
 constexpr int META_BYTES = WARPS * CHANNEL_TILES * 64;
 constexpr int V_META_BYTES = WARPS * (OWN_TILES * 8 > 16 ? OWN_TILES * 8 : 16) * 16;
-constexpr int STAT_BYTES = (WARPS + 2) * COLS * 4;
+static_assert(META_BYTES >= WARPS * COLS * 4);
+constexpr int STAT_BYTES = 2 * COLS * 4;
 // Sums of probabilities are taken in tiles of 16 columns and 16 tokens; those of a warp, and warps
 // that share 16 columns.
 constexpr int SUM_TILES = COLUMNS > 1 ? COLUMNS / 2 : 1, SHARES = WARPS / SUM_TILES;
@@ -276,6 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     // The tops' parts are 8 more channels of the query, whose other 8 are multiplied by zero.
     u8* top_parts = memory;
     u8* query = memory + CORE_ROW;
+    // Twice: some warps may store the next step's while others still read this one's.
     u8* probs = memory + QUERY_BYTES;
     // Where the lane's column of this warp's tokens starts: 8 tokens, the other 8, the next columns.
     u32 prob_column = shared_address(probs) + (2 * warp + (lane >> 3 & 1)) * CORE_ROW +
@@ -288,16 +293,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     // Weights of the tops' parts, as a left operand: 32768, 32 and 1 for all tokens.
     u32 weights = t == 0 ? 0x50007800u : t == 1 ? 0x00003c00u : 0;
     const u32 top_weights[4] = {weights, weights, 0, 0};
-    uint4* k_meta = reinterpret_cast<uint4*>(memory + QUERY_BYTES + PROB_BYTES) +
+    uint4* k_meta = reinterpret_cast<uint4*>(memory + QUERY_BYTES + 2 * PROB_BYTES) +
                     warp * CHANNEL_TILES * 4;
-    u8* after = memory + QUERY_BYTES + PROB_BYTES + META_BYTES;
+    u8* after = memory + QUERY_BYTES + 2 * PROB_BYTES + META_BYTES;
     uint4* v_meta = reinterpret_cast<uint4*>(after) + warp * (V_META_BYTES / WARPS / 16);
-    float* stats = reinterpret_cast<float*>(after + V_META_BYTES);  // [WARPS][COLS]
-    float* rises = stats + WARPS * COLS;  // [COLS]: of the running maxima
-    float* tops = rises + COLS;           // [COLS]: the running maxima, integers; 0 at first
+    // [WARPS][COLS], where K's metadata is that no warp needs any more.
+    float* stats = reinterpret_cast<float*>(memory + QUERY_BYTES + 2 * PROB_BYTES);
+    float* rises = reinterpret_cast<float*>(after + V_META_BYTES);  // [COLS]: of the running maxima
+    float* tops = rises + COLS;  // [COLS]: the running maxima, integers; 0 at first
     u8* ring = after + V_META_BYTES + STAT_BYTES;
-    u32 barrier = shared_address(ring + HALVES * HALF_BYTES);
-    int* flags = reinterpret_cast<int*>(ring + HALVES * (HALF_BYTES + 8));
+    u32 barrier = shared_address(ring + HALVES / 2 * PAGE_BYTES);
+    int* flags = reinterpret_cast<int*>(ring + HALVES / 2 * PAGE_BYTES + HALVES * 8);
     int* starts = flags + 4;  // [MAX_BATCH + 1]: units before each request
 
     if (threadIdx.x == 0) {
@@ -333,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         begin = first_unit(total, worker, workers);
         end = first_unit(total, worker + 1, workers);
     }
-    u32 sequence = 0;
+    u32 sequence = 0, prob_offset = 0;
     bool is_first = true;
 
     while (begin < end) {
@@ -355,13 +361,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             if (threadIdx.x != 0 || (n >> 1) >= count) return;
             int id = pages[n >> 1], which = n & 1;
             u32 slot = (sequence + n) % HALVES, bytes = which ? V_BYTES : K_BYTES;
-            u32 target = shared_address(ring) + slot * HALF_BYTES, full = barrier + 8 * slot;
+            u32 target = shared_address(ring) + half_offset(slot), full = barrier + 8 * slot;
             const u8* anchor = anchors + id * page_stride + (i64)s.head * RECORD_BYTES;
             const u8* residual =
                 residuals + residual_slots[id] * slot_stride + (i64)s.head * RESIDUAL_BYTES;
             expect(full, bytes + CODE_BYTES);
             copy_bulk(target, anchor + (which ? K_BYTES : 0), bytes, full);
-            copy_bulk(target + ANCHOR_BYTES, residual + which * CODE_BYTES, CODE_BYTES, full);
+            copy_bulk(target + bytes, residual + which * CODE_BYTES, CODE_BYTES, full);
         };
 #pragma unroll
         for (int n = 0; n < HALVES; ++n) fetch_part(n);
@@ -404,8 +410,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             u32 k_slot = (sequence + 2 * i) % HALVES, v_slot = (sequence + 2 * i + 1) % HALVES;
-            const u8* k_part = ring + k_slot * HALF_BYTES;
-            const u8* v_part = ring + v_slot * HALF_BYTES;
+            const u8* k_part = ring + half_offset(k_slot);
+            const u8* v_part = ring + half_offset(v_slot);
             int valid = i + 1 == count ? tail : PAGE_SIZE;
             barrier_wait(barrier + 8 * k_slot, (sequence + 2 * i) / HALVES & 1);
 #if LOG4
@@ -429,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     int index = row_tile * CHANNEL_TILES + tile;
                     Words<4> word = load_shared<4>(k_part + K_CODES + (index / 4 * 32 + lane) * 16);
                     Words<4> low =
-                        load_shared<4>(k_part + ANCHOR_BYTES + (index / 4 * 32 + lane) * 16);
+                        load_shared<4>(k_part + K_BYTES + (index / 4 * 32 + lane) * 16);
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
                         u32 (&x)[4] = a[tile + k];
@@ -456,6 +462,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                                 scores[column][j] = NEG_INF;
                 }
                 u32 packed[COLUMNS][2], largest = 0;
+                prob_offset ^= PROB_BYTES;
                 auto weigh = [&]() {
 #pragma unroll
                     for (int column = 0; column < COLUMNS; ++column)
@@ -464,15 +471,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                             packed[column][half] =
                                 to_half2(exp2_approx(scores[column][2 * half]),
                                          exp2_approx(scores[column][2 * half + 1]));
+#if COLUMNS == 1
+                    store_transposed(prob_column + prob_offset, packed[0][0], packed[0][1]);
+#else
+#pragma unroll
+                    for (int c = 0; c < COLUMNS; c += 2)
+                        store_transposed(prob_column + prob_offset + c * 128, packed[c][0],
+                                         packed[c][1], packed[c + 1][0], packed[c + 1][1]);
+#endif
+                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 };
                 weigh();
 #pragma unroll
                 for (int column = 0; column < COLUMNS; ++column)
                     largest = max_u16x2(largest, max_u16x2(packed[column][0], packed[column][1]));
+                if (step == 0) barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
+                convert_v(v_meta, v_part, v_base, step, valid, warp, lane);
                 bool is_first_step = i == 0 && step == 0;
                 // Carries into the highest bit of a half from LARGEST_PROB on.
                 bool grew = (largest + (0x8000 - LARGEST_PROB) * 0x10001 & 0x80008000u) != 0;
-                // Past this point nobody reads the last step's probabilities or V, nor this K.
+                // Past this point all have stored their probabilities, and nobody reads this K nor the
+                // last step's probabilities or V.
                 if (__syncthreads_or(is_first_step || grew)) {
 #pragma unroll
                     for (int column = 0; column < COLUMNS; ++column)
@@ -516,39 +535,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     sums[0] *= shrink(sum_column);
                     if (COLUMNS > 1) sums[2] *= shrink(sum_column + 8);
                     weigh();
+                    __syncthreads();
                 }
                 if (step == 0 && i > 0) fetch_part(2 * i - 1 + HALVES);
                 if (step == STEPS - 1) fetch_part(2 * i + HALVES);
-#if COLUMNS == 1
-                store_transposed(prob_column, packed[0][0], packed[0][1]);
-#else
-#pragma unroll
-                for (int c = 0; c < COLUMNS; c += 2)
-                    store_transposed(prob_column + c * 128, packed[c][0], packed[c][1],
-                                     packed[c + 1][0], packed[c + 1][1]);
-#endif
-                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                if (step == 0) barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
-                convert_v(v_meta, v_part, v_base, step, valid, warp, lane);
-                __syncthreads();
 #pragma unroll
                 for (int k = 0; k < SUM_TILES; ++k) {
                     u32 p[4] = {};
 #if COLUMNS == 1
-                    load_matrices(sum_row, p[0], p[2]);
+                    load_matrices(sum_row + prob_offset, p[0], p[2]);
 #else
-                    load_matrices(sum_row + k * 2 * CORE_ROW, p[0], p[1], p[2], p[3]);
+                    load_matrices(sum_row + prob_offset + k * 2 * CORE_ROW, p[0], p[1], p[2], p[3]);
 #endif
                     mma_f16(sums, p, 0x3c003c00u, 0x3c003c00u);
                 }
-                right = operand(probs);
+                right = operand(probs + prob_offset);
                 u32 v[OWN_TILES][WARPS][4];
 #pragma unroll
                 for (int own = 0; own < OWN_TILES; ++own) {
                     int index = (own * WARPS + warp) * TOKEN_TILES + step * WARPS;
                     Words<4> word = load_shared<4>(v_part + (index / 4 * 32 + lane) * 16);
                     Words<4> low =
-                        load_shared<4>(v_part + ANCHOR_BYTES + (index / 4 * 32 + lane) * 16);
+                        load_shared<4>(v_part + V_BYTES + (index / 4 * 32 + lane) * 16);
 #pragma unroll
                     for (int row = 0; row < WARPS; ++row) {
                         u32 (&x)[4] = v[own][row];
