@@ -427,8 +427,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 __syncwarp();
                 float scores[COLUMNS][4];  // less the tops
                 u32 a[CHANNEL_TILES][4];
-                warpgroup_begin();
-                warpgroup_mma(scores, top_weights, operand(top_parts), false);
                 u64 right = operand(query);
 #pragma unroll
                 for (int tile = 0; tile < CHANNEL_TILES; tile += 4) {
@@ -436,6 +434,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     Words<4> word = load_shared<4>(k_part + K_CODES + (index / 4 * 32 + lane) * 16);
                     Words<4> low =
                         load_shared<4>(k_part + K_BYTES + (index / 4 * 32 + lane) * 16);
+                    if (tile == 0) {
+                        // The last step's products with V; none may be under way from here on.
+                        warpgroup_wait();
+                        warpgroup_begin();
+                        warpgroup_mma(scores, top_weights, operand(top_parts), false);
+                    }
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
                         u32 (&x)[4] = a[tile + k];
@@ -582,9 +586,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                                       true);
                     warpgroup_commit();
                 }
-                warpgroup_wait();
             }
         }
+        warpgroup_wait();
         sequence += 2 * count;
 
         __syncthreads();
