@@ -1,6 +1,6 @@
 """How fast are our attention kernels, and encoding, against FlashInfer on the same GPU?
 
-usage: python benchmarks/bench_attention.py [--only draft,grid,verify,encode] [--out PATH]
+usage: python benchmarks/bench_attention.py [--only PART,...] [--out PATH]
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from acceptance.report import Figure, write_json
 from attention import encode_cases, flashinfer_runs, kvspec_runs
-from attention.shapes import GRID, KV_HEADS, MAIN
+from attention.shapes import ARITHMETIC_SHAPES, GRID, KV_HEADS, MAIN
 from attention.timing import Timing, copy_bandwidth, measure
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 32
 VERIFY_TOKENS = (1, 4, 16, 64)
-PARTS = ("draft", "grid", "verify", "encode")
+PARTS = ("draft", "arithmetic", "grid", "verify", "encode")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 console = Console(width=110)
@@ -31,6 +31,8 @@ def main() -> None:
     figures = [Figure("copy.tbps", bandwidth / 1e12, "TB/s read plus written")]
     if "draft" in args.only:
         figures += draft_figures(bandwidth)
+    if "arithmetic" in args.only:
+        figures += arithmetic_figures()
     if "grid" in args.only:
         figures += grid_figures()
     if "verify" in args.only:
@@ -91,6 +93,35 @@ def draft_figures(bandwidth: float) -> list[Figure]:
         figures.append(
             Figure(f"{name}.{suffix}", figure.value, figure.unit, figure.spread, figure.baseline)
         )
+    return figures + _two_bit_figures(base)
+
+
+def _two_bit_figures(base: Timing) -> list[Figure]:
+    """The same shape from 2-bit anchors; the better ratio once more without its codec."""
+    name = f"attn.draft2bit.{MAIN}"
+    figures, ratios = [], []
+    for codec, settings in kvspec_runs.TWO_BIT_CODECS.items():
+        ours = measure(kvspec_runs.draft_calls(settings, MAIN))
+        ratios.append(_ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours))
+        figures += [_time(f"{name}.{codec}", ours), ratios[-1]]
+        _show(f"2-bit draft {MAIN} {codec}", ours, base)
+    best = max(ratios, key=lambda figure: figure.value)
+    suffix = "vs_flashinfer_bf16"
+    return [*figures, Figure(f"{name}.{suffix}", best.value, best.unit, best.spread, best.baseline)]
+
+
+def arithmetic_figures() -> list[Figure]:
+    """uniform4's drafts on codes as integers against codes as fp16 numbers."""
+    figures = []
+    for shape in ARITHMETIC_SHAPES:
+        times = {}
+        for arithmetic in ("fp16", "int8"):
+            calls = kvspec_runs.draft_calls(kvspec_runs.CODECS["uniform4"], shape, arithmetic)
+            times[arithmetic] = measure(calls)
+            torch.cuda.empty_cache()
+        name = f"attn.draft.{shape}.uniform4.int8_vs_fp16"
+        figures.append(_ratio(name, times["fp16"], times["int8"]))
+        console.print(f"int8 over fp16 {shape}: {figures[-1].value:.2f}x")
     return figures
 
 

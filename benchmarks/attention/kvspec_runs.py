@@ -17,6 +17,10 @@ CODECS: dict[str, Settings] = {
     "log4": Log4Settings.for_page(PAGE_SIZE),
     "uniform4": Uniform4Settings.for_page(PAGE_SIZE),
 }
+TWO_BIT_CODECS: dict[str, Settings] = {
+    "log4": Log4Settings.for_page(PAGE_SIZE, anchor_bits=2),
+    "uniform4": Uniform4Settings.for_page(PAGE_SIZE, anchor_bits=2),
+}
 DISTINCT_PAGES = 64
 
 

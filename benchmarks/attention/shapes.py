@@ -52,3 +52,4 @@ GRID = tuple(
     if Shape(batch, context).values() * 2 <= MOST_BYTES
 )
 MAIN = Shape(16, 32768)
+ARITHMETIC_SHAPES = (Shape(1, 32768), Shape(4, 4096), MAIN, Shape(64, 16384))

@@ -24,6 +24,7 @@ def _encode_part(
     TILE_GROUP: tl.constexpr,
     KV_DTYPE: tl.constexpr,
     CODEC: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
     EXACT: tl.constexpr,
     LAW: tl.constexpr,
 ):
@@ -47,6 +48,7 @@ def _encode_part(
             FIELDS,
             TILE_GROUP,
             KV_DTYPE,
+            ANCHOR_BITS,
             not EXACT,
             LAW,
         )
@@ -64,6 +66,7 @@ def _encode_part(
             FIELDS,
             TILE_GROUP,
             KV_DTYPE,
+            ANCHOR_BITS,
             not EXACT,
         )
 
@@ -94,6 +97,7 @@ def encode_page(
     PART_WORDS: tl.constexpr,
     KV_DTYPE: tl.constexpr,
     CODEC: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
     EXACT: tl.constexpr,
     K_CHUNK: tl.constexpr,
     V_CHUNK: tl.constexpr,
@@ -104,9 +108,9 @@ def encode_page(
     """Encode V (is_v) or K of a head of a page into slots anchor and residual, all int64.
 
     k_ptr, v_ptr: pairs of channels, int32 or int64; strides in pairs. anchors_ptr, residuals_ptr:
-    int32; strides in words. PART_WORDS: of the residual record. CODEC: log4 or uniform4. EXACT: the
-    target, else int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of `records.py`. LAW: of
-    `encode_log4.py`, else empty.
+    int32; strides in words. PART_WORDS: of the residual record. CODEC: log4 or uniform4, with
+    ANCHOR_BITS 4 or 2. EXACT: the target, else int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of
+    `records.py`. LAW: of `encode_log4.py`, else empty.
     """
     offset = page * stride_page + head * stride_head
     anchor_ptr = anchors_ptr + anchor * stride_anchor + head * stride_anchor_head
@@ -127,6 +131,7 @@ def encode_page(
             TILE_GROUP,
             KV_DTYPE,
             CODEC,
+            ANCHOR_BITS,
             EXACT,
             LAW,
         )
@@ -146,6 +151,7 @@ def encode_page(
             TILE_GROUP,
             KV_DTYPE,
             CODEC,
+            ANCHOR_BITS,
             EXACT,
             LAW,
         )
@@ -176,6 +182,7 @@ def encode_kernel(
     PART_WORDS: tl.constexpr,
     KV_DTYPE: tl.constexpr,
     CODEC: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
     EXACT: tl.constexpr,
     K_CHUNK: tl.constexpr,
     V_CHUNK: tl.constexpr,
@@ -217,6 +224,7 @@ def encode_kernel(
             PART_WORDS,
             KV_DTYPE,
             CODEC,
+            ANCHOR_BITS,
             EXACT,
             K_CHUNK,
             V_CHUNK,

@@ -99,8 +99,17 @@ def _four_bytes(a, b, c, d):
 
 
 @triton.jit
-def words(x, norms, edges_ptr, LAW: tl.constexpr):
-    """One word per position of 8 values and their chunks' metadata: (codes, corrections), int32."""
+def _in_order(integers, signs):
+    """Codes in the order of their values, four bytes of an int32, of the bytes of `_four_bytes` and
+    `sign_bytes`: 8 + m, or 7 - m if negative."""
+    magnitudes = ((integers + 0x07070707) >> 4) & 0x07070707
+    return magnitudes ^ 0x08080808 ^ (((signs >> 7) & 0x01010101) * 15)
+
+
+@triton.jit
+def words(x, norms, edges_ptr, ANCHOR_BITS: tl.constexpr, LAW: tl.constexpr):
+    """One word per position of 8 values and their chunks' metadata: (codes, corrections), int32.
+    Codes are those of 4-bit anchors, or for 2 bits in the order of their values, by halves."""
     i0, s0 = _element(x[0], norms[0], edges_ptr, LAW)
     i1, s1 = _element(x[1], norms[1], edges_ptr, LAW)
     i2, s2 = _element(x[2], norms[2], edges_ptr, LAW)
@@ -113,10 +122,16 @@ def words(x, norms, edges_ptr, LAW: tl.constexpr):
     # those of 0, 5, 1, 4. Its signs are in low nibbles 6, 2, 7, 3 and in high ones 4, 0, 5, 1.
     low = _four_bytes(i2, i7, i3, i6)
     high = _four_bytes(i0, i5, i1, i4)
-    signs = (arithmetic.sign_bytes(s6, s2, s7, s3) >> 4) & 0x08080808
-    signs = signs | arithmetic.sign_bytes(s4, s0, s5, s1)
-    # Four nibbles at a time: magnitude (I + 7) >> 4, correction -I modulo 16, and I <= 120.
-    codes = (((low + 0x07070707) >> 4) & 0x07070707) | ((high + 0x07070707) & 0x70707070) | signs
+    if ANCHOR_BITS == 4:
+        signs = (arithmetic.sign_bytes(s6, s2, s7, s3) >> 4) & 0x08080808
+        signs = signs | arithmetic.sign_bytes(s4, s0, s5, s1)
+        # Four nibbles at a time: magnitude (I + 7) >> 4, correction -I modulo 16, and I <= 120.
+        lower = ((low + 0x07070707) >> 4) & 0x07070707
+        codes = lower | ((high + 0x07070707) & 0x70707070) | signs
+    else:
+        lower = _in_order(low, arithmetic.sign_bytes(s2, s7, s3, s6))
+        upper = _in_order(high, arithmetic.sign_bytes(s0, s5, s1, s4))
+        codes = arithmetic.swap_odd_bytes(upper | (lower << 4))
     # Corrections lie in order: 0, 2, 4, 6, then 1, 3, 5, 7.
     low = ((0x78787878 - low) ^ 0x08080808) & 0x0F0F0F0F
     high = ((0x78787878 - high) ^ 0x08080808) & 0x0F0F0F0F

@@ -143,58 +143,6 @@ def ranges(low, high, AXIS: tl.constexpr):
 
 
 @triton.jit
-def word_offsets(tile, lane, TILE_GROUP: tl.constexpr):
-    """Where in a field of codes the word of a lane of a tile lies, in words."""
-    return (tile // TILE_GROUP) * (32 * TILE_GROUP) + lane * TILE_GROUP + tile % TILE_GROUP
-
-
-@triton.jit
-def k_word_offsets(
-    chunk,
-    row,
-    col,
-    CHUNK: tl.constexpr,
-    NUM_COLS: tl.constexpr,
-    TILE_GROUP: tl.constexpr,
-):
-    """word_offsets of K's positions; a warp that stores there fills whole sectors."""
-    tile = (chunk * (CHUNK // 16) + row // 8) * (NUM_COLS // 4) + col // 4
-    return word_offsets(tile, 4 * (row % 8) + col % 4, TILE_GROUP)
-
-
-@triton.jit
-def store_v_words(
-    codes_ptr,
-    words0,
-    words1,
-    chunk,
-    row,
-    col,
-    mask,
-    CHUNK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_GROUP: tl.constexpr,
-):
-    """V's words of h = 0 and h = 1, each [columns, rows, chunks] int32, in stored order."""
-    COL_TILES: tl.constexpr = PAGE_SIZE // 16
-    ROW_TILES: tl.constexpr = HEAD_DIM // 16
-    TILES: tl.constexpr = COL_TILES * ROW_TILES
-    if words0.numel == TILES * 16:
-        # Stored as they lie in registers, every 4 bytes would go to a sector of its own.
-        split = tl.join(words0, words1).reshape(ROW_TILES, 4, CHUNK // 16, 4, PAGE_SIZE // CHUNK, 2)
-        by_tile = split.permute(0, 4, 2, 1, 5, 3)
-        tiles = by_tile.reshape(TILES // TILE_GROUP, TILE_GROUP, 32)
-        ordered = tiles.permute(0, 2, 1).reshape(TILES * 32)
-        tl.store(codes_ptr + tl.arange(0, TILES * 32), ordered)
-    else:
-        tile = col // 4 * COL_TILES + chunk * (CHUNK // 16) + row // 4
-        lane = 8 * (col % 4) + row % 4
-        tl.store(codes_ptr + word_offsets(tile, lane, TILE_GROUP), words0, mask=mask)
-        tl.store(codes_ptr + word_offsets(tile, lane + 4, TILE_GROUP), words1, mask=mask)
-
-
-@triton.jit
 def copy_page(
     page_ptr,
     record_ptr,

@@ -4,7 +4,8 @@ Arguments that the functions share: page_ptr, pairs of the page's first token (`
 anchor_ptr, int32, where the anchor record starts; corrections_ptr, int32, where the part's
 corrections go in the residual record; FIELDS, the offsets in the anchor record, in words, of the
 part's codes and of its two arrays of metadata; one, the number 1 (see `encode.py`); CHUNK, tokens
-that share metadata. Corrections are written only for the target int8.
+that share metadata. Corrections, and behind them the rest of codes whose anchors have 2 bits, are
+written only for the target int8.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit import arithmetic, encode_log4, encode_uniform4, page_pairs
+from kvspec_kernels.jit import arithmetic, code_words, encode_log4, encode_uniform4, page_pairs
 
 
 @triton.jit
@@ -91,6 +92,7 @@ def log4_k(
     FIELDS: tl.constexpr,
     TILE_GROUP: tl.constexpr,
     KV_DTYPE: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
     WITH_CORRECTIONS: tl.constexpr,
     LAW: tl.constexpr,
 ):
@@ -103,7 +105,7 @@ def log4_k(
     low, high = _ranges_of_k(x)
     centre, offset, base, p = encode_log4.metadata(low, high)
     by_code = (p[0], p[1], p[0], p[1], p[2], p[3], p[2], p[3])
-    codes, corrections = encode_log4.words(x, by_code, edges_ptr, LAW)
+    codes, corrections = encode_log4.words(x, by_code, edges_ptr, ANCHOR_BITS, LAW)
 
     tl.store(anchor_ptr.to(tl.pointer_type(tl.int16)), base.to(tl.int16))
     for word in tl.static_range(1, 4):
@@ -112,10 +114,22 @@ def log4_k(
     scales = (offset[0] | offset[1] << 8) | (offset[2] << 16 | offset[3] << 24)
     index = chunk * NUM_COLS + col % 4 * (NUM_COLS // 4) + col // 4
     tl.store(anchor_ptr + FIELDS[2] + index, scales, mask=mask_chunk)
-    offsets = page_pairs.k_word_offsets(chunk, row, col, CHUNK, NUM_COLS, TILE_GROUP)
-    tl.store(anchor_ptr + FIELDS[0] + offsets, codes, mask=mask)
-    if WITH_CORRECTIONS:
-        tl.store(corrections_ptr + offsets, corrections, mask=mask)
+    code_words.store_k(
+        anchor_ptr + FIELDS[0],
+        corrections_ptr,
+        codes,
+        corrections,
+        chunk,
+        row,
+        col,
+        mask,
+        CHUNK,
+        PAGE_SIZE,
+        HEAD_DIM,
+        TILE_GROUP,
+        ANCHOR_BITS,
+        WITH_CORRECTIONS,
+    )
 
 
 @triton.jit
@@ -132,6 +146,7 @@ def log4_v(
     FIELDS: tl.constexpr,
     TILE_GROUP: tl.constexpr,
     KV_DTYPE: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
     WITH_CORRECTIONS: tl.constexpr,
     LAW: tl.constexpr,
 ):
@@ -147,9 +162,9 @@ def log4_v(
     low, high = _ranges_of_v_channels(x, y)
     centre, offset, base, p = encode_log4.metadata(low, high)
     by_code = (p[0], p[0], p[1], p[1], p[0], p[0], p[1], p[1])
-    codes0, corrections0 = encode_log4.words(x, by_code, edges_ptr, LAW)
+    codes0, corrections0 = encode_log4.words(x, by_code, edges_ptr, ANCHOR_BITS, LAW)
     by_code = (p[2], p[2], p[3], p[3], p[2], p[2], p[3], p[3])
-    codes1, corrections1 = encode_log4.words(y, by_code, edges_ptr, LAW)
+    codes1, corrections1 = encode_log4.words(y, by_code, edges_ptr, ANCHOR_BITS, LAW)
 
     tl.store(anchor_ptr.to(tl.pointer_type(tl.int16)) + 1, base.to(tl.int16))
     scales_ptr = (anchor_ptr + FIELDS[2]).to(tl.pointer_type(tl.int16))
@@ -159,24 +174,22 @@ def log4_v(
         tl.store(anchor_ptr + FIELDS[1] + index, centres, mask=mask_chunk)
         scales = offset[2 * h] | offset[2 * h + 1] << 8
         tl.store(scales_ptr + index, scales.to(tl.int16), mask=mask_chunk)
-    codes_ptr = anchor_ptr + FIELDS[0]
-    page_pairs.store_v_words(
-        codes_ptr, codes0, codes1, chunk, row, col, mask, CHUNK, PAGE_SIZE, HEAD_DIM, TILE_GROUP
+    code_words.store_v(
+        anchor_ptr + FIELDS[0],
+        corrections_ptr,
+        (codes0, codes1),
+        (corrections0, corrections1),
+        chunk,
+        row,
+        col,
+        mask,
+        CHUNK,
+        PAGE_SIZE,
+        HEAD_DIM,
+        TILE_GROUP,
+        ANCHOR_BITS,
+        WITH_CORRECTIONS,
     )
-    if WITH_CORRECTIONS:
-        page_pairs.store_v_words(
-            corrections_ptr,
-            corrections0,
-            corrections1,
-            chunk,
-            row,
-            col,
-            mask,
-            CHUNK,
-            PAGE_SIZE,
-            HEAD_DIM,
-            TILE_GROUP,
-        )
 
 
 @triton.jit
@@ -192,6 +205,7 @@ def uniform4_k(
     FIELDS: tl.constexpr,
     TILE_GROUP: tl.constexpr,
     KV_DTYPE: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
     WITH_CORRECTIONS: tl.constexpr,
 ):
     NUM_COLS: tl.constexpr = HEAD_DIM // 4
@@ -207,10 +221,22 @@ def uniform4_k(
 
     _store_k_metadata(anchor_ptr + FIELDS[1], scale, chunk, col, mask_chunk, NUM_COLS)
     _store_k_metadata(anchor_ptr + FIELDS[2], zero, chunk, col, mask_chunk, NUM_COLS)
-    offsets = page_pairs.k_word_offsets(chunk, row, col, CHUNK, NUM_COLS, TILE_GROUP)
-    tl.store(anchor_ptr + FIELDS[0] + offsets, codes, mask=mask)
-    if WITH_CORRECTIONS:
-        tl.store(corrections_ptr + offsets, corrections, mask=mask)
+    code_words.store_k(
+        anchor_ptr + FIELDS[0],
+        corrections_ptr,
+        codes,
+        corrections,
+        chunk,
+        row,
+        col,
+        mask,
+        CHUNK,
+        PAGE_SIZE,
+        HEAD_DIM,
+        TILE_GROUP,
+        ANCHOR_BITS,
+        WITH_CORRECTIONS,
+    )
 
 
 @triton.jit
@@ -226,6 +252,7 @@ def uniform4_v(
     FIELDS: tl.constexpr,
     TILE_GROUP: tl.constexpr,
     KV_DTYPE: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
     WITH_CORRECTIONS: tl.constexpr,
 ):
     COL_TILES: tl.constexpr = PAGE_SIZE // 16
@@ -245,21 +272,19 @@ def uniform4_v(
         tl.store(anchor_ptr + FIELDS[1] + index, scales, mask=mask_row)
         zeros = arithmetic.bf16_pair(zero[e], zero[2 + e])
         tl.store(anchor_ptr + FIELDS[2] + index, zeros, mask=mask_row)
-    codes_ptr = anchor_ptr + FIELDS[0]
-    page_pairs.store_v_words(
-        codes_ptr, codes0, codes1, chunk, row, col, mask, PAGE_SIZE, PAGE_SIZE, HEAD_DIM, TILE_GROUP
+    code_words.store_v(
+        anchor_ptr + FIELDS[0],
+        corrections_ptr,
+        (codes0, codes1),
+        (corrections0, corrections1),
+        chunk,
+        row,
+        col,
+        mask,
+        PAGE_SIZE,
+        PAGE_SIZE,
+        HEAD_DIM,
+        TILE_GROUP,
+        ANCHOR_BITS,
+        WITH_CORRECTIONS,
     )
-    if WITH_CORRECTIONS:
-        page_pairs.store_v_words(
-            corrections_ptr,
-            corrections0,
-            corrections1,
-            chunk,
-            row,
-            col,
-            mask,
-            PAGE_SIZE,
-            PAGE_SIZE,
-            HEAD_DIM,
-            TILE_GROUP,
-        )

@@ -22,6 +22,8 @@ PAIR_DTYPES = {2: torch.int32, 4: torch.int64}
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 CHUNK_STEP = 16
+# Tokens of a pair of V's tiles.
+PAIR_STEP = 32
 EDGE_SLOTS = 128
 # Where the law's steep or flat ends are out of reach of arithmetic in fp32.
 MAX_ALPHA = 64.0
@@ -72,6 +74,7 @@ def encode_constants(
         "PART_WORDS": residual_layout.nbytes // 8,
         "KV_DTYPE": KV_DTYPES[dtype],
         "CODEC": codec,
+        "ANCHOR_BITS": settings.anchor_bits,
         "EXACT": exact,
         "K_CHUNK": chunks[0],
         "V_CHUNK": chunks[1],
@@ -176,6 +179,11 @@ def _check_log4(settings: Log4Settings) -> None:
         )
     if settings.alpha > MAX_ALPHA:
         raise FormatError(f"kernels take alpha up to {MAX_ALPHA}, got {settings.alpha}")
+    if settings.anchor_bits == 2 and settings.v_chunk % PAIR_STEP:
+        raise FormatError(
+            f"kernels take v_chunk in multiples of {PAIR_STEP} for anchor_bits 2, "
+            f"got {settings.v_chunk}"
+        )
 
 
 def _law(settings: Log4Settings) -> tuple[float, ...]:

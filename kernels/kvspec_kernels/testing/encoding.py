@@ -1,4 +1,4 @@
-"""The references of encoding in one call."""
+"""Pages to encode, and the kernel's records beside those of the references."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from kvspec_kernels.formats import (
     anchor_layout,
     residual_layout,
 )
+from kvspec_kernels.ops.encode import encode_pages
 from kvspec_kernels.reference import exact, log4, uniform4
+
+Settings = Log4Settings | Uniform4Settings
+Pages = tuple[torch.Tensor, torch.Tensor]
+
+POISON = 0xA5
 
 
 def encode_by_reference(
-    k: torch.Tensor, v: torch.Tensor, settings: Log4Settings | Uniform4Settings, target: Target
+    k: torch.Tensor, v: torch.Tensor, settings: Settings, target: Target
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages k, v [N, P, H, D] as anchor and residual records [N, H, nbytes] uint8 on the CPU."""
     k, v = k.cpu(), v.cpu()
@@ -28,3 +34,69 @@ def encode_by_reference(
     else:
         anchors, residuals = uniform4.encode(k, v, settings, anchor, corrections)
     return anchors, exact.encode(k, v, residual) if residuals is None else residuals
+
+
+def make_pages(
+    num: int, page_size: int, heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0
+) -> Pages:
+    """K and V [num, P, H, D]: channel means far from zero, a large channel, an extreme token."""
+    rng = torch.Generator().manual_seed(seed)
+    shape = (num, page_size, heads, head_dim)
+    k = torch.randn(shape, generator=rng)
+    k = k * torch.where(torch.arange(head_dim) % 13 == 5, 10.0, 1.0)
+    k = k + 4 * torch.randn((1, 1, heads, head_dim), generator=rng)
+    v = torch.randn(shape, generator=rng)
+    v[:, page_size // 3] *= 8
+    return k.to(dtype), v.to(dtype)
+
+
+def poisoned(slots: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A pool of records like those of `like`, every byte POISON."""
+    return torch.full((slots, *like.shape[1:]), POISON, dtype=torch.uint8, device=device)
+
+
+def encode(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    settings: Settings,
+    target: Target,
+    device: torch.device,
+    source: list[int] | None = None,
+    index_dtype: torch.dtype = torch.int32,
+) -> tuple[torch.Tensor, torch.Tensor, Pages]:
+    """Records of pages `source` in turn, from pools of one slot more, and that slot's bytes."""
+    want = encode_by_reference(k[:1], v[:1], settings, target)
+    source = list(range(len(k))) if source is None else source
+    count = len(source)
+    pools = [poisoned(count + 1, records, device) for records in want]
+    anchor_slots, residual_slots = list(range(count, 0, -1)), list(range(1, count + 1))
+    indices = [
+        torch.tensor(index, dtype=index_dtype, device=device)
+        for index in (source, anchor_slots, residual_slots)
+    ]
+    args = (indices[0], pools[0], indices[1], pools[1], indices[2], settings, target)
+    encode_pages(k.to(device), v.to(device), *args)
+    anchors, residuals = pools[0].cpu(), pools[1].cpu()
+    return anchors[anchor_slots], residuals[residual_slots], (anchors[0], residuals[0])
+
+
+def assert_same_records(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    settings: Settings,
+    target: Target,
+    device: torch.device,
+) -> None:
+    """The kernel's records of pages k, v [N, P, H, D] are the reference's, and no others."""
+    anchors, residuals, spare = encode(k, v, settings, target, device)
+    want_anchors, want_residuals = encode_by_reference(k, v, settings, target)
+    layout = anchor_layout(settings, k.shape[1], k.shape[3])
+    for field in layout.fields:
+        got, want = (
+            records[..., field.offset : field.offset + field.nbytes]
+            for records in (anchors, want_anchors)
+        )
+        assert torch.equal(got, want), field.name
+    assert torch.equal(anchors, want_anchors)
+    assert torch.equal(residuals, want_residuals)
+    assert all((slot == POISON).all() for slot in spare)

@@ -13,7 +13,14 @@ from kvspec_kernels.ops import encoding
 from kvspec_kernels.ops.encode import encode_pages
 from kvspec_kernels.reference import log4, uniform4
 from kvspec_kernels.reference.companding import tables
-from kvspec_kernels.testing.encoding import encode_by_reference
+from kvspec_kernels.testing.encoding import (
+    POISON,
+    assert_same_records,
+    encode,
+    encode_by_reference,
+    make_pages,
+    poisoned,
+)
 from kvspec_kernels.testing.interpreter import exact_fma, teach_interpreter
 
 teach_interpreter()
@@ -21,59 +28,10 @@ teach_interpreter()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SETTINGS = {"log4": Log4Settings, "uniform4": Uniform4Settings}
 TARGETS = ["int8", "exact"]
-POISON = 0xA5
 
 by_codec = pytest.mark.parametrize("codec", list(SETTINGS))
 by_target = pytest.mark.parametrize("target", TARGETS)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def make_pages(num, page_size, heads, head_dim, dtype, seed=0):
-    """K and V [num, P, H, D]: channel means far from zero, a large channel, an extreme token."""
-    rng = torch.Generator().manual_seed(seed)
-    shape = (num, page_size, heads, head_dim)
-    k = torch.randn(shape, generator=rng)
-    k = k * torch.where(torch.arange(head_dim) % 13 == 5, 10.0, 1.0)
-    k = k + 4 * torch.randn((1, 1, heads, head_dim), generator=rng)
-    v = torch.randn(shape, generator=rng)
-    v[:, page_size // 3] *= 8
-    return k.to(dtype), v.to(dtype)
-
-
-def poisoned(slots, like, device):
-    return torch.full((slots, *like.shape[1:]), POISON, dtype=torch.uint8, device=device)
-
-
-def encode(k, v, settings, target, device, source=None, index_dtype=torch.int32):
-    """Records of pages `source` in turn, from pools of one slot more, and that slot's bytes."""
-    want = encode_by_reference(k[:1], v[:1], settings, target)
-    source = list(range(len(k))) if source is None else source
-    count = len(source)
-    pools = [poisoned(count + 1, records, device) for records in want]
-    anchor_slots, residual_slots = list(range(count, 0, -1)), list(range(1, count + 1))
-    indices = [
-        torch.tensor(index, dtype=index_dtype, device=device)
-        for index in (source, anchor_slots, residual_slots)
-    ]
-    args = (indices[0], pools[0], indices[1], pools[1], indices[2], settings, target)
-    encode_pages(k.to(device), v.to(device), *args)
-    anchors, residuals = pools[0].cpu(), pools[1].cpu()
-    return anchors[anchor_slots], residuals[residual_slots], (anchors[0], residuals[0])
-
-
-def assert_same_records(k, v, settings, target, device):
-    anchors, residuals, spare = encode(k, v, settings, target, device)
-    want_anchors, want_residuals = encode_by_reference(k, v, settings, target)
-    layout = anchor_layout(settings, k.shape[1], k.shape[3])
-    for field in layout.fields:
-        got, want = (
-            records[..., field.offset : field.offset + field.nbytes]
-            for records in (anchors, want_anchors)
-        )
-        assert torch.equal(got, want), field.name
-    assert torch.equal(anchors, want_anchors)
-    assert torch.equal(residuals, want_residuals)
-    assert all((slot == POISON).all() for slot in spare)
 
 
 @by_codec

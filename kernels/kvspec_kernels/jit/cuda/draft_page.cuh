@@ -17,6 +17,12 @@ constexpr int V_CODES = 0;  // within the V part
 constexpr int V_META = CODE_BYTES;
 constexpr int V_META2 = V_META + (LOG4 ? V_ROWS * HEAD_DIM * 2 : PAGE_SIZE * 2);
 
+__device__ __forceinline__ u32 transposed(u32 x) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+
 // Two values of q as fp16 times `scale`.
 __device__ __forceinline__ u32 scaled_query(u32 pair, float scale) {
 #if Q_BF16
