@@ -2,11 +2,12 @@
 // target), for Hopper. A block of 4 warps takes 64 tokens of KV at a time: each warp restores 16
 // tokens of K in registers, which are multiplied with all queries (wgmma), then a quarter of V's
 // channels, which are multiplied with all probabilities. These and the queries pass through shared
-// memory; no restored value does, and none is restored twice. Blocks share the pages of all requests, KV
-// heads and column blocks (GROUP x tokens, 8 COLUMNS at a time) equally.
+// memory; no restored value does, and none is restored twice by a block. Blocks share the pages of
+// all requests, KV heads and column blocks (GROUP x tokens, 8 COLUMNS at a time) equally.
 //
-// Values are fp16: K and V = x s + z, where x is the 8-bit code, exact, and s, z are those of
-// channel or token. Queries see every token of these pages: causality matters in the tail only.
+// Values are fp16: K and V = x s + z, where x is the 8-bit code (uniform4: / 16), exact, and s, z are
+// those of channel or token. Scores come out of the products less the running maxima, integers that
+// are one more channel of K and Q; only probabilities that grow too large move them. Queries see every token of these pages: causality matters in the tail only.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE (multiples of 64) GROUP COLUMNS K_ROWS
 // V_ROWS LOG4 Q_BF16 HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES RESIDUAL_BYTES MAX_BATCH and TOP.
@@ -143,7 +144,7 @@ __device__ __forceinline__ float log_scale(int base, u32 offset) {
 __device__ __forceinline__ void convert_k(uint4* meta, const u8* part, int row_tile, int lane) {
     int chunk = row_tile / K_CHUNK_TILES;
     for (int e = lane; e < CHANNEL_TILES * 4; e += 32) {
-        int at = chunk * HEAD_DIM + e * 4;
+        int at = chunk * HEAD_DIM + (e % 4 * CHANNEL_TILES + e / 4) * 4;
         uint4 r;
 #if LOG4
         int base = *reinterpret_cast<const short*>(part);
@@ -159,42 +160,36 @@ __device__ __forceinline__ void convert_k(uint4* meta, const u8* part, int row_t
 #endif
         r.y = to_half2(low_bf16(zero.w[0]), high_bf16(zero.w[0]));
         r.w = to_half2(low_bf16(zero.w[1]), high_bf16(zero.w[1]));
-        meta[e % CHANNEL_TILES * 4 + e / CHANNEL_TILES] = r;
+        meta[e] = r;
     }
 }
 
-// uniform4: scale and zero of 64 tokens: [token tile][t] as for K; 0 from token `valid` on.
-// log4: of a warp's channels: [own tile][g] {s of row g twice, z, s of row g + 8 twice, z}.
+// uniform4: scale and zero of 64 tokens: [token tile][t] {s 2t 2t+1, s 2t+8 2t+9, zeros likewise}; 0
+// from token `valid` on. log4: of a warp's channels: [own tile][g][row g, g + 8] {s twice, z twice}.
 __device__ __forceinline__ void convert_v(
-    uint4* meta, const u8* part, int base, int step, int valid, int warp, int lane) {
+    uint2* meta, const u8* part, int base, int step, int valid, int warp, int lane) {
 #if LOG4
     int chunk = step * WARPS / V_CHUNK_TILES;
-    for (int e = lane; e < OWN_TILES * 8; e += 32) {
-        int at = chunk * HEAD_DIM + (e % 8 * CHANNEL_TILES + e / 8 * WARPS + warp) * 2;
-        u32 zero = load_shared<1>(part + V_META + at * 2).w[0];
-        u32 offset = *reinterpret_cast<const u16*>(part + V_META2 + at);
-        float s0 = log_scale(base, offset & 255), s1 = log_scale(base, offset >> 8);
-        meta[e] = make_uint4(to_half2(s0, s0), to_half2(low_bf16(zero), low_bf16(zero)),
-                             to_half2(s1, s1), to_half2(high_bf16(zero), high_bf16(zero)));
+    for (int e = lane; e < OWN_TILES * 16; e += 32) {
+        int at = chunk * HEAD_DIM +
+                 (e / 2 % 8 * CHANNEL_TILES + e / 16 * WARPS + warp) * 2 + e % 2;
+        float s = log_scale(base, part[V_META2 + at]);
+        float z = low_bf16(*reinterpret_cast<const u16*>(part + V_META + at * 2));
+        meta[e] = make_uint2(to_half2(s, s), to_half2(z, z));
     }
 #else
-    if (lane < 16) {
-        int tile = lane / 4, t = lane % 4, token = (step * WARPS + tile) * 16 + 2 * t;
-        float s[4], z[4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            int at = ((2 * t + i) * TOKEN_TILES + step * WARPS + tile) * 4;
-            u32 scale = load_shared<1>(part + V_META + at).w[0];
-            u32 zero = load_shared<1>(part + V_META2 + at).w[0];
-            bool low = token + i < valid, high = token + i + 8 < valid;
-            s[i] = low ? low_bf16(scale) : 0.0f;
-            z[i] = low ? low_bf16(zero) : 0.0f;
-            s[2 + i] = high ? high_bf16(scale) : 0.0f;
-            z[2 + i] = high ? high_bf16(zero) : 0.0f;
-        }
-        meta[lane] = make_uint4(to_half2(s[0], s[1]), to_half2(z[0], z[1]), to_half2(s[2], s[3]),
-                                to_half2(z[2], z[3]));
+    int of_zero = lane / 16, tile = lane / 4 % 4, t = lane % 4;
+    const u8* word = part + (of_zero ? V_META2 : V_META) +
+                     (2 * t * TOKEN_TILES + step * WARPS + tile) * 4;
+    u32 even = load_shared<1>(word).w[0], odd = load_shared<1>(word + TOKEN_TILES * 4).w[0];
+    u32 low = to_half2(low_bf16(even), low_bf16(odd));
+    u32 high = to_half2(high_bf16(even), high_bf16(odd));
+    if (valid < PAGE_SIZE) {
+        int left = valid - (step * WARPS + tile) * 16 - 2 * t;
+        low &= left > 1 ? 0xffffffffu : left > 0 ? 0xffffu : 0;
+        high &= left > 9 ? 0xffffffffu : left > 8 ? 0xffffu : 0;
     }
+    meta[(tile * 4 + t) * 2 + of_zero] = make_uint2(low, high);
 #endif
 }
 
@@ -206,6 +201,10 @@ __device__ __forceinline__ u32 scaled(u32 x, u32 s, u32 z) {
     asm("max.f16x2 %0, %0, %1;" : "+r"(r) : "r"(0xfbfffbffu));
 #endif
     return r;
+}
+
+__device__ __forceinline__ u32 weights_of(float score, float next) {
+    return to_half2(exp2_approx(score), exp2_approx(next));
 }
 
 // A running maximum as halves whose sum, weighted with 32768, 32 and 1, is minus it, exactly.
@@ -296,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     uint4* k_meta = reinterpret_cast<uint4*>(memory + QUERY_BYTES + 2 * PROB_BYTES) +
                     warp * CHANNEL_TILES * 4;
     u8* after = memory + QUERY_BYTES + 2 * PROB_BYTES + META_BYTES;
-    uint4* v_meta = reinterpret_cast<uint4*>(after) + warp * (V_META_BYTES / WARPS / 16);
+    uint2* v_meta = reinterpret_cast<uint2*>(after) + warp * (V_META_BYTES / WARPS / 8);
     // [WARPS][COLS], where K's metadata is that no warp needs any more.
     float* stats = reinterpret_cast<float*>(memory + QUERY_BYTES + 2 * PROB_BYTES);
     float* rises = reinterpret_cast<float*>(after + V_META_BYTES);  // [COLS]: of the running maxima
@@ -465,37 +464,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                             if (row_tile * 16 + g + (j >> 1) * 8 >= valid)
                                 scores[column][j] = NEG_INF;
                 }
-                u32 packed[COLUMNS][2], largest = 0;
+                u32 largest = 0;
                 prob_offset ^= PROB_BYTES;
                 auto weigh = [&]() {
-#pragma unroll
-                    for (int column = 0; column < COLUMNS; ++column)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half)
-                            packed[column][half] =
-                                to_half2(exp2_approx(scores[column][2 * half]),
-                                         exp2_approx(scores[column][2 * half + 1]));
 #if COLUMNS == 1
-                    store_transposed(prob_column + prob_offset, packed[0][0], packed[0][1]);
+                    u32 low = weights_of(scores[0][0], scores[0][1]);
+                    u32 high = weights_of(scores[0][2], scores[0][3]);
+                    largest = max_u16x2(low, high);
+                    store_transposed(prob_column + prob_offset, low, high);
 #else
 #pragma unroll
-                    for (int c = 0; c < COLUMNS; c += 2)
-                        store_transposed(prob_column + prob_offset + c * 128, packed[c][0],
-                                         packed[c][1], packed[c + 1][0], packed[c + 1][1]);
+                    for (int c = 0; c < COLUMNS; c += 2) {
+                        u32 p[4];
+#pragma unroll
+                        for (int k = 0; k < 4; ++k)
+                            p[k] = weights_of(scores[c + k / 2][k % 2 * 2],
+                                              scores[c + k / 2][k % 2 * 2 + 1]);
+                        largest = max_u16x2(max_u16x2(largest, p[0]), p[1]);
+                        largest = max_u16x2(max_u16x2(largest, p[2]), p[3]);
+                        store_transposed(prob_column + prob_offset + c * 128, p[0], p[1], p[2],
+                                         p[3]);
+                    }
 #endif
                     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 };
                 weigh();
-#pragma unroll
-                for (int column = 0; column < COLUMNS; ++column)
-                    largest = max_u16x2(largest, max_u16x2(packed[column][0], packed[column][1]));
-                if (step == 0) barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
+                if (step == 0)
+                    barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
                 convert_v(v_meta, v_part, v_base, step, valid, warp, lane);
                 bool is_first_step = i == 0 && step == 0;
                 // Carries into the highest bit of a half from LARGEST_PROB on.
                 bool grew = (largest + (0x8000 - LARGEST_PROB) * 0x10001 & 0x80008000u) != 0;
-                // Past this point all have stored their probabilities, and nobody reads this K nor the
-                // last step's probabilities or V.
+                // Past this point all have stored their probabilities, and nobody reads this K nor
+                // the last step's probabilities or V.
                 if (__syncthreads_or(is_first_step || grew)) {
 #pragma unroll
                     for (int column = 0; column < COLUMNS; ++column)
@@ -566,17 +567,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         u32 (&x)[4] = v[own][row];
                         restore(word.w[row], low.w[row], x);
 #if LOG4
-                        uint4 m = v_meta[own * 8 + g];
+                        uint4 m = reinterpret_cast<uint4*>(v_meta)[own * 8 + g];
                         x[0] = scaled(x[0], m.x, m.y);
                         x[1] = scaled(x[1], m.z, m.w);
                         x[2] = scaled(x[2], m.x, m.y);
                         x[3] = scaled(x[3], m.z, m.w);
 #else
-                        uint4 m = v_meta[row * 4 + t];
-                        x[0] = scaled(x[0], m.x, m.y);
-                        x[1] = scaled(x[1], m.x, m.y);
-                        x[2] = scaled(x[2], m.z, m.w);
-                        x[3] = scaled(x[3], m.z, m.w);
+                        uint4 m = reinterpret_cast<uint4*>(v_meta)[row * 4 + t];
+                        x[0] = scaled(x[0], m.x, m.z);
+                        x[1] = scaled(x[1], m.x, m.z);
+                        x[2] = scaled(x[2], m.y, m.w);
+                        x[3] = scaled(x[3], m.y, m.w);
 #endif
                     }
                     warpgroup_begin();
