@@ -48,6 +48,15 @@ def rows(figures: Figures) -> list[str]:
             "{:.0f} us",
         ),
     ]
+    lines.append(
+        _row(
+            "draft from 2-bit anchors, times as fast as FlashInfer BF16",
+            figures,
+            f"attn.draft2bit.{MAIN}" + ".{}.vs_flashinfer_bf16",
+            "{:.2f} ± {spread:.2f}",
+            "{:.0f} us",
+        )
+    )
     grid = {codec: _grid(figures, codec) for codec in CODECS}
     least = {codec: min(grid[codec].values()) for codec in CODECS}
     lines.append(

@@ -24,11 +24,19 @@ class Case:
     """A window of random pages, poisoned pools, and what they hold after a reference append."""
 
     def __init__(
-        self, codec, target, device, rows, dtype=torch.bfloat16, head_dim=HEAD_DIM, heads=HEADS
+        self,
+        codec,
+        target,
+        device,
+        rows,
+        dtype=torch.bfloat16,
+        head_dim=HEAD_DIM,
+        heads=HEADS,
+        bits=4,
     ):
         """rows: (slot, offset, encode source, anchor slot, residual slot) each."""
         rng = torch.Generator().manual_seed(0)
-        self.settings, self.target = SETTINGS[codec].for_page(PAGE), target
+        self.settings, self.target = SETTINGS[codec].for_page(PAGE, bits), target
         shape = (2, SLOTS, PAGE, heads, head_dim)
         window = torch.randn(shape, generator=rng).to(dtype)
         new = torch.randn((2, len(rows), heads, head_dim), generator=rng).to(dtype)
@@ -77,6 +85,15 @@ def test_tokens_and_padding(codec, device):
 def test_a_page_is_encoded_with_the_token_that_completes_it(codec, target, device):
     rows = [(1, PAGE - 1, 1, 4, 2), (0, 3, -1, 0, 0)]
     case = Case(codec, target, device, rows)
+    case.run()
+    case.check()
+
+
+@by_codec
+@by_target
+def test_two_bit_anchors(codec, target, device):
+    rows = [(1, PAGE - 1, 1, 4, 2), (0, 3, -1, 0, 0)]
+    case = Case(codec, target, device, rows, head_dim=32, heads=1, bits=2)
     case.run()
     case.check()
 
