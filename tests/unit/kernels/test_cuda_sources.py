@@ -8,6 +8,7 @@ import torch
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.jit import nvrtc
 from kvspec_kernels.jit.cuda_attention import AttentionShape, draft_defines
+from kvspec_kernels.jit.cuda_encode import EncodeShape, encode_defines
 from kvspec_kernels.jit.cuda_verify import verify_defines
 
 ARCHITECTURE = "sm_90a"
@@ -48,6 +49,23 @@ def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, 
 def test_verify_attention_compiles(codec, columns, head_dim, dtype):
     defines = verify_defines(shape_of(codec, 64, head_dim, 4, dtype), columns, blocks=2)
     assert nvrtc.compile_cubin("verify_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "target", "dtype"),
+    [
+        (64, 128, "int8", torch.bfloat16),
+        (64, 128, "exact", torch.bfloat16),
+        (32, 32, "int8", torch.float16),
+        (96, 160, "exact", torch.float16),
+        (256, 256, "int8", torch.bfloat16),
+    ],
+)
+def test_encoding_compiles(codec, page_size, head_dim, target, dtype):
+    shape = EncodeShape(codec.for_page(page_size), target, page_size, head_dim, dtype)
+    defines = encode_defines(shape)
+    assert nvrtc.compile_cubin("encode.cu", tuple(sorted(defines.items())), ARCHITECTURE)
 
 
 def test_a_source_that_does_not_compile_says_why():

@@ -1,0 +1,185 @@
+"""Launches cuda/encode.cu: the Hopper back end of encoding, for 4-bit anchors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvspec_kernels.formats import (
+    RECORD_ALIGNMENT,
+    Log4Settings,
+    Target,
+    Uniform4Settings,
+    anchor_layout,
+)
+from kvspec_kernels.jit import nvrtc
+from kvspec_kernels.jit.cuda_attention import (
+    BLOCK_RESERVED,
+    MULTIPROCESSOR_REGISTERS,
+    MULTIPROCESSOR_SHARED,
+)
+
+HEAD_DIM_STEP = 32
+# Values a thread encodes, where a block has warps enough.
+THREAD_ELEMENTS = 64
+MAX_WARPS = 16
+# Enough without spilling, and 8 blocks of 4 warps a multiprocessor.
+THREAD_REGISTERS = 64
+
+
+@dataclass(frozen=True)
+class EncodeShape:
+    """What a kernel is compiled for."""
+
+    settings: Log4Settings | Uniform4Settings
+    target: Target
+    page_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def supported(shape: EncodeShape, device: torch.device) -> bool:
+    """Whether the kernel covers this shape."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and shape.head_dim % HEAD_DIM_STEP == 0
+        and shape.dtype in (torch.bfloat16, torch.float16)
+        and _is_default(shape)
+    )
+
+
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all rows of tensors whose last dimension is contiguous start at multiples of 16
+    bytes, as the kernel loads and stores them."""
+    return all(
+        tensor.data_ptr() % RECORD_ALIGNMENT == 0
+        and all(s * tensor.itemsize % RECORD_ALIGNMENT == 0 for s in tensor.stride()[:-1])
+        for tensor in tensors
+    )
+
+
+def _is_default(shape: EncodeShape) -> bool:
+    """Whether the settings are the default ones, but for the size of log4's integers and for what
+    only decoders look at."""
+    if isinstance(shape.settings, Uniform4Settings):
+        return shape.settings == Uniform4Settings.for_page(shape.page_size)
+    usual = Log4Settings.for_page(shape.page_size)
+    return usual == replace(
+        shape.settings, top=usual.top, levels=usual.levels, last_level=usual.last_level
+    )
+
+
+class EncodeKernel:
+    """Encoding of one shape on one device. Holds no state besides the compiled code."""
+
+    def __init__(self, shape: EncodeShape, device: torch.device) -> None:
+        self._shared_bytes = shared_bytes(shape)
+        self._threads = 32 * num_warps(shape)
+        (self._encode,) = nvrtc.load("encode.cu", ("encode_pages",), encode_defines(shape), device)
+        self._encode.allow_shared_memory(self._shared_bytes)
+
+    def run(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        source: torch.Tensor,
+        anchors: torch.Tensor,
+        anchor_slots: torch.Tensor,
+        residuals: torch.Tensor,
+        residual_slots: torch.Tensor,
+    ) -> None:
+        """Enqueue on the current stream; arguments as in `ops/encode.py`, of which k, v, anchors
+        and residuals are `aligned`."""
+        num_heads = k.shape[2]
+        indices = (source, anchor_slots, residual_slots)
+        wide = sum((index.dtype == torch.int64) << bit for bit, index in enumerate(indices))
+        self._encode.launch(
+            len(source) * 2 * num_heads,
+            self._threads,
+            (
+                k,
+                v,
+                *_byte_strides(k, (0, 1, 2)),
+                *indices,
+                ctypes.c_int(wide),
+                anchors,
+                *_byte_strides(anchors, (0, 1)),
+                residuals,
+                *_byte_strides(residuals, (0, 1)),
+                ctypes.c_int(num_heads),
+            ),
+            self._shared_bytes,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def encode_kernel(shape: EncodeShape, device: torch.device) -> EncodeKernel:
+    """The kernel of a shape, compiled once a process and device."""
+    return EncodeKernel(shape, device)
+
+
+def encode_defines(shape: EncodeShape) -> dict[str, int | str]:
+    """The constants that cuda/encode.cu is compiled with."""
+    settings = shape.settings
+    layout = anchor_layout(settings, shape.page_size, shape.head_dim)
+    first = "centre" if isinstance(settings, Log4Settings) else "scale"
+    k_chunk, v_chunk = _chunks(shape)
+    needed = shared_bytes(shape)
+    threads = 32 * num_warps(shape)
+    blocks = min(
+        MULTIPROCESSOR_REGISTERS // (THREAD_REGISTERS * threads),
+        MULTIPROCESSOR_SHARED // (needed + BLOCK_RESERVED),
+    )
+    return {
+        "LOG4": int(isinstance(settings, Log4Settings)),
+        "EXACT": int(shape.target == "exact"),
+        "KV_BF16": int(shape.dtype == torch.bfloat16),
+        "PAGE_SIZE": shape.page_size,
+        "HEAD_DIM": shape.head_dim,
+        "K_CHUNK": k_chunk,
+        "V_CHUNK": v_chunk,
+        "TOP": settings.top if isinstance(settings, Log4Settings) else 0,
+        "WARPS": num_warps(shape),
+        "BLOCKS": max(blocks, 1),
+        "SHARED_BYTES": needed,
+        "K_CODES": layout["k_codes"].offset,
+        "K_METADATA": layout[f"k_{first}"].offset,
+        "V_CODES": layout["v_codes"].offset,
+        "V_METADATA": layout[f"v_{first}"].offset,
+    }
+
+
+def num_warps(shape: EncodeShape) -> int:
+    """Of a block, which encodes K or V of a page and head."""
+    warps = -(-shape.page_size * shape.head_dim // (32 * THREAD_ELEMENTS))
+    return min(warps, MAX_WARPS)
+
+
+def shared_bytes(shape: EncodeShape) -> int:
+    """Shared memory of a block: the values, what is prepared for each channel or token, metadata
+    and maxima."""
+    is_log = isinstance(shape.settings, Log4Settings)
+    tokens = 0 if is_log else shape.page_size
+    entries = max(tokens, shape.page_size // min(_chunks(shape)) * shape.head_dim)
+    # 16 prepared and 2 unused, 3 (log4) or 4 of metadata, and a number for corrections of uniform4.
+    entry_bytes = 21 if is_log else 26
+    values = shape.page_size * (2 * shape.head_dim + 16)
+    # A maximum per warp of log4, and the arrays of one that a codec has no use for.
+    return -(-(values + entries * entry_bytes + 4 * MAX_WARPS + 16) // 16) * 16
+
+
+def _chunks(shape: EncodeShape) -> tuple[int, int]:
+    """Tokens that share the metadata of a channel of K and of V; V of uniform4 has none, and loads
+    as many tokens together."""
+    if isinstance(shape.settings, Log4Settings):
+        return shape.settings.k_chunk, shape.settings.v_chunk
+    return shape.settings.k_group, shape.settings.k_group
+
+
+def _byte_strides(tensor: torch.Tensor, dimensions: Sequence[int]) -> list[ctypes.c_int64]:
+    return [ctypes.c_int64(tensor.stride(d) * tensor.itemsize) for d in dimensions]
