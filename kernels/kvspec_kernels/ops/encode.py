@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 
 from kvspec_kernels.formats import Target
+from kvspec_kernels.jit import cuda_encode
 from kvspec_kernels.jit.encode import encode_kernel
 from kvspec_kernels.ops import encoding
-from kvspec_kernels.ops.encoding import Settings
+from kvspec_kernels.ops.encoding import EncodeConstants, Settings
+
+Backend = Literal["auto", "cuda", "triton"]
 
 
 def encode_pages(
@@ -20,23 +25,27 @@ def encode_pages(
     residual_slots: torch.Tensor,
     settings: Settings,
     target: Target,
+    backend: Backend = "auto",
 ) -> None:
     """Encode pages `source` of k, v into `anchors` and `residuals`, in place.
 
     Bytes are those of reference/log4.py and reference/uniform4.py, and for the target exact of
     reference/exact.py, but for codes of no meaning: of pages with NaN or infinities, and in
     uniform4 of groups whose range is wider than fp32 holds. Exact residuals always hold every bit.
-    Neither waits for the device nor allocates, but for one small table at the
-    first call with given settings: capture into a CUDA graph after a first run.
+    Neither waits for the device nor allocates, but at the first call with given settings and sizes,
+    which makes a small table or compiles: capture into a CUDA graph after a first run.
 
     k, v: [S, P, H, D] bf16, fp16 or fp32, equal strides, the last dimension contiguous.
     source: [N] int32 or int64, pages of k and v; an entry of -1 is skipped.
     anchors: [A, H, anchor bytes] uint8; anchor_slots: [N], where entries go. Slots of entries that
         are not skipped must be valid and distinct: nothing on the device checks them.
     residuals, residual_slots: likewise, [R, H, residual bytes] and [N].
+    backend: "cuda" needs what `cuda_covers` asks for; "auto" takes it where it can, else "triton".
     Raises FormatError for sizes and settings that have no records or no kernel, ValueError for
-    tensors that do not fit.
+    tensors that do not fit and for what the back end does not cover.
     """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be auto, cuda or triton, got {backend!r}")
     encoding.check_pages(k, v, "k and v")
     _, page_size, num_heads, head_dim = k.shape
     constants = encoding.encode_constants(settings, target, page_size, head_dim, k.dtype)
@@ -45,8 +54,50 @@ def encode_pages(
     indices = {"source": source, "anchor_slots": anchor_slots, "residual_slots": residual_slots}
     encoding.check_indices(len(source), **indices)
     encoding.check_devices(k.device, anchors=anchors, residuals=residuals, **indices)
+    covered = backend != "triton" and cuda_covers(k, v, anchors, residuals, settings, target)
+    if backend == "cuda" and not covered:
+        raise ValueError(
+            "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head size "
+            "that is a multiple of 32, default settings, and rows that start at multiples of 16 "
+            "bytes"
+        )
     if len(source) == 0 or num_heads == 0:
         return
+    arguments = (k, v, source, anchors, anchor_slots, residuals, residual_slots)
+    if covered:
+        shape = cuda_encode.EncodeShape(settings, target, page_size, head_dim, k.dtype)
+        cuda_encode.encode_kernel(shape, k.device).run(*arguments)
+    else:
+        _run_triton(*arguments, settings, constants)
+
+
+def cuda_covers(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    anchors: torch.Tensor,
+    residuals: torch.Tensor,
+    settings: Settings,
+    target: Target,
+) -> bool:
+    """Whether the CUDA kernel can encode these pages into these pools: compute capability 9.0, bf16
+    or fp16, a head size that is a multiple of 32, the default settings of a codec (but for `top`
+    and what only decoders look at), and rows that start at multiples of 16 bytes."""
+    shape = cuda_encode.EncodeShape(settings, target, k.shape[1], k.shape[3], k.dtype)
+    return cuda_encode.supported(shape, k.device) and cuda_encode.aligned(k, v, anchors, residuals)
+
+
+def _run_triton(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    source: torch.Tensor,
+    anchors: torch.Tensor,
+    anchor_slots: torch.Tensor,
+    residuals: torch.Tensor,
+    residual_slots: torch.Tensor,
+    settings: Settings,
+    constants: EncodeConstants,
+) -> None:
+    num_heads = k.shape[2]
     k_pairs, v_pairs = encoding.pairs(k), encoding.pairs(v)
     anchor_words, residual_words = anchors.view(torch.int32), residuals.view(torch.int32)
     encode_kernel[(len(source) * 2 * num_heads,)](

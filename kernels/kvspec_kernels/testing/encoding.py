@@ -11,7 +11,7 @@ from kvspec_kernels.formats import (
     anchor_layout,
     residual_layout,
 )
-from kvspec_kernels.ops.encode import encode_pages
+from kvspec_kernels.ops.encode import Backend, encode_pages
 from kvspec_kernels.reference import exact, log4, uniform4
 
 Settings = Log4Settings | Uniform4Settings
@@ -63,6 +63,7 @@ def encode(
     device: torch.device,
     source: list[int] | None = None,
     index_dtype: torch.dtype = torch.int32,
+    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, Pages]:
     """Records of pages `source` in turn, from pools of one slot more, and that slot's bytes."""
     want = encode_by_reference(k[:1], v[:1], settings, target)
@@ -74,7 +75,7 @@ def encode(
         torch.tensor(index, dtype=index_dtype, device=device)
         for index in (source, anchor_slots, residual_slots)
     ]
-    args = (indices[0], pools[0], indices[1], pools[1], indices[2], settings, target)
+    args = (indices[0], pools[0], indices[1], pools[1], indices[2], settings, target, backend)
     encode_pages(k.to(device), v.to(device), *args)
     anchors, residuals = pools[0].cpu(), pools[1].cpu()
     return anchors[anchor_slots], residuals[residual_slots], (anchors[0], residuals[0])
@@ -86,9 +87,10 @@ def assert_same_records(
     settings: Settings,
     target: Target,
     device: torch.device,
+    backend: Backend = "auto",
 ) -> None:
     """The kernel's records of pages k, v [N, P, H, D] are the reference's, and no others."""
-    anchors, residuals, spare = encode(k, v, settings, target, device)
+    anchors, residuals, spare = encode(k, v, settings, target, device, backend=backend)
     want_anchors, want_residuals = encode_by_reference(k, v, settings, target)
     layout = anchor_layout(settings, k.shape[1], k.shape[3])
     for field in layout.fields:

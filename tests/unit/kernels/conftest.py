@@ -71,6 +71,12 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=("triton", "cuda") if HAS_CUDA else ("triton",))
+def encoder(request: pytest.FixtureRequest) -> str:
+    """A back end of `encode_pages`."""
+    return request.param
+
+
 def plan_of(case: AttentionCase, arithmetic: Arithmetic) -> AttentionPlan:
     """What the wrappers would plan for a case."""
     verify = case.source != "anchor"

@@ -1,4 +1,4 @@
-"""The encode kernel against the references: every byte of every record."""
+"""The encode kernels against the references: every byte of every record."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import pytest
 import torch
 
 from kvspec_kernels.formats import FormatError, Log4Settings, Uniform4Settings, anchor_layout
+from kvspec_kernels.jit.cuda_encode import EncodeShape, supported
 from kvspec_kernels.ops import encoding
 from kvspec_kernels.ops.encode import encode_pages
 from kvspec_kernels.reference import log4, uniform4
 from kvspec_kernels.reference.companding import tables
-from kvspec_kernels.testing.encoding import (
-    POISON,
-    assert_same_records,
-    encode,
-    encode_by_reference,
-    make_pages,
-    poisoned,
-)
+from kvspec_kernels.testing import encoding as both
+from kvspec_kernels.testing.encoding import POISON, encode_by_reference, make_pages, poisoned
 from kvspec_kernels.testing.interpreter import exact_fma, teach_interpreter
 
 teach_interpreter()
@@ -34,22 +29,40 @@ by_target = pytest.mark.parametrize("target", TARGETS)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+def skip_unless_covered(encoder, k, settings, target, device):
+    shape = EncodeShape(settings, target, k.shape[1], k.shape[3], k.dtype)
+    if encoder == "cuda" and not supported(shape, device):
+        pytest.skip("not a case of the CUDA back end")
+
+
+def encode(k, v, settings, target, device, encoder, **options):
+    skip_unless_covered(encoder, k, settings, target, device)
+    return both.encode(k, v, settings, target, device, backend=encoder, **options)
+
+
+def assert_same_records(k, v, settings, target, device, encoder):
+    skip_unless_covered(encoder, k, settings, target, device)
+    both.assert_same_records(k, v, settings, target, device, encoder)
+
+
 @by_codec
 @by_target
 @by_dtype
 @pytest.mark.parametrize(("page_size", "head_dim"), [(32, 96), (64, 64)])
-def test_records_are_those_of_the_reference(codec, target, dtype, page_size, head_dim, device):
+def test_records_are_those_of_the_reference(
+    codec, target, dtype, page_size, head_dim, device, encoder
+):
     k, v = make_pages(1, page_size, 1, head_dim, dtype)
-    assert_same_records(k, v, SETTINGS[codec].for_page(page_size), target, device)
+    assert_same_records(k, v, SETTINGS[codec].for_page(page_size), target, device, encoder)
 
 
 @by_codec
 @pytest.mark.parametrize(
     ("page_size", "head_dim"), [(32, 16), (96, 80), (64, 128), (160, 32), (256, 16), (32, 256)]
 )
-def test_awkward_sizes(codec, page_size, head_dim, device):
+def test_awkward_sizes(codec, page_size, head_dim, device, encoder):
     k, v = make_pages(1, page_size, 1, head_dim, torch.bfloat16)
-    assert_same_records(k, v, SETTINGS[codec].for_page(page_size), "int8", device)
+    assert_same_records(k, v, SETTINGS[codec].for_page(page_size), "int8", device, encoder)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +79,13 @@ def test_awkward_sizes(codec, page_size, head_dim, device):
     ],
     ids=str,
 )
-def test_other_settings(settings, device):
+def test_other_settings(settings, device, encoder):
     k, v = make_pages(1, 96, 1, 32, torch.float32)
-    assert_same_records(k, v, settings, "int8", device)
+    assert_same_records(k, v, settings, "int8", device, encoder)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1e-3, 0.05, 0.25, 1.0, 8.0, 64.0])
-def test_thresholds_and_their_neighbours(alpha, device):
+def test_thresholds_and_their_neighbours(alpha, device, encoder):
     """Centre 0 and scale 1: magnitudes are the values themselves, a step to either side of every
     edge between two integers."""
     settings = Log4Settings(alpha=alpha)
@@ -84,7 +97,7 @@ def test_thresholds_and_their_neighbours(alpha, device):
     page[1:61, :].view(-1)[: len(near)] = near
     page[0], page[32], page[31], page[63] = 1.0, 1.0, -1.0, -1.0
     pages = page.view(1, 64, 1, 64)
-    assert_same_records(pages, pages.flip(3).contiguous(), settings, "int8", device)
+    assert_same_records(pages, pages.flip(3).contiguous(), settings, "int8", device, encoder)
 
 
 def extreme_pages(dtype):
@@ -134,27 +147,47 @@ def extreme_pages(dtype):
 
 @by_codec
 @by_dtype
-def test_extreme_values(codec, dtype, device):
+def test_extreme_values(codec, dtype, device, encoder):
     pages = extreme_pages(dtype)
     k = torch.cat(list(pages.values()))
     v = k.roll(1, dims=0)
     settings = SETTINGS[codec].for_page(64)
-    anchors, residuals, _ = encode(k, v, settings, "int8", device)
+    anchors, residuals, _ = encode(k, v, settings, "int8", device, encoder)
     wanted = encode_by_reference(k, v, settings, "int8")
     for index, name in enumerate(pages):
         assert torch.equal(anchors[index], wanted[0][index]), name
         assert torch.equal(residuals[index], wanted[1][index]), name
 
 
+@pytest.mark.parametrize("top", [105, 120])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_integers(top, dtype, device, encoder):
+    """bf16 values beyond the largest scale, whose integers are clamped; fp16 has none."""
+    k, v = make_pages(1, 64, 1, 32, dtype)
+    largest = torch.finfo(dtype).max
+    k[:, 3], k[:, 40], k[:, 41, :, ::2] = largest, -largest, largest * 0.985
+    assert_same_records(k, v, Log4Settings(top=top), "int8", device, encoder)
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 11])
+def test_denormal_scales(step, device, encoder):
+    """A scale of few bits is rounded so far that codes are clipped. In units of the smallest bf16
+    number, a range of 15 * step + 7 has the scale `step`."""
+    units = torch.arange(64)[:, None] * 37 + torch.arange(32) * 11
+    k = (units % (15 * step + 8)).to(torch.int16).view(torch.bfloat16).view(1, 64, 1, 32)
+    assert_same_records(k, k.flip(1), Uniform4Settings(), "int8", device, encoder)
+    assert_same_records(k, k.flip(1), Uniform4Settings(), "exact", device, encoder)
+
+
 @by_codec
-def test_the_whole_range_of_fp32_stays_finite(codec, device):
+def test_the_whole_range_of_fp32_stays_finite(codec, device, encoder):
     page = torch.full((1, 64, 1, 32), torch.finfo(torch.float32).max)
     page[:, ::2] *= -1
     page[..., ::3] *= 0.5
     settings = SETTINGS[codec].for_page(64)
     if codec == "log4":
-        assert_same_records(page, page, settings, "int8", device)
-    anchors, _, _ = encode(page, page, settings, "exact", device)
+        assert_same_records(page, page, settings, "int8", device, encoder)
+    anchors, _, _ = encode(page, page, settings, "exact", device, encoder)
     layout = anchor_layout(settings, 64, 32)
     if codec == "log4":
         decoded = log4.decode_anchor(anchors, settings, layout, torch.float32)
@@ -165,8 +198,8 @@ def test_the_whole_range_of_fp32_stays_finite(codec, device):
 
 @by_codec
 @by_dtype
-def test_exact_residuals_hold_bits_that_are_no_numbers(codec, dtype, device):
-    k, v = make_pages(2, 32, 1, 16, dtype)
+def test_exact_residuals_hold_bits_that_are_no_numbers(codec, dtype, device, encoder):
+    k, v = make_pages(2, 32, 1, 32, dtype)
     k[0, 3, 0, 1], k[0, 4, 0, 1], v[0, 5, 0, 2] = math.nan, math.inf, -math.inf
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     # All bits set, and a NaN that arithmetic would quieten.
@@ -174,19 +207,21 @@ def test_exact_residuals_hold_bits_that_are_no_numbers(codec, dtype, device):
     v.view(bits)[0, 9, 0, 3] = -1
     v.view(bits)[0, 9, 0, 4] = torch.tensor(quiet, dtype=dtype).view(bits) + 2
     settings = SETTINGS[codec].for_page(32)
-    anchors, residuals, _ = encode(k, v, settings, "exact", device)
+    anchors, residuals, _ = encode(k, v, settings, "exact", device, encoder)
     wanted = encode_by_reference(k, v, settings, "exact")
     assert torch.equal(residuals, wanted[1])
     assert torch.equal(anchors[1], wanted[0][1])
-    encode(k, v, settings, "int8", device)
+    encode(k, v, settings, "int8", device, encoder)
 
 
 @by_codec
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_skipped_entries_write_nothing(codec, index_dtype, device):
-    k, v = make_pages(3, 32, 1, 16, torch.bfloat16)
+def test_skipped_entries_write_nothing(codec, index_dtype, device, encoder):
+    k, v = make_pages(3, 32, 1, 32, torch.bfloat16)
     settings = SETTINGS[codec].for_page(32)
-    got = encode(k, v, settings, "exact", device, [2, -1, 0, -1], index_dtype)
+    got = encode(
+        k, v, settings, "exact", device, encoder, source=[2, -1, 0, -1], index_dtype=index_dtype
+    )
     for records, wanted in zip(got[:2], encode_by_reference(k, v, settings, "exact"), strict=True):
         assert torch.equal(records[[0, 2]], wanted[[2, 0]])
         assert (records[[1, 3]] == POISON).all()
@@ -194,15 +229,16 @@ def test_skipped_entries_write_nothing(codec, index_dtype, device):
 
 @by_codec
 @by_target
-def test_strided_pages_and_pools(codec, target, device):
-    k, v = make_pages(2, 32, 2, 16, torch.float16)
+def test_strided_pages_and_pools(codec, target, device, encoder):
+    k, v = make_pages(2, 32, 2, 32, torch.float16)
     fused = torch.stack((k, v), dim=3).to(device)
     settings = SETTINGS[codec].for_page(32)
     wanted = encode_by_reference(k, v, settings, target)
     pools = [torch.zeros(2, 3, r.shape[-1] + 16, dtype=torch.uint8, device=device) for r in wanted]
     anchors, residuals = (pool[:, 1:, :-16] for pool in pools)
     index = torch.arange(2, device=device)
-    args = (index, anchors, index, residuals, index, settings, target)
+    skip_unless_covered(encoder, k, settings, target, device)
+    args = (index, anchors, index, residuals, index, settings, target, encoder)
     encode_pages(fused[:, :, :, 0], fused[:, :, :, 1], *args)
     assert torch.equal(anchors.cpu(), wanted[0])
     assert torch.equal(residuals.cpu(), wanted[1])
@@ -211,9 +247,9 @@ def test_strided_pages_and_pools(codec, target, device):
         assert not pool[..., -16:].any()
 
 
-def test_nothing_to_do(device):
-    k, v = make_pages(1, 32, 1, 16, torch.bfloat16)
-    encode(k, v, Log4Settings.for_page(32), "exact", device, source=[])
+def test_nothing_to_do(device, encoder):
+    k, v = make_pages(1, 32, 1, 32, torch.bfloat16)
+    encode(k, v, Log4Settings.for_page(32), "exact", device, encoder, source=[])
 
 
 def test_what_does_not_fit_is_refused(device):
@@ -224,10 +260,16 @@ def test_what_does_not_fit_is_refused(device):
     )
     index = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def call(k=k, v=v, source=index, anchors=anchors, settings=settings, target="int8"):
-        encode_pages(k, v, source, anchors, index, residuals, index, settings, target)
+    def call(
+        k=k, v=v, source=index, anchors=anchors, settings=settings, target="int8", backend="auto"
+    ):
+        encode_pages(k, v, source, anchors, index, residuals, index, settings, target, backend)
 
     call()
+    with pytest.raises(ValueError, match="backend must be auto, cuda or triton"):
+        call(backend="numpy")
+    with pytest.raises(ValueError, match="a head size that is a multiple of 32"):
+        call(backend="cuda")
     with pytest.raises(FormatError, match="mean depends on the order"):
         call(settings=Log4Settings(v_chunk=32, centre="mean"))
     with pytest.raises(FormatError, match=r"alpha up to 64.0, got 100"):
@@ -274,25 +316,25 @@ def test_exact_fma_rounds_once():
 @by_dtype
 @pytest.mark.parametrize("page_size", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_all_sizes(codec, target, dtype, page_size, head_dim, device):
+def test_all_sizes(codec, target, dtype, page_size, head_dim, device, encoder):
     k, v = make_pages(5, page_size, 3, head_dim, dtype)
-    assert_same_records(k, v, SETTINGS[codec].for_page(page_size), target, device)
+    assert_same_records(k, v, SETTINGS[codec].for_page(page_size), target, device, encoder)
 
 
 @pytest.mark.gpu
+@by_dtype
 @pytest.mark.parametrize(
     "settings", [Log4Settings(), Log4Settings(alpha=0.25), Uniform4Settings()], ids=str
 )
-def test_many_random_values(settings, device):
+def test_many_random_values(settings, dtype, device, encoder):
     """Enough elements to meet quotients next to thresholds: 8 million a dtype."""
-    for dtype in DTYPES:
-        k, v = make_pages(64, 64, 8, 128, dtype, seed=3)
-        assert_same_records(k, v, settings, "int8", device)
+    k, v = make_pages(64, 64, 8, 128, dtype, seed=3)
+    assert_same_records(k, v, settings, "int8", device, encoder)
 
 
 @pytest.mark.gpu
 @by_codec
-def test_offsets_beyond_32_bits(codec, device):
+def test_offsets_beyond_32_bits(codec, device, encoder):
     """Pages, anchors and residuals of the last slots lie more than 2^31 elements in."""
     settings = SETTINGS[codec].for_page(64)
     k, v = make_pages(2, 64, 2, 128, torch.bfloat16)
@@ -309,21 +351,22 @@ def test_offsets_beyond_32_bits(codec, device):
         pools.append(torch.zeros(num_slots, *records.shape[1:], dtype=torch.uint8, device=device))
         slots.append(torch.tensor([num_slots - 1, num_slots - 2], device=device))
     source = torch.tensor([last - 1, last - 2], device=device)
-    encode_pages(*sources, source, pools[0], slots[0], pools[1], slots[1], settings, "exact")
+    places = (pools[0], slots[0], pools[1], slots[1])
+    encode_pages(*sources, source, *places, settings, "exact", encoder)
     for pool, records in zip(pools, wanted, strict=True):
         assert torch.equal(pool[-2:].cpu(), records)
 
 
 @pytest.mark.gpu
 @by_codec
-def test_replay_in_a_graph_with_other_indices(codec, device):
+def test_replay_in_a_graph_with_other_indices(codec, device, encoder):
     settings = SETTINGS[codec].for_page(64)
     k, v = make_pages(4, 64, 2, 64, torch.bfloat16)
     wanted = encode_by_reference(k, v, settings, "exact")
     pools = [poisoned(6, records, device) for records in wanted]
     source = torch.tensor([0, -1, -1], device=device)
     slots = torch.tensor([5, 5, 5], device=device)
-    args = (source, pools[0], slots, pools[1], slots, settings, "exact")
+    args = (source, pools[0], slots, pools[1], slots, settings, "exact", encoder)
     on_device = k.to(device), v.to(device)
     encode_pages(*on_device, *args)
     graph = torch.cuda.CUDAGraph()
