@@ -129,15 +129,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         int tail = page + count == num_pages ? last_page_len[s.b] : PAGE_SIZE;
         auto fetch_part = [&](int n) {
             if (threadIdx.x != 0 || (n >> 1) >= count) return;
-            int id = pages[n >> 1], which = n & 1;
-            u32 slot = (sequence + n) % HALVES, bytes = which ? V_BYTES : K_BYTES;
-            u32 target = shared_address(ring) + half_offset(slot), full = barrier + 8 * slot;
+            int id = pages[n >> 1];
+            u32 slot = (sequence + n) % HALVES;
             const u8* anchor = anchors + id * page_stride + (i64)s.head * RECORD_BYTES;
             const u8* residual =
                 residuals + residual_slots[id] * slot_stride + (i64)s.head * RESIDUAL_BYTES;
-            expect(full, bytes + CODE_BYTES);
-            copy_bulk(target, anchor + (which ? K_BYTES : 0), bytes, full);
-            copy_bulk(target + bytes, residual + which * CODE_BYTES, CODE_BYTES, full);
+            fetch_half(shared_address(ring) + half_offset(slot), anchor, residual, n & 1,
+                       barrier + 8 * slot);
         };
 #pragma unroll
         for (int n = 0; n < HALVES; ++n) fetch_part(n);

@@ -19,3 +19,12 @@ constexpr int PAGE_BYTES = K_BYTES + V_BYTES + 2 * CODE_BYTES;
 __device__ __forceinline__ u32 half_offset(u32 slot) {
     return slot / 2 * PAGE_BYTES + (slot % 2 ? K_BYTES + CODE_BYTES : 0);
 }
+
+// Enqueues the copy of a half of a page (0: K, 1: V) to shared memory; called by one lane.
+__device__ __forceinline__ void fetch_half(
+    u32 target, const u8* anchor, const u8* residual, int which, u32 barrier) {
+    u32 bytes = which ? V_BYTES : K_BYTES;
+    expect(barrier, bytes + CODE_BYTES);
+    copy_bulk(target, anchor + (which ? K_BYTES : 0), bytes, barrier);
+    copy_bulk(target + bytes, residual + which * CODE_BYTES, CODE_BYTES, barrier);
+}
