@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -81,6 +82,7 @@ class VerifyKernel:
         indptr: torch.Tensor,
         indices: torch.Tensor,
         last_page_len: torch.Tensor,
+        tail: Sequence[torch.Tensor] | None,
         sm_scale: float,
         workspace: torch.Tensor,
         out: torch.Tensor,
@@ -90,7 +92,8 @@ class VerifyKernel:
 
         q, out: [num_tokens, num_qo_heads, head_dim], the last dimension contiguous and `out` whole;
         lse: [num_tokens, num_qo_heads] fp32, base 2; anchors [pages, num_kv_heads, record] and
-        residuals [slots, num_kv_heads, record] uint8; the rest int32 on the device.
+        residuals [slots, num_kv_heads, record] uint8; the rest int32 on the device. tail: the
+        tensors of ops/attention_plan.py's Tail, of which pages are `tail_aligned`, or None.
         """
         batch = len(indptr) - 1
         out_from = self.counter_bytes(batch)
@@ -111,6 +114,7 @@ class VerifyKernel:
                 indptr,
                 indices,
                 last_page_len,
+                _tail_arguments(tail),
                 ctypes.c_int(batch),
                 ctypes.c_int(len(q)),
                 ctypes.c_int(self.shape.num_kv_heads),
@@ -127,6 +131,33 @@ class VerifyKernel:
 
     def _part_bytes(self, values: int) -> int:
         return 2 * self.grid * 8 * self._columns * values * 4
+
+
+class _Tail(ctypes.Structure):
+    """As cuda/verify_tail.cuh has it."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("k", "v")]
+        + [
+            (f"{part}_{dimension}", ctypes.c_int64)
+            for part in ("k", "v")
+            for dimension in ("page", "token", "head")
+        ]
+        + [(name, ctypes.c_void_p) for name in ("indptr", "indices", "lens")]
+    )
+
+
+def _tail_arguments(tail: Sequence[torch.Tensor] | None) -> _Tail:
+    if tail is None:
+        return _Tail()
+    k, v, *index = tail
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    return _Tail(k.data_ptr(), v.data_ptr(), *strides, *(x.data_ptr() for x in index))
+
+
+def tail_aligned(window_k: torch.Tensor) -> bool:
+    """Whether pairs of 16-bit values of K can be loaded at once."""
+    return window_k.data_ptr() % 4 == 0 and all(s % 2 == 0 for s in window_k.stride()[:3])
 
 
 @functools.lru_cache(maxsize=64)
@@ -173,5 +204,6 @@ def _shared_bytes(shape: AttentionShape, columns: int) -> int:
         + HALVES // 2 * page
         + HALVES * 8
         + 16
+        + 2 * (HALVES // 2 + 2) * 4  # rows of pages to fetch
         + 4 * (MAX_BATCH + 1)
     )

@@ -28,6 +28,8 @@ def compile_cubin(
     text = (SOURCES / source).read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     options = [f"--gpu-architecture={architecture}", "--std=c++17", f"--include-path={SOURCES}"]
+    # For lambdas with template parameters.
+    options.append("--device-as-default-execution-space")
     options += [f"-D{name}={value}" for name, value in defines]
     result, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:

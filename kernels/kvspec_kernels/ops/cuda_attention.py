@@ -1,4 +1,5 @@
-"""The Hopper back end: CUDA kernels over encoded pages, and the tail through Triton."""
+"""The Hopper back end: CUDA kernels over encoded pages. Drafts attend to their tail through Triton,
+verify runs in the same kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from kvspec_kernels.jit.cuda_attention import (
     draft_kernel,
     supported,
 )
-from kvspec_kernels.jit.cuda_verify import VerifyKernel, verify_kernel, verify_supported
+from kvspec_kernels.jit.cuda_verify import (
+    VerifyKernel,
+    tail_aligned,
+    verify_kernel,
+    verify_supported,
+)
 from kvspec_kernels.jit.merge_states import merge_states_kernel
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Tail
 from kvspec_kernels.ops.triton_attention import TritonAttention
@@ -46,7 +52,9 @@ class CudaAttention:
         self._lses = [part.view(torch.float32) for part in states[2:]]
         # The kernel leaves its counters as it finds them.
         scratch[: self._kernel.counter_bytes(plan.batch_size)].zero_()
-        self._tail = TritonAttention(_without_past(plan, empty), tail)
+        self._draft_tail = None
+        if plan.source == "anchor":
+            self._draft_tail = TritonAttention(_without_past(plan, empty), tail)
 
     @staticmethod
     def covers(plan: AttentionPlan) -> bool:
@@ -64,14 +72,16 @@ class CudaAttention:
     @staticmethod
     def _sizes(plan: AttentionPlan) -> list[int]:
         """Bytes of: kernel scratch, indptr of an empty past, the tail's scratch, two outputs, two
-        lses."""
+        lses. Where there is no second state, the first is only for results that are not whole."""
         rows = plan.batch_size * plan.max_qo_len * plan.num_qo_heads
+        out, lse = rows * plan.head_dim * plan.q_dtype.itemsize, rows * 4
+        is_draft = plan.source == "anchor"
         sizes = [
             _kernel(plan).workspace_bytes(plan.batch_size),
             4 * (plan.batch_size + 1),
-            TritonAttention.workspace_nbytes(plan),
-            *[rows * plan.head_dim * plan.q_dtype.itemsize] * 2,
-            *[rows * 4] * 2,
+            TritonAttention.workspace_nbytes(plan) if is_draft else 0,
+            *(out, out if is_draft else 0),
+            *(lse, lse if is_draft else 0),
         ]
         return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
 
@@ -90,17 +100,18 @@ class CudaAttention:
             out[rows:].zero_()
             lse[rows:].fill_(-math.inf)
             q, out, lse = q[:rows], out[:rows], lse[:rows]
-        if tail is None and out.is_contiguous() and lse.is_contiguous():
-            self._run_past(q, records, out, lse)
+        one_state = tail is None or self._draft_tail is None
+        if one_state and out.is_contiguous() and lse.is_contiguous():
+            self._run_kernel(q, records, tail, out, lse)
             return
         past_out, past_lse = self._state(0, q)
-        self._run_past(q, records, past_out, past_lse)
-        if tail is None:
+        self._run_kernel(q, records, tail, past_out, past_lse)
+        if tail is None or self._draft_tail is None:
             out.copy_(past_out)
             lse.copy_(past_lse)
             return
         tail_out, tail_lse = self._state(1, q)
-        self._tail.run(q, records, tail, tail_out, tail_lse)
+        self._draft_tail.run(q, records, tail, tail_out, tail_lse)
         plan = self._plan
         merge_states_kernel[(len(q), plan.num_qo_heads)](
             past_out,
@@ -125,9 +136,15 @@ class CudaAttention:
         out = self._outs[index][: rows * self._plan.head_dim].view(q.shape)
         return out, self._lses[index][:rows].view(q.shape[:2])
 
-    def _run_past(
-        self, q: torch.Tensor, records: Records, out: torch.Tensor, lse: torch.Tensor
+    def _run_kernel(
+        self,
+        q: torch.Tensor,
+        records: Records,
+        tail: Tail | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
     ) -> None:
+        """Pages; to verify, the tail too."""
         plan = self._plan
         assert records.anchors is not None
         kernel, scale = self._kernel, plan.sm_scale
@@ -138,8 +155,13 @@ class CudaAttention:
         assert records.residuals is not None
         assert records.residual_slots is not None
         assert plan.qo_indptr is not None
+        if tail is not None and not tail_aligned(tail.window_k):
+            raise ValueError(
+                "tail.window_k must start at and have strides of multiples of 4 bytes, "
+                f"got strides {tail.window_k.stride()}"
+            )
         pages = (records.anchors, records.residuals, records.residual_slots)
-        kernel.run(q, *pages, plan.qo_indptr, *index, scale, self._scratch, out, lse)
+        kernel.run(q, *pages, plan.qo_indptr, *index, tail, scale, self._scratch, out, lse)
 
 
 def _shape(plan: AttentionPlan) -> AttentionShape:

@@ -168,6 +168,24 @@ __device__ __forceinline__ void copy_bulk(u32 target, const u8* source, u32 byte
             "r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// A word, asynchronously, which the same thread may read after copies_wait().
+__device__ __forceinline__ void copy_word(int* target, const int* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)),
+                 "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// Whether this is the lane that acts for its warp, all of which calls it; always the same one.
+__device__ __forceinline__ bool elect() {
+    u32 elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(elected));
+    return elected;
+}
+
 __device__ __forceinline__ void store_output(void* out, i64 index, float x) {
 #if Q_BF16
     u16 bits;

@@ -8,7 +8,8 @@
 // Values are fp16: K and V = x s + z, where x is the 8-bit code (uniform4: / 16), exact, and s, z are
 // those of channel or token. Scores come out of the products less the running maxima, integers that
 // are one more channel of K and Q; only probabilities that grow too large move them. Queries see
-// every token of these pages: causality matters in the tail only.
+// every token of these pages: causality matters in the tail only, whose pages, in full precision,
+// follow a request's encoded ones.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE (multiples of 64) GROUP COLUMNS K_ROWS
 // V_ROWS LOG4 Q_BF16 HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES RESIDUAL_BYTES MAX_BATCH and TOP.
@@ -16,10 +17,13 @@
 #include "verify_merge.cuh"
 #include "verify_restore.cuh"
 #include "verify_softmax.cuh"
+#include "verify_tail.cuh"
 #include "verify_wgmma.cuh"
 
 constexpr int WARPS = 4, THREADS = 128;
 constexpr int OWN_TILES = CHANNEL_TILES / WARPS;  // channel tiles of V of a warp
+// Pages whose rows are known: those in the ring, and two that are looked up.
+constexpr int AHEAD = HALVES / 2 + 2;
 constexpr int STEPS = TOKEN_TILES / STEP_TILES;
 
 constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256 + COLUMNS * 128;
@@ -32,6 +36,8 @@ constexpr int STAT_BYTES = 2 * COLS * 4;
 // that share 16 columns.
 constexpr int SUM_TILES = COLUMNS > 1 ? COLUMNS / 2 : 1, SHARES = WARPS / SUM_TILES;
 
+template <bool TAIL> struct Kind { static constexpr bool IN_TAIL = TAIL; };  // of a page
+
 // q, out: [num_tokens, num_kv_heads * GROUP, HEAD_DIM]; lse: [num_tokens, num_kv_heads * GROUP],
 // base 2. partial_out: [2 * grid, COLS, HEAD_DIM], partial_stat: [2 * grid, COLS, 2] (max, sum).
 // arrived: [batch * num_kv_heads * max_blocks], zero before and after.
@@ -40,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     i64 page_stride, const u8* __restrict__ residuals, i64 slot_stride,
     const int* __restrict__ residual_slots, const int* __restrict__ qo_indptr,
     const int* __restrict__ indptr, const int* __restrict__ indices,
-    const int* __restrict__ last_page_len, int batch, int num_tokens, int num_kv_heads,
+    const int* __restrict__ last_page_len, Tail tail, int batch, int num_tokens, int num_kv_heads,
     int max_blocks, float scale_log2, float* __restrict__ partial_out,
     float* __restrict__ partial_stat, int* __restrict__ arrived, void* __restrict__ out,
     float* __restrict__ lse) {
@@ -74,21 +80,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     u8* ring = after + V_META_BYTES + STAT_BYTES;
     u32 barrier = shared_address(ring + HALVES / 2 * PAGE_BYTES);
     int* flags = reinterpret_cast<int*>(ring + HALVES / 2 * PAGE_BYTES + HALVES * 8);
-    int* starts = flags + 4;  // [MAX_BATCH + 1]: units before each request
+    int* ids = flags + 4;         // [AHEAD]: of pages
+    int* slots = ids + AHEAD;     // [AHEAD]: of their residuals
+    int* starts = slots + AHEAD;  // [MAX_BATCH + 1]: units before each request
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < HALVES; ++i) barrier_init(barrier + 8 * i);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async;" ::: "memory");
     }
+    auto pages_of = [&](int b) {
+        int tokens = tail.lens ? tail.lens[b] : 0;
+        return indptr[b + 1] - indptr[b] + (tokens + PAGE_SIZE - 1) / PAGE_SIZE;
+    };
     if (warp == 0) {
         int before = 0;
         for (int first = 0; first < batch; first += 32) {
             int b = first + lane, units = 0;
             if (b < batch) {
                 int queries = qo_indptr[b + 1] - qo_indptr[b];
-                units = (indptr[b + 1] - indptr[b]) * num_kv_heads *
-                        ((queries * GROUP + COLS - 1) / COLS);
+                units = pages_of(b) * num_kv_heads * ((queries * GROUP + COLS - 1) / COLS);
             }
             for (int step = 1; step < 32; step *= 2) {
                 int other = __shfl_up_sync(FULL, units, step);
@@ -115,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     while (begin < end) {
         Segment s;
         s.b = request_of(starts, batch, (int)begin);
-        int first_index = indptr[s.b], num_pages = indptr[s.b + 1] - first_index;
+        int first_index = indptr[s.b], past_pages = indptr[s.b + 1] - first_index;
+        int num_pages = pages_of(s.b);
         s.first_query = qo_indptr[s.b];
         s.num_queries = qo_indptr[s.b + 1] - s.first_query;
         int num_blocks = (s.num_queries * GROUP + COLS - 1) / COLS;
@@ -125,21 +137,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         s.head = (int)(within / num_pages / num_blocks);
         s.num_columns = min(COLS, s.num_queries * GROUP - s.block * COLS);
         int count = (int)min((i64)(num_pages - page), end - begin);
+        // The first of them are encoded.
+        int encoded = max(min(count, past_pages - page), 0);
+        int last_len = page + encoded == past_pages ? last_page_len[s.b] : PAGE_SIZE;
         const int* pages = indices + first_index + page;
-        int tail = page + count == num_pages ? last_page_len[s.b] : PAGE_SIZE;
-        auto fetch_part = [&](int n) {
-            if (threadIdx.x != 0 || (n >> 1) >= count) return;
-            int id = pages[n >> 1];
+
+        if (warp == 0) {
+            if (lane < min(encoded, AHEAD)) {
+                ids[lane] = pages[lane];
+                slots[lane] = residual_slots[pages[lane]];
+            }
+            __syncwarp();
+        }
+        auto fetch = [&](int n) {
+            if (n / 2 >= encoded) return;
             u32 slot = (sequence + n) % HALVES;
-            const u8* anchor = anchors + id * page_stride + (i64)s.head * RECORD_BYTES;
-            const u8* residual =
-                residuals + residual_slots[id] * slot_stride + (i64)s.head * RESIDUAL_BYTES;
+            const u8* anchor = anchors + ids[n / 2 % AHEAD] * page_stride +
+                               (i64)s.head * RECORD_BYTES;
+            const u8* residual = residuals + slots[n / 2 % AHEAD] * slot_stride +
+                                 (i64)s.head * RESIDUAL_BYTES;
             fetch_half(shared_address(ring) + half_offset(slot), anchor, residual, n & 1,
                        barrier + 8 * slot);
         };
-#pragma unroll
-        for (int n = 0; n < HALVES; ++n) fetch_part(n);
+        // A page is looked up well before it is fetched, its residual a page later: no cache has
+        // them.
+        auto look_up = [&](int p) {
+            if (p < encoded) copy_word(ids + p % AHEAD, pages + p);
+            if (p - 1 < encoded)
+                copy_word(slots + (p - 1) % AHEAD, residual_slots + ids[(p - 1) % AHEAD]);
+        };
+        if (warp == 0 && elect()) {
+#pragma unroll 1
+            for (int n = 0; n < HALVES; ++n) fetch(n);
+        }
 
+#pragma unroll 4
         for (int i = threadIdx.x; i < CHANNEL_TILES * COLUMNS * 32; i += THREADS) {
             int l = i % 32, column = i / 32 % COLUMNS, tile = i / 32 / COLUMNS;
             int c = column * 8 + (l >> 2), global = s.block * COLS + c;
@@ -175,15 +207,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 for (int i = 0; i < 4; ++i) result[own][column][i] = 0.0f;
         __syncthreads();
 
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) {
+        auto attend = [&](int i, auto kind) {
+            constexpr bool IN_TAIL = decltype(kind)::IN_TAIL;
             u32 k_slot = (sequence + 2 * i) % HALVES, v_slot = (sequence + 2 * i + 1) % HALVES;
             const u8* k_part = ring + half_offset(k_slot);
             const u8* v_part = ring + half_offset(v_slot);
-            int valid = i + 1 == count ? tail : PAGE_SIZE;
-            barrier_wait(barrier + 8 * k_slot, (sequence + 2 * i) / HALVES & 1);
+            int valid = i + 1 == encoded ? last_len : PAGE_SIZE, tail_page = page + i - past_pages;
+            if constexpr (IN_TAIL) {
+                valid = min(PAGE_SIZE, tail.lens[s.b] - tail_page * PAGE_SIZE);
+            } else {
+                barrier_wait(barrier + 8 * k_slot, (sequence + 2 * i) / HALVES & 1);
+            }
 #if LOG4
-            int v_base = *reinterpret_cast<const short*>(k_part + 2);
+            int v_base = IN_TAIL ? 0 : *reinterpret_cast<const short*>(k_part + 2);
 #else
             int v_base = 0;
 #endif
@@ -191,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             for (int step = 0; step < STEPS; ++step) {
                 int row_tile = step * WARPS + warp;
                 __syncwarp();
-                convert_k(k_meta, k_part, row_tile, lane);
+                if constexpr (!IN_TAIL) convert_k(k_meta, k_part, row_tile, lane);
                 __syncwarp();
                 float scores[COLUMNS][4];  // less the tops
                 u32 a[CHANNEL_TILES][4];
@@ -199,24 +235,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll
                 for (int tile = 0; tile < CHANNEL_TILES; tile += 4) {
                     int index = row_tile * CHANNEL_TILES + tile;
-                    Words<4> word = load_shared<4>(k_part + K_CODES + (index / 4 * 32 + lane) * 16);
-                    Words<4> low =
-                        load_shared<4>(k_part + K_BYTES + (index / 4 * 32 + lane) * 16);
+                    Words<4> word, low;
+                    if constexpr (!IN_TAIL) {
+                        word = load_shared<4>(k_part + K_CODES + (index / 4 * 32 + lane) * 16);
+                        low = load_shared<4>(k_part + K_BYTES + (index / 4 * 32 + lane) * 16);
+                    }
                     if (tile == 0) {
                         // The last step's products with V; none may be under way from here on.
                         warpgroup_wait();
                         warpgroup_begin();
                         warpgroup_mma(scores, top_weights, operand(top_parts), false);
                     }
+                    if constexpr (IN_TAIL) {
+                        load_tail_k(a + tile, tail, s.b, s.head, tail_page, row_tile, tile, lane);
+                    } else {
 #pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        u32 (&x)[4] = a[tile + k];
-                        restore(word.w[k], low.w[k], x);
-                        uint4 m = k_meta[(tile + k) * 4 + t];
-                        x[0] = scaled(x[0], m.x, m.y);
-                        x[1] = scaled(x[1], m.x, m.y);
-                        x[2] = scaled(x[2], m.z, m.w);
-                        x[3] = scaled(x[3], m.z, m.w);
+                        for (int k = 0; k < 4; ++k) {
+                            u32 (&x)[4] = a[tile + k];
+                            restore(word.w[k], low.w[k], x);
+                            uint4 m = k_meta[(tile + k) * 4 + t];
+                            x[0] = scaled(x[0], m.x, m.y);
+                            x[1] = scaled(x[1], m.x, m.y);
+                            x[2] = scaled(x[2], m.z, m.w);
+                            x[3] = scaled(x[3], m.z, m.w);
+                        }
                     }
                     warpgroup_begin();
 #pragma unroll
@@ -225,13 +267,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     warpgroup_commit();
                 }
                 warpgroup_wait();
-                if (valid < PAGE_SIZE) {
+                if (IN_TAIL || valid < PAGE_SIZE) {
+                    int token = row_tile * 16 + g, first = s.block * COLS + 2 * t;
+                    int all_see = 0;
+                    if constexpr (IN_TAIL)
+                        all_see = tail.lens[s.b] - tail_page * PAGE_SIZE - s.num_queries + 1;
 #pragma unroll
                     for (int column = 0; column < COLUMNS; ++column)
 #pragma unroll
-                        for (int j = 0; j < 4; ++j)
-                            if (row_tile * 16 + g + (j >> 1) * 8 >= valid)
-                                scores[column][j] = NEG_INF;
+                        for (int j = 0; j < 4; ++j) {
+                            int query = (first + column * 8 + (j & 1)) / GROUP;
+                            int seen = IN_TAIL ? min(valid, all_see + query) : valid;
+                            if (token + (j >> 1) * 8 >= seen) scores[column][j] = NEG_INF;
+                        }
                 }
                 u32 largest = 0;
                 prob_offset ^= PROB_BYTES;
@@ -258,9 +306,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 };
                 weigh();
-                if (step == 0)
+                if (!IN_TAIL && step == 0)
                     barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
-                convert_v<OWN_TILES, WARPS>(v_meta, v_part, v_base, step, valid, warp, lane);
+                if constexpr (!IN_TAIL)
+                    convert_v<OWN_TILES, WARPS>(v_meta, v_part, v_base, step, valid, warp, lane);
                 bool is_first_step = i == 0 && step == 0;
                 // Carries into the highest bit of a half from LARGEST_PROB on.
                 bool grew = (largest + (0x8000 - LARGEST_PROB) * 0x10001 & 0x80008000u) != 0;
@@ -282,7 +331,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         float m = stats[c];
 #pragma unroll
                         for (int w = 1; w < WARPS; ++w) m = fmaxf(m, stats[w * COLS + c]);
-                        float rise = is_first_step ? rintf(m) : fmaxf(rintf(m), 0.0f);
+                        // A query may see nothing of the tail.
+                        float least = is_first_step && m > NEG_INF ? m : 0.0f;
+                        float rise = rintf(fmaxf(m, least));
                         rises[c] = rise;
                         tops[c] += rise;
                         store_top(top_parts + c * 16, tops[c]);
@@ -311,8 +362,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     weigh();
                     __syncthreads();
                 }
-                if (step == 0 && i > 0) fetch_part(2 * i - 1 + HALVES);
-                if (step == STEPS - 1) fetch_part(2 * i + HALVES);
+                if (!IN_TAIL && warp == 0 && elect()) {
+                    if (step == 0) {
+                        copies_wait();
+                        if (i > 0) fetch(2 * i - 1 + HALVES);
+                        look_up(i + AHEAD);
+                    }
+                    if (step == STEPS - 1) fetch(2 * i + HALVES);
+                }
 #pragma unroll
                 for (int k = 0; k < SUM_TILES; ++k) {
                     u32 p[4] = {};
@@ -327,27 +384,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 u32 v[OWN_TILES][STEP_TILES][4];
 #pragma unroll
                 for (int own = 0; own < OWN_TILES; ++own) {
-                    int index = (own * WARPS + warp) * TOKEN_TILES + step * STEP_TILES;
-                    Words<4> word = load_shared<4>(v_part + (index / 4 * 32 + lane) * 16);
-                    Words<4> low =
-                        load_shared<4>(v_part + V_BYTES + (index / 4 * 32 + lane) * 16);
+                    int tile = own * WARPS + warp;
+                    if constexpr (IN_TAIL) {
+                        load_tail_v(v[own], tail, s.b, s.head, tail_page, tile, step * STEP_TILES,
+                                    valid, lane);
+                    } else {
+                        int index = tile * TOKEN_TILES + step * STEP_TILES;
+                        Words<4> word = load_shared<4>(v_part + (index / 4 * 32 + lane) * 16);
+                        Words<4> low =
+                            load_shared<4>(v_part + V_BYTES + (index / 4 * 32 + lane) * 16);
 #pragma unroll
-                    for (int row = 0; row < STEP_TILES; ++row) {
-                        u32 (&x)[4] = v[own][row];
-                        restore(word.w[row], low.w[row], x);
+                        for (int row = 0; row < STEP_TILES; ++row) {
+                            u32 (&x)[4] = v[own][row];
+                            restore(word.w[row], low.w[row], x);
 #if LOG4
-                        uint4 m = reinterpret_cast<uint4*>(v_meta)[own * 8 + g];
-                        x[0] = scaled(x[0], m.x, m.y);
-                        x[1] = scaled(x[1], m.z, m.w);
-                        x[2] = scaled(x[2], m.x, m.y);
-                        x[3] = scaled(x[3], m.z, m.w);
+                            uint4 m = reinterpret_cast<uint4*>(v_meta)[own * 8 + g];
+                            x[0] = scaled(x[0], m.x, m.y);
+                            x[1] = scaled(x[1], m.z, m.w);
+                            x[2] = scaled(x[2], m.x, m.y);
+                            x[3] = scaled(x[3], m.z, m.w);
 #else
-                        uint4 m = reinterpret_cast<uint4*>(v_meta)[row * 4 + t];
-                        x[0] = scaled(x[0], m.x, m.z);
-                        x[1] = scaled(x[1], m.x, m.z);
-                        x[2] = scaled(x[2], m.y, m.w);
-                        x[3] = scaled(x[3], m.y, m.w);
+                            uint4 m = reinterpret_cast<uint4*>(v_meta)[row * 4 + t];
+                            x[0] = scaled(x[0], m.x, m.z);
+                            x[1] = scaled(x[1], m.x, m.z);
+                            x[2] = scaled(x[2], m.y, m.w);
+                            x[3] = scaled(x[3], m.y, m.w);
 #endif
+                        }
                     }
                     warpgroup_begin();
 #pragma unroll
@@ -357,9 +420,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     warpgroup_commit();
                 }
             }
-        }
+        };
+#pragma unroll 1
+        for (int i = 0; i < encoded; ++i) attend(i, Kind<false>());
+#pragma unroll 1
+        for (int i = encoded; i < count; ++i) attend(i, Kind<true>());
         warpgroup_wait();
-        sequence += 2 * count;
+        sequence += 2 * encoded;
 
         __syncthreads();
         if (t == 0) {
@@ -379,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll
                 for (int w = 0; w < SHARES; ++w) x += stats[w * COLS + c];
                 i64 row = out_row(s, c, num_kv_heads);
-                float inverse = whole ? 1.0f / x : 1.0f;
+                float inverse = !whole ? 1.0f : x > 0.0f ? 1.0f / x : 0.0f;
 #pragma unroll
                 for (int own = 0; own < OWN_TILES; ++own)
 #pragma unroll
@@ -393,7 +460,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     if (whole) {
                         lse[row] = tops[c] + log2f(x);
                     } else {
-                        __stcg(partial_stat + (part + c) * 2, tops[c]);
+                        // Without tokens seen, no sum of others may become small against it.
+                        __stcg(partial_stat + (part + c) * 2, x > 0.0f ? tops[c] : NEG_INF);
                         __stcg(partial_stat + (part + c) * 2 + 1, x);
                     }
                 }
@@ -414,8 +482,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             if (*flags) {
                 __threadfence();
                 int first_slot = first_unit(total, first, workers) < first_page ? 1 : 0;
-                merge_parts<WARPS>(partial_out, partial_stat, first, last, first_slot, s,
-                                   num_kv_heads, out, lse);
+                merge_parts<THREADS>(partial_out, partial_stat, first, last, first_slot, s,
+                                     num_kv_heads, stats, out, lse);
             }
         }
         begin += count;
@@ -423,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         __syncthreads();
     }
 
-    // Queries of requests without pages, and rows of no request, belong to no block's share.
+    // Queries of requests without tokens, and rows of no request, belong to no block's share.
     auto clear = [&](int token) {
         i64 row = (i64)token * num_kv_heads * GROUP;
         for (int i = threadIdx.x; i < num_kv_heads * GROUP * HEAD_DIM; i += THREADS)
@@ -431,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         for (int i = threadIdx.x; i < num_kv_heads * GROUP; i += THREADS) lse[row + i] = NEG_INF;
     };
     for (int b = blockIdx.x; b < batch; b += gridDim.x)
-        if (indptr[b] == indptr[b + 1])
+        if (pages_of(b) == 0)
             for (int token = qo_indptr[b]; token < qo_indptr[b + 1]; ++token) clear(token);
     for (int token = qo_indptr[batch] + blockIdx.x; token < num_tokens; token += gridDim.x)
         clear(token);
