@@ -54,8 +54,13 @@ class AttentionShape:
         return 2 if self.head_dim > 128 and group > 8 and group % 2 == 0 else 1
 
 
+def draft_supported(shape: AttentionShape, device: torch.device) -> bool:
+    """Whether the CUDA back end drafts for this shape."""
+    return supported(shape, device) and shape.arithmetic in arithmetics(shape.settings)
+
+
 def supported(shape: AttentionShape, device: torch.device) -> bool:
-    """Whether the CUDA back end covers this shape; bulk copies need compute capability 9.0."""
+    """What drafting and verifying need alike; bulk copies need compute capability 9.0."""
     group = shape.num_qo_heads // shape.num_kv_heads
     return (
         device.type == "cuda"
@@ -64,7 +69,6 @@ def supported(shape: AttentionShape, device: torch.device) -> bool:
         and 1 <= group <= MAX_GROUP
         and shape.q_dtype in (torch.bfloat16, torch.float16)
         and _whole_steps(shape.settings)
-        and shape.arithmetic in arithmetics(shape.settings)
     )
 
 

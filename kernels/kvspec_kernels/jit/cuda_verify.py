@@ -33,7 +33,6 @@ def verify_supported(shape: AttentionShape, device: torch.device, batch: int) ->
     settings = shape.settings
     return (
         supported(shape, device)
-        and settings.anchor_bits == 4
         # Warpgroup products are Hopper's alone.
         and torch.cuda.get_device_capability(device)[0] == 9
         and (
@@ -168,14 +167,12 @@ def verify_kernel(shape: AttentionShape, max_qo_len: int, device: torch.device) 
 
 def verify_defines(shape: AttentionShape, columns: int, blocks: int) -> dict[str, int | str]:
     """The constants that cuda/verify_attention.cu is compiled with."""
-    sizes = (shape.page_size, shape.head_dim, shape.q_dtype)
-    residual = residual_layout(shape.settings, "int8", *sizes)
     return record_defines(shape) | {
         "GROUP": shape.num_qo_heads // shape.num_kv_heads,
         "COLUMNS": columns,
         "HALVES": HALVES,
         "BLOCKS": blocks,
-        "RESIDUAL_BYTES": residual.nbytes,
+        "RESIDUAL_BYTES": _residual_bytes(shape),
         "MAX_BATCH": MAX_BATCH,
     }
 
@@ -190,11 +187,16 @@ def _columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:
     return columns, min(BLOCKS_OF_COLUMNS[columns], room)
 
 
+def _residual_bytes(shape: AttentionShape) -> int:
+    sizes = (shape.page_size, shape.head_dim, shape.q_dtype)
+    return residual_layout(shape.settings, "int8", *sizes).nbytes
+
+
 def _shared_bytes(shape: AttentionShape, columns: int) -> int:
     """As cuda/verify_attention.cu lays its memory out."""
-    layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
+    anchor = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     tiles = shape.head_dim // 16
-    page = layout.nbytes + shape.page_size * shape.head_dim
+    page = anchor.nbytes + _residual_bytes(shape)
     return (
         (tiles * columns * 256 + columns * 128)  # query and running maxima
         + 2 * WARPS * columns * 256  # probabilities, twice

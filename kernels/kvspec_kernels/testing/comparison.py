@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,7 @@ def assert_attention(
     sm_scale: float | None = None,
     factor: float = 2.0,
     baseline: torch.dtype | None = None,
+    weights: torch.dtype = torch.float32,
 ) -> None:
     """The errors of out and lse against the fp32 reference are at most `factor` times those of
     the same computation in torch in `baseline`, the dtype of q unless given, plus a floor. For q
@@ -35,7 +37,8 @@ def assert_attention(
     the rounding that every result ends with, which may happen to be exact in the baseline; and
     half a unit of fp32 times the largest lse, because a weight is 2 to the power of a number of
     that size and inherits its absolute error. Floor of lse: 16 units in the last place of fp32,
-    for the order of summation and for the exp2 and log2 of a GPU, which err by 2 units each.
+    for the order of summation and for the exp2 and log2 of a GPU, which err by 2 units each; and
+    what half a unit of `weights` makes of a logarithm, the dtype in which weights are summed up.
     """
     dtype = case.q.dtype
     finer = torch.float64 if dtype == torch.float32 else torch.float32
@@ -49,7 +52,7 @@ def assert_attention(
     assert_within_reference(
         out, exact_out, base_out, rows=case.qo_indptr, floor=floor, factor=factor
     )
-    floor = 16 * fp32_eps * largest_lse
+    floor = 16 * fp32_eps * largest_lse + math.log2(math.e) * torch.finfo(weights).eps / 2
     everything = torch.tensor([0, len(lse)])
     assert_within_reference(
         lse, exact_lse, base_lse, rows=everything, floor=floor, factor=factor, norm=rms

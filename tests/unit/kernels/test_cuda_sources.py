@@ -43,11 +43,19 @@ def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
-    ("columns", "head_dim", "dtype"),
-    [(1, 128, torch.bfloat16), (8, 128, torch.float16), (4, 256, torch.bfloat16)],
+    ("bits", "columns", "page_size", "head_dim", "dtype"),
+    [
+        (4, 1, 64, 128, torch.bfloat16),
+        (4, 8, 64, 128, torch.float16),
+        (4, 4, 64, 256, torch.bfloat16),
+        (2, 1, 64, 128, torch.bfloat16),
+        (2, 8, 64, 64, torch.float16),
+        (2, 4, 128, 256, torch.bfloat16),
+    ],
 )
-def test_verify_attention_compiles(codec, columns, head_dim, dtype):
-    defines = verify_defines(shape_of(codec, 64, head_dim, 4, dtype), columns, blocks=2)
+def test_verify_attention_compiles(codec, bits, columns, page_size, head_dim, dtype):
+    shape = shape_of(codec, page_size, head_dim, 4, dtype, bits=bits)
+    defines = verify_defines(shape, columns, blocks=2)
     assert nvrtc.compile_cubin("verify_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE)
 
 

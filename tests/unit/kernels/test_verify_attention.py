@@ -35,6 +35,8 @@ SHAPES = [
     ("int8", "log4-2bit", 64, 64, 1, 4, FP16),
     ("int8", "uniform4-2bit", 96, 96, 1, 2, BF16),
     ("exact", "log4-2bit", 32, 32, 2, 1, BF16),
+    ("int8", "log4-2bit", 64, 128, 1, 8, BF16),
+    ("int8", "uniform4-2bit", 128, 256, 1, 2, FP16),
 ]
 
 
@@ -87,6 +89,22 @@ def test_one_long_among_short_is_split(shape, check, device):
     lens = [5, 7 * page_size + 1, 0]
     case = make_case(lens, q_lens=[2, 4, 1], tail_lens=[2, 70, 1], **options_of(shape, device))
     check(case, num_sms=8)
+
+
+@pytest.mark.parametrize("codec", ["log4", "uniform4"])
+@pytest.mark.parametrize("q_len", [1, 16])
+def test_anchors_of_2_bits_give_the_same_bits(codec, q_len, prepare, device):
+    """Their halves and corrections are those of 4-bit codes, only stored elsewhere."""
+    outs, lses = [], []
+    for name in (codec, f"{codec}-2bit"):
+        options = options_of(("int8", name, 64, 128, 1, 4, BF16), device)
+        case = make_case([150], q_lens=[q_len], tail_lens=[q_len], **options)
+        out, lse = results_for(case)
+        prepare(case, num_sms=2)(out, lse)
+        outs.append(out)
+        lses.append(lse)
+    assert torch.equal(*outs)
+    assert torch.equal(*lses)
 
 
 def test_queries_before_the_tail_see_the_past_only(check, device):

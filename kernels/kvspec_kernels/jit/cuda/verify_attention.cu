@@ -12,7 +12,8 @@
 // follow a request's encoded ones.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE (multiples of 64) GROUP COLUMNS K_ROWS
-// V_ROWS LOG4 Q_BF16 HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES RESIDUAL_BYTES MAX_BATCH and TOP.
+// V_ROWS LOG4 ANCHOR_BITS Q_BF16 HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES RESIDUAL_BYTES MAX_BATCH
+// and TOP.
 
 #include "verify_merge.cuh"
 #include "verify_restore.cuh"
@@ -21,7 +22,13 @@
 #include "verify_wgmma.cuh"
 
 constexpr int WARPS = 4, THREADS = 128;
-constexpr int OWN_TILES = CHANNEL_TILES / WARPS;  // channel tiles of V of a warp
+// Channel tiles of V of a warp, neighbours.
+constexpr int OWN_TILES = CHANNEL_TILES / WARPS;
+// Tiles whose codes are loaded at once, in 16 bytes of a field where 8 tiles of 2-bit codes lie so.
+// K's would cost uniform4 registers that 8 columns do not leave.
+constexpr bool SPARES_REGISTERS = LOG4 || COLUMNS < 8;
+constexpr int K_LOAD = ANCHOR_BITS == 2 && CHANNEL_TILES % 8 == 0 && SPARES_REGISTERS ? 8 : 4;
+constexpr int V_LOAD = ANCHOR_BITS == 2 && TOKEN_TILES == 4 && OWN_TILES % 2 == 0 ? 8 : 4;
 // Pages whose rows are known: those in the ring, and two that are looked up.
 constexpr int AHEAD = HALVES / 2 + 2;
 constexpr int STEPS = TOKEN_TILES / STEP_TILES;
@@ -65,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                   (warp * SUM_TILES % WARPS * 2 + (COLUMNS > 1 ? lane >> 4 : lane >> 3)) * CORE_ROW +
                   (warp * SUM_TILES / WARPS * 2 + (COLUMNS > 1 ? lane >> 3 & 1 : 0)) * 128 +
                   (lane & 7) * 16;
+    int first_own = warp * OWN_TILES;
     int sum_column = warp * SUM_TILES / WARPS * 16 + g;
     // Weights of the tops' parts, as a left operand: 32768, 32 and 1 for all tokens.
     u32 weights = t == 0 ? 0x50007800u : t == 1 ? 0x00003c00u : 0;
@@ -231,13 +239,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 __syncwarp();
                 float scores[COLUMNS][4];  // less the tops
                 u32 a[CHANNEL_TILES][4];
+                Words<K_LOAD> k_codes;
                 u64 right = operand(query);
 #pragma unroll
                 for (int tile = 0; tile < CHANNEL_TILES; tile += 4) {
                     int index = row_tile * CHANNEL_TILES + tile;
-                    Words<4> word, low;
+                    Words<4> low;
                     if constexpr (!IN_TAIL) {
-                        word = load_shared<4>(k_part + K_CODES + (index / 4 * 32 + lane) * 16);
+                        if (tile % K_LOAD == 0)
+                            k_codes =
+                                load_codes<K_LOAD>(k_part + K_CODES, k_part + K_REST, index, lane);
                         low = load_shared<4>(k_part + K_BYTES + (index / 4 * 32 + lane) * 16);
                     }
                     if (tile == 0) {
@@ -252,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll
                         for (int k = 0; k < 4; ++k) {
                             u32 (&x)[4] = a[tile + k];
-                            restore(word.w[k], low.w[k], x);
+                            restore(k_codes.w[tile % K_LOAD + k], low.w[k], x);
                             uint4 m = k_meta[(tile + k) * 4 + t];
                             x[0] = scaled(x[0], m.x, m.y);
                             x[1] = scaled(x[1], m.x, m.y);
@@ -309,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 if (!IN_TAIL && step == 0)
                     barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
                 if constexpr (!IN_TAIL)
-                    convert_v<OWN_TILES, WARPS>(v_meta, v_part, v_base, step, valid, warp, lane);
+                    convert_v<OWN_TILES>(v_meta, v_part, v_base, step, valid, first_own, lane);
                 bool is_first_step = i == 0 && step == 0;
                 // Carries into the highest bit of a half from LARGEST_PROB on.
                 bool grew = (largest + (0x8000 - LARGEST_PROB) * 0x10001 & 0x80008000u) != 0;
@@ -382,21 +393,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 }
                 right = operand(probs + prob_offset);
                 u32 v[OWN_TILES][STEP_TILES][4];
+                Words<V_LOAD> v_codes;
 #pragma unroll
                 for (int own = 0; own < OWN_TILES; ++own) {
-                    int tile = own * WARPS + warp;
+                    int tile = first_own + own;
                     if constexpr (IN_TAIL) {
                         load_tail_v(v[own], tail, s.b, s.head, tail_page, tile, step * STEP_TILES,
                                     valid, lane);
                     } else {
                         int index = tile * TOKEN_TILES + step * STEP_TILES;
-                        Words<4> word = load_shared<4>(v_part + (index / 4 * 32 + lane) * 16);
+                        if (own * STEP_TILES % V_LOAD == 0)
+                            v_codes = load_codes<V_LOAD>(v_part, v_part + V_REST, index, lane);
                         Words<4> low =
                             load_shared<4>(v_part + V_BYTES + (index / 4 * 32 + lane) * 16);
 #pragma unroll
                         for (int row = 0; row < STEP_TILES; ++row) {
                             u32 (&x)[4] = v[own][row];
-                            restore(word.w[row], low.w[row], x);
+                            restore(v_codes.w[own * STEP_TILES % V_LOAD + row], low.w[row], x);
 #if LOG4
                             uint4 m = reinterpret_cast<uint4*>(v_meta)[own * 8 + g];
                             x[0] = scaled(x[0], m.x, m.y);
@@ -451,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 for (int own = 0; own < OWN_TILES; ++own)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        int channel = (own * WARPS + warp) * 16 + half * 8 + g;
+                        int channel = (first_own + own) * 16 + half * 8 + g;
                         float y = result[own][column][2 * half + j] * inverse;
                         if (whole) store_output(out, row * HEAD_DIM + channel, y);
                         else __stcg(partial_out + (part + c) * HEAD_DIM + channel, y);

@@ -9,21 +9,60 @@ __device__ __forceinline__ u32 nibbles(u32 x) {
     return r;
 }
 
+// Codes of TILES tiles in a row from tile `index` on, a multiple of TILES, as words for restore().
+// codes, rest: the fields; with 2-bit anchors TILES may be 8, whose halves fill 16-byte loads.
+template <int TILES>
+__device__ __forceinline__ Words<TILES> load_codes(
+    const u8* codes, const u8* rest, int index, int lane) {
+#if ANCHOR_BITS == 4
+    static_assert(TILES == 4);
+    return load_shared<4>(codes + (index / 4 * 32 + lane) * 16);
+#else
+    constexpr int PAIRS = TILES / 2;
+    int at = (index / 8 * 32 + lane) * 16 + index / 2 % 4 * 4;
+    Words<PAIRS> upper = load_shared<PAIRS>(codes + at), lower = load_shared<PAIRS>(rest + at);
+    Words<TILES> r;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+#if LOG4
+        // Positive codes, 8 + m, become 15 - m; negative ones are 7 - m already.
+        u32 positive = upper.w[i] & 0xaaaaaaaau, next = positive >> 1;
+        upper.w[i] ^= next;
+        lower.w[i] ^= positive | next;
+#endif
+        r.w[2 * i] = select(0xccccccccu, upper.w[i] << 2, lower.w[i]);
+        r.w[2 * i + 1] = select(0xccccccccu, upper.w[i], lower.w[i] >> 2);
+    }
+    return r;
+#endif
+}
+
 // The 8-bit codes of two words as two halves a register, exact; uniform4's as multiples of 1 / 16.
 __device__ __forceinline__ void restore(u32 word, u32 correction, u32 (&x)[4]) {
 #if LOG4
-    // Integer I = 16 m - r: byte (m, r ^ 7) less 7; then the sign. Bytes are those of codes 0, 5, 1,
-    // 4 and 2, 7, 3, 6, in which order the magnitudes lie.
-    u32 swapped = prmt(correction, correction, 0x1230), turned = word << 4;
+    // Integer I = 16 m - r: byte (m, r ^ 7) less 7; then the sign.
+    u32 turned = word << 4;
+#if ANCHOR_BITS == 4
+    // Bytes are those of codes 0, 5, 1, 4 and 2, 7, 3, 6, in which order the magnitudes lie.
+    u32 swapped = prmt(correction, correction, 0x1230);
     u32 even = and_or(word, 0x70707070u, nibbles(swapped));
     u32 odd = and_or(turned, 0x70707070u, nibbles(swapped >> 4));
     u32 codes[4] = {prmt(even, 0x64646464u, 0x4240), prmt(odd, 0x64646464u, 0x4240),
                     prmt(even, 0x64646464u, 0x4143), prmt(odd, 0x64646464u, 0x4143)};
     u32 signs[4] = {word, turned, word << 8, word << 12};
+#else
+    // Sign and m are both inverted. Bytes are those of codes 0, 4, 1, 5 and 2, 6, 3, 7.
+    u32 even = ~turned & 0x70707070u | nibbles(correction);
+    u32 odd = ~word & 0x70707070u | nibbles(correction >> 4);
+    u32 codes[4] = {prmt(even, 0x64646464u, 0x4240), prmt(odd, 0x64646464u, 0x4240),
+                    prmt(even, 0x64646464u, 0x4341), prmt(odd, 0x64646464u, 0x4341)};
+    u32 signs[4] = {word << 12, word << 8, turned, word};
+#endif
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-        asm("lop3.b32 %0, %1, %2, %3, 0x6A;"  // (a & b) ^ c
-            : "=r"(x[r]) : "r"(signs[r]), "r"(0x80008000u), "r"(half2_add(codes[r], 0xe407e407u)));
+        asm("lop3.b32 %0, %1, %2, %3, %4;"  // (a & b) ^ c, or (~a & b) ^ c
+            : "=r"(x[r]) : "r"(signs[r]), "r"(0x80008000u), "r"(half2_add(codes[r], 0xe407e407u)),
+              "n"(ANCHOR_BITS == 4 ? 0x6A : 0xA6));
 #else
     // 16 u + l: byte (u, l ^ 8) less 8. Bytes are those of codes 0, 4, 1, 5 and 2, 6, 3, 7.
     u32 lower = correction ^ 0x88888888u;
@@ -65,16 +104,16 @@ __device__ __forceinline__ void convert_k(uint4* meta, const u8* part, int row_t
 }
 
 // uniform4: scale and zero of 64 tokens: [token tile][t] {s 2t 2t+1, s 2t+8 2t+9, zeros likewise}; 0
-// from token `valid` on. log4: of channel tiles first + STRIDE i: [i][g][row g, g + 8] {s twice, z
+// from token `valid` on. log4: of channel tiles first + i: [i][g][row g, g + 8] {s twice, z
 // twice}.
-template <int TILES, int STRIDE>
+template <int TILES>
 __device__ __forceinline__ void convert_v(
     uint2* meta, const u8* part, int base, int step, int valid, int first, int lane) {
 #if LOG4
     int chunk = step * STEP_TILES / V_CHUNK_TILES;
     for (int e = lane; e < TILES * 16; e += 32) {
         int at = chunk * HEAD_DIM +
-                 (e / 2 % 8 * CHANNEL_TILES + e / 16 * STRIDE + first) * 2 + e % 2;
+                 (e / 2 % 8 * CHANNEL_TILES + e / 16 + first) * 2 + e % 2;
         float s = log_scale(base, part[V_META2 + at]);
         float z = low_bf16(*reinterpret_cast<const u16*>(part + V_META + at * 2));
         meta[e] = make_uint2(to_half2(s, s), to_half2(z, z));
