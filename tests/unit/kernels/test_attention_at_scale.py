@@ -12,20 +12,27 @@ from kvspec_kernels.testing.comparison import assert_attention
 pytestmark = pytest.mark.gpu
 
 LLAMA_8B = {"page_size": 64, "head_dim": 128, "num_kv_heads": 8, "group": 4}
-SETTINGS = {"log4": Log4Settings(), "uniform4": Uniform4Settings()}
-# (source, query tokens of a request)
-KINDS = {"draft": ("anchor", 1), "int8": ("int8", 16), "exact": ("exact", 16)}
+CODECS = {"log4": Log4Settings, "uniform4": Uniform4Settings}
+# (source, bits of an anchor code, query tokens of a request)
+KINDS = {
+    "draft": ("anchor", 4, 1),
+    "draft-2bit": ("anchor", 2, 1),
+    "int8": ("int8", 4, 16),
+    "int8-2bit": ("int8", 2, 16),
+    "exact": ("exact", 4, 16),
+}
 
 
-@pytest.fixture(params=SETTINGS)
-def settings(request):
-    return SETTINGS[request.param]
+@pytest.fixture(params=CODECS)
+def codec(request):
+    return CODECS[request.param]
 
 
 @pytest.fixture(params=KINDS)
-def make(request, settings, device):
+def make(request, codec, device):
     """make_case of the shape of Llama-8B for drafting and for both targets."""
-    source, q_len = KINDS[request.param]
+    source, bits, q_len = KINDS[request.param]
+    settings = codec.for_page(LLAMA_8B["page_size"], bits)
 
     def make(lens, **options):
         sizes = {"q_lens": [q_len] * len(lens), "tail_lens": [q_len + 5] * len(lens)}
@@ -45,11 +52,11 @@ def test_batch_of_256(make, check):
 
 
 def test_pools_over_2_31_elements(make, check):
-    case = make([300, 5000], pool_pages=36000)
+    case = make([300, 5000], pool_pages=57000)
     assert case.anchors.numel() > 2**31
     assert case.residuals.numel() > 2**31
     assert case.tail.window_k.numel() > 2**31
-    assert case.indices.max() > 35000
+    assert case.indices.max() > 56000
     check(case)
 
 
