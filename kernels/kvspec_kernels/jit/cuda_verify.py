@@ -207,5 +207,5 @@ def _shared_bytes(shape: AttentionShape, columns: int) -> int:
         + HALVES * 8
         + 16
         + 2 * (HALVES // 2 + 2) * 4  # rows of pages to fetch
-        + 4 * (MAX_BATCH + 1)
+        + 4 * (MAX_BATCH + 2)
     )

@@ -31,6 +31,8 @@ constexpr int K_LOAD = ANCHOR_BITS == 2 && CHANNEL_TILES % 8 == 0 && SPARES_REGI
 constexpr int V_LOAD = ANCHOR_BITS == 2 && TOKEN_TILES == 4 && OWN_TILES % 2 == 0 ? 8 : 4;
 // Pages whose rows are known: those in the ring, and two that are looked up.
 constexpr int AHEAD = HALVES / 2 + 2;
+// What a segment of pages costs to begin and to end, in pages.
+constexpr int SEGMENT_UNITS = 6;
 constexpr int STEPS = TOKEN_TILES / STEP_TILES;
 
 constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256 + COLUMNS * 128;
@@ -42,6 +44,27 @@ constexpr int STAT_BYTES = 2 * COLS * 4;
 // Sums of probabilities are taken in tiles of 16 columns and 16 tokens; those of a warp, and warps
 // that share 16 columns.
 constexpr int SUM_TILES = COLUMNS > 1 ? COLUMNS / 2 : 1, SHARES = WARPS / SUM_TILES;
+
+// 8 values of q as halves, times the scale.
+__device__ __forceinline__ void load_scaled(
+    u32 (&x)[4], const u16* q, float scale, bool aligned) {
+    if (aligned) {
+        uint4 pairs = *reinterpret_cast<const uint4*>(q);
+        x[0] = pairs.x, x[1] = pairs.y, x[2] = pairs.z, x[3] = pairs.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = *reinterpret_cast<const u32*>(q + 2 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#if Q_BF16
+        float low = low_bf16(x[i]), high = high_bf16(x[i]);
+#else
+        float low = half_to_float((u16)x[i]), high = half_to_float((u16)(x[i] >> 16));
+#endif
+        x[i] = to_half2(low * scale, high * scale);
+    }
+}
 
 template <bool TAIL> struct Kind { static constexpr bool IN_TAIL = TAIL; };  // of a page
 
@@ -90,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     int* flags = reinterpret_cast<int*>(ring + HALVES / 2 * PAGE_BYTES + HALVES * 8);
     int* ids = flags + 4;         // [AHEAD]: of pages
     int* slots = ids + AHEAD;     // [AHEAD]: of their residuals
-    int* starts = slots + AHEAD;  // [MAX_BATCH + 1]: units before each request
+    int* rests = slots + AHEAD;
+    int* starts = rests + 1;  // [MAX_BATCH + 1]: units before each request
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < HALVES; ++i) barrier_init(barrier + 8 * i);
@@ -101,13 +125,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         int tokens = tail.lens ? tail.lens[b] : 0;
         return indptr[b + 1] - indptr[b] + (tokens + PAGE_SIZE - 1) / PAGE_SIZE;
     };
-    if (warp == 0) {
+    // Units before each request, and all of them: pages and, `rest` for each segment of them, what
+    // it costs to start with another.
+    auto scan = [&](int rest) {
         int before = 0;
         for (int first = 0; first < batch; first += 32) {
             int b = first + lane, units = 0;
             if (b < batch) {
-                int queries = qo_indptr[b + 1] - qo_indptr[b];
-                units = pages_of(b) * num_kv_heads * ((queries * GROUP + COLS - 1) / COLS);
+                int queries = qo_indptr[b + 1] - qo_indptr[b], num_pages = pages_of(b);
+                if (num_pages > 0)
+                    units = (num_pages + rest) * num_kv_heads *
+                            ((queries * GROUP + COLS - 1) / COLS);
             }
             for (int step = 1; step < 32; step *= 2) {
                 int other = __shfl_up_sync(FULL, units, step);
@@ -116,10 +144,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             if (b < batch) starts[b + 1] = before + units;
             before += __shfl_sync(FULL, units, 31);
         }
-        if (lane == 0) starts[0] = 0;
+        return before;
+    };
+    if (warp == 0) {
+        int rest = min(scan(0) / (int)gridDim.x / 16, SEGMENT_UNITS);
+        if (rest > 0) scan(rest);
+        if (lane == 0) {
+            starts[0] = 0;
+            *rests = rest;
+        }
     }
     __syncthreads();
 
+    int rest = *rests;
     i64 total = starts[batch];
     int workers = total < gridDim.x ? (int)total : (int)gridDim.x;
     int worker = blockIdx.x;
@@ -128,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         begin = first_unit(total, worker, workers);
         end = first_unit(total, worker + 1, workers);
     }
+    bool q_aligned = ((u64)q | q_stride * 2 | q_head_stride * 2) % 16 == 0;
     u32 sequence = 0, prob_offset = 0;
     bool is_first = true;
 
@@ -139,12 +177,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         s.first_query = qo_indptr[s.b];
         s.num_queries = qo_indptr[s.b + 1] - s.first_query;
         int num_blocks = (s.num_queries * GROUP + COLS - 1) / COLS;
-        i64 within = begin - starts[s.b];
-        int page = (int)(within % num_pages);
-        s.block = (int)(within / num_pages % num_blocks);
-        s.head = (int)(within / num_pages / num_blocks);
+        int num_units = rest + num_pages, within = (int)(begin - starts[s.b]);
+        i64 first_page = begin - within % num_units + rest;
+        int page = max((int)(begin - first_page), 0);
+        s.block = within / num_units % num_blocks;
+        s.head = within / num_units / num_blocks;
         s.num_columns = min(COLS, s.num_queries * GROUP - s.block * COLS);
-        int count = (int)min((i64)(num_pages - page), end - begin);
+        int count = (int)min((i64)(num_pages - page), end - (first_page + page));
+        if (count <= 0) break;
         // The first of them are encoded.
         int encoded = max(min(count, past_pages - page), 0);
         int last_len = page + encoded == past_pages ? last_page_len[s.b] : PAGE_SIZE;
@@ -179,29 +219,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             for (int n = 0; n < HALVES; ++n) fetch(n);
         }
 
-#pragma unroll 4
-        for (int i = threadIdx.x; i < CHANNEL_TILES * COLUMNS * 32; i += THREADS) {
-            int l = i % 32, column = i / 32 % COLUMNS, tile = i / 32 / COLUMNS;
-            int c = column * 8 + (l >> 2), global = s.block * COLS + c;
-            u32 halves[2] = {0, 0};
+#pragma unroll 8
+        for (int i = threadIdx.x; i < COLS * HEAD_DIM / 8; i += THREADS) {
+            int c = i % COLS, eight = i / COLS, global = s.block * COLS + c;
+            u32 x[4] = {};
             if (c < s.num_columns) {
                 const u16* row = q + (i64)(s.first_query + global / GROUP) * q_stride +
                                  (i64)(s.head * GROUP + global % GROUP) * q_head_stride;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    u32 pair = *reinterpret_cast<const u32*>(row + tile * 16 + half * 8 + 2 * (l & 3));
-#if Q_BF16
-                    float low = low_bf16(pair), high = high_bf16(pair);
-#else
-                    float low = half_to_float((u16)pair), high = half_to_float((u16)(pair >> 16));
-#endif
-                    halves[half] = to_half2(low * scale_log2, high * scale_log2);
-                }
+                load_scaled(x, row + eight * 8, scale_log2, q_aligned);
             }
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<u32*>(query + (2 * tile + half) * CORE_ROW + column * 128 + l * 4) =
-                    halves[half];
+            *reinterpret_cast<uint4*>(query + eight * CORE_ROW + c * 16) =
+                make_uint4(x[0], x[1], x[2], x[3]);
         }
         for (int i = threadIdx.x; i < COLS; i += THREADS) {
             tops[i] = 0.0f;
@@ -480,7 +508,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 }
             }
         if (!whole) {
-            i64 first_page = begin - page;
             int first = worker_of(first_page, total, workers);
             int last = worker_of(first_page + num_pages - 1, total, workers);
             __threadfence();
@@ -494,12 +521,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             __syncthreads();
             if (*flags) {
                 __threadfence();
-                int first_slot = first_unit(total, first, workers) < first_page ? 1 : 0;
+                int first_slot = first_unit(total, first, workers) < first_page - rest ? 1 : 0;
                 merge_parts<THREADS>(partial_out, partial_stat, first, last, first_slot, s,
                                      num_kv_heads, stats, out, lse);
             }
         }
-        begin += count;
+        begin = first_page + page + count;
         is_first = false;
         __syncthreads();
     }
