@@ -24,7 +24,7 @@ WARPS = 4
 HALVES = 4
 MAX_BATCH = 1024
 # Columns of 8 queries a block handles at once, and blocks a multiprocessor then holds.
-BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 3}
+BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 3, 16: 2}
 
 
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
@@ -179,8 +179,8 @@ def verify_defines(shape: AttentionShape, columns: int, blocks: int) -> dict[str
 
 def _columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:
     """Columns of 8 that hold the queries at once, as far as registers and memory go."""
-    most = 4 if shape.head_dim > 128 else 8
-    columns = next((c for c in (1, 2, 4) if 8 * c >= queries), most)
+    most = 4 if shape.head_dim > 128 else 16
+    columns = next((c for c in (1, 2, 4, 8, 16) if 8 * c >= queries or c == most))
     while _shared_bytes(shape, columns) + BLOCK_RESERVED > MULTIPROCESSOR_SHARED:
         columns //= 2
     room = MULTIPROCESSOR_SHARED // (_shared_bytes(shape, columns) + BLOCK_RESERVED)

@@ -39,11 +39,15 @@ constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256 + COLUMNS * 128;
 constexpr int PROB_BYTES = WARPS * COLUMNS * 256;
 constexpr int META_BYTES = WARPS * CHANNEL_TILES * 64;
 constexpr int V_META_BYTES = WARPS * (OWN_TILES * 8 > 16 ? OWN_TILES * 8 : 16) * 16;
-static_assert(META_BYTES >= WARPS * COLS * 4 && HALVES % 2 == 0);
+static_assert(HALVES % 2 == 0);
 constexpr int STAT_BYTES = 2 * COLS * 4;
-// Sums of probabilities are taken in tiles of 16 columns and 16 tokens; those of a warp, and warps
-// that share 16 columns.
-constexpr int SUM_TILES = COLUMNS > 1 ? COLUMNS / 2 : 1, SHARES = WARPS / SUM_TILES;
+// Columns whose scores are in registers at a time.
+constexpr int PASS_COLUMNS = COLUMNS < 8 ? COLUMNS : 8, PASSES = COLUMNS / PASS_COLUMNS;
+// Statistics lie where K's metadata does.
+static_assert(META_BYTES >= WARPS * PASS_COLUMNS * 32 && META_BYTES >= 2 * COLS * 4);
+// Sums of a pass's probabilities are taken in tiles of 16 columns and 16 tokens; those of a warp, and
+// warps that share 16 columns.
+constexpr int SUM_TILES = COLUMNS > 1 ? PASS_COLUMNS / 2 : 1, SHARES = WARPS / SUM_TILES;
 
 // 8 values of q as halves, times the scale.
 __device__ __forceinline__ void load_scaled(
@@ -236,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             reinterpret_cast<uint4*>(top_parts)[i] = make_uint4(0, 0, 0, 0);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        float sums[4] = {}, result[OWN_TILES][COLUMNS][4];
+        float sums[PASSES][4] = {}, result[OWN_TILES][COLUMNS][4];
 #pragma unroll
         for (int column = 0; column < COLUMNS; ++column)
             for (int own = 0; own < OWN_TILES; ++own)
@@ -265,111 +269,128 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                 __syncwarp();
                 if constexpr (!IN_TAIL) convert_k(k_meta, k_part, row_tile, lane);
                 __syncwarp();
-                float scores[COLUMNS][4];  // less the tops
                 u32 a[CHANNEL_TILES][4];
                 Words<K_LOAD> k_codes;
-                u64 right = operand(query);
-#pragma unroll
-                for (int tile = 0; tile < CHANNEL_TILES; tile += 4) {
-                    int index = row_tile * CHANNEL_TILES + tile;
-                    Words<4> low;
-                    if constexpr (!IN_TAIL) {
-                        if (tile % K_LOAD == 0)
-                            k_codes =
-                                load_codes<K_LOAD>(k_part + K_CODES, k_part + K_REST, index, lane);
-                        low = load_shared<4>(k_part + K_BYTES + (index / 4 * 32 + lane) * 16);
-                    }
-                    if (tile == 0) {
-                        // The last step's products with V; none may be under way from here on.
-                        warpgroup_wait();
-                        warpgroup_begin();
-                        warpgroup_mma(scores, top_weights, operand(top_parts), false);
-                    }
-                    if constexpr (IN_TAIL) {
-                        load_tail_k(a + tile, tail, s.b, s.head, tail_page, row_tile, tile, lane);
-                    } else {
-#pragma unroll
-                        for (int k = 0; k < 4; ++k) {
-                            u32 (&x)[4] = a[tile + k];
-                            restore(k_codes.w[tile % K_LOAD + k], low.w[k], x);
-                            uint4 m = k_meta[(tile + k) * 4 + t];
-                            x[0] = scaled(x[0], m.x, m.y);
-                            x[1] = scaled(x[1], m.x, m.y);
-                            x[2] = scaled(x[2], m.z, m.w);
-                            x[3] = scaled(x[3], m.z, m.w);
-                        }
-                    }
-                    warpgroup_begin();
-#pragma unroll
-                    for (int k = tile; k < tile + 4; ++k)
-                        warpgroup_mma(scores, a[k], right + (k * 2 * CORE_ROW >> 4), true);
-                    warpgroup_commit();
-                }
-                warpgroup_wait();
-                if (IN_TAIL || valid < PAGE_SIZE) {
-                    int token = row_tile * 16 + g, first = s.block * COLS + 2 * t;
-                    int all_see = 0;
-                    if constexpr (IN_TAIL)
-                        all_see = tail.lens[s.b] - tail_page * PAGE_SIZE - s.num_queries + 1;
-#pragma unroll
-                    for (int column = 0; column < COLUMNS; ++column)
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            int query = (first + column * 8 + (j & 1)) / GROUP;
-                            int seen = IN_TAIL ? min(valid, all_see + query) : valid;
-                            if (token + (j >> 1) * 8 >= seen) scores[column][j] = NEG_INF;
-                        }
-                }
-                u32 largest = 0;
                 prob_offset ^= PROB_BYTES;
-                auto weigh = [&]() {
+#pragma unroll
+                for (int pass = 0; pass < PASSES; ++pass) {
+                    constexpr int PASS_BYTES = PASS_COLUMNS * 128;
+                    float scores[PASS_COLUMNS][4];  // less the tops
+                    u64 right = operand(query + pass * PASS_BYTES);
+                    u64 top_right = operand(top_parts + pass * PASS_BYTES);
+                    if (pass > 0) {
+                        warpgroup_begin();
+                        warpgroup_mma(scores, top_weights, top_right, false);
+#pragma unroll
+                        for (int k = 0; k < CHANNEL_TILES; ++k)
+                            warpgroup_mma(scores, a[k], right + (k * 2 * CORE_ROW >> 4), true);
+                        warpgroup_commit();
+                    }
+#pragma unroll
+                    for (int tile = 0; tile < (pass == 0 ? CHANNEL_TILES : 0); tile += 4) {
+                        int index = row_tile * CHANNEL_TILES + tile;
+                        Words<4> low;
+                        if constexpr (!IN_TAIL) {
+                            const u8* k_low = k_part + K_BYTES + (index / 4 * 32 + lane) * 16;
+                            if (tile % K_LOAD == 0)
+                                k_codes = load_codes<K_LOAD>(k_part + K_CODES, k_part + K_REST,
+                                                             index, lane);
+                            low = load_shared<4>(k_low);
+                        }
+                        if (tile == 0) {
+                            // The last step's products with V; none may be under way from here on.
+                            warpgroup_wait();
+                            warpgroup_begin();
+                            warpgroup_mma(scores, top_weights, top_right, false);
+                        }
+                        if constexpr (IN_TAIL) {
+                            load_tail_k(a + tile, tail, s.b, s.head, tail_page, row_tile, tile,
+                                        lane);
+                        } else {
+#pragma unroll
+                            for (int k = 0; k < 4; ++k) {
+                                u32 (&x)[4] = a[tile + k];
+                                restore(k_codes.w[tile % K_LOAD + k], low.w[k], x);
+                                uint4 m = k_meta[(tile + k) * 4 + t];
+                                x[0] = scaled(x[0], m.x, m.y);
+                                x[1] = scaled(x[1], m.x, m.y);
+                                x[2] = scaled(x[2], m.z, m.w);
+                                x[3] = scaled(x[3], m.z, m.w);
+                            }
+                        }
+                        warpgroup_begin();
+#pragma unroll
+                        for (int k = tile; k < tile + 4; ++k)
+                            warpgroup_mma(scores, a[k], right + (k * 2 * CORE_ROW >> 4), true);
+                        warpgroup_commit();
+                    }
+                    warpgroup_wait();
+                    if (IN_TAIL || valid < PAGE_SIZE) {
+                        int token = row_tile * 16 + g;
+                        int first = s.block * COLS + pass * PASS_COLUMNS * 8 + 2 * t, all_see = 0;
+                        if constexpr (IN_TAIL)
+                            all_see = tail.lens[s.b] - tail_page * PAGE_SIZE - s.num_queries + 1;
+#pragma unroll
+                        for (int column = 0; column < PASS_COLUMNS; ++column)
+#pragma unroll
+                            for (int j = 0; j < 4; ++j) {
+                                int query = (first + column * 8 + (j & 1)) / GROUP;
+                                int seen = IN_TAIL ? min(valid, all_see + query) : valid;
+                                if (token + (j >> 1) * 8 >= seen) scores[column][j] = NEG_INF;
+                            }
+                    }
+                    u32 largest = 0;
+                    auto weigh = [&]() {
+                        u32 target = prob_column + prob_offset + pass * PASS_BYTES;
 #if COLUMNS == 1
-                    u32 low = weights_of(scores[0][0], scores[0][1]);
-                    u32 high = weights_of(scores[0][2], scores[0][3]);
-                    largest = max_u16x2(low, high);
-                    store_transposed(prob_column + prob_offset, low, high);
+                        u32 low = weights_of(scores[0][0], scores[0][1]);
+                        u32 high = weights_of(scores[0][2], scores[0][3]);
+                        largest = max_u16x2(low, high);
+                        store_transposed(target, low, high);
 #else
 #pragma unroll
-                    for (int c = 0; c < COLUMNS; c += 2) {
-                        u32 p[4];
+                        for (int c = 0; c < PASS_COLUMNS; c += 2) {
+                            u32 p[4];
 #pragma unroll
-                        for (int k = 0; k < 4; ++k)
-                            p[k] = weights_of(scores[c + k / 2][k % 2 * 2],
-                                              scores[c + k / 2][k % 2 * 2 + 1]);
-                        largest = max_u16x2(max_u16x2(largest, p[0]), p[1]);
-                        largest = max_u16x2(max_u16x2(largest, p[2]), p[3]);
-                        store_transposed(prob_column + prob_offset + c * 128, p[0], p[1], p[2],
-                                         p[3]);
-                    }
+                            for (int k = 0; k < 4; ++k)
+                                p[k] = weights_of(scores[c + k / 2][k % 2 * 2],
+                                                  scores[c + k / 2][k % 2 * 2 + 1]);
+                            largest = max_u16x2(max_u16x2(largest, p[0]), p[1]);
+                            largest = max_u16x2(max_u16x2(largest, p[2]), p[3]);
+                            store_transposed(target + c * 128, p[0], p[1], p[2], p[3]);
+                        }
 #endif
-                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                };
-                weigh();
-                if (!IN_TAIL && step == 0)
-                    barrier_wait(barrier + 8 * v_slot, (sequence + 2 * i + 1) / HALVES & 1);
-                if constexpr (!IN_TAIL)
-                    convert_v<OWN_TILES>(v_meta, v_part, v_base, step, valid, first_own, lane);
-                bool is_first_step = i == 0 && step == 0;
-                // Carries into the highest bit of a half from LARGEST_PROB on.
-                bool grew = (largest + (0x8000 - LARGEST_PROB) * 0x10001 & 0x80008000u) != 0;
-                // Past this point all have stored their probabilities, and nobody reads this K nor
-                // the last step's probabilities or V.
-                if (__syncthreads_or(is_first_step || grew)) {
+                        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                    };
+                    weigh();
+                    if (!IN_TAIL && pass == PASSES - 1) {
+                        if (step == 0)
+                            barrier_wait(barrier + 8 * v_slot,
+                                         (sequence + 2 * i + 1) / HALVES & 1);
+                        convert_v<OWN_TILES>(v_meta, v_part, v_base, step, valid, first_own, lane);
+                    }
+                    bool is_first_step = i == 0 && step == 0;
+                    // Carries into the highest bit of a half from LARGEST_PROB on.
+                    bool grew = (largest + (0x8000 - LARGEST_PROB) * 0x10001 & 0x80008000u) != 0;
+                    // Past this point all have stored their probabilities of this pass, and nobody
+                    // reads this K nor the last step's probabilities or V.
+                    if (!__syncthreads_or(is_first_step || grew)) continue;
 #pragma unroll
-                    for (int column = 0; column < COLUMNS; ++column)
+                    for (int column = 0; column < PASS_COLUMNS; ++column)
 #pragma unroll
                         for (int j = 0; j < 2; ++j) {
                             float m = fmaxf(scores[column][j], scores[column][j + 2]);
                             for (int hop = 4; hop < 32; hop *= 2)
                                 m = fmaxf(m, __shfl_xor_sync(FULL, m, hop));
-                            if (g == 0) stats[warp * COLS + column * 8 + 2 * t + j] = m;
+                            if (g == 0) stats[warp * PASS_COLUMNS * 8 + column * 8 + 2 * t + j] = m;
                         }
                     __syncthreads();
-                    if (threadIdx.x < COLS) {
-                        int c = threadIdx.x;
-                        float m = stats[c];
+                    if (threadIdx.x < PASS_COLUMNS * 8) {
+                        int within = threadIdx.x, c = pass * PASS_COLUMNS * 8 + within;
+                        float m = stats[within];
 #pragma unroll
-                        for (int w = 1; w < WARPS; ++w) m = fmaxf(m, stats[w * COLS + c]);
+                        for (int w = 1; w < WARPS; ++w)
+                            m = fmaxf(m, stats[w * PASS_COLUMNS * 8 + within]);
                         // A query may see nothing of the tail.
                         float least = is_first_step && m > NEG_INF ? m : 0.0f;
                         float rise = rintf(fmaxf(m, least));
@@ -384,20 +405,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         return is_first_step ? 0.0f : exp2_approx(-rises[c]);
                     };
 #pragma unroll
-                    for (int column = 0; column < COLUMNS; ++column)
+                    for (int column = 0; column < PASS_COLUMNS; ++column)
 #pragma unroll
                         for (int j = 0; j < 2; ++j) {
-                            int c = column * 8 + 2 * t + j;
+                            int all = pass * PASS_COLUMNS + column, c = all * 8 + 2 * t + j;
                             scores[column][j] -= rises[c];
                             scores[column][j + 2] -= rises[c];
 #pragma unroll
                             for (int own = 0; own < OWN_TILES; ++own) {
-                                result[own][column][j] *= shrink(c);
-                                result[own][column][j + 2] *= shrink(c);
+                                result[own][all][j] *= shrink(c);
+                                result[own][all][j + 2] *= shrink(c);
                             }
                         }
-                    sums[0] *= shrink(sum_column);
-                    if (COLUMNS > 1) sums[2] *= shrink(sum_column + 8);
+                    int c = pass * PASS_COLUMNS * 8 + sum_column;
+                    sums[pass][0] *= shrink(c);
+                    if (COLUMNS > 1) sums[pass][2] *= shrink(c + 8);
                     weigh();
                     __syncthreads();
                 }
@@ -410,16 +432,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     if (step == STEPS - 1) fetch(2 * i + HALVES);
                 }
 #pragma unroll
-                for (int k = 0; k < SUM_TILES; ++k) {
-                    u32 p[4] = {};
+                for (int k = 0; k < SUM_TILES * PASSES; ++k) {
+                    u32 p[4] = {}, tile = sum_row + prob_offset + k / SUM_TILES * PASS_COLUMNS * 128;
 #if COLUMNS == 1
-                    load_matrices(sum_row + prob_offset, p[0], p[2]);
+                    load_matrices(tile, p[0], p[2]);
 #else
-                    load_matrices(sum_row + prob_offset + k * 2 * CORE_ROW, p[0], p[1], p[2], p[3]);
+                    load_matrices(tile + k % SUM_TILES * 2 * CORE_ROW, p[0], p[1], p[2], p[3]);
 #endif
-                    mma_f16(sums, p, 0x3c003c00u, 0x3c003c00u);
+                    mma_f16(sums[k / SUM_TILES], p, 0x3c003c00u, 0x3c003c00u);
                 }
-                right = operand(probs + prob_offset);
+                u64 right = operand(probs + prob_offset);
                 u32 v[OWN_TILES][STEP_TILES][4];
                 Words<V_LOAD> v_codes;
 #pragma unroll
@@ -471,8 +493,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 
         __syncthreads();
         if (t == 0) {
-            stats[warp % SHARES * COLS + sum_column] = sums[0];
-            if (COLUMNS > 1) stats[warp % SHARES * COLS + sum_column + 8] = sums[2];
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass) {
+                float* sum = stats + warp % SHARES * COLS + pass * PASS_COLUMNS * 8 + sum_column;
+                sum[0] = sums[pass][0];
+                if (COLUMNS > 1) sum[8] = sums[pass][2];
+            }
         }
         __syncthreads();
         bool whole = count == num_pages;
