@@ -36,9 +36,9 @@ def main() -> None:
     if "grid" in args.only:
         figures += grid_figures()
     if "verify" in args.only:
-        figures += verify_figures()
+        figures += verify_figures(bandwidth)
     if "encode" in args.only:
-        figures += encode_figures()
+        figures += encode_figures(bandwidth)
     settings = {
         "geometry": "32 query heads, 8 KV heads, head size 128, page 64, BF16 queries",
         "baseline": "FlashInfer paged decode with tensor cores; for verify its paged prefill, the "
@@ -72,13 +72,7 @@ def draft_figures(bandwidth: float) -> list[Figure]:
     for codec, settings in kvspec_runs.CODECS.items():
         ours = measure(kvspec_runs.draft_calls(settings, MAIN))
         nbytes = MAIN.num_pages * KV_HEADS * kvspec_runs.record_bytes(settings)
-        share = Figure(
-            f"{name}.{codec}.bandwidth_share",
-            nbytes / ours.median_s / bandwidth,
-            "of copy bandwidth",
-            nbytes / ours.median_s / bandwidth * ours.spread_s / ours.median_s,
-            1.0,
-        )
+        share = _share(f"{name}.{codec}", nbytes, ours, bandwidth)
         ratio = _ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours)
         figures += [_time(f"{name}.{codec}", ours), share, ratio]
         layers = Figure(
@@ -144,8 +138,9 @@ def grid_figures() -> list[Figure]:
     return [*figures, Figure(name, worst.value, worst.unit, worst.spread, worst.baseline)]
 
 
-def verify_figures() -> list[Figure]:
-    """Several query tokens over 8-bit pages against FlashInfer's BF16 paged prefill."""
+def verify_figures(bandwidth: float) -> list[Figure]:
+    """Several query tokens over 8-bit pages against FlashInfer's BF16 paged prefill, and as a share
+    of the copy bandwidth."""
     figures = []
     for num_new in VERIFY_TOKENS:
         bases = {}
@@ -160,7 +155,9 @@ def verify_figures() -> list[Figure]:
             ours = measure(kvspec_runs.verify_calls(settings, MAIN, num_new))
             name = f"attn.verify{num_new}.{MAIN}"
             ratio = _ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours)
-            figures += [_time(f"{name}.{codec}", ours), ratio]
+            nbytes = MAIN.num_pages * KV_HEADS * kvspec_runs.refined_bytes(settings)
+            share = _share(f"{name}.{codec}", nbytes, ours, bandwidth)
+            figures += [_time(f"{name}.{codec}", ours), share, ratio]
             if best is None or ratio.value > best.value:
                 best = ratio
             _show(f"verify {num_new} {MAIN} {codec}", ours, base)
@@ -171,21 +168,24 @@ def verify_figures() -> list[Figure]:
     return figures
 
 
-def encode_figures() -> list[Figure]:
+def encode_figures(bandwidth: float) -> list[Figure]:
     """Encoding whole pages, and the append of one token a request."""
 
     def timer(call: Callable[[], object]) -> tuple[float, float]:
         timing = measure([call] * 4)
         return timing.median_s, timing.spread_s
 
-    figures = []
+    figures, shares = [], []
     encoded = encode_cases.bench_encode(timer)
     for case, values in encoded.items():
-        spread = values["tbps"] * values["spread_ms"] / values["ms"]
-        figures.append(Figure(f"encode.{case}.tbps", values["tbps"], "TB/s of BF16 read", spread))
+        relative = values["spread_ms"] / values["ms"]
+        tbps, share = values["tbps"], values["moved_tbps"] * 1e12 / bandwidth
+        figures.append(Figure(f"encode.{case}.tbps", tbps, "TB/s of BF16 read", tbps * relative))
+        name = f"encode.{case}.bandwidth_share"
+        shares.append(Figure(name, share, "of copy bandwidth", share * relative, 1.0))
         console.print(f"encode {case}: {values['tbps']:.2f} TB/s, {values['moved_tbps']:.2f} moved")
     slowest = min(figures, key=lambda figure: figure.value)
-    figures.append(Figure("encode.tbps", slowest.value, slowest.unit, slowest.spread, 1.5))
+    figures += [Figure("encode.tbps", slowest.value, slowest.unit, slowest.spread, 1.5), *shares]
     appended = encode_cases.bench_append(timer)
     for case, values in appended.items():
         name = f"append.{case}.us_per_layer"
@@ -206,6 +206,12 @@ def _ratio(name: str, base: Timing, ours: Timing) -> Figure:
     ratio = base.median_s / ours.median_s
     relative = base.spread_s / base.median_s + ours.spread_s / ours.median_s
     return Figure(name, ratio, "times as fast", ratio * relative, round(base.microseconds, 2))
+
+
+def _share(name: str, nbytes: int, ours: Timing, bandwidth: float) -> Figure:
+    share = nbytes / ours.median_s / bandwidth
+    spread = share * ours.spread_s / ours.median_s
+    return Figure(f"{name}.bandwidth_share", share, "of copy bandwidth", spread, 1.0)
 
 
 def _show(what: str, ours: Timing, base: Timing) -> None:

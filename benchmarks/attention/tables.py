@@ -74,7 +74,25 @@ def rows(figures: Figures) -> list[str]:
         for tokens in VERIFY_TOKENS
     ]
     lines += [
+        _row(
+            f"verify, {tokens} query tokens, share of copy bandwidth",
+            figures,
+            f"attn.verify{tokens}.{MAIN}" + ".{}.bandwidth_share",
+            "{:.0%}",
+        )
+        for tokens in VERIFY_TOKENS
+    ]
+    lines += [
         _row(f"encode, {target}, BF16 read", figures, f"encode.{{}}.{target}.tbps", "{:.2f} TB/s")
+        for target in ("exact", "int8")
+    ]
+    lines += [
+        _row(
+            f"encode, {target}, bytes moved, share of copy bandwidth",
+            figures,
+            f"encode.{{}}.{target}.bandwidth_share",
+            "{:.0%}",
+        )
         for target in ("exact", "int8")
     ]
     for case, what in (("plain", "append, batch 16, one layer"), ("encoding", "with 16 pages")):

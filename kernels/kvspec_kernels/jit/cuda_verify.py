@@ -180,7 +180,7 @@ def verify_defines(shape: AttentionShape, columns: int, blocks: int) -> dict[str
 def _columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:
     """Columns of 8 that hold the queries at once, as far as registers and memory go."""
     most = 4 if shape.head_dim > 128 else 16
-    columns = next((c for c in (1, 2, 4, 8, 16) if 8 * c >= queries or c == most))
+    columns = next(c for c in (1, 2, 4, 8, 16) if 8 * c >= queries or c == most)
     while _shared_bytes(shape, columns) + BLOCK_RESERVED > MULTIPROCESSOR_SHARED:
         columns //= 2
     room = MULTIPROCESSOR_SHARED // (_shared_bytes(shape, columns) + BLOCK_RESERVED)

@@ -10,6 +10,7 @@ import torch
 
 from kvspec_kernels import formats
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.jit.cuda_verify import tail_aligned
 from kvspec_kernels.ops.attention import VerifyAttention
 from kvspec_kernels.testing.cases import make_case, results_for
 from kvspec_kernels.testing.comparison import assert_attention
@@ -81,6 +82,17 @@ def test_number_of_queries(q_len, check, device):
     """Query tokens of a request, as rows of 1 to 5 blocks."""
     case = make_case([70], q_lens=[q_len], tail_lens=[q_len + 3], **options_of(SHAPES[0], device))
     check(case)
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 6, 12, 40])
+def test_maxima_that_rise_within_a_page(q_len, check, device):
+    """Scores so far apart that steps and pages again and again hold the largest one; 1 to 16 columns
+    of 8 query rows."""
+    shape = ("int8", "uniform4", 256, 64, 1, 4, BF16)
+    case = make_case(
+        [700], q_lens=[q_len], tail_lens=[q_len + 200], seed=1, **options_of(shape, device)
+    )
+    check(case, sm_scale=4.0, num_sms=1)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=shape_id)
@@ -220,3 +232,11 @@ def test_records_that_are_refused(name, value, message, device):
     value = value.to(device) if isinstance(value, torch.Tensor) else value
     with pytest.raises(ValueError, match=message):
         attention.run(**(given | {name: value}))
+
+
+def test_pairs_of_a_tails_k_are_loaded_at_once_where_they_are_aligned():
+    window = torch.zeros(2, 64, 2, 66, dtype=BF16)
+    assert tail_aligned(window)
+    assert tail_aligned(window[..., 2:])
+    assert not tail_aligned(window[..., 1:])
+    assert not tail_aligned(torch.zeros(2, 64, 2, 65, dtype=BF16)[..., :64])
