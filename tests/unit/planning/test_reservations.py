@@ -305,6 +305,18 @@ def test_priority_then_deadline_then_age_decide_who_goes_first():
     assert [d.request_id for d in planner.advance().decisions] == [2, 1, 0]
 
 
+def test_a_request_that_loses_its_place_keeps_its_age():
+    budget = IterationBudget(link_bytes=10, hbm_bytes=20, verifications=1)
+    planner = make_planner(budget)
+    planner.submit(Ask(0, fetch_bytes=10, best_len=8))
+    for _ in range(planner.patience):
+        planner.advance()
+    assert planner.resize(IterationBudget(10, 0, 1)) == ()
+    planner.resize(budget)
+    planner.submit(Ask(1, fetch_bytes=10, best_len=8, priority=1))
+    assert [d.request_id for d in planner.advance().decisions] == [0, 1]
+
+
 def test_a_deadline_brings_the_verification_forward():
     planner = make_planner(IterationBudget(0, 0, 1))
     planner.submit(Ask(0, 0, best_len=8, deadline=2))
