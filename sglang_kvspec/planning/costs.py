@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from sglang_kvspec.core.config import MAX_DRAFT_LEN
 from sglang_kvspec.core.errors import ConfigError
 
 
@@ -43,7 +44,7 @@ class AcceptanceCurve:
         return cls(lens, tuple(means[n] for n in lens))
 
     @classmethod
-    def geometric(cls, probability: float, max_draft_len: int) -> AcceptanceCurve:
+    def geometric(cls, probability: float, max_draft_len: int = MAX_DRAFT_LEN) -> AcceptanceCurve:
         """The curve of drafts that are each right with `probability`, whatever came before."""
         if not 0 <= probability <= 1:
             raise ConfigError(f"an acceptance probability is from 0 to 1, got {probability}")
@@ -123,7 +124,7 @@ class IterationCosts:
         return self.base_seconds(num_rows) + self.plain_kv_token_s * kv_tokens
 
     def base_seconds(self, num_tokens: float) -> float:
-        """Everything but attention: one pass over the weights, or its arithmetic if that is more."""
+        """All but attention: one pass over the weights, or its arithmetic if that is more."""
         touched = 1.0
         if self.experts_s:
             # Tokens choose experts independently, as far as a plan can know.
@@ -154,4 +155,17 @@ class IterationCosts:
             draft_kv_token_s=self.draft_kv_token_s * draft,
             verify_kv_token_s=self.verify_kv_token_s * verify,
             verify_pair_s=self.verify_pair_s * verify,
+        )
+
+    def with_faster(self, *, memory: float = 1.0, arithmetic: float = 1.0) -> IterationCosts:
+        """These costs on a GPU with so many times the memory bandwidth and FLOP/s."""
+        return replace(
+            self,
+            weights_s=self.weights_s / memory,
+            experts_s=self.experts_s / memory,
+            plain_kv_token_s=self.plain_kv_token_s / memory,
+            draft_kv_token_s=self.draft_kv_token_s / memory,
+            verify_kv_token_s=self.verify_kv_token_s / memory,
+            token_s=self.token_s / arithmetic,
+            verify_pair_s=self.verify_pair_s / arithmetic,
         )
