@@ -54,7 +54,7 @@ identity: $(INSTALLED) ## every prompt, model, codec and scenario against plain 
 check: $(INSTALLED) ## formatting, lint and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime testing) \
+	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime testing cli.py) \
 		kernels/kvspec_kernels
 
 bench-acceptance: $(INSTALLED) ## mean accepted draft length per codec, with a curve
