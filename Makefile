@@ -58,7 +58,7 @@ soak: $(INSTALLED) ## half an hour of random traffic against plain SGLang's answ
 check: $(INSTALLED) ## formatting, lint and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime testing) \
+	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime testing cli.py) \
 		kernels/kvspec_kernels
 
 bench-acceptance: $(INSTALLED) ## mean accepted draft length per codec, with a curve

@@ -50,6 +50,8 @@ LAYERS: Mapping[str, Layer] = {
     "sglang_kvspec.runtime": Layer(_RUNTIME, None),
     "sglang_kvspec.adapters": Layer(_ADAPTERS, None, sglang=True),
     "sglang_kvspec.plugin": Layer(("sglang_kvspec", "kvspec_patches"), None, sglang=True),
+    # Answers before torch could have been imported.
+    "sglang_kvspec.cli": Layer((CORE, "sglang_kvspec.planning"), ("rich", "matplotlib")),
     "sglang_kvspec": Layer(),
     "kvspec_patches": Layer(("sglang_kvspec",), None, sglang=True),
     "kvspec_kernels.formats": Layer((), ("torch",)),

@@ -1,0 +1,218 @@
+"""The command `sglang-kvspec`. Imports neither torch nor sglang, so that it answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from math import inf, nan
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, CodecName, KVSpecConfig, Target
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.planning.costs import AcceptanceCurve
+from sglang_kvspec.planning.devices import DEVICES, GB, MEMORY_SHARE, find_device
+from sglang_kvspec.planning.forecast import (
+    MEASURED_ACCEPTANCE,
+    Deployment,
+    Forecast,
+    forecast,
+    read_acceptance,
+    sweep,
+    sweep_contexts,
+)
+from sglang_kvspec.planning.model_shape import ModelShape
+from sglang_kvspec.planning.report import (
+    SUMMARY_COLUMNS,
+    SWEEP_COLUMNS,
+    plan_json,
+    remarks,
+    summary_rows,
+    sweep_rows,
+)
+
+DEFAULT_ACCEPTANCE = "default"
+ACCEPTANCE_REMARK = (
+    "Acceptance is that of a model of 31M parameters after 4096-token prompts; no large model has "
+    "been measured. Try others: --acceptance 0.95, or a file of benchmarks/bench_acceptance.py."
+)
+# Tables keep their columns when nobody's terminal says how wide it is.
+PIPE_WIDTH = 120
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one sentence about what is wrong with the input."""
+    args = _parser().parse_args(arguments)
+    try:
+        plan(args)
+    except ConfigError as error:
+        print(f"sglang-kvspec: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Print what to expect of a deployment, and draw it where asked to."""
+    deployment = deployment_of(args)
+    chosen = forecast(deployment, args.context)
+    swept = sweep(deployment, sweep_contexts(args.context, deployment.model.max_context))
+    if args.plot is not None:
+        draw(args.plot, deployment, swept)
+    if args.json:
+        print(json.dumps(plan_json(deployment, chosen, swept), indent=1))
+        return
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    gpus = f"{args.tp} x " if args.tp > 1 else ""
+    title = f"{args.model} on {gpus}{deployment.device.name}, {args.context:,} tokens of context"
+    codec = f"codec {args.codec}, target {args.target}"
+    per_gpu = "; bytes are those of one GPU" if args.tp > 1 else ""
+    console.print(
+        table_of(f"{title}\n{codec}{per_gpu}", SUMMARY_COLUMNS, summary_rows(deployment, chosen))
+    )
+    console.print(table_of("By context length", SWEEP_COLUMNS, sweep_rows(swept)))
+    for line in remarks(deployment, chosen):
+        console.print(line, markup=False)
+    if args.acceptance == DEFAULT_ACCEPTANCE:
+        console.print(ACCEPTANCE_REMARK, markup=False)
+    if args.plot is not None:
+        console.print(f"Drawn: {args.plot}", markup=False)
+
+
+def deployment_of(args: argparse.Namespace) -> Deployment:
+    """What the arguments describe. Raises ConfigError."""
+    device = find_device(args.gpu)
+    if args.link_gbps is not None:
+        device = device.with_link(args.link_gbps * GB)
+    return Deployment(
+        model=ModelShape.from_config(read_model_config(args.model)),
+        device=device,
+        curve=acceptance_curve(args.acceptance, args.codec),
+        codec=args.codec,
+        target=args.target,
+        tp=args.tp,
+        host_bytes=inf if args.host_memory_gb is None else args.host_memory_gb * GB,
+        page_size=args.page_size,
+        max_requests=args.max_running_requests,
+        memory_share=args.mem_fraction_static,
+    )
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    return read_json(path / "config.json" if path.is_dir() else path, "--model")
+
+
+def acceptance_curve(value: str, codec: CodecName) -> AcceptanceCurve:
+    """Of a benchmark's file, of a fixed probability for each draft, or by default our own."""
+    if value == DEFAULT_ACCEPTANCE:
+        return MEASURED_ACCEPTANCE[codec]
+    try:
+        probability = float(value)
+    except ValueError:
+        return read_acceptance(read_json(Path(value), "--acceptance"), codec)
+    return AcceptanceCurve.geometric(probability)
+
+
+def read_json(path: Path, flag: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{flag} {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{flag} {path} must hold a JSON object, got a {type(content).__name__}")
+    return content
+
+
+def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def draw(path: Path, deployment: Deployment, swept: Sequence[Forecast]) -> None:
+    """Write a plot of speed-up and of requests that fit against context length."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle(
+        f"{deployment.device.name}, {deployment.codec}, target {deployment.target}: "
+        "expected, not measured"
+    )
+    settings = [row.fetched.setting for row in swept]
+    panels: dict[str, dict[str, list[float]]] = {
+        "tokens/s over plain decoding": {
+            "plain": [1.0] * len(swept),
+            "KVSpec, residuals in HBM": [_drawn(row.resident.speed_up) for row in swept],
+            "KVSpec, residuals in host memory": [_drawn(row.fetched.speed_up) for row in swept],
+        },
+        "requests that fit": {
+            "plain": [_drawn(s.plain_requests) for s in settings],
+            "KVSpec, residuals in HBM": [_drawn(s.resident_requests) for s in settings],
+            "KVSpec, residuals in host memory": [_drawn(s.most_requests) for s in settings],
+        },
+    }
+    contexts = [row.context_len for row in swept]
+    labels = [f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in contexts]
+    for axes, (name, lines) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for label, values in lines.items():
+            axes.plot(contexts, values, marker="o", label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(contexts, labels)
+        axes.set_xlabel("tokens of context")
+        axes.set_ylabel(name)
+    speed_up, fitting = figure.axes
+    speed_up.set_ylim(bottom=0)
+    speed_up.legend(loc="lower left")
+    fitting.set_yscale("log")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+
+
+def _drawn(value: float) -> float:
+    """Gaps in a line where nothing fits, or where there is nothing to compare with."""
+    return value if 0 < value < inf else nan
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang-kvspec", description="Plans for KVSpec servers.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    planning = commands.add_parser("plan", help="what to expect of a model on a GPU")
+    add = planning.add_argument
+    add("--model", type=Path, required=True, help="config.json, or the folder it lies in")
+    add("--gpu", default="H200", help=f"one of {', '.join(DEVICES)} (default: %(default)s)")
+    add("--context", type=int, default=32768, help="tokens of each request (default: %(default)s)")
+    defaults = KVSpecConfig()
+    add("--codec", choices=get_args(CodecName), default=defaults.codec)
+    add("--target", choices=get_args(Target), default=defaults.target)
+    add("--tp", type=int, default=1, help="tensor-parallel GPUs (default: %(default)s)")
+    add("--host-memory-gb", type=float, help="of the residual store (default: as much as needed)")
+    add("--link-gbps", type=float, help="measured GB/s a GPU (default: 86 %% of the published)")
+    add(
+        "--acceptance",
+        default=DEFAULT_ACCEPTANCE,
+        metavar="PATH|PROBABILITY",
+        help="a file of benchmarks/bench_acceptance.py, or how probably each draft is right",
+    )
+    add("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
+    add("--max-running-requests", type=int, default=256)
+    add("--mem-fraction-static", type=float, default=MEMORY_SHARE, help="default: %(default)s")
+    add("--plot", type=Path, metavar="PATH", help="draw the sweep over context lengths as PNG")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

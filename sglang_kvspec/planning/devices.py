@@ -1,0 +1,114 @@
+"""Speeds of GPUs: what makers publish, and which share of it is reached.
+
+Shares were measured on one H200 (benchmarks/results/attention_h200.json, whose microseconds a test
+holds against them) and are taken to hold on the other GPUs; there they are assumptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from sglang_kvspec.core.config import CodecName, Target
+from sglang_kvspec.core.errors import ConfigError
+
+GB = 10**9
+
+# Reading BF16 KV (FlashInfer, 16 x 32768 tokens), as a share of the published HBM bandwidth. Plain
+# decode steps of an 8B model fit when weights are read as fast: 5.43, 12.41 and 19.92 ms for 1, 8
+# and 16 requests of 32768 tokens.
+READ_SHARE = 0.913
+# What those steps leave: 1.0 ms for 32 layers.
+LAYER_OVERHEAD_S = 32e-6
+# Encoding a layer's full pages besides appending to the recent window (uniform4: 5.6, log4: 7.2).
+LAYER_ENCODE_S = 6e-6
+# Assumed: matrix products of some hundred rows reach this share of the published FLOP/s.
+DENSE_SHARE = 0.6
+# Assumed, for each of the two all-reduces of a layer under tensor parallelism.
+ALL_REDUCE_S = 10e-6
+# Pinned copies on PCIe 5 x16 reached 55 of 64 GB/s (H200); assumed for other links.
+LINK_SHARE = 0.86
+# Assumed: what SGLang leaves to weights and KV (--mem-fraction-static) where HBM is large.
+MEMORY_SHARE = 0.88
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Published figures of one GPU: HBM bytes and bytes/s, link bytes/s one way, BF16 FLOP/s.
+
+    link_share: of the link that copies of whole pages reach.
+    """
+
+    name: str
+    hbm_bytes: float
+    hbm_bytes_per_s: float
+    link_bytes_per_s: float
+    flops: float
+    link_share: float = LINK_SHARE
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """At which weights and plain KV are read."""
+        return self.hbm_bytes_per_s * READ_SHARE
+
+    @property
+    def fetch_bytes_per_s(self) -> float:
+        """At which residuals come from host memory."""
+        return self.link_bytes_per_s * self.link_share
+
+    @property
+    def usable_flops(self) -> float:
+        return self.flops * DENSE_SHARE
+
+    def with_link(self, fetch_bytes_per_s: float) -> Device:
+        """The same GPU on a link whose measured bandwidth is given."""
+        if not 0 < fetch_bytes_per_s < float("inf"):
+            raise ConfigError(
+                f"--link-gbps must be positive and finite, got {fetch_bytes_per_s / GB:g}"
+            )
+        return replace(self, link_bytes_per_s=fetch_bytes_per_s, link_share=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShares:
+    """How near attention comes to the published speeds.
+
+    draft, verify: of HBM bandwidth, reading anchors, and anchors with residuals. verify_flops: of
+    dense BF16 FLOP/s, in a verification of 16 tokens and more.
+    """
+
+    draft: float
+    verify: float
+    verify_flops: float
+
+
+# Our kernels, measured with 8-bit targets. `exact` verifies on plain values: FlashInfer's prefill
+# kernel over BF16 pages stands in for ours, which is not measured there.
+ATTENTION_SHARES: Mapping[tuple[CodecName, Target], AttentionShares] = {
+    ("log4", "int8"): AttentionShares(draft=0.75, verify=0.696, verify_flops=0.242),
+    ("uniform4", "int8"): AttentionShares(draft=0.81, verify=0.744, verify_flops=0.266),
+    ("log4", "exact"): AttentionShares(draft=0.75, verify=0.91, verify_flops=0.328),
+    ("uniform4", "exact"): AttentionShares(draft=0.81, verify=0.91, verify_flops=0.328),
+}
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        Device("A100-80GB", 80 * GB, 2.039e12, 32e9, 312e12),
+        Device("H100", 80 * GB, 3.35e12, 64e9, 989e12),
+        Device("H100-NVL", 94 * GB, 3.9e12, 64e9, 835e12),
+        Device("H200", 141 * GB, 4.8e12, 64e9, 989e12),
+        Device("GH200", 96 * GB, 4.0e12, 450e9, 989e12),
+        Device("B200", 180 * GB, 8.0e12, 64e9, 2250e12),
+        Device("L40S", 48 * GB, 0.864e12, 32e9, 362e12),
+        Device("RTX-PRO-6000", 96 * GB, 1.792e12, 64e9, 504e12),
+    )
+}
+
+
+def find_device(name: str) -> Device:
+    """The GPU of that name, in any case. Raises ConfigError naming those that are known."""
+    for known, device in DEVICES.items():
+        if known.lower() == name.lower():
+            return device
+    raise ConfigError(f"--gpu must be one of {', '.join(sorted(DEVICES))}, got {name!r}")

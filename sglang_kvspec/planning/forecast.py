@@ -1,0 +1,186 @@
+"""What a model on a GPU will do at a context length: the question of `sglang-kvspec plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from sglang_kvspec.core.config import MAX_DRAFT_LEN, CodecName, Target
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.planning.capacity import PageBytes, window_pages_for
+from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
+from sglang_kvspec.planning.devices import (
+    ALL_REDUCE_S,
+    ATTENTION_SHARES,
+    LAYER_ENCODE_S,
+    LAYER_OVERHEAD_S,
+    MEMORY_SHARE,
+    Device,
+)
+from sglang_kvspec.planning.model_shape import ModelShape
+from sglang_kvspec.planning.record_bytes import page_bytes_of
+from sglang_kvspec.planning.throughput import Expectation, RequestBytes, Setting, expect
+
+# Mean accepted drafts by draft length: benchmarks/results/acceptance.json, a model of 31 million
+# parameters after 4096-token prompts. No larger model has been measured.
+_DRAFT_LENS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+MEASURED_ACCEPTANCE: Mapping[CodecName, AcceptanceCurve] = {
+    "log4": AcceptanceCurve(
+        _DRAFT_LENS, (0.987, 1.955, 3.87, 7.577, 14.565, 21.038, 27.052, 38.492, 49.098)
+    ),
+    "uniform4": AcceptanceCurve(
+        _DRAFT_LENS, (0.985, 1.96, 3.865, 7.57, 14.553, 21.093, 27.235, 38.728, 49.463)
+    ),
+}
+LEAST_CONTEXT, MOST_CONTEXT = 4096, 524288
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model, a GPU and KVSpec's settings, validated.
+
+    model: the whole model's shape; tp ranks share it. host_bytes: host memory for residuals of all
+    ranks, inf for as much as needed. memory_share: of HBM, for weights and KV.
+    """
+
+    model: ModelShape
+    device: Device
+    curve: AcceptanceCurve
+    codec: CodecName = "log4"
+    target: Target = "exact"
+    tp: int = 1
+    host_bytes: float = inf
+    page_size: int = 64
+    recent_pages: int = 1
+    max_requests: int = 256
+    memory_share: float = MEMORY_SHARE
+    max_draft_len: int = MAX_DRAFT_LEN
+
+    def __post_init__(self) -> None:
+        if self.max_requests < 1:
+            raise ConfigError(f"--max-running-requests must be >= 1, got {self.max_requests}")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(
+                f"--mem-fraction-static must be above 0 and at most 1, got {self.memory_share}"
+            )
+        if not self.host_bytes >= 0:
+            raise ConfigError(f"--host-memory-gb must be >= 0, got {self.host_bytes / 1e9:g}")
+        if self.kv_bytes <= 0:
+            usable = self.device.hbm_bytes * self.memory_share
+            raise ConfigError(
+                f"the model's weights ({self.rank_shape.weight_bytes / 1e9:.1f} GB a GPU) leave no "
+                f"room for KV in {usable / 1e9:.1f} usable GB of {self.device.name}; raise --tp"
+            )
+
+    @property
+    def rank_shape(self) -> ModelShape:
+        return self.model.of_rank(self.tp)
+
+    @property
+    def page_bytes(self) -> PageBytes:
+        """Of one rank."""
+        return page_bytes_of(self.rank_shape, self.codec, self.target, self.page_size)
+
+    @property
+    def kv_bytes(self) -> float:
+        """HBM of one rank that weights leave."""
+        return self.device.hbm_bytes * self.memory_share - self.rank_shape.weight_bytes
+
+    def costs(self) -> IterationCosts:
+        """Seconds of each part of an iteration, from bytes and FLOPs and the shares reached."""
+        shape, device, page = self.rank_shape, self.device, self.page_bytes
+        shares = ATTENTION_SHARES[self.codec, self.target]
+        per_param = shape.weight_bytes_per_param / device.read_bytes_per_s
+        # With the exact target a verification reads the model's own values, no codes.
+        verified = page.residual + (page.anchor if self.target == "int8" else 0)
+        all_reduces = 2 * ALL_REDUCE_S if self.tp > 1 else 0.0
+        pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+        return IterationCosts(
+            overhead_s=shape.num_layers * (LAYER_OVERHEAD_S + all_reduces),
+            kvspec_s=shape.num_layers * LAYER_ENCODE_S,
+            weights_s=shape.dense_params * per_param,
+            experts_s=shape.expert_params * per_param,
+            expert_share=shape.expert_share,
+            token_s=2 * shape.params_per_token / device.usable_flops,
+            plain_kv_token_s=shape.kv_bytes_per_token / device.read_bytes_per_s,
+            draft_kv_token_s=self._token_seconds(page.anchor, shares.draft),
+            verify_kv_token_s=self._token_seconds(verified, shares.verify),
+            verify_pair_s=pair_flops / (device.flops * shares.verify_flops),
+        )
+
+    def setting(self, context_len: int) -> Setting:
+        if context_len < 1:
+            raise ConfigError(f"--context must be >= 1, got {context_len}")
+        page = self.page_bytes
+        num_pages = -(-context_len // self.page_size)
+        window = window_pages_for(1, self.recent_pages, self.max_draft_len, self.page_size)
+        return Setting(
+            context_len=context_len,
+            request=RequestBytes(
+                plain=num_pages * page.plain,
+                always=num_pages * page.anchor + window * page.plain,
+                residual=num_pages * page.residual,
+            ),
+            costs=self.costs(),
+            curve=self.curve,
+            kv_bytes=self.kv_bytes,
+            link_bytes_per_s=self.device.fetch_bytes_per_s,
+            host_bytes=self.host_bytes / self.tp,
+            max_requests=self.max_requests,
+            max_draft_len=self.max_draft_len,
+        )
+
+    def _token_seconds(self, page_bytes: int, share: float) -> float:
+        return page_bytes / self.page_size / (self.device.hbm_bytes_per_s * share)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Expectations at one context length, with residuals in HBM only and with a host store."""
+
+    context_len: int
+    resident: Expectation
+    fetched: Expectation
+
+
+def forecast(deployment: Deployment, context_len: int) -> Forecast:
+    setting = deployment.setting(context_len)
+    return Forecast(
+        context_len,
+        resident=expect(replace(setting, host_bytes=0.0), may_fetch=False),
+        fetched=expect(setting),
+    )
+
+
+def sweep(deployment: Deployment, context_lens: Sequence[int]) -> list[Forecast]:
+    return [forecast(deployment, context_len) for context_len in context_lens]
+
+
+def sweep_contexts(context_len: int, max_context: int) -> list[int]:
+    """Powers of two from 4K to 512K that the model can hold, and the context asked for."""
+    lens = {context_len}
+    power = LEAST_CONTEXT
+    while power <= min(max_context, MOST_CONTEXT):
+        lens.add(power)
+        power *= 2
+    return sorted(lens)
+
+
+def read_acceptance(results: Mapping[str, Any], codec: CodecName) -> AcceptanceCurve:
+    """The codec's curve in what benchmarks/bench_acceptance.py writes."""
+    prefix = f"accept.{codec}.mean_of_"
+    means: dict[int, float] = {}
+    try:
+        for figure in results.get("figures", ()):
+            draft_len = str(figure["name"]).removeprefix(prefix)
+            if figure["name"] != draft_len and draft_len.isdecimal():
+                means[int(draft_len)] = float(figure["value"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            "--acceptance must hold a list `figures` of objects with a name and a value"
+        ) from error
+    if not means:
+        raise ConfigError(f"--acceptance holds no figures named {prefix}N")
+    return AcceptanceCurve.from_means(means)

@@ -1,0 +1,274 @@
+"""The planner of verifications: who fetches, who verifies, who waits, iteration by iteration.
+
+How long a request can wait for a place. A request that has waited `patience` iterations is overdue:
+overdue requests go first, oldest first, whatever their priority, and while the oldest has no place
+nobody reserves what it may need. Every reservation ends within `horizon` iterations, so that long
+after the last one the rings are empty and the oldest gets its place. Of n requests that wait at the
+same time, at most n - 1 are older than a given one, each holds it up once, and so it waits at most
+
+    patience + n * horizon
+
+iterations (`wait_bound`). This holds while budgets do not shrink and no fetch is late: a late fetch
+adds its lateness, a smaller budget the time until what was reserved under the larger has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from math import inf
+
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.planning.admission import (
+    Ask,
+    Decision,
+    Outcome,
+    Place,
+    find_place,
+    is_too_large,
+    release,
+    reserve,
+    shortest_fetch,
+)
+from sglang_kvspec.planning.rings import ReservationRing, Rings
+
+
+@dataclass(frozen=True, slots=True)
+class IterationBudget:
+    """link_bytes: what the link moves in one iteration. hbm_bytes: what fetched residuals may hold
+    besides weights, anchors and resident residuals. verifications: most in one iteration."""
+
+    link_bytes: int
+    hbm_bytes: int
+    verifications: int
+
+    def __post_init__(self) -> None:
+        if min(self.link_bytes, self.hbm_bytes, self.verifications) < 0:
+            raise ConfigError(f"an iteration's budget must not be negative, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchStart:
+    """Start moving num_bytes now. All of it has to be there before iteration `due`; the link serves
+    the soonest due first."""
+
+    request_id: int
+    num_bytes: int
+    due: int
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """One iteration. Requests of `release` verify in it; their fetched residuals go after it.
+
+    decisions: of every request that waited for a place when the iteration began.
+    """
+
+    iteration: int
+    starts: tuple[FetchStart, ...]
+    verify: tuple[int, ...]
+    release: tuple[int, ...]
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    ask: Ask
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    ask: Ask
+    since: int
+    place: Place
+
+
+class VerificationPlanner:
+    """Holds the rings and who is where in them. A request submits an Ask after every verification,
+    and is forgotten when it has verified."""
+
+    def __init__(
+        self,
+        budget: IterationBudget,
+        *,
+        max_draft_len: int,
+        horizon: int | None = None,
+        patience: int = 8,
+    ) -> None:
+        """horizon: iterations looked ahead, by default one more than max_draft_len; longer for
+        fetches that take longer."""
+        horizon = max_draft_len + 1 if horizon is None else horizon
+        if max_draft_len < 1 or horizon <= max_draft_len or patience < 0:
+            raise ConfigError(
+                "max_draft_len must be >= 1, horizon > max_draft_len and patience >= 0, "
+                f"got {max_draft_len}, {horizon} and {patience}"
+            )
+        self.now = 0
+        self.max_draft_len = max_draft_len
+        self.patience = patience
+        self.rings = Rings(horizon, budget.link_bytes, budget.hbm_bytes, budget.verifications)
+        self._waiting: dict[int, _Waiting] = {}
+        self._placed: dict[int, _Placed] = {}
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def placed(self) -> tuple[Place, ...]:
+        return tuple(entry.place for entry in self._placed.values())
+
+    @property
+    def due(self) -> tuple[int, ...]:
+        """Requests that fetched for a verification in the current iteration."""
+        entries = self._placed.items()
+        return tuple(r for r, e in entries if e.place.verify_at == self.now and e.place.moves)
+
+    def wait_bound(self, num_waiting: int) -> int:
+        """Most iterations one of num_waiting requests waits for a place; derived above."""
+        return self.patience + num_waiting * self.rings.horizon
+
+    def submit(self, ask: Ask) -> None:
+        """Ask for a place; the next `advance` decides."""
+        if ask.request_id in self._waiting or ask.request_id in self._placed:
+            raise ConfigError(f"request {ask.request_id} already asked for its verification")
+        self._waiting[ask.request_id] = _Waiting(ask, self.now)
+
+    def cancel(self, request_id: int) -> bool:
+        """Release all that a request holds, for an abort, a retraction or an early end.
+
+        False when it neither waits nor has a place, as between a verification and the next ask.
+        """
+        if self._waiting.pop(request_id, None) is not None:
+            return True
+        entry = self._placed.pop(request_id, None)
+        if entry is None:
+            return False
+        release(self.rings, entry.place, self.now)
+        return True
+
+    def resize(self, budget: IterationBudget) -> tuple[int, ...]:
+        """Change the budgets. Places that no longer fit are taken back and those requests wait
+        again, with their age; fetches that have not started go first.
+
+        Returns the requests whose started fetches must be dropped because HBM no longer holds them.
+        What started fetches still move may exceed a smaller link budget: it arrives late.
+        """
+        self.rings.link.capacity = budget.link_bytes
+        self.rings.hbm.capacity = budget.hbm_bytes
+        self.rings.slots.capacity = budget.verifications
+        for ring in self.rings.each():
+            self._make_room(ring, started=False)
+        return self._make_room(self.rings.hbm, started=True)
+
+    def advance(self, late: Collection[int] = ()) -> IterationPlan:
+        """Decide the current iteration and slide on to the next.
+
+        late: requests whose fetch is due but not complete. They verify one iteration later, for
+        which fetches that have not started may lose their places.
+        """
+        self._postpone(late)
+        decisions = self._admit()
+        starts, verify = [], []
+        for request_id, entry in self._placed.items():
+            place = entry.place
+            if place.moves and place.first == self.now:
+                starts.append(FetchStart(request_id, place.fetch_bytes, place.verify_at))
+            if place.verify_at == self.now:
+                verify.append(request_id)
+        freed = tuple(r for r in verify if self._placed[r].place.moves)
+        for request_id in verify:
+            del self._placed[request_id]
+        plan = IterationPlan(self.now, tuple(starts), tuple(verify), freed, decisions)
+        self.rings.slide()
+        self.now += 1
+        return plan
+
+    def _admit(self) -> tuple[Decision, ...]:
+        """Find places for waiting requests in their order, and stop at an overdue one without."""
+        decisions = []
+        blocked = False
+        least_failed: float = inf
+        for entry in sorted(self._waiting.values(), key=self._order):
+            ask = entry.ask
+            if is_too_large(self.rings, ask):
+                del self._waiting[ask.request_id]
+                decisions.append(Decision(ask.request_id, Outcome.TOO_LARGE))
+                continue
+            # Places only fill up in this loop: what a smaller fetch did not find is not there.
+            hopeless = least_failed <= ask.fetch_bytes and not self._is_long(ask)
+            place = None
+            if not hopeless and (not blocked or self._hinders_nobody(ask)):
+                num_drafts = ask.num_drafts + self.now - entry.since
+                place = find_place(self.rings, ask, num_drafts, self.now, self.max_draft_len)
+                if place is None and ask.fetch_bytes:
+                    least_failed = min(least_failed, ask.fetch_bytes)
+            if place is None:
+                blocked = blocked or self._is_overdue(entry)
+                decisions.append(Decision(ask.request_id, Outcome.WAITING))
+                continue
+            reserve(self.rings, place, self.now)
+            del self._waiting[ask.request_id]
+            self._placed[ask.request_id] = _Placed(ask, entry.since, place)
+            decisions.append(Decision(ask.request_id, Outcome.PLACED, place))
+        return tuple(decisions)
+
+    def _order(self, entry: _Waiting | _Placed) -> tuple[float, ...]:
+        """Overdue first, oldest first; the others by priority, then deadline, then age."""
+        ask, since = entry.ask, entry.since
+        deadline = inf if ask.deadline is None else ask.deadline
+        if self._is_overdue(entry):
+            return (0, since, -ask.priority, deadline, ask.request_id)
+        return (1, -ask.priority, deadline, since, ask.request_id)
+
+    def _is_overdue(self, entry: _Waiting | _Placed) -> bool:
+        return self.now - entry.since >= self.patience
+
+    def _is_long(self, ask: Ask) -> bool:
+        return shortest_fetch(self.rings, ask.fetch_bytes) > self.max_draft_len
+
+    def _hinders_nobody(self, ask: Ask) -> bool:
+        """A request without a fetch takes a slot only, and there may be one for everybody."""
+        known = len(self._waiting) + len(self._placed)
+        return ask.fetch_bytes == 0 and self.rings.slots.capacity >= known
+
+    def _postpone(self, late: Collection[int]) -> None:
+        for request_id in sorted(late):
+            entry = self._placed.get(request_id)
+            if entry is None or entry.place.verify_at != self.now:
+                raise ConfigError(f"request {request_id} is not due in iteration {self.now}")
+            # Slots only smooth the work of an iteration, so a late request may exceed them.
+            self.rings.slots.remove(0, 1)
+            self.rings.slots.add(1, 1)
+            self.rings.hbm.add(1, entry.place.fetch_bytes)
+            place = replace(entry.place, verify_at=self.now + 1)
+            self._placed[request_id] = replace(entry, place=place)
+        if late:
+            # What has started held its HBM beside the late ones already, so this always suffices.
+            self._make_room(self.rings.hbm, started=False)
+            assert not self.rings.hbm.is_over(), "started fetches exceed HBM"
+
+    def _make_room(self, ring: ReservationRing, *, started: bool) -> tuple[int, ...]:
+        """Take places back, last in order first, while `ring` is over; only of fetches that have
+        started, or only of those that have not. Returns the requests that lost theirs."""
+        if not ring.is_over():
+            return ()
+        lost = []
+        candidates = [e for e in self._placed.values() if (e.place.first < self.now) == started]
+        for entry in sorted(candidates, key=self._order, reverse=True):
+            before = ring.amounts()
+            release(self.rings, entry.place, self.now)
+            helps = any(
+                was > ring.capacity and now < was
+                for was, now in zip(before, ring.amounts(), strict=True)
+            )
+            if not helps:
+                reserve(self.rings, entry.place, self.now)
+                continue
+            del self._placed[entry.ask.request_id]
+            self._waiting[entry.ask.request_id] = _Waiting(entry.ask, entry.since)
+            lost.append(entry.ask.request_id)
+            if not ring.is_over():
+                break
+        return tuple(lost)

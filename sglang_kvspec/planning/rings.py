@@ -1,0 +1,75 @@
+"""Amounts reserved in coming iterations: link and HBM (VeriCache section 5.1), and verifications.
+
+Amounts are integers, so that releasing what was reserved returns a ring to exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ReservationRing:
+    """What is reserved in each of the next `horizon` iterations; offset 0 is the current one."""
+
+    def __init__(self, horizon: int, capacity: int) -> None:
+        self.capacity = capacity
+        self._reserved = [0] * horizon
+        self._start = 0
+
+    @property
+    def horizon(self) -> int:
+        return len(self._reserved)
+
+    def reserved(self, offset: int) -> int:
+        return self._reserved[self._index(offset)]
+
+    def free(self, offset: int) -> int:
+        """Negative where reservations are left over from a larger capacity."""
+        return self.capacity - self._reserved[self._index(offset)]
+
+    def add(self, offset: int, amount: int) -> None:
+        self._reserved[self._index(offset)] += amount
+
+    def remove(self, offset: int, amount: int) -> None:
+        index = self._index(offset)
+        assert self._reserved[index] >= amount, "released more than was reserved"
+        self._reserved[index] -= amount
+
+    def is_over(self) -> bool:
+        return max(self._reserved) > self.capacity
+
+    def slide(self) -> None:
+        """Forget the current iteration; an empty one appears at the far end."""
+        self._reserved[self._start] = 0
+        self._start = (self._start + 1) % len(self._reserved)
+
+    def amounts(self) -> tuple[int, ...]:
+        return tuple(self.reserved(offset) for offset in range(self.horizon))
+
+    def _index(self, offset: int) -> int:
+        assert 0 <= offset < len(self._reserved), f"offset {offset} is outside the ring"
+        return (self._start + offset) % len(self._reserved)
+
+
+class Rings:
+    """The three rings that a verification takes from: bytes moved over the link in an iteration,
+    bytes of HBM held by fetched residuals, and verifications in one iteration."""
+
+    def __init__(self, horizon: int, link_bytes: int, hbm_bytes: int, verifications: int) -> None:
+        self.link = ReservationRing(horizon, link_bytes)
+        self.hbm = ReservationRing(horizon, hbm_bytes)
+        self.slots = ReservationRing(horizon, verifications)
+
+    @property
+    def horizon(self) -> int:
+        return self.link.horizon
+
+    def each(self) -> Iterable[ReservationRing]:
+        return (self.link, self.hbm, self.slots)
+
+    def is_over(self) -> bool:
+        return any(ring.is_over() for ring in self.each())
+
+    def slide(self) -> None:
+        for ring in self.each():
+            ring.slide()

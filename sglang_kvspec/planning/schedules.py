@@ -1,0 +1,183 @@
+"""Ways to run a server that our plan is held against: plain decoding, and verification in lock-step
+or one by one (VeriCache section 4.2.1), where the link is idle while requests draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import ceil
+
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.planning.residency import ResidencyView, choose_resident
+from sglang_kvspec.planning.simulation import Machine, RunningRequest, Schedule, Step
+from sglang_kvspec.planning.traces import TraceRequest
+
+
+class PlainDecoding(Schedule):
+    """Full-precision KV in HBM, one token a request and iteration."""
+
+    def has_room(self, request: TraceRequest) -> bool:
+        if len(self.running) >= self.machine.max_requests:
+            return False
+        return self._held_bytes() + self._bytes_of(request) <= self.machine.kv_bytes
+
+    def step(self) -> Step:
+        kv_tokens = sum(r.context_len for r in self.running)
+        seconds = self.machine.costs.plain_seconds(len(self.running), kv_tokens)
+        tokens = sum(request.emit(1) for request in self.running)
+        return Step(seconds, tokens, held_bytes=self._held_bytes())
+
+    def _held_bytes(self) -> float:
+        return sum(self._bytes_of(r.trace) for r in self.running)
+
+    def _bytes_of(self, request: TraceRequest) -> float:
+        return request.total_len * self.machine.plain_bytes
+
+
+class Drafting(Schedule):
+    """What schedules that draft share: memory, residency and the costs of rows."""
+
+    def __init__(self, machine: Machine, draft_len: int, num_requests: int) -> None:
+        """num_requests: most that run at once."""
+        super().__init__(machine)
+        if not 1 <= draft_len <= machine.max_draft_len:
+            raise ConfigError(f"draft_len must be 1..{machine.max_draft_len}, got {draft_len}")
+        self.draft_len = draft_len
+        self.num_requests = min(num_requests, machine.max_requests)
+        self._to_keep: frozenset[int] = frozenset()
+
+    def has_room(self, request: TraceRequest) -> bool:
+        if len(self.running) >= self.num_requests:
+            return False
+        traces = [*(r.trace for r in self.running), request]
+        # A fetching request needs room for its residuals while it verifies.
+        most = max(self.residual_bytes(trace) for trace in traces)
+        return sum(self.always_bytes(trace) for trace in traces) + most <= self.machine.kv_bytes
+
+    def join(self, request: RunningRequest) -> None:
+        """Residuals are born in HBM: a request that is chosen keeps them from the start."""
+        super().join(request)
+        self.choose_residents()
+        request.is_resident = self.keeps(request)
+
+    def leave(self, request: RunningRequest) -> None:
+        super().leave(request)
+        self.choose_residents()
+
+    def always_bytes(self, request: TraceRequest) -> float:
+        return request.total_len * self.machine.anchor_bytes + self.machine.window_bytes
+
+    def residual_bytes(self, request: TraceRequest) -> int:
+        return ceil(request.total_len * self.machine.residual_bytes)
+
+    def fetch_bytes(self, request: RunningRequest) -> int:
+        return 0 if request.is_resident else ceil(request.context_len * self.machine.residual_bytes)
+
+    def best_len(self, request: RunningRequest) -> int:
+        """Drafts it should verify: no more than it can still use, beside the target's own token."""
+        return max(1, min(self.draft_len, ceil(request.remaining) - 1))
+
+    def cap_len(self, request: RunningRequest) -> int:
+        return max(1, min(self.machine.max_draft_len, ceil(request.remaining) - 1))
+
+    def steady_bytes(self) -> float:
+        """HBM that does not depend on what is being verified."""
+        resident = sum(self.residual_bytes(r.trace) for r in self.running if r.is_resident)
+        return sum(self.always_bytes(r.trace) for r in self.running) + resident
+
+    def next_use(self, request: RunningRequest) -> int:
+        return max(self.best_len(request) - request.num_drafts, 0)
+
+    def choose_residents(self) -> None:
+        """Evicts at once; who is newly chosen keeps what its next verification fetches."""
+        views = [
+            ResidencyView(
+                request.request_id,
+                self.residual_bytes(request.trace),
+                self.next_use(request),
+                self.draft_len + 1,
+                request.is_resident,
+            )
+            for request in self.running
+        ]
+        self._to_keep = self.choose(views)
+        for request in self.running:
+            if request.is_resident and not self.keeps(request):
+                self.evict(request)
+
+    def choose(self, views: list[ResidencyView]) -> frozenset[int]:
+        """Keeps room to fetch the largest residuals if not all stay."""
+        spare = int(self.machine.kv_bytes - sum(self.always_bytes(r.trace) for r in self.running))
+        each = [view.residual_bytes for view in views]
+        return choose_resident(views, spare if sum(each) <= spare else spare - max(each))
+
+    def keeps(self, request: RunningRequest) -> bool:
+        return request.request_id in self._to_keep
+
+    def evict(self, request: RunningRequest) -> None:
+        request.is_resident = False
+
+    def seconds(
+        self, drafting: Iterable[RunningRequest], verifying: Iterable[RunningRequest]
+    ) -> float:
+        drafting, verifying = list(drafting), list(verifying)
+        return self.machine.costs.seconds(
+            num_draft_rows=len(drafting),
+            draft_kv_tokens=sum(r.context_len for r in drafting),
+            num_verify_rows=len(verifying),
+            verify_query_tokens=sum(r.num_drafts + 1 for r in verifying),
+            verify_kv_tokens=sum(r.context_len for r in verifying),
+        )
+
+    def verify(self, request: RunningRequest) -> float:
+        """Returns the tokens emitted."""
+        request.is_resident = self.keeps(request)
+        tokens = request.emit(self.machine.curve.expected_tokens(request.num_drafts))
+        request.num_drafts = 0
+        return tokens
+
+
+class LockStep(Drafting):
+    """All draft, then all verify: group by group, as many as fit HBM together, fetched first."""
+
+    def step(self) -> Step:
+        drafting = [r for r in self.running if r.num_drafts < self.best_len(r)]
+        if drafting:
+            seconds = self.seconds(drafting, ())
+            for request in drafting:
+                request.num_drafts += 1
+            return Step(seconds, 0.0, held_bytes=self.steady_bytes())
+        seconds = stall_s = tokens = moved = held = 0.0
+        for group in self.groups():
+            num_bytes = sum(self.fetch_bytes(r) for r in group)
+            transfer_s = num_bytes / self.machine.link_bytes_per_s
+            seconds += transfer_s + self.seconds((), group)
+            stall_s += transfer_s
+            moved += num_bytes
+            held = max(held, self.steady_bytes() + num_bytes)
+            tokens += sum(self.verify(request) for request in group)
+        return Step(seconds, tokens, stall_s, moved, held)
+
+    def groups(self) -> Iterator[list[RunningRequest]]:
+        """Residents verify with the first group."""
+        kept = sum(self.residual_bytes(r.trace) for r in self.running if self.keeps(r))
+        room = self.machine.kv_bytes - kept - sum(self.always_bytes(r.trace) for r in self.running)
+        group: list[RunningRequest] = []
+        taken = 0
+        for request in sorted(self.running, key=lambda r: (not r.is_resident, r.request_id)):
+            num_bytes = self.fetch_bytes(request)
+            if group and taken + num_bytes > room:
+                yield group
+                group, taken = [], 0
+            group.append(request)
+            taken += num_bytes
+        yield group
+
+
+class Sequential(LockStep):
+    """All draft, then one after the other fetches and verifies; residents verify together."""
+
+    def groups(self) -> Iterator[list[RunningRequest]]:
+        if residents := [r for r in self.running if r.is_resident]:
+            yield residents
+        yield from ([r] for r in self.running if not r.is_resident)

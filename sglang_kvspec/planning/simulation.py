@@ -1,0 +1,202 @@
+"""A server in simulated time: requests of a trace join, take iterations, and leave.
+
+What an iteration does is up to a schedule (schedules.py). Contexts are there when a request joins:
+prefill costs every schedule the same and is left out, as in VeriCache's long-context evaluation
+(section 8.1). Memory is taken for a request's whole length at once, so that nobody is retracted.
+Verifications emit what the acceptance curve expects, so that runs differ by schedule only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.planning.traces import TraceRequest
+
+
+class Costs(Protocol):
+    """Seconds of an iteration; planning/costs.py has the measured ones."""
+
+    def seconds(
+        self,
+        num_draft_rows: float,
+        draft_kv_tokens: float,
+        num_verify_rows: float,
+        verify_query_tokens: float,
+        verify_kv_tokens: float,
+    ) -> float: ...
+
+    def plain_seconds(self, num_rows: float, kv_tokens: float) -> float: ...
+
+
+class Curve(Protocol):
+    def expected_tokens(self, draft_len: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is simulated. Bytes are those of one token; window_bytes: of a request's recent window;
+    kv_bytes: HBM left for KV."""
+
+    costs: Costs
+    curve: Curve
+    kv_bytes: int
+    link_bytes_per_s: float
+    plain_bytes: float
+    anchor_bytes: float
+    residual_bytes: float
+    window_bytes: int = 0
+    max_requests: int = 256
+    max_draft_len: int = 64
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    request_id: int
+    trace: TraceRequest
+    emitted: float = 0.0
+    num_drafts: int = 0
+    is_resident: bool = False
+
+    @property
+    def context_len(self) -> int:
+        return self.trace.prompt_len + int(self.emitted)
+
+    @property
+    def remaining(self) -> float:
+        return self.trace.output_len - self.emitted
+
+    @property
+    def is_done(self) -> bool:
+        # Sums of expected tokens are not exact.
+        return self.remaining < 1e-6
+
+    def emit(self, num_tokens: float) -> float:
+        """Returns what of num_tokens was still wanted."""
+        wanted = min(num_tokens, self.remaining)
+        self.emitted += wanted
+        return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One iteration: its length, how much of it was lost to waiting for residuals (of a request
+    that waits while others run, its share), what it emitted, moved and held at most."""
+
+    seconds: float
+    tokens: float
+    stall_s: float = 0.0
+    moved_bytes: float = 0.0
+    held_bytes: float = 0.0
+
+
+class Schedule(ABC):
+    """Decides what running requests do. Subclasses say who fits and what an iteration is."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.running: list[RunningRequest] = []
+
+    @abstractmethod
+    def has_room(self, request: TraceRequest) -> bool: ...
+
+    @abstractmethod
+    def step(self) -> Step:
+        """Advance all running requests, at least one. Must not remove those that are done."""
+
+    def join(self, request: RunningRequest) -> None:
+        self.running.append(request)
+
+    def leave(self, request: RunningRequest) -> None:
+        self.running.remove(request)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Up to one moment. busy_s leaves out times without a request."""
+
+    now_s: float = 0.0
+    busy_s: float = 0.0
+    stall_s: float = 0.0
+    tokens: float = 0.0
+    moved_bytes: float = 0.0
+
+    def after(self, step: Step) -> Totals:
+        return Totals(
+            self.now_s + step.seconds,
+            self.busy_s + step.seconds,
+            self.stall_s + step.stall_s,
+            self.tokens + step.tokens,
+            self.moved_bytes + step.moved_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole run. progress: totals after every iteration."""
+
+    num_requests: int
+    peak_bytes: float
+    progress: tuple[Totals, ...]
+
+    @property
+    def end(self) -> Totals:
+        return self.progress[-1] if self.progress else Totals()
+
+    def steady(self, first: float = 0.2, last: float = 0.8) -> Totals:
+        """What happened between these shares of all tokens: not while the server fills or runs
+        empty. Of runs too short for that, everything."""
+        tokens = self.end.tokens
+        inner = [t for t in self.progress if first * tokens <= t.tokens <= last * tokens]
+        if len(inner) < 2:
+            return self.end
+        start, end = inner[0], inner[-1]
+        return Totals(
+            end.now_s - start.now_s,
+            end.busy_s - start.busy_s,
+            end.stall_s - start.stall_s,
+            end.tokens - start.tokens,
+            end.moved_bytes - start.moved_bytes,
+        )
+
+    def tokens_per_s(self) -> float:
+        steady = self.steady()
+        return steady.tokens / steady.busy_s if steady.busy_s else 0.0
+
+    def stall_share(self) -> float:
+        """Of the time spent in iterations."""
+        steady = self.steady()
+        return steady.stall_s / steady.busy_s if steady.busy_s else 0.0
+
+    def link_utilisation(self, link_bytes_per_s: float) -> float:
+        """Bytes moved, of those the link could have moved."""
+        steady = self.steady()
+        return steady.moved_bytes / (link_bytes_per_s * steady.busy_s) if steady.busy_s else 0.0
+
+
+def simulate(schedule: Schedule, trace: Sequence[TraceRequest]) -> Report:
+    """Run all of `trace`, first come first served. CapacityError for what cannot fit at all."""
+    pending = deque(enumerate(sorted(trace, key=lambda request: request.arrival_s)))
+    totals, peak = Totals(), 0.0
+    progress = []
+    while pending or schedule.running:
+        arrived = totals.now_s
+        while pending and pending[0][1].arrival_s <= arrived and schedule.has_room(pending[0][1]):
+            schedule.join(RunningRequest(*pending.popleft()))
+        if not schedule.running:
+            request = pending[0][1]
+            if request.arrival_s <= arrived:
+                raise CapacityError(f"{request} does not fit an empty server")
+            totals = replace(totals, now_s=request.arrival_s)
+            continue
+        step = schedule.step()
+        totals = totals.after(step)
+        peak = max(peak, step.held_bytes)
+        progress.append(totals)
+        for done in [r for r in schedule.running if r.is_done]:
+            schedule.leave(done)
+    return Report(len(trace), peak, tuple(progress))

@@ -1,0 +1,153 @@
+"""Our plan in simulated time: the planner's own code, told what a simulated link has moved."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from sglang_kvspec.planning.admission import Ask, Outcome
+from sglang_kvspec.planning.reservations import IterationBudget, VerificationPlanner
+from sglang_kvspec.planning.residency import ResidencyView, choose_resident
+from sglang_kvspec.planning.schedules import Drafting
+from sglang_kvspec.planning.simulation import Machine, RunningRequest, Step
+
+
+class Link:
+    """Moves bytes at a constant speed, the soonest due first."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._left: dict[int, tuple[int, float]] = {}
+
+    def start(self, request_id: int, num_bytes: int, due: int) -> None:
+        self._left[request_id] = (due, num_bytes)
+
+    def drop(self, request_id: int) -> None:
+        self._left.pop(request_id, None)
+
+    def is_moving(self, request_id: int) -> bool:
+        return request_id in self._left
+
+    def run(self, seconds: float) -> float:
+        """Returns the bytes moved."""
+        can = budget = seconds * self.bytes_per_s
+        for request_id, (due, left) in sorted(self._left.items(), key=lambda item: item[1][0]):
+            amount = min(left, can)
+            can -= amount
+            # A byte's rest is rounding.
+            if left - amount < 1:
+                del self._left[request_id]
+            else:
+                self._left[request_id] = (due, left - amount)
+            if can <= 0:
+                break
+        return budget - can
+
+
+class Staggered(Drafting):
+    """Our plan: verifications spread over iterations, their fetches hidden behind the others."""
+
+    # Budgets follow the length of iterations once it has changed by this share.
+    DRIFT = 0.05
+    # Verifications allowed in an iteration, over an even spread: last cycles are shorter.
+    SLACK = 1.25
+
+    def __init__(self, machine: Machine, draft_len: int, num_requests: int) -> None:
+        super().__init__(machine, draft_len, num_requests)
+        self.link = Link(machine.link_bytes_per_s)
+        self.held: dict[int, int] = {}
+        self.iteration_s = 0.0
+        self._budget_s = 0.0
+        self._budget_is_stale = True
+        self.planner = VerificationPlanner(
+            IterationBudget(0, 0, 1),
+            max_draft_len=machine.max_draft_len,
+            horizon=2 * machine.max_draft_len,
+        )
+
+    def join(self, request: RunningRequest) -> None:
+        # A first guess, before any iteration ran.
+        self.iteration_s = self.iteration_s or self.seconds((request,), ())
+        super().join(request)
+        self.ask(request)
+
+    def leave(self, request: RunningRequest) -> None:
+        self.forget(request)
+        super().leave(request)
+
+    def ask(self, request: RunningRequest) -> None:
+        self._budget_is_stale = True
+        fetch_bytes = self.fetch_bytes(request)
+        best_len = self.best_len(request)
+        ask = Ask(request.request_id, fetch_bytes, best_len, min(request.num_drafts, best_len))
+        self.planner.submit(ask)
+
+    def forget(self, request: RunningRequest) -> None:
+        self._budget_is_stale = True
+        self.planner.cancel(request.request_id)
+        self.link.drop(request.request_id)
+        self.held.pop(request.request_id, None)
+
+    def evict(self, request: RunningRequest) -> None:
+        super().evict(request)
+        self.forget(request)
+        self.ask(request)
+
+    def choose(self, views: list[ResidencyView]) -> frozenset[int]:
+        """Room to fetch for one request suffices while fetches follow one another; otherwise it
+        takes two, one arriving while one is verified, and what is fetched in two iterations."""
+        chosen = super().choose(views)
+        each = [view.residual_bytes for view in views if view.request_id not in chosen]
+        iteration_bytes = self.machine.link_bytes_per_s * self.iteration_s
+        spans = sum(ceil(num_bytes / iteration_bytes) + 1 for num_bytes in each)
+        if len(each) < 2 or spans <= self.draft_len + 1:
+            return chosen
+        largest = max(view.residual_bytes for view in views)
+        demand = sum(view.residual_bytes for view in views) / (self.draft_len + 1)
+        room = 2 * (largest + int(min(iteration_bytes, demand)))
+        spare = int(self.machine.kv_bytes - sum(self.always_bytes(r.trace) for r in self.running))
+        return choose_resident(views, spare - min(room, spare))
+
+    def step(self) -> Step:
+        self._refresh_budget()
+        late = [r for r in self.planner.due if self.link.is_moving(r)]
+        plan = self.planner.advance(late)
+        for decision in plan.decisions:
+            assert decision.outcome is not Outcome.TOO_LARGE, "has_room let in what cannot fit"
+        for start in plan.starts:
+            self.link.start(start.request_id, start.num_bytes, start.due)
+            self.held[start.request_id] = start.num_bytes
+        held = self.steady_bytes() + sum(self.held.values())
+        verify_ids = set(plan.verify)
+        verifying = [r for r in self.running if r.request_id in verify_ids]
+        others = [r for r in self.running if r.request_id not in verify_ids]
+        drafting = [r for r in others if r.num_drafts < self.cap_len(r)]
+        num_idle = len(others) - len(drafting)
+        seconds = self.seconds(drafting, verifying) or self.iteration_s
+        moved = self.link.run(seconds)
+        for request in drafting:
+            request.num_drafts += 1
+        tokens = 0.0
+        for request in verifying:
+            tokens += self.verify(request)
+            self.held.pop(request.request_id, None)
+            if not request.is_done:
+                self.ask(request)
+        self.iteration_s += 0.1 * (seconds - self.iteration_s)
+        stall_s = seconds * num_idle / len(self.running)
+        return Step(seconds, tokens, stall_s, moved, held)
+
+    def _refresh_budget(self) -> None:
+        drifted = abs(self.iteration_s - self._budget_s) > self.DRIFT * self.iteration_s
+        if not (drifted or self._budget_is_stale):
+            return
+        if drifted:
+            self._budget_s = self.iteration_s
+        self._budget_is_stale = False
+        budget = IterationBudget(
+            link_bytes=int(self.machine.link_bytes_per_s * self._budget_s),
+            hbm_bytes=max(int(self.machine.kv_bytes - self.steady_bytes()), 0),
+            verifications=ceil(self.SLACK * len(self.running) / (self.draft_len + 1)),
+        )
+        for request_id in self.planner.resize(budget):
+            self.link.drop(request_id)
+            self.held.pop(request_id, None)

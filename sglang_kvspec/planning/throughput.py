@@ -1,0 +1,278 @@
+"""Expected throughput of drafting and verifying (VeriCache appendix B.1, equations 5 to 11).
+
+Its model is kept: like requests in steady state, each drafting for x iterations and verifying in
+one more; some keep their residuals resident, the others fetch them for every verification. Sizes
+are ours: KV_full is anchor + residual, c KV_full the anchor. Forward times come from
+IterationCosts, so that arithmetic counts beside memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil, inf
+
+from sglang_kvspec.core.config import MAX_DRAFT_LEN
+from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
+
+# What binds is found by giving so many times as much of each resource.
+RELIEF = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBytes:
+    """KV bytes of one request on one rank. always: its anchors and its recent window."""
+
+    plain: float
+    always: float
+    residual: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything throughput depends on; one rank's share where ranks divide it.
+
+    kv_bytes: HBM left for KV. host_bytes: of the residual store, inf for as much as needed, 0 for
+    none. link_bytes_per_s: from host memory to HBM. max_requests: limit of running requests.
+    """
+
+    context_len: int
+    request: RequestBytes
+    costs: IterationCosts
+    curve: AcceptanceCurve
+    kv_bytes: float
+    link_bytes_per_s: float
+    host_bytes: float = inf
+    max_requests: int = 256
+    max_draft_len: int = MAX_DRAFT_LEN
+
+    @property
+    def plain_requests(self) -> int:
+        """Requests whose plain KV fits: the full-KV baseline at the end of appendix B.1."""
+        return self._at_most(self.kv_bytes / self.request.plain)
+
+    @property
+    def resident_requests(self) -> int:
+        """Requests that fit with all residuals in HBM."""
+        return self._at_most(self.kv_bytes / (self.request.always + self.request.residual))
+
+    @property
+    def most_requests(self) -> int:
+        """Requests that fit at all: with residuals in the host store where there is one."""
+        if not self.host_bytes:
+            return self.resident_requests
+        in_store = self._at_most(self.host_bytes / self.request.residual)
+        fetching = self._at_most((self.kv_bytes - self.request.residual) / self.request.always)
+        return min(in_store, max(fetching, self.resident_requests))
+
+    @property
+    def plain_seconds(self) -> float:
+        """One plain decoding iteration of all requests that fit."""
+        num = self.plain_requests
+        return self.costs.plain_seconds(num, num * self.context_len)
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        return self.plain_requests / self.plain_seconds if self.plain_requests else 0.0
+
+    def _at_most(self, num: float) -> int:
+        return max(int(min(num, self.max_requests)), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """One way to run: x drafts a verification, so many requests with residuals resident or fetched.
+
+    iteration_s: an average iteration, the longer of gpu_s and link_s. cycles_per_load: iterations
+    that one request's residuals are on the link.
+    """
+
+    draft_len: int
+    num_resident: int
+    num_fetching: int
+    gpu_s: float
+    link_s: float
+    cycles_per_load: int
+    tokens_per_cycle: float
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_resident + self.num_fetching
+
+    @property
+    def iteration_s(self) -> float:
+        """Equation 10: forwards and fetches overlap."""
+        return max(self.gpu_s, self.link_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The objective of equation 11."""
+        each = self.tokens_per_cycle / (self.draft_len + 1)
+        return self.num_requests * each / self.iteration_s
+
+
+def average_request_bytes(request: RequestBytes, draft_len: int) -> float:
+    """Equation 5: HBM that a fetching request holds on average, its residuals one iteration in
+    draft_len + 1."""
+    return request.always + request.residual / (draft_len + 1)
+
+
+def held_bytes(
+    request: RequestBytes, num_resident: int, num_fetching: int, draft_len: int
+) -> float:
+    """The left side of equation 6 but for the weights.
+
+    On top of it, if anything is fetched, the residuals being loaded while others are verified: the
+    HBM ring of section 5.1 holds them from the first byte on, which equation 5 leaves out.
+    """
+    resident = num_resident * (request.always + request.residual)
+    fetching = num_fetching * average_request_bytes(request, draft_len)
+    return resident + fetching + (request.residual if num_fetching else 0.0)
+
+
+def gpu_seconds(
+    costs: IterationCosts, num_requests: int, context_len: int, draft_len: int
+) -> float:
+    """In place of equation 7: the forward of an average iteration, in which one request in
+    draft_len + 1 verifies draft_len + 1 tokens and the others draft."""
+    num_verify = num_requests / (draft_len + 1)
+    num_draft = num_requests - num_verify
+    return costs.seconds(
+        num_draft_rows=num_draft,
+        draft_kv_tokens=num_draft * context_len,
+        num_verify_rows=num_verify,
+        verify_query_tokens=num_verify * (draft_len + 1),
+        verify_kv_tokens=num_verify * context_len,
+    )
+
+
+def link_seconds(
+    num_fetching: int, residual_bytes: float, draft_len: int, link_bytes_per_s: float
+) -> float:
+    """Equation 8: link time that an average iteration needs, whatever span a load takes.
+
+    The equation divides by the cycles per load once more. But a load that spans so many iterations
+    loads the link in each of them: all that is fetched in a cycle of draft_len + 1 iterations has
+    to pass the link in them, so that here its divisor is 1.
+    """
+    return num_fetching * residual_bytes / ((draft_len + 1) * link_bytes_per_s)
+
+
+def cycles_per_load(residual_bytes: float, link_bytes_per_s: float, iteration_s: float) -> int:
+    """Iterations that one request's load spans (S_r of section 5.1)."""
+    return max(1, ceil(residual_bytes / (link_bytes_per_s * iteration_s)))
+
+
+def loads_in_flight(num_fetching: int, draft_len: int, load_iterations: float) -> float:
+    """The left side of equation 9: loads under way at once, of which the link carries one.
+
+    With the iterations a load really takes, not rounded, `<= 1` says the same as link_seconds <=
+    iteration_s.
+    """
+    return num_fetching * load_iterations / (draft_len + 1)
+
+
+def cycle_of(setting: Setting, draft_len: int, num_resident: int, num_fetching: int) -> Cycle:
+    """What a choice of draft length and requests comes to; whether it fits is not asked."""
+    residual, link = setting.request.residual, setting.link_bytes_per_s
+    gpu_s = gpu_seconds(setting.costs, num_resident + num_fetching, setting.context_len, draft_len)
+    link_s = link_seconds(num_fetching, residual, draft_len, link)
+    span = cycles_per_load(residual, link, max(gpu_s, link_s)) if num_fetching else 0
+    tokens = setting.curve.expected_tokens(draft_len)
+    return Cycle(draft_len, num_resident, num_fetching, gpu_s, link_s, span, tokens)
+
+
+def best_cycle(setting: Setting, *, may_fetch: bool = True) -> Cycle | None:
+    """Equation 11: the draft length, and requests that fetch, with the most tokens a second.
+
+    None when not one request fits. A draft length that is no better than a shorter one loses, and
+    so do fetching requests that bring nothing.
+    """
+    candidates = (
+        cycle_of(setting, draft_len, num_resident, num_fetching)
+        for draft_len in range(1, setting.max_draft_len + 1)
+        for num_resident, num_fetching in _mixes(setting, draft_len, may_fetch)
+    )
+    return max(candidates, key=lambda cycle: cycle.tokens_per_s, default=None)
+
+
+def _mixes(setting: Setting, draft_len: int, may_fetch: bool) -> Iterator[tuple[int, int]]:
+    """For each number of fetching requests, as many resident ones as equation 6 lets in beside
+    them: one more request never lowers throughput, because an iteration has fixed costs."""
+    request = setting.request
+    limit = setting.max_requests
+    fetches = may_fetch and setting.host_bytes > 0
+    if fetches:
+        # Written through: the store holds resident residuals too.
+        limit = min(limit, int(min(setting.host_bytes / request.residual, limit)))
+    for num_fetching in range(limit + 1 if fetches else 1):
+        left = setting.kv_bytes - held_bytes(request, 0, num_fetching, draft_len)
+        if left < 0:
+            return
+        fitting = int(left / (request.always + request.residual))
+        num_resident = min(fitting, limit - num_fetching)
+        if num_resident + num_fetching:
+            yield num_resident, num_fetching
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a setting brings. cycle is None where speculation does not pay: decode plainly.
+
+    speculative_speed_up: of the best cycle, below 1 where it does not pay; 0 where none fits.
+    binds: the resource of which a quarter more would help most.
+    """
+
+    setting: Setting
+    cycle: Cycle | None
+    speculative_speed_up: float
+    binds: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.cycle.tokens_per_s if self.cycle else self.setting.plain_tokens_per_s
+
+    @property
+    def speed_up(self) -> float:
+        """Over plain decoding; inf where that fits no request, 1 where it is chosen."""
+        if self.cycle is None:
+            return 1.0
+        plain = self.setting.plain_tokens_per_s
+        return self.cycle.tokens_per_s / plain if plain else inf
+
+
+def expect(setting: Setting, *, may_fetch: bool = True) -> Expectation:
+    """The best cycle, or plain decoding where that is at least as fast."""
+    best, plain = best_cycle(setting, may_fetch=may_fetch), setting.plain_tokens_per_s
+    if best is None:
+        return Expectation(setting, None, 0.0, binding(setting, 0.0, may_fetch=may_fetch))
+    pays = best.tokens_per_s > plain
+    speed_up = best.tokens_per_s / plain if plain else inf
+    tokens_per_s = max(best.tokens_per_s, plain)
+    binds = binding(setting, tokens_per_s, may_fetch=may_fetch)
+    return Expectation(setting, best if pays else None, speed_up, binds)
+
+
+def binding(setting: Setting, tokens_per_s: float, *, may_fetch: bool) -> str:
+    """Which resource a quarter more of would raise throughput most, plain or not."""
+    costs = setting.costs
+    relieved = {
+        "HBM capacity": replace(setting, kv_bytes=setting.kv_bytes * RELIEF),
+        "HBM bandwidth": replace(setting, costs=costs.with_faster(memory=RELIEF)),
+        "compute": replace(setting, costs=costs.with_faster(arithmetic=RELIEF)),
+    }
+    if may_fetch and setting.host_bytes:
+        relieved["link"] = replace(setting, link_bytes_per_s=setting.link_bytes_per_s * RELIEF)
+        if setting.host_bytes < inf:
+            relieved["host memory"] = replace(setting, host_bytes=setting.host_bytes * RELIEF)
+    relieved["running requests"] = replace(setting, max_requests=int(setting.max_requests * RELIEF))
+
+    def gain(name: str) -> float:
+        better = best_cycle(relieved[name], may_fetch=may_fetch)
+        speculative = better.tokens_per_s if better else 0.0
+        return max(speculative, relieved[name].plain_tokens_per_s) - tokens_per_s
+
+    gains = {name: gain(name) for name in relieved}
+    most = max(gains, key=lambda name: gains[name])
+    # Nothing fits even then: it is for want of memory.
+    return most if gains[most] > 0 else "HBM capacity"

@@ -1,0 +1,108 @@
+"""`sglang-kvspec plan` as users run it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+LLAMA = ROOT / "examples" / "models" / "llama-3.1-8b.json"
+RUN = "import sys; from sglang_kvspec.cli import main; code = main(); "
+
+
+def run(*arguments, before="", after="sys.exit(code)", cwd=None):
+    source_roots = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "patches"))
+    return subprocess.run(
+        [sys.executable, "-c", f"{before}{RUN}{after}", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": source_roots},
+    )
+
+
+def test_tables_say_what_to_expect():
+    done = run("plan", "--model", LLAMA, "--gpu", "h200", "--target", "int8")
+    assert done.returncode == 0, done.stderr
+    for words in ("131,072", "37,440 + 32,768", "requests that fit", "what binds", "HBM bandwidth"):
+        assert words in done.stdout
+    # The sweep ends where the model does, and what is assumed is said.
+    assert done.stdout.count("131,072") == 2
+    assert "Expected, not measured" in done.stdout
+    assert "31M parameters" in done.stdout
+
+
+def test_the_readme_shows_what_is_printed():
+    done = run("plan", "--model", LLAMA.relative_to(ROOT), "--target", "int8", cwd=ROOT)
+    table, _, _ = done.stdout.partition("└")
+    readme = {line.strip() for line in (ROOT / "README.md").read_text("utf-8").splitlines()}
+    assert {line.strip() for line in table.splitlines()} <= readme
+
+
+def test_json_has_the_same_plan(tmp_path):
+    (tmp_path / "config.json").write_text(LLAMA.read_text())
+    done = run("plan", "--model", tmp_path, "--json", "--acceptance", "0.95", "--context", 8192)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["kv_bytes_per_token"] == {"plain": 131072, "anchor": 37440, "residual": 131072}
+    assert plan["plan"]["plain"]["requests_fit"] == 100
+    assert plan["plan"]["fetched"]["speed_up"] >= 1
+    assert [row["context_len"] for row in plan["sweep"]] == [4096 << n for n in range(6)]
+
+
+def test_a_fall_back_to_plain_decoding_is_said():
+    done = run("plan", "--model", LLAMA, "--acceptance", "0.1")
+    assert done.returncode == 0, done.stderr
+    assert "does not pay" in done.stdout
+
+
+def test_neither_torch_nor_sglang_is_loaded():
+    loaded = "sys.exit(str({'torch', 'sglang', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    done = run("plan", "--model", LLAMA, after=loaded)
+    assert done.stderr.strip() == "set()"
+
+
+def test_a_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    done = run("plan", "--model", LLAMA, "--plot", path)
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_is_refused(tmp_path):
+    absent = "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None; "
+    done = run("plan", "--model", LLAMA, "--plot", tmp_path / "plan.png", before=absent)
+    assert done.returncode == 2
+    assert done.stderr == "sglang-kvspec: --plot needs matplotlib: pip install matplotlib\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "/nowhere.json"), "--model /nowhere.json cannot be read"),
+        (("--model", Path(__file__)), "is not JSON"),
+        (("--model", LLAMA, "--gpu", "abacus"), "--gpu must be one of"),
+        (("--model", LLAMA, "--context", "0"), "--context must be >= 1"),
+        (("--model", LLAMA, "--acceptance", "1.5"), "from 0 to 1"),
+        (("--model", LLAMA, "--acceptance", "/nowhere.json"), "--acceptance /nowhere.json"),
+        (("--model", LLAMA, "--acceptance", LLAMA), "no figures named accept.log4"),
+        (("--model", LLAMA, "--link-gbps", "-1"), "--link-gbps must be positive"),
+        (("--model", LLAMA, "--tp", "5"), "--tp must divide"),
+        (("--model", LLAMA, "--page-size", "48"), "--page-size"),
+        (("--model", LLAMA, "--plot", "/nowhere/plan.png"), "--plot /nowhere/plan.png"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_code_2(arguments, words):
+    done = run("plan", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.startswith("sglang-kvspec: ")
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout

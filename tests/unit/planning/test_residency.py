@@ -1,0 +1,77 @@
+"""Who keeps residuals in HBM: the soonest and most often used, without flipping."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_kvspec.planning.residency import ResidencyView, choose_resident
+
+views = st.builds(
+    ResidencyView,
+    request_id=st.just(0),
+    residual_bytes=st.integers(1, 50),
+    next_use=st.integers(0, 40),
+    cycle_len=st.integers(1, 33),
+    is_resident=st.booleans(),
+)
+
+
+@st.composite
+def populations(draw: st.DrawFn) -> list[ResidencyView]:
+    drawn = draw(st.lists(views, max_size=12))
+    return [replace(view, request_id=index) for index, view in enumerate(drawn)]
+
+
+@settings(max_examples=300)
+@given(populations(), st.integers(0, 200))
+def test_the_chosen_fit_and_room_is_not_left_for_anyone(requests, spare_bytes):
+    chosen = choose_resident(requests, spare_bytes)
+    left = spare_bytes - sum(r.residual_bytes for r in requests if r.request_id in chosen)
+    assert left >= 0
+    assert all(r.residual_bytes > left for r in requests if r.request_id not in chosen)
+
+
+@settings(max_examples=300)
+@given(populations(), st.integers(0, 200))
+def test_choosing_again_changes_nothing(requests, spare_bytes):
+    chosen = choose_resident(requests, spare_bytes)
+    settled = [replace(r, is_resident=r.request_id in chosen) for r in requests]
+    again = choose_resident(settled, spare_bytes)
+    kept = [replace(r, is_resident=r.request_id in again) for r in requests]
+    assert choose_resident(kept, spare_bytes) == again
+
+
+@settings(max_examples=200)
+@given(
+    cycle_len=st.integers(2, 33),
+    num_requests=st.integers(2, 10),
+    room=st.integers(1, 9),
+    iterations=st.integers(1, 80),
+)
+def test_equals_do_not_trade_places_as_their_cycles_turn(cycle_len, num_requests, room, iterations):
+    resident: frozenset[int] = frozenset()
+    for now in range(iterations):
+        requests = [
+            ResidencyView(index, 10, (index - now) % cycle_len, cycle_len, index in resident)
+            for index in range(num_requests)
+        ]
+        chosen = choose_resident(requests, 10 * room)
+        assert now == 0 or chosen == resident
+        resident = chosen
+
+
+def test_sooner_and_more_often_used_stays():
+    often = ResidencyView(0, 10, next_use=4, cycle_len=4, is_resident=False)
+    seldom = ResidencyView(1, 10, next_use=4, cycle_len=20, is_resident=True)
+    sooner = replace(often, request_id=2, next_use=1)
+    assert choose_resident([often, seldom], 10) == {0}
+    assert choose_resident([often, sooner], 10) == {2}
+
+
+def test_a_small_advantage_does_not_replace_a_resident():
+    stays = ResidencyView(0, 10, next_use=8, cycle_len=8, is_resident=True)
+    comes = ResidencyView(1, 10, next_use=0, cycle_len=8, is_resident=False)
+    assert choose_resident([stays, comes], 10) == {0}
