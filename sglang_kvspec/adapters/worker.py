@@ -316,7 +316,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     # Control plane
 
     def kvspec_report(self) -> dict[str, Any]:
-        return build_report(self.config, self.kv, self.counters)
+        allocator = self.token_to_kv_pool_allocator
+        allocated = (allocator.size - allocator.available_size()) // self.kv.geometry.page_size
+        return build_report(self.config, self.kv, self.counters, allocated)
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."

@@ -9,8 +9,14 @@ from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.metrics import SpecCounters
 
 
-def build_report(config: KVSpecConfig, kv: TieredKV, counters: SpecCounters) -> dict[str, Any]:
-    """Configuration, pool sizes in pages and bytes, page states, and counters."""
+def build_report(
+    config: KVSpecConfig, kv: TieredKV, counters: SpecCounters, num_allocated: int
+) -> dict[str, Any]:
+    """Configuration, pool sizes in pages and bytes, page states, and counters.
+
+    num_allocated: pages that SGLang has handed out. Once nothing runs these are the pages of cached
+    prefixes, all of them encoded.
+    """
     plan, geometry = kv.plan, kv.geometry
     size, page = geometry.page_size, plan.page_bytes
     return {
@@ -20,6 +26,7 @@ def build_report(config: KVSpecConfig, kv: TieredKV, counters: SpecCounters) -> 
         "pools": {
             "page_size": size,
             "num_pages": plan.num_pages,
+            "num_pages_allocated": num_allocated,
             "window_pages": plan.window_pages,
             "window_pages_used": len(kv.window.slots),
             "residual_cache_pages": plan.cache_pages,

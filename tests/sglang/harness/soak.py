@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from harness.client import GenerateClient, Output
 from harness.suite import Task, TokenIds
 
+# How long aborted requests may take to be gone, and how often to look.
+SETTLE_S, POLL_S = 60.0, 0.2
 # How requests end, by how many of a hundred: read whole, streamed whole, aborted by id, hung up.
 _ENDINGS = {"whole": 30, "streamed": 40, "aborted": 15, "hung up": 15}
 
@@ -114,16 +117,29 @@ class Soak:
         self.result.peak_encoded = max(self.result.peak_encoded, encoded)
 
     def _look_for_leaks(self) -> None:
-        """Once nothing runs and no prefix is kept, no page, window slot or residual is in use."""
-        self._client.flush_cache()
-        report = self._report()
-        states = dict(report["page_states"])
-        states.pop("ABSENT")
-        held = {name: count for name, count in states.items() if count}
-        if used := report["pools"]["window_pages_used"]:
-            held["window pages"] = used
+        """Once nothing runs, cached prefixes are all that is there: as many encoded pages as SGLang
+        has handed out, and an empty window. Every other round they are forgotten, too."""
+        deadline = time.monotonic() + SETTLE_S
+        while (held := self._held()) and time.monotonic() < deadline:
+            # An abort takes effect some iterations after it was answered, and nobody is told.
+            time.sleep(POLL_S)
         if held:
             self.result.leaks.append(f"after round {self.result.rounds}: {held}")
+        if self.result.rounds % 2 == 0:
+            self._client.flush_cache()
+
+    def _held(self) -> str:
+        """What is in use although nothing runs; empty if nothing is."""
+        report = self._report()
+        states, pools = report["page_states"], report["pools"]
+        allocated = pools["num_pages_allocated"]
+        encoded = sum(states.values()) - states["ABSENT"]
+        if encoded == allocated and not pools["window_pages_used"] and not states["IN_FLIGHT"]:
+            return ""
+        return (
+            f"{allocated} pages are allocated, {encoded} of them encoded ({states}), "
+            f"{pools['window_pages_used']} in the window"
+        )
 
     def _report(self) -> dict:
         return self._client.server_info()["internal_states"][0]["kvspec"]

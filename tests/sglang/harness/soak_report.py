@@ -14,7 +14,8 @@ def write_soak_report(path: Path, result: SoakResult, elapsed_s: float) -> None:
         "device": "cpu",
         "dtype": "float32",
         "baseline": "plain SGLang, one request at a time",
-        "leaks": "pages, window slots and residuals in use after a round, prefixes flushed",
+        "leaks": "rounds after which, once idle, pages were allocated and not encoded, encoded and "
+        "not allocated, or in the window",
     }
     figures = [
         figure("soak.requests", result.requests, "requests"),

@@ -61,11 +61,12 @@ def test_counters_add_up(counters):
 
 def test_report_is_plain_json_and_agrees_with_its_sources(counters, kv):
     config = KVSpecConfig(draft_len=5, host_gb=1.5)
-    report = json.loads(json.dumps(build_report(config, kv, counters), allow_nan=False))
+    report = json.loads(json.dumps(build_report(config, kv, counters, 3), allow_nan=False))
     assert KVSpecConfig.from_dict(report["config"]) == config
     assert report["max_draft_len"] == 5
     pools = report["pools"]
     assert pools["num_pages"] == 12
+    assert pools["num_pages_allocated"] == 3
     assert pools["window_pages_used"] == 1
     assert pools["residual_cache_pages"] == 1
     assert pools["max_total_num_tokens"] == 12 * 32
@@ -89,7 +90,7 @@ def test_report_is_plain_json_and_agrees_with_its_sources(counters, kv):
 
 
 def test_report_of_an_idle_server(make_kv):
-    report = build_report(KVSpecConfig(), make_kv(store=False), SpecCounters())
+    report = build_report(KVSpecConfig(), make_kv(store=False), SpecCounters(), 0)
     assert report["counters"]["mean_accept_len"] == 0
     assert report["pools"]["residual_store_pages"] == report["pools"]["host_bytes"] == 0
     json.dumps(report, allow_nan=False)
