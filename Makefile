@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-gpu identity check bench-acceptance clean
+.PHONY: help env demo serve test test-gpu identity soak check bench-acceptance clean
 
 VENV ?= .venv
 MODEL ?= models/demo-5m
@@ -50,6 +50,10 @@ test-gpu: ## tests of the kernels on a CUDA device: make test-gpu PYTHON=/path/t
 identity: $(INSTALLED) ## every prompt, model, codec and scenario against plain SGLang: hours
 	$(PYTHON) -m pytest tests/sglang/test_identity.py -m identity \
 		--identity-report benchmarks/results/identity.json $(PYTEST_ARGS)
+
+soak: $(INSTALLED) ## half an hour of random traffic against plain SGLang's answers
+	$(PYTHON) -m pytest tests/sglang/test_soak.py -m soak \
+		--soak-report benchmarks/results/soak.json $(PYTEST_ARGS)
 
 check: $(INSTALLED) ## formatting, lint and types
 	$(PYTHON) -m ruff format --check .

@@ -33,13 +33,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the full identity matrix on every N-th prompt only; benchmarks/merge_identity.py "
         "adds the reports of all N up",
     )
+    parser.addoption(
+        "--soak-seconds", type=float, default=1800.0, help="how long `-m soak` sends traffic"
+    )
+    parser.addoption("--soak-report", type=Path, help="where to write the figures of `-m soak`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the full matrix, hours long, to those who ask for it with `-m identity`."""
-    if "identity" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("identity")]
+    """Leave the full matrix, hours long, to those who ask with `-m identity`; so with `-m soak`."""
+    unwanted = [name for name in ("identity", "soak") if name not in config.option.markexpr]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unwanted))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -1,13 +1,16 @@
-"""Breaks KVSpec on purpose, inside a real server, to see that comparisons notice.
+"""Breaks KVSpec on purpose, inside a real server, to see that comparisons notice; or gives it the
+residual cache of a machine with little memory.
 
 A server that has this folder on PYTHONPATH loads it as an SGLang plugin. The file named by
-KVSPEC_FAULT_FILE lists the active faults, so that one server can show them all.
+KVSPEC_FAULT_FILE lists the active faults, so that one server can show them all. KVSPEC_CACHE_PAGES
+is the most pages the residual cache may have, whatever memory there is.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,10 @@ import torch
 def register() -> None:
     """Put every fault in place; each looks up at every call whether it is the active one."""
     if "SGLANG_KVSPEC" not in os.environ:
+        return
+    if "KVSPEC_CACHE_PAGES" in os.environ:
+        _shrink_cache(int(os.environ["KVSPEC_CACHE_PAGES"]))
+    if "KVSPEC_FAULT_FILE" not in os.environ:
         return
     from sglang_kvspec.pools.residual_tiers import ResidualTiers
     from sglang_kvspec.pools.tiered_kv import TieredKV
@@ -28,6 +35,18 @@ def register() -> None:
     _replace(RequestState, "commit", "skipped_rollback", _commit_without_rollback)
     _replace(TieredKV, "read_target", "off_by_one_page", _read_the_page_before)
     _replace(ResidualTiers, "write", "stale_residual", _write_first_generation_only)
+
+
+def _shrink_cache(num_pages: int) -> None:
+    from sglang_kvspec.adapters import pool_sizing
+
+    plan_capacity = pool_sizing.plan_capacity
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        plan = plan_capacity(*args, **kwargs)
+        return replace(plan, cache_pages=min(plan.cache_pages, num_pages))
+
+    pool_sizing.plan_capacity = planned
 
 
 def _replace(owner: Any, name: str, fault: str, faulty: Callable[..., Any]) -> None:

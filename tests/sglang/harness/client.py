@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +50,48 @@ class GenerateClient:
         """The same, streamed; `on_tokens(n)` is told of each n tokens that have arrived so far."""
         last: dict[str, Any] | None = None
         with self._post(input_ids, max_new_tokens, stream=True) as reply:
-            for line in reply.iter_lines():
-                if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                    continue
-                last = json.loads(line.removeprefix(b"data: "))
-                if "error" in last:
-                    raise requests.HTTPError(f"{self.base_url}: {last['error']}")
+            for last in self._chunks(reply):
                 on_tokens(len(last["output_ids"]))
         if last is None:
             raise requests.HTTPError(f"{self.base_url} closed a stream without one chunk")
         return _output(last)
+
+    def cut_short(
+        self, input_ids: Sequence[int], max_new_tokens: int, after: int, *, by_id: bool
+    ) -> Output:
+        """What had arrived of an answer that is given up once `after` tokens have: by an abort of
+        its id, after which the stream ends by itself, or by hanging up."""
+        rid, answer = uuid.uuid4().hex, Output((), {})
+        with self._post(input_ids, max_new_tokens, stream=True, rid=rid) as reply:
+            if after == 0 and by_id:
+                self._abort(rid)
+            is_over = False
+            for chunk in self._chunks(reply):
+                answer = _output(chunk)
+                if len(answer.output_ids) < after or is_over:
+                    continue
+                if not by_id:
+                    break
+                self._abort(rid)
+                is_over = True
+        return answer
+
+    def _abort(self, rid: str) -> None:
+        reply = requests.post(
+            f"{self.base_url}/abort_request",
+            json={"rid": rid},
+            timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
+        )
+        reply.raise_for_status()
+
+    def _chunks(self, reply: requests.Response) -> Iterator[dict[str, Any]]:
+        for line in reply.iter_lines():
+            if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix(b"data: "))
+            if "error" in chunk:
+                raise requests.HTTPError(f"{self.base_url}: {chunk['error']}")
+            yield chunk
 
     def server_info(self) -> dict[str, Any]:
         reply = requests.get(
@@ -77,7 +110,12 @@ class GenerateClient:
         reply.raise_for_status()
 
     def _post(
-        self, input_ids: Sequence[int], max_new_tokens: int, *, stream: bool
+        self,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        stream: bool,
+        rid: str | None = None,
     ) -> requests.Response:
         reply = requests.post(
             f"{self.base_url}/generate",
@@ -89,6 +127,7 @@ class GenerateClient:
                     "ignore_eos": True,
                 },
                 "stream": stream,
+                "rid": rid,
             },
             stream=stream,
             timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),

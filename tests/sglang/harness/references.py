@@ -94,8 +94,11 @@ class PlainReference:
             learn([family.follower for family in families])
 
     def expected(self, scenario: Scenario, answers: Answers) -> list[TokenIds]:
+        return [self.answer(task) for task, _ in answers]
+
+    def answer(self, task: Task) -> TokenIds:
         # A longer greedy answer begins with the shorter one.
-        return [self._output_of[task.input_ids][: task.max_new_tokens] for task, _ in answers]
+        return self._output_of[task.input_ids][: task.max_new_tokens]
 
 
 class UndraftedReference:

@@ -23,6 +23,13 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def give_memory_back():
+    """The largest pools take 35 GB, which another process may want to test with."""
+    yield
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture(params=CODECS)
 def codec(request):
     return CODECS[request.param]

@@ -86,8 +86,8 @@ def test_number_of_queries(q_len, check, device):
 
 @pytest.mark.parametrize("q_len", [1, 3, 6, 12, 40])
 def test_maxima_that_rise_within_a_page(q_len, check, device):
-    """Scores so far apart that steps and pages again and again hold the largest one; 1 to 16 columns
-    of 8 query rows."""
+    """Scores so far apart that steps and pages again and again hold the largest one; 1 to 16
+    columns of 8 query rows."""
     shape = ("int8", "uniform4", 256, 64, 1, 4, BF16)
     case = make_case(
         [700], q_lens=[q_len], tail_lens=[q_len + 200], seed=1, **options_of(shape, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import hypot
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,19 +26,19 @@ COSTS = IterationCosts(
 
 def test_an_iteration_is_the_sum_of_its_parts():
     # 2 drafts on 300 cached tokens, 1 verification of 5 tokens on 100:
-    # 1 + 0.5, weights 10 (7 tokens need 3.5), drafts 3, verification 2 (its arithmetic 0.5).
-    assert COSTS.seconds(2, 300, 1, 5, 100) == pytest.approx(16.5)
+    # 1 + 0.5, weights 10 (7 tokens need 3.5), drafts 3, verification reads 2, its arithmetic 0.5.
+    assert COSTS.seconds(2, 300, 1, 5, 100) == pytest.approx(14.5 + hypot(2, 0.5))
 
 
 def test_many_tokens_are_bound_by_arithmetic():
-    # 40 tokens: products 20 in place of weights 10. 30 query tokens a row: 3 in place of 2.
-    assert COSTS.seconds(10, 0, 1, 30, 100) == pytest.approx(1 + 0.5 + 20 + 3)
+    # 40 tokens: products 20 in place of weights 10. 30 query tokens a row: 3 beside 2.
+    assert COSTS.seconds(10, 0, 1, 30, 100) == pytest.approx(1 + 0.5 + 20 + hypot(2, 3))
 
 
 def test_pairs_are_counted_by_row():
     # Two rows of 15 tokens on 100 each make 3000 pairs, not 6000.
-    assert COSTS.verify_attention_seconds(2, 30, 200) == pytest.approx(max(0.02 * 200, 3.0))
-    assert COSTS.verify_attention_seconds(2, 60, 200) == pytest.approx(6.0)
+    assert COSTS.verify_attention_seconds(2, 30, 200) == pytest.approx(hypot(4, 3))
+    assert COSTS.verify_attention_seconds(2, 60, 200) == pytest.approx(hypot(4, 6))
 
 
 def test_plain_decoding_has_no_costs_of_kvspec():
@@ -58,15 +60,15 @@ def test_experts_are_read_as_tokens_reach_them():
 def test_scaling_a_part_scales_only_that_part():
     whole = COSTS.seconds(2, 300, 1, 5, 100)
     assert COSTS.scaled(draft=2).seconds(2, 300, 1, 5, 100) == pytest.approx(whole + 3)
-    assert COSTS.scaled(verify=2).seconds(2, 300, 1, 5, 100) == pytest.approx(whole + 2)
+    assert COSTS.scaled(verify=2).seconds(2, 300, 1, 5, 100) == pytest.approx(whole + hypot(2, 0.5))
     assert COSTS.scaled(base=2).seconds(2, 300, 1, 5, 100) == pytest.approx(whole + 11.5)
 
 
 def test_a_faster_gpu_speeds_up_what_it_is_faster_at():
     faster = COSTS.with_faster(memory=2)
-    assert faster.seconds(2, 300, 1, 5, 100) == pytest.approx(1.5 + 5 + 1.5 + 1)
+    assert faster.seconds(2, 300, 1, 5, 100) == pytest.approx(1.5 + 5 + 1.5 + hypot(1, 0.5))
     faster = COSTS.with_faster(arithmetic=2)
-    assert faster.seconds(10, 0, 1, 30, 100) == pytest.approx(1.5 + 10 + 2)
+    assert faster.seconds(10, 0, 1, 30, 100) == pytest.approx(1.5 + 10 + hypot(2, 1.5))
 
 
 @given(

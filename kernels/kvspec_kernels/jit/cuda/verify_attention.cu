@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     warp * CHANNEL_TILES * 4;
     u8* after = memory + QUERY_BYTES + 2 * PROB_BYTES + META_BYTES;
     uint2* v_meta = reinterpret_cast<uint2*>(after) + warp * (V_META_BYTES / WARPS / 8);
-    // [WARPS][COLS], where K's metadata is that no warp needs any more.
+    // Of a pass: [WARPS][8 PASS_COLUMNS]. Where K's metadata is that no warp needs any more.
     float* stats = reinterpret_cast<float*>(memory + QUERY_BYTES + 2 * PROB_BYTES);
     float* rises = reinterpret_cast<float*>(after + V_META_BYTES);  // [COLS]: of the running maxima
     float* tops = rises + COLS;  // [COLS]: the running maxima, integers; 0 at first
@@ -117,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     int* flags = reinterpret_cast<int*>(ring + HALVES / 2 * PAGE_BYTES + HALVES * 8);
     int* ids = flags + 4;         // [AHEAD]: of pages
     int* slots = ids + AHEAD;     // [AHEAD]: of their residuals
-    int* rests = slots + AHEAD;
-    int* starts = rests + 1;  // [MAX_BATCH + 1]: units before each request
+    int* rests = slots + AHEAD;  // units that a segment has besides its pages
+    int* starts = rests + 1;     // [MAX_BATCH + 1]: units before each request
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < HALVES; ++i) barrier_init(barrier + 8 * i);

@@ -1,0 +1,155 @@
+"""Random traffic: many requests at once, some of them cut short, round after round."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from harness.client import GenerateClient, Output
+from harness.suite import Task, TokenIds
+
+# How requests end, by how many of a hundred: read whole, streamed whole, aborted by id, hung up.
+_ENDINGS = {"whole": 30, "streamed": 40, "aborted": 15, "hung up": 15}
+
+
+@dataclass(slots=True)
+class SoakResult:
+    """Counts of all rounds so far. mismatches and leaks are sentences. peak_encoded: most encoded
+    pages seen at once, of which the residual cache holds cache_pages at most. bytes_fetched: of
+    residuals into the cache, since the server started."""
+
+    requests: int = 0
+    cut_short: int = 0
+    retractions: int = 0
+    rounds: int = 0
+    peak_encoded: int = 0
+    cache_pages: int = 0
+    bytes_fetched: int = 0
+    mismatches: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests in {self.rounds} rounds, {self.cut_short} cut short, "
+            f"{self.retractions} retractions, {len(self.mismatches)} differ, "
+            f"{len(self.leaks)} leaks, at most {self.peak_encoded} encoded pages over a cache of "
+            f"{self.cache_pages}, {self.bytes_fetched / 2**20:.0f} MiB fetched"
+        )
+
+
+class Soak:
+    """Sends rounds of tasks whose right answers are known, and looks for leaks in between.
+
+    A seed decides tasks, their order and how each ends; threads decide how they overlap.
+    """
+
+    def __init__(
+        self,
+        client: GenerateClient,
+        answers: Sequence[tuple[Task, TokenIds]],
+        *,
+        concurrent: int,
+        seed: int,
+    ) -> None:
+        self._client = client
+        self._tasks = [task for task, _ in answers]
+        self._answer_of = dict(answers)
+        self._concurrent = concurrent
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self.result = SoakResult()
+
+    def crowd(self) -> None:
+        """Every task once, all at the same time and whole."""
+        self._round([(task, "streamed") for task in self._tasks])
+
+    def random_round(self, num_requests: int) -> None:
+        tasks = self._random.choices(self._tasks, k=num_requests)
+        endings = self._random.choices(list(_ENDINGS), weights=_ENDINGS.values(), k=num_requests)
+        self._round(list(zip(tasks, endings, strict=True)))
+
+    def _round(self, requests: Sequence[tuple[Task, str]]) -> None:
+        seeds = [self._random.random() for _ in requests]
+        with (
+            _Watch(self._encoded_pages),
+            ThreadPoolExecutor(min(self._concurrent, len(requests))) as pool,
+        ):
+            list(pool.map(self._send, *zip(*requests, strict=True), seeds))
+        self.result.rounds += 1
+        self._look_for_leaks()
+
+    def _send(self, task: Task, ending: str, seed: float) -> None:
+        client, ids, new_tokens = self._client, task.input_ids, task.max_new_tokens
+        if ending == "whole":
+            output = client.generate(ids, new_tokens)
+        elif ending == "streamed":
+            output = client.stream(ids, new_tokens, lambda num_tokens: None)
+        else:
+            after = int(seed * new_tokens)
+            output = client.cut_short(ids, new_tokens, after, by_id=ending == "aborted")
+        self._judge(task, output, cut=ending in ("aborted", "hung up"))
+
+    def _judge(self, task: Task, output: Output, *, cut: bool) -> None:
+        right, got = self._answer_of[task], output.output_ids
+        is_short = len(got) < len(right)
+        with self._lock:
+            self.result.requests += 1
+            self.result.cut_short += cut and is_short
+            self.result.retractions += output.num_retractions
+            if got != right[: len(got)]:
+                place = next(i for i in range(len(got)) if got[: i + 1] != right[: i + 1])
+                self.result.mismatches.append(f"{task.name}: token {place} of {len(got)} differs")
+            elif is_short and not cut:
+                self.result.mismatches.append(f"{task.name}: {len(got)} of {len(right)} tokens")
+
+    def _encoded_pages(self) -> None:
+        report = self._report()
+        states = report["page_states"]
+        self.result.cache_pages = report["pools"]["residual_cache_pages"]
+        self.result.bytes_fetched = report["bytes_fetched"]
+        encoded = sum(states.values()) - states["ABSENT"]
+        self.result.peak_encoded = max(self.result.peak_encoded, encoded)
+
+    def _look_for_leaks(self) -> None:
+        """Once nothing runs and no prefix is kept, no page, window slot or residual is in use."""
+        self._client.flush_cache()
+        report = self._report()
+        states = dict(report["page_states"])
+        states.pop("ABSENT")
+        held = {name: count for name, count in states.items() if count}
+        if used := report["pools"]["window_pages_used"]:
+            held["window pages"] = used
+        if held:
+            self.result.leaks.append(f"after round {self.result.rounds}: {held}")
+
+    def _report(self) -> dict:
+        return self._client.server_info()["internal_states"][0]["kvspec"]
+
+
+class _Watch:
+    """Calls `look` over and over in a thread of its own, each call as soon as the last is done."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._error: Exception | None = None
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(0.2):
+                self._look()
+        except Exception as error:
+            self._error = error
