@@ -102,6 +102,8 @@ class Staggered(Drafting):
         held = self.steady_bytes() + sum(self.held.values())
         verify_ids = set(plan.verify)
         verifying = [r for r in self.running if r.request_id in verify_ids]
+        arrived = not any(self.link.is_moving(r.request_id) for r in verifying)
+        assert arrived, "a verification would run before its residuals came"
         others = [r for r in self.running if r.request_id not in verify_ids]
         drafting = [r for r in others if r.num_drafts < self.machine.max_draft_len]
         num_idle = len(others) - len(drafting)
