@@ -10,9 +10,10 @@ arrival_s, prompt_len, output_len) is run on one server, and nothing is written.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -90,12 +91,14 @@ def main() -> None:
     seeds = SEEDS[:1] if args.quick else SEEDS
     figures: list[Figure] = []
     outcomes: list[Outcome] = []
+    plots: list[Callable[[], None]] = []
     with ProcessPoolExecutor(args.jobs) as pool:
         for prefix, (target, sizes) in KINDS.items():
             for sweep in sweeps(target, sizes):
-                made, runs = run_sweep(pool, prefix, sweep, seeds, args.out)
+                made, runs, plot = run_sweep(pool, prefix, sweep, seeds, args.out.parent)
                 figures += made
                 outcomes += runs
+                plots.append(plot)
         grid = [] if args.quick else run_grid(pool)
         figures = [*summary(outcomes + grid), *link_figures(pool), *figures]
     settings = {
@@ -112,7 +115,10 @@ def main() -> None:
         "paper": "VeriCache figure 13: 1.61 at budget 0.74 to 2.71 at 0.2; 1.92 at ratio 60 to "
         "3.01 at 10",
     }
+    # Before the plots, which make the working tree differ from its commit.
     write_json(args.out, "planner", torch.device("cpu"), settings, figures)
+    for plot in plots:
+        plot()
     console.print(f"written: {args.out}")
 
 
@@ -126,9 +132,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_sweep(
-    pool: ProcessPoolExecutor, prefix: str, sweep: Sweep, seeds: Sequence[int], out: Path
-) -> tuple[list[Figure], list[Outcome]]:
-    """Figures and all outcomes of one sweep, and its plot beside `out`."""
+    pool: ProcessPoolExecutor, prefix: str, sweep: Sweep, seeds: Sequence[int], folder: Path
+) -> tuple[list[Figure], list[Outcome], Callable[[], None]]:
+    """Figures and all outcomes of one sweep, and what draws its plot into `folder`."""
     jobs = {
         name: [pool.submit(run_case, case, seed, baselines=seed == seeds[0]) for seed in seeds]
         for name, _, case in sweep.points
@@ -189,12 +195,15 @@ def run_sweep(
             f"{point.num_fetching} fetch, {point.rooms} rooms",
         )
     console.print(table)
-    stem = f"tiers_{prefix.replace('.', '_')}{sweep.name}.png"
-    title = f"{LABELS[prefix]}: simulated throughput"
-    draw_sweep(
-        out.parent / stem, curves, title=title, label=sweep.label, log2=sweep.name != "budget_sweep"
+    plot = partial(
+        draw_sweep,
+        folder / f"tiers_{prefix.replace('.', '_')}{sweep.name}.png",
+        curves,
+        title=f"{LABELS[prefix]}: simulated throughput",
+        label=sweep.label,
+        log2=sweep.name != "budget_sweep",
     )
-    return figures, outcomes
+    return figures, outcomes, plot
 
 
 def run_grid(pool: ProcessPoolExecutor) -> list[Outcome]:
