@@ -35,24 +35,32 @@ class PlainDecoding(Schedule):
 
 
 class Drafting(Schedule):
-    """What schedules that draft share: memory, residency and the costs of rows."""
+    """What schedules that draft share: memory, residency and the costs of rows.
 
-    def __init__(self, machine: Machine, draft_len: int, num_requests: int) -> None:
-        """num_requests: most that run at once."""
+    They do not know where an output ends: drafts past it are made and verified in vain.
+    """
+
+    def __init__(self, machine: Machine, draft_len: int, num_requests: int, rooms: int = 1) -> None:
+        """num_requests: most that run at once. rooms: how often HBM keeps free what the largest
+        request fetches, unless all residuals stay."""
         super().__init__(machine)
         if not 1 <= draft_len <= machine.max_draft_len:
             raise ConfigError(f"draft_len must be 1..{machine.max_draft_len}, got {draft_len}")
         self.draft_len = draft_len
         self.num_requests = min(num_requests, machine.max_requests)
+        self.rooms = max(rooms, 1)
         self._to_keep: frozenset[int] = frozenset()
 
     def has_room(self, request: TraceRequest) -> bool:
         if len(self.running) >= self.num_requests:
             return False
         traces = [*(r.trace for r in self.running), request]
-        # A fetching request needs room for its residuals while it verifies.
-        most = max(self.residual_bytes(trace) for trace in traces)
-        return sum(self.always_bytes(trace) for trace in traces) + most <= self.machine.kv_bytes
+        residuals = [self.residual_bytes(trace) for trace in traces]
+        always = sum(self.always_bytes(trace) for trace in traces)
+        return always + self.fetch_room(residuals) <= self.machine.kv_bytes
+
+    def fetch_room(self, residuals: list[int]) -> int:
+        return min(self.rooms * max(residuals, default=0), sum(residuals))
 
     def join(self, request: RunningRequest) -> None:
         """Residuals are born in HBM: a request that is chosen keeps them from the start."""
@@ -73,20 +81,13 @@ class Drafting(Schedule):
     def fetch_bytes(self, request: RunningRequest) -> int:
         return 0 if request.is_resident else ceil(request.context_len * self.machine.residual_bytes)
 
-    def best_len(self, request: RunningRequest) -> int:
-        """Drafts it should verify: no more than it can still use, beside the target's own token."""
-        return max(1, min(self.draft_len, ceil(request.remaining) - 1))
-
-    def cap_len(self, request: RunningRequest) -> int:
-        return max(1, min(self.machine.max_draft_len, ceil(request.remaining) - 1))
-
     def steady_bytes(self) -> float:
         """HBM that does not depend on what is being verified."""
         resident = sum(self.residual_bytes(r.trace) for r in self.running if r.is_resident)
         return sum(self.always_bytes(r.trace) for r in self.running) + resident
 
     def next_use(self, request: RunningRequest) -> int:
-        return max(self.best_len(request) - request.num_drafts, 0)
+        return max(self.draft_len - request.num_drafts, 0)
 
     def choose_residents(self) -> None:
         """Evicts at once; who is newly chosen keeps what its next verification fetches."""
@@ -100,16 +101,14 @@ class Drafting(Schedule):
             )
             for request in self.running
         ]
-        self._to_keep = self.choose(views)
+        spare = int(self.machine.kv_bytes - sum(self.always_bytes(r.trace) for r in self.running))
+        residuals = [view.residual_bytes for view in views]
+        if sum(residuals) > spare:
+            spare -= self.fetch_room(residuals)
+        self._to_keep = choose_resident(views, spare)
         for request in self.running:
             if request.is_resident and not self.keeps(request):
                 self.evict(request)
-
-    def choose(self, views: list[ResidencyView]) -> frozenset[int]:
-        """Keeps room to fetch the largest residuals if not all stay."""
-        spare = int(self.machine.kv_bytes - sum(self.always_bytes(r.trace) for r in self.running))
-        each = [view.residual_bytes for view in views]
-        return choose_resident(views, spare if sum(each) <= spare else spare - max(each))
 
     def keeps(self, request: RunningRequest) -> bool:
         return request.request_id in self._to_keep
@@ -141,7 +140,7 @@ class LockStep(Drafting):
     """All draft, then all verify: group by group, as many as fit HBM together, fetched first."""
 
     def step(self) -> Step:
-        drafting = [r for r in self.running if r.num_drafts < self.best_len(r)]
+        drafting = [r for r in self.running if r.num_drafts < self.draft_len]
         if drafting:
             seconds = self.seconds(drafting, ())
             for request in drafting:

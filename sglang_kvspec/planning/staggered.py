@@ -6,7 +6,6 @@ from math import ceil
 
 from sglang_kvspec.planning.admission import Ask, Outcome
 from sglang_kvspec.planning.reservations import IterationBudget, VerificationPlanner
-from sglang_kvspec.planning.residency import ResidencyView, choose_resident
 from sglang_kvspec.planning.schedules import Drafting
 from sglang_kvspec.planning.simulation import Machine, RunningRequest, Step
 
@@ -48,11 +47,11 @@ class Staggered(Drafting):
 
     # Budgets follow the length of iterations once it has changed by this share.
     DRIFT = 0.05
-    # Verifications allowed in an iteration, over an even spread: last cycles are shorter.
+    # Verifications allowed in an iteration, over an even spread.
     SLACK = 1.25
 
-    def __init__(self, machine: Machine, draft_len: int, num_requests: int) -> None:
-        super().__init__(machine, draft_len, num_requests)
+    def __init__(self, machine: Machine, draft_len: int, num_requests: int, rooms: int = 2) -> None:
+        super().__init__(machine, draft_len, num_requests, rooms)
         self.link = Link(machine.link_bytes_per_s)
         self.held: dict[int, int] = {}
         self.iteration_s = 0.0
@@ -77,8 +76,7 @@ class Staggered(Drafting):
     def ask(self, request: RunningRequest) -> None:
         self._budget_is_stale = True
         fetch_bytes = self.fetch_bytes(request)
-        best_len = self.best_len(request)
-        ask = Ask(request.request_id, fetch_bytes, best_len, min(request.num_drafts, best_len))
+        ask = Ask(request.request_id, fetch_bytes, self.draft_len, request.num_drafts)
         self.planner.submit(ask)
 
     def forget(self, request: RunningRequest) -> None:
@@ -92,21 +90,6 @@ class Staggered(Drafting):
         self.forget(request)
         self.ask(request)
 
-    def choose(self, views: list[ResidencyView]) -> frozenset[int]:
-        """Room to fetch for one request suffices while fetches follow one another; otherwise it
-        takes two, one arriving while one is verified, and what is fetched in two iterations."""
-        chosen = super().choose(views)
-        each = [view.residual_bytes for view in views if view.request_id not in chosen]
-        iteration_bytes = self.machine.link_bytes_per_s * self.iteration_s
-        spans = sum(ceil(num_bytes / iteration_bytes) + 1 for num_bytes in each)
-        if len(each) < 2 or spans <= self.draft_len + 1:
-            return chosen
-        largest = max(view.residual_bytes for view in views)
-        demand = sum(view.residual_bytes for view in views) / (self.draft_len + 1)
-        room = 2 * (largest + int(min(iteration_bytes, demand)))
-        spare = int(self.machine.kv_bytes - sum(self.always_bytes(r.trace) for r in self.running))
-        return choose_resident(views, spare - min(room, spare))
-
     def step(self) -> Step:
         self._refresh_budget()
         late = [r for r in self.planner.due if self.link.is_moving(r)]
@@ -119,8 +102,10 @@ class Staggered(Drafting):
         held = self.steady_bytes() + sum(self.held.values())
         verify_ids = set(plan.verify)
         verifying = [r for r in self.running if r.request_id in verify_ids]
+        arrived = not any(self.link.is_moving(r.request_id) for r in verifying)
+        assert arrived, "a verification would run before its residuals came"
         others = [r for r in self.running if r.request_id not in verify_ids]
-        drafting = [r for r in others if r.num_drafts < self.cap_len(r)]
+        drafting = [r for r in others if r.num_drafts < self.machine.max_draft_len]
         num_idle = len(others) - len(drafting)
         seconds = self.seconds(drafting, verifying) or self.iteration_s
         moved = self.link.run(seconds)

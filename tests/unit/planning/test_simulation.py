@@ -63,7 +63,9 @@ def speed_up(schedule: Schedule, plain: Report) -> float:
 
 def test_the_staggered_plan_beats_plain_decoding_and_stalling_schedules():
     plain = simulate(PlainDecoding(MACHINE), TRACE)
-    staggered, lock_step, sequential = (speed_up(s(MACHINE, 12, 36), plain) for s in DRAFTING)
+    staggered, lock_step, sequential = (
+        speed_up(s(MACHINE, 12, 30, rooms=4), plain) for s in DRAFTING
+    )
     assert staggered > 1.5
     assert staggered > lock_step
     assert staggered > sequential
@@ -71,14 +73,14 @@ def test_the_staggered_plan_beats_plain_decoding_and_stalling_schedules():
 
 def test_fetches_hide_where_the_link_suffices():
     machine = replace(MACHINE, link_bytes_per_s=8e9)
-    report = simulate(Staggered(machine, 12, 28), TRACE)
+    report = simulate(Staggered(machine, 12, 28, rooms=5), TRACE)
     assert report.end.moved_bytes > 0
     assert report.stall_share() < 0.03
 
 
 def test_a_link_that_does_not_suffice_is_kept_busy():
     machine = replace(MACHINE, link_bytes_per_s=5e8, max_draft_len=12)
-    report = simulate(Staggered(machine, 6, 36), TRACE)
+    report = simulate(Staggered(machine, 6, 30, rooms=3), TRACE)
     assert report.stall_share() > 0.2
     assert 0.9 < report.link_utilisation(machine.link_bytes_per_s) <= 1
 

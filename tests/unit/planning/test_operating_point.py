@@ -1,0 +1,100 @@
+"""The chosen operating point against the simulator that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
+from sglang_kvspec.planning.operating_point import choose_operating_point, plain_tokens_per_s
+from sglang_kvspec.planning.simulation import Machine, Report, simulate
+from sglang_kvspec.planning.staggered import Staggered
+from sglang_kvspec.planning.traces import TraceRequest, generate_trace
+
+CONTEXT_LEN, OUTPUT_LEN = 8000, 200
+MACHINE = Machine(
+    costs=IterationCosts(
+        overhead_s=1e-3,
+        weights_s=4e-3,
+        token_s=2e-5,
+        plain_kv_token_s=30e-9,
+        draft_kv_token_s=9e-9,
+        verify_kv_token_s=20e-9,
+    ),
+    curve=AcceptanceCurve.geometric(0.97, 32),
+    kv_bytes=20_000_000,
+    link_bytes_per_s=1e9,
+    plain_bytes=200,
+    anchor_bytes=57,
+    residual_bytes=50,
+    max_requests=48,
+    max_draft_len=32,
+)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Drafts that are never accepted."""
+
+    def expected_tokens(self, draft_len: int) -> float:
+        return 1.0
+
+
+def trace(num_requests: int) -> tuple[TraceRequest, ...]:
+    return generate_trace(
+        0, num_requests, prompt_len=CONTEXT_LEN, output_len=OUTPUT_LEN, prompt_spread=0.05
+    )
+
+
+def run(machine: Machine) -> Report:
+    point = choose_operating_point(machine, CONTEXT_LEN + OUTPUT_LEN, OUTPUT_LEN)
+    assert point is not None
+    schedule = Staggered(machine, point.draft_len, point.num_requests, point.rooms)
+    return simulate(schedule, trace(4 * point.num_requests))
+
+
+@settings(max_examples=25)
+@given(
+    kv_bytes=st.integers(8_000_000, 60_000_000),
+    residual_bytes=st.sampled_from([50, 140, 200]),
+    link_bytes_per_s=st.sampled_from([2e8, 1e9, 5e9]),
+)
+def test_the_simulated_server_reaches_what_was_expected(kv_bytes, residual_bytes, link_bytes_per_s):
+    machine = replace(
+        MACHINE,
+        kv_bytes=kv_bytes,
+        residual_bytes=residual_bytes,
+        link_bytes_per_s=link_bytes_per_s,
+    )
+    point = choose_operating_point(machine, CONTEXT_LEN + OUTPUT_LEN, OUTPUT_LEN)
+    if point is None:
+        return
+    report = run(machine)
+    # Lengths vary where the estimate has means, and requests are whole.
+    assert report.tokens_per_s() == pytest.approx(point.tokens_per_s, rel=0.2)
+    assert report.stall_share() < 0.05
+
+
+def test_where_nothing_is_accepted_plain_decoding_is_chosen():
+    machine = replace(MACHINE, curve=Nothing())
+    assert choose_operating_point(machine, CONTEXT_LEN, OUTPUT_LEN) is None
+
+
+def test_without_a_link_all_residuals_stay():
+    point = choose_operating_point(replace(MACHINE, link_bytes_per_s=1.0), CONTEXT_LEN, OUTPUT_LEN)
+    assert point is not None
+    assert point.num_fetching == 0
+
+
+def test_more_of_anything_is_never_slower():
+    def speed(machine: Machine) -> float:
+        point = choose_operating_point(machine, CONTEXT_LEN, OUTPUT_LEN)
+        return point.tokens_per_s if point else plain_tokens_per_s(machine, CONTEXT_LEN)
+
+    base = speed(MACHINE)
+    assert speed(replace(MACHINE, kv_bytes=2 * MACHINE.kv_bytes)) >= base
+    assert speed(replace(MACHINE, link_bytes_per_s=2 * MACHINE.link_bytes_per_s)) >= base
+    assert speed(replace(MACHINE, max_requests=96)) >= base
