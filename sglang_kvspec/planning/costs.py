@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import hypot
+from typing import Protocol
 
 from sglang_kvspec.core.config import MAX_DRAFT_LEN
 from sglang_kvspec.core.errors import ConfigError
@@ -69,6 +70,21 @@ class AcceptanceCurve:
     def expected_tokens(self, draft_len: int) -> float:
         """Tokens one cycle emits: the accepted drafts and the target's own token."""
         return self.expected_accepted(draft_len) + 1
+
+
+class Costs(Protocol):
+    """Seconds of an iteration; IterationCosts has the measured ones."""
+
+    def seconds(
+        self,
+        num_draft_rows: float,
+        draft_kv_tokens: float,
+        num_verify_rows: float,
+        verify_query_tokens: float,
+        verify_kv_tokens: float,
+    ) -> float: ...
+
+    def plain_seconds(self, num_rows: float, kv_tokens: float) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

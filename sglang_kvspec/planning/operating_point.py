@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from sglang_kvspec.planning.simulation import Machine
+from sglang_kvspec.planning.throughput import gpu_seconds
 
 # Of the longest draft: beyond it a request whose place is taken finds few later ones, and waits.
 LONGEST_SHARE = 0.75
@@ -89,7 +90,7 @@ def _fewest_rooms(
         num_requests = num_fetching + num_resident
         if not num_requests:
             return None
-        seconds = _iteration_seconds(machine, num_requests, context_len, draft_len)
+        seconds = gpu_seconds(machine.costs, num_requests, context_len, draft_len)
         span = residual / (machine.link_bytes_per_s * seconds)
         fetches = num_fetching / (draft_len + 1)
         if fetches * span > LINK_SHARE:
@@ -104,18 +105,3 @@ def _fewest_rooms(
             )
         rooms += 1
     return None
-
-
-def _iteration_seconds(
-    machine: Machine, num_requests: int, context_len: int, draft_len: int
-) -> float:
-    """Of an average iteration, in which one request in draft_len + 1 verifies."""
-    num_verify = num_requests / (draft_len + 1)
-    num_draft = num_requests - num_verify
-    return machine.costs.seconds(
-        num_draft_rows=num_draft,
-        draft_kv_tokens=num_draft * context_len,
-        num_verify_rows=num_verify,
-        verify_query_tokens=num_verify * (draft_len + 1),
-        verify_kv_tokens=num_verify * context_len,
-    )

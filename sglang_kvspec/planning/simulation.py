@@ -15,22 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.planning.costs import Costs
 from sglang_kvspec.planning.traces import TraceRequest
-
-
-class Costs(Protocol):
-    """Seconds of an iteration; planning/costs.py has the measured ones."""
-
-    def seconds(
-        self,
-        num_draft_rows: float,
-        draft_kv_tokens: float,
-        num_verify_rows: float,
-        verify_query_tokens: float,
-        verify_kv_tokens: float,
-    ) -> float: ...
-
-    def plain_seconds(self, num_rows: float, kv_tokens: float) -> float: ...
 
 
 class Curve(Protocol):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from sglang_kvspec.core.config import MAX_DRAFT_LEN
-from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
+from sglang_kvspec.planning.costs import AcceptanceCurve, Costs, IterationCosts
 
 # What binds is found by giving so many times as much of each resource.
 RELIEF = 1.25
@@ -130,9 +130,7 @@ def held_bytes(
     return resident + fetching + (request.residual if num_fetching else 0.0)
 
 
-def gpu_seconds(
-    costs: IterationCosts, num_requests: int, context_len: int, draft_len: int
-) -> float:
+def gpu_seconds(costs: Costs, num_requests: int, context_len: int, draft_len: int) -> float:
     """In place of equation 7: the forward of an average iteration, in which one request in
     draft_len + 1 verifies draft_len + 1 tokens and the others draft."""
     num_verify = num_requests / (draft_len + 1)
