@@ -42,8 +42,9 @@ class EncodeShape:
     dtype: torch.dtype
 
 
+@functools.lru_cache(maxsize=64)
 def supported(shape: EncodeShape, device: torch.device) -> bool:
-    """Whether the kernel covers this shape."""
+    """Whether the kernel covers this shape. Asked for every layer of every prefill."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (9, 0)
