@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from harness.client import GenerateClient, Output
 from harness.suite import Task, TokenIds
 
-# How long aborted requests may take to be gone, and how often to look.
+# How long aborted requests may take to be gone, and how often to look at a server.
 SETTLE_S, POLL_S = 60.0, 0.2
 # How requests end, by how many of a hundred: read whole, streamed whole, aborted by id, hung up.
 _ENDINGS = {"whole": 30, "streamed": 40, "aborted": 15, "hung up": 15}
@@ -77,7 +77,7 @@ class Soak:
     def _round(self, requests: Sequence[tuple[Task, str]]) -> None:
         seeds = [self._random.random() for _ in requests]
         with (
-            _Watch(self._encoded_pages),
+            _Watch(self._look),
             ThreadPoolExecutor(min(self._concurrent, len(requests))) as pool,
         ):
             list(pool.map(self._send, *zip(*requests, strict=True), seeds))
@@ -108,13 +108,11 @@ class Soak:
             elif is_short and not cut:
                 self.result.mismatches.append(f"{task.name}: {len(got)} of {len(right)} tokens")
 
-    def _encoded_pages(self) -> None:
+    def _look(self) -> None:
         report = self._report()
-        states = report["page_states"]
         self.result.cache_pages = report["pools"]["residual_cache_pages"]
         self.result.bytes_fetched = report["bytes_fetched"]
-        encoded = sum(states.values()) - states["ABSENT"]
-        self.result.peak_encoded = max(self.result.peak_encoded, encoded)
+        self.result.peak_encoded = max(self.result.peak_encoded, _encoded_pages(report))
 
     def _look_for_leaks(self) -> None:
         """Once nothing runs, cached prefixes are all that is there: as many encoded pages as SGLang
@@ -133,7 +131,7 @@ class Soak:
         report = self._report()
         states, pools = report["page_states"], report["pools"]
         allocated = pools["num_pages_allocated"]
-        encoded = sum(states.values()) - states["ABSENT"]
+        encoded = _encoded_pages(report)
         if encoded == allocated and not pools["window_pages_used"] and not states["IN_FLIGHT"]:
             return ""
         return (
@@ -145,8 +143,13 @@ class Soak:
         return self._client.server_info()["internal_states"][0]["kvspec"]
 
 
+def _encoded_pages(report: dict) -> int:
+    states = report["page_states"]
+    return sum(states.values()) - states["ABSENT"]
+
+
 class _Watch:
-    """Calls `look` over and over in a thread of its own, each call as soon as the last is done."""
+    """Calls `look` every POLL_S in a thread of its own, and raises on exit what it raised."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look
@@ -165,7 +168,7 @@ class _Watch:
 
     def _run(self) -> None:
         try:
-            while not self._over.wait(0.2):
+            while not self._over.wait(POLL_S):
                 self._look()
         except Exception as error:
             self._error = error
