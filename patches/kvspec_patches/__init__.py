@@ -2,8 +2,8 @@
 
 Each module says in its docstring which symbol it hooks, why, for which SGLang versions, and when
 it can go; it defines TARGET, KIND (SGLang's hook type), SCOPE and `hook`. Scopes: `flags` (always),
-`cpu` (whenever the reference platform runs), `kvspec` (a server started with --kvspec) and
-`cpu_kvspec` (both).
+`cpu` (whenever the reference platform runs), `kvspec` (a server started with --kvspec), and
+`cpu_kvspec` and `cuda_kvspec` (such a server on the reference platform, or on a GPU).
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ MANIFEST = (
     "assign_req_to_token",
     "last_loc",
     "oot_mha_kv_pool",
+    "mha_kv_pool",
+    "paged_release",
+    "paged_clear",
+    "fused_kv_write",
     "pool_configurator",
     "draft_kv_pool",
     "drafts_histogram",

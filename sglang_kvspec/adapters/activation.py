@@ -59,19 +59,28 @@ def register_everything() -> None:
     """Register algorithm, attention backend and hooks, apply them, and check that all applied."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from kvspec_patches import register_scope, verify_applied
+    from kvspec_patches import register_scope
     from sglang_kvspec.adapters import algorithm, attention
 
     algorithm.register()
     attention.register()
-    register_scope("kvspec")
-    scopes = ["flags", "kvspec"]
-    if cpu_platform_is_active():
-        register_scope("cpu")
-        register_scope("cpu_kvspec")
-        scopes += ["cpu", "cpu_kvspec"]
+    for scope in _scopes():
+        register_scope(scope)
     HookRegistry.apply_hooks()
-    verify_applied(*scopes)
+    verify_hooks()
+
+
+def verify_hooks() -> None:
+    """Raise HookError unless every hook this process needs to serve KVSpec has applied."""
+    from kvspec_patches import verify_applied
+
+    verify_applied(*_scopes())
+
+
+def _scopes() -> tuple[str, ...]:
+    if cpu_platform_is_active():
+        return "flags", "kvspec", "cpu", "cpu_kvspec"
+    return "flags", "kvspec", "cuda_kvspec"
 
 
 def config_of(server_args: object) -> KVSpecConfig | None:

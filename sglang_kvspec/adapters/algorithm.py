@@ -48,8 +48,22 @@ def register() -> None:
         ALGORITHM_NAME, supports_overlap=True, spec_class=KVSpecAlgorithm
     )
     def create_worker(server_args: Any) -> type:
-        from kvspec_patches import verify_applied
-        from sglang_kvspec.adapters.worker import KVSpecWorker
+        from sglang_kvspec.adapters.activation import (
+            config_of,
+            cpu_platform_is_active,
+            verify_hooks,
+        )
 
-        verify_applied("flags", "kvspec", "cpu", "cpu_kvspec")
-        return KVSpecWorker
+        verify_hooks()
+        config = config_of(server_args)
+        assert config is not None, "the KVSPEC algorithm was chosen without --kvspec"
+        staggers = config.schedule == "staggered" or (
+            config.schedule == "auto" and cpu_platform_is_active()
+        )
+        if staggers:
+            from sglang_kvspec.adapters.staggered_worker import StaggeredWorker
+
+            return StaggeredWorker
+        from sglang_kvspec.adapters.round_worker import RoundWorker
+
+        return RoundWorker

@@ -1,4 +1,4 @@
-"""SGLang's attention backend `kvspec`: the reference backend on a CPU."""
+"""SGLang's attention backend `kvspec`: plain torch on a CPU, kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.server_args import add_attention_backend_choices
 
 from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 
 NAME = "kvspec"
@@ -26,7 +30,7 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self.attention = ReferenceAttention(runner.token_to_kv_pool.kv)
+        self.attention = _attention_over(runner.token_to_kv_pool.kv, runner)
         self._start_layer = runner.token_to_kv_pool.start_layer
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -60,6 +64,16 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
             layer.scaling,
         )
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+def _attention_over(kv: KVTiers, runner: Any) -> ReferenceAttention | DeviceAttention:
+    if isinstance(kv, DeviceKV):
+        from sglang.srt.runtime_context import get_parallel
+
+        num_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+        return DeviceAttention(kv, num_heads)
+    assert isinstance(kv, TieredKV)
+    return ReferenceAttention(kv)
 
 
 def _check_layer(layer: Any, k: Any, save_kv_cache: bool, extra: dict[str, Any]) -> None:

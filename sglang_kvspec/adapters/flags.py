@@ -58,6 +58,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="share of the KV memory that caches residuals, 0 to 0.9 "
         f"(default: {default.residual_hbm_fraction})",
     )
+    group.add_argument(
+        "--kvspec-schedule",
+        metavar="{auto,staggered,rounds}",
+        help="verifications take turns (staggered), or all requests draft, then all verify "
+        "(rounds); auto: staggered on a CPU, rounds on a GPU (default: auto)",
+    )
 
 
 def flag_values(args: argparse.Namespace) -> dict[str, Any]:

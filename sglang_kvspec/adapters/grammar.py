@@ -46,3 +46,11 @@ def masks_along(grammar: Any, drafts: Sequence[int], logits: torch.Tensor) -> Gr
     bitmask = grammar.move_vocab_mask(bitmask, logits.device)
     grammar.apply_vocab_mask(marked, bitmask)
     return GrammarMasks(marked == 0, max_tokens)
+
+
+def mask_after(grammar: Any, drafts: Sequence[int], logits: torch.Tensor) -> torch.Tensor | None:
+    """What the grammar allows after all drafts: [1, vocab] bool, like logits; None for anything."""
+    if grammar is None:
+        return None
+    masks = masks_along(grammar, drafts, logits.expand(len(drafts) + 1, -1))
+    return None if masks is None else masks.allowed[-1:]

@@ -1,4 +1,4 @@
-"""A TieredKV as SGLang's KV cache object."""
+"""Our pools as SGLang's KV cache object."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, take_plan
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
 
     post_capture_active = False
 
-    def __init__(self, kv: TieredKV, *, start_layer: int, end_layer: int, device: str) -> None:
+    def __init__(self, kv: KVTiers, *, start_layer: int, end_layer: int, device: str) -> None:
         geometry = kv.geometry
         super().__init__(
             size=kv.plan.num_pages * geometry.page_size,
@@ -73,7 +75,10 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
     plan, geometry = take_plan(kvc), geometry_of(kvc)
     assert max_total_num_tokens == plan.num_pages * geometry.page_size, "plan and SGLang disagree"
     codec = codec_of(kvc, config)
-    kv = TieredKV(geometry, codec, plan, torch.device(kvc.device))
+    if kvc.device == "cpu":
+        kv: KVTiers = TieredKV(geometry, codec, plan, torch.device("cpu"))
+    else:
+        kv = DeviceKV(geometry, codec, plan, torch.device(kvc.device, kvc.gpu_id))
     logger.info(describe(plan, config, codec, geometry.page_size))
     return KVSpecPool(
         kv,

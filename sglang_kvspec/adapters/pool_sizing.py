@@ -70,7 +70,11 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         )
         assert self._budget_bytes is not None, "SGLang profiles memory before it caps tokens"
         budget_bytes, host_limit_bytes = self._budget_bytes, available_host_bytes()
-        if self._kvc.device == "cpu" and config.host_gb is None:
+        host_bytes = None if config.host_gb is None else int(config.host_gb * GIB)
+        if self._kvc.device != "cpu":
+            # DeviceKV has no host store.
+            host_bytes = host_bytes or 0
+        elif host_bytes is None:
             budget_bytes, host_limit_bytes = split_shared_memory(
                 budget_bytes, page_bytes, window_pages, config.residual_hbm_fraction
             )
@@ -79,7 +83,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             page_bytes,
             window_pages=window_pages,
             residual_fraction=config.residual_hbm_fraction,
-            host_bytes=None if config.host_gb is None else int(config.host_gb * GIB),
+            host_bytes=host_bytes,
             host_limit_bytes=host_limit_bytes,
             max_pages=max_pages,
         )

@@ -56,10 +56,7 @@ def build_server_args(
     check_flags(config, kwargs)
     activation.check_sglang_version()
     if not activation.cpu_platform_is_active():
-        raise UnsupportedError(
-            "--kvspec runs on the CPU reference platform only in this version; "
-            "this machine has an accelerator (hide it, e.g. CUDA_VISIBLE_DEVICES='', to try it)"
-        )
+        check_gpu_flags(config, kwargs)
     # Imported late: a plain server loads neither codecs nor checks.
     from sglang_kvspec.adapters.model_check import check_model, model_config_of
 
@@ -97,7 +94,8 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{_flag(name)} {value} cannot be combined with --kvspec (allowed: {choices})"
             )
-    if kwargs.get("tp_size", 1) not in (None, 1):
+    on_cpu = activation.cpu_platform_is_active()
+    if on_cpu and kwargs.get("tp_size", 1) not in (None, 1):
         raise ConfigError(
             f"--tp-size {kwargs['tp_size']} cannot be combined with --kvspec on a CPU (allowed: 1)"
         )
@@ -105,6 +103,29 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
 
     check_page_size(kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
     _check_host_budget(config)
+
+
+def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError for what the CPU reference platform can and a GPU cannot yet."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("--kvspec runs on NVIDIA GPUs and on CPUs")
+    if config.host_gb:
+        raise UnsupportedError(
+            f"--kvspec-host-gb {config.host_gb:g}: on a GPU residuals lie in the KV memory in this "
+            "version (allowed: 0, or leave it unset)"
+        )
+    if config.schedule == "staggered":
+        raise UnsupportedError(
+            "--kvspec-schedule staggered: on a GPU requests draft and verify in rounds in this "
+            "version (allowed: auto, rounds)"
+        )
+    if config.target == "int8" and kwargs.get("page_size") not in (None, DEFAULT_PAGE_SIZE):
+        raise UnsupportedError(
+            f"--page-size {kwargs['page_size']} cannot be combined with --kvspec-target int8 on a "
+            f"GPU (allowed: {DEFAULT_PAGE_SIZE})"
+        )
 
 
 def _flag(name: str) -> str:
@@ -132,6 +153,10 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
         "page_size": kwargs.get("page_size") or DEFAULT_PAGE_SIZE,
         "max_running_requests": kwargs.get("max_running_requests") or DEFAULT_MAX_RUNNING_REQUESTS,
         "grammar_backend": kwargs.get("grammar_backend") or "xgrammar",
-        # The reference platform computes where it decides; there is nothing to overlap with.
+        # The CPU computes where it decides, and on a GPU a round of many steps is one iteration:
+        # there is nothing to overlap with.
         "disable_overlap_schedule": True,
+        # KVSpec captures graphs of its own.
+        "disable_decode_cuda_graph": True,
+        "disable_prefill_cuda_graph": True,
     }

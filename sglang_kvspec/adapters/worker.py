@@ -1,12 +1,12 @@
-"""The speculative worker: one ragged forward an iteration, staggered verifications."""
+"""What the speculative workers share: prefill, verification, and their place in SGLang."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -20,22 +20,27 @@ from sglang_kvspec.adapters.grammar import GrammarMasks, masks_along
 from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.requests import sampling_params_of
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
-from sglang_kvspec.planning.step import StepPlan
+from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
-from sglang_kvspec.runtime.pages import PageKeeper
+from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.report import build_report
 from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.stepper import Stepper
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
-    """Drafts and verifies with the target model itself.
+    """Drafts and verifies with the target model itself; a subclass decides who does what when.
 
     Invariants with SGLang: batch.seq_lens is the number of tokens with verified KV; the pending
     token follows it; slots for drafts are reserved behind it and persist until it moves.
     """
+
+    # What _ragged_batch changes of a ScheduleBatch.
+    FORWARD_FIELDS = (
+        *("forward_mode", "input_ids", "out_cache_loc", "req_pool_indices", "seq_lens"),
+        *("seq_lens_cpu", "seq_lens_sum", "spec_info"),
+    )
 
     def __init__(
         self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any
@@ -61,8 +66,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self.kv = token_to_kv_pool_allocator.get_kvcache().kv
-        self.pages = PageKeeper(self.kv, self.config.recent_pages)
-        self.stepper = Stepper(self.config, self.kv)
+        on_device = isinstance(self.kv, DeviceKV)
+        keeper = DevicePageKeeper if on_device else PageKeeper
+        self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
         if self.server_args.enable_metrics:
             self._exporter = MetricsExporter(self.server_args.served_model_name)
 
@@ -118,10 +124,11 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
                 params=params,
                 remaining=params_remaining(req, len(output) + 1),
             )
-            self.stepper.start_cycle(state, len(batch.reqs))
+            self._start_cycle(state, len(batch.reqs))
             states.append(state)
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts)
+        self.pages.flush()
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
         result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)
@@ -142,75 +149,34 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
 
     # Drafting and verifying
 
+    @abstractmethod
     def _iterate(self, batch: Any) -> GenerationBatchResult:
-        states = batch.spec_info.states
-        self._check_states(batch, states)
-        pages = [self._page_ids(req, s.committed_len) for req, s in self._zip(batch, states)]
-        plan = self.stepper.plan(states, pages)
-        rows = self._rows(plan, batch, states)
-        verified: list[Verified | None] = [None] * len(states)
-        logits_output = LogitsProcessorOutput(next_token_logits=None)
-        cap_lens = [0] * len(states)
-        if rows:
-            indices = list(rows)
-            result = self._forward(
-                ForwardPlan(tuple(rows.values())),
-                forward_batch=self._ragged_batch(batch, states, rows),
-            )
-            logits_output = result.logits_output
-            spans = logits_output.next_token_logits.split([r.length for r in rows.values()])
-            for i, logits in zip(indices, spans, strict=True):
-                if rows[i].kind is RowKind.DRAFT:
-                    masks = self._draft_masks(batch.reqs[i], states[i], logits)
-                    self.chooser.draft(states[i], logits, masks)
-                else:
-                    cap_lens[i] = len(states[i].drafts)
-                    verified[i] = self._verify(batch.reqs[i], states[i], rows[i], logits)
-        self.counters.observe_step(plan)
-        return self._result(batch, states, verified, cap_lens, logits_output)
+        """Draft, verify, or both, for the requests of a decode batch."""
+
+    def _start_cycle(self, state: RequestState, num_joining: int = 0) -> None:
+        """A request begins to draft after a prefill, one of num_joining, or a verification."""
 
     def _verify(self, req: Any, state: RequestState, row: Row, logits: torch.Tensor) -> Verified:
         masks = masks_along(req.grammar, state.drafts, logits)
         verified = self.chooser.verify(state, logits, _allowed(masks))
         if masks is not None:
             verified = verified._replace(tokens=verified.tokens[: masks.max_tokens])
+        return self._commit(state, row, verified)
+
+    def _commit(self, state: RequestState, row: Row, verified: Verified) -> Verified:
+        """Take over what a verification emitted."""
         self.counters.observe_verification(len(state.drafts), len(verified.tokens) - 1)
         before = state.committed_len
         state.commit(verified.tokens)
         self.pages.commit(row.pages, before, state.committed_len)
-        self.stepper.start_cycle(state)
+        self._start_cycle(state)
         return verified
-
-    def _draft_masks(
-        self, req: Any, state: RequestState, logits: torch.Tensor
-    ) -> torch.Tensor | None:
-        """What the grammar allows after all drafts so far: logits [1, vocab]."""
-        if req.grammar is None:
-            return None
-        along = logits.expand(len(state.drafts) + 1, -1)
-        masks = masks_along(req.grammar, state.drafts, along)
-        return None if masks is None else masks.allowed[-1:]
-
-    def _rows(self, plan: StepPlan, batch: Any, states: list[RequestState]) -> dict[int, Row]:
-        """Row of every request that takes part in this forward, in batch order."""
-        rows: dict[int, Row] = {}
-        for i, (req, state) in enumerate(self._zip(batch, states)):
-            if i in plan.wait:
-                state.waited += 1
-            elif i in plan.draft:
-                ids = self._page_ids(req, state.next_position + 1)
-                rows[i] = Row(RowKind.DRAFT, state.next_position, 1, ids)
-            else:
-                length = len(state.drafts) + 1
-                ids = self._page_ids(req, state.committed_len + length)
-                rows[i] = Row(RowKind.VERIFY, state.committed_len, length, ids)
-        return rows
 
     def _result(
         self,
         batch: Any,
         states: list[RequestState],
-        verified: list[Verified | None],
+        verified: Sequence[Verified | None],
         cap_lens: list[int],
         logits_output: Any,
     ) -> GenerationBatchResult:
@@ -256,19 +222,19 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self, batch: Any, states: list[RequestState], rows: dict[int, Row]
     ) -> ForwardBatch:
         """A TARGET_VERIFY batch of the given rows. SGLang restores `batch` after the iteration."""
-        tokens, positions, slots = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
         for i, row in rows.items():
             state = states[i]
             is_draft = row.kind is RowKind.DRAFT
             tokens += [state.last_token] if is_draft else [state.pending, *state.drafts]
             positions += range(row.start, row.end)
-            req_slots = self.req_to_token_pool.req_to_token[batch.reqs[i].req_pool_idx]
-            slots.append(req_slots[row.start : row.end])
         device = batch.seq_lens.device
         taking_part = torch.tensor(list(rows), device=device)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = torch.tensor(tokens, dtype=torch.int64, device=device)
-        batch.out_cache_loc = torch.cat(slots).to(torch.int64)
+        # Where KV goes is the attention backend's to know.
+        batch.out_cache_loc = torch.zeros(len(tokens), dtype=torch.int64, device=device)
         batch.req_pool_indices = batch.req_pool_indices[taking_part]
         ends = torch.tensor([row.end for row in rows.values()], dtype=batch.seq_lens.dtype)
         batch.seq_lens, batch.seq_lens_cpu = ends.to(device), ends
@@ -294,10 +260,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     # Requests
 
     def _page_ids(self, req: Any, num_tokens: int) -> torch.Tensor:
-        """Page ids [ceil(num_tokens / page_size)] int64 of a request's first tokens."""
+        """Of a request's first tokens: [ceil(num_tokens / page_size)] int64 on the CPU."""
         size = self.kv.geometry.page_size
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens:size]
-        return slots.to(torch.int64) // size
+        return slots.cpu().to(torch.int64) // size
 
     @staticmethod
     def _zip(batch: Any, states: list[RequestState]) -> Any:

@@ -9,6 +9,7 @@ from sglang_kvspec.core.errors import ConfigError
 
 Target = Literal["exact", "int8"]
 CodecName = Literal["log4", "uniform4"]
+Schedule = Literal["auto", "staggered", "rounds"]
 
 MAX_DRAFT_LEN = 64
 AUTO_DRAFT_LEN = "auto"
@@ -25,6 +26,8 @@ class KVSpecConfig:
     0 keeps all residuals in the KV memory budget itself (QuantSpec's setting).
     residual_hbm_fraction: share in [0, 0.9] of the KV memory budget that caches residual pages.
     recent_pages: full pages of the newest tokens kept in full precision, besides the partial page.
+    schedule: whether verifications take turns, so that residual traffic hides behind drafting, or
+    all requests draft and then all verify; auto is the first on a CPU and the second on a GPU.
     """
 
     target: Target = "exact"
@@ -33,10 +36,12 @@ class KVSpecConfig:
     recent_pages: int = 1
     host_gb: float | None = None
     residual_hbm_fraction: float = 0.25
+    schedule: Schedule = "auto"
 
     def __post_init__(self) -> None:
         _check_choice("--kvspec-target", self.target, get_args(Target))
         _check_choice("--kvspec-codec", self.codec, get_args(CodecName))
+        _check_choice("--kvspec-schedule", self.schedule, get_args(Schedule))
         if self.draft_len != AUTO_DRAFT_LEN and not (
             type(self.draft_len) is int and 0 <= self.draft_len <= MAX_DRAFT_LEN
         ):

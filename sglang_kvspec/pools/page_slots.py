@@ -29,6 +29,10 @@ class PageSlots:
         """Pages, the one that got its slot first coming first."""
         return iter(self._slot_of_page)
 
+    def slot_of(self, page: int) -> int:
+        """The slot of a page that has one."""
+        return self._slot_of_page[page]
+
     @property
     def num_free(self) -> int:
         return len(self._free)
@@ -59,3 +63,29 @@ class PageSlots:
         assert len(taken) + len(self._free) == self.num_slots, "slots were lost"
         held = (self.table >= 0).nonzero().flatten().tolist()
         assert sorted(held) == sorted(self._slot_of_page), "slot table disagrees with the map"
+
+
+class OwnSlots(PageSlots):
+    """Slots for all pages: page p's is p - 1, so that nothing has to be looked up. Page 0, which
+    SGLang pads with, has none."""
+
+    def __init__(self, num_pages: int, device: torch.device) -> None:
+        super().__init__(0, 0, device)
+        self.num_slots = num_pages
+        self.table = torch.arange(-1, num_pages, device=device)
+
+    @property
+    def num_free(self) -> int:
+        return self.num_slots - len(self)
+
+    def acquire(self, page: int) -> int:
+        assert page not in self._slot_of_page, f"page {page} has a slot already"
+        assert 0 < page <= self.num_slots, f"page {page} has no slot"
+        self._slot_of_page[page] = page - 1
+        return page - 1
+
+    def release(self, page: int) -> bool:
+        return self._slot_of_page.pop(page, None) is not None
+
+    def check_integrity(self) -> None:
+        assert all(slot == page - 1 for page, slot in self._slot_of_page.items())

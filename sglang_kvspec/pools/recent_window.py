@@ -16,10 +16,16 @@ class RecentWindow:
     """
 
     def __init__(
-        self, geometry: KVGeometry, num_pages: int, num_slots: int, device: torch.device
+        self,
+        geometry: KVGeometry,
+        num_pages: int,
+        num_slots: int,
+        device: torch.device,
+        table_device: torch.device | None = None,
     ) -> None:
+        """table_device: where the slot table lies, `device` unless given."""
         self.geometry = geometry
-        self.slots = PageSlots(num_pages, num_slots, device)
+        self.slots = PageSlots(num_pages, num_slots, table_device or device)
         self._committed: set[int] = set()
         shape = (num_slots, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
         self._k, self._v = (
@@ -33,6 +39,10 @@ class RecentWindow:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._k, *self._v))
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All slots of a layer: (k, v), each [num_slots, page_size, num_kv_heads, head_dim]."""
+        return self._k[layer], self._v[layer]
 
     def write(
         self,

@@ -36,6 +36,10 @@ class RecordPool:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    def layer(self, layer: int) -> torch.Tensor:
+        """All records of a layer: [num_slots, num_kv_heads, record_bytes] uint8."""
+        return self._layers[layer]
+
     def write(self, layer: int, slots: torch.Tensor, records: torch.Tensor) -> None:
         """Store records [N, num_kv_heads, record_bytes] at slots [N] of a layer."""
         self._layers[layer].index_copy_(0, slots, records)

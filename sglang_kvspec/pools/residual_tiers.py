@@ -9,7 +9,7 @@ import torch
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.page_slots import PageSlots
+from sglang_kvspec.pools.page_slots import OwnSlots, PageSlots
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.residual_table import PageRef, ResidualState, ResidualTable
 
@@ -31,7 +31,11 @@ class ResidualTiers:
     ) -> None:
         self.table = ResidualTable(plan.num_pages)
         self.page_bytes = plan.page_bytes.residual
-        self.cache_slots = PageSlots(plan.num_pages, plan.cache_pages, device)
+        self.cache_slots = (
+            OwnSlots(plan.num_pages, device)
+            if plan.cache_pages >= plan.num_pages
+            else PageSlots(plan.num_pages, plan.cache_pages, device)
+        )
         heads, layers = geometry.num_kv_heads, geometry.num_layers
         self._cache = RecordPool(layers, plan.cache_pages, heads, record_bytes, device)
         self._store: RecordPool | None = None
@@ -56,6 +60,10 @@ class ResidualTiers:
     @property
     def host_nbytes(self) -> int:
         return self._store.nbytes if self._store else 0
+
+    def cache_layer(self, layer: int) -> torch.Tensor:
+        """The cache's records of a layer: [cache_pages, num_kv_heads, record_bytes] uint8."""
+        return self._cache.layer(layer)
 
     def begin(self, pages: Iterable[int]) -> None:
         """These pages will be encoded layer by layer; they are born in the cache if it has room."""

@@ -1,4 +1,4 @@
-"""The KV cache of one rank: anchors, recent window and residuals, addressed by SGLang's pages."""
+"""The KV cache of one rank in plain torch: the CPU's, and the specification of a device's."""
 
 from __future__ import annotations
 
@@ -7,41 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from sglang_kvspec.codecs.base import Codec
-from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.pools.decoded_anchors import DecodedAnchors
 from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_memo import PageMemo
-from sglang_kvspec.pools.recent_window import RecentWindow
-from sglang_kvspec.pools.record_pool import RecordPool
-from sglang_kvspec.pools.residual_tiers import ResidualTiers
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
 
-class TieredKV:
-    """A page is free, in the window (full precision), or encoded (anchor + residual).
-
-    Page ids run from 0 (SGLang's padding page) to plan.num_pages. All reads and writes name a
-    layer; opening, encoding and freeing concern all layers.
-    """
+class TieredKV(KVTiers):
+    """A page is free, in the window (full precision), or encoded (anchor + residual). All reads
+    and writes name a layer."""
 
     def __init__(
         self, geometry: KVGeometry, codec: Codec, plan: CapacityPlan, device: torch.device
     ) -> None:
-        self.geometry = geometry
-        self.codec = codec
-        self.plan = plan
-        self.device = device
-        self.anchors = RecordPool(
-            geometry.num_layers,
-            plan.num_pages + 1,
-            geometry.num_kv_heads,
-            codec.anchor_bytes,
-            device,
-        )
-        self.window = RecentWindow(geometry, plan.num_pages, plan.window_pages, device)
-        self.residuals = ResidualTiers(geometry, plan, codec.residual_bytes, device)
+        super().__init__(geometry, codec, plan, device, device)
         self._decoded = DecodedAnchors(geometry, plan.num_pages)
         record_bytes = codec.anchor_bytes + codec.residual_bytes
         self._targets = PageMemo(
@@ -50,51 +32,14 @@ class TieredKV:
             geometry.num_layers * geometry.num_kv_heads * record_bytes,
         )
         self._window_targets = PageMemo(geometry, plan.window_pages, geometry.plain_page_bytes)
-        self._encoded: set[int] = set()
 
     # Life of a page
-
-    def open_pages(self, pages: Iterable[int]) -> None:
-        """Give every page that is neither in the window nor encoded a place in the window.
-
-        Encodes the oldest committed pages when the window is full. Raises CapacityError when all
-        pages in it are still mutable.
-        """
-        for page in pages:
-            assert page not in self._encoded, f"page {page} is encoded and cannot be written"
-            if page in self.window.slots:
-                continue
-            if not self.window.slots.num_free:
-                self._make_room()
-            self.window.slots.acquire(page)
-
-    def _make_room(self) -> None:
-        oldest = self.window.committed_pages()[:1]
-        if not oldest:
-            raise CapacityError(
-                f"all {self.window.slots.num_slots} pages of the recent window are being written"
-            )
-        self.encode_window_pages(oldest)
-
-    def begin_encode(self, pages: Sequence[int]) -> None:
-        """These free pages will be written whole, layer by layer, by `encode`."""
-        assert not any(page in self.window.slots for page in pages), "a window page is not free"
-        self._begin_encode(pages)
-
-    def _begin_encode(self, pages: Sequence[int]) -> None:
-        assert self._encoded.isdisjoint(pages), "a page is encoded once"
-        self.residuals.begin(pages)
 
     def encode(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Encode pages [N] of one layer from k, v [N, page_size, num_kv_heads, head_dim]."""
         record = self.codec.encode(k, v)
         self.anchors.write(layer, pages, record.anchor)
         self.residuals.write(layer, pages, record.residual)
-
-    def finish_encode(self, pages: Sequence[int]) -> None:
-        """All layers of these pages are encoded."""
-        self.residuals.finish(pages)
-        self._encoded.update(pages)
 
     def encode_window_pages(self, pages: Sequence[int]) -> None:
         """Encode committed window pages, all layers, and free their window slots."""
@@ -109,19 +54,14 @@ class TieredKV:
         for page in pages:
             self.window.release(page)
 
-    def is_encoded(self, page: int) -> bool:
-        return page in self._encoded
+    def move_out_of_window(self, pages: Sequence[int]) -> None:
+        self.encode_window_pages(pages)
 
     def free_pages(self, pages: Iterable[int]) -> None:
-        """SGLang freed these pages; whatever they held is gone."""
+        pages = list(pages)
+        super().free_pages(pages)
         for page in pages:
-            self.window.release(page)
-            self.residuals.release(page)
             self._decoded.forget(page)
-            self._encoded.discard(page)
-
-    def free_all(self) -> None:
-        self.free_pages(set(self._encoded) | set(self.window.slots))
 
     # Reading
 
@@ -187,16 +127,6 @@ class TieredKV:
         slots = self.window.slots.table[pages]
         return self._window_targets.read(layer, slots, recent, self.as_target)
 
-    # Accounting
-
-    @property
-    def hbm_nbytes(self) -> int:
-        return self.anchors.nbytes + self.window.nbytes + self.residuals.hbm_nbytes
-
     def check_integrity(self) -> None:
-        """Raise AssertionError when pools and tables disagree."""
-        self.window.check_integrity()
-        self.residuals.check_integrity()
+        super().check_integrity()
         assert self._encoded.isdisjoint(self.window.slots), "a page is in the window and encoded"
-        num_absent = self.residuals.table.counts()["ABSENT"]
-        assert num_absent == self.plan.num_pages + 1 - len(self._encoded), "page states were lost"

@@ -72,6 +72,11 @@ class Chooser:
         tokens = accept_by_rejection(state.drafts, state.draft_probs, probs, self._generator)
         return Verified(tokens, logits)
 
+    @staticmethod
+    def judge(state: RequestState, targets: Sequence[int]) -> list[int]:
+        """What a verification emits whose target chose `targets` (num_drafts + 1) outright."""
+        return accept_matching(state.drafts, targets)
+
     def _choose(
         self, logits: torch.Tensor, params: SamplingParams, position: int
     ) -> tuple[int, torch.Tensor | None]:

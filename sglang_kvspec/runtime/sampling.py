@@ -38,6 +38,11 @@ class SamplingParams:
         return self.top_k <= 1
 
     @property
+    def is_argmax(self) -> bool:
+        """Whether the token chosen is that of the largest logit as the model gives it."""
+        return self.is_greedy and not self.depends_on_output and not self.logit_bias
+
+    @property
     def depends_on_output(self) -> bool:
         return (
             self.frequency_penalty != 0

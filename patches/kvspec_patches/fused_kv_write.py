@@ -1,0 +1,23 @@
+"""enable_fused_set_kv_buffer: rotary kernels must not write KV themselves into a pool of records.
+
+SGLang 0.5.17 asks only for CUDA and bf16. Remove when it asks the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+TARGET = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
+KIND = "around"
+SCOPE = "cuda_kvspec"
+
+
+def hook(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    from sglang_kvspec.adapters.pool import KVSpecPool
+
+    if isinstance(get_token_to_kv_pool(), KVSpecPool):
+        return False
+    return original(*args, **kwargs)

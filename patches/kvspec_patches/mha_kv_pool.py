@@ -1,0 +1,23 @@
+"""KVCacheConfigurator._build_mha_kv_pool: builds our pool on a GPU from the plan the sizing made.
+
+SGLang 0.5.17. Remove when pool classes receive the sizing plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool"
+KIND = "around"
+SCOPE = "cuda_kvspec"
+
+
+def hook(original: Callable[..., Any], self: Any, *, max_total_num_tokens: int, **rest: Any) -> Any:
+    from sglang_kvspec.adapters.activation import config_of
+    from sglang_kvspec.adapters.pool import build_pool
+
+    config = config_of(self.server_args)
+    if config is None:
+        return original(self, max_total_num_tokens=max_total_num_tokens, **rest)
+    return build_pool(self, config, max_total_num_tokens)

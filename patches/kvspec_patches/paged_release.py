@@ -1,0 +1,21 @@
+"""PagedTokenToKVPoolAllocator._release_page_ids: tells our pool which pages became free.
+
+All frees of single pages, deferred groups included, end here. SGLang 0.5.17. Remove when pools are
+told about freed pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+TARGET = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids"
+KIND = "after"
+SCOPE = "cuda_kvspec"
+
+
+def hook(result: None, self: Any, *page_ids: torch.Tensor) -> None:
+    on_pages_freed = getattr(self._kvcache, "on_pages_freed", None)
+    if on_pages_freed is not None:
+        on_pages_freed(torch.cat(page_ids).tolist())

@@ -1,0 +1,69 @@
+"""The worker that staggers: one ragged forward an iteration, some rows drafting, some verifying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_kvspec.adapters.grammar import mask_after
+from sglang_kvspec.adapters.worker import KVSpecWorker
+from sglang_kvspec.planning.step import StepPlan
+from sglang_kvspec.runtime.chooser import Verified
+from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.stepper import Stepper
+
+
+class StaggeredWorker(KVSpecWorker):
+    """Residual traffic of one request hides behind the drafts of the others."""
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        super().alloc_memory_pool(*args, **kwargs)
+        self.stepper = Stepper(self.config, self.kv)
+
+    def _start_cycle(self, state: RequestState, num_joining: int = 0) -> None:
+        self.stepper.start_cycle(state, num_joining)
+
+    def _iterate(self, batch: Any) -> GenerationBatchResult:
+        states = batch.spec_info.states
+        self._check_states(batch, states)
+        pages = [self._page_ids(req, s.committed_len) for req, s in self._zip(batch, states)]
+        plan = self.stepper.plan(states, pages)
+        rows = self._rows(plan, batch, states)
+        verified: list[Verified | None] = [None] * len(states)
+        logits_output = LogitsProcessorOutput(next_token_logits=None)
+        cap_lens = [0] * len(states)
+        if rows:
+            indices = list(rows)
+            result = self._forward(
+                ForwardPlan(tuple(rows.values())),
+                forward_batch=self._ragged_batch(batch, states, rows),
+            )
+            logits_output = result.logits_output
+            spans = logits_output.next_token_logits.split([r.length for r in rows.values()])
+            for i, logits in zip(indices, spans, strict=True):
+                if rows[i].kind is RowKind.DRAFT:
+                    mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits)
+                    self.chooser.draft(states[i], logits, mask)
+                else:
+                    cap_lens[i] = len(states[i].drafts)
+                    verified[i] = self._verify(batch.reqs[i], states[i], rows[i], logits)
+        self.counters.observe_step(plan)
+        return self._result(batch, states, verified, cap_lens, logits_output)
+
+    def _rows(self, plan: StepPlan, batch: Any, states: list[RequestState]) -> dict[int, Row]:
+        """Row of every request that takes part in this forward, in batch order."""
+        rows: dict[int, Row] = {}
+        for i, (req, state) in enumerate(self._zip(batch, states)):
+            if i in plan.wait:
+                state.waited += 1
+            elif i in plan.draft:
+                ids = self._page_ids(req, state.next_position + 1)
+                rows[i] = Row(RowKind.DRAFT, state.next_position, 1, ids)
+            else:
+                length = len(state.drafts) + 1
+                ids = self._page_ids(req, state.committed_len + length)
+                rows[i] = Row(RowKind.VERIFY, state.committed_len, length, ids)
+        return rows

@@ -1,0 +1,134 @@
+"""How long every request of a batch drafts before all of them verify together.
+
+Where residuals lie in GPU memory nothing has to be hidden behind drafting, so requests need not
+take turns: they draft at once, in steps that need no decision in between, and verify at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Of a new measurement in a running mean.
+WEIGHT = 0.2
+MAX_ITERATIONS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """Seconds. A draft step of b rows takes step + row * b, verifying t tokens of r requests
+    step + request * r + token * t."""
+
+    step: float
+    row: float
+    request: float
+    token: float
+
+    def seconds(self, draft_lens: Sequence[int]) -> float:
+        """Of a round in which request i drafts draft_lens[i] tokens."""
+        drafted = sum(draft_lens)
+        steps = max(draft_lens, default=0) + 1
+        verified = drafted + len(draft_lens)
+        requests = self.request * len(draft_lens)
+        return self.step * steps + self.row * drafted + requests + self.token * verified
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRequest:
+    """probability: that the target agrees with one more draft. cap_len: most drafts."""
+
+    probability: float
+    cap_len: int
+
+
+def plan_round(requests: Sequence[RoundRequest], cost: RoundCost) -> list[int]:
+    """Draft lengths with the most expected tokens a second; all 0 where drafting does not pay.
+
+    The j-th draft of a request is worth probability^j tokens. At a rate of r tokens a second it
+    pays while that exceeds r times its row and its verified token, and a step while what its rows
+    gain exceeds r times what it costs whatever their number. Both worths fall with j, so the best
+    lengths for a given rate are found one step after the other; the rate they reach is the next
+    one to try (Dinkelbach 1967), until it no longer rises.
+    """
+    best = [0] * len(requests)
+    rate = expected_rate(requests, best, cost)
+    for _ in range(MAX_ITERATIONS):
+        lens = _best_lens(requests, cost, rate)
+        new_rate = expected_rate(requests, lens, cost)
+        if new_rate <= rate:
+            break
+        best, rate = lens, new_rate
+    return best
+
+
+def expected_rate(
+    requests: Sequence[RoundRequest], draft_lens: Sequence[int], cost: RoundCost
+) -> float:
+    """Tokens a second that all requests together may expect of a round."""
+    tokens = 0.0
+    for request, length in zip(requests, draft_lens, strict=True):
+        worth = 1.0
+        for _ in range(length + 1):
+            tokens += worth
+            worth *= request.probability
+    return tokens / cost.seconds(draft_lens)
+
+
+def _best_lens(requests: Sequence[RoundRequest], cost: RoundCost, rate: float) -> list[int]:
+    price, step_price = rate * (cost.row + cost.token), rate * cost.step
+    lens = [0] * len(requests)
+    worths = [request.probability for request in requests]
+    going = [i for i, request in enumerate(requests) if request.cap_len > 0]
+    while True:
+        going = [i for i in going if worths[i] > price and lens[i] < requests[i].cap_len]
+        if not going or sum(worths[i] - price for i in going) <= step_price:
+            return lens
+        for i in going:
+            lens[i] += 1
+            worths[i] *= requests[i].probability
+
+
+class RoundClock:
+    """Learns what rounds cost from how long they take.
+
+    step: seconds of a draft step without context, measured at the start or guessed. request_reads:
+    bytes that verifying reads of a context over those that a draft step reads.
+    """
+
+    def __init__(self, step: float, request_reads: float) -> None:
+        self._step = step
+        self._request_reads = request_reads
+        self._row_per_token: float | None = None
+        self._token: float | None = None
+        self.draft_step_s = 0.0
+        self.verify_s = 0.0
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether a round with drafts was observed."""
+        return self._row_per_token is not None
+
+    def observe(
+        self, draft_lens: Sequence[int], context: float, draft_s: float, verify_s: float
+    ) -> None:
+        """A round of these lengths, over a mean context of so many tokens, took so long."""
+        steps, drafted = max(draft_lens, default=0), sum(draft_lens)
+        if steps:
+            self.draft_step_s = _mean(self.draft_step_s or None, draft_s / steps)
+            beyond = max(0.0, draft_s - self._step * steps)
+            per_token = beyond / (drafted * max(context, 1.0))
+            self._row_per_token = _mean(self._row_per_token, per_token)
+        self.verify_s = _mean(self.verify_s or None, verify_s)
+        if self._row_per_token is not None:
+            requests = self._row_per_token * context * self._request_reads * len(draft_lens)
+            beyond = max(0.0, verify_s - self._step - requests)
+            self._token = _mean(self._token, beyond / (drafted + len(draft_lens)))
+
+    def cost(self, context: float) -> RoundCost:
+        """Of a round over a mean context of so many tokens."""
+        row = (self._row_per_token or 0.0) * context
+        return RoundCost(self._step, row, row * self._request_reads, self._token or 0.0)
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + WEIGHT * (value - mean)

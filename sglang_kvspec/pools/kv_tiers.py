@@ -1,0 +1,113 @@
+"""What every KV cache of one rank shares: its pools, and the life of a page in them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.planning.capacity import CapacityPlan
+from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.recent_window import RecentWindow
+from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.pools.residual_tiers import ResidualTiers
+
+
+class KVTiers(ABC):
+    """Anchors, recent window and residuals, addressed by SGLang's pages.
+
+    Page ids run from 0 (SGLang's padding page) to plan.num_pages. Opening, encoding and freeing
+    concern all layers. table_device: where the window's slot table lies.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        codec: Codec,
+        plan: CapacityPlan,
+        device: torch.device,
+        table_device: torch.device,
+    ) -> None:
+        self.geometry = geometry
+        self.codec = codec
+        self.plan = plan
+        self.device = device
+        self.anchors = RecordPool(
+            geometry.num_layers,
+            plan.num_pages + 1,
+            geometry.num_kv_heads,
+            codec.anchor_bytes,
+            device,
+        )
+        self.window = RecentWindow(
+            geometry, plan.num_pages, plan.window_pages, device, table_device
+        )
+        self.residuals = ResidualTiers(geometry, plan, codec.residual_bytes, device)
+        self._encoded: set[int] = set()
+
+    def open_pages(self, pages: Iterable[int]) -> None:
+        """Give every page that is neither in the window nor encoded a place in the window.
+
+        Makes room at the expense of committed pages. Raises CapacityError when all pages in the
+        window are still mutable.
+        """
+        for page in pages:
+            assert page not in self._encoded, f"page {page} is encoded and cannot be written"
+            if page in self.window.slots:
+                continue
+            if not self.window.slots.num_free:
+                self._make_room()
+            self.window.slots.acquire(page)
+
+    def _make_room(self) -> None:
+        oldest = self.window.committed_pages()[:1]
+        if not oldest:
+            raise CapacityError(
+                f"all {self.window.slots.num_slots} pages of the recent window are being written"
+            )
+        self.move_out_of_window(oldest)
+
+    @abstractmethod
+    def move_out_of_window(self, pages: Sequence[int]) -> None:
+        """Free the window slots of committed pages, which are encoded from then on."""
+
+    def begin_encode(self, pages: Sequence[int]) -> None:
+        """These free pages will be written whole, layer by layer."""
+        assert not any(page in self.window.slots for page in pages), "a window page is not free"
+        self._begin_encode(pages)
+
+    def _begin_encode(self, pages: Sequence[int]) -> None:
+        assert self._encoded.isdisjoint(pages), "a page is encoded once"
+        self.residuals.begin(pages)
+
+    def finish_encode(self, pages: Sequence[int]) -> None:
+        """All layers of these pages are encoded."""
+        self.residuals.finish(pages)
+        self._encoded.update(pages)
+
+    def is_encoded(self, page: int) -> bool:
+        return page in self._encoded
+
+    def free_pages(self, pages: Iterable[int]) -> None:
+        """SGLang freed these pages; whatever they held is gone."""
+        for page in pages:
+            self.window.release(page)
+            self.residuals.release(page)
+            self._encoded.discard(page)
+
+    def free_all(self) -> None:
+        self.free_pages(set(self._encoded) | set(self.window.slots))
+
+    @property
+    def hbm_nbytes(self) -> int:
+        return self.anchors.nbytes + self.window.nbytes + self.residuals.hbm_nbytes
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when pools and tables disagree."""
+        self.window.check_integrity()
+        self.residuals.check_integrity()
+        num_absent = self.residuals.table.counts()["ABSENT"]
+        assert num_absent == self.plan.num_pages + 1 - len(self._encoded), "page states were lost"

@@ -1,0 +1,289 @@
+"""Attention over a DeviceKV: our kernels for drafts and the int8 target, FlashInfer for `exact`."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+
+from kvspec_kernels.ops.append import append
+from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, workspace_nbytes
+from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.runtime.draft_rows import DraftRows
+from sglang_kvspec.runtime.exact_attention import ExactAttention
+from sglang_kvspec.runtime.forward_plan import ForwardPlan
+from sglang_kvspec.runtime.target_rows import TargetRows, target_rows
+
+# Requests, or parts of one, that one call of the int8 kernel attends for.
+REFINED_BATCH = 64
+
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+class TargetAttention(Protocol):
+    """Attends to encoded past pages at the target precision and to a full-precision tail."""
+
+    def plan(self, rows: TargetRows) -> None: ...
+
+    def run(self, layer: int, q: torch.Tensor, tail: KV) -> torch.Tensor: ...
+
+
+class DeviceAttention:
+    """Writes the KV of a planned forward and attends, layer by layer, as ReferenceAttention does.
+
+    begin(plan), forward(layer, ...) once for every layer, finish(). Between begin_draft() and
+    end_draft() forward() is one draft step over DraftRows instead, which a CUDA graph may capture.
+    """
+
+    def __init__(self, kv: DeviceKV, num_qo_heads: int) -> None:
+        self.kv = kv
+        self._num_qo_heads = num_qo_heads
+        self._target: TargetAttention = (
+            ExactAttention(kv, num_qo_heads)
+            if kv.codec.target == "exact"
+            else RefinedAttention(kv, num_qo_heads)
+        )
+        self._plan: ForwardPlan | None = None
+        self._rows: TargetRows | None = None
+        self._scratch: KV | None = None
+        self._index: dict[str, torch.Tensor] = {}
+        self._draft: tuple[DraftRows, DraftAttention] | None = None
+
+    # Target
+
+    def begin(self, plan: ForwardPlan) -> None:
+        """Open the window pages this forward writes to, announce the pages it encodes, and plan."""
+        assert self._plan is None, "the previous forward was not finished"
+        kv, size = self.kv, self.kv.geometry.page_size
+        for row in plan.rows:
+            pages = row.pages.tolist()
+            kv.open_pages(pages[i] for i in row.written_pages(size) if i not in row.direct)
+            kv.begin_encode([pages[i] for i in row.direct])
+        self._plan = plan
+        rows = target_rows(
+            plan, size, kv.window.slots.slot_of, split_by_page=kv.codec.target == "int8"
+        )
+        self._rows = rows
+        self._index = {
+            name: getattr(rows, name).to(kv.device, non_blocking=True)
+            for name in (
+                *("token_slots", "token_offsets", "encode_source", "encode_pages"),
+                *("fill_scratch", "fill_window", "keep_scratch", "keep_window"),
+            )
+        }
+        if rows.num_scratch:
+            geometry = kv.geometry
+            shape = (rows.num_scratch, size, geometry.num_kv_heads, geometry.head_dim)
+            k, v = torch.empty((2, *shape), dtype=geometry.dtype, device=kv.device)
+            self._scratch = (k, v)
+        self._target.plan(rows)
+
+    def finish(self) -> None:
+        """All layers ran: pages encoded on the way are complete."""
+        assert self._plan is not None
+        for row in self._plan.rows:
+            self.kv.finish_encode(row.pages[row.direct.start : row.direct.stop].tolist())
+        self._plan = self._rows = self._scratch = None
+        self._index = {}
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
+
+        Stores k and v, returns the attention output, like q and contiguous. Raises
+        UnsupportedError for a scale other than 1 / sqrt(head_dim).
+        """
+        if not math.isclose(scale, self.kv.geometry.head_dim**-0.5, rel_tol=1e-6):
+            raise UnsupportedError(
+                f"--kvspec on a GPU needs attention scaled by 1/sqrt(head size), got {scale}"
+            )
+        if self._draft is not None:
+            return self._draft_step(layer, q, k, v)
+        assert self._rows is not None, "forward() without begin()"
+        # Prefill may be padded for a graph or a collective; padding attends to nothing.
+        num_tokens = self._rows.num_tokens
+        tail = self._write(layer, k[:num_tokens], v[:num_tokens])
+        out = self._target.run(layer, q[:num_tokens], tail)
+        if len(q) == num_tokens:
+            return out
+        return torch.cat((out, out.new_zeros((len(q) - num_tokens, *out.shape[1:]))))
+
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> KV:
+        """Store k, v in the tail pool, which is returned, and encode what this forward encodes."""
+        index, window = self._index, self.kv.window.layer(layer)
+        pool = self._scratch or window
+        for part, from_window in zip(pool, window, strict=True):
+            if len(index["fill_scratch"]):
+                part[index["fill_scratch"]] = from_window[index["fill_window"]]
+        for part, new in zip(pool, (k, v), strict=True):
+            part[index["token_slots"], index["token_offsets"]] = new
+        for part, to_window in zip(pool, window, strict=True):
+            if len(index["keep_scratch"]):
+                to_window[index["keep_window"]] = part[index["keep_scratch"]]
+        if len(index["encode_source"]):
+            self.kv.encode_from(layer, *pool, index["encode_source"], index["encode_pages"])
+        return pool
+
+    # Drafting
+
+    def make_drafter(self, rows: DraftRows, batch: int) -> DraftAttention:
+        """The attention of the first `batch` rows of `rows`, with a workspace of its own."""
+        kv, geometry = self.kv, self.kv.geometry
+        heads = (self._num_qo_heads, geometry.num_kv_heads, geometry.head_dim, geometry.page_size)
+        nbytes = workspace_nbytes(
+            batch_size=batch,
+            num_qo_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=heads[2],
+            page_size=heads[3],
+            settings=kv.codec.settings,
+            device=kv.device,
+            q_dtype=geometry.dtype,
+        )
+        workspace = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
+        drafter = DraftAttention(workspace)
+        drafter.plan(
+            rows.past_indptr[: batch + 1],
+            rows.past_pages,
+            rows.past_last[:batch],
+            *heads,
+            settings=kv.codec.settings,
+            q_dtype=geometry.dtype,
+        )
+        return drafter
+
+    def begin_draft(self, rows: DraftRows, drafter: DraftAttention) -> None:
+        self._draft = (rows, drafter)
+
+    def end_draft(self) -> None:
+        self._draft = None
+
+    def _draft_step(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._draft is not None
+        rows, drafter = self._draft
+        kv, batch = self.kv, len(q)
+        window_k, window_v = kv.window.layer(layer)
+        if k.stride() != v.stride():
+            k, v = k.contiguous(), v.contiguous()
+        append(
+            k,
+            v,
+            window_k,
+            window_v,
+            rows.slots[:batch],
+            rows.offsets[:batch],
+            rows.no_page[:batch],
+            kv.anchors.layer(layer),
+            rows.no_page[:batch],
+            kv.residuals.cache_layer(layer),
+            rows.no_page[:batch],
+            kv.codec.settings,
+            kv.codec.target,  # type: ignore[arg-type]
+        )
+        tail = Tail(
+            window_k,
+            window_v,
+            rows.tail_indptr[: batch + 1],
+            rows.tail_slots,
+            rows.tail_lens[:batch],
+        )
+        out, _ = drafter.run(q, kv.anchors.layer(layer), tail)
+        return out
+
+
+class RefinedAttention:
+    """The int8 target: VerifyAttention over anchors and corrections, in batches."""
+
+    def __init__(self, kv: DeviceKV, num_qo_heads: int) -> None:
+        geometry = kv.geometry
+        if geometry.page_size != REFINED_BATCH:
+            raise UnsupportedError(
+                f"--kvspec-target int8 on a GPU needs --page-size 64, got {geometry.page_size}"
+            )
+        self._kv = kv
+        self._heads = (
+            *(num_qo_heads, geometry.num_kv_heads),
+            *(geometry.head_dim, geometry.page_size),
+        )
+        self._workspace = torch.zeros(0, dtype=torch.uint8, device=kv.device)
+        self._batches: list[tuple[slice, VerifyAttention, tuple[torch.Tensor, ...]]] = []
+
+    def plan(self, rows: TargetRows) -> None:
+        self._batches = []
+        num_rows = len(rows.tail_lens)
+        device = self._kv.device
+        on_device = {
+            name: getattr(rows, name).to(device, non_blocking=True)
+            for name in ("past_pages", "tail_slots", "tail_lens", "tail_indptr", "past_indptr")
+        }
+        for first in range(0, num_rows, REFINED_BATCH):
+            stop = min(first + REFINED_BATCH, num_rows)
+            begin = int(rows.qo_indptr[first])
+            end = int(rows.qo_indptr[stop])
+            qo_indptr = (rows.qo_indptr[first : stop + 1] - begin).to(device, non_blocking=True)
+            attention = self._planned(qo_indptr, on_device, slice(first, stop), rows.max_qo_len)
+            tail = (
+                on_device["tail_indptr"][first : stop + 1],
+                on_device["tail_slots"],
+                on_device["tail_lens"][first:stop],
+            )
+            self._batches.append((slice(begin, end), attention, tail))
+
+    def _planned(
+        self,
+        qo_indptr: torch.Tensor,
+        index: dict[str, torch.Tensor],
+        part: slice,
+        max_qo_len: int,
+    ) -> VerifyAttention:
+        kv, geometry = self._kv, self._kv.geometry
+        heads, head_kv, head_dim, page_size = self._heads
+        nbytes = workspace_nbytes(
+            batch_size=part.stop - part.start,
+            num_qo_heads=heads,
+            num_kv_heads=head_kv,
+            head_dim=head_dim,
+            page_size=page_size,
+            settings=kv.codec.settings,
+            device=kv.device,
+            q_dtype=geometry.dtype,
+            source="int8",
+            max_qo_len=max_qo_len,
+        )
+        if len(self._workspace) < nbytes:
+            self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
+        attention = VerifyAttention(self._workspace)
+        count = part.stop - part.start
+        attention.plan(
+            qo_indptr,
+            index["past_indptr"][part.start : part.stop + 1],
+            index["past_pages"],
+            torch.full((count,), page_size, dtype=torch.int32, device=kv.device),
+            *self._heads,
+            settings=kv.codec.settings,
+            target="int8",
+            q_dtype=geometry.dtype,
+            max_qo_len=max_qo_len,
+        )
+        return attention
+
+    def run(self, layer: int, q: torch.Tensor, tail: KV) -> torch.Tensor:
+        kv = self._kv
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for span, attention, index in self._batches:
+            attention.run(
+                q[span],
+                kv.anchors.layer(layer),
+                kv.residuals.cache_layer(layer),
+                kv.residual_slots,
+                Tail(*tail, *index),
+                out=out[span],
+                lse=lse[span],
+            )
+        return out

@@ -1,0 +1,152 @@
+"""What a captured draft step reads and advances: one row a request, in fixed tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.runtime.target_rows import indptr
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """One request at the start of a round of drafts.
+
+    token: the pending token, at `position`. past: encoded pages, int on the CPU. tail: window slots
+    of the pages that follow, including those that drafts will fill; tail_len: tokens in them so
+    far. num_drafts: steps it takes part in.
+    """
+
+    token: int
+    position: int
+    past: torch.Tensor
+    tail: Sequence[int]
+    tail_len: int
+    num_drafts: int
+
+
+class DraftRows:
+    """Tensors of up to max_batch rows whose addresses never change, so that a CUDA graph captured
+    over the first n of them can be replayed for every step of every round.
+
+    A step stores the KV of each row's token in its tail, attends, and takes the most likely token
+    as the next one: begin_step(), forward, end_step(). Rows beyond their num_drafts write nothing,
+    and rows without a request have no past, no tail and no effect.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        max_steps: int,
+        max_pages: int,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        """max_pages: of a request, past and tail together."""
+        self.page_size, self.device = page_size, device
+        self.max_batch, self.max_steps = max_batch, max_steps
+        self._max_tail = 2 * max_batch + max_batch * (max_steps // page_size + 64)
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.input_ids = ints(max_batch, dtype=torch.int64)
+        self.positions = ints(max_batch, dtype=torch.int64)
+        self.past_indptr = ints(max_batch + 1)
+        self.past_pages = ints(max_batch * max_pages)
+        self.past_last = torch.full((max_batch,), page_size, dtype=torch.int32, device=device)
+        self.tail_indptr = ints(max_batch + 1)
+        self.tail_slots = ints(self._max_tail)
+        self.tail_lens = ints(max_batch)
+        self.slots = ints(max_batch)
+        self.offsets = ints(max_batch)
+        self.limits = ints(max_batch)
+        self.step = ints(1, dtype=torch.int64)
+        # What step s chose for row b, [s, b].
+        self.drafts = ints(max_steps, max_batch, dtype=torch.int64)
+        # No row encodes a page while it drafts.
+        self.no_page = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
+
+    def load(self, rows: Sequence[DraftRow]) -> None:
+        """Set the first len(rows) rows and clear the others, for a round that starts at step 0."""
+        spare = self.max_batch - len(rows)
+        past = torch.cat([torch.empty(0), *(row.past for row in rows)]).int()
+        tail = torch.tensor([slot for row in rows for slot in row.tail], dtype=torch.int32)
+        assert len(past) <= len(self.past_pages), "more pages than a batch can have"
+        assert len(tail) <= self._max_tail, "more window pages than a batch can have"
+        ends = [0] * spare
+        scalars = torch.tensor(
+            [
+                [row.tail_len for row in rows] + ends,
+                [row.tail_len + row.num_drafts for row in rows] + ends,
+            ],
+            dtype=torch.int32,
+        )
+        tokens = torch.tensor(
+            [[row.token for row in rows] + ends, [row.position for row in rows] + ends]
+        )
+        self._put(self.past_indptr, indptr([*(len(row.past) for row in rows), *ends]))
+        self._put(self.tail_indptr, indptr([*(len(row.tail) for row in rows), *ends]))
+        self._put(self.past_pages, past)
+        self._put(self.tail_slots, tail)
+        self._put(self.tail_lens, scalars[0])
+        self._put(self.limits, scalars[1])
+        self._put(self.input_ids, tokens[0])
+        self._put(self.positions, tokens[1])
+        self.step.zero_()
+
+    def _put(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        target[: len(values)].copy_(values, non_blocking=True)
+
+    def begin_step(self, batch: int) -> None:
+        """Make room for one more token in the tails of the first `batch` rows: sets `slots` (-1
+        where nothing may be written) and `offsets`, advances `tail_lens`."""
+        lens = self.tail_lens[:batch]
+        grows = lens < self.limits[:batch]
+        place = self.tail_indptr[:batch] + torch.div(lens, self.page_size, rounding_mode="floor")
+        # A full tail points past its own slots, maybe past all.
+        slots = self.tail_slots[place.clamp_(max=self._max_tail - 1).long()]
+        self.slots[:batch].copy_(torch.where(grows, slots, -1))
+        self.offsets[:batch].copy_(lens % self.page_size)
+        lens += grows
+
+    def end_step(self, logits: torch.Tensor) -> None:
+        """Note the most likely tokens of logits [batch, vocab] as drafts and as the next inputs."""
+        batch = len(logits)
+        chosen = logits.argmax(-1)
+        self.drafts[:, :batch].index_copy_(0, self.step, chosen[None])
+        self.input_ids[:batch].copy_(chosen)
+        self.positions[:batch] += 1
+        self.step += 1
+
+    def override(self, tokens: Sequence[int]) -> None:
+        """Let the first len(tokens) rows go on from these tokens instead of the most likely."""
+        self._put(self.input_ids, torch.tensor(tokens))
+
+
+def draft_row(
+    kv: KVTiers, token: int, position: int, pages: torch.Tensor, num_drafts: int
+) -> DraftRow:
+    """The row of a request whose pending token is at `position`; opens the pages it will write.
+
+    pages: page ids on the CPU up to the one of its last draft. Its tail begins as far back as its
+    pages are still in the window.
+    """
+    size = kv.geometry.page_size
+    first, last = position // size, (position + num_drafts) // size
+    ids = pages[: last + 1].tolist()
+    kv.open_pages(ids[first:])
+    begin = first
+    while begin and ids[begin - 1] in kv.window.slots:
+        begin -= 1
+    return DraftRow(
+        token=token,
+        position=position,
+        past=pages[:begin],
+        tail=[kv.window.slots.slot_of(page) for page in ids[begin:]],
+        tail_len=position - begin * size,
+        num_drafts=num_drafts,
+    )

@@ -1,0 +1,143 @@
+"""Where the tokens of a target forward on a GPU go, and what they attend to: index tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """Index tensors on the CPU of the prefill or verify rows of one forward.
+
+    A query attends to encoded past pages and, causally, to a tail of full-precision pages. Verify
+    rows write their tokens to the recent window and find their tail there; prefill rows do both in
+    a scratch pool of num_scratch pages. `Tail pool` is whichever of the two.
+
+    qo_indptr [N + 1], past_indptr [N + 1], past_pages, tail_indptr [N + 1], tail_slots, tail_lens
+    [N]: int32; N is the number of rows, or of their parts where rows are split by page.
+    token_slots, token_offsets: [num_tokens] int64, a token's place in the tail pool.
+    encode_source, encode_pages: [E] int32, tail-pool pages to encode before attending, and as what.
+    fill_scratch, fill_window: [F] int64, window pages that begin a scratch page; keep_scratch,
+    keep_window: [W] int64, scratch pages to copy to the window.
+    """
+
+    num_tokens: int
+    num_scratch: int
+    max_qo_len: int
+    qo_indptr: torch.Tensor
+    past_indptr: torch.Tensor
+    past_pages: torch.Tensor
+    tail_indptr: torch.Tensor
+    tail_slots: torch.Tensor
+    tail_lens: torch.Tensor
+    token_slots: torch.Tensor
+    token_offsets: torch.Tensor
+    encode_source: torch.Tensor
+    encode_pages: torch.Tensor
+    fill_scratch: torch.Tensor
+    fill_window: torch.Tensor
+    keep_scratch: torch.Tensor
+    keep_window: torch.Tensor
+
+
+def target_rows(
+    plan: ForwardPlan, page_size: int, slot_of: Callable[[int], int], *, split_by_page: bool
+) -> TargetRows:
+    """Indices of a plan whose rows are all PREFILL or all VERIFY, with their pages on the CPU.
+
+    slot_of: window slot of a page. split_by_page: for the int8 target, where a token sees every
+    page before its own at 8 bits, also pages that its own row fills, and its own in full precision.
+    """
+    builder = _Builder(page_size, slot_of, split_by_page)
+    for row in plan.rows:
+        builder.add(row)
+    return builder.build(plan.num_tokens)
+
+
+class _Builder:
+    def __init__(self, page_size: int, slot_of: Callable[[int], int], split_by_page: bool) -> None:
+        self.size, self.slot_of, self.split = page_size, slot_of, split_by_page
+        self.num_scratch = 0
+        self.qo_lens: list[int] = []
+        self.pasts: list[torch.Tensor] = []
+        self.tails: list[list[int]] = []
+        self.tail_lens: list[int] = []
+        self.slots: list[torch.Tensor] = []
+        self.offsets: list[torch.Tensor] = []
+        self.encode: list[tuple[int, int]] = []
+        self.fill: list[tuple[int, int]] = []
+        self.keep: list[tuple[int, int]] = []
+
+    def add(self, row: Row) -> None:
+        size = self.size
+        written = row.written_pages(size)
+        ids = row.pages[written.start : written.stop].tolist()
+        if row.kind is RowKind.PREFILL:
+            places = list(range(self.num_scratch, self.num_scratch + len(ids)))
+            self.num_scratch += len(ids)
+            if row.start % size:
+                self.fill.append((places[0], self.slot_of(ids[0])))
+            self.keep += [
+                (place, self.slot_of(page))
+                for place, page, index in zip(places, ids, written, strict=True)
+                if index not in row.direct
+            ]
+        else:
+            places = [self.slot_of(page) for page in ids]
+        positions = torch.arange(row.start, row.end)
+        self.slots.append(torch.tensor(places)[positions // size - written.start])
+        self.offsets.append(positions % size)
+        last = written.stop - 1
+        for place, page, index in zip(places, ids, written, strict=True):
+            if index in row.direct or (self.split and index < last):
+                self.encode.append((place, page))
+        if not self.split:
+            self._add_part(row, row.start, row.end, written.start, places)
+            return
+        for place, index in zip(places, written, strict=True):
+            begin, end = max(row.start, index * size), min(row.end, (index + 1) * size)
+            self._add_part(row, begin, end, index, [place])
+
+    def _add_part(self, row: Row, begin: int, end: int, first: int, tail: list[int]) -> None:
+        """Queries begin .. end - 1 see the pages before index `first`, then `tail`."""
+        self.qo_lens.append(end - begin)
+        self.pasts.append(row.pages[:first])
+        self.tails.append(tail)
+        self.tail_lens.append(end - first * self.size)
+
+    def build(self, num_tokens: int) -> TargetRows:
+        encode, fill, keep = (_columns(pairs) for pairs in (self.encode, self.fill, self.keep))
+        return TargetRows(
+            num_tokens=num_tokens,
+            num_scratch=self.num_scratch,
+            max_qo_len=max(self.qo_lens, default=1),
+            qo_indptr=indptr(self.qo_lens),
+            past_indptr=indptr(map(len, self.pasts)),
+            past_pages=torch.cat(self.pasts).int(),
+            tail_indptr=indptr(map(len, self.tails)),
+            tail_slots=torch.tensor([slot for tail in self.tails for slot in tail]).int(),
+            tail_lens=torch.tensor(self.tail_lens, dtype=torch.int32),
+            token_slots=torch.cat(self.slots),
+            token_offsets=torch.cat(self.offsets),
+            encode_source=encode[0].int(),
+            encode_pages=encode[1].int(),
+            fill_scratch=fill[0],
+            fill_window=fill[1],
+            keep_scratch=keep[0],
+            keep_window=keep[1],
+        )
+
+
+def indptr(lens: Iterable[int]) -> torch.Tensor:
+    """Offsets [N + 1] int32 of runs of these lengths laid one after the other."""
+    sums = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)
+    return sums.to(torch.int32)
+
+
+def _columns(pairs: list[tuple[int, int]]) -> torch.Tensor:
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
