@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvspec_kernels.jit.encode import encode_page
+from kvspec_kernels.jit.sizes import next_power_of_2
 
 
 @triton.jit(do_not_specialize=["one"])
@@ -61,7 +62,7 @@ def append_kernel(
     new_ptr = v_new_ptr if is_v else k_new_ptr
     window_ptr = window_v_ptr if is_v else window_k_ptr
     if slot >= 0:
-        pair = tl.arange(0, triton.next_power_of_2(HEAD_DIM // 2))
+        pair = tl.arange(0, next_power_of_2(HEAD_DIM // 2))
         mask = pair < HEAD_DIM // 2
         start = row.to(tl.int64) * stride_new + head * stride_new_head
         pairs = tl.load(new_ptr + start + pair, mask, other=0)

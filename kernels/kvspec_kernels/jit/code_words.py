@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvspec_kernels.jit.sizes import next_power_of_2
+
 
 @triton.jit
 def store_k(
@@ -164,9 +166,9 @@ def _store_k_pairs(
     """K's words of codes in the order of their values into pairs of tiles: the halves of the codes
     in two fields, the rest only WITH_REST."""
     CHUNKS: tl.constexpr = PAGE_SIZE // CHUNK
-    ROWS: tl.constexpr = triton.next_power_of_2(CHUNK // 16)
-    PAIRS: tl.constexpr = triton.next_power_of_2(HEAD_DIM // 32)
-    split = words.reshape(PAIRS, 2, 4, ROWS, 8, triton.next_power_of_2(CHUNKS))
+    ROWS: tl.constexpr = next_power_of_2(CHUNK // 16)
+    PAIRS: tl.constexpr = next_power_of_2(HEAD_DIM // 32)
+    split = words.reshape(PAIRS, 2, 4, ROWS, 8, next_power_of_2(CHUNKS))
     by_tile = split.permute(5, 3, 0, 4, 2, 1)
     _store_pairs(codes_ptr, rest_ptr, by_tile, CHUNKS, CHUNK // 16, HEAD_DIM // 32, WITH_REST)
 
@@ -184,10 +186,10 @@ def _store_v_pairs(
 ):
     """V's words of h = 0 and h = 1 likewise. CHUNK is a multiple of 32: no pair straddles two."""
     CHUNKS: tl.constexpr = PAGE_SIZE // CHUNK
-    ROWS: tl.constexpr = triton.next_power_of_2(HEAD_DIM // 16)
-    PAIRS: tl.constexpr = triton.next_power_of_2(CHUNK // 32)
+    ROWS: tl.constexpr = next_power_of_2(HEAD_DIM // 16)
+    PAIRS: tl.constexpr = next_power_of_2(CHUNK // 32)
     both = tl.join(words0, words1)
-    split = both.reshape(ROWS, 4, PAIRS, 2, 4, triton.next_power_of_2(CHUNKS), 2)
+    split = both.reshape(ROWS, 4, PAIRS, 2, 4, next_power_of_2(CHUNKS), 2)
     by_tile = split.permute(0, 5, 2, 1, 6, 4, 3)
     _store_pairs(codes_ptr, rest_ptr, by_tile, HEAD_DIM // 16, CHUNKS, CHUNK // 32, WITH_REST)
 
@@ -215,8 +217,8 @@ def _store_pairs(
         mask = offsets >= 0
     else:
         left, right = tl.split(by_tile.reshape(PADDED, 32, 2))
-        INNERS: tl.constexpr = triton.next_power_of_2(INNER)
-        MIDDLES: tl.constexpr = triton.next_power_of_2(MIDDLE)
+        INNERS: tl.constexpr = next_power_of_2(INNER)
+        MIDDLES: tl.constexpr = next_power_of_2(MIDDLE)
         place = tl.arange(0, PADDED)[:, None]
         inner, middle = place % INNERS, place // INNERS % MIDDLES
         outer = place // (INNERS * MIDDLES)

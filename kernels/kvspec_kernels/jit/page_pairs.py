@@ -21,15 +21,16 @@ import triton
 import triton.language as tl
 
 from kvspec_kernels.jit import arithmetic
+from kvspec_kernels.jit.sizes import next_power_of_2
 
 
 @triton.jit
 def positions(NUM_CHUNKS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr):
     """Indices chunk, row and column, and masks of what is no padding: positions, chunks' columns
     and rows. All are [columns, rows, chunks] up to broadcasting."""
-    col = tl.arange(0, triton.next_power_of_2(NUM_COLS))[:, None, None]
-    row = tl.arange(0, triton.next_power_of_2(NUM_ROWS))[None, :, None]
-    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))[None, None, :]
+    col = tl.arange(0, next_power_of_2(NUM_COLS))[:, None, None]
+    row = tl.arange(0, next_power_of_2(NUM_ROWS))[None, :, None]
+    chunk = tl.arange(0, next_power_of_2(NUM_CHUNKS))[None, None, :]
     mask_chunk = (chunk < NUM_CHUNKS) & (col < NUM_COLS)
     mask_row = (chunk < NUM_CHUNKS) & (row < NUM_ROWS)
     mask = mask_chunk & mask_row
@@ -152,7 +153,7 @@ def copy_page(
 ):
     """The raw bits of a page part [tokens, channels] into a record, row-major."""
     for start in tl.static_range(0, PAGE_SIZE, 32):
-        index = tl.arange(0, 32 * triton.next_power_of_2(TOKEN_PAIRS))
+        index = tl.arange(0, 32 * next_power_of_2(TOKEN_PAIRS))
         mask = index < 32 * TOKEN_PAIRS
         token = start + index // TOKEN_PAIRS
         pairs = tl.load(page_ptr + token * stride_token + index % TOKEN_PAIRS, mask, other=0)

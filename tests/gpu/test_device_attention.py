@@ -1,0 +1,179 @@
+"""DeviceAttention over a DeviceKV against ReferenceAttention over a TieredKV."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row
+from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
+from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.reference_attention import ReferenceAttention
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 8, 2, 128, 64
+NUM_PAGES, RECENT, MAX_STEPS = 64, 1, 8
+SCALE = HEAD_DIM**-0.5
+# Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16 and drafts from codes
+# with scales in fp16; a wrong page, slot or length gives errors of the order of 1.
+TOLERANCE = 0.02
+
+
+class Pair:
+    """The same requests on both implementations. Page ids are shuffled on purpose."""
+
+    def __init__(self, codec_name: str, target: str) -> None:
+        geometry = KVGeometry(LAYERS, KV_HEADS, HEAD_DIM, PAGE, torch.bfloat16)
+        codec = make_codec(
+            codec_name, target=target, page_size=PAGE, head_dim=HEAD_DIM, dtype=torch.bfloat16
+        )
+        plan = CapacityPlan(
+            num_pages=NUM_PAGES,
+            window_pages=12,
+            cache_pages=NUM_PAGES,
+            host_pages=0,
+            page_bytes=PageBytes(1, 1, 1),
+            binding="test",
+        )
+        self.reference = ReferenceAttention(TieredKV(geometry, codec, plan, torch.device("cpu")))
+        self.device = DeviceAttention(
+            DeviceKV(geometry, codec, plan, torch.device("cuda:0")), HEADS
+        )
+        self.keepers = (
+            PageKeeper(self.reference.kv, RECENT),
+            DevicePageKeeper(self.device.kv, RECENT),
+        )
+        self.rng = torch.Generator().manual_seed(1)
+        self.free = (torch.randperm(NUM_PAGES, generator=self.rng) + 1).tolist()
+        self.pages: dict[str, list[int]] = {}
+        self.committed: dict[str, int] = {}
+
+    def page_ids(self, name: str, num_tokens: int) -> torch.Tensor:
+        ids = self.pages.setdefault(name, [])
+        while len(ids) * PAGE < num_tokens:
+            ids.append(self.free.pop())
+        return torch.tensor(ids[: -(-num_tokens // PAGE)])
+
+    def draw(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        # As a model's projection gives them: slices of one tensor.
+        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        both = torch.randn(num_tokens, width, generator=self.rng).bfloat16()
+        sizes = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
+        return tuple(part.unflatten(-1, (-1, HEAD_DIM)) for part in both.split(sizes, dim=-1))
+
+    def forward(self, rows: dict[str, Row]) -> None:
+        """Run a target forward on both and compare every layer; commits all tokens."""
+        plan = ForwardPlan(tuple(rows.values()))
+        self.reference.begin(plan)
+        self.device.begin(plan)
+        for layer in range(LAYERS):
+            q, k, v = self.draw(plan.num_tokens)
+            want = self.reference.forward(layer, q, k, v, SCALE)
+            cuda = (part.cuda() for part in (q, k, v))
+            assert_close(self.device.forward(layer, *cuda, SCALE), want)
+        self.reference.finish()
+        self.device.finish()
+        for name, row in rows.items():
+            for keeper in self.keepers:
+                keeper.commit(row.pages, row.start, row.end)
+            self.committed[name] = row.end
+        for keeper in self.keepers:
+            keeper.flush()
+        for side in (self.reference, self.device):
+            side.kv.check_integrity()
+
+    def prefill(self, **lengths: int) -> None:
+        rows = {}
+        for name, length in lengths.items():
+            start = self.committed.get(name, 0)
+            ids = self.page_ids(name, start + length)
+            rows[name] = prefill_row(start, length, ids, page_size=PAGE, recent_pages=RECENT)
+        self.forward(rows)
+
+    def verify(self, **lengths: int) -> None:
+        rows = {}
+        for name, length in lengths.items():
+            start = self.committed[name]
+            rows[name] = Row(RowKind.VERIFY, start, length, self.page_ids(name, start + length))
+        self.forward(rows)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    error = (got.cpu().float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)
+    worst = float(error.max())
+    assert worst < TOLERANCE, f"relative error {worst:.3g} at {int(error.argmax())}"
+
+
+CODECS = pytest.mark.parametrize("codec", ["log4", "uniform4"])
+TARGETS = pytest.mark.parametrize("target", ["exact", "int8"])
+
+
+@CODECS
+@TARGETS
+def test_prefill_and_verification(codec: str, target: str) -> None:
+    if target == "exact":
+        pytest.importorskip("flashinfer")
+    pair = Pair(codec, target)
+    pair.prefill(a=200, b=64, c=1)
+    # Second chunks: from within a page, from a page's start, into the first page.
+    pair.prefill(a=300, b=128, c=40)
+    # a crosses a page, b starts one, c fills its first exactly.
+    pair.verify(a=20, b=5, c=23)
+    pair.verify(a=1, b=1, c=1)
+    pair.verify(b=65)
+
+
+@CODECS
+def test_draft_steps_in_a_graph(codec: str) -> None:
+    """Steps replayed from one graph, with fewer requests than rows, against single draft rows."""
+    pair = Pair(codec, "int8")
+    pair.prefill(a=190, b=500, c=3)
+    kv = pair.device.kv
+    rows = DraftRows(4, MAX_STEPS, NUM_PAGES, PAGE, kv.device)
+    drafter = pair.device.make_drafter(rows, 4)
+    inputs = [
+        torch.empty(LAYERS, 4, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    outs = torch.empty_like(inputs[0])
+
+    def step() -> None:
+        rows.begin_step(4)
+        for layer in range(LAYERS):
+            q, k, v = (part[layer] for part in inputs)
+            outs[layer] = pair.device.forward(layer, q, k, v, SCALE)
+        rows.end_step(torch.zeros(4, 10, device="cuda"))
+
+    pair.device.begin_draft(rows, drafter)
+    rows.load([])
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    pair.device.end_draft()
+
+    # Longest first; a crosses into a page that is opened for it.
+    lens = {"b": 6, "a": 5, "c": 2}
+    ids = {name: pair.page_ids(name, pair.committed[name] + n + 1) for name, n in lens.items()}
+    rows.load([draft_row(kv, 0, pair.committed[name], ids[name], n) for name, n in lens.items()])
+    for index in range(max(lens.values())):
+        parts = pair.draw(4 * LAYERS)
+        for place, part in zip(inputs, parts, strict=True):
+            place.copy_(part.unflatten(0, (LAYERS, 4)))
+        graph.replay()
+        going = [name for name, n in lens.items() if n > index]
+        plan = ForwardPlan(
+            tuple(Row(RowKind.DRAFT, pair.committed[name] + index, 1, ids[name]) for name in going)
+        )
+        pair.reference.begin(plan)
+        for layer in range(LAYERS):
+            q, k, v = (part[layer, : len(going)].cpu() for part in inputs)
+            assert_close(outs[layer, : len(going)], pair.reference.forward(layer, q, k, v, SCALE))
+        pair.reference.finish()
+    assert rows.step.item() == max(lens.values())
+    assert rows.tail_lens.tolist()[3] == 0
