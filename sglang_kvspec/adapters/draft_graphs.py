@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from kvspec_kernels.ops.attention import DraftAttention
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows
 
@@ -47,6 +48,8 @@ class DraftGraphs:
         self.batch_sizes = batch_sizes(rows.max_batch)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits: dict[int, torch.Tensor] = {}
+        # A graph knows addresses only: what lies there must live as long.
+        self._kept: list[tuple[DraftAttention, ForwardBatch]] = []
         pool = torch.cuda.graph_pool_handle()
         with graph_capture() as context:
             # Large ones first: the small ones then fit in their memory.
@@ -86,7 +89,9 @@ class DraftGraphs:
             rows.end_step(logits)
             return logits
 
-        attention.begin_draft(rows, attention.make_drafter(rows, batch))
+        drafter = attention.make_drafter(rows, batch)
+        self._kept.append((drafter, forward_batch))
+        attention.begin_draft(rows, drafter)
         try:
             with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
                 for _ in range(WARM_UPS):

@@ -17,6 +17,7 @@ from sglang_kvspec.core.config import AUTO_DRAFT_LEN
 from sglang_kvspec.planning.rounds import RoundClock, RoundRequest, plan_round
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Verified
+from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.request_state import RequestState
@@ -36,6 +37,8 @@ class RoundWorker(KVSpecWorker):
         runner = self._target_worker.model_runner
         step_s = CPU_STEP_S
         self._drafter: Drafter
+        if isinstance(self.attention, DeviceAttention):
+            self.attention.warm_up(self.config.max_draft_len)
         if isinstance(self.kv, DeviceKV) and self.config.drafts:
             drafter = GraphDrafter(
                 runner, self.attention, self.kv, self.config.max_draft_len, self.chooser

@@ -13,7 +13,7 @@ from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
-from sglang_kvspec.runtime.forward_plan import ForwardPlan
+from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.target_rows import TargetRows, target_rows
 
 # Requests, or parts of one, that one call of the int8 kernel attends for.
@@ -126,6 +126,36 @@ class DeviceAttention:
         if len(index["encode_source"]):
             self.kv.encode_from(layer, *pool, index["encode_source"], index["encode_pages"])
         return pool
+
+    def warm_up(self, max_draft_len: int) -> None:
+        """Run what serving runs once, so that nothing is compiled or loaded for a request. Uses
+        free pages and leaves them free."""
+        kv, size = self.kv, self.kv.geometry.page_size
+        # Two pages to attend to, and one that the longest verification runs out of.
+        start, num_pages = 2 * size + 1, 3 + -(-max_draft_len // size)
+        if num_pages > kv.plan.num_pages:
+            return
+        pages = torch.arange(1, num_pages + 1)
+        widths = {1, *(min(2**n, max_draft_len + 1) for n in range(1, max_draft_len.bit_length()))}
+        rows = [prefill_row(0, start, pages[:3], page_size=size, recent_pages=0)]
+        rows += [
+            Row(RowKind.VERIFY, start, width, pages[: -(-(start + width) // size)])
+            for width in sorted(widths | {max_draft_len + 1})
+        ]
+        try:
+            for row in rows:
+                self.begin(ForwardPlan((row,)))
+                k = torch.zeros(
+                    (row.length, kv.geometry.num_kv_heads, kv.geometry.head_dim),
+                    dtype=kv.geometry.dtype,
+                    device=kv.device,
+                )
+                q = k.new_zeros((row.length, self._num_qo_heads, kv.geometry.head_dim))
+                self.forward(0, q, k, k, kv.geometry.head_dim**-0.5)
+                self.finish()
+        finally:
+            kv.free_pages(pages.tolist())
+        torch.cuda.synchronize()
 
     # Drafting
 
