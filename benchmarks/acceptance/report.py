@@ -47,15 +47,21 @@ class Estimate:
 
 
 def write_json(
-    path: Path, bench: str, device: torch.device, settings: dict, figures: Sequence[Figure]
+    path: Path,
+    bench: str,
+    device: torch.device,
+    settings: dict,
+    figures: Sequence[Figure],
+    machine: str | None = None,
 ) -> None:
-    """Write the record of one run to `path`, creating its folder."""
+    """Write the record of one run to `path`, creating its folder. machine: in place of what
+    `device` is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "machine": _machine(device),
+        "commit": current_commit(),
+        "machine": machine or _machine(device),
         "versions": _versions(),
         "settings": settings,
         "figures": [asdict(figure) for figure in figures],
@@ -95,7 +101,8 @@ def _machine(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
 
 
-def _commit() -> str:
+def current_commit() -> str:
+    """Of this checkout, ending in -dirty where it differs from it; "unknown" without git."""
     folder = Path(__file__).parent
     try:
         head = _git(folder, "rev-parse", "HEAD")
