@@ -52,15 +52,17 @@ def write_json(
     device: torch.device,
     settings: dict,
     figures: Sequence[Figure],
+    *,
     machine: str | None = None,
+    commit: str | None = None,
 ) -> None:
-    """Write the record of one run to `path`, creating its folder. machine: in place of what
-    `device` is."""
+    """Write the record of one run to `path`, creating its folder. machine and commit: where it was
+    measured, if that is not here and now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": current_commit(),
+        "commit": commit or current_commit(),
         "machine": machine or _machine(device),
         "versions": _versions(),
         "settings": settings,

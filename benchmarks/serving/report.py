@@ -1,4 +1,4 @@
-"""What a run says: the JSON of its figures, a table on the console, a plot."""
+"""What a run says: the JSON of its figures, and a table on the console."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from acceptance.report import write_json
 from rich.table import Table
 
-from serving.figures import RATES, all_figures, decode_rate_of
+from serving.figures import RATES, all_figures
 from serving.points import label
 from serving.records import Record
 from serving.systems import BASELINE, SYSTEMS
@@ -31,7 +31,7 @@ def write_report(
     """The JSON at `path`."""
     settings = {
         "acceptance": acceptance_note(records, source),
-        "rates": {name or "vs_bf16": what for name, (what, _) in RATES.items()},
+        "rates": {f"vs_{BASELINE}{suffix}": what for suffix, (what, _) in RATES.items()},
         "output_len": sorted({record.output_len for record in records}),
         "prompt_len": {
             label(record.model, record.context_len): record.prompt_len for record in records
@@ -50,6 +50,7 @@ def write_report(
         settings,
         all_figures(records),
         machine=records[0].machine,
+        commit=records[-1].commit,
     )
 
 
@@ -72,7 +73,7 @@ def console_table(
             "TTFT mean/p99 ms",
             "ITL p50/p99 ms",
             "TPOT ms",
-            "accepted",
+            "accepted/drafted",
             "HBM GiB",
             "tokens fit",
         ):
@@ -105,41 +106,11 @@ def _cells(record: Record, base: Record | None) -> list[str]:
     )
     accepted, drafted = record.accepted_per_verification, record.drafted_per_verification
     cells += [
-        "-" if accepted is None or drafted is None else f"{accepted:.2f} of {drafted:.2f}",
+        "-" if accepted is None or drafted is None else f"{accepted:.2f}/{drafted:.2f}",
         "-" if record.hbm_gib is None else f"{record.hbm_gib:.1f}",
         "-" if record.max_total_num_tokens is None else f"{record.max_total_num_tokens:,}",
     ]
     return cells
-
-
-def draw(records: Sequence[Record], source: str, path: Path) -> None:
-    """Decode rate against concurrency, a panel per model and context, to a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rated = sorted((r for r in records if decode_rate_of(r)), key=_order)
-    panels = [(place, list(group)) for place, group in groupby(rated, key=_place)]
-    if not panels:
-        return
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(1 + 3.4 * len(panels), 3.6), dpi=150, squeeze=False
-    )
-    for axis, ((model, context_len), here) in zip(axes[0], panels, strict=True):
-        for system in SYSTEMS:
-            points = [(r.concurrency, decode_rate_of(r)) for r in here if r.system == system]
-            if points:
-                rates = [rate[0] for _, rate in points if rate]
-                axis.plot([at for at, _ in points], rates, marker="o", markersize=3, label=system)
-        axis.set(title=label(model, context_len), xlabel="requests at once", ylim=(0, None))
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("decode tokens/s")
-    axes[0][0].legend(frameon=False)
-    figure.suptitle(acceptance_note(rated, source), fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
 
 
 def _order(record: Record) -> tuple[str, int, int, int]:
