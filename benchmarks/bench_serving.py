@@ -21,6 +21,7 @@ that is not installed either); the plugins' entry points are then made up from p
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 import tempfile
@@ -88,26 +89,33 @@ class Run:
                 started_s = server.start(START_TIMEOUT_S)
                 console.print(f"{model.name} {system.name}: up after {started_s:.0f} s")
                 self._first_start = False
+                max_running = self._max_running(points)
                 while left:
-                    self._measure_point(server, system, left[0])
+                    self._measure_point(server, system, left[0], max_running)
                     left.pop(0)
         except OutOfTime:
             self._miss(system, left, "the time limit was reached")
         except (ServerStartError, BenchError, requests.RequestException) as error:
             self.failed = True
+            console.print(str(error), markup=False)
             self._miss(system, left, str(error))
 
-    def _measure_point(self, server: LiveServer, system: System, point: Point) -> None:
+    def _measure_point(
+        self, server: LiveServer, system: System, point: Point, max_running: int
+    ) -> None:
+        """A point whose requests fail is missing; the next one is measured all the same."""
         args = self._args
-        point = server.resolve(point, args.output_len, self._max_running())
+        point = server.resolve(point, args.output_len, max_running)
         self._say(f"{point.label} {system.name}")
-        record = server.measure(
-            point,
-            args.output_len,
-            PASSES[args.measure],
-            args.waves,
-            real_text=self._acceptance(point.model) == "real",
-        )
+        real_text = self._acceptance(point.model) == "real"
+        passes = PASSES[args.measure]
+        try:
+            record = server.measure(point, args.output_len, passes, args.waves, real_text=real_text)
+        except BenchError as error:
+            self.failed = True
+            console.print(str(error), markup=False)
+            self._miss(system, [point], str(error))
+            return
         records.append(args.out.with_suffix(".points.jsonl"), record)
         self._progress.advance(self._task)
         if record.note:
@@ -124,10 +132,10 @@ class Run:
             system,
             on_gpu=self._on_gpu,
             codec=args.codec,
-            max_running=self._max_running(),
+            max_running=self._max_running(points),
             folder=str(folder),
-            extra=args.server_args.split(),
-            extra_kvspec=args.kvspec_args.split(),
+            extra=shlex.split(args.server_args),
+            extra_kvspec=shlex.split(args.kvspec_args),
         )
         process = ServerProcess(
             arguments,
@@ -148,19 +156,19 @@ class Run:
     def _acceptance(self, model: Model) -> str:
         return "replayed" if model.dummy or self._args.replay else "real"
 
-    def _max_running(self) -> int:
+    def _max_running(self, points: list[Point]) -> int:
         """Alike on all systems; what a server keeps for each request is memory its KV lacks."""
-        return self._args.max_running or max(point.concurrency for point in self._points)
+        return self._args.max_running or max(point.concurrency for point in points)
 
     def _say(self, text: str) -> None:
         self._progress.update(self._task, description=text)
 
     def _miss(self, system: System, points: list[Point], reason: str) -> None:
         for point in points:
-            self.missing.append(f"{point.label} {system.name}: {reason.splitlines()[0]}")
+            # Not the log's end, which a server that did not start adds.
+            first_line = reason.splitlines()[0].split("; the end of")[0]
+            self.missing.append(f"{point.label} {system.name}: {first_line}")
             self._progress.advance(self._task)
-        if self.failed:
-            console.print(reason, markup=False)
 
 
 def main() -> int:
@@ -196,12 +204,13 @@ def report(
     own = args.out.with_suffix(".points.jsonl")
     paths = [*args.merge, *([own] if own.exists() and not args.merge else [])]
     found = records.latest([record for path in paths for record in records.read(path)])
-    if found:
-        write_report(args.out, found, source, missing or [])
     if show or args.merge:
         for line in console_table(found, source, missing or []):
             console.print(line)
-        console.print(f"written: {args.out}")
+    if found:
+        write_report(args.out, found, source, missing or [])
+        if show or args.merge:
+            console.print(f"written: {args.out}")
 
 
 if __name__ == "__main__":

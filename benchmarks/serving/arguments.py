@@ -36,7 +36,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--curve", type=Path, default=RESULTS / "acceptance.json", help="what is replayed")
     add("--server-args", default="", metavar="'ARGS'", help="for every server, wins over ours")
     add("--kvspec-args", default="", metavar="'ARGS'", help="for the servers with --kvspec")
-    add("--time-limit", type=float, default=540, help="seconds for everything (default: 540)")
+    add("--time-limit", type=float, default=540,
+        help="seconds until the last server is told to stop (default: 540)")  # fmt: skip
     add("--commit", default="", help="of this checkout, where git cannot say")
     add("--logs", type=Path, default=ROOT / ".kvspec" / "bench_serving", help="servers' logs")
     add("--out", type=Path, default=RESULTS / "serving_h200.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import signal
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from serving.records import Pass
@@ -25,6 +27,28 @@ class BenchError(RuntimeError):
 class OutOfTime(KeyboardInterrupt):
     """The time for all points is over. As with Ctrl-C, neither asyncio nor bench_serving takes it
     for the failure of one request."""
+
+
+def load_bench_serving() -> ModuleType:
+    """Import it, which takes seconds.
+
+    It imports `datasets` for data that nobody asks for here, so where that is not installed a
+    stand-in serves the import and goes again.
+    """
+    # Looks for `datasets` when first imported, and must not find the stand-in.
+    import transformers  # noqa: F401
+
+    missing = importlib.util.find_spec("datasets") is None
+    if missing:
+        stand_in = ModuleType("datasets")
+        stand_in.__dict__["load_dataset"] = None
+        sys.modules["datasets"] = stand_in
+    try:
+        from sglang.benchmark import serving
+    finally:
+        if missing:
+            del sys.modules["datasets"]
+    return serving
 
 
 def arguments(
@@ -75,8 +99,9 @@ def run(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 
     Raises BenchError where a request failed, OutOfTime after `timeout_s`.
     """
-    from sglang.benchmark import serving
-
+    if timeout_s <= 0:
+        raise OutOfTime
+    serving = load_bench_serving()
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "result.jsonl"
@@ -130,8 +155,6 @@ def _time_limit(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise OutOfTime
 
-    if seconds <= 0:
-        raise OutOfTime
     kept = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

@@ -54,16 +54,14 @@ class LiveServer:
 
     def start(self, timeout_s: float) -> float:
         """Launch, wait until healthy, and warm up; returns the seconds that the start took."""
+        if self._left_s() <= 0:
+            raise client.OutOfTime
         begun = time.monotonic()
         self._process.start()
         # Meanwhile the server imports the same: most of both is reading files.
-        import sglang.benchmark.serving  # noqa: F401
-
-        left_s = self._left_s()
-        if left_s <= 0:
-            raise client.OutOfTime
+        client.load_bench_serving()
         try:
-            self._process.wait_healthy(min(timeout_s, left_s))
+            self._process.wait_healthy(min(timeout_s, max(self._left_s(), 0)))
         except Exception:
             if self._left_s() <= 0:
                 raise client.OutOfTime from None
@@ -94,8 +92,10 @@ class LiveServer:
         found: dict[str, Any] = {}
         texts = None
         if real_text:
-            texts = self._scratch / "texts.jsonl"
-            write_texts(point.model, waves * point.concurrency, prompt_len, point.seed, texts)
+            texts = self._scratch / f"{point.label}.jsonl"
+            # The systems before this one have been sent the same.
+            if not texts.exists():
+                write_texts(point.model, waves * point.concurrency, prompt_len, point.seed, texts)
         self._flush()
         before = self._kvspec()
         if "end_to_end" in passes:
