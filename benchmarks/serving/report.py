@@ -73,7 +73,7 @@ def console_table(
             "TTFT mean/p99 ms",
             "ITL p50/p99 ms",
             "TPOT ms",
-            "accepted/drafted",
+            "kept/drafted",
             "HBM GiB",
             "tokens fit",
         ):

@@ -63,7 +63,8 @@ def main() -> None:
 def lines(figures: Figures, note: str, machine: str) -> list[str]:
     """Markdown, the note on acceptance first and in the head of every table."""
     return [
-        f"Serving on one {machine}, live servers driven by `sglang.bench_serving`: {note}.",
+        f"Serving on one {machine}, live servers driven by `sglang.bench_serving` "
+        f"(`benchmarks/bench_serving.py`): {note}.",
         "",
         *headlines(figures, note),
         "",
