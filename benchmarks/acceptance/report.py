@@ -47,15 +47,23 @@ class Estimate:
 
 
 def write_json(
-    path: Path, bench: str, device: torch.device, settings: dict, figures: Sequence[Figure]
+    path: Path,
+    bench: str,
+    device: torch.device,
+    settings: dict,
+    figures: Sequence[Figure],
+    *,
+    machine: str | None = None,
+    commit: str | None = None,
 ) -> None:
-    """Write the record of one run to `path`, creating its folder."""
+    """Write the record of one run to `path`, creating its folder. machine and commit: where it was
+    measured, if that is not here and now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "machine": _machine(device),
+        "commit": commit or current_commit(),
+        "machine": machine or _machine(device),
         "versions": _versions(),
         "settings": settings,
         "figures": [asdict(figure) for figure in figures],
@@ -95,7 +103,8 @@ def _machine(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
 
 
-def _commit() -> str:
+def current_commit() -> str:
+    """Of this checkout, ending in -dirty where it differs from it; "unknown" without git."""
     folder = Path(__file__).parent
     try:
         head = _git(folder, "rev-parse", "HEAD")

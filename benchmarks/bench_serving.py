@@ -1,0 +1,217 @@
+"""Does KVSpec serve more tokens per second than plain SGLang, on live servers?
+
+    python benchmarks/bench_serving.py --points 8b:32k:16 --systems bf16 int8
+    python benchmarks/bench_serving.py --points 8b:32k:16,24,32,max --max-running 64
+    python benchmarks/bench_serving.py --points ../shared/models/eval-31m:16k:8
+    python benchmarks/bench_serving.py --merge one.points.jsonl other.points.jsonl
+
+sglang.bench_serving sends the requests; one server is started per model and system, with the same
+flags otherwise. `8b` and `32b` are shapes with dummy weights (benchmarks/serving/shapes), whose
+acceptance is replayed from what bench_acceptance.py measured. Any other model is a folder:
+with weights its acceptance is real and its prompts are text. Every point is written as soon as it
+is measured: to --out as figures, and beside it, as OUT.points.jsonl, as what --merge reads.
+
+decode: prompts are sent once for one token, then again, from the prefix cache, for --output-len;
+the rate is that of the time in which all requests decode. end-to-end: prompts are sent once.
+
+Without an installed checkout, call it with PYTHONPATH=.:kernels:patches (and SGLang's folder, where
+that is not installed either); the plugins' entry points are then made up from pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import requests
+from acceptance.report import current_commit
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from serving import machine, records
+from serving.arguments import PASSES, parse_arguments
+from serving.client import BenchError, OutOfTime
+from serving.curve import write_curve
+from serving.environment import server_environment
+from serving.live_server import LiveServer
+from serving.points import Model, Point
+from serving.prompts import folder_with_tokenizer
+from serving.report import console_table, write_report
+from serving.systems import SYSTEMS, System, server_arguments
+
+from sglang_kvspec.testing.server_process import ServerProcess, ServerStartError
+
+START_TIMEOUT_S = 300.0
+console = Console(width=150)
+
+
+class Run:
+    """The points of one command line, and what has become of them."""
+
+    def __init__(self, args: argparse.Namespace, points: list[Point], scratch: Path) -> None:
+        self._args = args
+        self._points = points
+        self._scratch = scratch
+        self._deadline = time.monotonic() + args.time_limit
+        self._first_start = True
+        self._commit = args.commit or current_commit()
+        self._machine = machine.describe()
+        _check_machine(args.out, self._machine)
+        self._on_gpu = bool(machine.gpu_names())
+        self.source = write_curve(args.curve, args.codec, scratch / "curve.json")
+        self.missing: list[str] = []
+        self.failed = False
+
+    def measure_all(self) -> None:
+        """Model by model and system by system. What fails or no longer fits is in `missing`."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        systems = [SYSTEMS[name] for name in self._args.systems]
+        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+            self._progress = progress
+            self._task = progress.add_task("", total=len(self._points) * len(systems))
+            for model, group in groupby(self._points, key=lambda point: point.model):
+                points = list(group)
+                for system in systems:
+                    self._measure_system(model, system, points)
+
+    def _measure_system(self, model: Model, system: System, points: list[Point]) -> None:
+        left = list(points)
+        try:
+            self._say(f"starting {model.name} {system.name}")
+            with self._server(model, system, points) as server:
+                started_s = server.start(START_TIMEOUT_S)
+                console.print(f"{model.name} {system.name}: up after {started_s:.0f} s")
+                self._first_start = False
+                max_running = self._max_running(points)
+                while left:
+                    self._measure_point(server, system, left[0], max_running)
+                    left.pop(0)
+        except OutOfTime:
+            self._miss(system, left, "the time limit was reached")
+        except (ServerStartError, BenchError, requests.RequestException) as error:
+            self.failed = True
+            console.print(str(error), markup=False)
+            self._miss(system, left, str(error))
+
+    def _measure_point(
+        self, server: LiveServer, system: System, point: Point, max_running: int
+    ) -> None:
+        """A point whose requests fail is missing; the next one is measured all the same."""
+        args = self._args
+        point = server.resolve(point, args.output_len, max_running)
+        self._say(f"{point.label} {system.name}")
+        real_text = self._acceptance(point.model) == "real"
+        passes = PASSES[args.measure]
+        try:
+            record = server.measure(point, args.output_len, passes, args.waves, real_text=real_text)
+        except BenchError as error:
+            self.failed = True
+            console.print(str(error), markup=False)
+            self._miss(system, [point], str(error))
+            return
+        records.append(args.out.with_suffix(".points.jsonl"), record)
+        self._progress.advance(self._task)
+        if record.note:
+            console.print(f"{point.label} {system.name}: {record.note}")
+        report(args, self.source)
+
+    def _server(self, model: Model, system: System, points: list[Point]) -> LiveServer:
+        args = self._args
+        folder = folder_with_tokenizer(model, self._scratch)
+        acceptance = "" if system.target is None else self._acceptance(model)
+        curve = self._scratch / "curve.json" if acceptance == "replayed" else None
+        arguments = server_arguments(
+            model,
+            system,
+            on_gpu=self._on_gpu,
+            codec=args.codec,
+            max_running=self._max_running(points),
+            folder=str(folder),
+            extra=shlex.split(args.server_args),
+            extra_kvspec=shlex.split(args.kvspec_args),
+        )
+        process = ServerProcess(
+            arguments,
+            log_path=args.logs / f"{model.name}-{system.name}.log",
+            environment=server_environment(self._scratch, curve),
+        )
+        facts: dict[str, Any] = {
+            "system": system.name,
+            "acceptance": acceptance,
+            "first_start": self._first_start,
+            "server_arguments": [text for text in arguments if "--model-path" not in text],
+            "machine": self._machine,
+            "commit": self._commit,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        return LiveServer(process, folder, self._scratch, self._deadline, facts)
+
+    def _acceptance(self, model: Model) -> str:
+        return "replayed" if model.dummy or self._args.replay else "real"
+
+    def _max_running(self, points: list[Point]) -> int:
+        """Alike on all systems; what a server keeps for each request is memory its KV lacks."""
+        return self._args.max_running or max(point.concurrency for point in points)
+
+    def _say(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def _miss(self, system: System, points: list[Point], reason: str) -> None:
+        for point in points:
+            # Not the log's end, which a server that did not start adds.
+            first_line = reason.splitlines()[0].split("; the end of")[0]
+            self.missing.append(f"{point.label} {system.name}: {first_line}")
+            self._progress.advance(self._task)
+
+
+def main() -> int:
+    args = parse_arguments(__doc__)
+    # As with Ctrl-C: servers are stopped on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.merge:
+            report(args, write_curve(args.curve, args.codec, Path(scratch) / "curve.json"))
+            return 0
+        run = Run(args, args.points, Path(scratch))
+        try:
+            run.measure_all()
+        except KeyboardInterrupt:
+            console.print("interrupted; what was measured is kept")
+            return 130
+    report(args, run.source, run.missing, show=True)
+    return 1 if run.failed else 0
+
+
+def _check_machine(out: Path, name: str) -> None:
+    """Before anything is measured: --out may hold points already."""
+    own = out.with_suffix(".points.jsonl")
+    others = {record.machine for record in records.read(own)} - {name} if own.exists() else set()
+    if others:
+        raise SystemExit(f"{own} has points of {others.pop()}, this is {name}: name another --out")
+
+
+def report(
+    args: argparse.Namespace, source: str, missing: list[str] | None = None, show: bool = False
+) -> None:
+    """Rewrite --out from every point measured so far."""
+    own = args.out.with_suffix(".points.jsonl")
+    paths = [*args.merge, *([own] if own.exists() and not args.merge else [])]
+    found = records.latest([record for path in paths for record in records.read(path)])
+    if show or args.merge:
+        for line in console_table(found, source, missing or []):
+            console.print(line)
+    if found:
+        write_report(args.out, found, source, missing or [])
+        if show or args.merge:
+            console.print(f"written: {args.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

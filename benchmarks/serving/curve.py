@@ -1,0 +1,42 @@
+"""What acceptance is replayed: how likely a verification is to keep at least j drafts.
+
+The curve is that of 4-bit drafts against the exact target on eval-31m (accept.CODEC.mean_of_N). The
+int8 target replays the same one: accept.CODEC_int8 says how long a cache of 8 bits agrees with the
+exact one, not what an int8 target accepts of 4-bit drafts, and 8 bits are so close to exact (their
+attention error is 1/250 of the drafts') that the drafts' own error decides.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from sglang_kvspec.core.config import MAX_DRAFT_LEN
+from sglang_kvspec.planning.costs import AcceptanceCurve
+from sglang_kvspec.planning.forecast import read_acceptance
+
+
+def survival(curve: AcceptanceCurve, max_draft_len: int = MAX_DRAFT_LEN) -> list[float]:
+    """P(at least j drafts accepted) for j = 1 .. max_draft_len, so that the mean accepted of N is
+    the sum of the first N.
+
+    The mean is linear between measured lengths, as in the planner: as the true curve is concave,
+    that is never more than it. A rise, which can only be noise, is cut off.
+    """
+    means = [curve.expected_accepted(n) for n in range(max_draft_len + 1)]
+    steps = [after - before for before, after in pairwise(means)]
+    return list(accumulate(steps, min))
+
+
+def write_curve(acceptance: Path, codec: str, path: Path) -> str:
+    """Write what the replay plugin reads to `path`; return what is replayed, in words."""
+    results = json.loads(acceptance.read_text(encoding="utf-8"))
+    probabilities = survival(read_acceptance(results, codec))
+    settings = results.get("settings", {})
+    source = (
+        f"accept.{codec} of {acceptance.name} ({settings.get('model')}, "
+        f"{settings.get('prompt_len')}-token prompts)"
+    )
+    path.write_text(json.dumps({"source": source, "survival": probabilities}), encoding="utf-8")
+    return source

@@ -1,0 +1,40 @@
+"""The decode rate of a pass: tokens while every request decodes, free of prefill and stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from acceptance.report import Estimate
+
+from serving.records import DecodeRate
+
+# Shorter than this share of the time in which anything decodes, the window says little.
+LEAST_WINDOW = 0.25
+_BLOCKS = 8
+
+
+def decode_rate(ttfts: Sequence[float], itls: Sequence[Sequence[float]]) -> DecodeRate | None:
+    """From seconds to the first token and seconds between tokens, by request, all sent at once.
+
+    The window reaches from the last first token to the first last token. Its spread is that of the
+    mean over eight parts of it. Where requests had to wait for each other, the rate is over the
+    whole time from the first token on. None where nothing was decoded.
+    """
+    times = [list(accumulate(gaps, initial=ttft)) for ttft, gaps in zip(ttfts, itls, strict=True)]
+    begin, end = max(ttfts), min(request[-1] for request in times)
+    first, last = min(ttfts), max(request[-1] for request in times)
+    if last <= first:
+        return None
+    if end - begin < LEAST_WINDOW * (last - first):
+        tokens = sum(len(gaps) for gaps in itls)
+        return DecodeRate(tokens / (last - first), None, steady=False)
+    length = (end - begin) / _BLOCKS
+    counts = [0] * _BLOCKS
+    for request in times:
+        for time in request:
+            if begin < time <= end:
+                counts[min(int((time - begin) / length), _BLOCKS - 1)] += 1
+    estimate = Estimate.of(torch.tensor(counts) / length)
+    return DecodeRate(estimate.mean, estimate.half_width, steady=True)

@@ -1,0 +1,182 @@
+"""From measured points to figures: rates, and ratios to plain bf16, with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from statistics import median
+
+from acceptance.report import Figure
+
+from serving.points import label
+from serving.records import Record
+from serving.systems import BASELINE, SYSTEMS
+
+DRAFTING = tuple(name for name, system in SYSTEMS.items() if system.target is not None)
+_UNITS = {"tokens_per_s": "tokens/s", "_ms": "ms", "_s": "s"}
+
+Rate = tuple[float, float | None]  # tokens/s and the half width of its 95% interval
+RateOf = Callable[[Record], Rate | None]
+
+
+def decode_rate_of(record: Record) -> Rate | None:
+    rate = record.decode_rate
+    return None if rate is None else (rate.tokens_per_s, rate.spread)
+
+
+def end_to_end_rate_of(record: Record) -> Rate | None:
+    found = record.end_to_end
+    return None if found is None else (found.output_tokens_per_s, None)
+
+
+# By what follows `vs_bf16` in the name of a figure.
+RATES: dict[str, tuple[str, RateOf]] = {
+    "": ("decode tokens/s", decode_rate_of),
+    "_end_to_end": ("output tokens/s, prefill included", end_to_end_rate_of),
+}
+
+
+def all_figures(records: Sequence[Record]) -> list[Figure]:
+    """The compared figures first, then what they come from. One record a point and system."""
+    ordered = sorted(records, key=_place)
+    compared: list[Figure] = []
+    for (model, context_len), group in groupby(ordered, key=_place):
+        here = list(group)
+        compared += point_ratios(here)
+        compared += saturation_ratios(label(model, context_len), here)
+    own = [figure for record in ordered for figure in record_figures(record)]
+    return [*compared, *start_figures(ordered), *own]
+
+
+def point_ratios(records: Sequence[Record]) -> list[Figure]:
+    """Every system against plain bf16 at the same concurrency, and the time to draft one token."""
+    figures = []
+    for concurrency in sorted({record.concurrency for record in records}):
+        here = [record for record in records if record.concurrency == concurrency]
+        name = f"serve.{label(here[0].model, here[0].context_len, concurrency)}"
+        base = next((record for record in here if record.system == BASELINE), None)
+        figures += _draft_iteration(name, here, base)
+        for record in here:
+            if base is None or record is base:
+                continue
+            for suffix, (what, rate_of) in RATES.items():
+                rate, against = rate_of(record), rate_of(base)
+                if rate and against:
+                    unit = f"x {BASELINE}, {what}{_mark(record)}"
+                    full = f"{name}.{record.system}.vs_{BASELINE}{suffix}"
+                    figures.append(_ratio(full, rate, against, unit))
+    return figures
+
+
+def _draft_iteration(name: str, records: Sequence[Record], base: Record | None) -> list[Figure]:
+    """The slower of the targets, against a step of plain decoding."""
+    times = [record.draft_iter_ms for record in records if record.draft_iter_ms is not None]
+    if not times:
+        return []
+    rate = None if base is None else decode_rate_of(base)
+    step_ms = None if rate is None else 1000 * records[0].concurrency / rate[0]
+    return [Figure(f"{name}.draft_iter_ms", max(times), "ms", None, step_ms)]
+
+
+def saturation_ratios(name: str, records: Sequence[Record]) -> list[Figure]:
+    """Each system's best over its concurrencies, against bf16's best. Nothing where one
+    concurrency is all there is: it need not be anybody's best."""
+    if len({record.concurrency for record in records}) < 2:
+        return []
+    figures, best_of_all = [], []
+    for suffix, (what, rate_of) in RATES.items():
+        base = best([r for r in records if r.system == BASELINE], rate_of)
+        for system in dict.fromkeys(r.system for r in records if r.system != BASELINE):
+            found = best([r for r in records if r.system == system], rate_of)
+            if base is None or found is None:
+                continue
+            unit = (
+                f"x {BASELINE}, {what}{_mark(found)}, at {found.concurrency} against "
+                f"{base.concurrency} requests"
+            )
+            full = f"serve.{name}.saturation.{system}.vs_{BASELINE}{suffix}"
+            ratio = _ratio(full, _known(rate_of(found)), _known(rate_of(base)), unit)
+            figures.append(ratio)
+            if not suffix and system in DRAFTING:
+                best_of_all.append((ratio, system))
+    if best_of_all:
+        ratio, system = max(best_of_all, key=lambda pair: pair[0].value)
+        full, unit = f"serve.{name}.saturation.vs_{BASELINE}", f"{ratio.unit}, {system}"
+        figures.insert(0, Figure(full, ratio.value, unit, ratio.spread, ratio.baseline))
+    return figures
+
+
+def best(records: Iterable[Record], rate_of: RateOf) -> Record | None:
+    """The record of the highest rate; None where none has one."""
+    rated = [(rate[0], record) for record in records if (rate := rate_of(record))]
+    return max(rated, key=lambda pair: pair[0])[1] if rated else None
+
+
+def start_figures(records: Sequence[Record]) -> list[Figure]:
+    """How much longer a server with --kvspec takes to start, over all models. The first server of
+    a run reads from a cold disk and compiles for all, so it does not count; nothing where a side
+    has no other."""
+    plain, drafting = (
+        {
+            (record.date, record.start_s)
+            for record in records
+            if (record.system in DRAFTING) == side and record.start_s and not record.first_start
+        }
+        for side in (False, True)
+    )
+    if not plain or not drafting:
+        return []
+    base, ours = (median(start_s for _, start_s in starts) for starts in (plain, drafting))
+    spread = max(s for _, s in plain | drafting) - min(s for _, s in plain | drafting)
+    figure = Figure("start.extra_seconds", round(ours - base, 1), "s", round(spread, 1), base)
+    return [figure]
+
+
+def record_figures(record: Record) -> list[Figure]:
+    """What was measured of one point on one system, by pass."""
+    place = label(record.model, record.context_len, record.concurrency)
+    name = f"serve.{place}.{record.system}"
+    figures = []
+    if record.decode_rate is not None:
+        rate = record.decode_rate
+        unit = "tokens/s" if rate.steady else "tokens/s, requests waited for each other"
+        figures.append(Figure(f"{name}.decode.tokens_per_s", rate.tokens_per_s, unit, rate.spread))
+    for kind, found in (("decode_pass", record.decode), ("end_to_end", record.end_to_end)):
+        for key, value in asdict(found).items() if found else ():
+            unit = next(unit for end, unit in _UNITS.items() if key.endswith(end))
+            figures.append(Figure(f"{name}.{kind}.{key}", value, unit))
+    for key, value, unit in (
+        ("accepted", record.accepted_per_verification, "drafts a verification"),
+        ("drafted", record.drafted_per_verification, "drafts a verification"),
+        ("draft_iter_ms", record.draft_iter_ms, "ms"),
+        ("hbm_gib", record.hbm_gib, "GiB"),
+        ("max_total_num_tokens", record.max_total_num_tokens, "tokens"),
+        ("start_seconds", record.start_s, "s"),
+    ):
+        if value is not None:
+            figures.append(Figure(f"{name}.{key}", value, unit))
+    return figures
+
+
+def _ratio(name: str, rate: Rate, against: Rate, unit: str) -> Figure:
+    """Half widths of independent rates add as squares of their shares; unknown where one is."""
+    value = rate[0] / against[0]
+    spread = None
+    if rate[1] is not None and against[1] is not None:
+        shares = (rate[1] / rate[0], against[1] / against[0])
+        spread = value * sum(share**2 for share in shares) ** 0.5
+    return Figure(name, value, unit, spread, against[0])
+
+
+def _known(rate: Rate | None) -> Rate:
+    assert rate is not None, "best() returns records with a rate"
+    return rate
+
+
+def _mark(record: Record) -> str:
+    return f", acceptance {record.acceptance}" if record.acceptance else ""
+
+
+def _place(record: Record) -> tuple[str, int]:
+    return (record.model, record.context_len)

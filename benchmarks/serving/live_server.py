@@ -1,0 +1,179 @@
+"""One server under test: warmed up, asked about itself, and measured point by point."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from serving import client
+from serving.decode_rate import decode_rate
+from serving.machine import hbm_used_gib
+from serving.points import MAX_CONCURRENCY, Point
+from serving.prompts import write_texts
+from serving.records import Record
+from sglang_kvspec.testing.server_process import ServerProcess
+
+_REQUEST_TIMEOUT_S = 120.0
+_FLUSH_TIMEOUT_S = 60.0
+_WARM_UP_PROMPT, _WARM_UP_OUTPUT = 300, 32
+# A cached prefix ends at a page; more than this computed again is not a cached prompt.
+_MOST_UNCACHED = 256
+
+
+class LiveServer:
+    """A context manager: leaving it stops the server, whatever happened.
+
+    `facts` are the fields of a Record that are the same for every point of this server.
+    `deadline`: time.monotonic() at which measuring ends, with client.OutOfTime.
+    """
+
+    def __init__(
+        self,
+        process: ServerProcess,
+        folder: Path,
+        scratch: Path,
+        deadline: float,
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._process = process
+        self._folder = folder
+        self._scratch = scratch
+        self._deadline = deadline
+        self._facts = dict(facts)
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.stop()
+
+    def start(self, timeout_s: float) -> float:
+        """Launch, wait until healthy, and warm up; returns the seconds that the start took."""
+        if self._left_s() <= 0:
+            raise client.OutOfTime
+        begun = time.monotonic()
+        self._process.start()
+        # Meanwhile the server imports the same: most of both is reading files.
+        client.load_bench_serving()
+        try:
+            self._process.wait_healthy(min(timeout_s, max(self._left_s(), 0)))
+        except Exception:
+            if self._left_s() <= 0:
+                raise client.OutOfTime from None
+            raise
+        taken = time.monotonic() - begun
+        self._facts["start_s"] = round(taken, 1)
+        self._warm_up()
+        return taken
+
+    def resolve(self, point: Point, output_len: int, max_running: int) -> Point:
+        """With a number in place of MAX_CONCURRENCY: as many as fit into the KV cache at once."""
+        if point.concurrency != MAX_CONCURRENCY:
+            return point
+        # A page more each: prompts and answers end within one.
+        each = point.prompt_len(output_len) + output_len + 64
+        fit = self._info()["max_total_num_tokens"] // each
+        return Point(point.model, point.context_len, max(1, min(fit, max_running)))
+
+    def measure(
+        self, point: Point, output_len: int, passes: Sequence[str], waves: int, *, real_text: bool
+    ) -> Record:
+        """Run `passes`, of "end_to_end" and "decode", with an empty cache before them.
+
+        end_to_end sends `waves` prompts a slot. decode sends one a slot twice, with one token of
+        output first, so that only decoding is left. Raises BenchError.
+        """
+        prompt_len = point.prompt_len(output_len)
+        found: dict[str, Any] = {}
+        texts = None
+        if real_text:
+            texts = self._scratch / f"{point.label}.jsonl"
+            # The systems before this one have been sent the same.
+            if not texts.exists():
+                write_texts(point.model, waves * point.concurrency, prompt_len, point.seed, texts)
+        self._flush()
+        before = self._kvspec()
+        if "end_to_end" in passes:
+            result = self._run(point, prompt_len, output_len, waves, texts)
+            found["end_to_end"] = client.summary(result)
+        if "decode" in passes:
+            self._run(point, prompt_len, 1, 1, texts)
+            result = self._run(point, prompt_len, output_len, 1, texts)
+            uncached = client.most_uncached(result)
+            if uncached > _MOST_UNCACHED:
+                found["note"] = f"decode dropped: {uncached} tokens of a prompt were not cached"
+            else:
+                found["decode"] = client.summary(result)
+                found["decode_rate"] = decode_rate(result["ttfts"], result["itls"])
+        after = self._kvspec()
+        return Record(
+            model=point.model.name,
+            context_len=point.context_len,
+            concurrency=point.concurrency,
+            prompt_len=prompt_len,
+            output_len=output_len,
+            counters=counters_between(before.get("counters", {}), after.get("counters", {})),
+            draft_iter_ms=after.get("timing", {}).get("draft_iter_ms"),
+            max_total_num_tokens=self._info().get("max_total_num_tokens"),
+            hbm_gib=hbm_used_gib(),
+            **self._facts,
+            **found,
+        )
+
+    def _run(
+        self, point: Point, prompt_len: int, output_len: int, waves: int, texts: Path | None
+    ) -> dict[str, Any]:
+        command = client.arguments(
+            self._process.base_url,
+            self._folder,
+            prompt_len=prompt_len,
+            output_len=output_len,
+            num_prompts=waves * point.concurrency,
+            concurrency=point.concurrency,
+            seed=point.seed,
+            texts=texts,
+        )
+        return client.run(command, self._left_s())
+
+    def _left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _warm_up(self) -> None:
+        """Four short requests at once, with tokens that no measured prompt begins with."""
+        prompts = [[3 + n] * _WARM_UP_PROMPT for n in range(4)]
+        params = {"temperature": 0, "max_new_tokens": _WARM_UP_OUTPUT, "ignore_eos": True}
+        self._post("/generate", json={"input_ids": prompts, "sampling_params": params})
+
+    def _flush(self) -> None:
+        self._post("/flush_cache", params={"timeout": _FLUSH_TIMEOUT_S})
+
+    def _post(self, path: str, **body: Any) -> None:
+        reply = requests.post(f"{self._process.base_url}{path}", timeout=_REQUEST_TIMEOUT_S, **body)
+        if not reply.ok:
+            raise client.BenchError(f"{path} answered {reply.status_code}: {reply.text[:300]}")
+
+    def _info(self) -> dict[str, Any]:
+        reply = requests.get(f"{self._process.base_url}/server_info", timeout=_REQUEST_TIMEOUT_S)
+        reply.raise_for_status()
+        return dict(json.loads(reply.text))
+
+    def _kvspec(self) -> dict[str, Any]:
+        """The kvspec section of /server_info, empty on plain SGLang."""
+        return dict(self._info()["internal_states"][0].get("kvspec", {}))
+
+
+def counters_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What counters rose by, the histogram of accepted lengths by its entries. Means, which cannot
+    be subtracted, are left out."""
+    rise: dict[str, Any] = {}
+    for name, value in after.items():
+        if isinstance(value, Mapping):
+            rise[name] = counters_between(before.get(name, {}), value)
+        elif isinstance(value, int) and value != before.get(name, 0):
+            rise[name] = value - before.get(name, 0)
+    return rise

@@ -1,0 +1,112 @@
+"""What is measured: a model, a context length and a number of requests at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SHAPES = Path(__file__).resolve().parent / "shapes"
+# Names on the command line and in figures. Only their config.json exists: weights are dummies.
+DUMMY_MODELS = {"8b": SHAPES / "llama-8b", "32b": SHAPES / "qwen3-32b"}
+
+# Concurrency that is known only once the server says how many tokens fit.
+MAX_CONCURRENCY = 0
+
+# Text that is tokenized again may come out a few tokens longer.
+_SLACK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """name: in figures. folder: has config.json. dummy: has no weights."""
+
+    name: str
+    folder: Path
+    dummy: bool
+
+    @classmethod
+    def find(cls, text: str) -> Model:
+        """By a name of DUMMY_MODELS or by folder. Raises ValueError."""
+        if text in DUMMY_MODELS:
+            return cls(text, DUMMY_MODELS[text], dummy=True)
+        folder = Path(text).resolve()
+        if not (folder / "config.json").is_file():
+            known = ", ".join(DUMMY_MODELS)
+            raise ValueError(f"{text!r} is neither {known} nor a folder with a config.json")
+        return cls(folder.name, folder, dummy=not any(folder.glob("*.safetensors")))
+
+    def config(self, key: str) -> int:
+        """A number of config.json."""
+        return int(json.loads((self.folder / "config.json").read_text(encoding="utf-8"))[key])
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """concurrency: requests at a time, MAX_CONCURRENCY for as many as fit."""
+
+    model: Model
+    context_len: int
+    concurrency: int
+
+    @property
+    def label(self) -> str:
+        return label(self.model.name, self.context_len, self.concurrency)
+
+    @property
+    def seed(self) -> int:
+        """One for all systems, so that they get the same prompts; another for every point."""
+        return (self.context_len * 1009 + self.concurrency) % 2**31
+
+    def prompt_len(self, output_len: int) -> int:
+        """Tokens of a prompt: the context, less where prompt and answer would not fit."""
+        most = self.model.config("max_position_embeddings") - output_len - _SLACK_TOKENS
+        return min(self.context_len, most)
+
+
+def parse_points(texts: Sequence[str]) -> list[Point]:
+    """From MODEL:CONTEXT:CONCURRENCY[,CONCURRENCY...], such as 8b:32k:1,16,max. Duplicates go,
+    and a model's points come together.
+
+    Raises ValueError that says what a point looks like.
+    """
+    points = []
+    for text in texts:
+        try:
+            name, context, concurrencies = text.rsplit(":", 2)
+            context_len = _tokens(context)
+            counts = [_concurrency(count) for count in concurrencies.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"a point is MODEL:CONTEXT:CONCURRENCY[,...], such as 8b:32k:1,16,max, not {text!r}"
+            ) from None
+        model = Model.find(name)
+        points += [Point(model, context_len, count) for count in counts]
+    models = list(dict.fromkeys(point.model for point in points))
+    return sorted(dict.fromkeys(points), key=lambda point: models.index(point.model))
+
+
+def label(model: str, context_len: int, concurrency: int | None = None) -> str:
+    """As in figures: 8b.32k.bs16; without concurrency 8b.32k."""
+    whole = context_len % 1024 == 0
+    name = f"{model}.{context_len // 1024}k" if whole else f"{model}.{context_len}"
+    if concurrency is None:
+        return name
+    return f"{name}.max" if concurrency == MAX_CONCURRENCY else f"{name}.bs{concurrency}"
+
+
+def _tokens(text: str) -> int:
+    count = int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
+    if count < 1:
+        raise ValueError(text)
+    return count
+
+
+def _concurrency(text: str) -> int:
+    if text == "max":
+        return MAX_CONCURRENCY
+    count = int(text)
+    if count < 1:
+        raise ValueError(text)
+    return count

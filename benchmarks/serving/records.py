@@ -1,0 +1,130 @@
+"""One measured point as data, and the JSON lines that keep points of several runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What sglang.bench_serving says of one pass over the prompts: rates in tokens/s, times in ms.
+
+    The p50 and p99 of ITL spread the time between two chunks of a stream over the chunk's tokens.
+    """
+
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_mean_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    tpot_mean_ms: float
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRate:
+    """Tokens per second while every request decodes, and its 95% half width over the time.
+
+    steady: false where requests never all decoded at once; then the rate is over the whole pass.
+    """
+
+    tokens_per_s: float
+    spread: float | None
+    steady: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One point on one system. decode: prompts were cached; end_to_end: they were not.
+
+    acceptance: "replayed", "real", or "" for plain SGLang. counters: what KVSpec's counters rose by
+    during the passes. start_s: from launch to healthy; first_start: nothing had been read or
+    compiled yet.
+    """
+
+    model: str
+    context_len: int
+    concurrency: int
+    system: str
+    acceptance: str
+    prompt_len: int
+    output_len: int
+    end_to_end: Pass | None = None
+    decode: Pass | None = None
+    decode_rate: DecodeRate | None = None
+    counters: dict[str, Any] = field(default_factory=dict)
+    draft_iter_ms: float | None = None
+    max_total_num_tokens: int | None = None
+    hbm_gib: float | None = None
+    start_s: float = 0.0
+    first_start: bool = False
+    server_arguments: list[str] = field(default_factory=list)
+    machine: str = ""
+    commit: str = ""
+    date: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        return (self.model, self.context_len, self.concurrency, self.system)
+
+    @property
+    def accepted_per_verification(self) -> float | None:
+        verifications = self.counters.get("verifications")
+        return self.counters["accepted"] / verifications if verifications else None
+
+    @property
+    def drafted_per_verification(self) -> float | None:
+        verifications = self.counters.get("verifications")
+        return self.counters["drafted"] / verifications if verifications else None
+
+
+def append(path: Path, record: Record) -> None:
+    """Add one line to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(record)) + "\n")
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file written by append()."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [_from_json(json.loads(line)) for line in lines if line.strip()]
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """One record a point and system. A later one replaces an earlier one, pass by pass, so that
+    the two passes may come from two runs. Raises ValueError where machines differ."""
+    found: dict[tuple[str, int, int, str], Record] = {}
+    machines = set()
+    for record in records:
+        machines.add(record.machine)
+        earlier = found.get(record.key)
+        found[record.key] = record if earlier is None else _overlay(earlier, record)
+    if len(machines) > 1:
+        raise ValueError(f"points of different machines cannot be compared: {sorted(machines)}")
+    return list(found.values())
+
+
+def _overlay(earlier: Record, later: Record) -> Record:
+    """A pass that `later` did not run is kept from `earlier`."""
+    kept: dict[str, Any] = {}
+    if later.end_to_end is None:
+        kept["end_to_end"] = earlier.end_to_end
+    if later.decode is None:
+        kept |= {"decode": earlier.decode, "decode_rate": earlier.decode_rate}
+    if later.draft_iter_ms is None:
+        kept["draft_iter_ms"] = earlier.draft_iter_ms
+    return replace(later, **kept)
+
+
+def _from_json(row: dict[str, Any]) -> Record:
+    for name, kind in (("end_to_end", Pass), ("decode", Pass), ("decode_rate", DecodeRate)):
+        if row.get(name) is not None:
+            row[name] = kind(**row[name])
+    return Record(**row)

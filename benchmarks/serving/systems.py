@@ -1,0 +1,69 @@
+"""The systems that are compared, and every server flag that they share: the one place for both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serving.points import Model
+from sglang_kvspec.testing.server_process import CPU_ARGUMENTS
+
+BASELINE = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """target: what KVSpec verifies against, None for plain SGLang."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    target: str | None = None
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System(BASELINE),
+        System("fp8", ("--kv-cache-dtype=fp8_e4m3",)),
+        System("exact", ("--kvspec", "--kvspec-target=exact"), target="exact"),
+        System("int8", ("--kvspec", "--kvspec-target=int8"), target="int8"),
+    )
+}
+
+COMMON = ("--random-seed=0",)
+# No grammar is asked for and nothing is sampled; graphs of prefills cost half a minute of start.
+GPU = (
+    "--mem-fraction-static=0.88",
+    "--chunked-prefill-size=16384",
+    "--grammar-backend=none",
+    "--sampling-backend=pytorch",
+    "--disable-prefill-cuda-graph",
+)
+# The 8B target of the issue has its residuals in HBM; where memory is scarce they go to the host.
+KVSPEC = {"8b": ("--kvspec-host-gb=0",)}
+
+
+def server_arguments(
+    model: Model,
+    system: System,
+    *,
+    on_gpu: bool,
+    codec: str,
+    max_running: int,
+    folder: str,
+    extra: Sequence[str] = (),
+    extra_kvspec: Sequence[str] = (),
+) -> list[str]:
+    """What follows `python -m sglang.launch_server`: the same for every system but for its own
+    flags. `extra` comes last, so it wins. folder: config and tokenizer, weights where there are."""
+    arguments = [
+        f"--model-path={folder}",
+        *(("--load-format=dummy",) if model.dummy else ()),
+        *COMMON,
+        *((*GPU, f"--cuda-graph-max-bs-decode={max_running}") if on_gpu else CPU_ARGUMENTS),
+        f"--max-running-requests={max_running}",
+        *system.arguments,
+    ]
+    if system.target is not None:
+        arguments += [f"--kvspec-codec={codec}", *KVSPEC.get(model.name, ()), *extra_kvspec]
+    return [*arguments, *extra]

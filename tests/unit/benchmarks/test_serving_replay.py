@@ -1,0 +1,101 @@
+"""Replayed acceptance: the curve becomes probabilities, and the plugin draws what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from serving.curve import survival, write_curve
+
+from sglang_kvspec.planning.costs import AcceptanceCurve
+from sglang_kvspec.runtime import chooser
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+MEANS = {1: 0.9, 2: 1.7, 4: 3.1, 8: 5.5}
+TARGETS = list(range(100, 109))
+
+
+@pytest.fixture
+def replay():
+    """A fresh copy of the plugin's module, by its path: it is on no import path here."""
+    path = BENCHMARKS / "serving" / "replay" / "kvspec_replay.py"
+    spec = importlib.util.spec_from_file_location("kvspec_replay", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_survival_sums_to_the_measured_means():
+    found = survival(AcceptanceCurve.from_means(MEANS), 8)
+    for draft_len, mean in MEANS.items():
+        assert sum(found[:draft_len]) == pytest.approx(mean)
+    assert all(before >= after for before, after in pairwise(found))
+
+
+def test_survival_ends_where_the_curve_does():
+    assert survival(AcceptanceCurve.from_means({1: 0.9, 2: 1.7}), 4) == pytest.approx(
+        [0.9, 0.8, 0, 0]
+    )
+
+
+def test_noise_that_rises_is_cut_off():
+    """0.5, then 0.8 on average: a second draft cannot survive more often than the first."""
+    assert survival(AcceptanceCurve.from_means({1: 0.5, 2: 1.3}), 2) == pytest.approx([0.5, 0.5])
+
+
+def test_what_was_measured_makes_a_curve(tmp_path):
+    path = tmp_path / "curve.json"
+    source = write_curve(BENCHMARKS / "results" / "acceptance.json", "log4", path)
+    found = json.loads(path.read_text())
+    assert sum(found["survival"][:32]) == pytest.approx(27.05, abs=0.01)
+    assert found["source"] == source
+    assert "eval-31m" in source
+
+
+def test_replay_accepts_as_often_as_the_curve_says(replay):
+    probabilities = survival(AcceptanceCurve.from_means(MEANS), 8)
+    accept = replay.Replay(probabilities, seed=1).accept_matching
+    for draft_len in (1, 4, 8):
+        drafts, targets = list(range(draft_len)), TARGETS[: draft_len + 1]
+        kept = [len(accept(drafts, targets)) - 1 for _ in range(4000)]
+        assert sum(kept) / len(kept) == pytest.approx(sum(probabilities[:draft_len]), rel=0.03)
+
+
+def test_replay_emits_drafts_and_then_the_target(replay):
+    assert replay.Replay([1.0, 1.0, 0.0], seed=0).accept_matching([1, 2, 3], TARGETS[:4]) == [
+        1,
+        2,
+        102,
+    ]
+    assert replay.Replay([1.0], seed=0).accept_matching([], [7]) == [7]
+    assert replay.Replay([0.0], seed=0).accept_matching([1], [7, 8]) == [7]
+
+
+def test_ranks_with_one_seed_agree(replay):
+    one, other = (replay.Replay([0.9, 0.5, 0.2], seed=3) for _ in range(2))
+    draws = [(r.accept_matching([1, 2, 3], [4, 5, 6, 7])) for _ in range(50) for r in (one, other)]
+    assert draws[::2] == draws[1::2]
+
+
+@pytest.mark.parametrize("missing", ["KVSPEC_REPLAY_CURVE", "SGLANG_KVSPEC"])
+def test_nothing_is_replaced_unless_asked(replay, monkeypatch, missing):
+    monkeypatch.setenv("KVSPEC_REPLAY_CURVE", "/no/such/file")
+    monkeypatch.setenv("SGLANG_KVSPEC", "{}")
+    monkeypatch.delenv(missing)
+    before = chooser.accept_matching
+    replay.register()
+    assert chooser.accept_matching is before
+
+
+def test_the_choosers_rule_is_replaced(replay, monkeypatch, tmp_path):
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps({"survival": [0.0]}))
+    monkeypatch.setenv("KVSPEC_REPLAY_CURVE", str(path))
+    monkeypatch.setenv("SGLANG_KVSPEC", "{}")
+    monkeypatch.setattr(chooser, "accept_matching", chooser.accept_matching)
+    replay.register()
+    assert chooser.accept_matching([5], [5, 6]) == [5]
+    assert chooser.accept_matching([5], [4, 6]) == [4]
