@@ -7,11 +7,15 @@ take turns: they draft at once, in steps that need no decision in between, and v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Of a new measurement in a running mean.
 WEIGHT = 0.2
+# Of a guess beside measurements, of which the newest weighs 1.
+GUESS_WEIGHT = 0.25
 MAX_ITERATIONS = 16
+# Rounds without drafts after which what drafts cost is measured anew.
+ROUNDS_BEFORE_RETRY = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +100,19 @@ class RoundClock:
     """
 
     def __init__(self, step: float, request_reads: float) -> None:
-        self._step = step
+        # Of a draft step, over the tokens of context that its rows read.
+        self._draft = _FadingLine(step)
         self._request_reads = request_reads
-        self._row_per_token: float | None = None
         self._token: float | None = None
+        self._rounds_without_drafts = 0
         self.draft_step_s = 0.0
         self.verify_s = 0.0
 
     @property
     def has_measured(self) -> bool:
-        """Whether a round with drafts was observed."""
-        return self._row_per_token is not None
+        """Whether a round with drafts was observed lately. What drafts cost once, at another
+        context or by accident, must not stop them for good."""
+        return self._draft.weight > 0 and self._rounds_without_drafts < ROUNDS_BEFORE_RETRY
 
     def observe(
         self, draft_lens: Sequence[int], context: float, draft_s: float, verify_s: float
@@ -114,20 +120,53 @@ class RoundClock:
         """A round of these lengths, over a mean context of so many tokens, took so long."""
         steps, drafted = max(draft_lens, default=0), sum(draft_lens)
         if steps:
+            if not self.has_measured:
+                self._draft.forget()
+            self._draft.observe(drafted * max(context, 1.0) / steps, draft_s / steps)
             self.draft_step_s = _mean(self.draft_step_s or None, draft_s / steps)
-            beyond = max(0.0, draft_s - self._step * steps)
-            per_token = beyond / (drafted * max(context, 1.0))
-            self._row_per_token = _mean(self._row_per_token, per_token)
+        self._rounds_without_drafts = 0 if steps else self._rounds_without_drafts + 1
         self.verify_s = _mean(self.verify_s or None, verify_s)
-        if self._row_per_token is not None:
-            requests = self._row_per_token * context * self._request_reads * len(draft_lens)
-            beyond = max(0.0, verify_s - self._step - requests)
-            self._token = _mean(self._token, beyond / (drafted + len(draft_lens)))
+        if draft_lens and self._draft.weight:
+            known = replace(self.cost(context), token=0.0).seconds([0] * len(draft_lens))
+            per_token = max(0.0, verify_s - known) / (drafted + len(draft_lens))
+            self._token = _mean(self._token, per_token)
 
     def cost(self, context: float) -> RoundCost:
         """Of a round over a mean context of so many tokens."""
-        row = (self._row_per_token or 0.0) * context
-        return RoundCost(self._step, row, row * self._request_reads, self._token or 0.0)
+        step, per_token = self._draft.fit()
+        row = per_token * context
+        return RoundCost(step, row, row * self._request_reads, self._token or 0.0)
+
+
+class _FadingLine:
+    """y = start + slope * x, both >= 0, by least squares over measurements that fade and over one
+    at x = 0, the guess, that does not."""
+
+    def __init__(self, guess: float) -> None:
+        self._guess = guess
+        self.forget()
+
+    def forget(self) -> None:
+        """Only the guess is left."""
+        self.weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, x: float, y: float) -> None:
+        # Nothing is quicker than what has no context to read.
+        self._guess = min(self._guess, y)
+        keep = 1 - WEIGHT
+        self.weight = keep * self.weight + 1
+        self._x = keep * self._x + x
+        self._y = keep * self._y + y
+        self._xx = keep * self._xx + x * x
+        self._xy = keep * self._xy + x * y
+
+    def fit(self) -> tuple[float, float]:
+        """(start, slope)."""
+        weight, y = self.weight + GUESS_WEIGHT, self._y + GUESS_WEIGHT * self._guess
+        spread = weight * self._xx - self._x**2
+        slope = max(0.0, (weight * self._xy - self._x * y) / spread) if spread > 0 else 0.0
+        start = (y - slope * self._x) / weight
+        return (start, slope) if start >= 0 else (0.0, self._xy / self._xx)
 
 
 def _mean(mean: float | None, value: float) -> float:

@@ -73,7 +73,7 @@ class DraftRows:
     def load(self, rows: Sequence[DraftRow]) -> None:
         """Set the first len(rows) rows and clear the others, for a round that starts at step 0."""
         spare = self.max_batch - len(rows)
-        past = torch.cat([torch.empty(0), *(row.past for row in rows)]).int()
+        past = torch.cat([torch.empty(0, dtype=torch.int32), *(row.past for row in rows)]).int()
         tail = torch.tensor([slot for row in rows for slot in row.tail], dtype=torch.int32)
         assert len(past) <= len(self.past_pages), "more pages than a batch can have"
         assert len(tail) <= self._max_tail, "more window pages than a batch can have"

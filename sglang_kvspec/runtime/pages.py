@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.tiered_kv import TieredKV
+
+if TYPE_CHECKING:
+    # It imports Triton, which the CPU does without.
+    from sglang_kvspec.pools.device_kv import DeviceKV
 
 
 class PageKeeper:

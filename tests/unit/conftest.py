@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from sglang_kvspec.codecs import make_codec
+from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.core.config import CodecName, Target
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.tiered_kv import TieredKV
@@ -46,41 +49,82 @@ def make_kv() -> Callable[..., TieredKV]:
     cache_pages None holds every page; store False keeps residuals in the cache alone.
     """
 
-    def make(
-        *,
-        codec: str = "log4",
-        target: str = "exact",
-        dtype: torch.dtype = torch.float32,
-        num_layers: int = 1,
-        num_kv_heads: int = 2,
-        head_dim: int = 16,
-        page_size: int = 32,
-        num_pages: int = 12,
-        window_pages: int = 6,
-        cache_pages: int | None = None,
-        store: bool = True,
-    ) -> TieredKV:
-        geometry = KVGeometry(num_layers, num_kv_heads, head_dim, page_size, dtype)
-        sizes = {"page_size": page_size, "head_dim": head_dim, "dtype": dtype}
-        bound = make_codec(codec, target=target, **sizes)
-        records = num_layers * num_kv_heads
-        plan = CapacityPlan(
-            num_pages=num_pages,
-            window_pages=window_pages,
-            cache_pages=num_pages if cache_pages is None else cache_pages,
-            host_pages=num_pages if store else 0,
-            page_bytes=PageBytes(
-                plain=geometry.plain_page_bytes,
-                anchor=records * bound.anchor_bytes,
-                residual=records * bound.residual_bytes,
-            ),
-            binding="KV memory",
-        )
-        # In deterministic mode torch.empty fills new memory with NaN, or all bits set.
-        torch.use_deterministic_algorithms(True)
-        try:
-            return TieredKV(geometry, bound, plan, torch.device("cpu"))
-        finally:
-            torch.use_deterministic_algorithms(False)
+    def make(*, dtype: torch.dtype = torch.float32, store: bool = True, **options: Any) -> TieredKV:
+        return _poisoned(TieredKV, _parts(dtype=dtype, store=store, **options))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_device_kv() -> Callable[..., Any]:
+    """Builds a DeviceKV of a few small pages that encodes nothing, options as for make_kv: its
+    `encodings` lists (layer, window slots, pages) of what it was to encode."""
+    # It imports Triton, which the tests of kernels must be the first to do.
+    from sglang_kvspec.pools.device_kv import DeviceKV
+
+    class RecordingKV(DeviceKV):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.encodings: list[tuple[int, list[int], list[int]]] = []
+
+        def encode_from(
+            self,
+            layer: int,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            source: torch.Tensor,
+            pages: torch.Tensor,
+        ) -> None:
+            window_k, window_v = self.window.layer(layer)
+            assert k is window_k
+            assert v is window_v
+            assert source.dtype == pages.dtype == torch.int32
+            self.encodings.append((layer, source.tolist(), pages.tolist()))
+
+    def make(
+        *, dtype: torch.dtype = torch.bfloat16, store: bool = False, **options: Any
+    ) -> RecordingKV:
+        return _poisoned(RecordingKV, _parts(dtype=dtype, store=store, **options))
+
+    return make
+
+
+def _poisoned(kind: type[Any], parts: tuple[KVGeometry, Codec, CapacityPlan]) -> Any:
+    # In deterministic mode torch.empty fills new memory with NaN, or all bits set.
+    torch.use_deterministic_algorithms(True)
+    try:
+        return kind(*parts, torch.device("cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _parts(
+    *,
+    codec: CodecName = "log4",
+    target: Target = "exact",
+    dtype: torch.dtype,
+    num_layers: int = 1,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    page_size: int = 32,
+    num_pages: int = 12,
+    window_pages: int = 6,
+    cache_pages: int | None = None,
+    store: bool,
+) -> tuple[KVGeometry, Codec, CapacityPlan]:
+    geometry = KVGeometry(num_layers, num_kv_heads, head_dim, page_size, dtype)
+    bound = make_codec(codec, target=target, page_size=page_size, head_dim=head_dim, dtype=dtype)
+    records = num_layers * num_kv_heads
+    plan = CapacityPlan(
+        num_pages=num_pages,
+        window_pages=window_pages,
+        cache_pages=num_pages if cache_pages is None else cache_pages,
+        host_pages=num_pages if store else 0,
+        page_bytes=PageBytes(
+            plain=geometry.plain_page_bytes,
+            anchor=records * bound.anchor_bytes,
+            residual=records * bound.residual_bytes,
+        ),
+        binding="KV memory",
+    )
+    return geometry, bound, plan

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_kvspec.core.errors import CapacityError
-from sglang_kvspec.pools.page_slots import PageSlots
+from sglang_kvspec.pools.page_slots import OwnSlots, PageSlots
 
 CPU = torch.device("cpu")
 
@@ -60,5 +60,52 @@ def test_integrity_check_sees_damage(damage):
     slots.acquire(3)
     slots.check_integrity()
     damage(slots)
+    with pytest.raises(AssertionError):
+        slots.check_integrity()
+
+
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 6)), max_size=40))
+def test_own_slots_behave_like_an_ordered_set_with_room_for_all(steps):
+    slots = OwnSlots(6, CPU)
+    model: dict[int, None] = {}
+    for acquire, page in steps:
+        if not acquire:
+            assert slots.release(page) == (page in model)
+            model.pop(page, None)
+        elif page in model:
+            with pytest.raises(AssertionError, match="has a slot already"):
+                slots.acquire(page)
+        else:
+            assert slots.acquire(page) == page - 1 == slots.slot_of(page)
+            model[page] = None
+        slots.check_integrity()
+        assert list(slots) == list(model)
+        assert len(slots) == len(model)
+        assert slots.num_free == 6 - len(model)
+        assert all((page in slots) == (page in model) for page in range(8))
+        # Kernels look nothing up: the table never changes.
+        assert slots.table.tolist() == [-1, 0, 1, 2, 3, 4, 5]
+
+
+def test_own_slots_of_no_pages():
+    slots = OwnSlots(0, CPU)
+    assert slots.num_free == len(slots) == 0
+    assert slots.table.tolist() == [-1]
+
+
+@pytest.mark.parametrize("page", [-1, 0, 7])
+def test_padding_and_unknown_pages_have_no_own_slot(page):
+    slots = OwnSlots(6, CPU)
+    with pytest.raises(AssertionError, match=f"page {page} has no slot"):
+        slots.acquire(page)
+    assert not slots.release(page)
+    assert len(slots) == 0
+
+
+@pytest.mark.parametrize("page", [0, 3, 9])
+def test_own_slots_see_damage(page):
+    slots = OwnSlots(6, CPU)
+    slots.acquire(3)
+    slots._slot_of_page[page] = 5
     with pytest.raises(AssertionError):
         slots.check_integrity()

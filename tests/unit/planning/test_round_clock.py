@@ -1,0 +1,208 @@
+"""What a clock learns from rounds that a known cost made."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from sglang_kvspec.planning.rounds import (
+    ROUNDS_BEFORE_RETRY,
+    RoundClock,
+    RoundCost,
+    RoundRequest,
+    plan_round,
+)
+
+# An 8B model, by token of context: at 32K tokens a row takes 0.33 ms, verifying a request 0.6 ms.
+STEP_S, ROW_S, READS, TOKEN_S = 4e-3, 0.33e-3 / 32768, 0.6 / 0.33, 0.02e-3
+CONTEXTS = (2048, 8192, 32768)
+SHAPES = ([0] * 16, [4] * 16, [16] * 16, [16] * 8 + [4] * 8, [32] + [0] * 15, [7])
+
+
+def true_cost(context):
+    return RoundCost(STEP_S, ROW_S * context, READS * ROW_S * context, TOKEN_S)
+
+
+def play(clock, lens, context, slower=1.0):
+    cost = true_cost(context)
+    draft_s = cost.step * max(lens) + cost.row * sum(lens)
+    verify_s = cost.seconds(lens) - draft_s
+    clock.observe(lens, context, draft_s * slower, verify_s * slower)
+
+
+def worst_error(clock, contexts=CONTEXTS, shapes=SHAPES):
+    """Of predicted seconds, relative, over rounds of many shapes."""
+    return max(
+        abs(clock.cost(context).seconds(lens) / true_cost(context).seconds(lens) - 1)
+        for context in contexts
+        for lens in shapes
+    )
+
+
+def play_many(clock, num_rounds, contexts=CONTEXTS, noise=0.0, seed=0):
+    """Rounds of 16 requests as they come: a seventh of them without drafts."""
+    rng = random.Random(seed)
+    for number in range(num_rounds):
+        lens = [rng.randint(0, 12) if number % 7 else 0 for _ in range(16)]
+        play(clock, lens, rng.choice(contexts), slower=rng.gauss(1, noise))
+
+
+def test_one_round_is_enough_where_the_step_was_measured():
+    clock = RoundClock(STEP_S, READS)
+    assert not clock.has_measured
+    play(clock, [8] * 16, 4096)
+    assert clock.has_measured
+    assert worst_error(clock) < 1e-9
+    assert clock.cost(4096).token == pytest.approx(TOKEN_S)
+
+
+def test_rounds_of_any_context_predict_those_of_another():
+    clock = RoundClock(STEP_S, READS)
+    play_many(clock, 60, contexts=(1000, 4096, 16384))
+    assert worst_error(clock, contexts=(2048, 32768)) < 1e-6
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_averages_out(seed):
+    clock = RoundClock(STEP_S, READS)
+    play_many(clock, 100, noise=0.01, seed=seed)
+    assert worst_error(clock) < 0.05
+
+
+@pytest.mark.parametrize("guess", [1.1, 1.5, 2.0, 100.0])
+def test_a_step_guess_that_is_too_large_is_corrected(guess):
+    clock = RoundClock(guess * STEP_S, READS)
+    play_many(clock, 60)
+    assert worst_error(clock) < 0.03
+    assert clock.cost(0).step == pytest.approx(STEP_S, rel=0.03)
+
+
+@pytest.mark.parametrize("guess", [0.5, 0.8])
+def test_a_step_guess_that_is_too_small_is_corrected_where_contexts_differ(guess):
+    clock = RoundClock(guess * STEP_S, READS)
+    play_many(clock, 60)
+    assert worst_error(clock) < 0.12 * (1 - guess) / 0.5
+
+
+@pytest.mark.parametrize("guess", [0.25, 1.0, 4.0])
+def test_whatever_the_guess_rounds_like_those_seen_are_predicted(guess):
+    clock = RoundClock(guess * STEP_S, READS)
+    context = 2048.0
+    errors = []
+    for number in range(400):
+        lens = [6 + (number + i) % 5 for i in range(16)]
+        if number > 10:
+            errors.append(worst_error(clock, (context,), (lens,)))
+        play(clock, lens, context)
+        context *= 1.005
+    assert max(errors) < 0.1
+
+
+def test_contexts_that_jump_are_followed():
+    clock = RoundClock(STEP_S, READS)
+    for context in (32768, 512, 16384, 1024):
+        for _ in range(15):
+            play(clock, [8] * 16, context)
+        assert worst_error(clock) < 1e-6
+
+
+def test_a_changed_machine_is_learnt_anew():
+    clock = RoundClock(STEP_S, READS)
+    play_many(clock, 50)
+    rng = random.Random(0)
+    for _ in range(60):
+        lens = [rng.randint(1, 12) for _ in range(16)]
+        play(clock, lens, rng.choice(CONTEXTS), slower=1.5)
+    for context, lens in itertools.product(CONTEXTS, SHAPES[1:4]):
+        wanted = 1.5 * true_cost(context).seconds(lens)
+        assert clock.cost(context).seconds(lens) == pytest.approx(wanted, rel=0.05)
+
+
+def test_rounds_without_drafts_teach_what_a_token_costs_and_spoil_nothing():
+    clock = RoundClock(STEP_S, READS)
+    for _ in range(5):
+        play(clock, [0] * 16, 8192)
+    assert not clock.has_measured
+    assert clock.draft_step_s == 0
+    assert clock.verify_s == pytest.approx(true_cost(8192).seconds([0] * 16))
+    assert clock.cost(8192) == RoundCost(STEP_S, 0, 0, 0)
+    play(clock, [8] * 16, 8192)
+    for context in (2048, 32768):
+        for _ in range(20):
+            play(clock, [0] * 16, context)
+    assert clock.has_measured
+    assert worst_error(clock) < 1e-9
+
+
+def test_means_that_are_reported():
+    clock = RoundClock(STEP_S, READS)
+    for _ in range(40):
+        play(clock, [4, 2], 2048)
+    assert clock.draft_step_s == pytest.approx(STEP_S + ROW_S * 2048 * 6 / 4)
+    assert clock.verify_s == pytest.approx(STEP_S + 2 * READS * ROW_S * 2048 + 8 * TOKEN_S)
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        [([1], 0.0, 0.0, 0.0), ([3, 0], 0.0, 1e-9, 5.0), ([], 0.0, 0.0, 1.0)],
+        [([9] * 4, 1e6, 1e-6, 0.0), ([1], 10.0, 50.0, 1e-6)],
+        # Time that grows faster than what is read: a straight line would begin below 0.
+        [([1], 1000.0, 1e-4, 0.1), ([1], 2000.0, 1.0, 0.1)],
+    ],
+    ids=["nothing", "falling", "steep"],
+)
+def test_costs_are_never_negative_nor_infinite(rounds):
+    clock = RoundClock(1.0, READS)
+    for number in range(10):
+        clock.observe(*rounds[number % len(rounds)])
+        cost = clock.cost(1000.0)
+        assert all(0 <= part < 1e3 for part in (cost.step, cost.row, cost.request, cost.token))
+
+
+def auto_lens(clock, context):
+    """As the worker does: drafts of a fixed length until they were measured."""
+    if not clock.has_measured:
+        return [8] * 16
+    return plan_round([RoundRequest(0.95, 32)] * 16, clock.cost(context))
+
+
+def test_what_a_short_context_taught_does_not_stop_drafting_over_long_ones_for_good():
+    # With a step guess a little too large, rows seem free over a short context, and so no drafts
+    # are made that could tell otherwise.
+    clock = RoundClock(1.02 * STEP_S, READS)
+    play(clock, auto_lens(clock, 64), 64)
+    assert clock.cost(64).row == 0
+    wanted = plan_round([RoundRequest(0.95, 32)] * 16, true_cost(32768))
+    assert any(wanted)
+    play(clock, auto_lens(clock, 32768), 32768)
+    assert not any(auto_lens(clock, 32768))
+    for _ in range(ROUNDS_BEFORE_RETRY + 40):
+        play(clock, auto_lens(clock, 32768), 32768)
+    assert auto_lens(clock, 32768) == wanted
+    assert worst_error(clock) < 0.01
+
+
+def test_a_slow_draft_is_forgotten_when_drafts_are_tried_again():
+    clock = RoundClock(STEP_S, READS)
+    clock.observe([8] * 16, 8192, 20.0, true_cost(8192).seconds([0] * 16))
+    for _ in range(ROUNDS_BEFORE_RETRY):
+        assert clock.has_measured
+        play(clock, [0] * 16, 8192)
+    assert not clock.has_measured
+    play(clock, [8] * 16, 8192)
+    assert clock.has_measured
+    learnt, true = clock.cost(8192), true_cost(8192)
+    assert (learnt.step, learnt.row) == pytest.approx((true.step, true.row))
+
+
+def test_where_drafts_never_pay_they_are_tried_rarely():
+    clock = RoundClock(STEP_S, READS)
+    tried = 0
+    for _ in range(4 * ROUNDS_BEFORE_RETRY):
+        lens = auto_lens(clock, 100)
+        tried += any(lens)
+        play(clock, lens, 100)
+    assert 3 <= tried <= 4

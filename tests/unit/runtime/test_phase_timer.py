@@ -1,0 +1,64 @@
+"""Marks and the seconds between them, by a clock that stands still until it is told to go on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from sglang_kvspec.runtime.phase_timer import PhaseTimer
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def timer():
+    return PhaseTimer(torch.device("cpu"))
+
+
+def test_phases_lie_between_marks(timer, clock):
+    for moment in (100.0, 100.5, 102.5, 102.5):
+        clock.now = moment
+        timer.mark()
+    clock.now = 999.0
+    assert timer.seconds() == [0.5, 2.0, 0.0]
+
+
+def test_what_lies_between_two_readings_is_no_phase(timer, clock):
+    timer.mark()
+    clock.now += 1
+    timer.mark()
+    assert timer.seconds() == [1.0]
+    clock.now += 50
+    timer.mark()
+    clock.now += 2
+    timer.mark()
+    assert timer.seconds() == [2.0]
+
+
+def test_fewer_than_two_marks_make_no_phase(timer):
+    assert timer.seconds() == []
+    timer.mark()
+    assert timer.seconds() == []
+    assert timer.seconds() == []
+
+
+def test_real_time_passes(timer):
+    timer.mark()
+    time.sleep(0.01)
+    timer.mark()
+    (seconds,) = timer.seconds()
+    assert 0.009 < seconds < 10
