@@ -13,7 +13,7 @@ from sglang_kvspec.adapters.grammar import mask_after
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row
+from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.request_state import RequestState
 
@@ -103,6 +103,8 @@ class GraphDrafter:
     ) -> None:
         # Longest first, so that the requests of every step are the first ones.
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
+        for i in order:
+            open_for_drafts(self._kv, states[i].committed_len, pages[i], lens[i])
         self._rows.load(
             [
                 draft_row(self._kv, states[i].pending, states[i].committed_len, pages[i], lens[i])

@@ -23,6 +23,8 @@ class AcceptanceEstimate:
     """Probability that the target agrees with one more draft token, were each independent.
 
     The prior is worth 20 drafts at 0.95. Drafts after a rejection say nothing and are not counted.
+    A verification without drafts lets what is known fade towards the prior, so that a request that
+    stopped drafting tries again.
     """
 
     accepted: float = 19.0
@@ -30,9 +32,14 @@ class AcceptanceEstimate:
 
     # Forget slowly, so that a request that turns from copying to composing adapts.
     DECAY = 0.9
+    FADE = 0.98
+    PRIOR = (19.0, 1.0)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         if num_drafts == 0:
+            accepted, rejected = self.PRIOR
+            self.accepted = accepted + (self.accepted - accepted) * self.FADE
+            self.rejected = rejected + (self.rejected - rejected) * self.FADE
             return
         self.accepted = self.accepted * self.DECAY + num_accepted
         self.rejected = self.rejected * self.DECAY + (num_accepted < num_drafts)

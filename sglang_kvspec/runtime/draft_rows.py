@@ -127,6 +127,14 @@ class DraftRows:
         self._put(self.input_ids, torch.tensor(tokens))
 
 
+def open_for_drafts(kv: KVTiers, position: int, pages: torch.Tensor, num_drafts: int) -> None:
+    """Open the pages that a request writes which drafts num_drafts tokens from `position` on. For
+    all requests of a round before the first draft_row(): opening a page can move others out of the
+    window."""
+    size = kv.geometry.page_size
+    kv.open_pages(pages[position // size : (position + num_drafts) // size + 1].tolist())
+
+
 def draft_row(
     kv: KVTiers, token: int, position: int, pages: torch.Tensor, num_drafts: int
 ) -> DraftRow:
@@ -136,9 +144,9 @@ def draft_row(
     pages are still in the window.
     """
     size = kv.geometry.page_size
+    open_for_drafts(kv, position, pages, num_drafts)
     first, last = position // size, (position + num_drafts) // size
     ids = pages[: last + 1].tolist()
-    kv.open_pages(ids[first:])
     begin = first
     while begin and ids[begin - 1] in kv.window.slots:
         begin -= 1

@@ -15,6 +15,11 @@ class PhaseTimer:
         self._on_device = device.type == "cuda"
         self._marks: list[float | torch.cuda.Event] = []
 
+    def start(self) -> None:
+        """The first mark; forgets those of an iteration that failed."""
+        self._marks = []
+        self.mark()
+
     def mark(self) -> None:
         if not self._on_device:
             self._marks.append(time.perf_counter())

@@ -114,3 +114,15 @@ def test_a_verification_without_drafts_says_nothing():
     estimate.observe(0, 0)
     assert estimate == AcceptanceEstimate()
     assert estimate.probability == pytest.approx(0.95)
+
+
+def test_without_drafts_a_request_forgets_that_they_failed():
+    estimate = AcceptanceEstimate()
+    for _ in range(10):
+        estimate.observe(8, 0)
+    seen = [estimate.probability]
+    for _ in range(300):
+        estimate.observe(0, 0)
+        seen.append(estimate.probability)
+    assert seen == sorted(seen)
+    assert seen[-1] == pytest.approx(0.95, abs=0.01)

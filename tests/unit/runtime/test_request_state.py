@@ -69,6 +69,7 @@ def test_commit_teaches_the_estimate():
     estimate.observe(3, 1)
     assert state.acceptance == estimate
     state.commit([4])
+    estimate.observe(0, 0)
     assert state.acceptance == estimate
 
 
