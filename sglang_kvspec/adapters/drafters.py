@@ -13,7 +13,7 @@ from sglang_kvspec.adapters.grammar import mask_after
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts
+from sglang_kvspec.runtime.draft_rows import DraftedTokens, DraftRows, draft_row, open_for_drafts
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.request_state import RequestState
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class Drafter(Protocol):
-    """Appends lens[i] drafts to states[i]. pages[i]: page ids on the CPU, up to the last draft's
-    and the token after it."""
+    """Makes lens[i] drafts for states[i], and appends them or returns them where they are not known
+    yet. pages[i]: page ids on the CPU, up to the last draft's and the token after it."""
 
     def draft(
         self,
@@ -30,7 +30,7 @@ class Drafter(Protocol):
         states: Sequence[RequestState],
         pages: Sequence[torch.Tensor],
         lens: Sequence[int],
-    ) -> None: ...
+    ) -> DraftedTokens | None: ...
 
 
 class EagerDrafter:
@@ -66,8 +66,8 @@ class EagerDrafter:
 
 
 class GraphDrafter:
-    """Replays a captured draft step. Greedy batches go through all steps without waiting for the
-    GPU; a batch with any other request stops after each step to choose its token."""
+    """Replays a captured draft step. For greedy batches nothing waits for the GPU, not even at the
+    end; a batch with any other request stops after each step to choose its token."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class GraphDrafter:
         states: Sequence[RequestState],
         pages: Sequence[torch.Tensor],
         lens: Sequence[int],
-    ) -> None:
+    ) -> DraftedTokens | None:
         # Longest first, so that the requests of every step are the first ones.
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
         for i in order:
@@ -114,10 +114,7 @@ class GraphDrafter:
         if all(states[i].params.is_argmax and batch.reqs[i].grammar is None for i in order):
             for step in range(max(lens)):
                 self._graphs.replay(sum(lens[i] > step for i in order))
-            drafts = self._rows.drafts[: max(lens), : len(order)].T.tolist()
-            for i, tokens in zip(order, drafts, strict=True):
-                states[i].drafts.extend(tokens[: lens[i]])
-            return
+            return DraftedTokens(self._rows.drafts[: max(lens), : len(order)], order, lens)
         for step in range(max(lens)):
             going = [i for i in order if lens[i] > step]
             logits = self._graphs.replay(len(going))[: len(going)]
@@ -125,3 +122,4 @@ class GraphDrafter:
                 mask = mask_after(batch.reqs[i].grammar, states[i].drafts, row[None])
                 self._chooser.draft(states[i], row[None], mask)
             self._rows.override([states[i].last_token for i in going])
+        return None

@@ -60,18 +60,20 @@ class RoundWorker(KVSpecWorker):
         ends = [s.committed_len + n + 1 for s, n in zip(states, lens, strict=True)]
         pages = self._page_table(batch, ends)
         self._timer.start()
-        if any(lens):
-            self._drafter.draft(batch, states, pages, lens)
+        drafted = self._drafter.draft(batch, states, pages, lens) if any(lens) else None
         self._timer.mark()
         rows = {
-            i: Row(RowKind.VERIFY, state.committed_len, len(state.drafts) + 1, pages[i])
+            i: Row(RowKind.VERIFY, state.committed_len, lens[i] + 1, pages[i])
             for i, state in enumerate(states)
         }
+        # The CPU enqueues all this while the GPU drafts.
         result = self._forward(
             ForwardPlan(tuple(rows.values())),
-            forward_batch=self._ragged_batch(batch, states, rows),
+            forward_batch=self._ragged_batch(batch, states, rows, drafted),
         )
         self._timer.mark()
+        if drafted is not None:
+            drafted.deliver(states)
         context = sum(state.committed_len for state in states) / len(states)
         verified = self._judge(batch, states, rows, result.logits_output.next_token_logits)
         self.pages.flush()

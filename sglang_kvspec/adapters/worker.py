@@ -22,6 +22,7 @@ from sglang_kvspec.adapters.requests import sampling_params_of
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser, Verified
+from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
@@ -219,27 +220,43 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         return result
 
     def _ragged_batch(
-        self, batch: Any, states: list[RequestState], rows: dict[int, Row]
+        self,
+        batch: Any,
+        states: list[RequestState],
+        rows: dict[int, Row],
+        drafted: DraftedTokens | None = None,
     ) -> ForwardBatch:
-        """A TARGET_VERIFY batch of the given rows. SGLang restores `batch` after the iteration."""
+        """A TARGET_VERIFY batch of the given rows, with the drafts of `drafted` instead of the
+        states' where it is given. SGLang restores `batch` after the iteration."""
         tokens: list[int] = []
         positions: list[int] = []
+        firsts = [0] * len(states)
         for i, row in rows.items():
             state = states[i]
-            is_draft = row.kind is RowKind.DRAFT
-            tokens += [state.last_token] if is_draft else [state.pending, *state.drafts]
+            firsts[i] = len(tokens) + 1
+            given = [state.last_token] if row.kind is RowKind.DRAFT else [state.pending]
+            if row.kind is RowKind.VERIFY:
+                given += state.drafts if drafted is None else [0] * (row.length - 1)
+            tokens += given
             positions += range(row.start, row.end)
         device = batch.seq_lens.device
-        taking_part = torch.tensor(list(rows), device=device)
+
+        def on_device(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            # Without waiting for what the device still does.
+            return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        taking_part = on_device(list(rows))
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.input_ids = torch.tensor(tokens, dtype=torch.int64, device=device)
+        batch.input_ids = on_device(tokens)
+        if drafted is not None:
+            drafted.place(batch.input_ids, firsts)
         # Where KV goes is the attention backend's to know.
         batch.out_cache_loc = torch.zeros(len(tokens), dtype=torch.int64, device=device)
         batch.req_pool_indices = batch.req_pool_indices[taking_part]
         ends = torch.tensor([row.end for row in rows.values()], dtype=batch.seq_lens.dtype)
-        batch.seq_lens, batch.seq_lens_cpu = ends.to(device), ends
+        batch.seq_lens, batch.seq_lens_cpu = on_device(ends, ends.dtype), ends
         batch.seq_lens_sum = int(ends.sum())
-        batch.spec_info = RaggedForwardInput(torch.tensor(positions, device=device))
+        batch.spec_info = RaggedForwardInput(on_device(positions))
         # Log-probabilities are computed here from verified logits, not by the logits processor.
         wants_logprob, batch.return_logprob = batch.return_logprob, False
         forward_batch = ForwardBatch.init_new(
@@ -251,8 +268,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         batch.return_logprob = wants_logprob
         lengths = [row.length for row in rows.values()]
         starts = [row.start for row in rows.values()]
-        forward_batch.extend_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        forward_batch.extend_prefix_lens = torch.tensor(starts, dtype=torch.int32, device=device)
+        forward_batch.extend_seq_lens = on_device(lengths, torch.int32)
+        forward_batch.extend_prefix_lens = on_device(starts, torch.int32)
         forward_batch.extend_seq_lens_cpu = lengths
         forward_batch.extend_prefix_lens_cpu = starts
         return forward_batch

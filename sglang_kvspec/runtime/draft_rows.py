@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.target_rows import indptr
 
 
@@ -125,6 +126,35 @@ class DraftRows:
     def override(self, tokens: Sequence[int]) -> None:
         """Let the first len(tokens) rows go on from these tokens instead of the most likely."""
         self._put(self.input_ids, torch.tensor(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedTokens:
+    """Drafts that are still only on the device: what verifying them needs can be enqueued before
+    anyone waits for them.
+
+    tokens: [steps, columns] int64; column c belongs to request order[c], which has lens[order[c]].
+    """
+
+    tokens: torch.Tensor
+    order: Sequence[int]
+    lens: Sequence[int]
+
+    def place(self, input_ids: torch.Tensor, firsts: Sequence[int]) -> None:
+        """Write the drafts of request i into input_ids [num_tokens] from firsts[i] on."""
+        columns = self.tokens.shape[1]
+        pairs = [
+            (firsts[i] + step, step * columns + column)
+            for column, i in enumerate(self.order)
+            for step in range(self.lens[i])
+        ]
+        index = torch.tensor(pairs).T.contiguous().to(input_ids.device, non_blocking=True)
+        input_ids[index[0]] = self.tokens.flatten()[index[1]]
+
+    def deliver(self, states: Sequence[RequestState]) -> None:
+        """Append the drafts to the requests' own. Waits for the device."""
+        for i, tokens in zip(self.order, self.tokens.T.tolist(), strict=True):
+            states[i].drafts.extend(tokens[: self.lens[i]])
 
 
 def open_for_drafts(kv: KVTiers, position: int, pages: torch.Tensor, num_drafts: int) -> None:
