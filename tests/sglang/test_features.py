@@ -28,6 +28,8 @@ PLAIN = ServerSpec(DEMO_MODEL, _SHARED)
 # A residual cache far smaller than the prompts makes fetches, evictions and streamed reads happen.
 KVSPEC = ServerSpec(DEMO_MODEL, (*_SHARED, "--kvspec", "--kvspec-residual-hbm-fraction=0.05"))
 
+KVSPEC_ROUNDS = ServerSpec(DEMO_MODEL, (*KVSPEC.arguments, "--kvspec-schedule=rounds"))
+
 # Emitted from logits that differ in the last bits: forward passes batch tokens differently.
 LOGPROB_TOLERANCE = 2e-4
 
@@ -51,6 +53,13 @@ def _run(run: Any, base_url: str) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_plain(name: str, url: str, expected: dict[str, Any]) -> None:
     assert_same(_run(CASES[name], url), expected[name], name)
+
+
+@pytest.mark.identity
+def test_all_cases_in_rounds(servers: ServerSwitch, expected: dict[str, Any]) -> None:
+    url = servers.use(KVSPEC_ROUNDS).base_url
+    for name, run in CASES.items():
+        assert_same(_run(run, url), expected[name], name)
 
 
 def assert_same(actual: Any, wanted: Any, where: str) -> None:

@@ -30,6 +30,8 @@ from harness.shard import Shard
 pytestmark = pytest.mark.server
 
 LOG4, UNIFORM4 = Setting("exact", "log4"), Setting("exact", "uniform4")
+# What a GPU does, on the CPU's pools.
+LOG4_ROUNDS = Setting("exact", "log4", "rounds")
 LOG4_INT8, UNIFORM4_INT8 = Setting("int8", "log4"), Setting("int8", "uniform4")
 
 # One short of a page and one long among them; eight, so that all can be in flight at once.
@@ -140,6 +142,10 @@ def test_exact_uniform4_retracted_in_small_chunks(assert_identical: Check) -> No
     assert_identical(SAMPLE, UNIFORM4, scenarios.CHUNKED_RETRACTION)
 
 
+def test_exact_log4_in_rounds(assert_identical: Check) -> None:
+    assert_identical(SAMPLE, LOG4_ROUNDS, scenarios.CHUNKED_RETRACTION)
+
+
 @pytest.mark.parametrize("scenario", SAMPLE_INT8_SCENARIOS, ids=lambda s: s.name)
 def test_int8_log4(assert_identical: Check, scenario: Scenario) -> None:
     assert_identical(SAMPLE_INT8, LOG4_INT8, scenario)
@@ -152,7 +158,7 @@ def shard(request: pytest.FixtureRequest) -> Shard:
 
 @pytest.mark.identity
 @pytest.mark.parametrize("scenario", scenarios.FULL_MATRIX, ids=lambda s: s.name)
-@pytest.mark.parametrize("setting", [LOG4, UNIFORM4], ids=str)
+@pytest.mark.parametrize("setting", [LOG4, UNIFORM4, LOG4_ROUNDS], ids=str)
 @pytest.mark.parametrize("model", [DEMO_MODEL, EVAL_MODEL], ids=lambda m: m.name)
 def test_exact_in_full(
     assert_identical: Check, shard: Shard, model: Path, setting: Setting, scenario: Scenario

@@ -41,14 +41,17 @@ class Setting:
 
     target: str
     codec: str
+    schedule: str = "auto"
 
     def __str__(self) -> str:
-        return f"{self.target}-{self.codec}"
+        schedule = "" if self.schedule == "auto" else f"-{self.schedule}"
+        return f"{self.target}-{self.codec}{schedule}"
 
     def server(self, model: Path, *more: str) -> ServerSpec:
         flags = ("--kvspec", f"--kvspec-target={self.target}", f"--kvspec-codec={self.codec}")
         cut = () if self.target == "exact" else (_WHOLE_PREFILLS,)
-        return ServerSpec(model, (_POOL, *cut, *flags, *more))
+        schedule = f"--kvspec-schedule={self.schedule}"
+        return ServerSpec(model, (_POOL, *cut, *flags, schedule, *more))
 
 
 class Reference(Protocol):
