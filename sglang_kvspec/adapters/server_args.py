@@ -111,6 +111,11 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
 
     if not torch.cuda.is_available():
         raise UnsupportedError("--kvspec runs on NVIDIA GPUs and on CPUs")
+    if kwargs.get("tp_size", 1) not in (None, 1):
+        raise UnsupportedError(
+            f"--tp-size {kwargs['tp_size']} cannot be combined with --kvspec in this version "
+            "(allowed: 1)"
+        )
     if config.host_gb:
         raise UnsupportedError(
             f"--kvspec-host-gb {config.host_gb:g}: on a GPU residuals lie in the KV memory in this "
