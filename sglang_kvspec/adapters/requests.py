@@ -40,6 +40,14 @@ def sampling_params_of(req: Any) -> SamplingParams:
     )
 
 
+def priority_of(req: Any) -> int:
+    """Higher goes first. SGLang's may be the other way round, and unset."""
+    from sglang.srt.runtime_context import get_schedule
+
+    priority = int(getattr(req, "priority", None) or 0)
+    return -priority if get_schedule().schedule_low_priority_values_first else priority
+
+
 def _stop_tokens(req: Any) -> frozenset[int]:
     """Tokens SGLang forbids before min_new_tokens: the request's stop tokens and end of text."""
     tokens = set(req.sampling_params.stop_token_ids or ())

@@ -23,9 +23,6 @@ class StaggeredWorker(KVSpecWorker):
         super().alloc_memory_pool(*args, **kwargs)
         self.stepper = Stepper(self.config, self.kv)
 
-    def _start_cycle(self, state: RequestState, num_joining: int = 0) -> None:
-        self.stepper.start_cycle(state, num_joining)
-
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         states = batch.spec_info.states
         self._check_states(batch, states)
@@ -58,8 +55,8 @@ class StaggeredWorker(KVSpecWorker):
         rows: dict[int, Row] = {}
         for i, (req, state) in enumerate(self._zip(batch, states)):
             if i in plan.wait:
-                state.waited += 1
-            elif i in plan.draft:
+                continue
+            if i in plan.draft:
                 ids = self._page_ids(req, state.next_position + 1)
                 rows[i] = Row(RowKind.DRAFT, state.next_position, 1, ids)
             else:

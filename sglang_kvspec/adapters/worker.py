@@ -18,7 +18,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.grammar import GrammarMasks, masks_along
 from sglang_kvspec.adapters.logprobs import fill_logprobs
-from sglang_kvspec.adapters.requests import sampling_params_of
+from sglang_kvspec.adapters.requests import priority_of, sampling_params_of
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser, Verified
@@ -124,8 +124,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
                 output=[*output, token],
                 params=params,
                 remaining=params_remaining(req, len(output) + 1),
+                priority=priority_of(req),
             )
-            self._start_cycle(state, len(batch.reqs))
             states.append(state)
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts)
@@ -154,9 +154,6 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         """Draft, verify, or both, for the requests of a decode batch."""
 
-    def _start_cycle(self, state: RequestState, num_joining: int = 0) -> None:
-        """A request begins to draft after a prefill, one of num_joining, or a verification."""
-
     def _verify(self, req: Any, state: RequestState, row: Row, logits: torch.Tensor) -> Verified:
         masks = masks_along(req.grammar, state.drafts, logits)
         verified = self.chooser.verify(state, logits, _allowed(masks))
@@ -170,7 +167,6 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         before = state.committed_len
         state.commit(verified.tokens)
         self.pages.commit(row.pages, before, state.committed_len)
-        self._start_cycle(state)
         return verified
 
     def _result(

@@ -17,7 +17,7 @@ class RequestState:
 
     output: every token the user was or will be sent, pending included. draft_probs: for sampled
     requests, the distribution [vocab] each draft was drawn from. remaining: tokens the request may
-    still emit. due_len: drafts after which it should verify. waited: iterations it had to idle.
+    still emit. priority: a higher one verifies first where verifications compete.
     """
 
     rid: str
@@ -26,8 +26,7 @@ class RequestState:
     output: list[int]
     params: SamplingParams
     remaining: int
-    due_len: int = 0
-    waited: int = 0
+    priority: int = 0
     drafts: list[int] = field(default_factory=list)
     draft_probs: list[torch.Tensor] = field(default_factory=list)
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
@@ -50,4 +49,3 @@ class RequestState:
         self.remaining -= len(emitted)
         self.drafts.clear()
         self.draft_probs.clear()
-        self.waited = 0

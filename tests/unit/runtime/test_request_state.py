@@ -20,8 +20,6 @@ def make_state(drafts=()):
         output=[4, 5],
         params=SamplingParams(),
         remaining=30,
-        due_len=4,
-        waited=3,
         drafts=list(drafts),
         draft_probs=[torch.ones(3)] * len(drafts),
     )
@@ -36,7 +34,6 @@ def assert_committed(state, before, emitted):
     assert state.remaining == remaining - len(emitted)
     assert state.drafts == state.draft_probs == [], "drafts outlived their verification"
     assert state.next_position == state.committed_len
-    assert state.waited == 0
 
 
 def snapshot(state):

@@ -6,22 +6,21 @@ import pytest
 import torch
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.planning.step import MAX_WAIT_ITERATIONS
+from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime import stepper as stepper_module
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.runtime.stepper import Stepper
 
 
-def make_state(remaining=100, due_len=0, num_drafts=0):
+def make_state(remaining=100, num_drafts=0, rid="r"):
     return RequestState(
-        rid="r",
+        rid=rid,
         committed_len=64,
         pending=0,
         output=[0],
         params=SamplingParams(top_k=1),
         remaining=remaining,
-        due_len=due_len,
         drafts=[0] * num_drafts,
     )
 
@@ -46,35 +45,34 @@ def pages(*ids):
     return torch.tensor(ids, dtype=torch.int64)
 
 
+def until_verified(stepper, state, ids, most=100):
+    """Iterations until the request verifies, drafting as it is told."""
+    for now in range(most):
+        plan = stepper.plan([state], [ids])
+        if plan.verify:
+            return now
+        if plan.draft:
+            state.drafts.append(0)
+    raise AssertionError("it never verifies")
+
+
 @pytest.mark.parametrize("draft_len", ["auto", 1, 5, 64])
 def test_a_cycle_ends_before_every_cap(make_kv, draft_len):
     config = KVSpecConfig(draft_len=draft_len)
-    stepper = Stepper(config, make_kv())
     for remaining in (100, 6, 3, 2):
         state = make_state(remaining)
-        stepper.start_cycle(state)
-        assert 1 <= state.due_len <= min(config.max_draft_len, remaining - 1)
+        until_verified(Stepper(config, make_kv()), state, pages())
+        assert 1 <= len(state.drafts) <= min(config.max_draft_len, remaining - 1)
     if draft_len != "auto":
         lone = make_state()
-        Stepper(config, make_kv()).start_cycle(lone)
-        assert lone.due_len == draft_len
+        until_verified(Stepper(config, make_kv()), lone, pages())
+        assert len(lone.drafts) == draft_len
 
 
 @pytest.mark.parametrize(("draft_len", "remaining"), [(0, 100), ("auto", 1), (8, 1)])
 def test_with_nothing_to_draft_it_verifies_at_once(make_kv, draft_len, remaining):
     stepper = Stepper(KVSpecConfig(draft_len=draft_len), make_kv())
-    state = make_state(remaining)
-    stepper.start_cycle(state)
-    assert state.due_len == 0
-    assert stepper.plan([state], [pages()]).verify == (0,)
-
-
-def test_requests_that_join_together_are_staggered(make_kv):
-    stepper = Stepper(KVSpecConfig(), make_kv())
-    states = [make_state() for _ in range(8)]
-    for state in states:
-        stepper.start_cycle(state, num_joining=8)
-    assert len({state.due_len for state in states}) >= 7
+    assert stepper.plan([make_state(remaining)], [pages()]).verify == (0,)
 
 
 def test_a_poor_drafter_verifies_sooner(make_kv):
@@ -83,69 +81,69 @@ def test_a_poor_drafter_verifies_sooner(make_kv):
         good.acceptance.observe(8, 8)
         poor.acceptance.observe(8, 0)
     for state in (good, poor):
-        Stepper(KVSpecConfig(), make_kv()).start_cycle(state)
-    assert poor.due_len < good.due_len
+        until_verified(Stepper(KVSpecConfig(), make_kv()), state, pages())
+    assert len(poor.drafts) < len(good.drafts)
 
 
-def test_missing_pages_are_fetched_and_verified_an_iteration_later(encoded):
+def test_missing_pages_are_fetched_before_the_verification(encoded):
     kv = encoded(3, cache_pages=3)
     kv.residuals.evict([1, 2, 3])
-    stepper = Stepper(KVSpecConfig(draft_len=1), kv)
-    state = make_state(due_len=1, num_drafts=1)
-    plan = stepper.plan([state], [pages(1, 2, 3)])
-    assert (plan.fetch, plan.wait) == ((1, 2, 3), (0,))
-    plan = stepper.plan([state], [pages(1, 2, 3)])
-    assert (plan.fetch, plan.verify) == ((), (0,))
+    stepper = Stepper(KVSpecConfig(draft_len=4), kv)
+    state = make_state()
+    assert until_verified(stepper, state, pages(1, 2, 3)) == 4
     assert kv.residuals.bytes_fetched == 3 * kv.plan.page_bytes.residual
+    assert [kv.residuals.table.state(page) for page in (1, 2, 3)] == [ResidualState.RESIDENT] * 3
     kv.check_integrity()
 
 
 def test_cached_pages_of_finished_requests_make_way(encoded):
     kv = encoded(4, cache_pages=2)
     stepper = Stepper(KVSpecConfig(draft_len=1), kv)
-    plan = stepper.plan([make_state()], [pages(3, 4)])
-    assert (plan.fetch, plan.evict) == ((3, 4), (1, 2))
+    until_verified(stepper, make_state(), pages(3, 4))
+    assert sorted(kv.residuals.cache_slots) == [3, 4]
     kv.check_integrity()
 
 
 @pytest.mark.parametrize("options", [{"cache_pages": 0}, {"store": False}])
 def test_where_pages_cannot_move_nothing_is_planned(encoded, options):
     kv = encoded(4, **options)
-    plan = Stepper(KVSpecConfig(draft_len=1), kv).plan([make_state()], [pages(1, 2, 3, 4)])
-    assert (plan.verify, plan.fetch, plan.evict) == ((0,), (), ())
+    stepper = Stepper(KVSpecConfig(draft_len=1), kv)
+    assert until_verified(stepper, make_state(), pages(1, 2, 3, 4)) == 1
+    assert kv.residuals.bytes_fetched == 0
 
 
-def test_more_pages_than_the_cache_holds_are_streamed_at_once(encoded):
+def test_more_pages_than_the_cache_holds_are_streamed(encoded):
     kv = encoded(4, cache_pages=3)
-    plan = Stepper(KVSpecConfig(draft_len=1), kv).plan([make_state()], [pages(1, 2, 3, 4)])
-    assert (plan.verify, plan.fetch) == ((0,), ())
+    stepper = Stepper(KVSpecConfig(draft_len=1), kv)
+    assert until_verified(stepper, make_state(), pages(1, 2, 3, 4)) == 1
+    assert kv.residuals.bytes_fetched == 0
 
 
 def test_pages_in_the_window_need_no_residuals(encoded):
     kv = encoded(1, cache_pages=1)
     kv.open_pages([5, 6])
-    plan = Stepper(KVSpecConfig(draft_len=1), kv).plan([make_state()], [pages(1, 5, 6)])
-    assert (plan.verify, plan.fetch) == ((0,), ())
+    stepper = Stepper(KVSpecConfig(draft_len=1), kv)
+    assert until_verified(stepper, make_state(), pages(1, 5, 6)) == 1
+    assert kv.residuals.bytes_fetched == 0
 
 
-def test_the_link_moves_a_bounded_number_of_pages_an_iteration(encoded, monkeypatch):
+def test_a_verification_is_placed_where_the_link_can_serve_it(encoded, monkeypatch):
+    """Three pages over a link of one an iteration: three iterations, not the one asked for."""
     kv = encoded(3, cache_pages=3)
     kv.residuals.evict([1, 2, 3])
-    two_pages = 2 * kv.plan.page_bytes.residual
-    monkeypatch.setattr(stepper_module, "FETCH_BYTES_PER_ITERATION", two_pages)
-    stepper = Stepper(KVSpecConfig(draft_len=1), kv)
-    fetched = [stepper.plan([make_state()], [pages(1, 2, 3)]).fetch for _ in range(3)]
-    assert fetched == [(1, 2), (3,), ()]
+    monkeypatch.setattr(stepper_module, "FETCH_BYTES_PER_ITERATION", kv.plan.page_bytes.residual)
+    state = make_state()
+    state.acceptance.accepted, state.acceptance.rejected = 0.0, 100.0
+    assert until_verified(Stepper(KVSpecConfig(), kv), state, pages(1, 2, 3)) == 3
 
 
 def test_pages_freed_while_they_are_fetched_do_not_come_back(encoded):
     kv = encoded(2, cache_pages=2)
     kv.residuals.evict([1, 2])
     stepper = Stepper(KVSpecConfig(draft_len=1), kv)
-    stepper.plan([make_state(), make_state()], [pages(1), pages(2)])
+    stepper.plan([make_state(rid="a"), make_state(rid="b")], [pages(1), pages(2)])
     kv.free_pages([1])
-    plan = stepper.plan([make_state()], [pages(2)])
-    assert plan.verify == (0,)
+    assert until_verified(stepper, make_state(rid="b"), pages(2)) <= 1
     assert kv.residuals.cache_slots.num_free == 1
     kv.check_integrity()
 
@@ -154,12 +152,7 @@ def test_two_requests_that_crowd_the_cache_both_go_on(encoded):
     """Neither may evict the other's pages while both are due: one streams in the end."""
     kv = encoded(4, cache_pages=3)
     stepper = Stepper(KVSpecConfig(draft_len=0), kv)
-    states = [make_state(), make_state()]
-    verified = [0, 0]
-    for _ in range(4 * (MAX_WAIT_ITERATIONS + 1)):
-        plan = stepper.plan(states, [pages(1, 2), pages(3, 4)])
-        for index, state in enumerate(states):
-            state.waited = state.waited + 1 if index in plan.wait else 0
-            verified[index] += index in plan.verify
+    states = [make_state(rid="a"), make_state(rid="b")]
+    for _ in range(20):
+        assert stepper.plan(states, [pages(1, 2), pages(3, 4)]).verify == (0, 1)
         kv.check_integrity()
-    assert min(verified) >= 4

@@ -156,15 +156,12 @@ class Engine:
             params=request.params,
             remaining=request.num_new - 1,
         )
-        self.stepper.start_cycle(request.state, num_running)
 
     def _iterate(self, running: list[Request]) -> None:
         states = [r.state for r in running]
         pages = [self._pages(r, r.state.committed_len) for r in running]
         plan = self.stepper.plan(states, pages)
         rows = {i: self._row(plan, i, r) for i, r in enumerate(running) if i not in plan.wait}
-        for i in plan.wait:
-            states[i].waited += 1
         tokens = []
         for i, row in rows.items():
             s = states[i]
@@ -187,7 +184,6 @@ class Engine:
         assert not state.drafts, "a verification left drafts behind"
         assert state.committed_len == len(request.prompt) + len(state.output) - 1
         self.keeper.commit(row.pages, before, state.committed_len)
-        self.stepper.start_cycle(state)
 
     def _row(self, plan: StepPlan, index: int, request: Request) -> Row:
         state = request.state
