@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from sglang.srt.layers.attention.attention_registry import (
     register_attention_backend,
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.server_args import add_attention_backend_choices
 
 from sglang_kvspec.core.errors import UnsupportedError
@@ -32,6 +33,12 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
         super().__init__()
         self.attention = _attention_over(runner.token_to_kv_pool.kv, runner)
         self._start_layer = runner.token_to_kv_pool.start_layer
+        # SGLang finds the pools of a forward by these.
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        for module in runner.model.modules():
+            if isinstance(module, RadixAttention):
+                _check_attention(module, isinstance(self.attention, DeviceAttention))
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         pass
@@ -55,7 +62,7 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
         """
         if forward_batch.forward_mode.is_idle():
             return q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        _check_layer(layer, k, save_kv_cache, kwargs)
+        _check_call(k, save_kv_cache, kwargs)
         out = self.attention.forward(
             layer.layer_id - self._start_layer,
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -76,16 +83,30 @@ def _attention_over(kv: KVTiers, runner: Any) -> ReferenceAttention | DeviceAtte
     return ReferenceAttention(kv)
 
 
-def _check_layer(layer: Any, k: Any, save_kv_cache: bool, extra: dict[str, Any]) -> None:
-    unknown = [name for name, value in extra.items() if value is not None]
+def _check_attention(layer: RadixAttention, on_gpu: bool) -> None:
+    """Raise UnsupportedError for a layer that would be computed wrongly, before it is."""
+    scale = layer.head_dim**-0.5
     reasons = {
         "cross attention": layer.is_cross_attention,
         "encoder attention": layer.attn_type != AttentionType.DECODER,
         "soft-capped logits": bool(layer.logit_cap),
         "a sliding window": layer.sliding_window_size not in (None, -1),
+        f"the scale {layer.scaling} instead of 1/sqrt(head size), on a GPU": on_gpu
+        and not math.isclose(layer.scaling, scale, rel_tol=1e-6),
+    }
+    _refuse_any(reasons)
+
+
+def _check_call(k: Any, save_kv_cache: bool, extra: dict[str, Any]) -> None:
+    unknown = [name for name, value in extra.items() if value is not None]
+    reasons = {
         "KV shared between layers or written by the model": k is None or not save_kv_cache,
         f"the argument {unknown[0] if unknown else None}": bool(unknown),
     }
+    _refuse_any(reasons)
+
+
+def _refuse_any(reasons: dict[str, bool]) -> None:
     for reason, present in reasons.items():
         if present:
             raise UnsupportedError(f"--kvspec cannot serve attention with {reason}")

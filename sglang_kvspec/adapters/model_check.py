@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import UnsupportedError
 
+GPU_HEAD_SIZES = (64, 128, 256)
+GPU_DTYPES = (torch.bfloat16, torch.float16)
+GPU_MAX_GROUP = 16
 
-def check_model(config: KVSpecConfig, model: Any, page_size: int) -> None:
+
+def check_model(config: KVSpecConfig, model: Any, page_size: int, *, on_gpu: bool = False) -> None:
     """Raise UnsupportedError (model kind) or ConfigError (head size) naming what is allowed.
 
     model: SGLang's ModelConfig; no weights are read.
@@ -37,6 +43,8 @@ def check_model(config: KVSpecConfig, model: Any, page_size: int) -> None:
             f"--kvspec cannot serve {model.model_path}: K heads of {model.head_dim} and V "
             f"heads of {model.v_head_dim} (allowed: equal sizes)"
         )
+    if on_gpu:
+        _check_for_kernels(model)
     make_codec(
         config.codec,
         target=config.target,
@@ -44,6 +52,22 @@ def check_model(config: KVSpecConfig, model: Any, page_size: int) -> None:
         head_dim=model.head_dim,
         dtype=model.dtype,
     )
+
+
+def _check_for_kernels(model: Any) -> None:
+    """What the GPU's kernels cover: this project's, and FlashInfer's, which silently computes
+    something else for head sizes that are no multiple of 64."""
+    group = model.num_attention_heads // model.get_total_num_kv_heads()
+    for what, value, allowed, fits in (
+        ("head size", model.head_dim, GPU_HEAD_SIZES, model.head_dim in GPU_HEAD_SIZES),
+        ("dtype", model.dtype, GPU_DTYPES, model.dtype in GPU_DTYPES),
+        ("query heads a KV head", group, f"1 to {GPU_MAX_GROUP}", group <= GPU_MAX_GROUP),
+    ):
+        if not fits:
+            raise UnsupportedError(
+                f"--kvspec cannot serve {model.model_path} on a GPU: {what} {value} "
+                f"(allowed: {allowed})"
+            )
 
 
 def model_config_of(fields: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import psutil
+import torch
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, MemoryPoolConfig
 
 from sglang_kvspec.adapters.activation import debug_mode
@@ -20,6 +21,7 @@ from sglang_kvspec.planning.capacity import (
     window_pages_for,
 )
 from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.runtime.exact_attention import WORKSPACE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +53,23 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         self._budget_bytes: int | None = None
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        self._budget_bytes = available_bytes
+        self._budget_bytes = available_bytes - self._outside_bytes()
         return self._plan(max_pages=None)
 
     def calculate_pool_sizes_from_max_tokens(
         self, max_total_num_tokens: int, page_size: int
     ) -> MemoryPoolConfig:
         return self._plan(max_pages=max_total_num_tokens // page_size)
+
+    def _outside_bytes(self) -> int:
+        """What a GPU needs beside its pools and SGLang does not know of: FlashInfer's workspace,
+        and the logits of the largest verification, in the model's dtype and in fp32."""
+        if self._kvc.device == "cpu":
+            return 0
+        requests = self._kvc.server_args.max_running_requests
+        tokens = requests * (self._config.max_draft_len + 1)
+        itemsize = self._kvc.model_config.dtype.itemsize + torch.float32.itemsize
+        return WORKSPACE_BYTES + tokens * int(self._kvc.model_config.vocab_size) * itemsize
 
     def _plan(self, max_pages: int | None) -> MemoryPoolConfig:
         config, geometry = self._config, geometry_of(self._kvc)

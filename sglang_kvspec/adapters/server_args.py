@@ -15,6 +15,8 @@ ATTENTION_BACKEND = "kvspec"
 # What SGLang itself falls back to for speculative decoding; the recent window is sized by it.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
+KERNEL_CAPABILITY = (9, 0)
+
 # field: (value that is fine, why any other is refused)
 _REFUSED: dict[str, tuple[Any, str]] = {
     "enable_hierarchical_cache": (False, "KVSpec keeps its own host tier"),
@@ -27,6 +29,9 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "enable_dp_attention": (False, "KVSpec does not run data-parallel attention yet"),
     "dcp_size": (1, "KVSpec does not split contexts yet"),
     "enable_streaming_session": (False, "a streaming session keeps partial pages between turns"),
+    "enable_lmcache": (False, "KVSpec keeps its own tiers"),
+    "enable_flexkv": (False, "KVSpec keeps its own tiers"),
+    "enable_return_routed_experts": (False, "KVSpec does not know where a token's KV lies"),
     "enable_hisparse": (False, "KVSpec has its own tiers"),
     "enable_two_batch_overlap": (False, "KVSpec builds its own ragged batches"),
     "enable_memory_saver": (False, "KVSpec cannot release and restore its pools yet"),
@@ -61,7 +66,8 @@ def build_server_args(
     from sglang_kvspec.adapters.model_check import check_model, model_config_of
 
     fields = kwargs | _implied(config, kwargs)
-    check_model(config, model_config_of(fields), fields["page_size"])
+    on_gpu = not activation.cpu_platform_is_active()
+    check_model(config, model_config_of(fields), fields["page_size"], on_gpu=on_gpu)
     activation.switch_on(config)
     target._kvspec = config
     original(target, *args, **fields)
@@ -109,8 +115,14 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     """Raise UnsupportedError for what the CPU reference platform can and a GPU cannot yet."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         raise UnsupportedError("--kvspec runs on NVIDIA GPUs and on CPUs")
+    capability = torch.cuda.get_device_capability()
+    if capability != KERNEL_CAPABILITY:
+        raise UnsupportedError(
+            f"--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, this one "
+            f"has {capability[0]}.{capability[1]}"
+        )
     if kwargs.get("tp_size", 1) not in (None, 1):
         raise UnsupportedError(
             f"--tp-size {kwargs['tp_size']} cannot be combined with --kvspec in this version "
@@ -164,4 +176,6 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
         # KVSpec captures graphs of its own.
         "disable_decode_cuda_graph": True,
         "disable_prefill_cuda_graph": True,
+        # Its dummy forwards know nothing of rows that were planned.
+        "disable_flashinfer_autotune": True,
     }

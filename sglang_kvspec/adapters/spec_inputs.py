@@ -30,7 +30,8 @@ class KVSpecDraftInput(SpecInput):  # type: ignore[misc]
         return torch.tensor([state.pending for state in self.states], dtype=torch.int64)
 
     def filter_batch(self, new_indices: Any, new_indices_cpu: Any = None) -> None:
-        self.states = [self.states[int(i)] for i in new_indices]
+        on_cpu = new_indices if new_indices_cpu is None else new_indices_cpu
+        self.states = [self.states[int(i)] for i in on_cpu]
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
 

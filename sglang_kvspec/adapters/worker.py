@@ -177,8 +177,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         cap_lens: list[int],
         logits_output: Any,
     ) -> GenerationBatchResult:
-        stride, device = self.speculative_num_draft_tokens, batch.seq_lens.device
-        tokens = torch.zeros((len(states), stride), dtype=torch.int64, device=device)
+        stride = self.speculative_num_draft_tokens
+        # SGLang reads these on the CPU, all but the lengths.
+        tokens = torch.zeros((len(states), stride), dtype=torch.int64)
         for i, entry in enumerate(verified):
             if entry is not None:
                 tokens[i, : len(entry.tokens)] = torch.tensor(entry.tokens)
@@ -192,11 +193,11 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=tokens.flatten(),
-            accept_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-            cap_lens=torch.tensor(cap_lens, dtype=torch.int32, device=device),
+            accept_lens=torch.tensor(lengths, dtype=torch.int32),
+            cap_lens=torch.tensor(cap_lens, dtype=torch.int32),
             new_seq_lens=torch.tensor(
-                [s.committed_len for s in states], dtype=batch.seq_lens.dtype, device=device
-            ),
+                [s.committed_len for s in states], dtype=batch.seq_lens.dtype
+            ).to(batch.seq_lens.device, non_blocking=True),
             next_draft_input=KVSpecDraftInput(states),
             speculative_num_draft_tokens=stride,
             can_run_cuda_graph=False,
@@ -301,6 +302,11 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."
+
+    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
+        """SGLang asks the draft worker alone, which is to pass it on."""
+        result: tuple[bool, str] = self._target_worker.update_weights_from_tensor(recv_req)
+        return result
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."

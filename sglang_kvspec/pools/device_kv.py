@@ -65,7 +65,8 @@ class DeviceKV(KVTiers):
             self.window.mark_committed(page)
         self._begin_encode(pages)
         slots = [self.window.slots.slot_of(page) for page in pages]
-        index = torch.tensor([slots, list(pages)], dtype=torch.int32).to(self.device)
+        index = torch.tensor([slots, list(pages)], dtype=torch.int32)
+        index = index.to(self.device, non_blocking=True)
         for layer in range(self.geometry.num_layers):
             self.encode_from(layer, *self.window.layer(layer), index[0], index[1])
         self.finish_encode(pages)

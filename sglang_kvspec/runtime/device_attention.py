@@ -14,7 +14,7 @@ from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
-from sglang_kvspec.runtime.target_rows import TargetRows, target_rows
+from sglang_kvspec.runtime.target_rows import TargetRows, sent_to, target_rows
 
 # Requests, or parts of one, that one call of the int8 kernel attends for.
 REFINED_BATCH = 64
@@ -58,16 +58,18 @@ class DeviceAttention:
         assert self._plan is None, "the previous forward was not finished"
         kv, size = self.kv, self.kv.geometry.page_size
         for row in plan.rows:
-            pages = row.pages.tolist()
-            kv.open_pages(pages[i] for i in row.written_pages(size) if i not in row.direct)
-            kv.begin_encode([pages[i] for i in row.direct])
+            written = row.written_pages(size)
+            pages = row.pages[written.start : written.stop].tolist()
+            placed = list(zip(written, pages, strict=True))
+            kv.open_pages(page for i, page in placed if i not in row.direct)
+            kv.begin_encode([page for i, page in placed if i in row.direct])
         self._plan = plan
         rows = target_rows(
             plan, size, kv.window.slots.slot_of, split_by_page=kv.codec.target == "int8"
         )
         self._rows = rows
         self._index = {
-            name: getattr(rows, name).to(kv.device, non_blocking=True)
+            name: sent_to(kv.device, getattr(rows, name))
             for name in (
                 *("token_slots", "token_offsets", "encode_source", "encode_pages"),
                 *("fill_scratch", "fill_window", "keep_scratch", "keep_window"),
@@ -153,9 +155,10 @@ class DeviceAttention:
                 q = k.new_zeros((row.length, self._num_qo_heads, kv.geometry.head_dim))
                 self.forward(0, q, k, k, kv.geometry.head_dim**-0.5)
                 self.finish()
+                # FlashInfer plans in pinned memory, which the next plan writes again.
+                torch.cuda.synchronize()
         finally:
             kv.free_pages(pages.tolist())
-        torch.cuda.synchronize()
 
     # Drafting
 
@@ -240,7 +243,9 @@ class RefinedAttention:
             *(num_qo_heads, geometry.num_kv_heads),
             *(geometry.head_dim, geometry.page_size),
         )
-        self._workspace = torch.zeros(0, dtype=torch.uint8, device=kv.device)
+        # One for full batches and one for the rest: where the counters of one size end, the scratch
+        # of another begins, and the kernel relies on finding its counters as it left them.
+        self._workspaces = [torch.zeros(0, dtype=torch.uint8, device=kv.device) for _ in range(2)]
         self._batches: list[tuple[slice, VerifyAttention, tuple[torch.Tensor, ...]]] = []
 
     def plan(self, rows: TargetRows) -> None:
@@ -248,14 +253,14 @@ class RefinedAttention:
         num_rows = len(rows.tail_lens)
         device = self._kv.device
         on_device = {
-            name: getattr(rows, name).to(device, non_blocking=True)
+            name: sent_to(device, getattr(rows, name))
             for name in ("past_pages", "tail_slots", "tail_lens", "tail_indptr", "past_indptr")
         }
         for first in range(0, num_rows, REFINED_BATCH):
             stop = min(first + REFINED_BATCH, num_rows)
             begin = int(rows.qo_indptr[first])
             end = int(rows.qo_indptr[stop])
-            qo_indptr = (rows.qo_indptr[first : stop + 1] - begin).to(device, non_blocking=True)
+            qo_indptr = sent_to(device, rows.qo_indptr[first : stop + 1] - begin)
             attention = self._planned(qo_indptr, on_device, slice(first, stop), rows.max_qo_len)
             tail = (
                 on_device["tail_indptr"][first : stop + 1],
@@ -285,10 +290,11 @@ class RefinedAttention:
             source="int8",
             max_qo_len=max_qo_len,
         )
-        if len(self._workspace) < nbytes:
-            self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
-        attention = VerifyAttention(self._workspace)
         count = part.stop - part.start
+        which = int(count < REFINED_BATCH)
+        if len(self._workspaces[which]) < nbytes:
+            self._workspaces[which] = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
+        attention = VerifyAttention(self._workspaces[which])
         attention.plan(
             qo_indptr,
             index["past_indptr"][part.start : part.stop + 1],

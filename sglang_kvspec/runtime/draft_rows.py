@@ -120,7 +120,8 @@ class DraftRows:
         chosen = logits.argmax(-1)
         self.drafts[:, :batch].index_copy_(0, self.step, chosen[None])
         self.input_ids[:batch].copy_(chosen)
-        self.positions[:batch] += 1
+        # Rows that are done stay where they are, within the positions that the model knows.
+        self.positions[:batch] += self.tail_lens[:batch] < self.limits[:batch]
         self.step += 1
 
     def override(self, tokens: Sequence[int]) -> None:
@@ -176,15 +177,14 @@ def draft_row(
     size = kv.geometry.page_size
     open_for_drafts(kv, position, pages, num_drafts)
     first, last = position // size, (position + num_drafts) // size
-    ids = pages[: last + 1].tolist()
     begin = first
-    while begin and ids[begin - 1] in kv.window.slots:
+    while begin and int(pages[begin - 1]) in kv.window.slots:
         begin -= 1
     return DraftRow(
         token=token,
         position=position,
         past=pages[:begin],
-        tail=[kv.window.slots.slot_of(page) for page in ids[begin:]],
+        tail=[kv.window.slots.slot_of(page) for page in pages[begin : last + 1].tolist()],
         tail_len=position - begin * size,
         num_drafts=num_drafts,
     )

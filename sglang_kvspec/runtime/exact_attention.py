@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.runtime.target_rows import TargetRows
+from sglang_kvspec.runtime.target_rows import TargetRows, sent_to
 
 WORKSPACE_BYTES = 384 * 2**20
 
@@ -47,7 +47,7 @@ class ExactAttention:
             self._past.plan(
                 rows.qo_indptr,
                 rows.past_indptr,
-                rows.past_pages - 1,
+                sent_to(self._kv.device, rows.past_pages - 1),
                 torch.where(num_pages > 0, size, 0).int(),
                 *self._heads,
                 causal=False,

@@ -133,6 +133,14 @@ class _Builder:
         )
 
 
+def sent_to(device: torch.device, values: torch.Tensor) -> torch.Tensor:
+    """A copy on the device for which nobody waits: from pageable memory a large one would, for all
+    that the device still has to do."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 def indptr(lens: Iterable[int]) -> torch.Tensor:
     """Offsets [N + 1] int32 of runs of these lengths laid one after the other."""
     sums = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)

@@ -17,7 +17,7 @@ from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 8, 2, 128, 64
-NUM_PAGES, RECENT, MAX_STEPS = 64, 1, 8
+NUM_PAGES, RECENT, MAX_STEPS = 100, 1, 8
 SCALE = HEAD_DIM**-0.5
 # Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16 and drafts from codes
 # with scales in fp16; a wrong page, slot or length gives errors of the order of 1.
@@ -126,6 +126,13 @@ def test_prefill_and_verification(codec: str, target: str) -> None:
     pair.verify(a=20, b=5, c=23)
     pair.verify(a=1, b=1, c=1)
     pair.verify(b=65)
+
+
+def test_more_parts_than_one_batch_of_the_int8_kernel() -> None:
+    """70 parts are attended to in batches of 64 and 6, in every layer again."""
+    pair = Pair("uniform4", "int8")
+    pair.prefill(a=69 * PAGE + 7)
+    pair.verify(a=3)
 
 
 @CODECS

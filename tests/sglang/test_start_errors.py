@@ -16,6 +16,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_kvspec.adapters import activation
+from sglang_kvspec.adapters.model_check import check_model, model_config_of
+from sglang_kvspec.adapters.server_args import check_gpu_flags
+from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, UnsupportedError
 
 BASE = ("--model-path", str(DEMO_MODEL), "--device", "cpu")
@@ -51,6 +54,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--kvspec-host-gb -1", ["--kvspec-host-gb", "-1", ">= 0"]),
         ("--kvspec-host-gb 1e9", ["--kvspec-host-gb", "1e+09", "this machine"]),
         ("--kvspec-residual-hbm-fraction 1", ["--kvspec-residual-hbm-fraction", "1", "0.9"]),
+        ("--kvspec-schedule now", ["--kvspec-schedule", "now", "auto, staggered, rounds"]),
+        ("--enable-lmcache", ["--enable-lmcache", "leave it unset"]),
         ("--page-size 48", ["--page-size", "48", "multiple of 32"]),
         ("--page-size 1", ["--page-size", "1", "multiple of 32"]),
         ("--enable-hierarchical-cache", ["--enable-hierarchical-cache", "leave it unset"]),
@@ -129,6 +134,55 @@ def test_models_it_cannot_serve(tmp_path: Path, kind: str) -> None:
         (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
     with pytest.raises(KVSpecError, match=expected):
         ServerArgs(model_path=str(tmp_path), device="cpu", kvspec=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "expected"),
+    [
+        ({"head_dim": 80}, "bfloat16", "head size 80 .*64, 128, 256"),
+        ({}, "float32", "dtype torch.float32 .*bfloat16"),
+        (
+            {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64},
+            "bfloat16",
+            "query heads a KV head 32 .*1 to 16",
+        ),
+    ],
+)
+def test_models_no_kernel_covers(
+    tmp_path: Path, changes: dict[str, Any], dtype: str, expected: str
+) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    model = model_config_of({"model_path": str(tmp_path), "dtype": dtype})
+    with pytest.raises(UnsupportedError, match=f"on a GPU: {expected}"):
+        check_model(KVSpecConfig(), model, 64, on_gpu=True)
+    good = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
+    check_model(KVSpecConfig(), good, 64, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "capability", "expected"),
+    [
+        ({}, {"tp_size": 2}, (9, 0), "--tp-size 2"),
+        ({"host_gb": 4}, {}, (9, 0), "--kvspec-host-gb 4"),
+        ({"schedule": "staggered"}, {}, (9, 0), "--kvspec-schedule staggered"),
+        ({"target": "int8"}, {"page_size": 128}, (9, 0), "--page-size 128"),
+        ({}, {}, (8, 0), "this one has 8.0"),
+    ],
+)
+def test_what_a_gpu_cannot_serve_yet(
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    flags: dict[str, Any],
+    capability: tuple[int, int],
+    expected: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    with pytest.raises(UnsupportedError, match=expected):
+        check_gpu_flags(KVSpecConfig(**config), flags)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    check_gpu_flags(KVSpecConfig(), {"page_size": 64})
 
 
 def test_unsupported_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:
