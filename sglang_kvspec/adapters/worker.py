@@ -28,6 +28,7 @@ from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.report import build_report
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.target_rows import sent_to
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
@@ -239,8 +240,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         device = batch.seq_lens.device
 
         def on_device(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            # Without waiting for what the device still does.
-            return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+            return sent_to(device, torch.as_tensor(values, dtype=dtype))
 
         taking_part = on_device(list(rows))
         batch.forward_mode = ForwardMode.TARGET_VERIFY

@@ -9,7 +9,7 @@ import torch
 
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.target_rows import indptr
+from sglang_kvspec.runtime.target_rows import indptr, sent_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class DraftedTokens:
             for column, i in enumerate(self.order)
             for step in range(self.lens[i])
         ]
-        index = torch.tensor(pairs).T.contiguous().to(input_ids.device, non_blocking=True)
+        index = sent_to(input_ids.device, torch.tensor(pairs).T.contiguous())
         input_ids[index[0]] = self.tokens.flatten()[index[1]]
 
     def deliver(self, states: Sequence[RequestState]) -> None:
