@@ -125,6 +125,10 @@ class VerificationPlanner:
         entries = self._placed.items()
         return tuple(r for r, e in entries if e.place.verify_at == self.now and e.place.moves)
 
+    def knows(self, request_id: int) -> bool:
+        """Whether a request waits for a place or has one."""
+        return request_id in self._waiting or request_id in self._placed
+
     def wait_bound(self, num_waiting: int) -> int:
         """Most iterations one of num_waiting requests waits for a place; derived above."""
         return self.patience + num_waiting * self.rings.horizon

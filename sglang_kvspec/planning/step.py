@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import ceil, inf
 
-from sglang_kvspec.planning.admission import Ask
+from sglang_kvspec.planning.admission import Ask, Outcome
 from sglang_kvspec.planning.reservations import IterationBudget, VerificationPlanner
 from sglang_kvspec.planning.residency import ResidencyView, choose_resident
 
@@ -75,12 +75,11 @@ class _Known:
     request_id: int
     held: frozenset[int] = frozenset()
     streams: bool = False
-    asked: bool = False
     late: int = 0
 
     def start_over(self) -> None:
         """It verifies: what it had asked for is over, and it asks again once it has verified."""
-        self.held, self.streams, self.asked, self.late = frozenset(), False, False, 0
+        self.held, self.streams, self.late = frozenset(), False, 0
 
 
 @dataclass(slots=True)
@@ -125,6 +124,10 @@ class StepPlanner:
             self._ask(request, known, cache, pages)
         late = [r for r in self._planner.due if self._is_late(by_id[r])]
         decided = self._planner.advance(late)
+        for decision in decided.decisions:
+            if decision.outcome is Outcome.TOO_LARGE:
+                # It fitted when it asked; what stays in the cache has grown since.
+                self._known[by_id[decision.request_id].key].streams = True
         starting = [by_id[start.request_id] for start in decided.starts]
         fetch, evict = self._move(starting, requests, cache, pages)
         verify_ids = set(decided.verify)
@@ -193,9 +196,8 @@ class StepPlanner:
 
     def _ask(self, request: RequestView, known: _Known, cache: CacheView, pages: _Pages) -> None:
         """Ask for a place where a request drafts and has none yet."""
-        if known.asked or request.cap_len <= 0:
+        if known.streams or request.cap_len <= 0 or self._planner.knows(known.request_id):
             return
-        known.asked = True
         # What is cached now but does not stay may be gone by then.
         needed = len(set(request.pages) - (pages.keep & set(request.resident)))
         if not self._fits(request, cache) or needed > self._planner.rings.hbm.capacity:
