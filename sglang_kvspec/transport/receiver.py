@@ -120,6 +120,10 @@ class Receiver:
             events = self._turn()
         return events
 
+    @property
+    def is_idle(self) -> bool:
+        return not (self._requests or self._arrivals.incoming)
+
     def close(self) -> None:
         self._port.close()
 

@@ -68,6 +68,12 @@ class SendScheduler:
         """Bytes on their way to all peers."""
         return sum(flight.bytes_of[stream] for flight in self._flights.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """No transfer, and nothing on its way."""
+        waiting = any(self._waiting) or any(len(flight) for flight in self._flights.values())
+        return not (self._transfers or self._open_pages or waiting)
+
     def transfers_of(self, peer: bytes) -> list[int]:
         return [t for t, outgoing in self._transfers.items() if outgoing.peer == peer]
 

@@ -68,7 +68,7 @@ class Sender:
         self._timing = timing or Timing()
         self.scheduler = SendScheduler(limits or FlightLimits())
         self.counters = LinkCounters(since_s=clock())
-        self._peers = Peers(identity, self._timing, self.counters)
+        self.peers = Peers(identity, self._timing, self.counters)
         self._holds = Holds()
         self._unreleased: Counter[int] = Counter()
         self._reasons: dict[int, str | None] = {}
@@ -100,6 +100,12 @@ class Sender:
         events, self._events = self._events, []
         return events
 
+    @property
+    def is_idle(self) -> bool:
+        """No transfer, no memory of anyone's, nothing on its way."""
+        idle = not (self._unreleased or self._reasons or self._events or len(self._holds))
+        return idle and self.scheduler.is_idle
+
     def close(self) -> None:
         self._port.close()
 
@@ -126,7 +132,7 @@ class Sender:
         return BATCH
 
     def _send_piece(self, choice: Choice, now_s: float) -> bool:
-        session = self._peers.session(choice.peer)
+        session = self.peers.session(choice.peer)
         assert session is not None
         piece, key = choice.piece, choice.piece.segment.key
         frame = Data(
@@ -162,9 +168,9 @@ class Sender:
             return
         if not isinstance(frame, Ping | Ack | Open | Abort):
             raise unexpected(frame)
-        if (bye := self._peers.bye(name, frame)) is not None:
+        if (bye := self.peers.bye(name, frame)) is not None:
             self._port.send(name, encode(bye))
-        session = self._peers.admit(name, frame, self._clock())
+        session = self.peers.admit(name, frame, self._clock())
         if isinstance(frame, Ack):
             delivered, ended = self.scheduler.acknowledge(name, frame)
             self._retire(delivered)
@@ -186,29 +192,29 @@ class Sender:
             self._end(ended_here)
 
     def _greet(self, name: bytes, hello: Hello) -> None:
-        answer, is_new = self._peers.greet(name, hello, self._clock())
+        answer, is_new = self.peers.greet(name, hello, self._clock())
         if is_new:
             self.scheduler.suspend_peer(name)
             self.scheduler.add_peer(name, hello.credit_bytes)
         self._port.send(name, encode(answer))
 
     def _refuse_protocol(self, name: bytes, theirs: int) -> None:
-        self._port.send(name, encode(self._peers.refuse_protocol(theirs)))
+        self._port.send(name, encode(self.peers.refuse_protocol(theirs)))
 
     def _watch(self, now_s: float) -> None:
         self._count_busy(now_s)
-        for name in self._peers.silence(now_s):
+        for name in self.peers.silence(now_s):
             self.scheduler.suspend_peer(name)
-        for name, silent_s in self._peers.forget_gone(now_s):
+        for name, silent_s in self.peers.forget_gone(now_s):
             for transfer in self.scheduler.transfers_of(name):
                 self.abort(transfer, f"the receiver was silent for {silent_s:.1f} s")
-        for name, session in self._peers.live():
+        for name, session in self.peers.live():
             flight = self.scheduler.flight(name)
             if ping := session.ping(now_s, awaits_ack=bool(flight)):
                 self._port.send(name, encode(ping))
 
     def _tell_aborted(self, name: bytes | None, transfer: int, reason: str) -> None:
-        if name is not None and (session := self._peers.session(name)) is not None:
+        if name is not None and (session := self.peers.session(name)) is not None:
             frame = Abort(session.session, session.stamp(), transfer, reason[:512])
             self._port.send(name, encode(frame))
 
