@@ -21,10 +21,10 @@ class ReplayWindow:
             self._seen = (self._seen << shift | 1) & _SPAN_MASK
             self.highest = sequence
             return True
-        bit = 1 << (self.highest - sequence)
-        if sequence < 1 or bit > _SPAN_MASK or self._seen & bit:
+        behind = self.highest - sequence
+        if sequence < 1 or behind >= ACK_SPAN or self._seen >> behind & 1:
             return False
-        self._seen |= bit
+        self._seen |= 1 << behind
         return True
 
     def bitmap(self) -> bytes:

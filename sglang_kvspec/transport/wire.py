@@ -39,7 +39,7 @@ MAX_PART_BYTES = max(MAX_HEAD_BYTES, MAX_PIECE_BYTES)
 
 Buffer = bytes | bytearray | memoryview
 
-_PREFIX = Layout("<4sHBxQ")
+_PREFIX = Layout("<4sHHQ")
 # Magic, prefix, checksum and the numbers of Hello and Refuse never change, so that ends of two
 # protocols can still tell each other so.
 _KINDS: tuple[type[Frame], ...] = (
@@ -89,10 +89,12 @@ class FrameError(Exception):
 
 def encode(frame: Frame, payload: Buffer | None = None) -> bytes:
     """Part 0 of a frame's message; `payload`, of Data alone, becomes part 1 as it is."""
-    body = _encode(frame)
-    kind = _NUMBERS[type(frame)]
-    head = _PREFIX.pack(MAGIC, PROTOCOL, kind, _checksum(PROTOCOL, kind, body, payload))
-    return head + body
+    return seal(PROTOCOL, _NUMBERS[type(frame)], _encode(frame), payload)
+
+
+def seal(protocol: int, kind: int, body: bytes, payload: Buffer | None) -> bytes:
+    """Part 0 with the checksum that fits, whatever the body is."""
+    return _PREFIX.pack(MAGIC, protocol, kind, _checksum(protocol, kind, body, payload)) + body
 
 
 def decode(parts: Sequence[Buffer]) -> tuple[Frame, Buffer | None]:
@@ -128,5 +130,5 @@ def decode(parts: Sequence[Buffer]) -> tuple[Frame, Buffer | None]:
 
 
 def _checksum(protocol: int, kind: int, body: Buffer, payload: Buffer | None) -> int:
-    digest = xxh3_64_intdigest(body, seed=protocol << 8 | kind)
+    digest = xxh3_64_intdigest(body, seed=protocol << 16 | kind)
     return digest if payload is None else xxh3_64_intdigest(payload, seed=digest)
