@@ -134,15 +134,18 @@ class Rig:
             self.tick(tick_s)
 
     def tick(self, tick_s: float = 0.002) -> None:
+        self.step_sender()
+        self.network.carry()
+        self.arrived += self.receiver.step()
+        self.network.carry()
+        self.clock.now_s += tick_s
+
+    def step_sender(self) -> None:
         for event in self.sender.step():
             self.sent.append(event)
             if isinstance(event, SegmentReleased):
                 key = event.key
                 self.sources[key.transfer].poison(key.stream, key.page_index, key.chunk)
-        self.network.carry()
-        self.arrived += self.receiver.step()
-        self.network.carry()
-        self.clock.now_s += tick_s
 
     def is_over(self) -> bool:
         ended = {e.transfer for e in self.sent if isinstance(e, TransferEnded)}
