@@ -62,7 +62,9 @@ def forged_messages(seed: int) -> Iterator[list[bytes]]:
         body = [_value(random, 0) for _ in range(random.randrange(12))]
         payload = random.randbytes(random.randrange(1, 300)) if random.random() < 0.4 else None
         kind = random.randrange(12)
-        head = seal(PROTOCOL, kind, pack(body) + random.randbytes(random.choice((0, 0, 3))), payload)
+        head = seal(
+            PROTOCOL, kind, pack(body) + random.randbytes(random.choice((0, 0, 3))), payload
+        )
         yield [head, *([payload] if payload else [])]
 
 
@@ -118,7 +120,16 @@ def _noise(random: Random, parts: _Parts, _: list[list[bytes]]) -> _Parts:
     return [bytearray(random.randbytes(random.randrange(200))) for _ in parts]
 
 
-_DAMAGES: tuple[_Damage, ...] = (_flip, _flip, _cut_out, _double, _put_in, _graft, _rearrange, _noise)
+_DAMAGES: tuple[_Damage, ...] = (
+    _flip,
+    _flip,
+    _cut_out,
+    _double,
+    _put_in,
+    _graft,
+    _rearrange,
+    _noise,
+)
 
 
 def _value(random: Random, depth: int) -> object:

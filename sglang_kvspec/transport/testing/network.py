@@ -35,6 +35,9 @@ class Faults:
     damage: float = 0.0
 
 
+NO_FAULTS = Faults()
+
+
 @dataclass(slots=True)
 class _Message:
     """Memory is read when the message leaves, as with ZMQ: payload None by then."""
@@ -46,34 +49,34 @@ class _Message:
 
 
 class Network:
-    def __init__(self, seed: int, faults: Faults = Faults()) -> None:
+    def __init__(self, seed: int, faults: Faults = NO_FAULTS) -> None:
         self.clock = Clock()
         self.faults = faults
         self._random = Random(seed)
-        self._ports: dict[bytes, NetworkPort] = {}
+        self.ports: dict[bytes, NetworkPort] = {}
         self.num_messages = 0
         self.num_faults = 0
 
     def port(self, name: bytes) -> NetworkPort:
         """The sender's port, or that of a receiver of this name."""
-        self._ports[name] = NetworkPort(self, name)
-        return self._ports[name]
+        self.ports[name] = NetworkPort(self, name)
+        return self.ports[name]
 
     def accepts(self, origin: bytes, peer: bytes) -> bool:
-        target = self._ports.get(peer if origin == SENDER else SENDER)
-        return target is not None and len(self._ports[origin].outbox) < MAX_QUEUED
+        target = self.ports.get(peer if origin == SENDER else SENDER)
+        return target is not None and len(self.ports[origin].outbox) < MAX_QUEUED
 
     def carry(self) -> int:
         """Move everything that was sent to where it arrives, with faults. Returns messages."""
         moved = 0
-        for origin, port in list(self._ports.items()):
+        for origin, port in list(self.ports.items()):
             while port.outbox:
                 message = port.outbox.popleft()
                 parts: list[bytes] = [message.head]
                 if message.payload is not None:
                     parts.append(bytes(message.payload))
                 message.done = True
-                target = self._ports.get(message.peer if origin == SENDER else SENDER)
+                target = self.ports.get(message.peer if origin == SENDER else SENDER)
                 if target is not None:
                     self._deliver(target, b"" if origin == SENDER else origin, parts)
                 moved += 1
@@ -82,12 +85,12 @@ class Network:
 
     def cut(self) -> None:
         """Every connection breaks: what is under way in either direction is gone."""
-        for port in self._ports.values():
+        for port in self.ports.values():
             port.drop_all()
 
     def unplug(self, name: bytes) -> None:
         """An end dies: nothing reaches it, and sending to it is refused."""
-        self._ports.pop(name).drop_all()
+        self.ports.pop(name).drop_all()
 
     def _deliver(self, target: NetworkPort, origin: bytes, parts: list[bytes]) -> None:
         faults, chance = self.faults, self._random.random

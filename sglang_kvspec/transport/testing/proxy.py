@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 from random import Random
 
 # A damaged ZMTP greeting is not what is tried here: connections get through their handshake.
@@ -84,8 +85,6 @@ class Proxy:
 
 
 def _shut(end: socket.socket) -> None:
-    try:
+    with suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
     end.close()

@@ -16,7 +16,7 @@ from sglang_kvspec.transport.segments import SegmentKey, TransferShape
 from sglang_kvspec.transport.sender import SegmentReleased, Sender, SendEvent, TransferEnded
 from sglang_kvspec.transport.session import Timing
 from sglang_kvspec.transport.shaping import TokenBucket
-from sglang_kvspec.transport.testing.network import SENDER, Faults, Network
+from sglang_kvspec.transport.testing.network import NO_FAULTS, SENDER, Faults, Network
 
 IDENTITY = Identity(
     protocol=PROTOCOL,
@@ -70,7 +70,7 @@ class Rig:
     def __init__(
         self,
         seed: int,
-        faults: Faults = Faults(),
+        faults: Faults = NO_FAULTS,
         *,
         shape: TransferShape | None = None,
         limits: FlightLimits = SMALL,
@@ -106,11 +106,11 @@ class Rig:
         port = self.network.port(name)
         return Receiver(port, IDENTITY, credit_bytes=credit, timing=Timing(), clock=self.clock)
 
-    def expect(self, transfer: int, receiver: Receiver | None = None) -> None:
+    def expect(self, transfer: int, timeout_s: float = float("inf")) -> None:
         num_pages = self.shape.num_pages
         order = self.order[transfer] = self.random.sample(range(num_pages + 2), num_pages)
         target = self.targets[transfer] = Pages(num_pages + 2, self.shape, None)
-        (receiver or self.receiver).expect(transfer, target.refs(order), self.shape, target.memory)
+        self.receiver.expect(transfer, target.refs(order), self.shape, target.memory, timeout_s)
 
     def offer(self, transfer: int, streams: tuple[Stream, ...] = tuple(Stream)) -> None:
         """Offer all of the streams, in a random order of pages and chunks."""

@@ -1,4 +1,4 @@
-"""Order, bounds and conservation of what is sent, with peers that lose and acknowledge at random."""
+"""Order, bounds and conservation of what is sent; peers lose and acknowledge at random."""
 
 from __future__ import annotations
 
