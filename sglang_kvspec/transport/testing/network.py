@@ -124,6 +124,7 @@ class NetworkPort:
         self.name = name
         self.outbox: deque[_Message] = deque()
         self.inbox: deque[tuple[bytes, list[bytes]]] = deque()
+        self.num_resets = 0
         self.is_closed = False
 
     def send(self, peer: bytes, head: bytes, payload: memoryview | None = None) -> Hold | None:
@@ -143,6 +144,7 @@ class NetworkPort:
         pass
 
     def reset(self) -> None:
+        self.num_resets += 1
         self.drop_all()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_kvspec.core.errors import HandshakeRefused, TransportError
 from sglang_kvspec.transport import SegmentKey, Stream, StreamArrived, TransferEnded, TransferShape
-from sglang_kvspec.transport.frames import PROTOCOL, Ack, Data, Open
+from sglang_kvspec.transport.frames import PROTOCOL, Abort, Ack, Data, Open
 from sglang_kvspec.transport.testing.fuzz import damaged_messages, forged_messages
 from sglang_kvspec.transport.testing.network import SENDER, Faults
 from sglang_kvspec.transport.testing.rig import IDENTITY, POISON, SMALL, Pages, Rig
@@ -273,6 +273,27 @@ def test_a_late_frame_of_an_older_transfer_into_the_same_page_is_dropped() -> No
     for _ in range(50):
         rig.tick()
     after = [t for stream in target.tensors for t in stream]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+
+
+def test_a_piece_that_comes_again_after_the_end_is_a_duplicate() -> None:
+    """The acknowledgement was lost: an Abort would tell the sender that it failed."""
+    rig = start(Rig(0))
+    rig.run(10)
+    for _ in range(5):
+        rig.tick()
+    session = rig.receiver._session
+    assert session is not None
+    page = rig.targets[1].refs(rig.order[1])[0]
+    frame = Data(session.session, 900, 1, Stream.ANCHOR, *page, 0, 0, 50)
+    before = [t.clone() for stream in rig.targets[1].tensors for t in stream]
+    rig.network.ports[b"receiver"].inbox.append((b"", [encode(frame, bytes(50)), bytes(50)]))
+    rig.receiver.step()
+    assert rig.receiver.counters.streams[Stream.ANCHOR].duplicate_bytes == 50
+    assert not rig.receiver.counters.dropped
+    sent = [decode([m.head])[0] for m in rig.network.ports[b"receiver"].outbox]
+    assert not any(isinstance(frame, Abort) for frame in sent)
+    after = [t for stream in rig.targets[1].tensors for t in stream]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
 
 

@@ -219,6 +219,30 @@ def test_an_anchor_goes_next_however_many_residuals_wait() -> None:
     assert choice.piece.segment.key == SegmentKey(2, Stream.ANCHOR, 0, 0)
 
 
+def test_what_was_lost_goes_first_and_in_order_even_in_smaller_pieces() -> None:
+    world = Simulation()
+    world.connect(b"a")
+    world.opened[0] = b"a"
+    world.scheduler.open(b"a", open_frame(0))
+    for page in range(2):
+        offer(world.scheduler, 0, Stream.ANCHOR, page, 0.0)
+    for _ in range(2):
+        assert world.send()
+    world.connect(b"a")
+    flight = world.scheduler.flight(b"a")
+    assert flight is not None
+    flight.grant(4)
+    first = world.send()
+    assert first is not None
+    assert (first.piece.offset, first.piece.length) == (0, 4)
+    flight.grant(CREDIT)
+    places = []
+    while (choice := world.send()) is not None:
+        key, piece = choice.piece.segment.key, choice.piece
+        places.append((key.page_index, piece.offset, piece.length))
+    assert places == [(0, 4, 6), (0, 10, 10), (0, 20, 3), (1, 0, 10), (1, 10, 10), (1, 20, 3)]
+
+
 def test_a_peer_without_credit_holds_up_nobody_else() -> None:
     world = Simulation()
     for peer in PEERS:
