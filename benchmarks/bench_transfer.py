@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import zmq
 from acceptance.report import Figure, write_json
 from rich.console import Console
 from transfer.bare_tcp import bare_tcp_gbps
@@ -24,7 +25,7 @@ from transfer.fault_runs import Outcome, run_in_memory, run_on_loopback
 from transfer.fuzz_runs import fuzz_decoder, fuzz_port
 from xxhash import xxh3_64_intdigest
 
-from sglang_kvspec.transport import Stream, TransferShape
+from sglang_kvspec.transport import CurveKeys, Stream, TransferShape
 
 OUT = Path(__file__).resolve().parent / "results" / "transfer.json"
 # 16 pages of an 8B model: anchors of 64 KiB a layer and page, residuals of three times that.
@@ -34,14 +35,19 @@ SMALL_ANCHORS = TransferShape(2, 1, 200 << 10, 8 << 20)
 GOAL_GBPS, GOAL_INVERSION_MB = 1.5, 1.0
 STALL_S = 2.0
 
+Keys = tuple[CurveKeys | None, CurveKeys | None]
+
 console = Console(width=120)
 
 
-def throughput(name: str, shape: TransferShape, repeats: int, num_transfers: int) -> list[Figure]:
+def throughput(
+    name: str, shape: TransferShape, repeats: int, num_transfers: int, *, keys: Keys = (None, None)
+) -> list[Figure]:
     """Payload bytes between the first and the last arrival."""
+    offers = Offers(shape, [0.0] * num_transfers, keys=keys)
     runs, cores = [], []
     for _ in range(repeats):
-        sent, received = run_pair(send_all, receive_all, Offers(shape, [0.0] * num_transfers))
+        sent, received = run_pair(send_all, receive_all, offers)
         runs.append(received.num_bytes / received.seconds / 1e9)
         cores.append((sent.cpu_s / sent.seconds, received.cpu_s / received.seconds))
     busy = [median(side) for side in zip(*cores, strict=True)]
@@ -155,6 +161,9 @@ def main() -> None:
     figures = [
         *throughput("transfer.gbps_one_core", WHOLE_PAGES, repeats, num_transfers),
         *throughput("transfer.gbps_one_core.by_layer", BY_LAYER, repeats, num_transfers),
+        *throughput(
+            "transfer.gbps_one_core.curve", WHOLE_PAGES, repeats, num_transfers // 4, keys=_keys()
+        ),
         Figure("transfer.gbps_bare_tcp", median(bare), "GB/s", _half_range(bare)),
         checksum_figure(),
         *inversion_figures(max(10, 60 // share)),
@@ -173,6 +182,14 @@ def main() -> None:
     }
     write_json(arguments.out, "bench_transfer", torch.device("cpu"), settings, figures)
     console.print(f"written to {arguments.out}")
+
+
+def _keys() -> Keys:
+    sender, receiver = zmq.curve_keypair(), zmq.curve_keypair()
+    return (
+        CurveKeys(*sender, peers=frozenset({receiver[0]})),
+        CurveKeys(*receiver, peers=frozenset({sender[0]})),
+    )
 
 
 def _half_range(values: list[float]) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.transport import (
+    CurveKeys,
     PageMemory,
     Receiver,
     SegmentKey,
@@ -34,12 +35,14 @@ Log = list[tuple[float, int, int, int]]
 
 @dataclass
 class Offers:
-    """What the sender does. at_s[i]: when transfer i is offered, after the first; link: bytes/s."""
+    """What the sender does. at_s[i]: when transfer i is offered, after the first; link: bytes/s.
+    keys: of the sender and the receiver, under CURVE."""
 
     shape: TransferShape
     at_s: list[float]
     link: float | None = None
     streams: list[tuple[Stream, ...]] = field(default_factory=list)
+    keys: tuple[CurveKeys | None, CurveKeys | None] = (None, None)
 
 
 @dataclass
@@ -91,7 +94,7 @@ def _pinned(core: int, end: Callable[..., Any], offers: Offers, pipe: Connection
 
 def send_all(offers: Offers, pipe: Connection) -> None:
     """Offer each transfer when it is due; every transfer sends from the same pages."""
-    port = ZmqPort("tcp://127.0.0.1:0", bind=True)
+    port = ZmqPort("tcp://127.0.0.1:0", bind=True, keys=offers.keys[0])
     shape = offers.shape
     link = TokenBucket(offers.link, 256 << 10, time.monotonic()) if offers.link else None
     sender = Sender(port, IDENTITY, link=link)
@@ -128,7 +131,7 @@ def send_all(offers: Offers, pipe: Connection) -> None:
 def receive_all(offers: Offers, pipe: Connection, stall_s: float = 0.0) -> None:
     """Every transfer into the same pages. stall_s: for how long to read nothing, after the first
     bytes have arrived."""
-    port = ZmqPort(pipe.recv(), bind=False, identity=b"bench")
+    port = ZmqPort(pipe.recv(), bind=False, keys=offers.keys[1], identity=b"bench")
     receiver = LoggedReceiver(port, IDENTITY)
     memory = _pages(offers.shape)
     pages = [(page, 0) for page in range(offers.shape.num_pages)]

@@ -210,9 +210,11 @@ def test_a_peer_that_takes_nothing_holds_up_nobody_else() -> None:
         rig.network.carry()
         rig.step_sender()
         rig.network.carry()
-    # The first receiver's connection is down, and nobody has noticed yet.
+    rig.receiver.step()
+    rig.network.carry()
+    # The first receiver has just made room, and now its connection is down unnoticed.
     rig.network.unplug(b"receiver")
-    rig.offer(7)
+    rig.offer(7, (Stream.RESIDUAL,))
     rig.step_sender()
     kinds = [decode_head(m.head, m.payload) for m in rig.network.ports[SENDER].outbox]
     assert any(isinstance(frame, Data) and frame.transfer == 7 for frame in kinds)

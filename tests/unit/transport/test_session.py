@@ -116,3 +116,4 @@ def test_a_silent_peer_may_come_back_until_it_is_gone() -> None:
     assert peers.silence(later_s) == [b"r"]
     assert peers.forget_gone(later_s) == [(b"r", pytest.approx(TIMING.gone_s + 0.01))]
     assert peers.session(b"r") is None
+    assert peers.forget_gone(later_s) == []
