@@ -27,3 +27,11 @@ class PageStateError(KVSpecError):
 
 class CapacityError(KVSpecError):
     """A pool had no free slot although the plan promised one."""
+
+
+class TransportError(KVSpecError):
+    """A transfer that was asked for what it cannot do, or a link that may not be opened."""
+
+
+class HandshakeRefused(TransportError):
+    """The two ends of a link differ in what they must agree on; the message says in what."""

@@ -1,0 +1,44 @@
+"""Bytes on a wire: anchors first, residuals behind, from a sender's pages into a receiver's."""
+
+from sglang_kvspec.transport.arrivals import (
+    Arrival,
+    Destination,
+    PageArrived,
+    StreamArrived,
+    TransferFailed,
+)
+from sglang_kvspec.transport.flight import FlightLimits
+from sglang_kvspec.transport.frames import PROTOCOL, Identity, Stream
+from sglang_kvspec.transport.keys import CurveKeys
+from sglang_kvspec.transport.page_memory import PageMemory
+from sglang_kvspec.transport.port import ZmqPort
+from sglang_kvspec.transport.receiver import LinkState, Receiver
+from sglang_kvspec.transport.segments import SegmentKey, TransferShape
+from sglang_kvspec.transport.sender import SegmentReleased, Sender, SendEvent, TransferEnded
+from sglang_kvspec.transport.session import Timing
+from sglang_kvspec.transport.shaping import TokenBucket
+
+__all__ = [
+    "PROTOCOL",
+    "Arrival",
+    "CurveKeys",
+    "Destination",
+    "FlightLimits",
+    "Identity",
+    "LinkState",
+    "PageArrived",
+    "PageMemory",
+    "Receiver",
+    "SegmentKey",
+    "SegmentReleased",
+    "SendEvent",
+    "Sender",
+    "Stream",
+    "StreamArrived",
+    "Timing",
+    "TokenBucket",
+    "TransferEnded",
+    "TransferFailed",
+    "TransferShape",
+    "ZmqPort",
+]

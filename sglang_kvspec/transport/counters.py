@@ -1,0 +1,59 @@
+"""What a link did, for whoever exports it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sglang_kvspec.transport.frames import Stream
+from sglang_kvspec.transport.wire import Drop
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """payload_bytes counts what was sent or written, resent_* what of it was sent again, and
+    duplicate_bytes what arrived though it was there. busy_s: time with bytes on their way."""
+
+    frames: int = 0
+    payload_bytes: int = 0
+    resent_frames: int = 0
+    resent_bytes: int = 0
+    duplicate_bytes: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Durations:
+    """From a transfer's start to some point in it, over all transfers that got there."""
+
+    count: int = 0
+    total_s: float = 0.0
+    longest_s: float = 0.0
+
+    def observe(self, took_s: float) -> None:
+        self.count += 1
+        self.total_s += took_s
+        self.longest_s = max(self.longest_s, took_s)
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """One end's totals. A receiver fills to_anchors and to_residuals, a sender busy_s."""
+
+    streams: dict[Stream, StreamCounters] = field(
+        default_factory=lambda: {stream: StreamCounters() for stream in Stream}
+    )
+    dropped: Counter[Drop] = field(default_factory=Counter)
+    sessions: int = 0
+    lost_sessions: int = 0
+    refusals: int = 0
+    completed: int = 0
+    failed: int = 0
+    to_anchors: Durations = field(default_factory=Durations)
+    to_residuals: Durations = field(default_factory=Durations)
+    link_busy_s: float = 0.0
+    since_s: float = 0.0
+
+    def link_use(self, now_s: float) -> float:
+        """Share of this end's life in which bytes were on their way."""
+        return self.link_busy_s / (now_s - self.since_s) if now_s > self.since_s else 0.0

@@ -1,0 +1,99 @@
+"""What one peer has been sent and has not acknowledged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.transport.frames import ACK_SPAN, MAX_PIECE_BYTES, Stream
+from sglang_kvspec.transport.segments import Piece
+
+# Frames that may overtake one another before the slower one counts as lost.
+REORDER_FRAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FlightLimits:
+    """residual_bytes bounds what an anchor can sit behind: residuals that are on their way to the
+    peer cannot be called back. total_bytes and frames bound both streams together."""
+
+    piece_bytes: int = 240 << 10
+    residual_bytes: int = 1_000_000
+    total_bytes: int = 4 << 20
+    frames: int = 256
+
+    def __post_init__(self) -> None:
+        if not (
+            1 <= self.piece_bytes <= min(MAX_PIECE_BYTES, self.residual_bytes)
+            and self.residual_bytes + self.piece_bytes <= self.total_bytes < 1 << 31
+            and 1 <= self.frames <= ACK_SPAN // 2
+        ):
+            raise TransportError(f"limits that exclude one another: {self}")
+
+
+class Flight:
+    """Pieces by sequence. The peer's credit can only narrow the limits of this end."""
+
+    def __init__(self, limits: FlightLimits) -> None:
+        self._limits = limits
+        self._credit_bytes = limits.total_bytes
+        self._pieces: dict[int, Piece] = {}
+        self.bytes_of = [0, 0]
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.bytes_of[Stream.ANCHOR] + self.bytes_of[Stream.RESIDUAL]
+
+    def fit(self, stream: Stream, wanted: int) -> int:
+        """How long the next piece of a stream may be that has `wanted` bytes left; 0: none now.
+        A peer with less credit than a piece gets one shorter piece at a time."""
+        if len(self._pieces) >= self._limits.frames:
+            return 0
+        room = min(self._limits.total_bytes, self._credit_bytes) - self.total_bytes
+        if stream is Stream.RESIDUAL:
+            room = min(room, self._limits.residual_bytes - self.bytes_of[Stream.RESIDUAL])
+        length = min(wanted, self._limits.piece_bytes)
+        if room >= length:
+            return length
+        return 0 if self._pieces else max(room, 0)
+
+    def grant(self, credit_bytes: int) -> None:
+        self._credit_bytes = credit_bytes
+
+    def add(self, sequence: int, piece: Piece) -> None:
+        assert 1 <= piece.length <= self.fit(piece.stream, piece.length)
+        self._pieces[sequence] = piece
+        self.bytes_of[piece.stream] += piece.length
+
+    def settle(self, highest: int, seen: bytes, echo: int) -> tuple[list[Piece], list[Piece]]:
+        """Take out what an Ack decides: (delivered, lost), each in the order it was sent.
+
+        A connection keeps order, so what is missing below the highest sequence was damaged or went
+        down with a connection; the answer to a Ping is proof of that for all before the Ping.
+        """
+        bits = int.from_bytes(seen, "little")
+        delivered, lost = [], []
+        for sequence, piece in list(self._pieces.items()):
+            behind = highest - sequence
+            if 0 <= behind < ACK_SPAN and bits >> behind & 1:
+                delivered.append(piece)
+            elif behind > REORDER_FRAMES or sequence < echo:
+                lost.append(piece)
+            else:
+                continue
+            self._remove(sequence)
+        return delivered, lost
+
+    def drain(self) -> list[Piece]:
+        """The connection is gone: everything, in the order it was sent."""
+        pieces = list(self._pieces.values())
+        self._pieces.clear()
+        self.bytes_of = [0, 0]
+        return pieces
+
+    def _remove(self, sequence: int) -> None:
+        piece = self._pieces.pop(sequence)
+        self.bytes_of[piece.stream] -= piece.length

@@ -1,0 +1,41 @@
+"""Messages of a port as frames. Whatever is not one is counted, and that is all it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang_kvspec.transport.counters import LinkCounters
+from sglang_kvspec.transport.frames import Frame
+from sglang_kvspec.transport.port import Port
+from sglang_kvspec.transport.wire import Buffer, Drop, FrameError, decode
+
+# Messages read before this end does anything else.
+BATCH = 64
+
+Handler = Callable[[bytes, Frame, Buffer | None], None]
+
+
+def take_in(
+    port: Port,
+    counters: LinkCounters,
+    handle: Handler,
+    wrong_protocol: Callable[[bytes, int], None] | None = None,
+) -> int:
+    """Read what is there, up to a batch. `handle` may raise FrameError to have a frame counted as
+    dropped. Returns how many messages there were."""
+    for num_read in range(BATCH):
+        message = port.receive()
+        if message is None:
+            return num_read
+        peer, parts = message
+        try:
+            handle(peer, *decode(parts))
+        except FrameError as error:
+            counters.dropped[error.drop] += 1
+            if error.hello_protocol is not None and wrong_protocol is not None:
+                wrong_protocol(peer, error.hello_protocol)
+    return BATCH
+
+
+def unexpected(frame: Frame) -> FrameError:
+    return FrameError(Drop.FOREIGN, f"{type(frame).__name__} is not sent to this end")

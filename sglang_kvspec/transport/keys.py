@@ -1,0 +1,92 @@
+"""Who may connect: CURVE keys, and where they may be left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils import z85
+
+from sglang_kvspec.core.errors import TransportError
+
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_KEY_CHARS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """This end's key pair, and the public keys of the ends it talks to: a sender's list of
+    receivers, a receiver's one sender. Keys are Z85 text of 40 characters."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    peers: frozenset[bytes]
+
+    def __post_init__(self) -> None:
+        for key in (self.public, self.secret, *self.peers):
+            if len(key) != _KEY_CHARS:
+                raise TransportError(
+                    f"a CURVE key is Z85 text of {_KEY_CHARS} characters, got {len(key)}"
+                )
+        if not self.peers:
+            raise TransportError("CURVE needs the public key of at least one peer")
+
+    def apply(self, socket: zmq.Socket[bytes], *, is_server: bool) -> None:
+        if not zmq.has("curve"):
+            raise TransportError("this libzmq was built without CURVE")
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        if is_server:
+            socket.curve_server = True
+            socket.zap_domain = b"kvspec"
+            return
+        if len(self.peers) != 1:
+            raise TransportError(f"a receiver dials one sender, got {len(self.peers)} peer keys")
+        (socket.curve_serverkey,) = self.peers
+
+
+def check_address(address: str, keys: CurveKeys | None, *, bind: bool) -> None:
+    """Raises TransportError for anything but TCP, and off this machine without keys."""
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or not parts.hostname:
+        raise TransportError(f"expected tcp://host:port, got {address!r}")
+    if keys is None and not _is_loopback(parts.hostname):
+        verb = "listen on" if bind else "connect to"
+        raise TransportError(
+            f"refusing to {verb} {address} without CURVE keys: only loopback may go without"
+        )
+
+
+class Gatekeeper:
+    """Answers libzmq (ZAP, RFC 27) whether a CURVE client is one of the peers: without it every
+    client with the server's public key is let in."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
+        self._allowed = {z85.decode(key) for key in keys.peers}
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ZAP_ADDRESS)
+        self.refused = 0
+
+    def serve(self) -> None:
+        """Answer what has been asked."""
+        while self.socket.poll(0):
+            request = self.socket.recv_multipart()
+            version, request_id = request[0], request[1]
+            is_peer = request[5:6] == [b"CURVE"] and request[6] in self._allowed
+            self.refused += not is_peer
+            status, text = (b"200", b"OK") if is_peer else (b"400", b"unknown key")
+            self.socket.send_multipart([version, request_id, status, text, b"", b""])
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,106 @@
+"""One transfer as its sender sees it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.transport.frames import Stream
+from sglang_kvspec.transport.segments import Piece, Segment, SegmentKey, TransferShape
+
+PageKey = tuple[int, int]
+
+
+class Outgoing:
+    """Segments that were offered and are not delivered. Sending waits for the receiver's Open,
+    which names peer, shape and pages; offers may come before it."""
+
+    def __init__(self, transfer: int) -> None:
+        self.transfer = transfer
+        self.peer: bytes | None = None
+        self.shape: TransferShape | None = None
+        self.pages: Sequence[PageKey] = ()
+        # When each stream's queue last became non-empty by an offer.
+        self.since_s = [0.0, 0.0]
+        self.live: dict[SegmentKey, Segment] = {}
+        self._offered: set[SegmentKey] = set()
+        self._delivered = 0
+        self._fresh: tuple[deque[Segment], deque[Segment]] = (deque(), deque())
+        self._again: tuple[deque[Piece], deque[Piece]] = (deque(), deque())
+
+    @property
+    def is_delivered(self) -> bool:
+        if self.shape is None:
+            return False
+        return self._delivered == sum(self.shape.num_segments(stream) for stream in Stream)
+
+    def open(self, peer: bytes, shape: TransferShape, pages: Sequence[PageKey]) -> str | None:
+        """Bind to a receiver. Returns why that cannot be, else None."""
+        if self.shape is not None:
+            same = (self.peer, self.shape, self.pages) == (peer, shape, pages)
+            return None if same else "it is open to another receiver, or into other pages"
+        for key, segment in self.live.items():
+            if (wrong := _misfit(shape, key, len(segment.view))) is not None:
+                return wrong
+        self.peer, self.shape, self.pages = peer, shape, pages
+        return None
+
+    def offer(self, segment: Segment) -> None:
+        key = segment.key
+        if key in self._offered:
+            raise TransportError(f"{key} was offered before")
+        if self.shape is not None and (wrong := _misfit(self.shape, key, len(segment.view))):
+            raise TransportError(wrong)
+        self._offered.add(key)
+        self.live[key] = segment
+        self._fresh[key.stream].append(segment)
+
+    def waits(self, stream: Stream) -> bool:
+        return bool(self._again[stream] or self._fresh[stream])
+
+    def peek(self, stream: Stream) -> Piece:
+        """The longest piece that could go next: what was lost first, then what is fresh."""
+        if self._again[stream]:
+            return self._again[stream][0]
+        segment = self._fresh[stream][0]
+        return Piece(segment, segment.cut, len(segment.view) - segment.cut)
+
+    def take(self, piece: Piece) -> bool:
+        """The piece, a head of what peek() said, is being sent. Returns whether it is again."""
+        again, fresh = self._again[piece.stream], self._fresh[piece.stream]
+        if again:
+            whole = again.popleft()
+            assert (whole.segment, whole.offset) == (piece.segment, piece.offset)
+            if piece.length < whole.length:
+                rest = piece.offset + piece.length
+                again.appendleft(Piece(whole.segment, rest, whole.length - piece.length))
+            return True
+        assert (fresh[0], fresh[0].cut) == (piece.segment, piece.offset)
+        piece.segment.cut += piece.length
+        if piece.segment.cut == len(piece.segment.view):
+            fresh.popleft()
+        return False
+
+    def lose(self, pieces: Sequence[Piece]) -> None:
+        """Pieces to send again before anything fresh, in their order."""
+        for piece in reversed(pieces):
+            self._again[piece.stream].appendleft(piece)
+
+    def deliver(self, piece: Piece) -> bool:
+        """The peer has a piece. Returns whether that completes its segment."""
+        segment = piece.segment
+        segment.undelivered -= piece.length
+        assert segment.undelivered >= 0
+        if segment.undelivered:
+            return False
+        self._delivered += 1
+        del self.live[segment.key]
+        return True
+
+
+def _misfit(shape: TransferShape, key: SegmentKey, num_bytes: int) -> str | None:
+    if not (0 <= key.page_index < shape.num_pages and 0 <= key.chunk < shape.num_chunks):
+        return f"{key} lies outside {shape}"
+    expected = shape.chunk_bytes(key.stream)
+    return None if num_bytes == expected else f"{key} has {num_bytes} bytes, {shape} expects them"

@@ -1,0 +1,112 @@
+"""The receivers of a sender: who may talk, in which session, and who has fallen silent."""
+
+from __future__ import annotations
+
+from secrets import randbits
+from typing import NamedTuple
+
+from sglang_kvspec.transport.counters import LinkCounters
+from sglang_kvspec.transport.frames import (
+    Bye,
+    Frame,
+    Hello,
+    Identity,
+    Refuse,
+    SessionFrame,
+    Welcome,
+)
+from sglang_kvspec.transport.handshake import mismatch, wrong_protocol
+from sglang_kvspec.transport.session import Session, Timing
+from sglang_kvspec.transport.wire import Drop, FrameError
+
+MAX_PEERS = 256
+
+
+class Greeting(NamedTuple):
+    """What to answer a Hello; is_new: the peer starts from nothing in a new session."""
+
+    answer: Welcome | Refuse
+    is_new: bool
+
+
+class _Peer:
+    """session None: the peer has been silent for too long, and may yet come back."""
+
+    def __init__(self, nonce: int, session: Session) -> None:
+        self.nonce = nonce
+        self.session: Session | None = session
+        self.heard_s = session.heard_s
+
+
+class Peers:
+    """Peers by the name that ZMQ routes by."""
+
+    def __init__(self, identity: Identity, timing: Timing, counters: LinkCounters) -> None:
+        self._identity, self._timing, self._counters = identity, timing, counters
+        self._peers: dict[bytes, _Peer] = {}
+
+    def session(self, name: bytes | None) -> Session | None:
+        peer = self._peers.get(name) if name is not None else None
+        return peer.session if peer is not None else None
+
+    def live(self) -> list[tuple[bytes, Session]]:
+        return [(name, p.session) for name, p in self._peers.items() if p.session is not None]
+
+    def admit(self, name: bytes, frame: SessionFrame, now_s: float) -> Session:
+        """The session of a frame. Raises FrameError where the peer has no such session."""
+        peer = self._peers.get(name)
+        if peer is None or peer.session is None:
+            raise FrameError(Drop.FOREIGN, f"session {frame.session} of nobody")
+        peer.session.admit(frame, now_s)
+        peer.heard_s = now_s
+        return peer.session
+
+    def greet(self, name: bytes, hello: Hello, now_s: float) -> Greeting:
+        """Begin a session, or say again which: a Hello may be repeated."""
+        peer = self._peers.get(name)
+        reason = mismatch(self._identity, hello.identity)
+        if reason is None and peer is None and len(self._peers) >= MAX_PEERS:
+            reason = f"the sender serves {MAX_PEERS} receivers, and no more"
+        if reason is not None:
+            self._counters.refusals += 1
+            return Greeting(Refuse(hello.nonce, reason), is_new=False)
+        is_new = peer is None or peer.session is None or peer.nonce != hello.nonce
+        if is_new:
+            peer = _Peer(hello.nonce, Session(randbits(62), self._timing, now_s))
+            self._peers[name] = peer
+            self._counters.sessions += 1
+        assert peer is not None
+        assert peer.session is not None
+        return Greeting(Welcome(hello.nonce, peer.session.session), is_new)
+
+    def refuse_protocol(self, theirs: int) -> Refuse:
+        self._counters.refusals += 1
+        return Refuse(0, wrong_protocol(self._identity.protocol, theirs))
+
+    def bye(self, name: bytes, frame: Frame) -> Bye | None:
+        """The answer to a session frame that belongs to no session of this peer."""
+        session = self.session(name)
+        if isinstance(frame, SessionFrame) and (
+            session is None or session.session != frame.session
+        ):
+            return Bye(frame.session)
+        return None
+
+    def silence(self, now_s: float) -> list[bytes]:
+        """Peers that have fallen silent since the last call: their sessions are over."""
+        silent = [name for name, session in self.live() if session.is_silent(now_s)]
+        for name in silent:
+            self._counters.lost_sessions += 1
+            self._peers[name].session = None
+        return silent
+
+    def forget_gone(self, now_s: float) -> list[tuple[bytes, float]]:
+        """Peers that did not come back, and for how long they have been silent."""
+        gone = [
+            (name, now_s - peer.heard_s)
+            for name, peer in self._peers.items()
+            if peer.session is None and now_s - peer.heard_s >= self._timing.gone_s
+        ]
+        for name, _ in gone:
+            del self._peers[name]
+        return gone

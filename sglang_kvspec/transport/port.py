@@ -1,0 +1,170 @@
+"""One ZMQ socket: messages in and out, never blocking, nothing but bounded queues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.transport.keys import CurveKeys, Gatekeeper, check_address
+from sglang_kvspec.transport.wire import MAX_PART_BYTES, Buffer
+
+# Below this a copy is cheaper than telling when ZMQ is done with the memory.
+COPY_BELOW_BYTES = 16 << 10
+# Frames of one peer that ZMQ takes off the network before they are read here; honest senders are
+# held by credit long before.
+MAX_WAITING_FRAMES = 64
+# More than a flight and the frames around it, so that credit, not this, is what holds a sender.
+MAX_UNSENT_FRAMES = 1024
+SEALING_BYTES = 256
+
+
+class Hold(Protocol):
+    """Whether ZMQ still reads the memory of something sent."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoHold:
+    done: bool = True
+
+
+class Port(Protocol):
+    """What the ends of a link need of a socket. A dialled port has one peer, b""."""
+
+    def send(self, peer: bytes, head: bytes, payload: memoryview | None = None) -> Hold | None:
+        """Hand over a message; None if that is impossible now, and then nothing was sent."""
+        ...
+
+    def receive(self) -> tuple[bytes, list[Buffer]] | None:
+        """The next message, if one is there: at most three parts of it."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a message may be there, or for timeout_s."""
+        ...
+
+    def reset(self) -> None:
+        """Throw the connection and all that is unsent away, and dial anew."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ZmqPort:
+    """bind: a ROUTER for many peers; otherwise a DEALER with one. Owns its context, and with it the
+    one thread of ZMQ that moves the bytes. peer_gone_s: after which a connection that takes no
+    bytes is cut."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        bind: bool,
+        keys: CurveKeys | None = None,
+        identity: bytes = b"",
+        peer_gone_s: float = 10.0,
+    ) -> None:
+        check_address(address, keys, bind=bind)
+        self._dialled = None if bind else address
+        self._keys, self._identity, self._peer_gone_s = keys, identity, peer_gone_s
+        self._context = zmq.Context()
+        # libzmq asks for a gatekeeper when the socket is bound.
+        self._gate = Gatekeeper(self._context, keys) if bind and keys is not None else None
+        self._socket = self._open(zmq.ROUTER if bind else zmq.DEALER)
+        self.address = address
+        try:
+            if bind:
+                self._socket.bind(address)
+                self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            else:
+                self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransportError(f"{address}: {error}") from None
+
+    def send(self, peer: bytes, head: bytes, payload: memoryview | None = None) -> Hold | None:
+        socket, more = self._socket, zmq.SNDMORE if payload is not None else 0
+        try:
+            if self._dialled is None:
+                socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            socket.send(head, more | zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # A peer that is not connected, or full: what was refused is not sent in part.
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return None
+            raise
+        if payload is None:
+            return NoHold()
+        if len(payload) < COPY_BELOW_BYTES:
+            socket.send(payload)
+            return NoHold()
+        return socket.send(payload, copy=False, track=True)
+
+    def receive(self) -> tuple[bytes, list[Buffer]] | None:
+        if self._gate is not None:
+            self._gate.serve()
+        try:
+            part = self._socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        parts: list[Buffer] = []
+        peer = b""
+        if self._dialled is None:
+            peer = part.bytes
+        else:
+            parts.append(part.buffer)
+        while part.more:
+            part = self._socket.recv(copy=False)
+            if len(parts) < 3:
+                parts.append(part.buffer)
+        return peer, parts
+
+    def wait(self, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if self._gate is not None:
+            poller.register(self._gate.socket, zmq.POLLIN)
+        poller.poll(max(1, round(timeout_s * 1000)))
+
+    def reset(self) -> None:
+        assert self._dialled is not None, "a bound port has no one connection"
+        self._socket.close(linger=0)
+        self._socket = self._open(zmq.DEALER)
+        self._socket.connect(self._dialled)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        if self._gate is not None:
+            self._gate.close()
+        self._context.term()
+
+    def _open(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.linger = 0
+        socket.maxmsgsize = MAX_PART_BYTES + SEALING_BYTES
+        socket.rcvhwm = MAX_WAITING_FRAMES
+        socket.sndhwm = MAX_UNSENT_FRAMES
+        socket.copy_threshold = 0
+        socket.handshake_ivl = 5000
+        gone_ms = round(self._peer_gone_s * 1000)
+        socket.heartbeat_ivl = max(1, gone_ms // 4)
+        socket.heartbeat_timeout = gone_ms
+        # Unlike heartbeats, this also ends connections whose other side reads no more.
+        socket.setsockopt(zmq.TCP_MAXRT, gone_ms)
+        if kind == zmq.ROUTER:
+            socket.router_mandatory = True
+            # A peer that dials again takes its old name over.
+            socket.router_handover = True
+        else:
+            socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
+            socket.immediate = True
+            if self._identity:
+                socket.setsockopt(zmq.IDENTITY, self._identity)
+        if self._keys is not None:
+            self._keys.apply(socket, is_server=kind == zmq.ROUTER)
+        return socket

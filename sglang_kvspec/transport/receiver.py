@@ -1,0 +1,258 @@
+"""The end of a link that wants the KV: dials a sender and opens transfers into its own pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from secrets import randbits
+
+from sglang_kvspec.core.errors import HandshakeRefused, TransportError
+from sglang_kvspec.transport.arrivals import Arrival, Arrivals, Destination, Incoming
+from sglang_kvspec.transport.counters import LinkCounters
+from sglang_kvspec.transport.frames import (
+    Abort,
+    Accept,
+    Ack,
+    Bye,
+    Data,
+    Frame,
+    Hello,
+    Identity,
+    Open,
+    Ping,
+    Refuse,
+    Welcome,
+)
+from sglang_kvspec.transport.intake import take_in, unexpected
+from sglang_kvspec.transport.port import Port
+from sglang_kvspec.transport.segments import TransferShape
+from sglang_kvspec.transport.session import Session, Timing
+from sglang_kvspec.transport.wire import Buffer, Drop, FrameError, encode
+
+DEFAULT_CREDIT_BYTES = 4 << 20
+_SENDER = b""
+
+
+class LinkState(Enum):
+    """GREETING: no session, Hello is repeated. LIVE: in a session. REFUSED: for good."""
+
+    GREETING = 0
+    LIVE = 1
+    REFUSED = 2
+
+
+@dataclass(slots=True)
+class _Request:
+    """The Open of a transfer: when it is due again, and when its receiver stops waiting."""
+
+    open_at_s: float
+    give_up_s: float
+    accepted: bool = False
+
+
+class Receiver:
+    """One link to one sender. Owned by one thread, which calls step() again and again."""
+
+    def __init__(
+        self,
+        port: Port,
+        identity: Identity,
+        *,
+        credit_bytes: int = DEFAULT_CREDIT_BYTES,
+        timing: Timing | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._port, self._identity, self._clock = port, identity, clock
+        self._timing = timing or Timing()
+        self.counters = LinkCounters(since_s=clock())
+        self._arrivals = Arrivals(self.counters)
+        self._requests: dict[int, _Request] = {}
+        self._credit_bytes = credit_bytes
+        self._session: Session | None = None
+        self._nonce = 0
+        self._hello_at_s = clock()
+        self._heard_s = clock()
+        self.state = LinkState.GREETING
+        self.refusal: str | None = None
+
+    def expect(
+        self,
+        transfer: int,
+        pages: Sequence[tuple[int, int]],
+        shape: TransferShape,
+        destination: Destination,
+        timeout_s: float = float("inf"),
+    ) -> None:
+        """Open a transfer into (page, generation)s. Its events come out of step()."""
+        if self.refusal is not None:
+            raise HandshakeRefused(self.refusal)
+        now_s = self._clock()
+        if not self._requests and self.state is LinkState.GREETING:
+            # Nobody minded the silence until now.
+            self._heard_s = now_s
+        self._arrivals.expect(Incoming(transfer, shape, pages, destination, now_s))
+        self._requests[transfer] = _Request(now_s, now_s + timeout_s)
+
+    def cancel(self, transfer: int, reason: str) -> None:
+        """Nothing is written into the transfer's pages from now on."""
+        self._fail(transfer, reason)
+        self._tell_aborted(transfer, reason)
+
+    def grant(self, credit_bytes: int) -> None:
+        """Let the sender have so many bytes on their way: 0 stops it, without ending anything."""
+        if not 0 <= credit_bytes < 1 << 31:
+            raise TransportError(f"credit must be in [0, 2 GiB), got {credit_bytes}")
+        self._credit_bytes = credit_bytes
+        self._acknowledge(if_owed=False)
+
+    def missing(self, transfer: int) -> tuple[int, int] | None:
+        """Chunks of (anchors, residuals) that have not arrived; None if the transfer is over."""
+        incoming = self._arrivals.incoming.get(transfer)
+        return None if incoming is None else (incoming.missing[0], incoming.missing[1])
+
+    def step(self, timeout_s: float = 0.0) -> list[Arrival]:
+        """Read, write, acknowledge, watch the time; wait for at most timeout_s if nothing comes."""
+        events = self._turn()
+        if not events and timeout_s > 0:
+            self._port.wait(min(timeout_s, self._timing.probe_s))
+            events = self._turn()
+        return events
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._requests or self._arrivals.incoming)
+
+    def close(self) -> None:
+        self._port.close()
+
+    def _turn(self) -> list[Arrival]:
+        take_in(self._port, self.counters, self._handle)
+        self._acknowledge()
+        if self.state is not LinkState.REFUSED:
+            self._watch(self._clock())
+        events = self._arrivals.take_events()
+        for transfer in self._requests.keys() - self._arrivals.incoming.keys():
+            del self._requests[transfer]
+        return events
+
+    def _handle(self, _: bytes, frame: Frame, payload: Buffer | None) -> None:
+        if isinstance(frame, Welcome):
+            self._welcome(frame)
+        elif isinstance(frame, Refuse):
+            if self.state is not LinkState.GREETING or frame.nonce not in (0, self._nonce):
+                raise FrameError(Drop.FOREIGN, "a refusal of no Hello of this end")
+            self._refused(frame.reason)
+        elif isinstance(frame, Bye):
+            if self._session is None or frame.session != self._session.session:
+                raise FrameError(Drop.FOREIGN, f"Bye to session {frame.session}")
+            self._lose_session()
+        elif isinstance(frame, Data | Ping | Ack | Accept | Abort):
+            if self._session is None:
+                raise FrameError(Drop.FOREIGN, f"session {frame.session}, and this end has none")
+            self._session.admit(frame, self._clock())
+            self._heard_s = self._session.heard_s
+            if isinstance(frame, Data):
+                assert payload is not None
+                self._write(frame, payload)
+            elif isinstance(frame, Accept):
+                if frame.transfer in self._requests:
+                    self._requests[frame.transfer].accepted = True
+            elif isinstance(frame, Abort):
+                self._fail(frame.transfer, f"the sender ended it: {frame.reason}")
+        else:
+            raise unexpected(frame)
+
+    def _write(self, frame: Data, payload: Buffer) -> None:
+        now_s = self._clock()
+        try:
+            if self._arrivals.write(frame, payload, now_s):
+                request = self._requests[frame.transfer]
+                request.open_at_s = now_s + self._timing.silence_s
+        except FrameError as error:
+            if error.drop is Drop.RECYCLED:
+                self.cancel(frame.transfer, str(error))
+            elif error.drop is Drop.UNKNOWN:
+                self._tell_aborted(frame.transfer, "the receiver does not expect it")
+            raise
+
+    def _welcome(self, frame: Welcome) -> None:
+        if self.state is not LinkState.GREETING or frame.nonce != self._nonce:
+            raise FrameError(Drop.FOREIGN, f"Welcome to nonce {frame.nonce}")
+        now_s = self._clock()
+        self.state = LinkState.LIVE
+        self._session = Session(frame.session, self._timing, now_s)
+        self._heard_s = now_s
+        self.counters.sessions += 1
+        for request in self._requests.values():
+            request.open_at_s, request.accepted = now_s, False
+
+    def _watch(self, now_s: float) -> None:
+        if self._session is not None and self._session.is_silent(now_s):
+            self._lose_session()
+        if self._session is None:
+            self._greet(now_s)
+        elif (ping := self._session.ping(now_s, awaits_ack=False)) is not None:
+            self._port.send(_SENDER, encode(ping))
+        silent_s = now_s - self._heard_s
+        for transfer, request in list(self._requests.items()):
+            if self._session is None and silent_s >= self._timing.gone_s:
+                self._fail(transfer, f"the sender was silent for {silent_s:.1f} s")
+            elif now_s >= request.give_up_s:
+                self.cancel(transfer, "it took longer than its receiver waits")
+            elif self._session is not None and now_s >= request.open_at_s:
+                self._open(transfer, request, now_s)
+
+    def _greet(self, now_s: float) -> None:
+        if now_s < self._hello_at_s:
+            return
+        # A new nonce would make the sender throw away the session of a Welcome that is under way.
+        self._nonce = self._nonce or randbits(62) + 1
+        hello = Hello(self._nonce, self._identity, self._credit_bytes)
+        self._port.send(_SENDER, encode(hello))
+        self._hello_at_s = now_s + self._timing.retry_s
+
+    def _lose_session(self) -> None:
+        self.counters.lost_sessions += 1
+        self.state, self._session, self._nonce = LinkState.GREETING, None, 0
+        self._hello_at_s = self._clock()
+        self._port.reset()
+
+    def _refused(self, reason: str) -> None:
+        self.state, self.refusal = LinkState.REFUSED, reason
+        self.counters.refusals += 1
+        for transfer in list(self._requests):
+            self._fail(transfer, reason)
+
+    def _open(self, transfer: int, request: _Request, now_s: float) -> None:
+        assert self._session is not None
+        incoming = self._arrivals.incoming[transfer]
+        shape = incoming.shape
+        frame = Open(
+            self._session.session,
+            self._session.stamp(),
+            transfer,
+            incoming.pages,
+            shape.num_chunks,
+            shape.anchor_bytes,
+            shape.residual_bytes,
+        )
+        self._port.send(_SENDER, encode(frame))
+        again_s = self._timing.silence_s if request.accepted else self._timing.retry_s
+        request.open_at_s = now_s + again_s
+
+    def _fail(self, transfer: int, reason: str) -> None:
+        self._requests.pop(transfer, None)
+        self._arrivals.fail(transfer, reason)
+
+    def _tell_aborted(self, transfer: int, reason: str) -> None:
+        if self._session is not None:
+            frame = Abort(self._session.session, self._session.stamp(), transfer, reason[:512])
+            self._port.send(_SENDER, encode(frame))
+
+    def _acknowledge(self, *, if_owed: bool = True) -> None:
+        if self._session is None:
+            return
+        if (ack := self._session.ack(self._credit_bytes, if_owed=if_owed)) is not None:
+            self._port.send(_SENDER, encode(ack))

@@ -1,0 +1,204 @@
+"""What to send next. Knows neither sockets nor clocks: decides on what it is told, then is told
+what was done."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.transport.flight import Flight, FlightLimits
+from sglang_kvspec.transport.frames import Ack, Open, Stream
+from sglang_kvspec.transport.outgoing import Outgoing
+from sglang_kvspec.transport.segments import Piece, Segment, SegmentKey, TransferShape
+
+# Transfers that are over, kept so that a late Open gets an answer.
+NUM_REMEMBERED = 4096
+# Of all transfers that receivers have opened: 64 million tokens in pages of 64.
+MAX_OPEN_PAGES = 1 << 20
+
+
+class Choice(NamedTuple):
+    """The piece to send next, where it goes at the receiver, and to whom."""
+
+    peer: bytes
+    piece: Piece
+    page: int
+    generation: int
+
+
+class Ended(NamedTuple):
+    """A transfer that is over; reason None: delivered. segments: what nobody will send any more,
+    though the socket may still hold parts of it."""
+
+    transfer: int
+    peer: bytes | None
+    reason: str | None
+    segments: tuple[Segment, ...]
+
+
+class SendScheduler:
+    """Anchors of any transfer before residuals of every transfer; within a stream the transfer that
+    waits longest; only to peers that have credit."""
+
+    def __init__(self, limits: FlightLimits) -> None:
+        self.limits = limits
+        self._flights: dict[bytes, Flight] = {}
+        self._transfers: dict[int, Outgoing] = {}
+        self._over: dict[int, str] = {}
+        # (since, tick, transfer): sorted, one entry for each transfer that waits and is open.
+        self._waiting: tuple[list[tuple[float, int, int]], ...] = ([], [])
+        self._ticks = 0
+        self._open_pages = 0
+
+    def add_peer(self, peer: bytes, credit_bytes: int) -> None:
+        """A connection is live, perhaps again."""
+        self._flights.setdefault(peer, Flight(self.limits)).grant(credit_bytes)
+
+    def suspend_peer(self, peer: bytes) -> None:
+        """A connection is gone: what was on its way goes again once the peer is back."""
+        if (flight := self._flights.pop(peer, None)) is not None:
+            self._requeue(flight.drain())
+
+    def flight(self, peer: bytes) -> Flight | None:
+        return self._flights.get(peer)
+
+    def in_flight(self, stream: Stream) -> int:
+        """Bytes on their way to all peers."""
+        return sum(flight.bytes_of[stream] for flight in self._flights.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """No transfer, and nothing on its way."""
+        waiting = any(self._waiting) or any(len(flight) for flight in self._flights.values())
+        return not (self._transfers or self._open_pages or waiting)
+
+    def transfers_of(self, peer: bytes) -> list[int]:
+        return [t for t, outgoing in self._transfers.items() if outgoing.peer == peer]
+
+    def offer(self, key: SegmentKey, view: memoryview, now_s: float) -> bool:
+        """A segment may be sent. False: its transfer is over and the memory was not taken."""
+        if key.transfer in self._over:
+            return False
+        outgoing = self._transfers.get(key.transfer) or Outgoing(key.transfer)
+        was_waiting = outgoing.waits(key.stream)
+        outgoing.offer(Segment(key, view))
+        self._transfers[key.transfer] = outgoing
+        if not was_waiting:
+            outgoing.since_s[key.stream] = now_s
+            self._wait(outgoing, key.stream)
+        return True
+
+    def open(self, peer: bytes, frame: Open) -> str | None:
+        """A receiver wants a transfer. Returns why it cannot have it, else None."""
+        if frame.transfer in self._over:
+            return self._over[frame.transfer]
+        outgoing = self._transfers.get(frame.transfer) or Outgoing(frame.transfer)
+        is_new = outgoing.shape is None
+        if is_new and self._open_pages + len(frame.pages) > MAX_OPEN_PAGES:
+            return f"the sender has {self._open_pages} pages open, limit {MAX_OPEN_PAGES}"
+        try:
+            shape = TransferShape.of(frame)
+        except TransportError as error:
+            return str(error)
+        if (wrong := outgoing.open(peer, shape, frame.pages)) is not None:
+            return wrong
+        if is_new:
+            self._transfers[frame.transfer] = outgoing
+            self._open_pages += len(frame.pages)
+            for stream in Stream:
+                self._wait(outgoing, stream)
+        return None
+
+    def choose(self, blocked: Collection[bytes] = ()) -> Choice | None:
+        """The next piece, to a peer that is not blocked; None if nothing waits that may go.
+        Changes nothing."""
+        for stream in Stream:
+            full = set(blocked)
+            for _, _, transfer in self._waiting[stream]:
+                outgoing = self._transfers[transfer]
+                peer = outgoing.peer
+                assert peer is not None
+                if peer in full or (flight := self._flights.get(peer)) is None:
+                    continue
+                piece = outgoing.peek(stream)
+                if not (length := flight.fit(stream, piece.length)):
+                    full.add(peer)
+                    continue
+                page, generation = outgoing.pages[piece.segment.key.page_index]
+                return Choice(peer, piece._replace(length=length), page, generation)
+        return None
+
+    def commit(self, choice: Choice, sequence: int) -> bool:
+        """The choice has been sent under `sequence`. Returns whether it was sent before."""
+        piece = choice.piece
+        outgoing = self._transfers[piece.segment.key.transfer]
+        again = outgoing.take(piece)
+        self._flights[choice.peer].add(sequence, piece)
+        if not outgoing.waits(piece.stream):
+            self._unwait(outgoing, piece.stream)
+        return again
+
+    def acknowledge(self, peer: bytes, ack: Ack) -> tuple[list[Segment], list[Ended]]:
+        """Returns the segments that the peer now has, and the transfers that this completes."""
+        delivered: list[Segment] = []
+        ended: list[Ended] = []
+        if (flight := self._flights.get(peer)) is None:
+            return delivered, ended
+        flight.grant(ack.credit_bytes)
+        arrived, lost = flight.settle(ack.highest, ack.seen, ack.echo)
+        for piece in arrived:
+            outgoing = self._transfers.get(piece.segment.key.transfer)
+            if outgoing is not None and outgoing.deliver(piece):
+                delivered.append(piece.segment)
+                if outgoing.is_delivered:
+                    ended.append(self._end(outgoing, None))
+        self._requeue(lost)
+        return delivered, ended
+
+    def abort(self, transfer: int, reason: str) -> Ended | None:
+        """End a transfer that is not over. What is in flight stays counted there until settled."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None:
+            self._remember(transfer, reason)
+            return None
+        return self._end(outgoing, reason)
+
+    def _end(self, outgoing: Outgoing, reason: str | None) -> Ended:
+        for stream in Stream:
+            self._unwait(outgoing, stream)
+        del self._transfers[outgoing.transfer]
+        self._open_pages -= len(outgoing.pages)
+        self._remember(outgoing.transfer, reason or "it has been delivered")
+        segments = tuple(outgoing.live.values())
+        return Ended(outgoing.transfer, outgoing.peer, reason, segments)
+
+    def _remember(self, transfer: int, reason: str) -> None:
+        self._over.setdefault(transfer, reason)
+        while len(self._over) > NUM_REMEMBERED:
+            del self._over[next(iter(self._over))]
+
+    def _requeue(self, pieces: Sequence[Piece]) -> None:
+        by_transfer: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            by_transfer.setdefault(piece.segment.key.transfer, []).append(piece)
+        for transfer, own in by_transfer.items():
+            if (outgoing := self._transfers.get(transfer)) is None:
+                continue
+            outgoing.lose(own)
+            # They have waited since they were first queued.
+            for stream in Stream:
+                self._wait(outgoing, stream)
+
+    def _wait(self, outgoing: Outgoing, stream: Stream) -> None:
+        waiting = self._waiting[stream]
+        if outgoing.peer is None or not outgoing.waits(stream):
+            return
+        if not any(entry[2] == outgoing.transfer for entry in waiting):
+            self._ticks += 1
+            insort(waiting, (outgoing.since_s[stream], self._ticks, outgoing.transfer))
+
+    def _unwait(self, outgoing: Outgoing, stream: Stream) -> None:
+        waiting = self._waiting[stream]
+        waiting[:] = [entry for entry in waiting if entry[2] != outgoing.transfer]

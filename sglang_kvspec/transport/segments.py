@@ -1,0 +1,80 @@
+"""What is sent: chunks of pages in the caller's memory, cut into pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.transport.frames import MAX_CHUNKS, MAX_PAGES, Open, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class TransferShape:
+    """Both ends' idea of a transfer: pages x chunks, and the bytes of a chunk in each stream. A
+    chunk is whatever lies in one piece in memory: a layer of a page, or all of them. residual_bytes
+    0: the transfer has no residuals."""
+
+    num_pages: int
+    num_chunks: int
+    anchor_bytes: int
+    residual_bytes: int
+
+    def __post_init__(self) -> None:
+        if not (
+            1 <= self.num_pages <= MAX_PAGES
+            and 1 <= self.num_chunks <= MAX_CHUNKS
+            and 1 <= self.anchor_bytes < 1 << 31
+            and 0 <= self.residual_bytes < 1 << 31
+        ):
+            raise TransportError(f"no transfer can have the shape {self}")
+
+    @classmethod
+    def of(cls, frame: Open) -> TransferShape:
+        num_pages = len(frame.pages)
+        return cls(num_pages, frame.num_chunks, frame.anchor_bytes, frame.residual_bytes)
+
+    def chunk_bytes(self, stream: Stream) -> int:
+        return self.anchor_bytes if stream is Stream.ANCHOR else self.residual_bytes
+
+    def num_segments(self, stream: Stream) -> int:
+        return self.num_pages * self.num_chunks if self.chunk_bytes(stream) else 0
+
+
+class SegmentKey(NamedTuple):
+    """One chunk of one page in one stream of a transfer. page_index counts the transfer's
+    pages."""
+
+    transfer: int
+    stream: Stream
+    page_index: int
+    chunk: int
+
+
+class Segment:
+    """A chunk in the sender's memory. The memory must not change until the segment is released."""
+
+    __slots__ = ("cut", "key", "undelivered", "view")
+
+    def __init__(self, key: SegmentKey, view: memoryview) -> None:
+        self.key = key
+        self.view = view
+        # Bytes below `cut` have become pieces.
+        self.cut = 0
+        self.undelivered = len(view)
+
+
+class Piece(NamedTuple):
+    """Part of a segment that fits a frame. It may be sent more than once, its place never moves."""
+
+    segment: Segment
+    offset: int
+    length: int
+
+    @property
+    def stream(self) -> Stream:
+        return self.segment.key.stream
+
+    @property
+    def payload(self) -> memoryview:
+        return self.segment.view[self.offset : self.offset + self.length]

@@ -1,0 +1,244 @@
+"""The end of a link that has the KV: listens, and sends what receivers open."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sglang_kvspec.transport.counters import LinkCounters
+from sglang_kvspec.transport.flight import FlightLimits
+from sglang_kvspec.transport.frames import (
+    Abort,
+    Accept,
+    Ack,
+    Data,
+    Frame,
+    Hello,
+    Identity,
+    Open,
+    Ping,
+    Stream,
+)
+from sglang_kvspec.transport.holds import Holds
+from sglang_kvspec.transport.intake import BATCH, take_in, unexpected
+from sglang_kvspec.transport.peers import Peers
+from sglang_kvspec.transport.port import Port
+from sglang_kvspec.transport.scheduler import Choice, Ended, SendScheduler
+from sglang_kvspec.transport.segments import Segment, SegmentKey
+from sglang_kvspec.transport.session import Timing
+from sglang_kvspec.transport.shaping import TokenBucket
+from sglang_kvspec.transport.wire import Buffer, encode
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReleased:
+    """The segment's memory is the caller's again: delivered, or its transfer is over."""
+
+    key: SegmentKey
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """All memory of the transfer has been released. reason None: the receiver has all of it."""
+
+    transfer: int
+    reason: str | None
+
+
+SendEvent = SegmentReleased | TransferEnded
+
+
+class Sender:
+    """Owned by one thread, which calls step() again and again. Nothing here blocks but step(), for
+    as long as it is told."""
+
+    def __init__(
+        self,
+        port: Port,
+        identity: Identity,
+        *,
+        limits: FlightLimits | None = None,
+        timing: Timing | None = None,
+        link: TokenBucket | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._port, self._link, self._clock = port, link, clock
+        self._timing = timing or Timing()
+        self.scheduler = SendScheduler(limits or FlightLimits())
+        self.counters = LinkCounters(since_s=clock())
+        self.peers = Peers(identity, self._timing, self.counters)
+        self._holds = Holds()
+        self._unreleased: Counter[int] = Counter()
+        self._reasons: dict[int, str | None] = {}
+        self._events: list[SendEvent] = []
+        self._stepped_s = clock()
+
+    def offer(self, key: SegmentKey, memory: memoryview) -> bool:
+        """Send a chunk once its receiver wants it, anchors first. The memory must stay as it is
+        until SegmentReleased. False: the transfer is over, the memory was not taken."""
+        taken = self.scheduler.offer(key, memory.cast("B"), self._clock())
+        self._unreleased[key.transfer] += taken
+        return taken
+
+    def abort(self, transfer: int, reason: str) -> None:
+        """Give a transfer up, here and at its receiver. Its memory is released by events."""
+        if (ended := self.scheduler.abort(transfer, reason)) is not None:
+            self._end(ended)
+            self._tell_aborted(ended.peer, transfer, reason)
+
+    def step(self, timeout_s: float = 0.0) -> list[SendEvent]:
+        """Read, send, watch the time; wait for at most timeout_s if there is nothing to do."""
+        num_done = self._turn()
+        if not num_done and not self._events and timeout_s > 0:
+            pause_s = min(timeout_s, self._timing.probe_s)
+            if self._link is not None and self.scheduler.choose() is not None:
+                pause_s = min(pause_s, self._link.delay_s(self._clock()))
+            self._port.wait(pause_s)
+            self._turn()
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def is_idle(self) -> bool:
+        """No transfer, no memory of anyone's, nothing on its way."""
+        idle = not (self._unreleased or self._reasons or self._events or len(self._holds))
+        return idle and self.scheduler.is_idle
+
+    def close(self) -> None:
+        self._port.close()
+
+    def _turn(self) -> int:
+        num_read = take_in(self._port, self.counters, self._handle, self._refuse_protocol)
+        num_sent = self._send_pieces()
+        self._watch(self._clock())
+        self._release()
+        return num_read + num_sent
+
+    def _send_pieces(self) -> int:
+        """Until credit, the link or ZMQ has enough; not so long that nobody reads."""
+        blocked: set[bytes] = set()
+        for num_sent in range(BATCH):
+            now_s = self._clock()
+            if self._link is not None and self._link.delay_s(now_s) > 0:
+                return num_sent
+            choice = self.scheduler.choose(blocked)
+            if choice is None:
+                return num_sent
+            if not self._send_piece(choice, now_s):
+                # The connection is down: acknowledgements or silence will tell what became of it.
+                blocked.add(choice.peer)
+        return BATCH
+
+    def _send_piece(self, choice: Choice, now_s: float) -> bool:
+        session = self.peers.session(choice.peer)
+        assert session is not None
+        piece, key = choice.piece, choice.piece.segment.key
+        frame = Data(
+            session=session.session,
+            sequence=session.stamp(),
+            transfer=key.transfer,
+            stream=key.stream,
+            page=choice.page,
+            generation=choice.generation,
+            chunk=key.chunk,
+            offset=piece.offset,
+            length=piece.length,
+        )
+        payload = piece.payload
+        hold = self._port.send(choice.peer, encode(frame, payload), payload)
+        if hold is None:
+            return False
+        if not hold.done:
+            self._holds.add(piece.segment, hold)
+        again = self.scheduler.commit(choice, frame.sequence)
+        counted = self.counters.streams[key.stream]
+        counted.frames += 1
+        counted.payload_bytes += piece.length
+        counted.resent_frames += again
+        counted.resent_bytes += again * piece.length
+        if self._link is not None:
+            self._link.spend(piece.length, now_s)
+        return True
+
+    def _handle(self, name: bytes, frame: Frame, payload: Buffer | None) -> None:
+        if isinstance(frame, Hello):
+            self._greet(name, frame)
+            return
+        if not isinstance(frame, Ping | Ack | Open | Abort):
+            raise unexpected(frame)
+        if (bye := self.peers.bye(name, frame)) is not None:
+            self._port.send(name, encode(bye))
+        session = self.peers.admit(name, frame, self._clock())
+        if isinstance(frame, Ack):
+            delivered, ended = self.scheduler.acknowledge(name, frame)
+            self._retire(delivered)
+            for end in ended:
+                self._end(end)
+        elif isinstance(frame, Ping):
+            if (ack := session.ack(credit_bytes=0)) is not None:
+                self._port.send(name, encode(ack))
+        elif isinstance(frame, Open):
+            reason = self.scheduler.open(name, frame)
+            if reason is None:
+                accept = Accept(session.session, session.stamp(), frame.transfer)
+                self._port.send(name, encode(accept))
+            else:
+                self._tell_aborted(name, frame.transfer, reason)
+        elif frame.transfer in self.scheduler.transfers_of(name):
+            ended_here = self.scheduler.abort(frame.transfer, frame.reason)
+            assert ended_here is not None
+            self._end(ended_here)
+
+    def _greet(self, name: bytes, hello: Hello) -> None:
+        answer, is_new = self.peers.greet(name, hello, self._clock())
+        if is_new:
+            self.scheduler.suspend_peer(name)
+            self.scheduler.add_peer(name, hello.credit_bytes)
+        self._port.send(name, encode(answer))
+
+    def _refuse_protocol(self, name: bytes, theirs: int) -> None:
+        self._port.send(name, encode(self.peers.refuse_protocol(theirs)))
+
+    def _watch(self, now_s: float) -> None:
+        self._count_busy(now_s)
+        for name in self.peers.silence(now_s):
+            self.scheduler.suspend_peer(name)
+        for name, silent_s in self.peers.forget_gone(now_s):
+            for transfer in self.scheduler.transfers_of(name):
+                self.abort(transfer, f"the receiver was silent for {silent_s:.1f} s")
+        for name, session in self.peers.live():
+            flight = self.scheduler.flight(name)
+            if ping := session.ping(now_s, awaits_ack=bool(flight)):
+                self._port.send(name, encode(ping))
+
+    def _tell_aborted(self, name: bytes | None, transfer: int, reason: str) -> None:
+        if name is not None and (session := self.peers.session(name)) is not None:
+            frame = Abort(session.session, session.stamp(), transfer, reason[:512])
+            self._port.send(name, encode(frame))
+
+    def _end(self, ended: Ended) -> None:
+        self.counters.completed += ended.reason is None
+        self.counters.failed += ended.reason is not None
+        self._reasons[ended.transfer] = ended.reason
+        self._retire(ended.segments)
+
+    def _retire(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            self._holds.retire(segment)
+
+    def _release(self) -> None:
+        for key in self._holds.release():
+            self._unreleased[key.transfer] -= 1
+            self._events.append(SegmentReleased(key))
+        for transfer in [t for t in self._reasons if not self._unreleased[t]]:
+            del self._unreleased[transfer]
+            self._events.append(TransferEnded(transfer, self._reasons.pop(transfer)))
+
+    def _count_busy(self, now_s: float) -> None:
+        passed_s, self._stepped_s = now_s - self._stepped_s, now_s
+        busy = [bool(self.scheduler.in_flight(stream)) for stream in Stream]
+        for stream in Stream:
+            self.counters.streams[stream].busy_s += passed_s * busy[stream]
+        self.counters.link_busy_s += passed_s * any(busy)

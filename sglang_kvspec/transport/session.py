@@ -1,0 +1,78 @@
+"""One end's half of a live connection: its sequences, what it has read, and how long it has heard
+nothing. Times are given, never taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_kvspec.transport.frames import Ack, Ping, SessionFrame
+from sglang_kvspec.transport.replay import ReplayWindow
+from sglang_kvspec.transport.wire import Drop, FrameError
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """heartbeat_s: between Pings of an idle connection. probe_s: between Pings while the peer owes
+    acknowledgements. silence_s: without a word for that long, the connection counts as lost.
+    gone_s: without a new connection for that long, so do its transfers. retry_s: between repeats
+    of a Hello, or of an Open that makes no progress."""
+
+    heartbeat_s: float = 0.5
+    probe_s: float = 0.1
+    silence_s: float = 3.0
+    gone_s: float = 30.0
+    retry_s: float = 0.5
+
+
+class Session:
+    def __init__(self, session: int, timing: Timing, now_s: float) -> None:
+        self.session = session
+        self.heard_s = now_s
+        self._timing = timing
+        self._window = ReplayWindow()
+        self._last = 0
+        self._pinged_s = now_s
+        self._owes_ack = False
+        self._echo = 0
+
+    def stamp(self) -> int:
+        """Sequence of the next frame."""
+        self._last += 1
+        return self._last
+
+    def admit(self, frame: SessionFrame, now_s: float) -> None:
+        """Raises FrameError for a frame of another session, or one that was read before."""
+        if frame.session != self.session:
+            raise FrameError(Drop.FOREIGN, f"session {frame.session}, expected {self.session}")
+        if not self._window.admit(frame.sequence):
+            raise FrameError(Drop.REPLAYED, f"sequence {frame.sequence}")
+        self.heard_s = now_s
+        if isinstance(frame, Ping):
+            self._echo = frame.sequence
+        self._owes_ack |= not isinstance(frame, Ack)
+
+    def is_silent(self, now_s: float) -> bool:
+        return now_s - self.heard_s >= self._timing.silence_s
+
+    def ping(self, now_s: float, *, awaits_ack: bool) -> Ping | None:
+        """The Ping that is due, if one is."""
+        period_s = self._timing.probe_s if awaits_ack else self._timing.heartbeat_s
+        if now_s - max(self._pinged_s, self.heard_s if awaits_ack else 0.0) < period_s:
+            return None
+        self._pinged_s = now_s
+        return Ping(self.session, self.stamp())
+
+    def ack(self, credit_bytes: int, *, if_owed: bool = True) -> Ack | None:
+        """What has been read, if the peer does not know it yet."""
+        if if_owed and not self._owes_ack:
+            return None
+        frame = Ack(
+            self.session,
+            self.stamp(),
+            self._window.highest,
+            self._window.bitmap(),
+            self._echo,
+            credit_bytes,
+        )
+        self._owes_ack, self._echo = False, 0
+        return frame

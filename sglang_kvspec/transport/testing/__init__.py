@@ -1,0 +1,1 @@
+"""Networks that misbehave, for tests and benchmarks of the transport."""

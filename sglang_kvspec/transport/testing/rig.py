@@ -1,0 +1,184 @@
+"""A sender, a receiver and their pages on a network in memory."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from sglang_kvspec.transport.arrivals import Arrival, PageArrived, StreamArrived, TransferFailed
+from sglang_kvspec.transport.flight import FlightLimits
+from sglang_kvspec.transport.frames import PROTOCOL, Identity, Stream
+from sglang_kvspec.transport.page_memory import PageMemory
+from sglang_kvspec.transport.port import Port
+from sglang_kvspec.transport.receiver import Receiver
+from sglang_kvspec.transport.segments import SegmentKey, TransferShape
+from sglang_kvspec.transport.sender import SegmentReleased, Sender, SendEvent, TransferEnded
+from sglang_kvspec.transport.session import Timing
+from sglang_kvspec.transport.shaping import TokenBucket
+from sglang_kvspec.transport.testing.network import NO_FAULTS, SENDER, Faults, Network
+
+IDENTITY = Identity(
+    protocol=PROTOCOL,
+    package="0.1.0",
+    codec="log4",
+    target="exact",
+    page_size=64,
+    fingerprint="demo-5m",
+    tp_shape=(1, 8),
+)
+SMALL = FlightLimits(piece_bytes=100, residual_bytes=400, total_bytes=1600, frames=64)
+POISON = 0xA5
+
+
+class Pages:
+    """Pages of one end: `num_chunks` tensors a stream, and their generations. Each page's number is
+    its generation until it is recycled."""
+
+    def __init__(self, num_pages: int, shape: TransferShape, seed: int | None) -> None:
+        sizes = [shape.chunk_bytes(stream) for stream in Stream]
+        random = torch.Generator().manual_seed(seed or 0)
+        self.tensors = [
+            [
+                torch.full((num_pages, size), POISON, dtype=torch.uint8)
+                if seed is None
+                else torch.randint(0, 256, (num_pages, size), generator=random, dtype=torch.uint8)
+                for _ in range(shape.num_chunks if size else 0)
+            ]
+            for size in sizes
+        ]
+        self.generations = list(range(num_pages))
+        self.memory = PageMemory(self.tensors, lambda page, gen: self.generations[page] == gen)
+
+    def view(self, stream: Stream, page: int, chunk: int) -> memoryview:
+        view = self.memory.view(stream, page, self.generations[page], chunk)
+        assert view is not None
+        return view
+
+    def refs(self, pages: list[int]) -> list[tuple[int, int]]:
+        return [(page, self.generations[page]) for page in pages]
+
+    def poison(self, stream: Stream, page: int, chunk: int) -> None:
+        """Whoever still reads this memory will notice."""
+        self.tensors[stream][chunk][page] = POISON
+
+
+class Rig:
+    """Transfers whose sender's page i goes to a shuffled page of the receiver. Memory is poisoned
+    as soon as the sender releases it."""
+
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults = NO_FAULTS,
+        *,
+        shape: TransferShape | None = None,
+        limits: FlightLimits = SMALL,
+        link: float | None = None,
+    ) -> None:
+        self.shape = shape or TransferShape(4, 3, 130, 470)
+        self.limits, self.random = limits, Random(seed)
+        self.network = Network(seed, faults)
+        self.clock = self.network.clock
+        self.link = None if link is None else TokenBucket(link, limits.piece_bytes, self.clock())
+        self.seed = seed
+        self.sources: dict[int, Pages] = {}
+        self.targets: dict[int, Pages] = {}
+        self.order: dict[int, list[int]] = {}
+        self.sent: list[SendEvent] = []
+        self.arrived: list[Arrival] = []
+        self.sender = self.make_sender()
+        self.receiver = self.make_receiver(b"receiver")
+
+    def make_sender(self, port: Port | None = None) -> Sender:
+        port = port or self.network.port(SENDER)
+        return Sender(
+            port,
+            IDENTITY,
+            limits=self.limits,
+            timing=Timing(),
+            link=self.link,
+            clock=self.clock,
+        )
+
+    def make_receiver(self, name: bytes) -> Receiver:
+        credit = self.limits.total_bytes
+        port = self.network.port(name)
+        return Receiver(port, IDENTITY, credit_bytes=credit, timing=Timing(), clock=self.clock)
+
+    def expect(self, transfer: int, timeout_s: float = float("inf")) -> None:
+        num_pages = self.shape.num_pages
+        order = self.order[transfer] = self.random.sample(range(num_pages + 2), num_pages)
+        target = self.targets[transfer] = Pages(num_pages + 2, self.shape, None)
+        self.receiver.expect(transfer, target.refs(order), self.shape, target.memory, timeout_s)
+
+    def offer(self, transfer: int, streams: tuple[Stream, ...] = tuple(Stream)) -> None:
+        """Offer all of the streams, in a random order of pages and chunks."""
+        if transfer not in self.sources:
+            self.sources[transfer] = Pages(self.shape.num_pages, self.shape, self.seed + transfer)
+        keys = [
+            SegmentKey(transfer, stream, page, chunk)
+            for stream in streams
+            for page in range(self.shape.num_pages)
+            for chunk in range(len(self.sources[transfer].tensors[stream]))
+        ]
+        self.random.shuffle(keys)
+        for key in keys:
+            view = self.sources[transfer].view(key.stream, key.page_index, key.chunk)
+            self.sender.offer(key, view)
+
+    def run(self, seconds: float, tick_s: float = 0.002) -> None:
+        """Let time pass until every transfer is over at both ends, or for `seconds`."""
+        end_s = self.clock() + seconds
+        while self.clock() < end_s and not self.is_over():
+            self.tick(tick_s)
+
+    def tick(self, tick_s: float = 0.002) -> None:
+        self.step_sender()
+        self.network.carry()
+        self.arrived += self.receiver.step()
+        self.network.carry()
+        self.clock.now_s += tick_s
+
+    def step_sender(self) -> None:
+        for event in self.sender.step():
+            self.sent.append(event)
+            if isinstance(event, SegmentReleased):
+                key = event.key
+                self.sources[key.transfer].poison(key.stream, key.page_index, key.chunk)
+
+    def is_over(self) -> bool:
+        ended = {e.transfer for e in self.sent if isinstance(e, TransferEnded)}
+        last = Stream.RESIDUAL if self.shape.residual_bytes else Stream.ANCHOR
+        done = {
+            e.transfer
+            for e in self.arrived
+            if isinstance(e, TransferFailed) or (isinstance(e, StreamArrived) and e.stream is last)
+        }
+        return ended >= self.sources.keys() and done >= self.targets.keys()
+
+    def failures(self) -> dict[int, str]:
+        return {e.transfer: e.reason for e in self.arrived if isinstance(e, TransferFailed)}
+
+    def check_arrived(self, transfer: int) -> None:
+        """Every byte is where it belongs, none is anywhere else, and each page was told once."""
+        source = Pages(self.shape.num_pages, self.shape, self.seed + transfer)
+        target, order = self.targets[transfer], self.order[transfer]
+        for stream in Stream:
+            for chunk, tensor in enumerate(source.tensors[stream]):
+                got = target.tensors[stream][chunk]
+                assert torch.equal(got[order], tensor), (transfer, stream, chunk)
+                rest = [page for page in range(len(got)) if page not in order]
+                assert (got[rest] == POISON).all(), (transfer, stream, chunk)
+        pages = [
+            (e.stream, e.page_index)
+            for e in self.arrived
+            if isinstance(e, PageArrived) and e.transfer == transfer
+        ]
+        streams = [stream for stream in Stream if self.shape.chunk_bytes(stream)]
+        assert sorted(pages) == [(s, i) for s in streams for i in range(self.shape.num_pages)]
+
+    def check_nothing_left(self) -> None:
+        """Neither end holds memory, bytes on their way or transfers."""
+        assert self.sender.is_idle
+        assert self.receiver.is_idle
