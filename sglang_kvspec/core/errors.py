@@ -27,3 +27,7 @@ class PageStateError(KVSpecError):
 
 class CapacityError(KVSpecError):
     """A pool had no free slot although the plan promised one."""
+
+
+class PrefixStoreError(KVSpecError):
+    """A folder that cannot be opened as the prefix store that was asked for."""
