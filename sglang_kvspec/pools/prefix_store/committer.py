@@ -33,79 +33,72 @@ class Committer:
     def commit(self, put: PagePut) -> None:
         state, link = self._state, put.link
         stamp = xxh3_64_intdigest(put.anchor)
-        self._forget_other_version(put, stamp)
         with state.lock:
             if not state.catalogue.is_reachable(link):
                 state.counters.orphans += 1
                 return
-            has_anchor = state.catalogue.has(Tier.ANCHOR, link.key)
-            collides = has_anchor and state.catalogue.link(link.key) != link
-        if collides:
-            return
-        if not has_anchor and not self._store(Tier.ANCHOR, put, put.anchor, pack_link(link)):
-            return
-        if put.residual is not None and self._takes_residual(link):
-            self._store(Tier.RESIDUAL, put, put.residual, pack_stamp(stamp))
-
-    def _forget_other_version(self, put: PagePut, stamp: int) -> None:
-        """An anchor without residual gives way to a pair whose anchor differs: equal tokens may
-        have been computed in other batches, and a residual only fits its own anchor."""
-        with self._state.lock:
-            catalogue, key = self._state.catalogue, put.link.key
-            held = catalogue.held(Tier.ANCHOR, key)
-            if (
-                put.residual is None
-                or held is None
-                or held.checksum == stamp
-                or catalogue.has(Tier.RESIDUAL, key)
-                or catalogue.link(key) != put.link
-                or not self._takes_residual_locked(put.link)
-            ):
+            if state.catalogue.link(link.key) not in (None, link):
                 return
-            vacated = catalogue.forget(Tier.ANCHOR, key)
-        self._state.vacate(vacated)
+            needs_anchor = self._needs_anchor(put, stamp)
+        if needs_anchor and not self._store(Tier.ANCHOR, put, stamp):
+            return
+        with state.lock:
+            needs_residual = put.residual is not None and self._takes_residual(link, stamp)
+        if needs_residual:
+            self._store(Tier.RESIDUAL, put, stamp)
 
-    def _takes_residual(self, link: PageLink) -> bool:
-        with self._state.lock:
-            return self._takes_residual_locked(link)
+    def _needs_anchor(self, put: PagePut, stamp: int) -> bool:
+        """Also where another version is stored without residual: equal tokens may have been
+        computed in other batches, and a residual only fits the anchor it was encoded with."""
+        held = self._state.catalogue.held(Tier.ANCHOR, put.link.key)
+        if held is None:
+            return True
+        differs = held.checksum != stamp and put.residual is not None
+        return differs and self._takes_residual(put.link, held.checksum)
 
-    def _takes_residual_locked(self, link: PageLink) -> bool:
-        """Residuals are of use from the first page on without a gap."""
+    def _takes_residual(self, link: PageLink, stamp: int) -> bool:
+        """Whether the page lacks one and those before it do not: with a gap it is of no use."""
         catalogue = self._state.catalogue
-        if catalogue.has(Tier.RESIDUAL, link.key):
+        anchor = catalogue.held(Tier.ANCHOR, link.key)
+        if anchor is None or anchor.checksum != stamp or catalogue.has(Tier.RESIDUAL, link.key):
             return False
         return link.position == 0 or catalogue.has(Tier.RESIDUAL, link.parent)
 
-    def _store(self, tier: Tier, put: PagePut, record: bytes, meta: bytes) -> bool:
-        state = self._state
-        place = self._make_room(tier, put.link)
+    def _store(self, tier: Tier, put: PagePut, stamp: int) -> bool:
+        state, link = self._state, put.link
+        place = self._make_room(tier, link)
         if place is None:
             with state.lock:
                 state.counters.no_room += 1
             return False
-        entry = Entry(state.sequence, xxh3_64_intdigest(record), put.link.key, meta)
+        if tier is Tier.ANCHOR:
+            record, meta, checksum = put.anchor, pack_link(link), stamp
+        else:
+            record, meta = put.residual or b"", pack_stamp(stamp)
+            checksum = xxh3_64_intdigest(record)
+        held = Held(place.slot, checksum, state.sequence)
         state.sequence += 1
         try:
+            entry = Entry(held.sequence, checksum, link.key, meta)
             state.slabs[tier].write(place.slot, entry, record)
         except OSError:
             with state.lock:
                 state.counters.write_errors += 1
-                state.catalogue.release([place])
+            # The entry may be the part that was written.
+            state.vacate([place])
             return False
         with state.lock:
-            if tier is Tier.RESIDUAL and not state.catalogue.has(Tier.ANCHOR, put.link.key):
-                # A reader has just found the anchor damaged.
-                lost = [place]
+            # A reader may have found the anchor damaged meanwhile.
+            is_wanted = tier is Tier.ANCHOR or self._takes_residual(link, stamp)
+            if is_wanted:
+                vacated = state.catalogue.forget(tier, link.key)
+                state.catalogue.install(tier, link, held)
+                state.counters.anchors_written += tier is Tier.ANCHOR
+                state.counters.residuals_written += tier is Tier.RESIDUAL
             else:
-                held = Held(place.slot, entry.checksum, entry.sequence)
-                state.catalogue.install(tier, put.link, held)
-                lost = []
-                if tier is Tier.ANCHOR:
-                    state.counters.anchors_written += 1
-                else:
-                    state.counters.residuals_written += 1
-        state.vacate(lost)
-        return not lost
+                vacated = [place]
+        state.vacate(vacated)
+        return is_wanted
 
     def _make_room(self, tier: Tier, link: PageLink) -> Place | None:
         state = self._state
@@ -116,10 +109,8 @@ class Committer:
                     return place
                 evicted = state.catalogue.evict(tier, link)
                 for vacated in evicted:
-                    if vacated.tier is Tier.ANCHOR:
-                        state.counters.anchors_evicted += 1
-                    else:
-                        state.counters.residuals_evicted += 1
+                    state.counters.anchors_evicted += vacated.tier is Tier.ANCHOR
+                    state.counters.residuals_evicted += vacated.tier is Tier.RESIDUAL
             if not evicted:
                 return None
             state.vacate(evicted)

@@ -99,7 +99,7 @@ class PrefixReader:
         for row in rows:
             if row.nbytes != record_bytes or row.readonly:
                 raise ValueError(
-                    f"a {tier.name.lower()} page takes {record_bytes} writable bytes, "
+                    f"a page's {tier.name.lower()} takes {record_bytes} writable bytes, "
                     f"got {row.nbytes}"
                 )
         if len(rows) < len(pages):
@@ -132,10 +132,9 @@ class PrefixReader:
             is_listed = state.catalogue.held(tier, key) == held
             if replaced or not is_listed:
                 state.counters.stale += 1
-            elif tier is Tier.ANCHOR:
-                state.counters.damaged_anchors += 1
             else:
-                state.counters.damaged_residuals += 1
+                state.counters.damaged_anchors += tier is Tier.ANCHOR
+                state.counters.damaged_residuals += tier is Tier.RESIDUAL
             vacated = state.catalogue.forget(tier, key) if is_listed else []
         state.vacate(vacated)
 
