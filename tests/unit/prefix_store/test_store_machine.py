@@ -197,7 +197,7 @@ class StoreMachine(RuleBasedStateMachine):
 def test_never_wrong_and_nothing_lost_but_what_was_being_written(small, damaging):
     run_state_machine_as_test(
         lambda: StoreMachine(small, damaging),
-        settings=settings(max_examples=60, stateful_step_count=40),
+        settings=settings(max_examples=150, stateful_step_count=40),
     )
 
 
