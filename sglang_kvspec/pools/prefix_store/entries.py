@@ -30,6 +30,8 @@ _HEADER = struct.Struct("<8sIIQ32s")
 _CHECK = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 _ENTRY = struct.Struct(f"<QQ{KEY_BYTES}s")
+# Bytes of an entry that hold its sequence.
+SEQUENCE = slice(_CHECK.size, _CHECK.size + 8)
 _ANCHOR = struct.Struct(f"<Q{KEY_BYTES}s")
 _RESIDUAL = struct.Struct("<Q")
 

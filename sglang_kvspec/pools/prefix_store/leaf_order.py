@@ -13,6 +13,7 @@ class LeafOrder:
     def __init__(self) -> None:
         self._parents: dict[bytes, bytes] = {}
         self._used: dict[bytes, int] = {}
+        # Of those that have any.
         self._num_children: defaultdict[bytes, int] = defaultdict(int)
         # (last use, key) of every leaf, among outdated pairs.
         self._heap: list[tuple[int, bytes]] = []
@@ -29,7 +30,8 @@ class LeafOrder:
     def touch(self, key: bytes, now: int) -> None:
         """The page was used. `now` never decreases from call to call."""
         self._used[key] = now
-        self._offer(key)
+        if key not in self._num_children:
+            self._offer(key)
 
     def remove(self, key: bytes) -> None:
         parent = self._parents.pop(key)
@@ -57,8 +59,7 @@ class LeafOrder:
         return oldest
 
     def _offer(self, key: bytes) -> None:
-        if key in self._num_children:
-            return
+        """Put a leaf up for eviction."""
         heapq.heappush(self._heap, (self._used[key], key))
         if len(self._heap) > 64 + 2 * len(self._parents):
             leaves = (key for key in self._parents if key not in self._num_children)

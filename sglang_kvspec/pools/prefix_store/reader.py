@@ -54,15 +54,14 @@ class PrefixReader:
         catalogue = self._state.catalogue
         pages: list[StoredPage] = []
         num_complete = 0
-        for link in links:
-            with self._state.lock:
-                page = catalogue.page(link)
-                complete = catalogue.has(Tier.RESIDUAL, link.key)
-            if page is None:
-                break
-            num_complete += complete and num_complete == len(pages)
-            pages.append(page)
         with self._state.lock:
+            for link in links:
+                page = catalogue.page(link)
+                if page is None:
+                    break
+                if num_complete == len(pages) and catalogue.has(Tier.RESIDUAL, link.key):
+                    num_complete += 1
+                pages.append(page)
             catalogue.touch(page.key for page in pages)
         return PrefixHit(pages, num_complete)
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from sglang_kvspec.pools.prefix_store.disk_file import MAX_BUFFERS, Bytes, StoreFile
-from sglang_kvspec.pools.prefix_store.entries import HEADER_BYTES, Entry, EntryFormat
+from sglang_kvspec.pools.prefix_store.entries import HEADER_BYTES, SEQUENCE, Entry, EntryFormat
 from sglang_kvspec.pools.prefix_store.free_slots import neighbour_runs
-
-
-class SlotChange(NamedTuple):
-    """entry None: the slot is free, or, if torn, was being written when the writer died."""
-
-    slot: int
-    entry: Entry | None
-    torn: bool
 
 
 class Slab:
@@ -51,22 +42,29 @@ class Slab:
         """Slots that have an entry, free or not."""
         return max(0, self._index.size() - HEADER_BYTES) // self._layout.nbytes
 
-    def changes(self) -> Iterator[SlotChange]:
-        """Slots whose entry is not what it was at the last call; at first all are free."""
-        layout = self._layout
+    def changed_slots(self) -> list[int]:
+        """Slots whose entry is not what it was at the last call, what was written first coming
+        first; at the first call all had been free."""
         num_slots = max(self.num_slots(), len(self._seen))
-        found = np.zeros((num_slots, layout.nbytes), dtype=np.uint8)
+        found = np.zeros((num_slots, self._layout.nbytes), dtype=np.uint8)
         self._index.read_into(HEADER_BYTES, [found.reshape(-1).data])
         before = np.zeros_like(found)
         before[: len(self._seen)] = self._seen
         self._seen = found
-        for slot in np.flatnonzero((found != before).any(axis=1)).tolist():
-            raw = found[slot].tobytes()
-            entry = layout.unpack(slot, raw)
-            yield SlotChange(slot, entry, torn=entry is None and raw != layout.free)
+        changed = np.flatnonzero((found != before).any(axis=1))
+        sequences = np.ascontiguousarray(found[changed, SEQUENCE]).view("<u8").reshape(-1)
+        slots: list[int] = changed[np.argsort(sequences, kind="stable")].tolist()
+        return slots
+
+    def seen_entry(self, slot: int) -> tuple[Entry | None, bool]:
+        """A slot's entry as of the last `changed_slots`; and if there is none, whether the slot is
+        not free either: it was being written when the writer died, or is right now."""
+        raw = self._seen[slot].tobytes()
+        entry = self._layout.unpack(slot, raw)
+        return entry, entry is None and raw != self._layout.free
 
     def forget_seen(self) -> None:
-        """No further `changes` will be asked for."""
+        """No further `changed_slots` will be asked for."""
         self._seen = self._seen[:0]
 
     def entry(self, slot: int) -> Entry | None:

@@ -10,7 +10,7 @@ from sglang_kvspec.pools.prefix_store.catalogue import Catalogue, Held, Place, T
 from sglang_kvspec.pools.prefix_store.entries import Entry, unpack_link, unpack_stamp
 from sglang_kvspec.pools.prefix_store.identity import StoreIdentity
 from sglang_kvspec.pools.prefix_store.page_keys import PageLink, StoredPage
-from sglang_kvspec.pools.prefix_store.slab import Slab, SlotChange
+from sglang_kvspec.pools.prefix_store.slab import Slab
 
 
 @dataclass(slots=True)
@@ -54,12 +54,12 @@ class StoreState:
         """Bring the catalogue to what the index files say now. Raises OSError."""
         # Residuals first: one that is written meanwhile is a change of the next time, whereas one
         # seen before its anchor would be taken for a leftover.
-        residuals = list(self.slabs[Tier.RESIDUAL].changes())
-        changes = (list(self.slabs[Tier.ANCHOR].changes()), residuals)
+        residuals = self.slabs[Tier.RESIDUAL].changed_slots()
+        changed = (self.slabs[Tier.ANCHOR].changed_slots(), residuals)
         with self.lock:
             for tier in Tier:
-                self._drop_changed(tier, changes[tier])
-            vacated = [place for tier in Tier for place in self._add_changed(tier, changes[tier])]
+                self._drop(tier, changed[tier])
+            vacated = [place for tier in Tier for place in self._add(tier, changed[tier])]
         self._clear(vacated)
 
     def vacate(self, places: Sequence[Place]) -> None:
@@ -79,19 +79,20 @@ class StoreState:
                 with self.lock:
                     self.counters.write_errors += 1
 
-    def _drop_changed(self, tier: Tier, changes: Sequence[SlotChange]) -> None:
-        for slot, _, torn in changes:
-            self.counters.torn += torn
+    def _drop(self, tier: Tier, slots: Sequence[int]) -> None:
+        for slot in slots:
             key = self.catalogue.occupant(Place(tier, slot))
             if key is not None:
                 self.catalogue.release(self.catalogue.forget(tier, key))
 
-    def _add_changed(self, tier: Tier, changes: Sequence[SlotChange]) -> list[Place]:
+    def _add(self, tier: Tier, slots: Sequence[int]) -> list[Place]:
         """Returns slots whose record is of no use."""
         useless = []
-        found = [(change.slot, change.entry) for change in changes if change.entry is not None]
-        # In the order of writing, so that what was written last is what is evicted last.
-        for slot, entry in sorted(found, key=lambda pair: pair[1].sequence):
+        for slot in slots:
+            entry, is_torn = self.slabs[tier].seen_entry(slot)
+            self.counters.torn += is_torn
+            if entry is None:
+                continue
             place = Place(tier, slot)
             self.sequence = max(self.sequence, entry.sequence + 1)
             link = self._partner(tier, entry)
