@@ -17,7 +17,8 @@ class Tier(IntEnum):
 
 
 class Held(NamedTuple):
-    """A record on disk. sequence: no two records ever written to a store share it."""
+    """A record on disk. sequence: larger than that of every record written before it that is
+    still there."""
 
     slot: int
     checksum: int

@@ -42,14 +42,15 @@ class Slab:
         """Slots that have an entry, free or not."""
         return max(0, self._index.size() - HEADER_BYTES) // self._layout.nbytes
 
-    def changed_slots(self) -> list[int]:
+    def changed_slots(self, doubtful: Sequence[int] = ()) -> list[int]:
         """Slots whose entry is not what it was at the last call, what was written first coming
-        first; at the first call all had been free."""
+        first; at the first call, and wherever `doubtful`, they count as having been free."""
         num_slots = max(self.num_slots(), len(self._seen))
         found = np.zeros((num_slots, self._layout.nbytes), dtype=np.uint8)
         self._index.read_into(HEADER_BYTES, [found.reshape(-1).data])
         before = np.zeros_like(found)
         before[: len(self._seen)] = self._seen
+        before[[slot for slot in doubtful if slot < num_slots]] = 0
         self._seen = found
         changed = np.flatnonzero((found != before).any(axis=1))
         sequences = np.ascontiguousarray(found[changed, SEQUENCE]).view("<u8").reshape(-1)
@@ -64,7 +65,7 @@ class Slab:
         return entry, entry is None and raw != self._layout.free
 
     def forget_seen(self) -> None:
-        """No further `changed_slots` will be asked for."""
+        """Let the next call of `changed_slots` be the first one."""
         self._seen = self._seen[:0]
 
     def entry(self, slot: int) -> Entry | None:

@@ -49,13 +49,25 @@ class StoreState:
     lock: Lock = field(default_factory=Lock)
     # The next record's; larger than that of any record in the store.
     sequence: int = 1
+    # Of a store that another process writes: slots whose record was forgotten although its entry
+    # stood, and that may come to hold the very same entry again.
+    doubtful: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
 
     def load(self) -> None:
         """Bring the catalogue to what the index files say now. Raises OSError."""
         # Residuals first: one that is written meanwhile is a change of the next time, whereas one
         # seen before its anchor would be taken for a leftover.
-        residuals = self.slabs[Tier.RESIDUAL].changed_slots()
-        changed = (self.slabs[Tier.ANCHOR].changed_slots(), residuals)
+        with self.lock:
+            doubtful = self.doubtful
+            self.doubtful = (set(), set())
+        try:
+            residuals = self.slabs[Tier.RESIDUAL].changed_slots(list(doubtful[Tier.RESIDUAL]))
+            anchors = self.slabs[Tier.ANCHOR].changed_slots(list(doubtful[Tier.ANCHOR]))
+        except OSError:
+            for slab in self.slabs:
+                slab.forget_seen()
+            raise
+        changed = (anchors, residuals)
         with self.lock:
             for tier in Tier:
                 self._drop(tier, changed[tier])
@@ -67,6 +79,9 @@ class StoreState:
         self._clear(places)
         with self.lock:
             self.catalogue.release(places)
+            if not self.writable:
+                for place in places:
+                    self.doubtful[place.tier].add(place.slot)
 
     def _clear(self, places: Sequence[Place]) -> None:
         if not self.writable:

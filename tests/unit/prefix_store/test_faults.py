@@ -86,6 +86,41 @@ def test_an_unreadable_block_is_a_miss_and_stays_where_it_is(make_store, small, 
     assert found(store, small, [1, 1, 2, 2]) == (2, 2)
 
 
+@pytest.mark.parametrize("at", ["anchors.index", "residuals.index"])
+def test_a_reader_that_cannot_refresh_catches_up_later(make_store, small, files, tmp_path, at):
+    store = make_store(2)
+    put_all(store, small, [1, 1])
+    reader = open_reader(tmp_path / "store", small.identity, open_file=files)
+    put_all(store, small, [2, 2])
+    put_all(store, small, [3, 3])
+    files.failing, files.at = {"read"}, at
+    reader.refresh()
+    assert reader.counters.read_errors == 1
+    files.failing = set()
+    assert [found(reader, small, [n, n]) for n in (1, 2, 3)] == [(0, 0)] * 3
+    reader.refresh()
+    assert [found(reader, small, [n, n]) for n in (1, 2, 3)] == [(0, 0), (1, 1), (1, 1)]
+    reader.close()
+
+
+def test_a_reader_finds_again_what_it_took_for_lost(make_store, small, tmp_path):
+    """The writer repairs a record that the reader met damaged: the entry is the same as before."""
+    store = make_store()
+    put_all(store, small, [1, 1])
+    path = tmp_path / "store" / "anchors.data"
+    content = path.read_bytes()
+    reader = open_reader(tmp_path / "store", small.identity)
+    path.write_bytes(b"\x55" + content[1:])
+    assert found(reader, small, [1, 1]) == (0, 0)
+    reader.refresh()
+    assert found(reader, small, [1, 1]) == (0, 0)
+    assert reader.counters.damaged_anchors == 2
+    path.write_bytes(content)
+    reader.refresh()
+    assert found(reader, small, [1, 1]) == (1, 1)
+    reader.close()
+
+
 @pytest.mark.parametrize("what", ["flipped", "cut off"])
 @pytest.mark.parametrize("tier", ["anchors", "residuals"])
 def test_a_damaged_record_is_a_miss_counted_once_and_removed(
