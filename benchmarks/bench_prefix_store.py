@@ -77,6 +77,7 @@ def measure_transfers(folder: Path, gib: float) -> list[Figure]:
     tokens = list(range(num_pages * PAGE_SIZE))
     links = list(chain_links(tokens, PAGE_SIZE))
     rates: dict[str, list[float]] = {}
+    put_us: list[float] = []
 
     def note(name: str, num_bytes: int, seconds: float) -> None:
         rates.setdefault(name, []).append(num_bytes / seconds / 1e6)
@@ -87,7 +88,9 @@ def measure_transfers(folder: Path, gib: float) -> list[Figure]:
         sources = list(zip(page_rows(anchors), page_rows(residuals), strict=True))
         start = perf_counter()
         for number, link in enumerate(links):
+            before = perf_counter()
             assert store.put(link, *sources[number % BATCH_PAGES])
+            put_us.append((perf_counter() - before) * 1e6)
             store.write_due()
         note(
             "write.page_cache", num_pages * (anchor_bytes + residual_bytes), perf_counter() - start
@@ -107,7 +110,12 @@ def measure_transfers(folder: Path, gib: float) -> list[Figure]:
                 seconds = read_all(call, pages, out, None)
                 note(f"read.{tier}.{place}", num_pages * source[0].nbytes, seconds)
         store.close()
-    return [spread(f"{name}.mb_per_s", samples, "MB/s") for name, samples in rates.items()]
+    put_us.sort()
+    return [
+        *(spread(f"{name}.mb_per_s", samples, "MB/s") for name, samples in rates.items()),
+        Figure("put.caller.us", median(put_us), "us"),
+        Figure("put.caller.p99_us", put_us[int(0.99 * len(put_us))], "us"),
+    ]
 
 
 def read_all(
@@ -154,7 +162,7 @@ def measure_lookups(folder: Path, num_pages: int) -> list[Figure]:
             store.close()
     figures = [
         Figure("store.pages", store.num_pages, "pages"),
-        Figure("put.small_page_us", put_us, "us"),
+        Figure("put.small_page.us", put_us, "us"),
         spread("open.s", opening, "s"),
         *lookup_times(store, prompts),
     ]
