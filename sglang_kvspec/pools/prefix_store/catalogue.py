@@ -30,11 +30,17 @@ class Place(NamedTuple):
     slot: int
 
 
+# What there is one of for each of a hundred thousand pages is kept as plain tuples of plain values:
+# the garbage collector forgets those, and would visit named ones in every full collection.
+_PlainHeld = tuple[int, int, int]
+_PlainLink = tuple[bytes, bytes, int, bytes]
+
+
 class _Shelf:
     """The records of one tier."""
 
     def __init__(self, num_slots: int) -> None:
-        self.held: dict[bytes, Held] = {}
+        self.held: dict[bytes, _PlainHeld] = {}
         self.keys: dict[int, bytes] = {}
         self.order = LeafOrder()
         self.free = FreeSlots(num_slots)
@@ -50,7 +56,7 @@ class Catalogue:
 
     def __init__(self, num_anchor_slots: int, num_residual_slots: int) -> None:
         self._shelves = (_Shelf(num_anchor_slots), _Shelf(num_residual_slots))
-        self._links: dict[bytes, PageLink] = {}
+        self._links: dict[bytes, _PlainLink] = {}
         self._now = 0
 
     def __len__(self) -> int:
@@ -63,17 +69,19 @@ class Catalogue:
         """The page of exactly these tokens after exactly those of its parents."""
         if self._links.get(link.key) != link:
             return None
-        return StoredPage(link.key, self._shelves[Tier.ANCHOR].held[link.key].checksum)
+        _, checksum, _ = self._shelves[Tier.ANCHOR].held[link.key]
+        return StoredPage(link.key, checksum)
 
     def link(self, key: bytes) -> PageLink | None:
-        return self._links.get(key)
+        found = self._links.get(key)
+        return None if found is None else PageLink(*found)
 
     def locate(self, tier: Tier, page: StoredPage) -> Held | None:
         """The page's record, unless another has taken its place since the page was looked up."""
-        anchor = self._shelves[Tier.ANCHOR].held.get(page.key)
+        anchor = self.held(Tier.ANCHOR, page.key)
         if anchor is None or anchor.checksum != page.stamp:
             return None
-        return self._shelves[tier].held.get(page.key)
+        return self.held(tier, page.key)
 
     def occupant(self, place: Place) -> bytes | None:
         return self._shelves[place.tier].keys.get(place.slot)
@@ -90,7 +98,7 @@ class Catalogue:
         """A slot for the page's record, if possible right after its parent's, or None: no slot is
         free, see `evict`."""
         shelf = self._shelves[tier]
-        parent = shelf.held.get(link.parent)
+        parent = self.held(tier, link.parent)
         slot = shelf.free.take_near(parent.slot if parent else None)
         return None if slot is None else Place(tier, slot)
 
@@ -110,10 +118,10 @@ class Catalogue:
         assert held.slot not in shelf.free, f"slot {held.slot} is free"
         assert held.slot not in shelf.keys, f"slot {held.slot} belongs to another page"
         if tier is Tier.ANCHOR:
-            self._links[link.key] = link
+            self._links[link.key] = (link.key, link.parent, link.position, link.tokens)
         else:
             assert link.key in self._links, "a residual without its anchor"
-        shelf.held[link.key] = held
+        shelf.held[link.key] = (held.slot, held.checksum, held.sequence)
         shelf.keys[held.slot] = link.key
         self._now += 1
         shelf.order.add(link.key, link.parent, self._now)
@@ -126,9 +134,10 @@ class Catalogue:
             shelf = self._shelves[each]
             held = shelf.held.pop(key, None)
             if held is not None:
-                del shelf.keys[held.slot]
+                slot, _, _ = held
+                del shelf.keys[slot]
                 shelf.order.remove(key)
-                vacated.append(Place(each, held.slot))
+                vacated.append(Place(each, slot))
         if tier is Tier.ANCHOR:
             self._links.pop(key, None)
         return vacated
@@ -146,15 +155,16 @@ class Catalogue:
         return key in self._shelves[tier].held
 
     def held(self, tier: Tier, key: bytes) -> Held | None:
-        return self._shelves[tier].held.get(key)
+        found = self._shelves[tier].held.get(key)
+        return None if found is None else Held(*found)
 
     def check_integrity(self) -> None:
         anchors, residuals = self._shelves
         assert self._links.keys() == anchors.held.keys(), "links and anchors disagree"
         assert residuals.held.keys() <= anchors.held.keys(), "a residual without its anchor"
         for shelf in self._shelves:
-            slots = [held.slot for held in shelf.held.values()]
-            assert len(set(slots)) == len(slots), "a slot belongs to two pages"
-            assert {s: k for k, h in shelf.held.items() for s in (h.slot,)} == shelf.keys
-            assert not any(slot in shelf.free for slot in slots), "a free slot belongs to a page"
-            assert len(shelf.order) == len(slots), "the order of eviction lost a page"
+            keys = {slot: key for key, (slot, _, _) in shelf.held.items()}
+            assert len(keys) == len(shelf.held), "a slot belongs to two pages"
+            assert keys == shelf.keys, "keys and slots disagree"
+            assert not any(slot in shelf.free for slot in keys), "a free slot belongs to a page"
+            assert len(shelf.order) == len(keys), "the order of eviction lost a page"
