@@ -133,6 +133,41 @@ def read(reader: Any, pages: Any) -> tuple[list[bytes | None], list[bytes | None
     return found[0], found[1]
 
 
+def write_links(
+    store: Any, links: Any, *, residuals: bool = True, version: int = 0, accepted: bool = True
+) -> None:
+    """Put the pages one after the other, and write them."""
+    for link in links:
+        residual = residual_of(link, version) if residuals else None
+        assert store.put(link, anchor_of(link, version), residual) or not accepted
+    store.write_due()
+
+
+def write(store: Any, tokens: Any) -> None:
+    """Put all pages of a prompt, whatever becomes of them."""
+    write_links(store, links_of(tokens), accepted=False)
+
+
+def found(store: Any, tokens: Any) -> tuple[int, int]:
+    """How many anchors and residuals of a prompt can be read, all of them right."""
+    anchors, residuals = read(store, store.lookup(tokens).pages)
+    for link, anchor, residual in zip(links_of(tokens), anchors, residuals, strict=False):
+        assert anchor in (None, anchor_of(link))
+        assert residual in (None, residual_of(link))
+    return sum(a is not None for a in anchors), sum(r is not None for r in residuals)
+
+
+def held(store: Any, tokens: Any) -> tuple[int, int]:
+    """(pages, complete pages) of a lookup, every record of which is there and right."""
+    hit = store.lookup(tokens)
+    anchors, residuals = read(store, hit.pages)
+    links = links_of(tokens)[: len(hit.pages)]
+    assert anchors == [anchor_of(link) for link in links]
+    complete = hit.num_complete
+    assert residuals[:complete] == [residual_of(link) for link in links[:complete]]
+    return len(hit.pages), complete
+
+
 @pytest.fixture(scope="session")
 def small() -> SimpleNamespace:
     """The names above, for tests, which cannot import this file."""
@@ -144,6 +179,10 @@ def small() -> SimpleNamespace:
         links=links_of,
         limits=limits,
         read=read,
+        write=write,
+        write_links=write_links,
+        found=found,
+        held=held,
         Files=Files,
         Killed=Killed,
     )
