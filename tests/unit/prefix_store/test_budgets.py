@@ -112,3 +112,15 @@ def test_writing_keeps_to_its_bandwidth(make_store, small, files):
 def test_a_queue_too_small_for_a_page_is_refused(make_store):
     with pytest.raises(ConfigError, match="queue_bytes must hold a page of 64, got 63"):
         make_store(queue_bytes=63)
+
+
+def test_restarts_do_not_make_old_pages_young(make_store, small):
+    store = make_store(3)
+    for token in (1, 2, 3):
+        small.write(store, [token, token])
+    for token in (4, 5):
+        store.close()
+        store = make_store(3)
+        small.write(store, [token, token])
+    kept = [token for token in range(1, 6) if small.held(store, [token, token])[0]]
+    assert kept == [3, 4, 5]
