@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=100_000, help="of the store for lookups")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
+    load_before, *_ = os.getloadavg()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         figures = [
             *measure_transfers(Path(folder) / "large", arguments.gib),
@@ -225,6 +226,8 @@ def main() -> None:
     settings = {
         "rounds": ROUNDS,
         "gib": arguments.gib,
+        "cores": os.cpu_count(),
+        "load_of_others": round(load_before, 1),
         "batch_pages": BATCH_PAGES,
         "anchor_page_bytes": identity.anchor_page_bytes,
         "residual_page_bytes": identity.residual_page_bytes,
