@@ -35,3 +35,7 @@ class TransportError(KVSpecError):
 
 class HandshakeRefused(TransportError):
     """The two ends of a link differ in what they must agree on; the message says in what."""
+
+
+class PrefixStoreError(KVSpecError):
+    """A folder that cannot be opened as the prefix store that was asked for."""

@@ -1,0 +1,22 @@
+"""Encoded prefixes on disk: what survives a restart, and what several servers may share."""
+
+from sglang_kvspec.pools.prefix_store.budget import StoreLimits
+from sglang_kvspec.pools.prefix_store.identity import StoreIdentity
+from sglang_kvspec.pools.prefix_store.page_keys import PageLink, StoredPage, chain_links
+from sglang_kvspec.pools.prefix_store.reader import PrefixHit, PrefixReader
+from sglang_kvspec.pools.prefix_store.rows import page_rows
+from sglang_kvspec.pools.prefix_store.store import PrefixStore, open_reader, open_store
+
+__all__ = [
+    "PageLink",
+    "PrefixHit",
+    "PrefixReader",
+    "PrefixStore",
+    "StoreIdentity",
+    "StoreLimits",
+    "StoredPage",
+    "chain_links",
+    "open_reader",
+    "open_store",
+    "page_rows",
+]

@@ -1,0 +1,53 @@
+"""Names of prefix pages: a chain of hashes, with the tokens beside it to check them by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+KEY_BYTES = 32
+TOKEN_BYTES = 8
+
+
+class PageLink(NamedTuple):
+    """One full page of a prefix: `position` pages stand before it. tokens: its ids as little-endian
+    int64, compared wherever a key is found, so that a collision of keys is a miss."""
+
+    key: bytes
+    parent: bytes
+    position: int
+    tokens: bytes
+
+
+class StoredPage(NamedTuple):
+    """A page as it was when it was looked up. stamp: checksum of its anchor record; an anchor and
+    a residual that were not encoded together never pass for a pair."""
+
+    key: bytes
+    stamp: int
+
+
+def chain_links(
+    tokens: Sequence[int], page_size: int, namespace: bytes = b""
+) -> Iterator[PageLink]:
+    """Links of the full pages of `tokens`, first page first; a partial last page has none.
+
+    namespace separates prefixes whose KV differs for equal tokens: a LoRA's name, a cache salt.
+    """
+    num_pages = len(tokens) // page_size
+    ids = np.asarray(tokens[: num_pages * page_size], dtype="<i8").tobytes()
+    parent = _digest(b"kvspec root", namespace)
+    page_bytes = page_size * TOKEN_BYTES
+    for position in range(num_pages):
+        own = ids[position * page_bytes : (position + 1) * page_bytes]
+        key = _digest(b"kvspec page", parent + own)
+        yield PageLink(key, parent, position, own)
+        parent = key
+
+
+def _digest(purpose: bytes, content: bytes) -> bytes:
+    # Wide enough that nobody finds two namespaces of one key, which no comparison would catch.
+    return hashlib.blake2b(content, digest_size=KEY_BYTES, person=purpose).digest()

@@ -1,0 +1,145 @@
+"""Folders that hold something else, belong to others or cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+
+import pytest
+
+from sglang_kvspec.core.errors import PrefixStoreError
+from sglang_kvspec.pools.prefix_store import open_reader, open_store
+from sglang_kvspec.pools.prefix_store.disk_file import DiskFile
+
+FILES = ("anchors.data", "anchors.index", "residuals.data", "residuals.index")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("content", [b"", b"\0" * 500, b"not an index at all" * 40])
+def test_a_writer_starts_anew_on_an_unreadable_index(make_store, small, tmp_path, name, content):
+    store = make_store()
+    small.write(store, [1, 1, 2, 2])
+    store.close()
+    (tmp_path / "store" / name).write_bytes(content)
+    again = make_store()
+    assert small.found(again, [1, 1, 2, 2])[0] == (0 if "anchors" in name else 2)
+    small.write(again, [1, 1, 2, 2])
+    small.write(again, [1, 1, 2, 2])
+    assert small.found(again, [1, 1, 2, 2]) == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["anchors.index", "residuals.index"])
+def test_a_reader_refuses_an_unreadable_index(make_store, small, tmp_path, name):
+    make_store().close()
+    (tmp_path / "store" / name).write_bytes(b"not an index at all")
+    with pytest.raises(PrefixStoreError, match=rf"{name} is damaged or of another version"):
+        open_reader(tmp_path / "store", small.identity)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "other"}, "written for another model: 'small', here it is 'other'"),
+        ({"shard": "1/2"}, "another shard"),
+        ({"codec": "uniform4"}, "another codec"),
+        ({"settings": '{"top": 110}'}, "another settings"),
+        ({"target": "exact", "residual_page_bytes": 99}, "another target"),
+        ({"dtype": "bfloat16"}, "another dtype"),
+        ({"page_size": 4}, "another page_size: 2, here it is 4"),
+        ({"num_layers": 2, "anchor_page_bytes": 48}, "another num_layers"),
+        ({"num_kv_heads": 2}, "another num_kv_heads"),
+        ({"head_dim": 32}, "another head_dim"),
+        ({"record_version": 1}, "another record_version"),
+        ({"store_version": 2}, "another store_version"),
+    ],
+)
+def test_another_identity_is_refused(make_store, small, tmp_path, change, reason):
+    store = make_store()
+    small.write(store, [1, 1])
+    store.close()
+    other = replace(small.identity, **change)
+    for call in (
+        lambda: open_reader(tmp_path / "store", other),
+        lambda: open_store(tmp_path / "store", other, small.limits(100)),
+    ):
+        with pytest.raises(PrefixStoreError, match=reason) as caught:
+            call()
+        assert str(caught.value).endswith("choose another folder")
+    assert other.folder_name != small.identity.folder_name
+    assert small.found(make_store(), [1, 1]) == (1, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
+def test_an_unreadable_identity_is_refused_and_kept(make_store, small, tmp_path, content):
+    make_store().close()
+    path = tmp_path / "store" / "identity.json"
+    path.write_bytes(content)
+    with pytest.raises(PrefixStoreError, match=r"identity"):
+        make_store()
+    assert path.read_bytes() == content
+
+
+def test_files_of_others_are_left_alone(make_store, small, tmp_path):
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    store = make_store()
+    small.write(store, [1, 1])
+    store.close()
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert small.found(make_store(), [1, 1]) == (1, 1)
+
+
+def test_a_file_of_our_name_that_is_not_ours_is_not_overwritten(make_store, tmp_path):
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / "anchors.data").write_text("a novel")
+    with pytest.raises(PrefixStoreError, match=r"holds anchors.data but no identity"):
+        make_store()
+    assert (folder / "anchors.data").read_text() == "a novel"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_something_that_is_no_file_is_one_clear_error(make_store, small, tmp_path, kind):
+    make_store().close()
+    path = tmp_path / "store" / "residuals.data"
+    path.unlink()
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    with pytest.raises(PrefixStoreError, match=r"cannot write it: .*residuals.data"):
+        make_store()
+    with pytest.raises(PrefixStoreError, match=r"cannot read it: .*residuals.data"):
+        open_reader(tmp_path / "store", small.identity)
+
+
+def test_a_folder_that_is_a_file_or_not_there(make_store, small, tmp_path):
+    with pytest.raises(PrefixStoreError, match="there is no prefix store in"):
+        open_reader(tmp_path / "store", small.identity)
+    (tmp_path / "store").write_text("")
+    with pytest.raises(PrefixStoreError, match="cannot write it"):
+        make_store()
+
+
+def test_a_read_only_folder_can_be_read_and_not_written(make_store, small, tmp_path):
+    store = make_store()
+    small.write(store, [1, 1])
+    store.close()
+
+    def read_only_disk(path, writable):
+        if writable:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return DiskFile(path, writable)
+
+    with pytest.raises(PrefixStoreError, match=r"cannot write it: .*Read-only file system"):
+        make_store(open_file=read_only_disk)
+    reader = open_reader(tmp_path / "store", small.identity, open_file=read_only_disk)
+    assert small.found(reader, [1, 1]) == (1, 1)
+    reader.close()
+
+
+def test_an_error_while_opening_lets_the_lock_go(make_store, files):
+    files.failing = {"open"}
+    with pytest.raises(PrefixStoreError):
+        make_store()
+    files.failing = set()
+    make_store()
