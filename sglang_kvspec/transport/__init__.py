@@ -12,10 +12,10 @@ from sglang_kvspec.transport.frames import PROTOCOL, Identity, Stream
 from sglang_kvspec.transport.keys import CurveKeys
 from sglang_kvspec.transport.page_memory import PageMemory
 from sglang_kvspec.transport.port import ZmqPort
-from sglang_kvspec.transport.receiver import LinkState, Receiver
+from sglang_kvspec.transport.receiver import Receiver
 from sglang_kvspec.transport.segments import SegmentKey, TransferShape
 from sglang_kvspec.transport.sender import SegmentReleased, Sender, SendEvent, TransferEnded
-from sglang_kvspec.transport.session import Timing
+from sglang_kvspec.transport.session import LinkState, Timing
 from sglang_kvspec.transport.shaping import TokenBucket
 
 __all__ = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from secrets import randbits
 
 from sglang_kvspec.core.errors import HandshakeRefused, TransportError
@@ -28,19 +27,11 @@ from sglang_kvspec.transport.frames import (
 from sglang_kvspec.transport.intake import take_in, unexpected
 from sglang_kvspec.transport.port import Port
 from sglang_kvspec.transport.segments import TransferShape
-from sglang_kvspec.transport.session import Session, Timing
+from sglang_kvspec.transport.session import LinkState, Session, Timing
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError, encode
 
 DEFAULT_CREDIT_BYTES = 4 << 20
 _SENDER = b""
-
-
-class LinkState(Enum):
-    """GREETING: no session, Hello is repeated. LIVE: in a session. REFUSED: for good."""
-
-    GREETING = 0
-    LIVE = 1
-    REFUSED = 2
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ nothing. Times are given, never taken."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from sglang_kvspec.transport.frames import Ack, Ping, SessionFrame
 from sglang_kvspec.transport.replay import ReplayWindow
@@ -24,6 +25,14 @@ class Timing:
     retry_s: float = 0.5
 
 
+class LinkState(Enum):
+    """Of a receiver. GREETING: no session, Hello is repeated. LIVE: in one. REFUSED: for good."""
+
+    GREETING = 0
+    LIVE = 1
+    REFUSED = 2
+
+
 class Session:
     def __init__(self, session: int, timing: Timing, now_s: float) -> None:
         self.session = session
@@ -41,9 +50,12 @@ class Session:
         return self._last
 
     def admit(self, frame: SessionFrame, now_s: float) -> None:
-        """Raises FrameError for a frame of another session, or one that was read before."""
+        """Raises FrameError for a frame of another session, one that was read before, or an Ack of
+        what was never sent."""
         if frame.session != self.session:
             raise FrameError(Drop.FOREIGN, f"session {frame.session}, expected {self.session}")
+        if isinstance(frame, Ack) and max(frame.highest, frame.echo) > self._last:
+            raise FrameError(Drop.MALFORMED, f"an Ack of {frame.highest}, last sent {self._last}")
         if not self._window.admit(frame.sequence):
             raise FrameError(Drop.REPLAYED, f"sequence {frame.sequence}")
         self.heard_s = now_s

@@ -112,6 +112,12 @@ class Rig:
         target = self.targets[transfer] = Pages(num_pages + 2, self.shape, None)
         self.receiver.expect(transfer, target.refs(order), self.shape, target.memory, timeout_s)
 
+    def start(self, *transfers: int) -> None:
+        """Expect and offer all of them."""
+        for transfer in transfers:
+            self.expect(transfer)
+            self.offer(transfer)
+
     def offer(self, transfer: int, streams: tuple[Stream, ...] = tuple(Stream)) -> None:
         """Offer all of the streams, in a random order of pages and chunks."""
         if transfer not in self.sources:
@@ -177,6 +183,26 @@ class Rig:
         ]
         streams = [stream for stream in Stream if self.shape.chunk_bytes(stream)]
         assert sorted(pages) == [(s, i) for s in streams for i in range(self.shape.num_pages)]
+
+    def settle(self) -> None:
+        """A quiet second: acknowledgements of what was sent twice come in."""
+        self.network.faults = NO_FAULTS
+        for _ in range(500):
+            self.tick()
+
+    def check_complete(self) -> None:
+        """All that was expected is there, was written once, and neither end keeps anything."""
+        assert self.is_over()
+        assert self.failures() == {}
+        for transfer in self.targets:
+            self.check_arrived(transfer)
+        self.settle()
+        self.check_nothing_left()
+        written = self.receiver.counters.streams
+        for stream in Stream:
+            segments = len(self.targets) * self.shape.num_segments(stream)
+            expected = segments * self.shape.chunk_bytes(stream)
+            assert written[stream].payload_bytes == expected
 
     def check_nothing_left(self) -> None:
         """Neither end holds memory, bytes on their way or transfers."""

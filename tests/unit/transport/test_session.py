@@ -39,6 +39,15 @@ def test_an_ack_answers_a_ping_once_and_is_not_answered() -> None:
     assert session.ack(0, if_owed=False) == Ack(5, 2, 4, b"\3", 0, 0)
 
 
+def test_an_ack_of_what_was_never_sent_is_refused() -> None:
+    session = Session(5, TIMING, 0.0)
+    assert session.stamp() == 1
+    for frame in (Ack(5, 1, 2, b"\3", 0, 0), Ack(5, 1, 1, b"\1", 2, 0)):
+        with pytest.raises(FrameError, match="last sent 1"):
+            session.admit(frame, 0.0)
+    session.admit(Ack(5, 1, 1, b"\1", 1, 0), 0.0)
+
+
 def test_pings_keep_time() -> None:
     session = Session(5, TIMING, 0.0)
     pings = [session.ping(tick / 100, awaits_ack=False) for tick in range(301)]
