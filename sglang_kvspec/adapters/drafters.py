@@ -10,6 +10,7 @@ import torch
 
 from sglang_kvspec.adapters.draft_graphs import DraftGraphs
 from sglang_kvspec.adapters.grammar import mask_after
+from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
@@ -111,7 +112,7 @@ class GraphDrafter:
                 for i in order
             ]
         )
-        if all(states[i].params.is_argmax and batch.reqs[i].grammar is None for i in order):
+        if all(takes_argmax(batch.reqs[i], states[i]) for i in order):
             for step in range(max(lens)):
                 self._graphs.replay(sum(lens[i] > step for i in order))
             return DraftedTokens(self._rows.drafts[: max(lens), : len(order)], order, lens)

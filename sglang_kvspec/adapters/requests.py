@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 
 
@@ -46,6 +47,11 @@ def priority_of(req: Any) -> int:
 
     priority = int(getattr(req, "priority", None) or 0)
     return -priority if get_schedule().schedule_low_priority_values_first else priority
+
+
+def takes_argmax(req: Any, state: RequestState) -> bool:
+    """Whether every token of a request is that of the largest logit, as the model gives it."""
+    return state.params.is_argmax and req.grammar is None
 
 
 def _stop_tokens(req: Any) -> frozenset[int]:

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_kvspec.adapters.drafters import Drafter, EagerDrafter, GraphDrafter
+from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN
 from sglang_kvspec.planning.rounds import RoundClock, RoundRequest, plan_round
@@ -87,25 +88,21 @@ class RoundWorker(KVSpecWorker):
     ) -> list[Verified]:
         """Verify every request by its rows of logits [num_tokens, vocab] and commit."""
         likeliest: list[int] = []
-        if any(self._is_argmax(req, state) for req, state in self._zip(batch, states)):
+        if any(takes_argmax(req, state) for req, state in self._zip(batch, states)):
             likeliest = logits.argmax(-1).tolist()
         verified, first = [], 0
         for i, (req, state) in enumerate(self._zip(batch, states)):
             span = slice(first, first + rows[i].length)
             first = span.stop
-            if self._is_argmax(req, state):
+            if takes_argmax(req, state):
                 tokens = self.chooser.judge(state, likeliest[span])
                 verified.append(self._commit(state, rows[i], Verified(tokens, logits[span])))
             else:
                 verified.append(self._verify(req, state, rows[i], logits[span]))
         return verified
 
-    @staticmethod
-    def _is_argmax(req: Any, state: RequestState) -> bool:
-        return state.params.is_argmax and req.grammar is None
-
     def _draft_lens(self, states: list[RequestState]) -> list[int]:
-        caps = [max(0, min(self.config.max_draft_len, s.remaining - 1)) for s in states]
+        caps = [state.cap_len(self.config.max_draft_len) for state in states]
         if self.config.draft_len != AUTO_DRAFT_LEN:
             return caps
         if not self.clock.has_measured:

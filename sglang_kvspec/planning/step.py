@@ -100,12 +100,12 @@ class StepPlanner:
 
     def __init__(self, max_draft_len: int, link_pages: int) -> None:
         """link_pages: what the link moves in an iteration."""
-        self._max_draft_len = max(max_draft_len, 1)
+        most = max(max_draft_len, 1)
         self._link_pages = link_pages
         self._planner = VerificationPlanner(
             IterationBudget(link_pages, 0, 1),
-            max_draft_len=self._max_draft_len,
-            horizon=2 * self._max_draft_len + 1,
+            max_draft_len=most,
+            horizon=2 * most + 1,
         )
         self._known: dict[str, _Known] = {}
         self._ids = count()

@@ -40,6 +40,10 @@ class RequestState:
     def last_token(self) -> int:
         return self.drafts[-1] if self.drafts else self.pending
 
+    def cap_len(self, max_draft_len: int) -> int:
+        """Most drafts it can use: the verification adds a token of its own to those drafted."""
+        return max(0, min(max_draft_len, self.remaining - 1))
+
     def commit(self, emitted: list[int]) -> None:
         """A verification kept its first len(emitted) - 1 drafts and emitted these tokens."""
         self.acceptance.observe(len(self.drafts), len(emitted) - 1)

@@ -50,8 +50,7 @@ class Stepper:
         return plan.host_pages > 0 and plan.cache_pages > 0
 
     def _view(self, state: RequestState, pages: torch.Tensor) -> RequestView:
-        # The verification adds a token of its own to those drafted.
-        cap_len = max(0, min(self._config.max_draft_len, state.remaining - 1))
+        cap_len = state.cap_len(self._config.max_draft_len)
         best_len = cap_len
         if self._config.draft_len == AUTO_DRAFT_LEN and cap_len:
             best_len = best_draft_len(state.acceptance.probability, cap_len, self._cost)
