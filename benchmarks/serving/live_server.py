@@ -118,7 +118,7 @@ class LiveServer:
             prompt_len=prompt_len,
             output_len=output_len,
             counters=counters_between(before.get("counters", {}), after.get("counters", {})),
-            draft_iter_ms=after.get("timing", {}).get("draft_iter_ms"),
+            draft_iter_ms=draft_iter_ms(after, point.concurrency),
             max_total_num_tokens=self._info().get("max_total_num_tokens"),
             hbm_gib=hbm_used_gib(),
             **self._facts,
@@ -165,6 +165,12 @@ class LiveServer:
     def _kvspec(self) -> dict[str, Any]:
         """The kvspec section of /server_info, empty on plain SGLang."""
         return dict(self._info()["internal_states"][0].get("kvspec", {}))
+
+
+def draft_iter_ms(report: Mapping[str, Any], concurrency: int) -> float | None:
+    """Of a draft step in which all requests take part; None where there was none."""
+    by_batch = report.get("timing", {}).get("draft_iter_ms", {})
+    return by_batch.get(str(concurrency))
 
 
 def counters_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,9 @@ GPU = (
     "--sampling-backend=pytorch",
     "--disable-prefill-cuda-graph",
 )
+# What KVSpec's prefill and its exact verification run on as well. SGLang's own choice on Hopper is
+# FA3, which its stripped wheel for machines without a package index does not hold.
+PLAIN_GPU = ("--attention-backend=flashinfer",)
 # The 8B target of the issue has its residuals in HBM; where memory is scarce they go to the host.
 KVSPEC = {"8b": ("--kvspec-host-gb=0",)}
 
@@ -63,6 +66,7 @@ def server_arguments(
         *((*GPU, f"--cuda-graph-max-bs-decode={max_running}") if on_gpu else CPU_ARGUMENTS),
         f"--max-running-requests={max_running}",
         *system.arguments,
+        *(PLAIN_GPU if on_gpu and system.target is None else ()),
     ]
     if system.target is not None:
         arguments += [f"--kvspec-codec={codec}", *KVSPEC.get(model.name, ()), *extra_kvspec]

@@ -1,37 +1,35 @@
-"""How a round's drafts are made: forward by forward, or by replaying a CUDA graph."""
+"""How a round's steps are made: forward by forward, or by replaying CUDA graphs."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from sglang_kvspec.adapters.draft_graphs import DraftGraphs
 from sglang_kvspec.adapters.grammar import mask_after
 from sglang_kvspec.adapters.requests import takes_argmax
+from sglang_kvspec.adapters.step_graphs import StepGraphs
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftedTokens, DraftRows, draft_row, open_for_drafts
+from sglang_kvspec.runtime.draft_rows import (
+    DraftedTokens,
+    DraftRows,
+    draft_row,
+    open_for_drafts,
+    target_row,
+)
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.step_attention import StepAttention
 
 logger = logging.getLogger(__name__)
 
-
-class Drafter(Protocol):
-    """Makes lens[i] drafts for states[i], and appends them or returns them where they are not known
-    yet. pages[i]: page ids on the CPU, up to the last draft's and the token after it."""
-
-    def draft(
-        self,
-        batch: Any,
-        states: Sequence[RequestState],
-        pages: Sequence[torch.Tensor],
-        lens: Sequence[int],
-    ) -> DraftedTokens | None: ...
+# Tokens a request takes at once where nobody drafts: what one step's requests wait for each other
+# for, and what one that ends in between computes in vain.
+PLAIN_STEPS = 4
 
 
 class EagerDrafter:
@@ -66,16 +64,19 @@ class EagerDrafter:
                 worker.chooser.draft(states[i], logits[None], mask)
 
 
-class GraphDrafter:
-    """Replays a captured draft step. For greedy batches nothing waits for the GPU, not even at the
-    end; a batch with any other request stops after each step to choose its token."""
+class GraphStepper:
+    """Replays captured steps: drafts, and tokens at the target precision where drafts do not pay.
+
+    For requests that take the largest logit nothing waits for the GPU, not even at the end. Calls
+    enqueue on the current stream.
+    """
 
     def __init__(
         self,
         runner: Any,
         attention: DeviceAttention,
         kv: DeviceKV,
-        max_steps: int,
+        max_draft_len: int,
         chooser: Chooser,
     ) -> None:
         size = kv.geometry.page_size
@@ -83,15 +84,24 @@ class GraphDrafter:
         self._chooser = chooser
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
         self._rows = DraftRows(
-            runner.max_running_requests, max_steps, -(-table_width // size), size, kv.device
+            runner.max_running_requests,
+            max(max_draft_len, PLAIN_STEPS),
+            -(-table_width // size),
+            size,
+            kv.device,
         )
-        self._graphs = DraftGraphs(runner, attention, self._rows)
-        self.empty_step_s = self._graphs.time_empty_step()
+        pool = torch.cuda.graph_pool_handle()
+
+        def capture(make_attention: Callable[[DraftRows, int], StepAttention]) -> StepGraphs:
+            return StepGraphs(runner, attention, self._rows, make_attention, pool)
+
+        self._target = capture(attention.make_target_step)
+        self._drafts = capture(attention.make_draft_step) if max_draft_len else None
+        self.empty_step_s = self._target.time_empty_step()
         logger.info(
-            "KVSpec: captured a draft step for %d batch sizes up to %d; without context it takes "
-            "%.2f ms",
-            len(self._graphs.batch_sizes),
-            self._graphs.batch_sizes[-1],
+            "KVSpec: captured steps for %d batch sizes up to %d; without context one takes %.2f ms",
+            len(self._target.batch_sizes),
+            self._target.batch_sizes[-1],
             self.empty_step_s * 1e3,
         )
 
@@ -102,6 +112,9 @@ class GraphDrafter:
         pages: Sequence[torch.Tensor],
         lens: Sequence[int],
     ) -> DraftedTokens | None:
+        """Make lens[i] drafts for states[i]; append them, or return them where they are not known
+        yet. pages[i]: page ids on the CPU, up to the last draft's and the token after it."""
+        assert self._drafts is not None, "the server was started without drafting"
         # Longest first, so that the requests of every step are the first ones.
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
         for i in order:
@@ -114,13 +127,41 @@ class GraphDrafter:
         )
         if all(takes_argmax(batch.reqs[i], states[i]) for i in order):
             for step in range(max(lens)):
-                self._graphs.replay(sum(lens[i] > step for i in order))
+                self._drafts.replay(sum(lens[i] > step for i in order))
             return DraftedTokens(self._rows.drafts[: max(lens), : len(order)], order, lens)
         for step in range(max(lens)):
             going = [i for i in order if lens[i] > step]
-            logits = self._graphs.replay(len(going))[: len(going)]
+            logits = self._drafts.replay(len(going))[: len(going)]
             for i, row in zip(going, logits, strict=True):
                 mask = mask_after(batch.reqs[i].grammar, states[i].drafts, row[None])
                 self._chooser.draft(states[i], row[None], mask)
             self._rows.override([states[i].last_token for i in going])
         return None
+
+    def advance(
+        self, states: Sequence[RequestState], pages: Sequence[torch.Tensor], max_steps: int
+    ) -> tuple[DraftedTokens, torch.Tensor]:
+        """Let every request take up to max_steps tokens, each the most likely one. pages[i]: page
+        ids on the CPU, up to the last token's.
+
+        Returns the tokens and the logits [>= num_states, vocab] of the last step.
+        """
+        size = self._kv.geometry.page_size
+        counts = []
+        for state in states:
+            count = max(min(max_steps, state.remaining), 0)
+            if self._kv.codec.target == "int8":
+                # The next page's tokens are to see this one at 8 bits, once it is encoded.
+                count = min(count, size - state.committed_len % size)
+            counts.append(count)
+        order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
+        rows = [
+            target_row(self._kv, states[i].pending, states[i].committed_len, pages[i], counts[i])
+            for i in order
+        ]
+        self._rows.load(rows)
+        self._target.plan(rows)
+        for _ in range(max(counts)):
+            # All rows in every step: attention was planned for this batch size.
+            logits = self._target.replay(len(order))
+        return DraftedTokens(self._rows.drafts[: max(counts), : len(order)], order, counts), logits

@@ -26,9 +26,10 @@ def fill_logprobs(
 ) -> None:
     """Write the log-probabilities of every emitted token of a batch into `output`.
 
-    verified: per request what it emitted, None for nothing. stride: None after a prefill, when a
-    request emits one token; after a decode the token rows a request has in flat lists, where entry
-    i * stride + j is request i's j-th token and unused entries are empty.
+    verified: per request what it emitted, None for nothing; what has no logits is left out.
+    stride: None after a prefill, when a request emits one token; after a decode the token rows a
+    request has in flat lists, where entry i * stride + j is request i's j-th token and unused
+    entries are empty.
     """
     is_prefill, stride = stride is None, stride or 1
     chosen = torch.zeros(len(verified), stride)
@@ -36,7 +37,7 @@ def fill_logprobs(
         name: [torch.empty(0)] * (len(verified) * stride) for name in _LISTS
     }
     for i, entry in enumerate(verified):
-        if entry is None:
+        if entry is None or entry[0].logits is None:
             continue
         result, params = entry
         num_tokens = len(result.tokens)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_kvspec.adapters.drafters import Drafter, EagerDrafter, GraphDrafter
+from sglang_kvspec.adapters.drafters import PLAIN_STEPS, EagerDrafter, GraphStepper
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN
@@ -22,6 +23,8 @@ from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.side_stream import SideStream
+from sglang_kvspec.runtime.started_round import StartedRound
 
 # Drafts of the first round, before anything was measured.
 FIRST_DRAFT_LEN = 8
@@ -31,57 +34,158 @@ CPU_STEP_S = 1e-3
 
 class RoundWorker(KVSpecWorker):
     """draft_len auto: each round's lengths are those with the most expected tokens a second, by
-    every request's acceptance so far and by what rounds took."""
+    every request's acceptance so far and by what rounds took.
+
+    A GPU begins the next round before SGLang hears of the last one, so that it works while SGLang
+    sends tokens and schedules. That round runs beside the main stream, which waits for it before
+    any other forward; what it wrote for requests that have left meanwhile is overwritten.
+    """
 
     def init_cuda_graphs(self) -> None:
-        """Make the drafter; on a GPU this captures the graphs of a draft step."""
+        """On a GPU this captures the graphs of a step."""
         runner = self._target_worker.model_runner
-        step_s = CPU_STEP_S
-        self._drafter: Drafter
-        if isinstance(self.attention, DeviceAttention):
+        self._graphs: GraphStepper | None = None
+        if isinstance(self.kv, DeviceKV):
+            assert isinstance(self.attention, DeviceAttention)
             self.attention.warm_up(self.config.max_draft_len)
-        if isinstance(self.kv, DeviceKV) and self.config.drafts:
-            drafter = GraphDrafter(
+            self._graphs = GraphStepper(
                 runner, self.attention, self.kv, self.config.max_draft_len, self.chooser
             )
-            step_s = drafter.empty_step_s
-            self._drafter = drafter
-        else:
-            self._drafter = EagerDrafter(self)
+        self._eager = EagerDrafter(self)
         page = self.kv.plan.page_bytes
         both = page.residual if self.config.target == "exact" else page.anchor + page.residual
-        self.clock = RoundClock(step_s, both / page.anchor)
+        self.clock = RoundClock(
+            CPU_STEP_S if self._graphs is None else self._graphs.empty_step_s,
+            both / page.anchor,
+            has_plain=self._graphs is not None,
+        )
         self._timer = PhaseTimer(self.kv.device)
-        self._last_batch, self._last_context = 0, 0.0
+        self._side = SideStream(self.kv.device)
+        self._ahead: StartedRound | None = None
+
+    def _prefill(self, batch: Any) -> GenerationBatchResult:
+        self._side.join()
+        return super()._prefill(batch)
 
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         states = batch.spec_info.states
         self._check_states(batch, states)
+        # SGLang has reserved slots for this round and the next one.
+        pages = self._page_table(batch, states, 2 * self.speculative_num_draft_tokens)
+        ahead, self._ahead = self._ahead, None
+        started = None if ahead is None else ahead.for_batch(states)
+        if started is None:
+            started = self._start(batch, states, pages)
+        self._side.join()
+        context = sum(state.committed_len for state in states) / len(states)
+        finish = self._finish_plain if started.is_plain else self._finish_round
+        verified, logits_output = finish(batch, states, pages, started)
+        self.pages.flush()
+        timing = started.timer.seconds()
+        if started.is_plain:
+            steps = max(len(entry.tokens) for entry in verified if entry is not None)
+            self.clock.observe_plain(len(states), context, timing[0] / steps)
+        else:
+            self.clock.observe(started.lens, context, timing[0], self._timer.seconds()[0])
+        self.counters.iterations += 1
+        if self._can_start_ahead(batch, states):
+            self._ahead = self._start(batch, states, pages)
+        caps = [0] * len(states) if started.is_plain else started.lens
+        return self._result(batch, states, verified, caps, logits_output)
+
+    # Beginning a round
+
+    def _can_start_ahead(self, batch: Any, states: list[RequestState]) -> bool:
+        return (
+            self._graphs is not None
+            and not batch.return_logprob
+            and any(state.remaining > 0 for state in states)
+            and all(takes_argmax(req, state) for req, state in self._zip(batch, states))
+        )
+
+    def _start(
+        self, batch: Any, states: list[RequestState], pages: list[torch.Tensor]
+    ) -> StartedRound:
+        """Tell the device what to do next. pages: as _page_table gives them."""
         lens = self._draft_lens(states)
-        ends = [s.committed_len + n + 1 for s, n in zip(states, lens, strict=True)]
-        pages = self._page_table(batch, ends)
-        self._timer.start()
-        drafted = self._drafter.draft(batch, states, pages, lens) if any(lens) else None
-        self._timer.mark()
+        timer = PhaseTimer(self.kv.device)
+        started = StartedRound(list(states), lens, timer)
+        with self._side:
+            timer.start()
+            if any(lens):
+                drafter = self._eager if self._graphs is None else self._graphs
+                started.made = drafter.draft(batch, states, pages, lens)
+            elif self._graphs is not None:
+                # Others than these wait for their tokens' log-probabilities or choice.
+                at_once = not batch.return_logprob and all(
+                    takes_argmax(req, state) for req, state in self._zip(batch, states)
+                )
+                steps = min(PLAIN_STEPS, self.speculative_num_draft_tokens) if at_once else 1
+                started.is_plain = True
+                started.made, logits = self._graphs.advance(states, pages, steps)
+                started.logits = None if at_once else logits
+            timer.mark()
+        return started
+
+    def _draft_lens(self, states: list[RequestState]) -> list[int]:
+        caps = [state.cap_len(self.config.max_draft_len) for state in states]
+        if self.config.draft_len != AUTO_DRAFT_LEN:
+            return caps
+        if not self.clock.has_measured:
+            lens = [min(FIRST_DRAFT_LEN, cap) for cap in caps]
+        else:
+            context = sum(state.committed_len for state in states) / len(states)
+            requests = [
+                RoundRequest(state.acceptance.probability, cap)
+                for state, cap in zip(states, caps, strict=True)
+            ]
+            lens = plan_round(requests, self.clock.cost(context))
+        # Ranks measure different times and must draft the same.
+        group = self._target_worker.model_runner.tp_group
+        return lens if group.world_size == 1 else list(group.broadcast_object(lens, src=0))
+
+    def _page_table(
+        self, batch: Any, states: list[RequestState], num_ahead: int
+    ) -> list[torch.Tensor]:
+        """Page ids on the CPU of every request's verified tokens and num_ahead more, in one
+        transfer."""
+        size = self.kv.geometry.page_size
+        counts = [state.committed_len + num_ahead for state in states]
+        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : max(counts) : size]
+        pages = slots.cpu().to(torch.int64) // size
+        return [row[: -(-count // size)] for row, count in zip(pages, counts, strict=True)]
+
+    # Ending a round
+
+    def _finish_round(
+        self,
+        batch: Any,
+        states: list[RequestState],
+        pages: list[torch.Tensor],
+        started: StartedRound,
+    ) -> tuple[list[Verified | None], Any]:
+        """Verify the drafts of every request. The CPU enqueues that while the device drafts."""
+        lens, size = started.lens, self.kv.geometry.page_size
         rows = {
-            i: Row(RowKind.VERIFY, state.committed_len, lens[i] + 1, pages[i])
+            i: Row(
+                RowKind.VERIFY,
+                state.committed_len,
+                lens[i] + 1,
+                pages[i][: -(-(state.committed_len + lens[i] + 1) // size)],
+            )
             for i, state in enumerate(states)
         }
-        # The CPU enqueues all this while the GPU drafts.
+        self._timer.start()
         result = self._forward(
             ForwardPlan(tuple(rows.values())),
-            forward_batch=self._ragged_batch(batch, states, rows, drafted),
+            forward_batch=self._ragged_batch(batch, states, rows, started.made),
         )
         self._timer.mark()
-        if drafted is not None:
-            drafted.deliver(states)
-        context = sum(state.committed_len for state in states) / len(states)
+        if started.made is not None:
+            for i, tokens in started.made.deliver().items():
+                states[i].drafts.extend(tokens)
         verified = self._judge(batch, states, rows, result.logits_output.next_token_logits)
-        self.pages.flush()
-        self.clock.observe(lens, context, *self._timer.seconds())
-        self._last_batch, self._last_context = len(states), context
-        self.counters.iterations += 1
-        return self._result(batch, states, verified, lens, result.logits_output)
+        return list(verified), result.logits_output
 
     def _judge(
         self, batch: Any, states: list[RequestState], rows: dict[int, Row], logits: torch.Tensor
@@ -101,37 +205,57 @@ class RoundWorker(KVSpecWorker):
                 verified.append(self._verify(req, state, rows[i], logits[span]))
         return verified
 
-    def _draft_lens(self, states: list[RequestState]) -> list[int]:
-        caps = [state.cap_len(self.config.max_draft_len) for state in states]
-        if self.config.draft_len != AUTO_DRAFT_LEN:
-            return caps
-        if not self.clock.has_measured:
-            lens = [min(FIRST_DRAFT_LEN, cap) for cap in caps]
-        else:
-            context = sum(state.committed_len for state in states) / len(states)
-            requests = [
-                RoundRequest(state.acceptance.probability, cap)
-                for state, cap in zip(states, caps, strict=True)
-            ]
-            lens = plan_round(requests, self.clock.cost(context))
-        # Ranks measure different times and must draft the same.
-        group = self._target_worker.model_runner.tp_group
-        return lens if group.world_size == 1 else list(group.broadcast_object(lens, src=0))
+    def _finish_plain(
+        self,
+        batch: Any,
+        states: list[RequestState],
+        pages: list[torch.Tensor],
+        started: StartedRound,
+    ) -> tuple[list[Verified | None], Any]:
+        """Take over tokens that were not drafted. A request that came meanwhile has none."""
+        assert started.made is not None
+        if started.logits is not None:
+            logits = started.logits[: len(states)]
+            rows = {
+                i: Row(RowKind.VERIFY, state.committed_len, 1, pages[i])
+                for i, state in enumerate(states)
+            }
+            verified = self._judge(batch, states, rows, logits)
+            return list(verified), LogitsProcessorOutput(next_token_logits=logits)
+        emitted: list[Verified | None] = [None] * len(states)
+        for i, tokens in started.made.deliver().items():
+            before = states[i].committed_len
+            states[i].commit(tokens)
+            self.pages.commit(pages[i], before, states[i].committed_len)
+            self.counters.observe_plain(len(tokens))
+            emitted[i] = Verified(tokens, None)
+        return emitted, LogitsProcessorOutput(next_token_logits=None)
 
-    def _page_table(self, batch: Any, num_tokens: list[int]) -> list[torch.Tensor]:
-        """Page ids on the CPU of every request's first num_tokens tokens, in one transfer."""
-        size = self.kv.geometry.page_size
-        slots = self.req_to_token_pool.req_to_token[
-            batch.req_pool_indices, : max(num_tokens) : size
-        ]
-        pages = slots.cpu().to(torch.int64) // size
-        return [row[: -(-count // size)] for row, count in zip(pages, num_tokens, strict=True)]
+    # Control plane
+
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        self._forget_ahead()
+        return super().update_weights_from_disk(recv_req)
+
+    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
+        self._forget_ahead()
+        return super().update_weights_from_tensor(recv_req)
+
+    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
+        self._forget_ahead()
+        return super().update_weights_from_ipc(recv_req)
+
+    def _forget_ahead(self) -> None:
+        """What was begun with the old weights, or with some of each, is done again."""
+        self._side.join()
+        self._ahead = None
 
     def kvspec_report(self) -> dict[str, Any]:
-        cost = self.clock.cost(self._last_context)
+        clock = self.clock
         timing = {
-            # Of a step in which all requests of the last round take part, as fitted to all rounds.
-            "draft_iter_ms": (cost.step + cost.row * self._last_batch) * 1e3,
-            "verify_ms": self.clock.verify_s * 1e3,
+            # By the number of requests that drafted.
+            "draft_iter_ms": {str(n): s * 1e3 for n, s in sorted(clock.draft_step_s.items())},
+            "verify_ms": clock.verify_s * 1e3,
+            "plain_step_ms": clock.plain_step_s * 1e3,
         }
         return super().kvspec_report() | {"timing": timing}

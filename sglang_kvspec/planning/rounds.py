@@ -21,16 +21,20 @@ ROUNDS_BEFORE_RETRY = 512
 @dataclass(frozen=True, slots=True)
 class RoundCost:
     """Seconds. A draft step of b rows takes step + row * b, verifying t tokens of r requests
-    step + request * r + token * t."""
+    step + request * r + token * t. plain: where a step without drafts is no such verification, it
+    takes this many times step + request * r."""
 
     step: float
     row: float
     request: float
     token: float
+    plain: float | None = None
 
     def seconds(self, draft_lens: Sequence[int]) -> float:
         """Of a round in which request i drafts draft_lens[i] tokens."""
         drafted = sum(draft_lens)
+        if not drafted and self.plain is not None:
+            return self.plain * (self.step + self.request * len(draft_lens))
         steps = max(draft_lens, default=0) + 1
         verified = drafted + len(draft_lens)
         requests = self.request * len(draft_lens)
@@ -96,17 +100,22 @@ class RoundClock:
     """Learns what rounds cost from how long they take.
 
     step: seconds of a draft step without context, measured at the start or guessed. request_reads:
-    bytes that verifying reads of a context over those that a draft step reads.
+    bytes that verifying reads of a context over those that a draft step reads. has_plain: whether
+    steps without drafts are not verifications, and are observed by observe_plain().
     """
 
-    def __init__(self, step: float, request_reads: float) -> None:
+    def __init__(self, step: float, request_reads: float, *, has_plain: bool = False) -> None:
         # Of a draft step, over the tokens of context that its rows read.
         self._draft = _FadingLine(step)
         self._request_reads = request_reads
         self._token: float | None = None
+        # Of a step without drafts, over that of a draft step which reads the same bytes.
+        self._plain: float | None = 1.0 if has_plain else None
         self._rounds_without_drafts = 0
-        self.draft_step_s = 0.0
+        # Of a draft step, by the number of requests that drafted.
+        self.draft_step_s: dict[int, float] = {}
         self.verify_s = 0.0
+        self.plain_step_s = 0.0
 
     @property
     def has_measured(self) -> bool:
@@ -123,11 +132,13 @@ class RoundClock:
             if not self.has_measured:
                 self._draft.forget()
             self._draft.observe(drafted * max(context, 1.0) / steps, draft_s / steps)
-            self.draft_step_s = _mean(self.draft_step_s or None, draft_s / steps)
+            rows = sum(length > 0 for length in draft_lens)
+            self.draft_step_s[rows] = _mean(self.draft_step_s.get(rows), draft_s / steps)
         self._rounds_without_drafts = 0 if steps else self._rounds_without_drafts + 1
         self.verify_s = _mean(self.verify_s or None, verify_s)
         if draft_lens and self._draft.weight:
-            known = replace(self.cost(context), token=0.0).seconds([0] * len(draft_lens))
+            without_tokens = replace(self.cost(context), token=0.0, plain=None)
+            known = without_tokens.seconds([0] * len(draft_lens))
             per_token = max(0.0, verify_s - known) / (drafted + len(draft_lens))
             self._token = _mean(self._token, per_token)
 
@@ -135,7 +146,16 @@ class RoundClock:
         """Of a round over a mean context of so many tokens."""
         step, per_token = self._draft.fit()
         row = per_token * context
-        return RoundCost(step, row, row * self._request_reads, self._token or 0.0)
+        request = row * self._request_reads
+        return RoundCost(step, row, request, self._token or 0.0, self._plain)
+
+    def observe_plain(self, num_requests: int, context: float, step_s: float) -> None:
+        """A step without drafts of so many requests over a mean context took so long."""
+        self._rounds_without_drafts += 1
+        self.plain_step_s = _mean(self.plain_step_s or None, step_s)
+        cost = self.cost(context)
+        if known := cost.step + cost.request * num_requests:
+            self._plain = _mean(self._plain, step_s / known)
 
 
 class _FadingLine:

@@ -19,10 +19,10 @@ from sglang_kvspec.runtime.sampling import (
 
 class Verified(NamedTuple):
     """tokens: what is emitted, at least one. logits: [>= len(tokens), vocab] fp32, the target each
-    token was chosen from, for log-probabilities."""
+    token was chosen from, for log-probabilities; None where nobody asks for them."""
 
     tokens: list[int]
-    logits: torch.Tensor
+    logits: torch.Tensor | None
 
 
 class Chooser:

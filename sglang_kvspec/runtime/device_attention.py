@@ -8,16 +8,20 @@ from typing import Protocol
 import torch
 
 from kvspec_kernels.ops.append import append
-from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, workspace_nbytes
+from kvspec_kernels.ops.attention import Tail, VerifyAttention, workspace_nbytes
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
+from sglang_kvspec.runtime.step_attention import (
+    REFINED_BATCH,
+    AnchorStep,
+    ExactStep,
+    RefinedStep,
+    StepAttention,
+)
 from sglang_kvspec.runtime.target_rows import TargetRows, sent_to, target_rows
-
-# Requests, or parts of one, that one call of the int8 kernel attends for.
-REFINED_BATCH = 64
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -33,8 +37,8 @@ class TargetAttention(Protocol):
 class DeviceAttention:
     """Writes the KV of a planned forward and attends, layer by layer, as ReferenceAttention does.
 
-    begin(plan), forward(layer, ...) once for every layer, finish(). Between begin_draft() and
-    end_draft() forward() is one draft step over DraftRows instead, which a CUDA graph may capture.
+    begin(plan), forward(layer, ...) once for every layer, finish(). Between begin_steps() and
+    end_steps() forward() is one step over DraftRows instead, which a CUDA graph may capture.
     """
 
     def __init__(self, kv: DeviceKV, num_qo_heads: int) -> None:
@@ -49,7 +53,7 @@ class DeviceAttention:
         self._rows: TargetRows | None = None
         self._scratch: KV | None = None
         self._index: dict[str, torch.Tensor] = {}
-        self._draft: tuple[DraftRows, DraftAttention] | None = None
+        self._steps: tuple[DraftRows, StepAttention] | None = None
 
     # Target
 
@@ -102,8 +106,8 @@ class DeviceAttention:
             raise UnsupportedError(
                 f"--kvspec on a GPU needs attention scaled by 1/sqrt(head size), got {scale}"
             )
-        if self._draft is not None:
-            return self._draft_step(layer, q, k, v)
+        if self._steps is not None:
+            return self._forward_step(layer, q, k, v)
         assert self._rows is not None, "forward() without begin()"
         # Prefill may be padded for a graph or a collective; padding attends to nothing.
         num_tokens = self._rows.num_tokens
@@ -160,45 +164,29 @@ class DeviceAttention:
         finally:
             kv.free_pages(pages.tolist())
 
-    # Drafting
+    # Steps
 
-    def make_drafter(self, rows: DraftRows, batch: int) -> DraftAttention:
-        """The attention of the first `batch` rows of `rows`, with a workspace of its own."""
-        kv, geometry = self.kv, self.kv.geometry
-        heads = (self._num_qo_heads, geometry.num_kv_heads, geometry.head_dim, geometry.page_size)
-        nbytes = workspace_nbytes(
-            batch_size=batch,
-            num_qo_heads=heads[0],
-            num_kv_heads=heads[1],
-            head_dim=heads[2],
-            page_size=heads[3],
-            settings=kv.codec.settings,
-            device=kv.device,
-            q_dtype=geometry.dtype,
-        )
-        workspace = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
-        drafter = DraftAttention(workspace)
-        drafter.plan(
-            rows.past_indptr[: batch + 1],
-            rows.past_pages,
-            rows.past_last[:batch],
-            *heads,
-            settings=kv.codec.settings,
-            q_dtype=geometry.dtype,
-        )
-        return drafter
+    def make_draft_step(self, rows: DraftRows, batch: int) -> StepAttention:
+        """Drafting attention of the first `batch` rows of `rows`, with a workspace of its own."""
+        return AnchorStep(self.kv, self._num_qo_heads, rows, batch)
 
-    def begin_draft(self, rows: DraftRows, drafter: DraftAttention) -> None:
-        self._draft = (rows, drafter)
+    def make_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
+        """The same at the target precision."""
+        if isinstance(self._target, ExactAttention):
+            return ExactStep(self._target, self._num_qo_heads, rows, batch)
+        return RefinedStep(self.kv, self._num_qo_heads, rows, batch)
 
-    def end_draft(self) -> None:
-        self._draft = None
+    def begin_steps(self, rows: DraftRows, step: StepAttention) -> None:
+        self._steps = (rows, step)
 
-    def _draft_step(
+    def end_steps(self) -> None:
+        self._steps = None
+
+    def _forward_step(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        assert self._draft is not None
-        rows, drafter = self._draft
+        assert self._steps is not None
+        rows, step = self._steps
         kv, batch = self.kv, len(q)
         window_k, window_v = kv.window.layer(layer)
         if k.stride() != v.stride():
@@ -225,8 +213,7 @@ class DeviceAttention:
             rows.tail_slots,
             rows.tail_lens[:batch],
         )
-        out, _ = drafter.run(q, kv.anchors.layer(layer), tail)
-        return out
+        return step.run(layer, q, tail)
 
 
 class RefinedAttention:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.target_rows import indptr, sent_to
 
 
@@ -135,11 +134,16 @@ class DraftedTokens:
     anyone waits for them.
 
     tokens: [steps, columns] int64; column c belongs to request order[c], which has lens[order[c]].
+    A request that has left is -1.
     """
 
     tokens: torch.Tensor
     order: Sequence[int]
     lens: Sequence[int]
+
+    def rearranged(self, places: Mapping[int, int], lens: Sequence[int]) -> DraftedTokens:
+        """For a batch where request i is places[i], or is no longer, and has the given lens."""
+        return DraftedTokens(self.tokens, [places.get(i, -1) for i in self.order], lens)
 
     def place(self, input_ids: torch.Tensor, firsts: Sequence[int]) -> None:
         """Write the drafts of request i into input_ids [num_tokens] from firsts[i] on."""
@@ -147,15 +151,20 @@ class DraftedTokens:
         pairs = [
             (firsts[i] + step, step * columns + column)
             for column, i in enumerate(self.order)
+            if i >= 0
             for step in range(self.lens[i])
         ]
         index = sent_to(input_ids.device, torch.tensor(pairs).T.contiguous())
         input_ids[index[0]] = self.tokens.flatten()[index[1]]
 
-    def deliver(self, states: Sequence[RequestState]) -> None:
-        """Append the drafts to the requests' own. Waits for the device."""
-        for i, tokens in zip(self.order, self.tokens.T.tolist(), strict=True):
-            states[i].drafts.extend(tokens[: self.lens[i]])
+    def deliver(self) -> dict[int, list[int]]:
+        """What every request got. Waits for the device."""
+        columns = self.tokens.T.tolist()
+        return {
+            i: tokens[: self.lens[i]]
+            for i, tokens in zip(self.order, columns, strict=True)
+            if i >= 0
+        }
 
 
 def open_for_drafts(kv: KVTiers, position: int, pages: torch.Tensor, num_drafts: int) -> None:
@@ -187,4 +196,24 @@ def draft_row(
         tail=[kv.window.slots.slot_of(page) for page in pages[begin : last + 1].tolist()],
         tail_len=position - begin * size,
         num_drafts=num_drafts,
+    )
+
+
+def target_row(
+    kv: KVTiers, token: int, position: int, pages: torch.Tensor, num_steps: int
+) -> DraftRow:
+    """The row of a request that advances num_steps tokens at the target precision; opens the pages
+    it will write. Its tail begins with the page of its pending token, which is at `position`: full
+    pages are read at target precision, from their records."""
+    size = kv.geometry.page_size
+    first, last = position // size, (position + num_steps - 1) // size
+    tail = pages[first : last + 1].tolist()
+    kv.open_pages(tail)
+    return DraftRow(
+        token=token,
+        position=position,
+        past=pages[:first],
+        tail=[kv.window.slots.slot_of(page) for page in tail],
+        tail_len=position - first * size,
+        num_drafts=num_steps,
     )

@@ -11,6 +11,9 @@ from sglang_kvspec.runtime.target_rows import TargetRows, sent_to
 
 WORKSPACE_BYTES = 384 * 2**20
 
+# Attention output and log-sum-exp to base 2.
+State = tuple[torch.Tensor, torch.Tensor]
+
 
 class ExactAttention:
     """Past pages are read where they lie in the residual cache: exact records are FlashInfer's HND
@@ -21,38 +24,30 @@ class ExactAttention:
         import flashinfer
 
         self._flashinfer = flashinfer
-        self._kv = kv
+        self.kv = kv
         geometry = kv.geometry
         self._heads = (
             *(num_qo_heads, geometry.num_kv_heads),
             *(geometry.head_dim, geometry.page_size),
         )
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.device)
-        make = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        # fa2 splits long contexts over multiprocessors, which verifying a few tokens needs; fa3
-        # does not, and is faster where there are many tokens.
-        self._past: Any = make(workspace, "HND", backend="fa2")
-        self._tail: Any = make(workspace, "NHD", backend="fa2")
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.device)
+        self._past = self.make_wrapper("HND")
+        self._tail = self.make_wrapper("NHD")
         self._has_past = False
 
+    def make_wrapper(self, layout: str, **options: Any) -> Any:
+        """A FlashInfer wrapper on the workspace that all of them share, one at a time."""
+        # fa2 splits long contexts over multiprocessors, which verifying a few tokens needs; fa3
+        # does not, and is faster where there are many tokens.
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, layout, backend="fa2", **options
+        )
+
     def plan(self, rows: TargetRows) -> None:
-        size = self._kv.geometry.page_size
-        settings: dict[str, Any] = {
-            "q_data_type": self._kv.geometry.dtype,
-            "kv_data_type": self._kv.geometry.dtype,
-        }
+        size = self.kv.geometry.page_size
         self._has_past = len(rows.past_pages) > 0
         if self._has_past:
-            num_pages = rows.past_indptr.diff()
-            self._past.plan(
-                rows.qo_indptr,
-                rows.past_indptr,
-                sent_to(self._kv.device, rows.past_pages - 1),
-                torch.where(num_pages > 0, size, 0).int(),
-                *self._heads,
-                causal=False,
-                **settings,
-            )
+            self.plan_past(self._past, rows.qo_indptr, rows.past_indptr, rows.past_pages)
         last = rows.tail_lens - (rows.tail_indptr.diff() - 1) * size
         self._tail.plan(
             rows.qo_indptr,
@@ -61,8 +56,28 @@ class ExactAttention:
             last.int(),
             *self._heads,
             causal=True,
-            **settings,
+            **self._dtypes,
         )
+
+    def plan_past(
+        self, wrapper: Any, qo_indptr: torch.Tensor, begins: torch.Tensor, pages: torch.Tensor
+    ) -> None:
+        """Let every token of request b see all of pages[begins[b] : begins[b + 1]]. All on the CPU;
+        qo_indptr, begins: [batch_size + 1] int32."""
+        wrapper.plan(
+            qo_indptr,
+            begins,
+            sent_to(self.kv.device, (pages - 1).int()),
+            torch.where(begins.diff() > 0, self.kv.geometry.page_size, 0).int(),
+            *self._heads,
+            causal=False,
+            **self._dtypes,
+        )
+
+    @property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        dtype = self.kv.geometry.dtype
+        return {"q_data_type": dtype, "kv_data_type": dtype}
 
     def run(self, layer: int, q: torch.Tensor, tail: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """q [num_tokens, heads, head_dim] over past and `tail`: (k, v), each [slots, page_size,
@@ -71,13 +86,17 @@ class ExactAttention:
             return self._tail.run(q, tail)  # type: ignore[no-any-return]
         past = self._past.run(q, self.past_pages(layer), return_lse=True)
         recent = self._tail.run(q, tail, return_lse=True)
+        return self.merge(past, recent)
+
+    def merge(self, past: State, recent: State) -> torch.Tensor:
+        """The attention output over both."""
         return self._flashinfer.merge_state(*past, *recent)[0]  # type: ignore[no-any-return]
 
     def past_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of all residual slots, in place: each [slots, num_kv_heads, page_size, head_dim]
         of the model's KV dtype."""
-        geometry = self._kv.geometry
-        records = self._kv.residuals.cache_layer(layer).view(geometry.dtype)
+        geometry = self.kv.geometry
+        records = self.kv.residuals.cache_layer(layer).view(geometry.dtype)
         shape = (*records.shape[:2], 2, geometry.page_size, geometry.head_dim)
         k, v = records[..., : 2 * geometry.page_size * geometry.head_dim].view(shape).unbind(2)
         return k, v

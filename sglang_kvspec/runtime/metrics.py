@@ -13,7 +13,8 @@ from sglang_kvspec.pools.tiered_kv import TieredKV
 class SpecCounters:
     """Totals since the server started. accept_histogram: verifications by accepted drafts.
 
-    waits: request-iterations spent waiting for residuals.
+    waits: request-iterations spent waiting for residuals. plain: tokens emitted without drafting
+    or verifying, because drafts would not have paid.
     """
 
     iterations: int = 0
@@ -23,6 +24,7 @@ class SpecCounters:
     verifications: int = 0
     emitted: int = 0
     waits: int = 0
+    plain: int = 0
     accept_histogram: Counter[int] = field(default_factory=Counter)
 
     def observe_step(self, plan: StepPlan) -> None:
@@ -36,6 +38,10 @@ class SpecCounters:
         self.accepted += num_accepted
         self.emitted += num_accepted + 1
         self.accept_histogram[num_accepted] += 1
+
+    def observe_plain(self, num_tokens: int) -> None:
+        self.plain += num_tokens
+        self.emitted += num_tokens
 
     @property
     def rejected(self) -> int:

@@ -52,6 +52,7 @@ def build_report(
             "rejected": counters.rejected,
             "verifications": counters.verifications,
             "emitted": counters.emitted,
+            "emitted_without_drafting": counters.plain,
             "verification_wait_iterations": counters.waits,
             "mean_accept_len": counters.mean_accept_len,
             "accept_histogram": {str(n): c for n, c in sorted(counters.accept_histogram.items())},

@@ -11,7 +11,7 @@ from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row
+from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows, draft_row, target_row
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
@@ -78,10 +78,14 @@ class Pair:
             assert_close(self.device.forward(layer, *cuda, SCALE), want)
         self.reference.finish()
         self.device.finish()
-        for name, row in rows.items():
+        self.commit({name: row.end for name, row in rows.items()})
+
+    def commit(self, ends: dict[str, int]) -> None:
+        """Requests advanced to these lengths."""
+        for name, end in ends.items():
             for keeper in self.keepers:
-                keeper.commit(row.pages, row.start, row.end)
-            self.committed[name] = row.end
+                keeper.commit(self.page_ids(name, end), self.committed.get(name, 0), end)
+            self.committed[name] = end
         for keeper in self.keepers:
             keeper.flush()
         for side in (self.reference, self.device):
@@ -135,52 +139,89 @@ def test_more_parts_than_one_batch_of_the_int8_kernel() -> None:
     pair.verify(a=3)
 
 
+class Steps:
+    """Four rows of a pair's device, captured, and what single rows of the reference give."""
+
+    def __init__(self, pair: Pair, make_attention: str) -> None:
+        self.pair = pair
+        self.rows = DraftRows(4, MAX_STEPS, NUM_PAGES, PAGE, pair.device.kv.device)
+        self.attention = getattr(pair.device, make_attention)(self.rows, 4)
+        self.inputs = [
+            torch.empty(LAYERS, 4, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+        self.outs = torch.empty_like(self.inputs[0])
+        self.attention.plan([])
+        pair.device.begin_steps(self.rows, self.attention)
+        self.rows.load([])
+        self._step()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+        pair.device.end_steps()
+
+    def _step(self) -> None:
+        self.rows.begin_step(4)
+        for layer in range(LAYERS):
+            q, k, v = (part[layer] for part in self.inputs)
+            self.outs[layer] = self.pair.device.forward(layer, q, k, v, SCALE)
+        self.rows.end_step(torch.zeros(4, 10, device="cuda"))
+
+    def run(self, rows: list[DraftRow], kind: RowKind, lens: dict[str, int]) -> None:
+        """Replay all steps of these rows, longest first, named as in lens, and compare."""
+        pair = self.pair
+        self.rows.load(rows)
+        self.attention.plan(rows)
+        ids = {name: pair.page_ids(name, pair.committed[name] + n + 1) for name, n in lens.items()}
+        for index in range(max(lens.values())):
+            parts = pair.draw(4 * LAYERS)
+            for place, part in zip(self.inputs, parts, strict=True):
+                place.copy_(part.unflatten(0, (LAYERS, 4)))
+            self.graph.replay()
+            going = [name for name, n in lens.items() if n > index]
+            plan = ForwardPlan(
+                tuple(Row(kind, pair.committed[name] + index, 1, ids[name]) for name in going)
+            )
+            pair.reference.begin(plan)
+            for layer in range(LAYERS):
+                q, k, v = (part[layer, : len(going)].cpu() for part in self.inputs)
+                want = pair.reference.forward(layer, q, k, v, SCALE)
+                assert_close(self.outs[layer, : len(going)], want)
+            pair.reference.finish()
+        assert self.rows.step.item() == max(lens.values())
+        assert self.rows.tail_lens.tolist()[3] == 0
+
+
 @CODECS
 def test_draft_steps_in_a_graph(codec: str) -> None:
     """Steps replayed from one graph, with fewer requests than rows, against single draft rows."""
     pair = Pair(codec, "int8")
     pair.prefill(a=190, b=500, c=3)
-    kv = pair.device.kv
-    rows = DraftRows(4, MAX_STEPS, NUM_PAGES, PAGE, kv.device)
-    drafter = pair.device.make_drafter(rows, 4)
-    inputs = [
-        torch.empty(LAYERS, 4, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    ]
-    outs = torch.empty_like(inputs[0])
-
-    def step() -> None:
-        rows.begin_step(4)
-        for layer in range(LAYERS):
-            q, k, v = (part[layer] for part in inputs)
-            outs[layer] = pair.device.forward(layer, q, k, v, SCALE)
-        rows.end_step(torch.zeros(4, 10, device="cuda"))
-
-    pair.device.begin_draft(rows, drafter)
-    rows.load([])
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    pair.device.end_draft()
-
-    # Longest first; a crosses into a page that is opened for it.
+    steps = Steps(pair, "make_draft_step")
+    # a crosses into a page that is opened for it.
     lens = {"b": 6, "a": 5, "c": 2}
     ids = {name: pair.page_ids(name, pair.committed[name] + n + 1) for name, n in lens.items()}
-    rows.load([draft_row(kv, 0, pair.committed[name], ids[name], n) for name, n in lens.items()])
-    for index in range(max(lens.values())):
-        parts = pair.draw(4 * LAYERS)
-        for place, part in zip(inputs, parts, strict=True):
-            place.copy_(part.unflatten(0, (LAYERS, 4)))
-        graph.replay()
-        going = [name for name, n in lens.items() if n > index]
-        plan = ForwardPlan(
-            tuple(Row(RowKind.DRAFT, pair.committed[name] + index, 1, ids[name]) for name in going)
-        )
-        pair.reference.begin(plan)
-        for layer in range(LAYERS):
-            q, k, v = (part[layer, : len(going)].cpu() for part in inputs)
-            assert_close(outs[layer, : len(going)], pair.reference.forward(layer, q, k, v, SCALE))
-        pair.reference.finish()
-    assert rows.step.item() == max(lens.values())
-    assert rows.tail_lens.tolist()[3] == 0
+    kv = pair.device.kv
+    rows = [draft_row(kv, 0, pair.committed[name], ids[name], n) for name, n in lens.items()]
+    steps.run(rows, RowKind.DRAFT, lens)
+
+
+@CODECS
+@TARGETS
+def test_target_steps_in_a_graph(codec: str, target: str) -> None:
+    """Rounds without drafts, over the ends of pages, against single rows; then a verification."""
+    pair = Pair(codec, target)
+    pair.prefill(a=190, b=500, c=3)
+    steps = Steps(pair, "make_target_step")
+    kv = pair.device.kv
+    for wanted in ({"b": 6, "a": 5, "c": 2}, {"c": 8, "a": 8, "b": 7}, {"a": 1}):
+        room = {name: PAGE - pair.committed[name] % PAGE for name in wanted}
+        lens = {n: min(w, room[n]) if target == "int8" else w for n, w in wanted.items()}
+        lens = dict(sorted(lens.items(), key=lambda item: -item[1]))
+        rows = [
+            target_row(kv, 0, pair.committed[n], pair.page_ids(n, pair.committed[n] + w), w)
+            for n, w in lens.items()
+        ]
+        steps.run(rows, RowKind.VERIFY, lens)
+        pair.commit({name: pair.committed[name] + n for name, n in lens.items()})
+    pair.verify(a=3, b=9, c=2)

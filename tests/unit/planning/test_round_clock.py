@@ -125,7 +125,7 @@ def test_rounds_without_drafts_teach_what_a_token_costs_and_spoil_nothing():
     for _ in range(5):
         play(clock, [0] * 16, 8192)
     assert not clock.has_measured
-    assert clock.draft_step_s == 0
+    assert clock.draft_step_s == {}
     assert clock.verify_s == pytest.approx(true_cost(8192).seconds([0] * 16))
     assert clock.cost(8192) == RoundCost(STEP_S, 0, 0, 0)
     play(clock, [8] * 16, 8192)
@@ -136,11 +136,38 @@ def test_rounds_without_drafts_teach_what_a_token_costs_and_spoil_nothing():
     assert worst_error(clock) < 1e-9
 
 
+def test_steps_without_drafts_that_are_no_verifications():
+    """Their launches cost nothing, say, while a verification's do: each is learnt by itself."""
+    clock = RoundClock(STEP_S, READS, has_plain=True)
+    play(clock, [8] * 16, 8192)
+    plain_s = STEP_S + 16 * READS * ROW_S * 8192
+    assert clock.cost(8192).seconds([0] * 16) == pytest.approx(plain_s)
+    for _ in range(40):
+        clock.observe_plain(16, 8192, 1.2 * plain_s)
+    assert clock.plain_step_s == pytest.approx(1.2 * plain_s)
+    assert clock.cost(8192).seconds([0] * 16) == pytest.approx(1.2 * plain_s, rel=1e-3)
+    rounds_with_drafts = true_cost(8192).seconds([4] * 16)
+    assert clock.cost(8192).seconds([4] * 16) == pytest.approx(rounds_with_drafts)
+
+
+def test_drafting_stops_where_steps_without_it_are_as_quick():
+    """Reading contexts is nothing here: a draft step costs what a step without drafts costs."""
+    clock = RoundClock(STEP_S, READS, has_plain=True)
+    clock.observe([8] * 4, 100, 8 * STEP_S, 3 * STEP_S)
+    requests = [RoundRequest(0.95, 16)] * 4
+    assert plan_round(requests, clock.cost(100)) == [0] * 4
+    # What drafts cost then must be asked again some day.
+    for _ in range(ROUNDS_BEFORE_RETRY):
+        assert clock.has_measured
+        clock.observe_plain(4, 100, STEP_S)
+    assert not clock.has_measured
+
+
 def test_means_that_are_reported():
     clock = RoundClock(STEP_S, READS)
     for _ in range(40):
         play(clock, [4, 2], 2048)
-    assert clock.draft_step_s == pytest.approx(STEP_S + ROW_S * 2048 * 6 / 4)
+    assert clock.draft_step_s == {2: pytest.approx(STEP_S + ROW_S * 2048 * 6 / 4)}
     assert clock.verify_s == pytest.approx(STEP_S + 2 * READS * ROW_S * 2048 + 8 * TOKEN_S)
 
 

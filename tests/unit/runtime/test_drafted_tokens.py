@@ -7,41 +7,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_kvspec.runtime.draft_rows import DraftedTokens
-from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.sampling import SamplingParams
 
 
-def make_state(index):
-    return RequestState(
-        rid=str(index),
-        committed_len=3,
-        pending=1,
-        output=[1],
-        params=SamplingParams(temperature=0, top_k=1),
-        remaining=100,
-    )
-
-
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
-def test_drafts_reach_their_own_request(lens):
+def drafted_by(lens):
     """Request i's step s drafts 100 i + s; columns past a request's drafts hold other things."""
     order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
     tokens = torch.full((max(lens), len(order)), -1)
     for column, i in enumerate(order):
         tokens[: lens[i], column] = 100 * i + torch.arange(lens[i])
-    drafted = DraftedTokens(tokens, order, lens)
-    # A verification's tokens: the pending one, then the drafts, request after request.
+    return DraftedTokens(tokens, order, lens)
+
+
+def placed(drafted, lens):
+    """A verification's tokens: the pending one, 7, then the drafts, request after request."""
     firsts, total = [], 0
     for n in lens:
         firsts.append(total + 1)
         total += n + 1
     input_ids = torch.full((total,), 7)
     drafted.place(input_ids, firsts)
-    states = [make_state(i) for i in range(len(lens))]
-    drafted.deliver(states)
-    want = []
-    for i, n in enumerate(lens):
-        drafts = [100 * i + step for step in range(n)]
-        assert states[i].drafts == drafts
-        want += [7, *drafts]
-    assert input_ids.tolist() == want
+    return input_ids.tolist()
+
+
+some_lens = st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any)
+
+
+@given(some_lens)
+def test_drafts_reach_their_own_request(lens):
+    drafted = drafted_by(lens)
+    wanted = {i: [100 * i + step for step in range(n)] for i, n in enumerate(lens)}
+    assert drafted.deliver() == {i: drafts for i, drafts in wanted.items() if drafts}
+    assert placed(drafted, lens) == [token for i in wanted for token in (7, *wanted[i])]
+
+
+@given(some_lens, st.randoms(use_true_random=False))
+def test_drafts_follow_their_requests_into_another_batch(lens, rng):
+    """Some requests leave, others come, and the rest change places."""
+    batch = [i for i in range(len(lens)) if rng.random() < 0.7] + [None] * rng.randint(0, 2)
+    rng.shuffle(batch)
+    places = {i: now for now, i in enumerate(batch) if i is not None}
+    new_lens = [0 if i is None else lens[i] for i in batch]
+    drafted = drafted_by(lens).rearranged(places, new_lens)
+    wanted = [[] if i is None else [100 * i + s for s in range(lens[i])] for i in batch]
+    assert drafted.deliver() == {i: drafts for i, drafts in enumerate(wanted) if drafts}
+    if any(new_lens):
+        assert placed(drafted, new_lens) == [t for drafts in wanted for t in (7, *drafts)]

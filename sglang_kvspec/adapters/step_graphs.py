@@ -1,8 +1,9 @@
-"""CUDA graphs of one draft step, one a batch size."""
+"""CUDA graphs of one step over DraftRows, one a batch size."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from kvspec_kernels.ops.attention import DraftAttention
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftRows
+from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
+from sglang_kvspec.runtime.step_attention import StepAttention
 
 # Finer than powers of two: a row too many costs a row of every weight's product, no attention.
 SMALL_BATCHES = (1, 2, 4)
@@ -38,29 +39,46 @@ def batch_sizes(max_batch: int) -> list[int]:
     return sorted({size for size in sizes if size < max_batch} | {max_batch})
 
 
-class DraftGraphs:
-    """The model's forward over DraftRows, captured."""
+class StepGraphs:
+    """The model's forward over DraftRows with one kind of attention, captured."""
 
-    def __init__(self, runner: Any, attention: DeviceAttention, rows: DraftRows) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        attention: DeviceAttention,
+        rows: DraftRows,
+        make_attention: Callable[[DraftRows, int], StepAttention],
+        pool: Any,
+    ) -> None:
+        """make_attention: of the first so many rows. pool: torch.cuda.graph_pool_handle(), which
+        graphs may share that are never replayed at once."""
         self._runner = runner
         self._attention = attention
         self._rows = rows
+        self._make_attention = make_attention
         self.batch_sizes = batch_sizes(rows.max_batch)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits: dict[int, torch.Tensor] = {}
         # A graph knows addresses only: what lies there must live as long.
-        self._kept: list[tuple[DraftAttention, ForwardBatch]] = []
-        pool = torch.cuda.graph_pool_handle()
+        self._steps: dict[int, StepAttention] = {}
+        self._kept: list[ForwardBatch] = []
         with graph_capture() as context:
             # Large ones first: the small ones then fit in their memory.
             for batch in reversed(self.batch_sizes):
                 self._capture(batch, pool, context.stream)
         rows.load([])
 
+    def _size(self, batch: int) -> int:
+        return next(size for size in self.batch_sizes if size >= batch)
+
+    def plan(self, rows: Sequence[DraftRow]) -> None:
+        """A round over these rows, which DraftRows was loaded with, begins."""
+        self._steps[self._size(len(rows))].plan(rows)
+
     def replay(self, batch: int) -> torch.Tensor:
         """Run a step of the first `batch` rows. Returns logits [>= batch, vocab], which the next
         replay overwrites."""
-        size = next(size for size in self.batch_sizes if size >= batch)
+        size = self._size(batch)
         self._graphs[size].replay()
         return self._logits[size]
 
@@ -89,9 +107,11 @@ class DraftGraphs:
             rows.end_step(logits)
             return logits
 
-        drafter = attention.make_drafter(rows, batch)
-        self._kept.append((drafter, forward_batch))
-        attention.begin_draft(rows, drafter)
+        attended = self._make_attention(rows, batch)
+        attended.plan([])
+        self._steps[batch] = attended
+        self._kept.append(forward_batch)
+        attention.begin_steps(rows, attended)
         try:
             with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
                 for _ in range(WARM_UPS):
@@ -106,7 +126,7 @@ class DraftGraphs:
                     self._logits[batch] = step()
                 self._graphs[batch] = graph
         finally:
-            attention.end_draft()
+            attention.end_steps()
 
     def _forward_batch(self, batch: int) -> ForwardBatch:
         """What models read of a decode batch; where KV lies is the attention backend's to know."""

@@ -1,0 +1,39 @@
+"""Work of a device beside its main stream."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+
+class SideStream:
+    """What is enqueued inside `with` runs after all that the main stream was given before, and
+    beside what it is given later, until join(). On a CPU work is done when it is called for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+        self._inside: torch.cuda.StreamContext | None = None
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._inside = torch.cuda.stream(self._stream)
+            self._inside.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._inside is not None:
+            self._inside.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            self._inside = None
+
+    def join(self) -> None:
+        """Let the main stream wait for what was enqueued. The CPU does not."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

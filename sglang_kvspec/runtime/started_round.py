@@ -1,0 +1,48 @@
+"""A round that a device has begun, while the batch it was begun for may still change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang_kvspec.runtime.draft_rows import DraftedTokens
+from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.request_state import RequestState
+
+
+@dataclass(slots=True)
+class StartedRound:
+    """Request i is states[i] and drafts lens[i] tokens. timer: runs while it does.
+
+    is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
+    device only. logits: [>= num_states, vocab], of a plain round whose one token is to be chosen
+    from them.
+    """
+
+    states: Sequence[RequestState]
+    lens: list[int]
+    timer: PhaseTimer
+    is_plain: bool = False
+    made: DraftedTokens | None = None
+    logits: torch.Tensor | None = None
+
+    def for_batch(self, states: Sequence[RequestState]) -> StartedRound | None:
+        """The same for a batch of which some requests have left and others come, which have
+        nothing in it; None when all have left. A request is its state object: SGLang makes a new
+        one when it computes a request again."""
+        place = {id(state): i for i, state in enumerate(states)}
+        places = {i: place[id(s)] for i, s in enumerate(self.states) if id(s) in place}
+        if not places:
+            return None
+        lens = [0] * len(states)
+        for before, now in places.items():
+            lens[now] = self.lens[before]
+        made = self.made
+        if made is not None:
+            counts = [0] * len(states)
+            for before, now in places.items():
+                counts[now] = made.lens[before]
+            made = made.rearranged(places, counts)
+        return replace(self, states=states, lens=lens, made=made)
