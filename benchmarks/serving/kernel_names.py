@@ -43,7 +43,7 @@ _PATTERNS = tuple(
         ),
     )
 )
-_FUNCTOR = re.compile(r"(\w+?)_kernel_(?:impl|cuda)|\b(\w+(?:Functor|Ops)\w*)")
+_FUNCTOR = re.compile(r"\b(?!gpu_)(\w+?)_kernel_(?:impl|cuda)|\b(\w+(?:Functor|Ops)\w*)")
 _PLACES = re.compile(r"\(anonymous namespace\)::")
 
 

@@ -106,7 +106,7 @@ class LiveServer:
             if not texts.exists():
                 write_texts(point.model, waves * point.concurrency, prompt_len, point.seed, texts)
         self.flush()
-        before = self.kvspec()
+        before = self._kvspec()
         if "end_to_end" in passes:
             result = self._run(point, prompt_len, output_len, waves, texts)
             found["end_to_end"] = client.summary(result)
@@ -119,7 +119,7 @@ class LiveServer:
             else:
                 found["decode"] = client.summary(result)
                 found["decode_rate"] = decode_rate(result["ttfts"], result["itls"])
-        after = self.kvspec()
+        after = self._kvspec()
         return Record(
             model=point.model.name,
             context_len=point.context_len,
@@ -175,9 +175,13 @@ class LiveServer:
         reply.raise_for_status()
         return dict(json.loads(reply.text))
 
-    def kvspec(self) -> dict[str, Any]:
-        """The kvspec section of /server_info, empty on plain SGLang."""
-        return dict(self.info()["internal_states"][0].get("kvspec", {}))
+    def _kvspec(self) -> dict[str, Any]:
+        return kvspec_of(self.info())
+
+
+def kvspec_of(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The kvspec section of what /server_info says, empty on plain SGLang."""
+    return dict(info["internal_states"][0].get("kvspec", {}))
 
 
 def counters_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +12,10 @@ from statistics import mean, median
 from typing import Any
 
 from acceptance.prompts import cut_prompts
+from acceptance.report import versions
 
 from serving.client import BenchError
-from serving.live_server import LiveServer, counters_between
+from serving.live_server import LiveServer, counters_between, kvspec_of
 from serving.points import Point
 from serving.stream import Progress, Stream
 
@@ -29,7 +31,7 @@ PROFILE_ID = "profile"
 
 @dataclass(frozen=True, slots=True)
 class ProfiledRun:
-    """What is known of a profile beside its trace; JSON-ready but for nested dataclasses.
+    """What is known of a profile beside its trace.
 
     counters: what KVSpec's rose by from just before to just after it, empty on plain SGLang.
     server_timing: what the server itself had measured before it (draft_iter_ms, verify_ms).
@@ -38,12 +40,12 @@ class ProfiledRun:
     """
 
     label: str
-    model_folder: str
+    model_config: dict[str, Any]
     system: str
     target: str | None
     codec: str
     acceptance: str
-    concurrency: int
+    requests: int
     prompt_len: int
     output_len: int
     context_len: float
@@ -55,12 +57,19 @@ class ProfiledRun:
     counters: dict[str, Any] = field(default_factory=dict)
     server_timing: dict[str, float] = field(default_factory=dict)
     server_arguments: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    acceptance_source: str = ""
     machine: str = ""
     commit: str = ""
     start_s: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> ProfiledRun:
+        """From a file of write()."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def take_profile(
@@ -69,13 +78,14 @@ def take_profile(
     *,
     target: str | None,
     codec: str,
+    source: str,
     output_len: int,
     steps: int,
     activities: Sequence[str],
     folder: Path,
 ) -> tuple[ProfiledRun, Path]:
     """Profile `steps` steady iterations, and EXTRA_STEPS more; returns what is known of them and
-    the trace of the first rank, a file below `folder`.
+    the trace of the first rank, a file below `folder`. source: what acceptance is replayed from.
 
     Prompts are sent once before, so that the profile has no prefill. Raises BenchError.
     """
@@ -108,12 +118,12 @@ def take_profile(
     facts = server.facts
     run = ProfiledRun(
         label=point.label,
-        model_folder=str(point.model.folder),
+        model_config=json.loads((point.model.folder / "config.json").read_text(encoding="utf-8")),
         system=facts["system"],
         target=target,
         codec=codec,
         acceptance=facts["acceptance"],
-        concurrency=point.concurrency,
+        requests=point.concurrency,
         prompt_len=prompt_len,
         output_len=output_len,
         context_len=prompt_len + mean(grown),
@@ -125,6 +135,8 @@ def take_profile(
         counters=counters_between(before.get("counters", {}), after.get("counters", {})),
         server_timing=before.get("timing", {}),
         server_arguments=facts["server_arguments"],
+        versions={**versions(), "sglang": info["version"]},
+        acceptance_source=source,
         machine=facts["machine"],
         commit=facts["commit"],
         start_s=facts["start_s"],
@@ -154,8 +166,3 @@ def find_trace(folder: Path) -> Path:
         names = ", ".join(path.name for path in sorted(folder.iterdir())) or "nothing"
         raise BenchError(f"the profiler should have written one trace to {folder}, found {names}")
     return found[0]
-
-
-def kvspec_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The kvspec section of what /server_info says, empty on plain SGLang."""
-    return dict(info["internal_states"][0].get("kvspec", {}))

@@ -108,17 +108,17 @@ def busy_us(events: Iterable[GpuEvent], begin_us: float, end_us: float) -> float
     return busy
 
 
-def gaps(events: Sequence[GpuEvent], begin_us: float, end_us: float) -> list[Gap]:
-    """The times between begin and end in which none of `events`, ordered by begin, runs."""
+def gaps(events: Sequence[GpuEvent], begin_us: float, end_us: float, following: str) -> list[Gap]:
+    """The times between begin and end in which none of `events`, ordered by begin, runs.
+    following: what comes at the end."""
     found, reached, last = [], begin_us, "the start"
     for event in events:
         if event.begin_us >= end_us:
             break
         if event.begin_us > reached:
             found.append(Gap(reached, event.begin_us, last, event.name))
-        if event.end_us > reached:
+        if event.end_us >= reached:
             reached, last = event.end_us, event.name
     if reached < end_us:
-        following = next((e.name for e in events if e.begin_us >= end_us), "the end")
         found.append(Gap(reached, end_us, last, following))
     return found

@@ -61,7 +61,7 @@ class Round:
         return end - begin - self.busy_us(phase)
 
     def gaps(self, phase: Phase) -> list[Gap]:
-        return gaps(self.events, *self.span(phase))
+        return gaps(self.events, *self.span(phase), "the next round")
 
     def category_us(self) -> dict[tuple[Phase, str], float]:
         """Time of all kernels by phase and category. Kernels that overlap each other count twice,

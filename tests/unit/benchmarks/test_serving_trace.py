@@ -146,6 +146,11 @@ def test_rounds_are_told_from_each_other_and_drafts_from_verification():
             (Phase.REST, "other"): 10,
         }
     )
+    assert [(gap.after, gap.before) for gap in first.gaps(Phase.REST)] == [
+        (ARGMAX, "Memcpy HtoD (Pinned -> Device)"),
+        (EXACT_VERIFY, "a_kernel_of_its_own_kind"),
+        ("a_kernel_of_its_own_kind", "the next round"),
+    ]
     assert first.kernels_us(Phase.REST, "other") == {"a_kernel_of_its_own_kind": 10}
 
 
@@ -192,7 +197,7 @@ def test_kernels_at_the_same_time_are_busy_once():
     events = gpu_events(trace.events)
     assert busy_us(events, 1000, 1030) == pytest.approx(19)
     assert busy_us(events, 1005, 1021) == pytest.approx(12)
-    found = gaps(events, 1000, 1030)
+    found = gaps(events, 1000, 1030, "the end")
     assert [(gap.us, gap.after, gap.before) for gap in found] == [
         (pytest.approx(4), MATRIX, "encode_pages"),
         (pytest.approx(7), "encode_pages", "the end"),
