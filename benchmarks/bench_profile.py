@@ -70,6 +70,8 @@ def main() -> int:
         return 130
     except (ServerStartError, BenchError, TraceError, requests.RequestException) as error:
         console.print(str(error), markup=False)
+        if not args.parse:
+            console.print(f"logs of servers are in {args.logs}")
     else:
         return 0
     return 1
@@ -182,6 +184,8 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if bool(args.point) == bool(args.parse):
         parser.error("say what to profile with --point, or what to --parse")
+    if args.steps is not None and args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
     if args.point:
         args.point = _point(parser, args.point)
         if machine.gpu_names():
