@@ -21,15 +21,12 @@ that is not installed either); the plugins' entry points are then made up from p
 from __future__ import annotations
 
 import argparse
-import shlex
 import signal
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import requests
 from acceptance.report import current_commit
@@ -39,14 +36,13 @@ from serving import machine, records
 from serving.arguments import PASSES, parse_arguments
 from serving.client import BenchError, OutOfTime
 from serving.curve import write_curve
-from serving.environment import server_environment
+from serving.launch import CURVE, acceptance_of, live_server
 from serving.live_server import LiveServer
 from serving.points import Model, Point
-from serving.prompts import folder_with_tokenizer
 from serving.report import console_table, write_report
-from serving.systems import SYSTEMS, System, server_arguments
+from serving.systems import SYSTEMS, System
 
-from sglang_kvspec.testing.server_process import ServerProcess, ServerStartError
+from sglang_kvspec.testing.server_process import ServerStartError
 
 START_TIMEOUT_S = 300.0
 console = Console(width=150)
@@ -65,7 +61,7 @@ class Run:
         self._machine = machine.describe()
         _check_machine(args.out, self._machine)
         self._on_gpu = bool(machine.gpu_names())
-        self.source = write_curve(args.curve, args.codec, scratch / "curve.json")
+        self.source = write_curve(args.curve, args.codec, scratch / CURVE)
         self.missing: list[str] = []
         self.failed = False
 
@@ -107,7 +103,7 @@ class Run:
         args = self._args
         point = server.resolve(point, args.output_len, max_running)
         self._say(f"{point.label} {system.name}")
-        real_text = self._acceptance(point.model) == "real"
+        real_text = acceptance_of(point.model, args) == "real"
         passes = PASSES[args.measure]
         try:
             record = server.measure(point, args.output_len, passes, args.waves, real_text=real_text)
@@ -123,38 +119,20 @@ class Run:
         report(args, self.source)
 
     def _server(self, model: Model, system: System, points: list[Point]) -> LiveServer:
-        args = self._args
-        folder = folder_with_tokenizer(model, self._scratch)
-        acceptance = "" if system.target is None else self._acceptance(model)
-        curve = self._scratch / "curve.json" if acceptance == "replayed" else None
-        arguments = server_arguments(
+        return live_server(
             model,
             system,
+            self._args,
+            self._scratch,
             on_gpu=self._on_gpu,
-            codec=args.codec,
             max_running=self._max_running(points),
-            folder=str(folder),
-            extra=shlex.split(args.server_args),
-            extra_kvspec=shlex.split(args.kvspec_args),
+            deadline=self._deadline,
+            facts={
+                "first_start": self._first_start,
+                "machine": self._machine,
+                "commit": self._commit,
+            },
         )
-        process = ServerProcess(
-            arguments,
-            log_path=args.logs / f"{model.name}-{system.name}.log",
-            environment=server_environment(self._scratch, curve),
-        )
-        facts: dict[str, Any] = {
-            "system": system.name,
-            "acceptance": acceptance,
-            "first_start": self._first_start,
-            "server_arguments": [text for text in arguments if "--model-path" not in text],
-            "machine": self._machine,
-            "commit": self._commit,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        return LiveServer(process, folder, self._scratch, self._deadline, facts)
-
-    def _acceptance(self, model: Model) -> str:
-        return "replayed" if model.dummy or self._args.replay else "real"
 
     def _max_running(self, points: list[Point]) -> int:
         """Alike on all systems; what a server keeps for each request is memory its KV lacks."""
@@ -177,7 +155,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         if args.merge:
-            report(args, write_curve(args.curve, args.codec, Path(scratch) / "curve.json"))
+            report(args, write_curve(args.curve, args.codec, Path(scratch) / CURVE))
             return 0
         run = Run(args, args.points, Path(scratch))
         try:

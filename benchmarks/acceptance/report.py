@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -55,16 +55,17 @@ def write_json(
     *,
     machine: str | None = None,
     commit: str | None = None,
+    measured_with: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the record of one run to `path`, creating its folder. machine and commit: where it was
-    measured, if that is not here and now."""
+    """Write the record of one run to `path`, creating its folder. machine, commit, measured_with
+    (versions): where and with what it was measured, if that is not here and now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or current_commit(),
         "machine": machine or _machine(device),
-        "versions": _versions(),
+        "versions": dict(measured_with or versions()),
         "settings": settings,
         "figures": [asdict(figure) for figure in figures],
     }
@@ -120,7 +121,8 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what is installed here."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     # The prompts are these packages' sources.
     for package in ("networkx", "aiohttp", "tokenizers"):

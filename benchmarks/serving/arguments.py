@@ -31,15 +31,9 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--output-len", type=int, default=512, help="tokens an answer (default: 512)")
     add("--waves", type=int, default=1, help="prompts a slot, end to end (default: 1)")
     add("--max-running", type=int, help="the servers' limit (default: the most of --points)")
-    add("--replay", action="store_true", help="replay acceptance on a model with weights, too")
-    add("--codec", choices=("log4", "uniform4"), default="log4")
-    add("--curve", type=Path, default=RESULTS / "acceptance.json", help="what is replayed")
-    add("--server-args", default="", metavar="'ARGS'", help="for every server, wins over ours")
-    add("--kvspec-args", default="", metavar="'ARGS'", help="for the servers with --kvspec")
+    add_server_options(parser)
     add("--time-limit", type=float, default=540,
         help="seconds until the last server is told to stop (default: 540)")  # fmt: skip
-    add("--commit", default="", help="of this checkout, where git cannot say")
-    add("--logs", type=Path, default=ROOT / ".kvspec" / "bench_serving", help="servers' logs")
     add("--out", type=Path, default=RESULTS / "serving_h200.json")
     add("--merge", type=Path, nargs="+", default=[], metavar="POINTS.jsonl",
         help="measure nothing; write --out from the points of earlier runs")  # fmt: skip
@@ -61,3 +55,15 @@ def parse_arguments(description: str) -> argparse.Namespace:
     if unbounded and not args.max_running:
         parser.error("a concurrency of max needs --max-running")
     return args
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark of serving asks about its servers."""
+    add = parser.add_argument
+    add("--replay", action="store_true", help="replay acceptance on a model with weights, too")
+    add("--codec", choices=("log4", "uniform4"), default="log4")
+    add("--curve", type=Path, default=RESULTS / "acceptance.json", help="what is replayed")
+    add("--server-args", default="", metavar="'ARGS'", help="for every server, wins over ours")
+    add("--kvspec-args", default="", metavar="'ARGS'", help="for the servers with --kvspec")
+    add("--commit", default="", help="of this checkout, where git cannot say")
+    add("--logs", type=Path, default=ROOT / ".kvspec" / "bench_serving", help="servers' logs")

@@ -52,18 +52,27 @@ class LiveServer:
     def __exit__(self, *error: object) -> None:
         self._process.stop()
 
+    @property
+    def base_url(self) -> str:
+        return self._process.base_url
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Those given, and start_s once the server has started."""
+        return dict(self._facts)
+
     def start(self, timeout_s: float) -> float:
         """Launch, wait until healthy, and warm up; returns the seconds that the start took."""
-        if self._left_s() <= 0:
+        if self.left_s() <= 0:
             raise client.OutOfTime
         begun = time.monotonic()
         self._process.start()
         # Meanwhile the server imports the same: most of both is reading files.
         client.load_bench_serving()
         try:
-            self._process.wait_healthy(min(timeout_s, max(self._left_s(), 0)))
+            self._process.wait_healthy(min(timeout_s, max(self.left_s(), 0)))
         except Exception:
-            if self._left_s() <= 0:
+            if self.left_s() <= 0:
                 raise client.OutOfTime from None
             raise
         taken = time.monotonic() - begun
@@ -77,7 +86,7 @@ class LiveServer:
             return point
         # A page more each: prompts and answers end within one.
         each = point.prompt_len(output_len) + output_len + 64
-        fit = self._info()["max_total_num_tokens"] // each
+        fit = self.info()["max_total_num_tokens"] // each
         return Point(point.model, point.context_len, max(1, min(fit, max_running)))
 
     def measure(
@@ -96,7 +105,7 @@ class LiveServer:
             # The systems before this one have been sent the same.
             if not texts.exists():
                 write_texts(point.model, waves * point.concurrency, prompt_len, point.seed, texts)
-        self._flush()
+        self.flush()
         before = self._kvspec()
         if "end_to_end" in passes:
             result = self._run(point, prompt_len, output_len, waves, texts)
@@ -119,7 +128,7 @@ class LiveServer:
             output_len=output_len,
             counters=counters_between(before.get("counters", {}), after.get("counters", {})),
             draft_iter_ms=draft_iter_ms(after, point.concurrency),
-            max_total_num_tokens=self._info().get("max_total_num_tokens"),
+            max_total_num_tokens=self.info().get("max_total_num_tokens"),
             hbm_gib=hbm_used_gib(),
             **self._facts,
             **found,
@@ -129,7 +138,7 @@ class LiveServer:
         self, point: Point, prompt_len: int, output_len: int, waves: int, texts: Path | None
     ) -> dict[str, Any]:
         command = client.arguments(
-            self._process.base_url,
+            self.base_url,
             self._folder,
             prompt_len=prompt_len,
             output_len=output_len,
@@ -138,39 +147,55 @@ class LiveServer:
             seed=point.seed,
             texts=texts,
         )
-        return client.run(command, self._left_s())
+        return client.run(command, self.left_s())
 
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
         return self._deadline - time.monotonic()
 
     def _warm_up(self) -> None:
         """Four short requests at once, with tokens that no measured prompt begins with."""
         prompts = [[3 + n] * _WARM_UP_PROMPT for n in range(4)]
         params = {"temperature": 0, "max_new_tokens": _WARM_UP_OUTPUT, "ignore_eos": True}
-        self._post("/generate", json={"input_ids": prompts, "sampling_params": params})
+        self.post("/generate", json={"input_ids": prompts, "sampling_params": params})
 
-    def _flush(self) -> None:
-        self._post("/flush_cache", params={"timeout": _FLUSH_TIMEOUT_S})
+    def flush(self) -> None:
+        """Empty the prefix cache. Raises BenchError where requests run."""
+        self.post("/flush_cache", params={"timeout": _FLUSH_TIMEOUT_S})
 
-    def _post(self, path: str, **body: Any) -> None:
-        reply = requests.post(f"{self._process.base_url}{path}", timeout=_REQUEST_TIMEOUT_S, **body)
+    def post(self, path: str, **body: Any) -> None:
+        """Raises BenchError with the server's answer where that is no success."""
+        reply = requests.post(f"{self.base_url}{path}", timeout=_REQUEST_TIMEOUT_S, **body)
         if not reply.ok:
             raise client.BenchError(f"{path} answered {reply.status_code}: {reply.text[:300]}")
 
-    def _info(self) -> dict[str, Any]:
-        reply = requests.get(f"{self._process.base_url}/server_info", timeout=_REQUEST_TIMEOUT_S)
+    def info(self) -> dict[str, Any]:
+        """What /server_info says."""
+        reply = requests.get(f"{self.base_url}/server_info", timeout=_REQUEST_TIMEOUT_S)
         reply.raise_for_status()
         return dict(json.loads(reply.text))
 
     def _kvspec(self) -> dict[str, Any]:
-        """The kvspec section of /server_info, empty on plain SGLang."""
-        return dict(self._info()["internal_states"][0].get("kvspec", {}))
+        return kvspec_of(self.info())
+
+
+def kvspec_of(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The kvspec section of what /server_info says, empty on plain SGLang."""
+    return dict(info["internal_states"][0].get("kvspec", {}))
 
 
 def draft_iter_ms(report: Mapping[str, Any], concurrency: int) -> float | None:
     """Of a draft step in which all requests take part; None where there was none."""
     by_batch = report.get("timing", {}).get("draft_iter_ms", {})
     return by_batch.get(str(concurrency))
+
+
+def timing_of(report: Mapping[str, Any], concurrency: int) -> dict[str, float]:
+    """What a kvspec section says of times, in ms; of draft steps those of all requests at once."""
+    timing = dict(report.get("timing", {}))
+    step_ms = draft_iter_ms(report, concurrency)
+    timing.pop("draft_iter_ms", None)
+    return timing if step_ms is None else timing | {"draft_iter_ms": step_ms}
 
 
 def counters_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

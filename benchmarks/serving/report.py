@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -18,7 +18,11 @@ from serving.systems import BASELINE, SYSTEMS
 
 def acceptance_note(records: Sequence[Record], source: str) -> str:
     """Whether drafts were judged or only counted: the first line of every report."""
-    found = {record.acceptance for record in records}
+    return note_on({record.acceptance for record in records}, source)
+
+
+def note_on(found: Collection[str], source: str) -> str:
+    """found: of systems' servers, "replayed", "real", or "" where nothing is drafted."""
     if "replayed" not in found:
         return "acceptance is real" if "real" in found else "nothing was drafted"
     also = ", but real where a model has weights of its own" if "real" in found else ""

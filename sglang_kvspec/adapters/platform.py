@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -37,3 +38,10 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
+
+    # SGLang asks for these when a profile starts, and has no default.
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU

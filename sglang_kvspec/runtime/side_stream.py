@@ -14,7 +14,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._inside: torch.cuda.StreamContext | None = None
 
     def __enter__(self) -> None:
@@ -30,7 +30,7 @@ class SideStream:
         trace: TracebackType | None,
     ) -> None:
         if self._inside is not None:
-            self._inside.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            self._inside.__exit__(kind, error, trace)
             self._inside = None
 
     def join(self) -> None:

@@ -173,6 +173,14 @@ def test_start_line_says_what_fits(servers: ServerSwitch, url: str) -> None:
     assert "codec log4" in line
 
 
+def test_profile_is_written(url: str, tmp_path: Path) -> None:
+    profile = {"output_dir": str(tmp_path), "num_steps": 2, "profile_id": "two"}
+    requests.post(f"{url}/start_profile", json=profile, timeout=60).raise_for_status()
+    # Complete before the third iteration.
+    generate(url, max_new_tokens=64)
+    assert [path.name for path in tmp_path.iterdir()] == ["two-TP-0.trace.json.gz"]
+
+
 def test_concurrent_requests_are_staggered(url: str) -> None:
     before = _kvspec(url)["counters"]
     texts = [LONG_PROMPT + f"_{index}" for index in range(6)]

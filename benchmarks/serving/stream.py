@@ -1,0 +1,155 @@
+"""Answers to a batch of prompts while they are written: a caller can wait for a steady state."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+
+from serving.client import BenchError
+
+_CONNECT_TIMEOUT_S = 10.0
+_ABORT_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """One answer so far. times: time.monotonic() of every chunk, an iteration of the server each
+    unless it sends the chunks of several at once."""
+
+    tokens: int = 0
+    times: list[float] = field(default_factory=list)
+    ended: bool = False
+
+
+class Stream:
+    """A context manager: entering it sends the prompts as one request, leaving it aborts what is
+    still being written, on the whole server. A thread of its own reads; methods are for the other.
+    """
+
+    def __init__(
+        self, url: str, prompts: Sequence[Sequence[int]], output_len: int, timeout_s: float
+    ) -> None:
+        """timeout_s: of every wait, and of every silence of the server."""
+        self._url, self._timeout_s = url, timeout_s
+        self._body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": output_len,
+                "ignore_eos": True,
+            },
+            "stream": True,
+        }
+        self._answers = [Progress() for _ in prompts]
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+        self._reader = threading.Thread(target=self._read, name="stream", daemon=True)
+
+    def __enter__(self) -> Stream:
+        self._reader.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if not self._reader.is_alive():
+            return
+        # Nothing is left to abort where every answer is complete: the reply's end is on its way.
+        if all(answer.ended for answer in self.progress()):
+            self._reader.join(_ABORT_TIMEOUT_S)
+            return
+        try:
+            requests.post(
+                f"{self._url}/abort_request", json={"abort_all": True}, timeout=_ABORT_TIMEOUT_S
+            ).raise_for_status()
+        except requests.RequestException:
+            # The error that is on its way says more than that nobody is there to be told.
+            if kind is None:
+                raise
+            return
+        self._reader.join(_ABORT_TIMEOUT_S)
+
+    def progress(self) -> list[Progress]:
+        """A copy, by prompt."""
+        with self._changed:
+            return [Progress(a.tokens, list(a.times), a.ended) for a in self._answers]
+
+    def wait_chunks(self, count: int) -> None:
+        """Block until every answer has grown by `count` more chunks.
+
+        Raises BenchError where an answer ends first, requests fail, or timeout_s pass.
+        """
+        with self._changed:
+            goals = [len(answer.times) + count for answer in self._answers]
+
+            def behind() -> list[Progress]:
+                pairs = zip(self._answers, goals, strict=True)
+                return [answer for answer, goal in pairs if len(answer.times) < goal]
+
+            def decided() -> bool:
+                left = behind()
+                return not left or any(answer.ended for answer in left)
+
+            self._wait(decided, f"{count} more chunks")
+            ended = next((answer for answer in behind() if answer.ended), None)
+            if ended is not None:
+                raise BenchError(
+                    f"an answer ended after {ended.tokens} tokens, before all had grown by "
+                    f"{count} chunks: raise --output-len, or ask for fewer requests at a time"
+                )
+
+    def wait_end(self) -> None:
+        """Block until every answer is complete. Raises BenchError as wait_chunks() does."""
+        with self._changed:
+            self._wait(lambda: all(answer.ended for answer in self._answers), "the answers' end")
+
+    def _wait(self, reached: Callable[[], bool], what: str) -> None:
+        def ended() -> bool:
+            return self._failure is not None or reached()
+
+        if not self._changed.wait_for(ended, self._timeout_s):
+            raise BenchError(f"no {what} within {self._timeout_s:.0f} s")
+        if self._failure is not None:
+            raise BenchError(f"the requests failed: {self._failure}")
+
+    def _read(self) -> None:
+        try:
+            with requests.post(
+                f"{self._url}/generate",
+                json=self._body,
+                stream=True,
+                timeout=(_CONNECT_TIMEOUT_S, self._timeout_s),
+            ) as reply:
+                if not reply.ok:
+                    raise BenchError(f"/generate answered {reply.status_code}: {reply.text[:300]}")
+                for line in reply.iter_lines():
+                    if line.startswith(b"data: {"):
+                        self._take(json.loads(line[len(b"data: ") :]))
+            self._end(None)
+        except Exception as error:
+            self._end(str(error))
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            raise BenchError(str(chunk["error"]))
+        now = time.monotonic()
+        reason = chunk["meta_info"]["finish_reason"]
+        if reason is not None and reason["type"] == "abort":
+            raise BenchError(f"the server gave up on a request: {reason.get('message')}")
+        with self._changed:
+            answer = self._answers[chunk.get("index", 0)]
+            answer.tokens = chunk["meta_info"]["completion_tokens"]
+            answer.times.append(now)
+            answer.ended = reason is not None
+            self._changed.notify_all()
+
+    def _end(self, failure: str | None) -> None:
+        with self._changed:
+            if failure is None and not all(answer.ended for answer in self._answers):
+                failure = "the server closed the connection"
+            self._failure = failure
+            self._changed.notify_all()
