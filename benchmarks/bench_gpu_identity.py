@@ -5,6 +5,7 @@ usage: python benchmarks/bench_gpu_identity.py --model PATH [--prompts N] [--out
 
 In bf16 a matrix product of 17 rows may round otherwise than one of 1 row, so that the larger of two
 nearly equal logits changes: a tie. The gap is that of the two likeliest tokens where answers part.
+So does plain SGLang with fewer requests at once: it is compared with itself, too.
 """
 
 from __future__ import annotations
@@ -58,7 +59,16 @@ def main() -> None:
         **json.loads(args.engine_args),
     }
     figures: list[Figure] = []
-    plain = answers("plain", prompts, args.new_tokens, {"attention_backend": "flashinfer"} | common)
+    plain_arguments = {"attention_backend": "flashinfer"} | common
+    plain = answers("plain", prompts, args.new_tokens, plain_arguments)
+    fewer = max(1, args.concurrency // 3)
+    again = answers(
+        f"plain, {fewer} at once",
+        prompts,
+        args.new_tokens,
+        plain_arguments | {"max_running_requests": fewer},
+    )
+    figures += compare("identity.gpu.plain_differences_to_itself", again, plain)
     for target in args.targets:
         kvspec = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
         off = answers(f"{target}, off", prompts, args.new_tokens, kvspec | {"kvspec_draft_len": 0})
@@ -79,6 +89,7 @@ def main() -> None:
         "prompt_tokens": f"{min(map(len, prompts))} to {max(map(len, prompts))}",
         "new_tokens": args.new_tokens,
         "concurrency": args.concurrency,
+        "concurrency_of_plain_compared_with_itself": fewer,
         "draft_len": args.draft_len,
         "codec": args.codec,
         "tie": f"the two likeliest tokens less than {TIE_GAP} apart in log-probability",

@@ -31,7 +31,7 @@ class TargetAttention(Protocol):
 
     def plan(self, rows: TargetRows) -> None: ...
 
-    def run(self, layer: int, q: torch.Tensor, tail: KV) -> torch.Tensor: ...
+    def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor: ...
 
 
 class DeviceAttention:
@@ -111,8 +111,9 @@ class DeviceAttention:
         assert self._rows is not None, "forward() without begin()"
         # Prefill may be padded for a graph or a collective; padding attends to nothing.
         num_tokens = self._rows.num_tokens
-        tail = self._write(layer, k[:num_tokens], v[:num_tokens])
-        out = self._target.run(layer, q[:num_tokens], tail)
+        new = (k[:num_tokens], v[:num_tokens])
+        tail = self._write(layer, *new)
+        out = self._target.run(layer, q[:num_tokens], tail, new)
         if len(q) == num_tokens:
             return out
         return torch.cat((out, out.new_zeros((len(q) - num_tokens, *out.shape[1:]))))
@@ -295,7 +296,7 @@ class RefinedAttention:
         )
         return attention
 
-    def run(self, layer: int, q: torch.Tensor, tail: KV) -> torch.Tensor:
+    def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
         kv = self._kv
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

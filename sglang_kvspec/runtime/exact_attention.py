@@ -11,8 +11,13 @@ from sglang_kvspec.runtime.target_rows import TargetRows, sent_to
 
 WORKSPACE_BYTES = 384 * 2**20
 
+# Query tokens of a request from which on FA3 is quicker: it does not split contexts over
+# multiprocessors, which few tokens need, and multiplies faster.
+MANY_QUERIES = 128
+
 # Attention output and log-sum-exp to base 2.
 State = tuple[torch.Tensor, torch.Tensor]
+KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class ExactAttention:
@@ -31,23 +36,36 @@ class ExactAttention:
             *(geometry.head_dim, geometry.page_size),
         )
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.device)
-        self._past = self.make_wrapper("HND")
-        self._tail = self.make_wrapper("NHD")
-        self._has_past = False
+        self._few = (self.make_wrapper("HND"), self.make_wrapper("NHD"))
+        self._many = (
+            self.make_wrapper("HND", backend="fa3"),
+            flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD", backend="fa3"),
+        )
+        self._past, self._tail = self._few
+        self._has_past = self._many_queries = False
 
-    def make_wrapper(self, layout: str, **options: Any) -> Any:
+    def make_wrapper(self, layout: str, backend: str = "fa2", **options: Any) -> Any:
         """A FlashInfer wrapper on the workspace that all of them share, one at a time."""
-        # fa2 splits long contexts over multiprocessors, which verifying a few tokens needs; fa3
-        # does not, and is faster where there are many tokens.
         return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, layout, backend="fa2", **options
+            self._workspace, layout, backend=backend, **options
         )
 
     def plan(self, rows: TargetRows) -> None:
         size = self.kv.geometry.page_size
+        self._many_queries = rows.max_qo_len >= MANY_QUERIES and rows.begins_pages
+        self._past, self._tail = self._many if self._many_queries else self._few
         self._has_past = len(rows.past_pages) > 0
         if self._has_past:
             self.plan_past(self._past, rows.qo_indptr, rows.past_indptr, rows.past_pages)
+        if self._many_queries:
+            self._tail.plan(
+                rows.qo_indptr,
+                rows.qo_indptr,
+                *self._heads[:3],
+                causal=True,
+                **self._dtypes,
+            )
+            return
         last = rows.tail_lens - (rows.tail_indptr.diff() - 1) * size
         self._tail.plan(
             rows.qo_indptr,
@@ -79,13 +97,15 @@ class ExactAttention:
         dtype = self.kv.geometry.dtype
         return {"q_data_type": dtype, "kv_data_type": dtype}
 
-    def run(self, layer: int, q: torch.Tensor, tail: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
         """q [num_tokens, heads, head_dim] over past and `tail`: (k, v), each [slots, page_size,
-        num_kv_heads, head_dim]."""
+        num_kv_heads, head_dim]; new: what q's tokens added to it, [num_tokens, num_kv_heads,
+        head_dim]."""
+        recent_kv = new if self._many_queries else (tail,)
         if not self._has_past:
-            return self._tail.run(q, tail)  # type: ignore[no-any-return]
+            return self._tail.run(q, *recent_kv)  # type: ignore[no-any-return]
         past = self._past.run(q, self.past_pages(layer), return_lse=True)
-        recent = self._tail.run(q, tail, return_lse=True)
+        recent = self._tail.run(q, *recent_kv, return_lse=True)
         return self.merge(past, recent)
 
     def merge(self, past: State, recent: State) -> torch.Tensor:

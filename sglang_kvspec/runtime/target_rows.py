@@ -44,6 +44,11 @@ class TargetRows:
     keep_scratch: torch.Tensor
     keep_window: torch.Tensor
 
+    @property
+    def begins_pages(self) -> bool:
+        """Whether all are prefill rows of which each begins a page, so that its tail is its own."""
+        return self.num_scratch > 0 and len(self.fill_scratch) == 0
+
 
 def target_rows(
     plan: ForwardPlan, page_size: int, slot_of: Callable[[int], int], *, split_by_page: bool
