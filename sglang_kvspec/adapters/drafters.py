@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Tokens a request takes at once where nobody drafts: what one step's requests wait for each other
 # for, and what one that ends in between computes in vain.
-PLAIN_STEPS = 4
+PLAIN_STEPS = 8
 
 
 class EagerDrafter:

@@ -6,6 +6,7 @@ a graph without waiting for the CPU, and then verify at once. SGLang sees one it
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -54,14 +55,23 @@ class RoundWorker(KVSpecWorker):
         self._eager = EagerDrafter(self)
         page = self.kv.plan.page_bytes
         both = page.residual if self.config.target == "exact" else page.anchor + page.residual
+        step_s, row_per_token = CPU_STEP_S, None
+        if self._graphs is not None:
+            step_s = self._graphs.empty_step_s
+            # Anchors are read about as fast as weights.
+            weights = sum(part.nbytes for part in runner.model.parameters())
+            row_per_token = page.anchor / self.kv.geometry.page_size * step_s / weights
         self.clock = RoundClock(
-            CPU_STEP_S if self._graphs is None else self._graphs.empty_step_s,
+            step_s,
             both / page.anchor,
             has_plain=self._graphs is not None,
+            row_per_token=row_per_token,
         )
         self._timer = PhaseTimer(self.kv.device)
         self._side = SideStream(self.kv.device)
         self._ahead: StartedRound | None = None
+        # From the first step of the last round until its verification was enqueued.
+        self._enqueue_s = 0.0
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._side.join()
@@ -86,7 +96,8 @@ class RoundWorker(KVSpecWorker):
             steps = max(len(entry.tokens) for entry in verified if entry is not None)
             self.clock.observe_plain(len(states), context, timing[0] / steps)
         else:
-            self.clock.observe(started.lens, context, timing[0], self._timer.seconds()[0])
+            verify_s = self._timer.seconds()[0]
+            self.clock.observe(started.lens, context, timing[0], verify_s, self._enqueue_s)
         self.counters.iterations += 1
         if self._can_start_ahead(batch, states):
             self._ahead = self._start(batch, states, pages)
@@ -109,7 +120,7 @@ class RoundWorker(KVSpecWorker):
         """Tell the device what to do next. pages: as _page_table gives them."""
         lens = self._draft_lens(states)
         timer = PhaseTimer(self.kv.device)
-        started = StartedRound(list(states), lens, timer)
+        started = StartedRound(list(states), lens, timer, time.perf_counter())
         with self._side:
             timer.start()
             if any(lens):
@@ -181,6 +192,7 @@ class RoundWorker(KVSpecWorker):
             forward_batch=self._ragged_batch(batch, states, rows, started.made),
         )
         self._timer.mark()
+        self._enqueue_s = time.perf_counter() - started.begun_at
         if started.made is not None:
             for i, tokens in started.made.deliver().items():
                 states[i].drafts.extend(tokens)

@@ -13,22 +13,30 @@ from dataclasses import dataclass, replace
 WEIGHT = 0.2
 # Of a guess beside measurements, of which the newest weighs 1.
 GUESS_WEIGHT = 0.25
+# Where a guessed slope counts as one measurement, in tokens of context, and its weight.
+FAR = 100_000.0
+FAR_WEIGHT = 0.05
 MAX_ITERATIONS = 16
 # Rounds without drafts after which what drafts cost is measured anew.
-ROUNDS_BEFORE_RETRY = 512
+ROUNDS_BEFORE_RETRY = 64
+# A round that took hardly longer than enqueuing it waited for the CPU.
+ENQUEUED_SHARE = 0.9
+# Of the best rate, prices of a draft to try where rounds wait for the CPU, so that drafts are free.
+CHEAPER = (0.5, 0.25, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
     """Seconds. A draft step of b rows takes step + row * b, verifying t tokens of r requests
     step + request * r + token * t. plain: where a step without drafts is no such verification, it
-    takes this many times step + request * r."""
+    takes this many times step + request * r. enqueue: least a round with drafts takes."""
 
     step: float
     row: float
     request: float
     token: float
     plain: float | None = None
+    enqueue: float = 0.0
 
     def seconds(self, draft_lens: Sequence[int]) -> float:
         """Of a round in which request i drafts draft_lens[i] tokens."""
@@ -38,7 +46,8 @@ class RoundCost:
         steps = max(draft_lens, default=0) + 1
         verified = drafted + len(draft_lens)
         requests = self.request * len(draft_lens)
-        return self.step * steps + self.row * drafted + requests + self.token * verified
+        seconds = self.step * steps + self.row * drafted + requests + self.token * verified
+        return max(seconds, self.enqueue) if drafted else seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,9 @@ def plan_round(requests: Sequence[RoundRequest], cost: RoundCost) -> list[int]:
         if new_rate <= rate:
             break
         best, rate = lens, new_rate
+    if cost.enqueue > 0:
+        tried = [best, *(_best_lens(requests, cost, share * rate) for share in CHEAPER)]
+        best = max(tried, key=lambda lens: expected_rate(requests, lens, cost))
     return best
 
 
@@ -101,14 +113,24 @@ class RoundClock:
 
     step: seconds of a draft step without context, measured at the start or guessed. request_reads:
     bytes that verifying reads of a context over those that a draft step reads. has_plain: whether
-    steps without drafts are not verifications, and are observed by observe_plain().
+    steps without drafts are not verifications, and are observed by observe_plain(). row_per_token:
+    a guess of the seconds that a token of context adds to a draft step, which counts until longer
+    contexts are seen.
     """
 
-    def __init__(self, step: float, request_reads: float, *, has_plain: bool = False) -> None:
+    def __init__(
+        self,
+        step: float,
+        request_reads: float,
+        *,
+        has_plain: bool = False,
+        row_per_token: float | None = None,
+    ) -> None:
         # Of a draft step, over the tokens of context that its rows read.
-        self._draft = _FadingLine(step)
+        self._draft = _FadingLine(step, row_per_token)
         self._request_reads = request_reads
         self._token: float | None = None
+        self._enqueue: float | None = None
         # Of a step without drafts, over that of a draft step which reads the same bytes.
         self._plain: float | None = 1.0 if has_plain else None
         self._rounds_without_drafts = 0
@@ -124,13 +146,21 @@ class RoundClock:
         return self._draft.weight > 0 and self._rounds_without_drafts < ROUNDS_BEFORE_RETRY
 
     def observe(
-        self, draft_lens: Sequence[int], context: float, draft_s: float, verify_s: float
+        self,
+        draft_lens: Sequence[int],
+        context: float,
+        draft_s: float,
+        verify_s: float,
+        enqueue_s: float = 0.0,
     ) -> None:
-        """A round of these lengths, over a mean context of so many tokens, took so long."""
+        """A round of these lengths, over a mean context of so many tokens, took so long; enqueue_s:
+        after which the device had been given all of it."""
         steps, drafted = max(draft_lens, default=0), sum(draft_lens)
         if steps:
             if not self.has_measured:
                 self._draft.forget()
+                self._token = self._enqueue = None
+            self._enqueue = _mean(self._enqueue, enqueue_s)
             self._draft.observe(drafted * max(context, 1.0) / steps, draft_s / steps)
             rows = sum(length > 0 for length in draft_lens)
             self.draft_step_s[rows] = _mean(self.draft_step_s.get(rows), draft_s / steps)
@@ -140,14 +170,19 @@ class RoundClock:
             without_tokens = replace(self.cost(context), token=0.0, plain=None)
             known = without_tokens.seconds([0] * len(draft_lens))
             per_token = max(0.0, verify_s - known) / (drafted + len(draft_lens))
-            self._token = _mean(self._token, per_token)
+            if enqueue_s < ENQUEUED_SHARE * (draft_s + verify_s):
+                self._token = _mean(self._token, per_token)
+            elif self._token is not None:
+                # It waited for the CPU: tokens cost no more than this, and maybe nothing.
+                self._token = min(self._token, per_token)
 
     def cost(self, context: float) -> RoundCost:
         """Of a round over a mean context of so many tokens."""
         step, per_token = self._draft.fit()
         row = per_token * context
         request = row * self._request_reads
-        return RoundCost(step, row, request, self._token or 0.0, self._plain)
+        costs = (step, row, request, self._token or 0.0)
+        return RoundCost(*costs, self._plain, self._enqueue or 0.0)
 
     def observe_plain(self, num_requests: int, context: float, step_s: float) -> None:
         """A step without drafts of so many requests over a mean context took so long."""
@@ -160,10 +195,11 @@ class RoundClock:
 
 class _FadingLine:
     """y = start + slope * x, both >= 0, by least squares over measurements that fade and over one
-    at x = 0, the guess, that does not."""
+    at x = 0, the guess, that does not, and one at FAR where the slope is guessed, too."""
 
-    def __init__(self, guess: float) -> None:
+    def __init__(self, guess: float, slope: float | None = None) -> None:
         self._guess = guess
+        self._slope = slope
         self.forget()
 
     def forget(self) -> None:
@@ -183,10 +219,19 @@ class _FadingLine:
     def fit(self) -> tuple[float, float]:
         """(start, slope)."""
         weight, y = self.weight + GUESS_WEIGHT, self._y + GUESS_WEIGHT * self._guess
-        spread = weight * self._xx - self._x**2
-        slope = max(0.0, (weight * self._xy - self._x * y) / spread) if spread > 0 else 0.0
-        start = (y - slope * self._x) / weight
-        return (start, slope) if start >= 0 else (0.0, self._xy / self._xx)
+        x, xx, xy = self._x, self._xx, self._xy
+        if self._slope is not None:
+            far_y = self._guess + self._slope * FAR
+            weight, y = weight + FAR_WEIGHT, y + FAR_WEIGHT * far_y
+            x, xx, xy = (
+                x + FAR_WEIGHT * FAR,
+                xx + FAR_WEIGHT * FAR**2,
+                xy + FAR_WEIGHT * FAR * far_y,
+            )
+        spread = weight * xx - x**2
+        slope = max(0.0, (weight * xy - x * y) / spread) if spread > 0 else 0.0
+        start = (y - slope * x) / weight
+        return (start, slope) if start >= 0 else (0.0, xy / xx)
 
 
 def _mean(mean: float | None, value: float) -> float:

@@ -13,6 +13,9 @@ from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.kv_tiers import KVTiers
 
+# Pages that publish() encodes at once.
+PUBLISH_PAGES = 16
+
 
 class DeviceKV(KVTiers):
     """A full page is encoded as soon as all its tokens are committed ("published"), so that
@@ -34,6 +37,9 @@ class DeviceKV(KVTiers):
         # Kernels find a page's residual by this; page 0 is never looked up.
         slots = torch.arange(-1, plan.num_pages, dtype=torch.int32, device=device)
         self.residual_slots = slots.clamp_(min=0)
+        # Window slots to encode, and as what pages.
+        self._published = torch.full((2, PUBLISH_PAGES), -1, dtype=torch.int32, device=device)
+        self._publishing: torch.cuda.CUDAGraph | None = None
 
     def encode_from(
         self,
@@ -64,12 +70,33 @@ class DeviceKV(KVTiers):
         for page in pages:
             self.window.mark_committed(page)
         self._begin_encode(pages)
-        slots = [self.window.slots.slot_of(page) for page in pages]
-        index = torch.tensor([slots, list(pages)], dtype=torch.int32)
-        index = index.to(self.device, non_blocking=True)
-        for layer in range(self.geometry.num_layers):
-            self.encode_from(layer, *self.window.layer(layer), index[0], index[1])
+        for first in range(0, len(pages), PUBLISH_PAGES):
+            part = pages[first : first + PUBLISH_PAGES]
+            # Entries of -1 are skipped.
+            index = torch.full((2, PUBLISH_PAGES), -1, dtype=torch.int32)
+            index[0, : len(part)] = torch.tensor([self.window.slots.slot_of(p) for p in part])
+            index[1, : len(part)] = torch.tensor(part)
+            if self.device.type == "cuda":
+                index = index.pin_memory()
+            self._published.copy_(index, non_blocking=True)
+            if self._publishing is not None:
+                self._publishing.replay()
+            else:
+                self._encode_published()
         self.finish_encode(pages)
+
+    def _encode_published(self) -> None:
+        for layer in range(self.geometry.num_layers):
+            self.encode_from(layer, *self.window.layer(layer), *self._published)
+
+    def capture_publishing(self) -> None:
+        """Make a CUDA graph of what publish() launches, a kernel a layer. Not before the kernels
+        ran once."""
+        self._published.fill_(-1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._encode_published()
+        self._publishing = graph
 
     def move_out_of_window(self, pages: Sequence[int]) -> None:
         assert self._encoded.issuperset(pages), "only a published page may leave the window"

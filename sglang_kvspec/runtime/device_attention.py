@@ -162,6 +162,7 @@ class DeviceAttention:
                 self.finish()
                 # FlashInfer plans in pinned memory, which the next plan writes again.
                 torch.cuda.synchronize()
+            kv.capture_publishing()
         finally:
             kv.free_pages(pages.tolist())
 

@@ -14,7 +14,8 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 @dataclass(slots=True)
 class StartedRound:
-    """Request i is states[i] and drafts lens[i] tokens. timer: runs while it does.
+    """Request i is states[i] and drafts lens[i] tokens. timer: runs while it does. begun_at:
+    time.perf_counter() when the device was first told of it.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
     device only. logits: [>= num_states, vocab], of a plain round whose one token is to be chosen
@@ -24,6 +25,7 @@ class StartedRound:
     states: Sequence[RequestState]
     lens: list[int]
     timer: PhaseTimer
+    begun_at: float = 0.0
     is_plain: bool = False
     made: DraftedTokens | None = None
     logits: torch.Tensor | None = None

@@ -214,6 +214,7 @@ def test_target_steps_in_a_graph(codec: str, target: str) -> None:
     pair.prefill(a=190, b=500, c=3)
     steps = Steps(pair, "make_target_step")
     kv = pair.device.kv
+    kv.capture_publishing()
     for wanted in ({"b": 6, "a": 5, "c": 2}, {"c": 8, "a": 8, "b": 7}, {"a": 1}):
         room = {name: PAGE - pair.committed[name] % PAGE for name in wanted}
         lens = {n: min(w, room[n]) if target == "int8" else w for n, w in wanted.items()}

@@ -79,7 +79,8 @@ def make_device_kv() -> Callable[..., Any]:
             assert k is window_k
             assert v is window_v
             assert source.dtype == pages.dtype == torch.int32
-            self.encodings.append((layer, source.tolist(), pages.tolist()))
+            used = source >= 0
+            self.encodings.append((layer, source[used].tolist(), pages[used].tolist()))
 
     def make(
         *, dtype: torch.dtype = torch.bfloat16, store: bool = False, **options: Any

@@ -150,6 +150,42 @@ def test_steps_without_drafts_that_are_no_verifications():
     assert clock.cost(8192).seconds([4] * 16) == pytest.approx(rounds_with_drafts)
 
 
+def test_rounds_that_wait_for_the_cpu_do_not_make_tokens_dear():
+    """Short prompts at first: what enqueuing takes must not be taken for the tokens' cost."""
+    clock = RoundClock(STEP_S, READS, has_plain=True, row_per_token=1.2 * ROW_S)
+    for _ in range(5):
+        clock.observe([8] * 4, 300, 8 * STEP_S, 24e-3, enqueue_s=8 * STEP_S + 23e-3)
+    assert clock.cost(300).token == 0
+    assert clock.cost(300).enqueue == pytest.approx(8 * STEP_S + 23e-3)
+    requests = [RoundRequest(0.98, 16)] * 16
+    assert min(plan_round(requests, clock.cost(32768))) > 4
+    play(clock, [8] * 16, 32768)
+    assert clock.cost(32768).token == pytest.approx(TOKEN_S, rel=0.1)
+    # A bound, where it is lower.
+    clock.observe([8] * 16, 300, 8 * STEP_S, STEP_S, enqueue_s=1.0)
+    assert clock.cost(300).token == 0
+
+
+@pytest.mark.parametrize("wrong", [0.5, 1.0, 2.0])
+def test_a_guessed_slope_counts_until_long_contexts_are_seen(wrong):
+    clock = RoundClock(STEP_S, READS, row_per_token=wrong * ROW_S)
+    for _ in range(20):
+        play(clock, [8] * 4, 300)
+    assert worst_error(clock, (300,), ([8] * 4,)) < 0.02
+    step_s = clock.cost(32768).row * 16 + clock.cost(32768).step
+    assert step_s == pytest.approx(STEP_S + wrong * ROW_S * 32768 * 16, rel=0.05)
+    for _ in range(20):
+        play(clock, [8] * 16, 32768)
+    assert worst_error(clock, (32768,), ([8] * 16,)) < 0.02
+
+
+def test_drafts_are_free_while_a_round_waits_for_the_cpu():
+    cost = RoundCost(1e-3, 0.0, 1e-3, 0.0, plain=1.0, enqueue=30e-3)
+    lens = plan_round([RoundRequest(0.95, 64)], cost)
+    assert lens[0] >= 27
+    assert cost.seconds(lens) == pytest.approx(30e-3, rel=0.1)
+
+
 def test_drafting_stops_where_steps_without_it_are_as_quick():
     """Reading contexts is nothing here: a draft step costs what a step without drafts costs."""
     clock = RoundClock(STEP_S, READS, has_plain=True)

@@ -41,6 +41,20 @@ def test_publishing_encodes_every_layer_from_the_window_and_keeps_the_page(make_
     kv.check_integrity()
 
 
+def test_more_pages_than_are_published_at_once(make_device_kv):
+    kv = make_device_kv(num_pages=40, window_pages=40)
+    pages = list(range(40, 0, -1))
+    kv.open_pages(pages)
+    kv.publish(pages)
+    found = [
+        (slot, page)
+        for layer, slots, ids in kv.encodings
+        if layer == 0
+        for slot, page in zip(slots, ids, strict=True)
+    ]
+    assert found == [(kv.window.slots.slot_of(page), page) for page in pages]
+
+
 def test_publishing_nothing_launches_nothing(make_device_kv):
     kv = make_device_kv()
     kv.publish([])
