@@ -16,6 +16,7 @@ from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftedTokens, DraftRows, draft_row, open_for_drafts
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class EagerDrafter:
             for i, logits in zip(rows, result.logits_output.next_token_logits, strict=True):
                 mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits[None])
                 worker.chooser.draft(states[i], logits[None], mask)
+            agree_on_drafts(worker.ranks, [states[i] for i in rows])
 
 
 class GraphDrafter:
@@ -77,16 +79,20 @@ class GraphDrafter:
         kv: DeviceKV,
         max_steps: int,
         chooser: Chooser,
+        ranks: Ranks,
     ) -> None:
         size = kv.geometry.page_size
         self._kv = kv
         self._chooser = chooser
+        self._ranks = ranks
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
         self._rows = DraftRows(
             runner.max_running_requests, max_steps, -(-table_width // size), size, kv.device
         )
         self._graphs = DraftGraphs(runner, attention, self._rows)
         self.empty_step_s = self._graphs.time_empty_step()
+        # The first message between devices sets up their link, which takes long.
+        ranks.tensor(self._rows.drafts)
         logger.info(
             "KVSpec: captured a draft step for %d batch sizes up to %d; without context it takes "
             "%.2f ms",
@@ -115,12 +121,16 @@ class GraphDrafter:
         if all(takes_argmax(batch.reqs[i], states[i]) for i in order):
             for step in range(max(lens)):
                 self._graphs.replay(sum(lens[i] > step for i in order))
-            return DraftedTokens(self._rows.drafts[: max(lens), : len(order)], order, lens)
+            # Equal already wherever ranks gather their logits from one another; the few models
+            # whose ranks each compute all of them need not round alike.
+            tokens = self._ranks.tensor(self._rows.drafts[: max(lens), : len(order)])
+            return DraftedTokens(tokens, order, lens)
         for step in range(max(lens)):
             going = [i for i in order if lens[i] > step]
             logits = self._graphs.replay(len(going))[: len(going)]
             for i, row in zip(going, logits, strict=True):
                 mask = mask_after(batch.reqs[i].grammar, states[i].drafts, row[None])
                 self._chooser.draft(states[i], row[None], mask)
+            agree_on_drafts(self._ranks, [states[i] for i in going])
             self._rows.override([states[i].last_token for i in going])
         return None

@@ -21,6 +21,7 @@ from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.ranks import agree
 from sglang_kvspec.runtime.request_state import RequestState
 
 # Drafts of the first round, before anything was measured.
@@ -42,7 +43,12 @@ class RoundWorker(KVSpecWorker):
             self.attention.warm_up(self.config.max_draft_len)
         if isinstance(self.kv, DeviceKV) and self.config.drafts:
             drafter = GraphDrafter(
-                runner, self.attention, self.kv, self.config.max_draft_len, self.chooser
+                runner,
+                self.attention,
+                self.kv,
+                self.config.max_draft_len,
+                self.chooser,
+                self.ranks,
             )
             step_s = drafter.empty_step_s
             self._drafter = drafter
@@ -90,16 +96,23 @@ class RoundWorker(KVSpecWorker):
         likeliest: list[int] = []
         if any(takes_argmax(req, state) for req, state in self._zip(batch, states)):
             likeliest = logits.argmax(-1).tolist()
-        verified, first = [], 0
+        chosen: list[Verified | None] = []
+        first = 0
         for i, (req, state) in enumerate(self._zip(batch, states)):
             span = slice(first, first + rows[i].length)
             first = span.stop
             if takes_argmax(req, state):
                 tokens = self.chooser.judge(state, likeliest[span])
-                verified.append(self._commit(state, rows[i], Verified(tokens, logits[span])))
+                chosen.append(Verified(tokens, logits[span]))
             else:
-                verified.append(self._verify(req, state, rows[i], logits[span]))
-        return verified
+                chosen.append(self._verify(req, state, logits[span]))
+        return [
+            self._commit(state, rows[i], choice)
+            for i, (state, choice) in enumerate(
+                zip(states, agree(self.ranks, states, chosen), strict=True)
+            )
+            if choice is not None
+        ]
 
     def _draft_lens(self, states: list[RequestState]) -> list[int]:
         caps = [state.cap_len(self.config.max_draft_len) for state in states]
@@ -115,8 +128,7 @@ class RoundWorker(KVSpecWorker):
             ]
             lens = plan_round(requests, self.clock.cost(context))
         # Ranks measure different times and must draft the same.
-        group = self._target_worker.model_runner.tp_group
-        return lens if group.world_size == 1 else list(group.broadcast_object(lens, src=0))
+        return self.ranks.numbers(lens, about=[(s.rid, s.committed_len) for s in states])
 
     def _page_table(self, batch: Any, num_tokens: list[int]) -> list[torch.Tensor]:
         """Page ids on the CPU of every request's first num_tokens tokens, in one transfer."""
