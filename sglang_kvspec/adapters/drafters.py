@@ -22,6 +22,7 @@ from sglang_kvspec.runtime.draft_rows import (
     target_row,
 )
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.step_attention import StepAttention
 
@@ -62,6 +63,7 @@ class EagerDrafter:
             for i, logits in zip(rows, result.logits_output.next_token_logits, strict=True):
                 mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits[None])
                 worker.chooser.draft(states[i], logits[None], mask)
+            agree_on_drafts(worker.ranks, [states[i] for i in rows])
 
 
 class GraphStepper:
@@ -78,10 +80,12 @@ class GraphStepper:
         kv: DeviceKV,
         max_draft_len: int,
         chooser: Chooser,
+        ranks: Ranks,
     ) -> None:
         size = kv.geometry.page_size
         self._kv = kv
         self._chooser = chooser
+        self._ranks = ranks
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
         self._rows = DraftRows(
             runner.max_running_requests,
@@ -98,6 +102,8 @@ class GraphStepper:
         self._target = capture(attention.make_target_step)
         self._drafts = capture(attention.make_draft_step) if max_draft_len else None
         self.empty_step_s = self._target.time_empty_step()
+        # The first message between devices sets up their link, which takes long.
+        ranks.tensor(self._rows.drafts)
         logger.info(
             "KVSpec: captured steps for %d batch sizes up to %d; without context one takes %.2f ms",
             len(self._target.batch_sizes),
@@ -128,13 +134,14 @@ class GraphStepper:
         if all(takes_argmax(batch.reqs[i], states[i]) for i in order):
             for step in range(max(lens)):
                 self._drafts.replay(sum(lens[i] > step for i in order))
-            return DraftedTokens(self._rows.drafts[: max(lens), : len(order)], order, lens)
+            return DraftedTokens(self._made(max(lens), len(order)), order, lens)
         for step in range(max(lens)):
             going = [i for i in order if lens[i] > step]
             logits = self._drafts.replay(len(going))[: len(going)]
             for i, row in zip(going, logits, strict=True):
                 mask = mask_after(batch.reqs[i].grammar, states[i].drafts, row[None])
                 self._chooser.draft(states[i], row[None], mask)
+            agree_on_drafts(self._ranks, [states[i] for i in going])
             self._rows.override([states[i].last_token for i in going])
         return None
 
@@ -164,4 +171,10 @@ class GraphStepper:
         for _ in range(max(counts)):
             # All rows in every step: attention was planned for this batch size.
             logits = self._target.replay(len(order))
-        return DraftedTokens(self._rows.drafts[: max(counts), : len(order)], order, counts), logits
+        return DraftedTokens(self._made(max(counts), len(order)), order, counts), logits
+
+    def _made(self, num_steps: int, num_rows: int) -> torch.Tensor:
+        """What the first steps chose for the first rows, [num_steps, num_rows]."""
+        # Equal already wherever ranks gather their logits from one another; the few models whose
+        # ranks each compute all of them need not round alike.
+        return self._ranks.tensor(self._rows.drafts[:num_steps, :num_rows])

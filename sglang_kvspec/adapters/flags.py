@@ -49,8 +49,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kvspec-host-gb",
         metavar="GB",
-        help="GiB of host memory for residuals; 0 keeps them in the KV memory "
-        "(default: enough for every page)",
+        help="GiB of host memory for residuals, of all ranks on a machine; 0 keeps them in the KV "
+        "memory (default: enough for every page)",
     )
     group.add_argument(
         "--kvspec-residual-hbm-fraction",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,27 +22,27 @@ _LISTS = (
 def fill_logprobs(
     output: LogitsProcessorOutput,
     batch: Any,
-    verified: list[tuple[Verified, SamplingParams] | None],
+    verified: Sequence[Verified | None],
+    params: Sequence[SamplingParams],
     stride: int | None = None,
 ) -> None:
     """Write the log-probabilities of every emitted token of a batch into `output`.
 
-    verified: per request what it emitted, None for nothing; what has no logits is left out.
-    stride: None after a prefill, when a request emits one token; after a decode the token rows a
-    request has in flat lists, where entry i * stride + j is request i's j-th token and unused
-    entries are empty.
+    verified, params: per request what it emitted, None for nothing, and how; what has no logits is
+    left out. stride: None after a prefill, when a request emits one token; after a decode the token
+    rows a request has in flat lists, where entry i * stride + j is request i's j-th token and
+    unused entries are empty.
     """
     is_prefill, stride = stride is None, stride or 1
     chosen = torch.zeros(len(verified), stride)
     lists: dict[str, list[Any]] = {
         name: [torch.empty(0)] * (len(verified) * stride) for name in _LISTS
     }
-    for i, entry in enumerate(verified):
-        if entry is None or entry[0].logits is None:
+    for i, result in enumerate(verified):
+        if result is None or result.logits is None:
             continue
-        result, params = entry
         num_tokens = len(result.tokens)
-        logprobs = logprobs_of(result.logits[:num_tokens], params)
+        logprobs = logprobs_of(result.logits[:num_tokens], params[i])
         # SGLang serialises these to JSON, which has no infinity.
         logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
         chosen[i, :num_tokens] = logprobs[range(num_tokens), result.tokens].cpu()

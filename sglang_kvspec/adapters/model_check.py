@@ -8,17 +8,19 @@ import torch
 
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 
 GPU_HEAD_SIZES = (64, 128, 256)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 GPU_MAX_GROUP = 16
 
 
-def check_model(config: KVSpecConfig, model: Any, page_size: int, *, on_gpu: bool = False) -> None:
-    """Raise UnsupportedError (model kind) or ConfigError (head size) naming what is allowed.
+def check_model(
+    config: KVSpecConfig, model: Any, page_size: int, *, on_gpu: bool = False, num_ranks: int = 1
+) -> None:
+    """Raise UnsupportedError (model kind) or ConfigError (head size, ranks) naming what is allowed.
 
-    model: SGLang's ModelConfig; no weights are read.
+    model: SGLang's ModelConfig; no weights are read. num_ranks: among which its heads are split.
     """
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -43,8 +45,9 @@ def check_model(config: KVSpecConfig, model: Any, page_size: int, *, on_gpu: boo
             f"--kvspec cannot serve {model.model_path}: K heads of {model.head_dim} and V "
             f"heads of {model.v_head_dim} (allowed: equal sizes)"
         )
+    _check_ranks(model, num_ranks, on_gpu)
     if on_gpu:
-        _check_for_kernels(model)
+        _check_for_kernels(model, num_ranks)
     make_codec(
         config.codec,
         target=config.target,
@@ -54,10 +57,24 @@ def check_model(config: KVSpecConfig, model: Any, page_size: int, *, on_gpu: boo
     )
 
 
-def _check_for_kernels(model: Any) -> None:
+def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:
+    """Every rank must have as many heads. On a GPU ranks may share a KV head, each with a copy; on
+    a CPU SGLang would pad the model with more heads, for which its loader here has no weights."""
+    heads, kv_heads = model.num_attention_heads, model.get_total_num_kv_heads()
+    shares = kv_heads % num_ranks == 0 or (on_gpu and num_ranks % kv_heads == 0)
+    if heads % num_ranks or not shares:
+        raise ConfigError(
+            f"--tp-size {num_ranks} cannot serve {model.model_path} with --kvspec: {heads} heads "
+            f"and {kv_heads} KV heads (allowed: numbers of ranks that divide both"
+            f"{', or multiples of the KV heads' if on_gpu else ''})"
+        )
+
+
+def _check_for_kernels(model: Any, num_ranks: int) -> None:
     """What the GPU's kernels cover: this project's, and FlashInfer's, which silently computes
     something else for head sizes that are no multiple of 64."""
-    group = model.num_attention_heads // model.get_total_num_kv_heads()
+    kv_heads = model.get_num_kv_heads(num_ranks)
+    group = model.num_attention_heads // num_ranks // kv_heads
     for what, value, allowed, fits in (
         ("head size", model.head_dim, GPU_HEAD_SIZES, model.head_dim in GPU_HEAD_SIZES),
         ("dtype", model.dtype, GPU_DTYPES, model.dtype in GPU_DTYPES),

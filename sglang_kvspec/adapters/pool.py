@@ -79,7 +79,8 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
         kv: KVTiers = TieredKV(geometry, codec, plan, torch.device("cpu"))
     else:
         kv = DeviceKV(geometry, codec, plan, torch.device(kvc.device, kvc.gpu_id))
-    logger.info(describe(plan, config, codec, geometry.page_size))
+    if kvc.ps.tp_rank == 0:
+        logger.info(describe(plan, config, codec, geometry.page_size, kvc.ps.tp_size))
     return KVSpecPool(
         kv,
         start_layer=kvc.layer_info.start_layer,

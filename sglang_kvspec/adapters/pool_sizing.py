@@ -10,6 +10,11 @@ import torch
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, MemoryPoolConfig
 
 from sglang_kvspec.adapters.activation import debug_mode
+from sglang_kvspec.adapters.ranks import (
+    least_of_all_ranks,
+    ranks_on_a_machine,
+    ranks_on_a_numa_node,
+)
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
@@ -43,7 +48,8 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
     """Turns a KV memory budget, or a number of tokens, into a CapacityPlan.
 
     SGLang makes several of these for one pool; the plan of the last sizing is kept in this module,
-    where the pool is built from it a moment later.
+    where the pool is built from it a moment later. Every rank plans for itself, from what is equal
+    on all of them, and all come to the same number of pages.
     """
 
     def __init__(self, kvc: Any, config: KVSpecConfig) -> None:
@@ -53,6 +59,8 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         self._budget_bytes: int | None = None
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        if self._kvc.device == "cpu":
+            available_bytes //= ranks_on_a_numa_node(self._kvc.server_args)
         self._budget_bytes = available_bytes - self._outside_bytes()
         return self._plan(max_pages=None)
 
@@ -81,8 +89,10 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             geometry.page_size,
         )
         assert self._budget_bytes is not None, "SGLang profiles memory before it caps tokens"
-        budget_bytes, host_limit_bytes = self._budget_bytes, available_host_bytes()
-        host_bytes = None if config.host_gb is None else int(config.host_gb * GIB)
+        num_sharing = ranks_on_a_machine(self._kvc.server_args)
+        budget_bytes = self._budget_bytes
+        host_limit_bytes = least_of_all_ranks(available_host_bytes() // num_sharing)
+        host_bytes = None if config.host_gb is None else int(config.host_gb * GIB) // num_sharing
         if self._kvc.device != "cpu":
             # DeviceKV has no host store.
             host_bytes = host_bytes or 0
@@ -140,7 +150,9 @@ def page_bytes_of(geometry: KVGeometry, codec: Codec) -> PageBytes:
     )
 
 
-def describe(plan: CapacityPlan, config: KVSpecConfig, codec: Codec, page_size: int) -> str:
+def describe(
+    plan: CapacityPlan, config: KVSpecConfig, codec: Codec, page_size: int, num_ranks: int = 1
+) -> str:
     """The plan in one line for a person."""
     fits, plain = plan.num_pages * page_size, plan.plain_pages * page_size
     draft_len = config.draft_len if config.drafts else "off"
@@ -148,6 +160,7 @@ def describe(plan: CapacityPlan, config: KVSpecConfig, codec: Codec, page_size: 
         f"KVSpec: {fits} tokens fit where plain KV holds {plain} ({fits / max(plain, 1):.2f}x, "
         f"limited by {plan.binding}); target {config.target}, codec {config.codec} "
         f"({codec.anchor_bits_per_element:.2f} bits an element), draft length {draft_len}; "
+        f"{f'on each of {num_ranks} ranks: ' if num_ranks > 1 else ''}"
         f"KV memory {plan.hbm_bytes / GIB:.2f} GiB = anchors "
         f"{plan.num_pages * plan.page_bytes.anchor / GIB:.2f} + recent window "
         f"{plan.window_pages * plan.page_bytes.plain / GIB:.2f} + residual cache "

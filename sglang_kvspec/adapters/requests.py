@@ -41,6 +41,20 @@ def sampling_params_of(req: Any) -> SamplingParams:
     )
 
 
+def new_state(req: Any, committed_len: int, pending: int) -> RequestState:
+    """Of a request whose first committed_len tokens have KV and whose next token is `pending`."""
+    output = [*req.output_ids, pending]
+    return RequestState(
+        rid=req.rid,
+        committed_len=committed_len,
+        pending=pending,
+        output=output,
+        params=sampling_params_of(req),
+        remaining=int(req.sampling_params.max_new_tokens) - len(output),
+        priority=priority_of(req),
+    )
+
+
 def priority_of(req: Any) -> int:
     """Higher goes first. SGLang's may be the other way round, and unset."""
     from sglang.srt.runtime_context import get_schedule

@@ -23,6 +23,7 @@ from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.ranks import agree
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.started_round import StartedRound
@@ -50,7 +51,12 @@ class RoundWorker(KVSpecWorker):
             assert isinstance(self.attention, DeviceAttention)
             self.attention.warm_up(self.config.max_draft_len)
             self._graphs = GraphStepper(
-                runner, self.attention, self.kv, self.config.max_draft_len, self.chooser
+                runner,
+                self.attention,
+                self.kv,
+                self.config.max_draft_len,
+                self.chooser,
+                self.ranks,
             )
         self._eager = EagerDrafter(self)
         page = self.kv.plan.page_bytes
@@ -152,8 +158,7 @@ class RoundWorker(KVSpecWorker):
             ]
             lens = plan_round(requests, self.clock.cost(context))
         # Ranks measure different times and must draft the same.
-        group = self._target_worker.model_runner.tp_group
-        return lens if group.world_size == 1 else list(group.broadcast_object(lens, src=0))
+        return self.ranks.numbers(lens, about=[(s.rid, s.committed_len) for s in states])
 
     def _page_table(
         self, batch: Any, states: list[RequestState], num_ahead: int
@@ -206,16 +211,23 @@ class RoundWorker(KVSpecWorker):
         likeliest: list[int] = []
         if any(takes_argmax(req, state) for req, state in self._zip(batch, states)):
             likeliest = logits.argmax(-1).tolist()
-        verified, first = [], 0
+        chosen: list[Verified | None] = []
+        first = 0
         for i, (req, state) in enumerate(self._zip(batch, states)):
             span = slice(first, first + rows[i].length)
             first = span.stop
             if takes_argmax(req, state):
                 tokens = self.chooser.judge(state, likeliest[span])
-                verified.append(self._commit(state, rows[i], Verified(tokens, logits[span])))
+                chosen.append(Verified(tokens, logits[span]))
             else:
-                verified.append(self._verify(req, state, rows[i], logits[span]))
-        return verified
+                chosen.append(self._verify(req, state, logits[span]))
+        return [
+            self._commit(state, rows[i], choice)
+            for i, (state, choice) in enumerate(
+                zip(states, agree(self.ranks, states, chosen), strict=True)
+            )
+            if choice is not None
+        ]
 
     def _finish_plain(
         self,

@@ -28,6 +28,8 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "pp_size": (1, "KVSpec does not split layers over machines yet"),
     "enable_dp_attention": (False, "KVSpec does not run data-parallel attention yet"),
     "dcp_size": (1, "KVSpec does not split contexts yet"),
+    "attn_cp_size": (1, "KVSpec does not split contexts yet"),
+    "enable_prefill_context_parallel": (False, "KVSpec does not split contexts yet"),
     "enable_streaming_session": (False, "a streaming session keeps partial pages between turns"),
     "enable_lmcache": (False, "KVSpec keeps its own tiers"),
     "enable_flexkv": (False, "KVSpec keeps its own tiers"),
@@ -67,7 +69,13 @@ def build_server_args(
 
     fields = kwargs | _implied(config, kwargs)
     on_gpu = not activation.cpu_platform_is_active()
-    check_model(config, model_config_of(fields), fields["page_size"], on_gpu=on_gpu)
+    check_model(
+        config,
+        model_config_of(fields),
+        fields["page_size"],
+        on_gpu=on_gpu,
+        num_ranks=fields.get("tp_size") or 1,
+    )
     activation.switch_on(config)
     target._kvspec = config
     original(target, *args, **fields)
@@ -100,11 +108,6 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{_flag(name)} {value} cannot be combined with --kvspec (allowed: {choices})"
             )
-    on_cpu = activation.cpu_platform_is_active()
-    if on_cpu and kwargs.get("tp_size", 1) not in (None, 1):
-        raise ConfigError(
-            f"--tp-size {kwargs['tp_size']} cannot be combined with --kvspec on a CPU (allowed: 1)"
-        )
     from sglang_kvspec.codecs.registry import check_page_size
 
     check_page_size(kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
@@ -122,11 +125,6 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, this one "
             f"has {capability[0]}.{capability[1]}"
-        )
-    if kwargs.get("tp_size", 1) not in (None, 1):
-        raise UnsupportedError(
-            f"--tp-size {kwargs['tp_size']} cannot be combined with --kvspec in this version "
-            "(allowed: 1)"
         )
     if config.host_gb:
         raise UnsupportedError(

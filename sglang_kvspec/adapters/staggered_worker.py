@@ -12,6 +12,7 @@ from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+from sglang_kvspec.runtime.ranks import agree
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.stepper import Stepper
 
@@ -40,13 +41,19 @@ class StaggeredWorker(KVSpecWorker):
             )
             logits_output = result.logits_output
             spans = logits_output.next_token_logits.split([r.length for r in rows.values()])
+            chosen: list[Verified | None] = []
             for i, logits in zip(indices, spans, strict=True):
                 if rows[i].kind is RowKind.DRAFT:
                     mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits)
                     self.chooser.draft(states[i], logits, mask)
+                    chosen.append(None)
                 else:
                     cap_lens[i] = len(states[i].drafts)
-                    verified[i] = self._verify(batch.reqs[i], states[i], rows[i], logits)
+                    chosen.append(self._verify(batch.reqs[i], states[i], logits))
+            agreed = agree(self.ranks, [states[i] for i in indices], chosen)
+            for i, choice in zip(indices, agreed, strict=True):
+                if choice is not None:
+                    verified[i] = self._commit(states[i], rows[i], choice)
         self.counters.observe_step(plan)
         return self._result(batch, states, verified, cap_lens, logits_output)
 

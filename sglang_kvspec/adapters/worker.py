@@ -18,7 +18,8 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.grammar import GrammarMasks, masks_along
 from sglang_kvspec.adapters.logprobs import fill_logprobs
-from sglang_kvspec.adapters.requests import priority_of, sampling_params_of
+from sglang_kvspec.adapters.ranks import device_of, ranks_of
+from sglang_kvspec.adapters.requests import new_state, sampling_params_of
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser, Verified
@@ -57,7 +58,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
         self._exporter: MetricsExporter | None = None
-        self.chooser = Chooser(server_args.random_seed, torch.device(server_args.device))
+        self.ranks = ranks_of(target_worker.model_runner.tp_group)
+        self.chooser = Chooser(server_args.random_seed, device_of(server_args, gpu_id))
 
     def alloc_memory_pool(
         self,
@@ -71,7 +73,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         on_device = isinstance(self.kv, DeviceKV)
         keeper = DevicePageKeeper if on_device else PageKeeper
         self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
-        if self.server_args.enable_metrics:
+        if self.server_args.enable_metrics and self.ranks.is_first:
             self._exporter = MetricsExporter(self.server_args.served_model_name)
 
     @property
@@ -111,25 +113,15 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             )
         ]
         result = self._forward(ForwardPlan(tuple(rows)), batch=batch)
-        firsts, states = [], []
-        for i, (req, row) in enumerate(zip(batch.reqs, rows, strict=True)):
+        for row in rows:
             self.pages.commit(row.pages, row.start, row.end)
-            params, output = sampling_params_of(req), list(req.output_ids)
-            first = self._first_token(req, row, params, output, result.logits_output, i)
-            firsts.append(None if first is None else (first, params))
-            token = 0 if first is None else first.tokens[0]
-            state = RequestState(
-                rid=req.rid,
-                committed_len=row.end,
-                pending=token,
-                output=[*output, token],
-                params=params,
-                remaining=params_remaining(req, len(output) + 1),
-                priority=priority_of(req),
-            )
-            states.append(state)
+        firsts = self._first_tokens(batch, rows, result.logits_output)
+        states = [
+            new_state(req, row.end, 0 if first is None else first.tokens[0])
+            for req, row, first in zip(batch.reqs, rows, firsts, strict=True)
+        ]
         if batch.return_logprob:
-            fill_logprobs(result.logits_output, batch, firsts)
+            fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
         self.pages.flush()
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
@@ -139,15 +131,27 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         result.speculative_num_draft_tokens = self.speculative_num_draft_tokens
         return result
 
-    def _first_token(
-        self, req: Any, row: Row, params: Any, output: list[int], logits_output: Any, index: int
-    ) -> Verified | None:
+    def _first_tokens(
+        self, batch: Any, rows: Sequence[Row], logits_output: Any
+    ) -> list[Verified | None]:
         """None for a chunk that is not the last: SGLang ignores its token."""
-        if req.inflight_middle_chunks > 0:
-            return None
-        logits = logits_output.next_token_logits[index : index + 1]
-        masks = masks_along(req.grammar, (), logits)
-        return self.chooser.first(logits, params, output, row.end, _allowed(masks))
+        firsts: list[Verified | None] = []
+        for i, (req, row) in enumerate(zip(batch.reqs, rows, strict=True)):
+            if req.inflight_middle_chunks > 0:
+                firsts.append(None)
+                continue
+            logits = logits_output.next_token_logits[i : i + 1]
+            masks = masks_along(req.grammar, (), logits)
+            params, output = sampling_params_of(req), list(req.output_ids)
+            firsts.append(self.chooser.first(logits, params, output, row.end, _allowed(masks)))
+        tokens = self.ranks.numbers(
+            [0 if first is None else first.tokens[0] for first in firsts],
+            about=[(req.rid, row.end) for req, row in zip(batch.reqs, rows, strict=True)],
+        )
+        return [
+            None if first is None else first._replace(tokens=[token])
+            for first, token in zip(firsts, tokens, strict=True)
+        ]
 
     # Drafting and verifying
 
@@ -155,12 +159,13 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         """Draft, verify, or both, for the requests of a decode batch."""
 
-    def _verify(self, req: Any, state: RequestState, row: Row, logits: torch.Tensor) -> Verified:
+    def _verify(self, req: Any, state: RequestState, logits: torch.Tensor) -> Verified:
+        """Judge a request's drafts by its rows of logits. Does not commit."""
         masks = masks_along(req.grammar, state.drafts, logits)
         verified = self.chooser.verify(state, logits, _allowed(masks))
         if masks is not None:
             verified = verified._replace(tokens=verified.tokens[: masks.max_tokens])
-        return self._commit(state, row, verified)
+        return verified
 
     def _commit(self, state: RequestState, row: Row, verified: Verified) -> Verified:
         """Take over what a verification emitted."""
@@ -185,11 +190,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             if entry is not None:
                 tokens[i, : len(entry.tokens)] = torch.tensor(entry.tokens)
         if batch.return_logprob:
-            emitted = [
-                None if entry is None else (entry, state.params)
-                for entry, state in zip(verified, states, strict=True)
-            ]
-            fill_logprobs(logits_output, batch, emitted, stride)
+            fill_logprobs(logits_output, batch, verified, [s.params for s in states], stride)
         lengths = [0 if entry is None else len(entry.tokens) for entry in verified]
         return GenerationBatchResult(
             logits_output=logits_output,
@@ -298,7 +299,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     def kvspec_report(self) -> dict[str, Any]:
         allocator = self.token_to_kv_pool_allocator
         allocated = (allocator.size - allocator.available_size()) // self.kv.geometry.page_size
-        return build_report(self.config, self.kv, self.counters, allocated)
+        report = build_report(self.config, self.kv, self.counters, allocated)
+        # SGLang asks the first rank; the others hold as many pages, of other heads.
+        return report | {"ranks": self.ranks.size}
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."
@@ -314,8 +317,3 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
 
 def _allowed(masks: GrammarMasks | None) -> torch.Tensor | None:
     return None if masks is None else masks.allowed
-
-
-def params_remaining(req: Any, num_output: int) -> int:
-    """Tokens a request may still emit after num_output."""
-    return int(req.sampling_params.max_new_tokens) - num_output

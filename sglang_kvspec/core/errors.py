@@ -29,6 +29,10 @@ class CapacityError(KVSpecError):
     """A pool had no free slot although the plan promised one."""
 
 
+class RanksDisagree(KVSpecError):
+    """Ranks that serve one model together have come to serve different requests."""
+
+
 class TransportError(KVSpecError):
     """A transfer that was asked for what it cannot do, or a link that may not be opened."""
 

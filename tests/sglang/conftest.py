@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # No package: a root called tests/sglang/__init__.py would shadow SGLang itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from harness.feature_answers import KVSPEC, PLAIN, SEEDS, answer_to, sample
+from harness.features import CASES
 from harness.identity_report import IdentityReport
 from harness.servers import Announce, ServerSwitch
 from harness.shard import WHOLE, Shard
@@ -67,6 +70,20 @@ def servers(tmp_path_factory: pytest.TempPathFactory, announce: Announce) -> Ite
     """The one server alive at a time. A test that starts its own must call release() first."""
     with ServerSwitch(tmp_path_factory.mktemp("servers"), announce) as switch:
         yield switch
+
+
+@pytest.fixture(scope="session")
+def plain_answers(servers: ServerSwitch) -> dict[str, Any]:
+    """Answers of plain SGLang to every case, or the error it gives."""
+    url = servers.use(PLAIN).base_url
+    return {name: answer_to(name, url) for name in CASES}
+
+
+@pytest.fixture(scope="session")
+def seeded_answers(servers: ServerSwitch, plain_answers: dict[str, Any]) -> dict[int, list[int]]:
+    """What seeds give on one rank, alone."""
+    url = servers.use(KVSPEC).base_url
+    return {seed: sample(url, seed) for seed in SEEDS}
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,8 @@ LOGITS = torch.arange(8.0).reshape(2, 4)
 
 def filled(stride: int | None, *tokens: list[int] | None) -> LogitsProcessorOutput:
     output = LogitsProcessorOutput(next_token_logits=None)
-    entries = [
-        None if emitted is None else (Verified(emitted, LOGITS), SamplingParams())
-        for emitted in tokens
-    ]
-    fill_logprobs(output, BATCH, entries, stride)
+    entries = [None if emitted is None else Verified(emitted, LOGITS) for emitted in tokens]
+    fill_logprobs(output, BATCH, entries, [SamplingParams()] * len(entries), stride)
     return output
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.faults import fault_environment
 from harness.models import DEMO_MODEL
 from harness.references import PlainReference, Setting, Workload
 from harness.scenarios import FORCED_RETRACTION, PREFIX_HITS, STRICT_CHECKS
@@ -27,7 +28,6 @@ CONCURRENT = 2 * len(LENGTHS)
 # Residuals of all running requests need at least so many times the cache.
 OVERCOMMIT = 5
 CACHE_PAGES = 24
-FAULTS = Path(__file__).parent / "faults"
 SEED = 7
 
 
@@ -49,7 +49,7 @@ def soak(servers: ServerSwitch, answers: list[tuple[Task, TokenIds]]) -> Soak:
     """Against a server with a small residual cache that checks its memory at every step, and
     retracts now and then."""
     drafting = Setting("exact", "log4").server(DEMO_MODEL, f"--max-running-requests={CONCURRENT}")
-    small = (("KVSPEC_CACHE_PAGES", str(CACHE_PAGES)), ("PYTHONPATH", str(FAULTS)))
+    small = fault_environment(KVSPEC_CACHE_PAGES=CACHE_PAGES)
     spec = FORCED_RETRACTION.server(STRICT_CHECKS.server(replace(drafting, environment=small)))
     return Soak(servers.use(spec), answers, concurrent=CONCURRENT, seed=SEED)
 

@@ -64,7 +64,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--speculative-algorithm EAGLE", ["--speculative-algorithm", "EAGLE", "leave it unset"]),
         ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype", "fp8_e4m3", "auto"]),
         ("--attention-backend triton", ["--attention-backend", "triton", "kvspec"]),
-        ("--tp-size 2", ["--tp-size", "2", "1"]),
+        ("--tp-size 3", ["--tp-size 3", "4 heads", "2 KV heads", "divide both"]),
+        ("--tp-size 4", ["--tp-size 4", "4 heads", "2 KV heads", "divide both"]),
+        ("--attn-cp-size 2", ["--attn-cp-size", "2", "allowed: 1"]),
         ("--grammar-backend outlines", ["--grammar-backend", "outlines", "xgrammar"]),
         ("--disaggregation-mode prefill", ["--disaggregation-mode", "prefill", "null"]),
         ("--enable-streaming-session", ["--enable-streaming-session", "partial pages"]),
@@ -160,10 +162,25 @@ def test_models_no_kernel_covers(
     check_model(KVSpecConfig(), good, 64, on_gpu=True)
 
 
+def test_heads_are_split_evenly(tmp_path: Path) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | heads))
+    wide = model_config_of({"model_path": str(tmp_path), "dtype": "bfloat16"})
+    # Ranks of a GPU share a KV head; each has half of the query heads that attend to it.
+    check_model(KVSpecConfig(), wide, 64, on_gpu=True, num_ranks=2)
+    with pytest.raises(ConfigError, match=r"--tp-size 2 .*32 heads and 1 KV heads"):
+        check_model(KVSpecConfig(), wide, 64, num_ranks=2)
+    demo = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
+    for on_gpu, num_ranks in ((False, 2), (True, 2), (True, 4)):
+        check_model(KVSpecConfig(), demo, 64, on_gpu=on_gpu, num_ranks=num_ranks)
+    with pytest.raises(ConfigError, match=r"--tp-size 8 .*or multiples of the KV heads"):
+        check_model(KVSpecConfig(), demo, 64, on_gpu=True, num_ranks=8)
+
+
 @pytest.mark.parametrize(
     ("config", "flags", "capability", "expected"),
     [
-        ({}, {"tp_size": 2}, (9, 0), "--tp-size 2"),
         ({"host_gb": 4}, {}, (9, 0), "--kvspec-host-gb 4"),
         ({"schedule": "staggered"}, {}, (9, 0), "--kvspec-schedule staggered"),
         ({"target": "int8"}, {"page_size": 128}, (9, 0), "--page-size 128"),

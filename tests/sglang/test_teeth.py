@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.client import GenerateClient
+from harness.faults import fault_environment
 from harness.models import DEMO_MODEL
 from harness.prompts import cut_prompts
 from harness.servers import ServerSpec, ServerSwitch
@@ -33,10 +34,7 @@ def client(servers: ServerSwitch, fault_file: Path) -> GenerateClient:
         DEMO_MODEL,
         # Few pages, so that each is soon reused.
         ("--max-total-tokens=4096", "--kvspec", "--kvspec-residual-hbm-fraction=0"),
-        (
-            ("KVSPEC_FAULT_FILE", str(fault_file)),
-            ("PYTHONPATH", str(Path(__file__).parent / "faults")),
-        ),
+        fault_environment(KVSPEC_FAULT_FILE=fault_file),
     )
     return servers.use(spec)
 

@@ -25,6 +25,7 @@ def register() -> None:
         _shrink_cache(int(os.environ["KVSPEC_CACHE_PAGES"]))
     if "KVSPEC_FAULT_FILE" not in os.environ:
         return
+    from sglang_kvspec.planning import rounds
     from sglang_kvspec.pools.residual_tiers import ResidualTiers
     from sglang_kvspec.pools.tiered_kv import TieredKV
     from sglang_kvspec.runtime import chooser
@@ -35,6 +36,10 @@ def register() -> None:
     _replace(RequestState, "commit", "skipped_rollback", _commit_without_rollback)
     _replace(TieredKV, "read_target", "off_by_one_page", _read_the_page_before)
     _replace(ResidualTiers, "write", "stale_residual", _write_first_generation_only)
+    # What the first rank decides must hold on all: the others now decide otherwise.
+    _replace(chooser, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
+    _replace(chooser, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)
+    _replace(rounds, "plan_round", "ranks_differ", _draft_nothing_on_other_ranks)
 
 
 def _shrink_cache(num_pages: int) -> None:
@@ -91,3 +96,27 @@ def _write_first_generation_only(
     """A reused page keeps the residual of the tokens it held before."""
     fresh = torch.tensor([tiers.table.ref(page).generation == 0 for page in pages.tolist()])
     original(tiers, layer, pages[fresh], records[fresh])
+
+
+def _is_another_rank() -> bool:
+    """Also leaves a sign, beside the file that names the faults, that one fired."""
+    if torch.distributed.get_rank() == 0:
+        return False
+    Path(os.environ["KVSPEC_FAULT_FILE"]).with_suffix(".fired").touch()
+    return True
+
+
+def _shift_on_other_ranks(original: Any, *args: Any) -> torch.Tensor:
+    logits: torch.Tensor = original(*args)
+    return logits.roll(1, dims=-1) if _is_another_rank() else logits
+
+
+def _choose_others_on_other_ranks(original: Any, drafts: Any, targets: Any) -> Any:
+    if _is_another_rank():
+        targets = [(target + 1) % 1000 for target in targets]
+    return original(drafts, targets)
+
+
+def _draft_nothing_on_other_ranks(original: Any, requests: Any, cost: Any) -> list[int]:
+    lens: list[int] = original(requests, cost)
+    return [0] * len(lens) if _is_another_rank() else lens

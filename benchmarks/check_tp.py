@@ -1,0 +1,192 @@
+"""Does a server of several ranks answer what plain SGLang of as many ranks answers, what it answers
+with drafting off, and what it answers when only its first rank decides rightly?
+
+usage: python benchmarks/check_tp.py [--model PATH] [--ranks N] [--targets exact int8] [--cpu]
+
+Needs as many GPUs as ranks, or none with --cpu. In one run a fault of tests/sglang/faults makes
+every rank but the first choose other tokens and draft lengths: answers stay right only if the first
+rank's choices reach all. Greedy answers in bf16 may part at ties (bench_gpu_identity.py); seeded
+ones are counted. Exits with 1 where a greedy answer parts elsewhere, or, with --cpu and so in
+float32, where any does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from acceptance.prompts import cut_prompts
+from bench_gpu_identity import Answer, compare
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+FAULTS = ROOT / "tests" / "sglang" / "faults"
+SHORTEST = 100
+SEED = 7
+
+console = Console(width=110)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Answers to all prompts at once: greedy, the same again over cached prefixes, and seeded."""
+
+    greedy: list[Answer]
+    cached: list[Answer]
+    seeded: list[list[int]]
+
+
+def main() -> None:
+    args = parse_arguments()
+    windows, _ = cut_prompts(args.model, args.prompts, args.longest)
+    step = (args.longest - SHORTEST) / max(args.prompts - 1, 1)
+    prompts = [w[: SHORTEST + round(i * step)] for i, w in enumerate(windows.tolist())]
+    on_gpu = {"dtype": "bfloat16", "mem_fraction_static": 0.5}
+    on_cpu = {
+        **{"device": "cpu", "dtype": "float32", "mem_fraction_static": 0.1},
+        **{"max_total_tokens": 24576, "disable_overlap_schedule": True},
+    }
+    common: dict[str, Any] = {
+        **(on_cpu if args.cpu else on_gpu),
+        "model_path": str(args.model),
+        "tp_size": args.ranks,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+        "disable_prefill_cuda_graph": True,
+        "page_size": 64,
+        "random_seed": 0,
+        "log_level": "error",
+        **json.loads(args.engine_args),
+    }
+    flashinfer = {} if args.cpu else {"attention_backend": "flashinfer"}
+    plain = run("plain", prompts, args.new_tokens, flashinfer | common)
+    wrong = 0
+    for target in args.targets:
+        ours = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
+        drafting = ours | {"kvspec_draft_len": args.draft_len}
+        off = run(f"{target}, off", prompts, args.new_tokens, ours | {"kvspec_draft_len": 0})
+        on = run(target, prompts, args.new_tokens, drafting)
+        with other_ranks_err():
+            erring = run(f"{target}, others err", prompts, args.new_tokens, drafting)
+        wrong += parted(f"{target} against drafting off", on, off, args.cpu)
+        wrong += parted(f"{target}, others err, against none", erring, on, args.cpu)
+        if target == "exact":
+            wrong += parted("exact against plain", on, plain, args.cpu, same_noise=False)
+    console.print("all answers are right" if wrong == 0 else f"{wrong} answers are wrong")
+    sys.exit(wrong > 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-5m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true", help="all ranks on this machine's CPU")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--longest", type=int, default=2000, help="tokens of the longest prompt")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--codec", default="log4")
+    parser.add_argument("--draft-len", default="auto")
+    parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
+    parser.add_argument("--targets", nargs="+", default=["exact"])
+    return parser.parse_args()
+
+
+def run(name: str, prompts: Sequence[list[int]], new_tokens: int, arguments: dict[str, Any]) -> Run:
+    """Answers of a fresh engine."""
+    import sglang
+
+    begin = time.perf_counter()
+    engine = sglang.Engine(**arguments)
+    try:
+        started = time.perf_counter()
+        length = {"max_new_tokens": new_tokens, "ignore_eos": True}
+        greedy, cached = (
+            engine.generate(
+                input_ids=list(prompts),
+                sampling_params={"temperature": 0.0, **length},
+                return_logprob=True,
+                top_logprobs_num=2,
+            )
+            for _ in range(2)
+        )
+        seeded = engine.generate(
+            input_ids=list(prompts),
+            sampling_params={"temperature": 0.8, "sampling_seed": SEED, **length},
+        )
+        report = engine.get_server_info()["internal_states"][0].get("kvspec")
+        if report is not None:
+            check_report(report, arguments)
+    finally:
+        engine.shutdown()
+    counts = ""
+    if report is not None:
+        counters = report["counters"]
+        counts = f", {counters['accepted']} of {counters['drafted']} drafts accepted"
+    console.print(
+        f"{name}: started in {started - begin:.0f} s, answered in "
+        f"{time.perf_counter() - started:.0f} s{counts}"
+    )
+    return Run(
+        [_answer(output) for output in greedy],
+        [_answer(output) for output in cached],
+        [output["output_ids"] for output in seeded],
+    )
+
+
+def _answer(output: dict[str, Any]) -> Answer:
+    top = output["meta_info"]["output_top_logprobs"]
+    return Answer(output["output_ids"], [two[0][0] - two[1][0] for two in top])
+
+
+def check_report(report: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Once nothing runs, no window slot is in use and no drafts are open."""
+    assert report["ranks"] == arguments["tp_size"]
+    assert report["pools"]["window_pages_used"] == 0, report["pools"]
+    drafted = report["counters"]["drafted"]
+    assert (drafted > 0) == (arguments["kvspec_draft_len"] != 0), report["counters"]
+
+
+def parted(name: str, ours: Run, theirs: Run, exact: bool, same_noise: bool = True) -> int:
+    """How many of our answers are wrong. exact: ties are none. same_noise: whether equal seeds are
+    to give equal answers."""
+    wrong = 0
+    for kind in ("greedy", "cached"):
+        figures = compare(f"{name}, {kind}", getattr(ours, kind), getattr(theirs, kind))
+        wrong += int(figures[0 if exact else 1].value)
+    if same_noise:
+        differ = sum(a != b for a, b in zip(ours.seeded, theirs.seeded, strict=True))
+        console.print(f"{name}, seeded: {differ} of {len(ours.seeded)} differ")
+        wrong += differ if exact else 0
+    return wrong
+
+
+@contextmanager
+def other_ranks_err() -> Iterator[None]:
+    """Engines started here have ranks that choose wrongly, all but the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        faults = Path(folder) / "active"
+        faults.write_text("ranks_differ")
+        os.environ["KVSPEC_FAULT_FILE"] = str(faults)
+        # Processes that this one spawns look for plugins where it would.
+        sys.path.append(str(FAULTS))
+        try:
+            yield
+            assert faults.with_suffix(".fired").exists(), "the fault was not loaded"
+        finally:
+            sys.path.remove(str(FAULTS))
+            del os.environ["KVSPEC_FAULT_FILE"]
+
+
+if __name__ == "__main__":
+    main()

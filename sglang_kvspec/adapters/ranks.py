@@ -1,0 +1,47 @@
+"""The ranks of a server in SGLang's terms: who they are, and what they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang_kvspec.runtime.ranks import Ranks
+
+
+def ranks_of(group: Any) -> Ranks:
+    """group: SGLang's GroupCoordinator of a model runner's tensor-parallel ranks."""
+    return Ranks(group.rank_in_group, group.world_size, group.cpu_group, group.device_group)
+
+
+def device_of(server_args: Any, gpu_id: int) -> torch.device:
+    """The device of this rank."""
+    if server_args.device == "cpu":
+        return torch.device("cpu")
+    return torch.device(server_args.device, gpu_id)
+
+
+def ranks_on_a_machine(server_args: Any) -> int:
+    """Ranks that share a machine's host memory, at most."""
+    return -(-int(server_args.tp_size) // int(server_args.nnodes))
+
+
+def ranks_on_a_numa_node(server_args: Any) -> int:
+    """Ranks that share what SGLang counts as one rank's memory on a CPU, at most."""
+    from sglang.srt.utils.common import get_cpu_ids_by_node
+
+    return -(-ranks_on_a_machine(server_args) // len(get_cpu_ids_by_node()))
+
+
+def least_of_all_ranks(value: int) -> int:
+    """The least of what ranks measured: a page has one number on all of them, so every rank's pool
+    must hold as many. To be called by all ranks."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    world = get_world_group()
+    if world.world_size == 1:
+        return value
+    least = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=world.cpu_group)
+    return int(least)

@@ -1,0 +1,125 @@
+"""Ranks that serve one model together: what the first one decides, all do.
+
+Every rank holds some heads of every token and computes the same logits, from which each could
+choose by itself. But kernels that sort and sum need not round alike on two devices, generators and
+clocks are each rank's own, and one token that two ranks see differently spoils the KV of both for
+good. So the first rank's choices are sent to the others, in one small message for all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from sglang_kvspec.core.errors import RanksDisagree
+from sglang_kvspec.runtime.chooser import Verified
+from sglang_kvspec.runtime.request_state import RequestState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_HEADER = 2
+
+
+class Ranks:
+    """This process among `size` that serve a model together; by default it is alone.
+
+    on_cpu, on_device: process groups of these ranks for tensors in host memory and on the device.
+    All ranks must make the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        on_cpu: ProcessGroup | None = None,
+        on_device: ProcessGroup | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._on_cpu, self._on_device = on_cpu, on_device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def numbers(self, mine: Sequence[int], about: object) -> list[int]:
+        """The first rank's integers, as many as this rank's own.
+
+        about: what they are about, equal on all ranks and printable. Raises RanksDisagree where it
+        is not: ranks that serve different requests must not go on.
+        """
+        if self.size == 1:
+            return list(mine)
+        header = [len(mine), crc32(repr(about).encode())]
+        message = torch.tensor([*header, *mine], dtype=torch.int64)
+        dist.broadcast(message, group=self._on_cpu, group_src=0)
+        values = message.tolist()
+        if values[:_HEADER] != header:
+            raise RanksDisagree(
+                f"rank {self.rank} of {self.size} no longer serves what rank 0 serves: it expects "
+                f"{len(mine)} numbers about {about}, and gets {values[0]} about something else"
+            )
+        return values[_HEADER:]
+
+    def runs(
+        self, mine: Sequence[Sequence[int]], most: Sequence[int], about: object
+    ) -> list[list[int]]:
+        """The first rank's runs of integers, as many as this rank's own; most: of how many integers
+        each can have. Raises RanksDisagree like numbers()."""
+        if self.size == 1:
+            return [list(run) for run in mine]
+        padded: list[int] = []
+        for run, length in zip(mine, most, strict=True):
+            assert len(run) <= length
+            padded += [len(run), *run, *[0] * (length - len(run))]
+        theirs = iter(self.numbers(padded, about))
+        runs = []
+        for length in most:
+            num, *values = [next(theirs) for _ in range(length + 1)]
+            runs.append(values[:num])
+        return runs
+
+    def tensor(self, mine: torch.Tensor) -> torch.Tensor:
+        """The first rank's tensor, of the shape of this rank's own, on the device; nobody waits for
+        it. May be `mine` itself, overwritten."""
+        if self.size == 1:
+            return mine
+        values = mine.contiguous()
+        dist.broadcast(values, group=self._on_device, group_src=0)
+        return values
+
+
+def agree(
+    ranks: Ranks, states: Sequence[RequestState], chosen: Sequence[Verified | None]
+) -> list[Verified | None]:
+    """Put the first rank's tokens in place of those that this rank chose for every request.
+
+    chosen: what a verification emits, not committed yet; None where the request has drafted, whose
+    last draft is replaced in `states`. Returns `chosen` with the first rank's tokens; logits, and
+    the distributions drafts were drawn from, stay this rank's own: only the first one's count.
+    """
+    if ranks.size == 1:
+        return list(chosen)
+    pairs = list(zip(states, chosen, strict=True))
+    runs = ranks.runs(
+        [s.drafts[-1:] if verified is None else verified.tokens for s, verified in pairs],
+        [1 if verified is None else len(s.drafts) + 1 for s, verified in pairs],
+        about=[(s.rid, s.next_position) for s in states],
+    )
+    agreed: list[Verified | None] = []
+    for (state, verified), tokens in zip(pairs, runs, strict=True):
+        if verified is None:
+            state.drafts[-1:] = tokens
+            agreed.append(None)
+        else:
+            agreed.append(verified._replace(tokens=tokens))
+    return agreed
+
+
+def agree_on_drafts(ranks: Ranks, states: Sequence[RequestState]) -> None:
+    """Replace the last draft of every request by the first rank's."""
+    agree(ranks, states, [None] * len(states))

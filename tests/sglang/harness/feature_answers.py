@@ -1,0 +1,66 @@
+"""Servers that answer the cases of features.py, and what makes two answers the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from harness.features import CASES, generate
+from harness.models import DEMO_MODEL
+from harness.servers import ServerSpec
+
+_CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja")
+_SHARED = (
+    "--max-total-tokens=24576",
+    "--enable-metrics",
+    "--grammar-backend=xgrammar",
+    f"--chat-template={_CHAT_TEMPLATE}",
+    "--enable-return-hidden-states",
+    "--enable-custom-logit-processor",
+)
+PLAIN = ServerSpec(DEMO_MODEL, _SHARED)
+# A residual cache far smaller than the prompts makes fetches, evictions and streamed reads happen.
+KVSPEC = ServerSpec(DEMO_MODEL, (*_SHARED, "--kvspec", "--kvspec-residual-hbm-fraction=0.05"))
+
+KVSPEC_ROUNDS = ServerSpec(DEMO_MODEL, (*KVSPEC.arguments, "--kvspec-schedule=rounds"))
+
+# Emitted from logits that differ in the last bits: forward passes batch tokens differently.
+LOGPROB_TOLERANCE = 2e-4
+
+# Of seeded answers.
+SEEDS = (1, 2)
+
+
+def answer_to(name: str, url: str) -> Any:
+    """A case's answer as JSON carries it."""
+    return json.loads(json.dumps(CASES[name](url)))
+
+
+def sample(url: str, seed: int) -> list[int]:
+    options = {"temperature": 0.9, "sampling_seed": seed, "max_new_tokens": 48}
+    return generate(url, **options)["output_ids"]
+
+
+def report_of(url: str) -> dict[str, Any]:
+    """The kvspec section of /server_info."""
+    info = requests.get(f"{url}/server_info", timeout=60).json()
+    return info["internal_states"][0]["kvspec"]
+
+
+def assert_same(actual: Any, wanted: Any, where: str) -> None:
+    """Equal structure and values; floats within LOGPROB_TOLERANCE."""
+    if isinstance(wanted, dict):
+        assert actual.keys() == wanted.keys(), where
+        for key, value in wanted.items():
+            assert_same(actual[key], value, f"{where}.{key}")
+    elif isinstance(wanted, list):
+        assert len(actual) == len(wanted), where
+        for index, value in enumerate(wanted):
+            assert_same(actual[index], value, f"{where}[{index}]")
+    elif isinstance(wanted, float):
+        assert actual == pytest.approx(wanted, abs=LOGPROB_TOLERANCE), where
+    else:
+        assert actual == wanted, where

@@ -1,0 +1,121 @@
+"""Two ranks answer what one does, and do what the first decides.
+
+On every rank but the first a fault makes each choice another one: tokens, acceptance, how many to
+draft. So answers are right only where the first rank's choices reach the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import requests
+from harness.faults import fault_environment
+from harness.feature_answers import KVSPEC, SEEDS, answer_to, assert_same, report_of, sample
+from harness.features import CASES, LONG_PROMPT, post
+from harness.scenarios import STRICT_CHECKS
+from harness.servers import ServerSpec, ServerSwitch
+
+from sglang_kvspec.adapters.ranks import ranks_on_a_machine, ranks_on_a_numa_node
+
+pytestmark = pytest.mark.server
+
+Url = Callable[[str], str]
+
+# Requests side by side; grammars, penalties, log-probabilities and prefixes; the rest is with
+# `make identity`.
+SAMPLE = (
+    "batch_of_prompts",
+    "regex_constraint",
+    "logprobs_with_stop_and_penalty",
+    "cached_prefix",
+)
+# Less than the tokens asked for need: what fits is what each rank has of it.
+HOST_GB = 0.125
+schedules = pytest.mark.parametrize("schedule", ["staggered", "rounds"])
+
+
+@pytest.fixture(scope="module")
+def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("faults") / "active"
+    path.write_text("ranks_differ")
+    return path
+
+
+@pytest.fixture(scope="module")
+def url_of(servers: ServerSwitch, seeded_answers: dict[int, list[int]], fault_file: Path) -> Url:
+    """The server of a schedule, once the answers to compare with are known."""
+    environment = STRICT_CHECKS.environment + fault_environment(KVSPEC_FAULT_FILE=fault_file)
+
+    def use(schedule: str) -> str:
+        flags = ("--tp-size=2", f"--kvspec-schedule={schedule}", f"--kvspec-host-gb={HOST_GB}")
+        spec = ServerSpec(KVSPEC.model, (*KVSPEC.arguments, *flags), environment)
+        return servers.use(spec).base_url
+
+    return use
+
+
+@schedules
+def test_two_ranks_answer_like_one(
+    schedule: str,
+    url_of: Url,
+    fault_file: Path,
+    plain_answers: dict[str, Any],
+    seeded_answers: dict[int, list[int]],
+) -> None:
+    url = url_of(schedule)
+    for name in SAMPLE:
+        assert_same(answer_to(name, url), plain_answers[name], name)
+    assert {seed: sample(url, seed) for seed in SEEDS} == seeded_answers
+    texts = [LONG_PROMPT + f"_{index}" for index in range(3)]
+    params = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 24, "ignore_eos": True}
+    # Each rank has a generator of its own here; nothing to compare with, but ranks stay together.
+    answers = post(url, "/generate", {"text": texts, "sampling_params": params})
+    assert [len(answer["output_ids"]) for answer in answers] == [24] * 3
+    assert fault_file.with_suffix(".fired").exists(), "the other rank was right by itself"
+    report = report_of(url)
+    assert report["ranks"] == 2
+    pools = report["pools"]
+    assert 2 * pools["bytes_per_token_plain"] == plain_bytes_per_token(KVSPEC.model)
+    page_bytes = pools["bytes_per_token_residual"] * pools["page_size"]
+    assert pools["limited_by"] == "host memory"
+    assert pools["num_pages"] == HOST_GB * 2**30 / 2 // page_bytes
+    assert 0 < report["counters"]["accepted"] < report["counters"]["drafted"]
+    # Ranks that each counted would count everything twice.
+    counted = re.search(
+        r"^sglang:kvspec_verifications_total\{.*\} (\S+)$",
+        requests.get(f"{url}/metrics", timeout=60).text,
+        re.MULTILINE,
+    )
+    assert counted is not None
+    assert float(counted[1]) == report["counters"]["verifications"]
+
+
+def test_ranks_divide_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on two machines of two NUMA nodes each."""
+    monkeypatch.setattr("sglang.srt.utils.common.get_cpu_ids_by_node", lambda: ["0-3", "4-7"])
+    for tp_size, on_machine, on_node in ((1, 1, 1), (2, 1, 1), (4, 2, 1), (8, 4, 2), (10, 5, 3)):
+        args = SimpleNamespace(tp_size=tp_size, nnodes=2)
+        assert (ranks_on_a_machine(args), ranks_on_a_numa_node(args)) == (on_machine, on_node)
+
+
+def plain_bytes_per_token(model: Path) -> int:
+    """Of the demo model's KV cache in float32, over all ranks."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+
+
+@pytest.mark.identity
+@schedules
+def test_two_ranks_answer_every_case(
+    schedule: str, url_of: Url, plain_answers: dict[str, Any]
+) -> None:
+    url = url_of(schedule)
+    for name in CASES:
+        assert_same(answer_to(name, url), plain_answers[name], name)

@@ -1,0 +1,80 @@
+"""Ranks decide together: two processes whose own choices differ come to the same tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_kvspec.runtime.chooser import Verified
+from sglang_kvspec.runtime.ranks import Ranks, agree
+
+SCRIPT = Path(__file__).with_name("rank_process.py")
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has come to."""
+    rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(rank), str(SIZE), rendezvous],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * SIZE
+    return [json.loads(output) for output in outputs]
+
+
+def test_every_rank_gets_what_the_first_sends(results) -> None:
+    expected = {
+        "numbers": [1, 2],
+        "no_numbers": [],
+        "runs": [[0], [0], []],
+        "tensor": [[0, 1, 2], [4, 5, 6]],
+    }
+    assert [result["messages"] for result in results] == [expected] * SIZE
+
+
+def test_all_ranks_emit_what_the_first_would_alone(results) -> None:
+    first = results[0]["alone"]
+    assert [result["together"] for result in results] == [first] * SIZE
+    for kind in ("greedy", "seeded", "unseeded"):
+        others = [result["alone"][kind] for result in results[1:]]
+        assert first[kind] not in others, f"{kind}: without messages ranks were to differ"
+
+
+def test_ranks_that_serve_different_requests_stop(results) -> None:
+    assert results[0]["apart"] == ["", ""], "the first rank asks nobody"
+    other_request, too_few = results[1]["apart"]
+    assert "rank 1 of 2 no longer serves what rank 0 serves" in other_request
+    assert "('request', 1)" in other_request
+    assert "expects 2 numbers about same, and gets 1" in too_few
+
+
+def test_a_rank_alone_keeps_its_own_choices() -> None:
+    ranks = Ranks()
+    grid = torch.arange(6).reshape(2, 3)
+    assert ranks.is_first
+    assert ranks.numbers((4, 5), about="this") == [4, 5]
+    assert ranks.runs([(1,), ()], [1, 1], about="this") == [[1], []]
+    assert ranks.tensor(grid) is grid
+    verified = Verified([7, 8], torch.zeros(2, 9))
+    state = SimpleNamespace(rid="r", drafts=[3], next_position=5)
+    assert agree(ranks, [state, state], [verified, None]) == [verified, None]
+    assert state.drafts == [3]
