@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 # Tokens a request takes at once where nobody drafts: what one step's requests wait for each other
 # for, and what one that ends in between computes in vain.
 PLAIN_STEPS = 8
+# Contexts of a batch that are read in less time than FlashInfer's kernels, ours for the tail, and
+# one to merge both take to start.
+SHORT_TOKENS = 8192
 
 
 class EagerDrafter:
@@ -100,8 +103,11 @@ class GraphStepper:
             return StepGraphs(runner, attention, self._rows, make_attention, pool)
 
         self._target = capture(attention.make_target_step)
+        self._short_target = self._target
+        if kv.codec.target == "exact":
+            self._short_target = capture(attention.make_short_target_step)
         self._drafts = capture(attention.make_draft_step) if max_draft_len else None
-        self.empty_step_s = self._target.time_empty_step()
+        self.empty_step_s = self._short_target.time_empty_step()
         # The first message between devices sets up their link, which takes long.
         ranks.tensor(self._rows.drafts)
         logger.info(
@@ -167,10 +173,12 @@ class GraphStepper:
             for i in order
         ]
         self._rows.load(rows)
-        self._target.plan(rows)
+        is_short = sum(len(row.past) for row in rows) * size <= SHORT_TOKENS
+        graphs = self._short_target if is_short else self._target
+        graphs.plan(rows)
         for _ in range(max(counts)):
             # All rows in every step: attention was planned for this batch size.
-            logits = self._target.replay(len(order))
+            logits = graphs.replay(len(order))
         return DraftedTokens(self._made(max(counts), len(order)), order, counts), logits
 
     def _made(self, num_steps: int, num_rows: int) -> torch.Tensor:

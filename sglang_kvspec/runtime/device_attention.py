@@ -18,7 +18,7 @@ from sglang_kvspec.runtime.step_attention import (
     REFINED_BATCH,
     AnchorStep,
     ExactStep,
-    RefinedStep,
+    RecordStep,
     StepAttention,
 )
 from sglang_kvspec.runtime.target_rows import TargetRows, sent_to, target_rows
@@ -176,7 +176,11 @@ class DeviceAttention:
         """The same at the target precision."""
         if isinstance(self._target, ExactAttention):
             return ExactStep(self._target, self._num_qo_heads, rows, batch)
-        return RefinedStep(self.kv, self._num_qo_heads, rows, batch)
+        return self.make_short_target_step(rows, batch)
+
+    def make_short_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
+        """The same, for short contexts."""
+        return RecordStep(self.kv, self._num_qo_heads, rows, batch)
 
     def begin_steps(self, rows: DraftRows, step: StepAttention) -> None:
         self._steps = (rows, step)

@@ -7,7 +7,7 @@ on the device. What else they attend to does not change within a round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -45,6 +45,8 @@ class AnchorStep:
             "settings": kv.codec.settings,
             "q_dtype": kv.geometry.dtype,
         }
+        # The CUDA kernel is for the past; it leaves the tail to the other one.
+        backend: Literal["auto", "triton"] = "auto" if past else "triton"
         nbytes = workspace_nbytes(
             batch_size=batch,
             num_qo_heads=heads[0],
@@ -52,9 +54,11 @@ class AnchorStep:
             head_dim=heads[2],
             page_size=heads[3],
             device=kv.device,
+            backend=backend,
             **common,
         )
-        self.attention = DraftAttention(torch.zeros(nbytes, dtype=torch.uint8, device=kv.device))
+        workspace = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
+        self.attention = DraftAttention(workspace, backend)
         begins = rows.past_indptr[: batch + 1]
         self.attention.plan(
             begins if past else torch.zeros_like(begins),
@@ -106,8 +110,9 @@ class ExactStep:
         return self._target.merge(past, recent)
 
 
-class RefinedStep:
-    """VerifyAttention over anchors and corrections, one token a request."""
+class RecordStep:
+    """VerifyAttention over records, one token a request: the int8 target, and the exact one where
+    contexts are so short that starting three kernels takes longer than reading them."""
 
     def __init__(self, kv: DeviceKV, num_qo_heads: int, rows: DraftRows, batch: int) -> None:
         self._kv, self._rows = kv, rows
@@ -135,7 +140,7 @@ class RefinedStep:
                 settings=kv.codec.settings,
                 device=kv.device,
                 q_dtype=kv.geometry.dtype,
-                source="int8",
+                source=kv.codec.target,  # type: ignore[arg-type]
             )
             workspaces[count] = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
         attention = VerifyAttention(workspaces[count])
@@ -146,7 +151,7 @@ class RefinedStep:
             rows.past_last[part],
             *heads,
             settings=kv.codec.settings,
-            target="int8",
+            target=kv.codec.target,  # type: ignore[arg-type]
             q_dtype=kv.geometry.dtype,
             max_qo_len=1,
         )

@@ -208,11 +208,12 @@ def test_draft_steps_in_a_graph(codec: str) -> None:
 
 @CODECS
 @TARGETS
-def test_target_steps_in_a_graph(codec: str, target: str) -> None:
+@pytest.mark.parametrize("kind", ["target", "short_target"])
+def test_target_steps_in_a_graph(codec: str, target: str, kind: str) -> None:
     """Rounds without drafts, over the ends of pages, against single rows; then a verification."""
     pair = Pair(codec, target)
     pair.prefill(a=190, b=500, c=3)
-    steps = Steps(pair, "make_target_step")
+    steps = Steps(pair, f"make_{kind}_step")
     kv = pair.device.kv
     kv.capture_publishing()
     for wanted in ({"b": 6, "a": 5, "c": 2}, {"c": 8, "a": 8, "b": 7}, {"a": 1}):
