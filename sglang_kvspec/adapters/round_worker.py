@@ -78,6 +78,8 @@ class RoundWorker(KVSpecWorker):
         self._ahead: StartedRound | None = None
         # From the first step of the last round until its verification was enqueued.
         self._enqueue_s = 0.0
+        # Of the round after the one that runs, decided while the device is still busy with that.
+        self._next_lens: list[int] = []
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._side.join()
@@ -91,7 +93,7 @@ class RoundWorker(KVSpecWorker):
         ahead, self._ahead = self._ahead, None
         started = None if ahead is None else ahead.for_batch(states)
         if started is None:
-            started = self._start(batch, states, pages)
+            started = self._start(batch, states, pages, self._draft_lens(states))
         self._side.join()
         context = sum(state.committed_len for state in states) / len(states)
         finish = self._finish_plain if started.is_plain else self._finish_round
@@ -106,7 +108,9 @@ class RoundWorker(KVSpecWorker):
             self.clock.observe(started.lens, context, timing[0], verify_s, self._enqueue_s)
         self.counters.iterations += 1
         if self._can_start_ahead(batch, states):
-            self._ahead = self._start(batch, states, pages)
+            caps = [state.cap_len(self.config.max_draft_len) for state in states]
+            lens = [min(pair) for pair in zip(self._next_lens, caps, strict=True)]
+            self._ahead = self._start(batch, states, pages, lens)
         caps = [0] * len(states) if started.is_plain else started.lens
         return self._result(batch, states, verified, caps, logits_output)
 
@@ -121,10 +125,10 @@ class RoundWorker(KVSpecWorker):
         )
 
     def _start(
-        self, batch: Any, states: list[RequestState], pages: list[torch.Tensor]
+        self, batch: Any, states: list[RequestState], pages: list[torch.Tensor], lens: list[int]
     ) -> StartedRound:
-        """Tell the device what to do next. pages: as _page_table gives them."""
-        lens = self._draft_lens(states)
+        """Tell the device what to do next. pages: as _page_table gives them. lens: drafts to make
+        for each request; where nobody drafts, a GPU takes tokens without."""
         timer = PhaseTimer(self.kv.device)
         started = StartedRound(list(states), lens, timer, time.perf_counter())
         with self._side:
@@ -143,6 +147,11 @@ class RoundWorker(KVSpecWorker):
                 started.logits = None if at_once else logits
             timer.mark()
         return started
+
+    def _plan_next(self, states: list[RequestState]) -> None:
+        """Before the CPU waits for the device, which is not to wait for this."""
+        if self._graphs is not None:
+            self._next_lens = self._draft_lens(states)
 
     def _draft_lens(self, states: list[RequestState]) -> list[int]:
         caps = [state.cap_len(self.config.max_draft_len) for state in states]
@@ -198,6 +207,7 @@ class RoundWorker(KVSpecWorker):
         )
         self._timer.mark()
         self._enqueue_s = time.perf_counter() - started.begun_at
+        self._plan_next(states)
         if started.made is not None:
             for i, tokens in started.made.deliver().items():
                 states[i].drafts.extend(tokens)
@@ -238,6 +248,7 @@ class RoundWorker(KVSpecWorker):
     ) -> tuple[list[Verified | None], Any]:
         """Take over tokens that were not drafted. A request that came meanwhile has none."""
         assert started.made is not None
+        self._plan_next(states)
         if started.logits is not None:
             logits = started.logits[: len(states)]
             rows = {
