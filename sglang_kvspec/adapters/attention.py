@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.attention_registry import (
     register_attention_backend,
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.server_args import add_attention_backend_choices
 
@@ -39,6 +40,8 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
         for module in runner.model.modules():
             if isinstance(module, RadixAttention):
                 _check_attention(module, isinstance(self.attention, DeviceAttention))
+            if isinstance(module, LogitsProcessor):
+                check_logits(module, runner.tp_group.world_size)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         pass
@@ -97,6 +100,16 @@ def _check_attention(layer: RadixAttention, on_gpu: bool) -> None:
     _refuse_any(reasons)
 
 
+def check_logits(processor: Any, num_ranks: int) -> None:
+    """Raise UnsupportedError where ranks do not gather logits from one another: drafts chosen on
+    the device, step after step, are then each rank's own.
+
+    processor: the model's LogitsProcessor.
+    """
+    apart = num_ranks > 1 and not processor.do_tensor_parallel_all_gather
+    _refuse_any({f"logits that each of {num_ranks} ranks computes for itself": apart})
+
+
 def _check_call(k: Any, save_kv_cache: bool, extra: dict[str, Any]) -> None:
     unknown = [name for name, value in extra.items() if value is not None]
     reasons = {
@@ -109,7 +122,7 @@ def _check_call(k: Any, save_kv_cache: bool, extra: dict[str, Any]) -> None:
 def _refuse_any(reasons: dict[str, bool]) -> None:
     for reason, present in reasons.items():
         if present:
-            raise UnsupportedError(f"--kvspec cannot serve attention with {reason}")
+            raise UnsupportedError(f"--kvspec cannot serve a model with {reason}")
 
 
 def register() -> None:

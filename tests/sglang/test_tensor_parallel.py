@@ -20,7 +20,9 @@ from harness.features import CASES, LONG_PROMPT, post
 from harness.scenarios import STRICT_CHECKS
 from harness.servers import ServerSpec, ServerSwitch
 
+from sglang_kvspec.adapters.attention import check_logits
 from sglang_kvspec.adapters.ranks import ranks_on_a_machine, ranks_on_a_numa_node
+from sglang_kvspec.core.errors import UnsupportedError
 
 pytestmark = pytest.mark.server
 
@@ -101,6 +103,13 @@ def test_ranks_divide_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for tp_size, on_machine, on_node in ((1, 1, 1), (2, 1, 1), (4, 2, 1), (8, 4, 2), (10, 5, 3)):
         args = SimpleNamespace(tp_size=tp_size, nnodes=2)
         assert (ranks_on_a_machine(args), ranks_on_a_numa_node(args)) == (on_machine, on_node)
+
+
+def test_ranks_that_compute_all_logits_themselves_are_refused() -> None:
+    for num_ranks, gathers in ((1, False), (2, True)):
+        check_logits(SimpleNamespace(do_tensor_parallel_all_gather=gathers), num_ranks)
+    with pytest.raises(UnsupportedError, match="logits that each of 2 ranks computes"):
+        check_logits(SimpleNamespace(do_tensor_parallel_all_gather=False), 2)
 
 
 def plain_bytes_per_token(model: Path) -> int:
