@@ -16,6 +16,7 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.planning.capacity import (
     CapacityPlan,
     PageBytes,
+    pages_of_one_request,
     plan_capacity,
     split_shared_memory,
     window_pages_for,
@@ -83,9 +84,13 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         assert self._budget_bytes is not None, "SGLang profiles memory before it caps tokens"
         budget_bytes, host_limit_bytes = self._budget_bytes, available_host_bytes()
         host_bytes = None if config.host_gb is None else int(config.host_gb * GIB)
+        min_cache_pages = 0
         if self._kvc.device != "cpu":
-            # DeviceKV has no host store.
             host_bytes = host_bytes or 0
+            # Kernels read residuals from the cache only, and prefill comes one request at a time.
+            min_cache_pages = pages_of_one_request(
+                int(self._kvc.model_config.context_len), config.max_draft_len, geometry.page_size
+            )
         elif host_bytes is None:
             budget_bytes, host_limit_bytes = split_shared_memory(
                 budget_bytes, page_bytes, window_pages, config.residual_hbm_fraction
@@ -98,6 +103,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             host_bytes=host_bytes,
             host_limit_bytes=host_limit_bytes,
             max_pages=max_pages,
+            min_cache_pages=min_cache_pages,
         )
         _plans[id(self._kvc)] = plan
         return MemoryPoolConfig(max_total_num_tokens=plan.num_pages * geometry.page_size)

@@ -45,8 +45,11 @@ class KVTiers(ABC):
         self.window = RecentWindow(
             geometry, plan.num_pages, plan.window_pages, device, table_device
         )
-        self.residuals = ResidualTiers(geometry, plan, codec.residual_bytes, device)
+        self.residuals = self._make_residuals()
         self._encoded: set[int] = set()
+
+    def _make_residuals(self) -> ResidualTiers:
+        return ResidualTiers(self.geometry, self.plan, self.codec.residual_bytes, self.device)
 
     def open_pages(self, pages: Iterable[int]) -> None:
         """Give every page that is neither in the window nor encoded a place in the window.

@@ -57,6 +57,7 @@ class DeviceAttention:
         """Open the window pages this forward writes to, announce the pages it encodes, and plan."""
         assert self._plan is None, "the previous forward was not finished"
         kv, size = self.kv, self.kv.geometry.page_size
+        kv.require_residuals(p for row in plan.rows for p in row.past_pages(size).tolist())
         for row in plan.rows:
             written = row.written_pages(size)
             pages = row.pages[written.start : written.stop].tolist()
@@ -68,6 +69,7 @@ class DeviceAttention:
             plan, size, kv.window.slots.slot_of, split_by_page=kv.codec.target == "int8"
         )
         self._rows = rows
+        kv.place_residuals(rows.encode_pages.tolist())
         self._index = {
             name: sent_to(kv.device, getattr(rows, name))
             for name in (
@@ -87,6 +89,7 @@ class DeviceAttention:
         assert self._plan is not None
         for row in self._plan.rows:
             self.kv.finish_encode(row.pages[row.direct.start : row.direct.stop].tolist())
+        self.kv.end_forward()
         self._plan = self._rows = self._scratch = None
         self._index = {}
 

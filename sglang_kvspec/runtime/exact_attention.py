@@ -47,7 +47,7 @@ class ExactAttention:
             self._past.plan(
                 rows.qo_indptr,
                 rows.past_indptr,
-                sent_to(self._kv.device, rows.past_pages - 1),
+                self._kv.residual_slots.index_select(0, sent_to(self._kv.device, rows.past_pages)),
                 torch.where(num_pages > 0, size, 0).int(),
                 *self._heads,
                 causal=False,

@@ -143,9 +143,7 @@ def test_what_kernels_are_given_fits_the_pools(make_device_kv, monkeypatch):
     assert (codec, target) == (kv.codec.settings, "int8")
 
 
-def test_a_host_store_and_fp32_are_refused(make_device_kv):
-    with pytest.raises(UnsupportedError, match="--kvspec-host-gb must be 0"):
-        make_device_kv(store=True)
+def test_fp32_is_refused(make_device_kv):
     with pytest.raises(UnsupportedError, match=r"bf16 and fp16 .*float32"):
         make_device_kv(dtype=torch.float32)
     assert make_device_kv(dtype=torch.float16).geometry.dtype == torch.float16
