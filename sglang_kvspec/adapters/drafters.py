@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class Drafter(Protocol):
-    """Makes lens[i] drafts for states[i], and appends them or returns them where they are not known
-    yet. pages[i]: page ids on the CPU, up to the last draft's and the token after it."""
+    """Makes lens[i] more drafts for states[i], and appends them or returns them where they are not
+    known yet. pages[i]: page ids on the CPU, up to the last draft's and the token after it."""
 
     def draft(
         self,
@@ -105,11 +105,13 @@ class GraphDrafter:
         # Longest first, so that the requests of every step are the first ones.
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
         for i in order:
-            open_for_drafts(self._kv, states[i].committed_len, pages[i], lens[i])
+            open_for_drafts(self._kv, states[i].next_position, pages[i], lens[i])
+        # Behind the drafts of earlier rounds, whose KV is in the window.
+        starts = [(states[i].last_token, states[i].next_position) for i in order]
         self._rows.load(
             [
-                draft_row(self._kv, states[i].pending, states[i].committed_len, pages[i], lens[i])
-                for i in order
+                draft_row(self._kv, token, position, pages[i], lens[i])
+                for i, (token, position) in zip(order, starts, strict=True)
             ]
         )
         if all(takes_argmax(batch.reqs[i], states[i]) for i in order):

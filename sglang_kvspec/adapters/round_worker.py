@@ -1,7 +1,9 @@
-"""The worker that drafts and verifies in rounds, for residuals that lie in the KV memory.
+"""The worker that drafts and verifies in rounds.
 
 All requests draft at once, in steps that need no decision in between and that a GPU replays from
-a graph without waiting for the CPU, and then verify at once. SGLang sees one iteration a round.
+a graph without waiting for the CPU, and then verify at once. Where not all residuals lie in the KV
+memory some of them verify, and the others go on drafting in the next round. SGLang sees one
+iteration a round.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_kvspec.adapters.drafters import Drafter, EagerDrafter, GraphDrafter
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN
+from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.planning.rounds import RoundClock, RoundRequest, plan_round
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Verified
@@ -22,6 +26,7 @@ from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.round_stepper import RoundStepper
 
 # Drafts of the first round, before anything was measured.
 FIRST_DRAFT_LEN = 8
@@ -54,69 +59,103 @@ class RoundWorker(KVSpecWorker):
         self._timer = PhaseTimer(self.kv.device)
         self._last_batch, self._last_context = 0, 0.0
 
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        super().alloc_memory_pool(*args, **kwargs)
+        self.stepper = RoundStepper(self.kv)
+
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         states = batch.spec_info.states
         self._check_states(batch, states)
-        lens = self._draft_lens(states)
-        ends = [s.committed_len + n + 1 for s, n in zip(states, lens, strict=True)]
-        pages = self._page_table(batch, ends)
+        caps = [state.cap_len(self.config.max_draft_len) for state in states]
+        pages = self._page_table(
+            batch, [s.committed_len + cap + 1 for s, cap in zip(states, caps, strict=True)]
+        )
+        context = sum(state.committed_len for state in states) / len(states)
+        lens, budget = self._draft_lens(states, caps, context)
+        plan = self.stepper.plan(states, pages, lens, budget)
+        num_drafts = [len(state.drafts) + n for state, n in zip(states, lens, strict=True)]
         self._timer.start()
         drafted = self._drafter.draft(batch, states, pages, lens) if any(lens) else None
         self._timer.mark()
+        self.stepper.await_fetches(plan, pages)
+        self._timer.mark()
         rows = {
-            i: Row(RowKind.VERIFY, state.committed_len, lens[i] + 1, pages[i])
-            for i, state in enumerate(states)
+            i: self._verify_row(states[i].committed_len, num_drafts[i] + 1, pages[i])
+            for i in plan.verify
         }
-        # The CPU enqueues all this while the GPU drafts.
-        result = self._forward(
-            ForwardPlan(tuple(rows.values())),
-            forward_batch=self._ragged_batch(batch, states, rows, drafted),
-        )
+        logits_output = LogitsProcessorOutput(next_token_logits=None)
+        if rows:
+            # The CPU enqueues all this while the GPU drafts.
+            result = self._forward(
+                ForwardPlan(tuple(rows.values())),
+                forward_batch=self._ragged_batch(batch, states, rows, drafted),
+            )
+            logits_output = result.logits_output
         self._timer.mark()
         if drafted is not None:
             drafted.deliver(states)
-        context = sum(state.committed_len for state in states) / len(states)
-        verified = self._judge(batch, states, rows, result.logits_output.next_token_logits)
+        verified = self._judge(batch, states, rows, logits_output.next_token_logits)
         self.pages.flush()
-        self.clock.observe(lens, context, *self._timer.seconds())
+        draft_s, _, verify_s = self._timer.seconds()
+        verified_lens = [num_drafts[i] for i in rows]
+        self.clock.observe(lens, context, draft_s, verify_s, verified_lens)
         self._last_batch, self._last_context = len(states), context
         self.counters.iterations += 1
-        return self._result(batch, states, verified, lens, result.logits_output)
+        self.counters.waits += sum(n == 0 and i not in rows for i, n in enumerate(lens))
+        cap_lens = [n if i in rows else 0 for i, n in enumerate(num_drafts)]
+        return self._result(batch, states, verified, cap_lens, logits_output)
+
+    def _verify_row(self, start: int, length: int, pages: torch.Tensor) -> Row:
+        num_pages = -(-(start + length) // self.kv.geometry.page_size)
+        return Row(RowKind.VERIFY, start, length, pages[:num_pages])
 
     def _judge(
-        self, batch: Any, states: list[RequestState], rows: dict[int, Row], logits: torch.Tensor
-    ) -> list[Verified]:
-        """Verify every request by its rows of logits [num_tokens, vocab] and commit."""
+        self,
+        batch: Any,
+        states: list[RequestState],
+        rows: dict[int, Row],
+        logits: torch.Tensor | None,
+    ) -> list[Verified | None]:
+        """Verify the requests of `rows` by their logits [num_tokens, vocab] and commit. None for
+        the others."""
+        verified: list[Verified | None] = [None] * len(states)
+        if logits is None:
+            return verified
         likeliest: list[int] = []
-        if any(takes_argmax(req, state) for req, state in self._zip(batch, states)):
+        if any(takes_argmax(batch.reqs[i], states[i]) for i in rows):
             likeliest = logits.argmax(-1).tolist()
-        verified, first = [], 0
-        for i, (req, state) in enumerate(self._zip(batch, states)):
-            span = slice(first, first + rows[i].length)
+        first = 0
+        for i, row in rows.items():
+            req, state = batch.reqs[i], states[i]
+            span = slice(first, first + row.length)
             first = span.stop
             if takes_argmax(req, state):
                 tokens = self.chooser.judge(state, likeliest[span])
-                verified.append(self._commit(state, rows[i], Verified(tokens, logits[span])))
+                verified[i] = self._commit(state, row, Verified(tokens, logits[span]))
             else:
-                verified.append(self._verify(req, state, rows[i], logits[span]))
+                verified[i] = self._verify(req, state, row, logits[span])
         return verified
 
-    def _draft_lens(self, states: list[RequestState]) -> list[int]:
-        caps = [state.cap_len(self.config.max_draft_len) for state in states]
+    def _draft_lens(
+        self, states: list[RequestState], caps: list[int], context: float
+    ) -> tuple[list[int], RoundBudget]:
+        """Drafts that each request adds to those it has, and what the link moves meanwhile."""
+        rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
+        cost = self.clock.cost(context)
         if self.config.draft_len != AUTO_DRAFT_LEN:
-            return caps
-        if not self.clock.has_measured:
-            lens = [min(FIRST_DRAFT_LEN, cap) for cap in caps]
+            lens = rooms
+        elif not self.clock.has_measured:
+            lens = [min(FIRST_DRAFT_LEN, room) for room in rooms]
         else:
-            context = sum(state.committed_len for state in states) / len(states)
             requests = [
-                RoundRequest(state.acceptance.probability, cap)
+                RoundRequest(state.acceptance.probability, cap, len(state.drafts))
                 for state, cap in zip(states, caps, strict=True)
             ]
-            lens = plan_round(requests, self.clock.cost(context))
-        # Ranks measure different times and must draft the same.
+            lens = plan_round(requests, cost)
+        decided = lens, self.stepper.budget(lens, cost)
+        # Ranks measure different times and must do the same.
         group = self._target_worker.model_runner.tp_group
-        return lens if group.world_size == 1 else list(group.broadcast_object(lens, src=0))
+        return decided if group.world_size == 1 else group.broadcast_object(decided, src=0)
 
     def _page_table(self, batch: Any, num_tokens: list[int]) -> list[torch.Tensor]:
         """Page ids on the CPU of every request's first num_tokens tokens, in one transfer."""

@@ -58,6 +58,10 @@ class DeviceKV(KVTiers):
         if self._hosted is not None:
             self._hosted.require(pages)
 
+    def await_residuals(self, pages: Iterable[int]) -> None:
+        if self._hosted is not None:
+            self._hosted.await_fetches(pages)
+
     def place_residuals(self, pages: Iterable[int]) -> None:
         """The next forward encodes these pages before it attends, also such as it may not keep; its
         kernels find all residuals by `residual_slots` now."""

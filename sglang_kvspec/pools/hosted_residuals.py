@@ -73,7 +73,7 @@ class HostedResiduals(ResidualTiers):
         missing = self.missing(needed)
         self._make_room(len(missing))
         self.start_fetch(missing)
-        self._wait_for([page for page in needed if page in self._arrivals])
+        self.await_fetches(needed)
 
     def begin(self, pages: Iterable[int]) -> None:
         """These pages will be encoded layer by layer, into the cache."""
@@ -135,6 +135,12 @@ class HostedResiduals(ResidualTiers):
         events = {id(event): event for event in self._arrivals.values()}
         over = {key for key, event in events.items() if event.query()}
         self._wait_for([page for page, event in self._arrivals.items() if id(event) in over])
+
+    def await_fetches(self, pages: Iterable[int]) -> None:
+        """Make these pages RESIDENT where they are on their way, for what is enqueued from now
+        on."""
+        if self._arrivals:
+            self._wait_for([page for page in dict.fromkeys(pages) if page in self._arrivals])
 
     def evict(self, pages: Iterable[int]) -> None:
         for page in set(pages):

@@ -91,6 +91,11 @@ class KVTiers(ABC):
         self.residuals.finish(pages)
         self._encoded.update(pages)
 
+    def await_residuals(self, pages: Iterable[int]) -> None:
+        """What is enqueued from now on may read the residuals of these pages, whose fetch was
+        started."""
+        self.residuals.finish_fetches()
+
     def is_encoded(self, page: int) -> bool:
         return page in self._encoded
 

@@ -6,6 +6,7 @@ A short version runs with the other tests; `make soak` goes on for half an hour.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +45,16 @@ def answers(
     return [(task, reference.answer(task)) for task in tasks]
 
 
-@pytest.fixture
-def soak(servers: ServerSwitch, answers: list[tuple[Task, TokenIds]]) -> Soak:
+@pytest.fixture(params=["staggered", "rounds"])
+def soak(
+    request: pytest.FixtureRequest, servers: ServerSwitch, answers: list[tuple[Task, TokenIds]]
+) -> Soak:
     """Against a server with a small residual cache that checks its memory at every step, and
     retracts now and then."""
-    drafting = Setting("exact", "log4").server(DEMO_MODEL, f"--max-running-requests={CONCURRENT}")
-    small = (("KVSPEC_CACHE_PAGES", str(CACHE_PAGES)), ("PYTHONPATH", str(FAULTS)))
+    setting = Setting("exact", "log4", request.param)
+    drafting = setting.server(DEMO_MODEL, f"--max-running-requests={CONCURRENT}")
+    path = os.pathsep.join([str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    small = (("KVSPEC_CACHE_PAGES", str(CACHE_PAGES)), ("PYTHONPATH", path))
     spec = FORCED_RETRACTION.server(STRICT_CHECKS.server(replace(drafting, environment=small)))
     return Soak(servers.use(spec), answers, concurrent=CONCURRENT, seed=SEED)
 
