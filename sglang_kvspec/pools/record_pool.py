@@ -83,4 +83,6 @@ def _pin(owner: RecordPool, memory: torch.Tensor) -> None:
             f"pinning {memory.nbytes / 2**30:.1f} GiB of host memory failed with CUDA error "
             f"{status}: lower --kvspec-host-gb, or raise the limit on locked memory (ulimit -l)"
         )
-    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
+    unpin = weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
+    # A process that ends gives its memory back without being asked.
+    unpin.atexit = False

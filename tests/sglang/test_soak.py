@@ -52,7 +52,9 @@ def soak(
     """Against a server with a small residual cache that checks its memory at every step, and
     retracts now and then."""
     setting = Setting("exact", "log4", request.param)
-    drafting = setting.server(DEMO_MODEL, f"--max-running-requests={CONCURRENT}")
+    # So that answers take many rounds.
+    short = ("--kvspec-draft-len=4",) if request.param == "rounds" else ()
+    drafting = setting.server(DEMO_MODEL, f"--max-running-requests={CONCURRENT}", *short)
     path = os.pathsep.join([str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     small = (("KVSPEC_CACHE_PAGES", str(CACHE_PAGES)), ("PYTHONPATH", path))
     spec = FORCED_RETRACTION.server(STRICT_CHECKS.server(replace(drafting, environment=small)))
