@@ -14,6 +14,7 @@ from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.lanes import Lanes
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
@@ -81,6 +82,32 @@ class AttentionPair:
             rows[name] = Row(RowKind.VERIFY, start, length, self.page_ids(name, start + length))
         self._forward(rows, lengths | (accepted or {}))
 
+    def draft(self, rows: DraftRows, done: int, **lengths: int) -> None:
+        """Add so many drafts to each request, longest first, behind `done` that each has. rows: of
+        this batch size."""
+        ids = {
+            name: self.page_ids(name, self.committed[name] + done + n + 1)
+            for name, n in lengths.items()
+        }
+        starts = {name: self.committed[name] + done for name in lengths}
+        rows.load(
+            [draft_row(self.kv, 0, starts[name], ids[name], n) for name, n in lengths.items()]
+        )
+        drafter = self.attention.make_drafter(rows, len(lengths))
+        self.attention.begin_draft(rows, drafter)
+        for step in range(max(lengths.values())):
+            going = [name for name, n in lengths.items() if n > step]
+            plan = ForwardPlan(
+                tuple(Row(RowKind.DRAFT, starts[name] + step, 1, ids[name]) for name in going)
+            )
+            self.reference.begin(plan)
+            rows.begin_step(len(lengths))
+            for layer in range(self.geometry.num_layers):
+                self._attend(layer, len(lengths), len(going))
+            rows.end_step(torch.zeros(len(lengths), 10, device=self.kv.device))
+            self.reference.finish()
+        self.attention.end_draft()
+
     def free(self, *names: str) -> None:
         """These requests are gone, and so are their pages."""
         for name in names:
@@ -105,12 +132,8 @@ class AttentionPair:
         plan = ForwardPlan(tuple(rows.values()))
         self.reference.begin(plan)
         self.attention.begin(plan)
-        scale = self.geometry.head_dim**-0.5
         for layer in range(self.geometry.num_layers):
-            q, k, v = self._draw(plan.num_tokens)
-            want = self.reference.forward(layer, q, k, v, scale)
-            q, k, v = (part.to(self.kv.device) for part in (q, k, v))
-            self._compare(self.attention.forward(layer, q, k, v, scale), want)
+            self._attend(layer, plan.num_tokens, plan.num_tokens)
         self.reference.finish()
         self.attention.finish()
         for name, row in rows.items():
@@ -122,6 +145,14 @@ class AttentionPair:
             keeper.flush()
         for kv in (self.reference_kv, self.kv):
             kv.check_integrity()
+
+    def _attend(self, layer: int, num_tokens: int, num_real: int) -> None:
+        """Both sides on new tokens, of which the reference gets and is compared in the first."""
+        scale = self.geometry.head_dim**-0.5
+        q, k, v = self._draw(num_tokens)
+        want = self.reference.forward(layer, q[:num_real], k[:num_real], v[:num_real], scale)
+        q, k, v = (part.to(self.kv.device) for part in (q, k, v))
+        self._compare(self.attention.forward(layer, q, k, v, scale)[:num_real], want)
 
     def _draw(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # As a model's projection gives them: slices of one tensor.

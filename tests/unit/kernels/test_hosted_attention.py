@@ -17,6 +17,7 @@ from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.host_copies import HostCopies
 from sglang_kvspec.pools.hosted_residuals import HostedResiduals
+from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.testing import paged_prefill
 from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
 
@@ -78,6 +79,20 @@ def test_int8_has_slots_for_pages_that_a_verification_fills_on_the_way(pair):
     both.verify(b=2)
     assert both.kv.residuals.bytes_fetched
     assert len(both.encoded("ab")) > both.kv.plan.cache_pages
+
+
+def test_drafts_go_on_from_where_an_earlier_round_left_them(pair, device):
+    """In another batch, and over the border of a page."""
+    both = pair("log4", "exact", cache_pages=6)
+    both.prefill(a=PAGE + 61)
+    both.prefill(b=70)
+    rows = DraftRows(2, 8, 24, PAGE, device)
+    both.draft(rows, 0, a=2, b=2)
+    both.draft(DraftRows(1, 8, 24, PAGE, device), 2, a=4)
+    # b goes on later.
+    both.draft(rows, 2, b=3)
+    both.verify({"a": 5}, a=7)
+    both.verify(b=6)
 
 
 def test_a_forward_beyond_the_cache_is_refused(pair):
