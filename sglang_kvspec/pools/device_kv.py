@@ -52,11 +52,22 @@ class DeviceKV(KVTiers):
         self._hosted = HostedResiduals(*parts, lanes)
         return self._hosted
 
-    def require_residuals(self, pages: Iterable[int]) -> None:
-        """The next forward reads these encoded pages at the target precision. Raises CapacityError
-        when the residual cache cannot hold them all at once."""
+    def warm_up(self) -> None:
+        """Compile what copies of residuals run, while no page is in use."""
         if self._hosted is not None:
-            self._hosted.require(pages)
+            self._hosted.warm_up()
+
+    def require_residuals(self, pages: Iterable[int], *, by_layer: bool = False) -> None:
+        """The next forward reads these encoded pages at the target precision. by_layer: it waits
+        for them with await_layer() before each layer. Raises CapacityError when the residual cache
+        cannot hold them all at once."""
+        if self._hosted is not None:
+            self._hosted.require(pages, by_layer=by_layer)
+
+    def await_layer(self, layer: int) -> None:
+        """The forward goes on to read residuals of this layer."""
+        if self._hosted is not None:
+            self._hosted.await_layer(layer)
 
     def await_residuals(self, pages: Iterable[int]) -> None:
         if self._hosted is not None:

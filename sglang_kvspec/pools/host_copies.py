@@ -2,15 +2,19 @@
 
 One copy moves all layers of a page, since both sides hold them in one run of memory: the copy
 engines do it at the speed of the link, beside the kernels and without taking multiprocessors from
-them, and the CPU makes one call a page.
+them, and the CPU makes one call a page. A forward that need not wait for whole pages has them layer
+by layer, by a small kernel that reads the pinned memory, all pages of a layer in one launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from sglang_kvspec.pools.lanes import Event, Lane, Lanes
 from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.pools.transfers import sent_to
 
 # (page, slot): the row of the store, and the cache slot.
 Pair = tuple[int, int]
@@ -48,14 +52,35 @@ class HostCopies:
     def fetch(self, pairs: Sequence[Pair]) -> Event:
         """Bring pages into slots, whose former content the main lane may still be using. Returns
         when they are there: `main_waits` before the main lane reads them."""
-        lane = self._lanes.to_device
-        lane.wait(self._lanes.main.mark())
-        written = [self._row_written.get(page) for page, _ in pairs]
-        _wait(lane, [*written, *self._pop_uses(slot for _, slot in pairs)])
+        lane = self._fetching_lane(pairs)
         lane.copy([(self._cache.page(slot), self._store.page(page)) for page, slot in pairs])
         done = lane.mark()
         self._slot_uses |= {slot: [done] for _, slot in pairs}
         return done
+
+    def fetch_by_layer(self, pairs: Sequence[Pair]) -> list[Event]:
+        """As fetch(); returns when the pages of layer 0, 1 and so on are there."""
+        device = self._cache.layer(0).device
+        pages, slots = (
+            sent_to(device, torch.tensor(ids, dtype=torch.int32))
+            for ids in zip(*pairs, strict=True)
+        )
+        # Also behind the indices, which the main lane sends.
+        lane = self._fetching_lane(pairs)
+        events = []
+        for layer in range(self._cache.num_layers):
+            lane.copy_rows(self._cache.layer(layer), slots, self._store.layer(layer), pages)
+            events.append(lane.mark())
+        self._slot_uses |= {slot: [events[-1]] for _, slot in pairs}
+        return events
+
+    def _fetching_lane(self, pairs: Sequence[Pair]) -> Lane:
+        """The lane of fetches, behind all that these pages and slots are still needed for."""
+        lane = self._lanes.to_device
+        lane.wait(self._lanes.main.mark())
+        written = [self._row_written.get(page) for page, _ in pairs]
+        _wait(lane, [*written, *self._pop_uses(slot for _, slot in pairs)])
+        return lane
 
     def main_waits(self, events: Iterable[Event]) -> None:
         """The main lane goes on after these."""

@@ -22,8 +22,9 @@ class HostedResiduals(ResidualTiers):
     and every page is born in the cache and written through to the store. What has not been used for
     the longest time makes room.
 
-    A forward: require(), begin() and lend() in this order, sync(), the forward, finish(),
-    take_back(). Copies run beside all that; HostCopies orders them on the device.
+    A forward: require(), begin() and lend() in this order, sync(), the layers, each behind its
+    await_layer(), finish(), take_back(). Copies run beside all that; HostCopies orders them on the
+    device.
     """
 
     by_page = True
@@ -50,19 +51,28 @@ class HostedResiduals(ResidualTiers):
         self.slots_on_device = self._slots_of(range(plan.num_pages + 1)).to(device)
         self._copies = HostCopies(self._cache, self._store, lanes)
         self._arrivals: dict[int, Event] = {}
+        # When each layer of what the present forward fetches by layer is there.
+        self._layers_arrive: list[Event] = []
         self._lent: list[int] = []
         self._moved: set[int] = set()
         # Forwards so far, and the last one that used a page.
         self._now = 0
         self._last_use = [0] * (plan.num_pages + 1)
 
+    def warm_up(self) -> None:
+        """Copy once what serving copies, while no page is in use, so that nothing is compiled for a
+        request."""
+        assert not len(self.cache_slots), "a slot is in use"
+        self._copies.main_waits(self._copies.fetch_by_layer([(1, 0)]))
+
     # A forward
 
-    def require(self, pages: Iterable[int]) -> None:
+    def require(self, pages: Iterable[int], *, by_layer: bool = False) -> None:
         """The next forward reads these pages' residuals: fetch those that are not in the cache, and
         make the forward wait for those on their way. Until the next call none of them makes room.
 
-        Raises CapacityError when the cache cannot hold them all at once.
+        by_layer: fetch layer by layer, and let each layer wait for its own part alone. Raises
+        CapacityError when the cache cannot hold all pages at once.
         """
         self._now += 1
         needed = list(dict.fromkeys(pages))
@@ -72,8 +82,18 @@ class HostedResiduals(ResidualTiers):
         assert not absent, f"page {absent[0]} has no residual to read"
         missing = self.missing(needed)
         self._make_room(len(missing))
+        if by_layer and missing:
+            self.await_fetches(needed)
+            self._layers_arrive = self._copies.fetch_by_layer(self._claim(missing))
+            self._arrivals |= dict.fromkeys(missing, self._layers_arrive[-1])
+            return
         self.start_fetch(missing)
         self.await_fetches(needed)
+
+    def await_layer(self, layer: int) -> None:
+        """What is enqueued from now on reads this layer of the pages that were required."""
+        if self._layers_arrive:
+            self._copies.main_waits([self._layers_arrive[layer]])
 
     def begin(self, pages: Iterable[int]) -> None:
         """These pages will be encoded layer by layer, into the cache."""
@@ -105,7 +125,10 @@ class HostedResiduals(ResidualTiers):
         self._copies.copy_out([(page, self.cache_slots.slot_of(page)) for page in pages])
 
     def take_back(self) -> None:
-        """The forward for which slots were lent is given to the device."""
+        """The forward that was prepared is given to the device."""
+        if self._layers_arrive:
+            last, self._layers_arrive = self._layers_arrive[-1], []
+            self.await_fetches([page for page, event in self._arrivals.items() if event is last])
         for page in self._lent:
             self._take_slot(page)
         self._lent.clear()
@@ -120,15 +143,17 @@ class HostedResiduals(ResidualTiers):
             raise CapacityError(
                 f"{len(pages)} residuals to fetch and {self.cache_slots.num_free} free cache slots"
             )
-        if not pages:
-            return
+        if pages:
+            self._arrivals |= dict.fromkeys(pages, self._copies.fetch(self._claim(pages)))
+
+    def _claim(self, pages: Sequence[int]) -> list[tuple[int, int]]:
+        """These pages, whose copy is about to start, with their slots."""
         for page in pages:
             self.table.advance(page, ResidualState.FETCHING)
             self._last_use[page] = self._now
-        pairs = [(page, self.cache_slots.acquire(page)) for page in pages]
         self._moved.update(pages)
-        self._arrivals |= dict.fromkeys(pages, self._copies.fetch(pairs))
         self.bytes_fetched += self.page_bytes * len(pages)
+        return [(page, self.cache_slots.acquire(page)) for page in pages]
 
     def finish_fetches(self) -> None:
         """Make pages RESIDENT whose copy is done; others stay on their way."""

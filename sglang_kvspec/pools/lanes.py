@@ -25,6 +25,17 @@ class Lane(Protocol):
 
     def copy(self, copies: Sequence[Copy]) -> None: ...
 
+    def copy_rows(
+        self,
+        target: torch.Tensor,
+        target_rows: torch.Tensor,
+        source: torch.Tensor,
+        source_rows: torch.Tensor,
+    ) -> None:
+        """target[target_rows[i]] = source[source_rows[i]] of one layer: see
+        `kvspec_kernels.ops.copy_rows`."""
+        ...
+
     def mark(self) -> Event:
         """The point after all work given so far."""
         ...
@@ -67,6 +78,23 @@ class StreamLane:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
 
+    def copy_rows(
+        self,
+        target: torch.Tensor,
+        target_rows: torch.Tensor,
+        source: torch.Tensor,
+        source_rows: torch.Tensor,
+    ) -> None:
+        # Late: it imports Triton, which a CPU does without.
+        from kvspec_kernels.ops.copy_rows import copy_rows
+
+        stream = self.stream
+        for rows in (target_rows, source_rows):
+            # Their memory is not to be used again before the stream has read it.
+            rows.record_stream(stream)
+        with torch.cuda.stream(stream):
+            copy_rows(target, target_rows, source, source_rows)
+
     def mark(self) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream)
@@ -90,6 +118,15 @@ class PromptLane:
     def copy(self, copies: Sequence[Copy]) -> None:
         for target, source in copies:
             target.copy_(source)
+
+    def copy_rows(
+        self,
+        target: torch.Tensor,
+        target_rows: torch.Tensor,
+        source: torch.Tensor,
+        source_rows: torch.Tensor,
+    ) -> None:
+        target[target_rows.long()] = source[source_rows.long()]
 
     def mark(self) -> Event:
         return _Past()

@@ -6,6 +6,9 @@ import weakref
 
 import torch
 
+# Flags of cudaHostRegister: pinned for every context, and in the address space of kernels.
+PORTABLE, MAPPED = 1, 2
+
 
 class RecordPool:
     """Fixed-size records in one tensor a layer: [num_slots, num_kv_heads, record_bytes] uint8.
@@ -77,7 +80,7 @@ def _pin(owner: RecordPool, memory: torch.Tensor) -> None:
     if not memory.nbytes:
         return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE | MAPPED))
     if status:
         raise RuntimeError(
             f"pinning {memory.nbytes / 2**30:.1f} GiB of host memory failed with CUDA error "

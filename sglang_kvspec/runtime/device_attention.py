@@ -57,7 +57,11 @@ class DeviceAttention:
         """Open the window pages this forward writes to, announce the pages it encodes, and plan."""
         assert self._plan is None, "the previous forward was not finished"
         kv, size = self.kv, self.kv.geometry.page_size
-        kv.require_residuals(p for row in plan.rows for p in row.past_pages(size).tolist())
+        # Prefill hides what it fetches; a verification's pages come whole, as a rule beforehand.
+        kv.require_residuals(
+            (page for row in plan.rows for page in row.past_pages(size).tolist()),
+            by_layer=any(row.kind is RowKind.PREFILL for row in plan.rows),
+        )
         for row in plan.rows:
             written = row.written_pages(size)
             pages = row.pages[written.start : written.stop].tolist()
@@ -111,6 +115,7 @@ class DeviceAttention:
         # Prefill may be padded for a graph or a collective; padding attends to nothing.
         num_tokens = self._rows.num_tokens
         tail = self._write(layer, k[:num_tokens], v[:num_tokens])
+        self.kv.await_layer(layer)
         out = self._target.run(layer, q[:num_tokens], tail)
         if len(q) == num_tokens:
             return out
@@ -136,6 +141,7 @@ class DeviceAttention:
         """Run what serving runs once, so that nothing is compiled or loaded for a request. Uses
         free pages and leaves them free."""
         kv, size = self.kv, self.kv.geometry.page_size
+        kv.warm_up()
         # Two pages to attend to, and one that the longest verification runs out of.
         start, num_pages = 2 * size + 1, 3 + -(-max_draft_len // size)
         if num_pages > kv.plan.num_pages:

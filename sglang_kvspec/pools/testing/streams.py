@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from sglang_kvspec.pools.lanes import Copy, Event, Lanes
 
 Work = Callable[[], bool]
@@ -38,6 +40,16 @@ class ModelLane:
     def copy(self, copies: Sequence[Copy]) -> None:
         for target, source in copies:
             self.do(partial(target.copy_, source))
+
+    def copy_rows(
+        self,
+        target: torch.Tensor,
+        target_rows: torch.Tensor,
+        source: torch.Tensor,
+        source_rows: torch.Tensor,
+    ) -> None:
+        for to, origin in zip(target_rows.tolist(), source_rows.tolist(), strict=True):
+            self.do(partial(target[to].copy_, source[origin]))
 
     def mark(self) -> ModelEvent:
         event = ModelEvent(self)

@@ -53,9 +53,9 @@ class Kernels:
         slot = int(self.kv.residual_slots[page])
         self.streams.main.do(partial(self.residuals._cache.page(slot).fill_, self.clock))
 
-    def read(self, page):
+    def read(self, page, layer):
         slot = int(self.kv.residual_slots[page])
-        found, wanted = self.residuals._cache.page(slot), self.content[page]
+        found, wanted = self.residuals._cache.layer(layer)[slot], self.content[page]
 
         def check():
             assert bool((found == wanted).all()), f"page {page} reads {found.unique().tolist()}"
@@ -71,14 +71,16 @@ class Kernels:
         self.kv.finish_encode(pages)
         self.kv.end_forward()
 
-    def forward(self, pages, lent=()):
+    def forward(self, pages, lent=(), by_layer=False):
         """Read encoded pages; encode and read others for this time only."""
-        self.kv.require_residuals(pages)
+        self.kv.require_residuals(pages, by_layer=by_layer)
         self.kv.place_residuals(lent)
         for page in lent:
             self.write(page)
-        for page in (*pages, *lent):
-            self.read(page)
+        for layer in range(LAYERS):
+            self.kv.await_layer(layer)
+            for page in (*pages, *lent):
+                self.read(page, layer)
         self.kv.end_forward()
         for page in lent:
             del self.content[page]
@@ -123,6 +125,29 @@ def test_a_forward_fetches_what_it_reads_and_waits_for_it_on_the_device(kernels)
     gpu.forward([1, 4, 2])
     assert states(gpu.residuals, 1, 2, 3, 4) == ["RESIDENT", "RESIDENT", "STORED", "RESIDENT"]
     assert gpu.residuals.bytes_fetched == gpu.kv.plan.page_bytes.residual
+    gpu.finish()
+
+
+def test_a_layer_does_not_wait_for_those_behind_it(kernels):
+    gpu = kernels(cache_pages=3)
+    gpu.encode(1, 2, 3)
+    gpu.encode(4, 5)
+    gpu.streams.drain()
+    gpu.kv.require_residuals([1, 2], by_layer=True)
+    gpu.kv.place_residuals(())
+    gpu.kv.await_layer(0)
+    gpu.read(1, 0)
+    gpu.streams.main.step()
+    # The fetch waits for the main lane's mark, copies the first layer of both pages, and marks.
+    assert all(gpu.streams.to_device.step() for _ in range(4))
+    while gpu.streams.main.step():
+        pass
+    assert not gpu.streams.main.num_left, "it waits for the second layer"
+    assert gpu.streams.to_device.num_left
+    gpu.kv.await_layer(1)
+    gpu.read(2, 1)
+    gpu.kv.end_forward()
+    assert states(gpu.residuals, 1, 2) == ["RESIDENT", "RESIDENT"]
     gpu.finish()
 
 
@@ -219,10 +244,11 @@ class HostedMachine(RuleBasedStateMachine):
     def encode(self, pages):
         self.gpu.encode(*sorted(pages - set(self.gpu.kv.window.slots) - set(self.encoded()))[:2])
 
-    @rule(pages=subsets, lent=st.integers(0, 1))
-    def forward(self, pages, lent):
+    @rule(pages=subsets, lent=st.integers(0, 1), by_layer=st.booleans())
+    def forward(self, pages, lent, by_layer):
         spare = sorted(set(range(1, NUM_PAGES + 1)) - set(self.encoded()))[:lent]
-        self.gpu.forward(sorted(pages & set(self.encoded()))[: self.size - len(spare)], spare)
+        pages = sorted(pages & set(self.encoded()))[: self.size - len(spare)]
+        self.gpu.forward(pages, spare, by_layer)
 
     @rule(page=st.integers(1, NUM_PAGES))
     def publish(self, page):
@@ -291,6 +317,10 @@ def no_wait_before_writing(gpu):
     gpu.residuals._copies.main_writes = lambda slots: None
 
 
+def layers_do_not_wait(gpu):
+    gpu.kv.await_layer = lambda layer: None
+
+
 def not_written_through(gpu):
     gpu.residuals._copies.copy_out = lambda pairs: None
 
@@ -323,6 +353,7 @@ def freed_pages_arrive(gpu):
     [
         no_wait_for_fetches,
         no_wait_before_writing,
+        layers_do_not_wait,
         not_written_through,
         kernels_are_not_told,
         the_present_forward_is_not_safe,
@@ -335,6 +366,16 @@ def test_a_fault_is_found(make_device_kv, fault):
     )
     with pytest.raises((AssertionError, PageStateError, KeyError)):
         run_state_machine_as_test(partial(HostedMachine, make_device_kv, fault), settings=limits)
+
+
+def test_warming_up_leaves_nothing(kernels):
+    gpu = kernels(cache_pages=2)
+    gpu.kv.warm_up()
+    gpu.encode(1, 2)
+    gpu.forward([1, 2])
+    with pytest.raises(AssertionError, match="in use"):
+        gpu.kv.warm_up()
+    gpu.finish()
 
 
 def test_it_is_what_a_device_kv_with_a_store_has(make_device_kv):
