@@ -19,7 +19,7 @@ from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN
 from sglang_kvspec.planning.round_step import RoundBudget
-from sglang_kvspec.planning.rounds import RoundClock, RoundRequest, plan_round
+from sglang_kvspec.planning.rounds import WEIGHT, RoundClock, RoundRequest, plan_round
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
@@ -58,6 +58,7 @@ class RoundWorker(KVSpecWorker):
         self.clock = RoundClock(step_s, both / page.anchor)
         self._timer = PhaseTimer(self.kv.device)
         self._last_batch, self._last_context = 0, 0.0
+        self._fetch_wait_s = 0.0
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -96,14 +97,19 @@ class RoundWorker(KVSpecWorker):
             drafted.deliver(states)
         verified = self._judge(batch, states, rows, logits_output.next_token_logits)
         self.pages.flush()
-        draft_s, _, verify_s = self._timer.seconds()
-        verified_lens = [num_drafts[i] for i in rows]
-        self.clock.observe(lens, context, draft_s, verify_s, verified_lens)
-        self._last_batch, self._last_context = len(states), context
-        self.counters.iterations += 1
-        self.counters.waits += sum(n == 0 and i not in rows for i, n in enumerate(lens))
+        self._observe(lens, context, {i: num_drafts[i] for i in rows})
         cap_lens = [n if i in rows else 0 for i, n in enumerate(num_drafts)]
         return self._result(batch, states, verified, cap_lens, logits_output)
+
+    def _observe(self, lens: list[int], context: float, verified_lens: dict[int, int]) -> None:
+        """Learn from a round in which request i added lens[i] drafts and those of verified_lens
+        verified so many."""
+        draft_s, wait_s, verify_s = self._timer.seconds()
+        self._fetch_wait_s += WEIGHT * (wait_s - self._fetch_wait_s)
+        self.clock.observe(lens, context, draft_s, verify_s, list(verified_lens.values()))
+        self._last_batch, self._last_context = len(lens), context
+        self.counters.iterations += 1
+        self.counters.waits += sum(n == 0 and i not in verified_lens for i, n in enumerate(lens))
 
     def _verify_row(self, start: int, length: int, pages: torch.Tensor) -> Row:
         num_pages = -(-(start + length) // self.kv.geometry.page_size)
@@ -171,6 +177,8 @@ class RoundWorker(KVSpecWorker):
         timing = {
             # Of a step in which all requests of the last round take part, as fitted to all rounds.
             "draft_iter_ms": (cost.step + cost.row * self._last_batch) * 1e3,
+            # What verifications waited for residuals, after the drafts.
+            "fetch_wait_ms": self._fetch_wait_s * 1e3,
             "verify_ms": self.clock.verify_s * 1e3,
         }
         return super().kvspec_report() | {"timing": timing}

@@ -6,6 +6,8 @@ import weakref
 
 import torch
 
+from sglang_kvspec.core.errors import ConfigError
+
 # Flags of cudaHostRegister: pinned for every context, and in the address space of kernels.
 PORTABLE, MAPPED = 1, 2
 
@@ -29,7 +31,7 @@ class RecordPool:
         pinned: bool = False,
         by_page: bool = False,
     ) -> None:
-        """pinned: host memory that a GPU copies from and to by itself. Raises RuntimeError where
+        """pinned: host memory that a GPU copies from and to by itself. Raises ConfigError where
         the operating system does not let it be pinned."""
         self._pages: torch.Tensor | None = None
         if by_page:
@@ -82,7 +84,7 @@ def _pin(owner: RecordPool, memory: torch.Tensor) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE | MAPPED))
     if status:
-        raise RuntimeError(
+        raise ConfigError(
             f"pinning {memory.nbytes / 2**30:.1f} GiB of host memory failed with CUDA error "
             f"{status}: lower --kvspec-host-gb, or raise the limit on locked memory (ulimit -l)"
         )
