@@ -113,6 +113,16 @@ def test_rounds_give_the_output_of_plain_decoding(toy, requests, plain, pools, l
         assert engine.num_waited == kv.residuals.bytes_fetched == 0
 
 
+def test_rounds_without_drafts_take_turns(toy, requests, plain):
+    """Nobody drafts while fetches are on their way, and somebody verifies in every round."""
+    kv = toy.kv(num_pages=32, cache_pages=8)
+    config = KVSpecConfig(draft_len=0)
+    engine = toy.RoundEngine(kv, toy.model, config, max_running=4, link_pages=0)
+    toy.assert_same_output(engine.serve(requests(lengths=LONG)), plain(lengths=LONG))
+    assert engine.num_waited
+    assert engine.counters.drafted == 0
+
+
 @pytest.mark.parametrize("name", ["seeded", "penalised"])
 def test_drafts_kept_over_rounds_do_not_change_what_is_sampled(toy, requests, plain, name):
     kv = toy.kv(num_pages=32, cache_pages=8)
