@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import psutil
@@ -95,16 +96,21 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             budget_bytes, host_limit_bytes = split_shared_memory(
                 budget_bytes, page_bytes, window_pages, config.residual_hbm_fraction
             )
-        plan = plan_capacity(
+        make = partial(
+            plan_capacity,
             budget_bytes,
             page_bytes,
             window_pages=window_pages,
             residual_fraction=config.residual_hbm_fraction,
-            host_bytes=host_bytes,
             host_limit_bytes=host_limit_bytes,
             max_pages=max_pages,
-            min_cache_pages=min_cache_pages,
         )
+        plan = make(host_bytes=host_bytes, min_cache_pages=min_cache_pages)
+        if self._kvc.device != "cpu" and plan.host_pages:
+            unhosted = make(host_bytes=0)
+            if plan.cache_pages == plan.num_pages or unhosted.num_pages > plan.num_pages:
+                # From such a store nothing would be fetched, or it is too small to help.
+                plan = unhosted
         _plans[id(self._kvc)] = plan
         return MemoryPoolConfig(max_total_num_tokens=plan.num_pages * geometry.page_size)
 
