@@ -94,7 +94,8 @@ class DeviceKV(KVTiers):
         pages: torch.Tensor,
     ) -> None:
         """Write the records of pages [N] of a layer from k, v [S, page_size, num_kv_heads,
-        head_dim], of which page i is source[i]. source and pages are int32 on the device."""
+        head_dim], of which page i is source[i]. source and pages are int32 on the device; entries
+        of -1 in both are skipped."""
         encode_pages(
             k,
             v,
@@ -102,7 +103,7 @@ class DeviceKV(KVTiers):
             self.anchors.layer(layer),
             pages,
             self.residuals.cache_layer(layer),
-            self.residual_slots.index_select(0, pages),
+            self.residual_slots.index_select(0, pages.clamp(min=0)),
             self.codec.settings,
             self.codec.target,  # type: ignore[arg-type]
         )
