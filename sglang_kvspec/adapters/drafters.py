@@ -130,11 +130,13 @@ class GraphStepper:
         # Longest first, so that the requests of every step are the first ones.
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
         for i in order:
-            open_for_drafts(self._kv, states[i].committed_len, pages[i], lens[i])
+            open_for_drafts(self._kv, states[i].next_position, pages[i], lens[i])
+        # Behind the drafts of earlier rounds, whose KV is in the window.
+        starts = [(states[i].last_token, states[i].next_position) for i in order]
         self._rows.load(
             [
-                draft_row(self._kv, states[i].pending, states[i].committed_len, pages[i], lens[i])
-                for i in order
+                draft_row(self._kv, token, position, pages[i], lens[i])
+                for i, (token, position) in zip(order, starts, strict=True)
             ]
         )
         if all(takes_argmax(batch.reqs[i], states[i]) for i in order):

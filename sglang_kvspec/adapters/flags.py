@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kvspec-host-gb",
         metavar="GB",
         help="GiB of host memory for residuals, of all ranks on a machine; 0 keeps them in the KV "
-        "memory (default: enough for every page)",
+        "memory (default: enough for every page; on a GPU 0)",
     )
     group.add_argument(
         "--kvspec-residual-hbm-fraction",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.planning.capacity import (
     CapacityPlan,
     PageBytes,
+    pages_of_one_request,
     plan_capacity,
     split_shared_memory,
     window_pages_for,
@@ -93,22 +95,32 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         budget_bytes = self._budget_bytes
         host_limit_bytes = least_of_all_ranks(available_host_bytes() // num_sharing)
         host_bytes = None if config.host_gb is None else int(config.host_gb * GIB) // num_sharing
+        min_cache_pages = 0
         if self._kvc.device != "cpu":
-            # DeviceKV has no host store.
             host_bytes = host_bytes or 0
+            # Kernels read residuals from the cache only, and prefill comes one request at a time.
+            min_cache_pages = pages_of_one_request(
+                int(self._kvc.model_config.context_len), config.max_draft_len, geometry.page_size
+            )
         elif host_bytes is None:
             budget_bytes, host_limit_bytes = split_shared_memory(
                 budget_bytes, page_bytes, window_pages, config.residual_hbm_fraction
             )
-        plan = plan_capacity(
+        make = partial(
+            plan_capacity,
             budget_bytes,
             page_bytes,
             window_pages=window_pages,
             residual_fraction=config.residual_hbm_fraction,
-            host_bytes=host_bytes,
             host_limit_bytes=host_limit_bytes,
             max_pages=max_pages,
         )
+        plan = make(host_bytes=host_bytes, min_cache_pages=min_cache_pages)
+        if self._kvc.device != "cpu" and plan.host_pages:
+            unhosted = make(host_bytes=0)
+            if plan.cache_pages == plan.num_pages or unhosted.num_pages > plan.num_pages:
+                # From such a store nothing would be fetched, or it is too small to help.
+                plan = unhosted
         _plans[id(self._kvc)] = plan
         return MemoryPoolConfig(max_total_num_tokens=plan.num_pages * geometry.page_size)
 

@@ -1,12 +1,15 @@
-"""The worker that drafts and verifies in rounds, for residuals that lie in the KV memory.
+"""The worker that drafts and verifies in rounds.
 
 All requests draft at once, in steps that need no decision in between and that a GPU replays from
-a graph without waiting for the CPU, and then verify at once. SGLang sees one iteration a round.
+a graph without waiting for the CPU, and then verify at once. Where not all residuals lie in the KV
+memory some of them verify, and the others go on drafting in the next round. SGLang sees one
+iteration a round.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +20,8 @@ from sglang_kvspec.adapters.drafters import PLAIN_STEPS, EagerDrafter, GraphStep
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN
-from sglang_kvspec.planning.rounds import RoundClock, RoundRequest, plan_round
+from sglang_kvspec.planning.round_step import RoundBudget
+from sglang_kvspec.planning.rounds import WEIGHT, RoundClock, RoundRequest, plan_round
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
@@ -25,6 +29,7 @@ from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import agree
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.started_round import StartedRound
 
@@ -38,9 +43,10 @@ class RoundWorker(KVSpecWorker):
     """draft_len auto: each round's lengths are those with the most expected tokens a second, by
     every request's acceptance so far and by what rounds took.
 
-    A GPU begins the next round before SGLang hears of the last one, so that it works while SGLang
-    sends tokens and schedules. That round runs beside the main stream, which waits for it before
-    any other forward; what it wrote for requests that have left meanwhile is overwritten.
+    A GPU that holds every residual begins the next round before SGLang hears of the last one, so
+    that it works while SGLang sends tokens and schedules. That round runs beside the main stream,
+    which waits for it before any other forward; what it wrote for requests that have left meanwhile
+    is overwritten. Where residuals move, what to fetch is only known when the round begins.
     """
 
     def init_cuda_graphs(self) -> None:
@@ -59,6 +65,7 @@ class RoundWorker(KVSpecWorker):
                 self.ranks,
             )
         self._eager = EagerDrafter(self)
+        self._begins_ahead = self._graphs is not None and not self.kv.plan.host_pages
         page = self.kv.plan.page_bytes
         both = page.residual if self.config.target == "exact" else page.anchor + page.residual
         step_s, row_per_token = CPU_STEP_S, None
@@ -70,16 +77,21 @@ class RoundWorker(KVSpecWorker):
         self.clock = RoundClock(
             step_s,
             both / page.anchor,
-            has_plain=self._graphs is not None,
+            has_plain=self._begins_ahead,
             row_per_token=row_per_token,
         )
         self._timer = PhaseTimer(self.kv.device)
-        self._side = SideStream(self.kv.device)
+        self._side = SideStream(self.kv.device if self._begins_ahead else torch.device("cpu"))
         self._ahead: StartedRound | None = None
         # From the first step of the last round until its verification was enqueued.
         self._enqueue_s = 0.0
         # Of the round after the one that runs, decided while the device is still busy with that.
         self._next_lens: list[int] = []
+        self._fetch_wait_s = 0.0
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        super().alloc_memory_pool(*args, **kwargs)
+        self.stepper = RoundStepper(self.kv)
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._side.join()
@@ -93,50 +105,77 @@ class RoundWorker(KVSpecWorker):
         ahead, self._ahead = self._ahead, None
         started = None if ahead is None else ahead.for_batch(states)
         if started is None:
-            started = self._start(batch, states, pages, self._draft_lens(states))
+            started = self._start(batch, states, pages, *self._draft_lens(states))
         self._side.join()
-        context = sum(state.committed_len for state in states) / len(states)
+        context = _mean_context(states)
         finish = self._finish_plain if started.is_plain else self._finish_round
         verified, logits_output = finish(batch, states, pages, started)
         self.pages.flush()
-        timing = started.timer.seconds()
-        if started.is_plain:
-            steps = max(len(entry.tokens) for entry in verified if entry is not None)
-            self.clock.observe_plain(len(states), context, timing[0] / steps)
-        else:
-            verify_s = self._timer.seconds()[0]
-            self.clock.observe(started.lens, context, timing[0], verify_s, self._enqueue_s)
-        self.counters.iterations += 1
+        self._observe(started, verified, context)
         if self._can_start_ahead(batch, states):
             caps = [state.cap_len(self.config.max_draft_len) for state in states]
             lens = [min(pair) for pair in zip(self._next_lens, caps, strict=True)]
             self._ahead = self._start(batch, states, pages, lens)
-        caps = [0] * len(states) if started.is_plain else started.lens
-        return self._result(batch, states, verified, caps, logits_output)
+        return self._result(batch, states, verified, started.num_verified, logits_output)
+
+    def _observe(
+        self, started: StartedRound, verified: Sequence[Verified | None], context: float
+    ) -> None:
+        """Learn from a round that is over."""
+        self.counters.iterations += 1
+        steps_s = started.timer.seconds()[0]
+        if started.is_plain:
+            steps = max(len(entry.tokens) for entry in verified if entry is not None)
+            self.clock.observe_plain(len(verified), context, steps_s / steps)
+            return
+        wait_s, verify_s = self._timer.seconds()
+        self._fetch_wait_s += WEIGHT * (wait_s - self._fetch_wait_s)
+        self.clock.observe(
+            started.lens,
+            context,
+            steps_s,
+            verify_s,
+            self._enqueue_s,
+            [started.num_verified[i] for i in started.verify],
+        )
+        idle = (n == 0 and entry is None for n, entry in zip(started.lens, verified, strict=True))
+        self.counters.waits += sum(idle)
 
     # Beginning a round
 
     def _can_start_ahead(self, batch: Any, states: list[RequestState]) -> bool:
         return (
-            self._graphs is not None
+            self._begins_ahead
             and not batch.return_logprob
             and any(state.remaining > 0 for state in states)
             and all(takes_argmax(req, state) for req, state in self._zip(batch, states))
         )
 
     def _start(
-        self, batch: Any, states: list[RequestState], pages: list[torch.Tensor], lens: list[int]
+        self,
+        batch: Any,
+        states: list[RequestState],
+        pages: list[torch.Tensor],
+        lens: list[int],
+        budget: RoundBudget | None = None,
     ) -> StartedRound:
-        """Tell the device what to do next. pages: as _page_table gives them. lens: drafts to make
-        for each request; where nobody drafts, a GPU takes tokens without."""
+        """Tell the device what to do next.
+
+        pages: as _page_table gives them. lens: drafts that each request adds to those it has; where
+        nobody drafts, a GPU that holds all residuals takes tokens without. budget: what the link
+        moves meanwhile, needed where residuals move.
+        """
         timer = PhaseTimer(self.kv.device)
         started = StartedRound(list(states), lens, timer, time.perf_counter())
+        if budget is not None and self.kv.plan.host_pages:
+            started.plan = self.stepper.plan(states, pages, lens, budget)
         with self._side:
             timer.start()
             if any(lens):
                 drafter = self._eager if self._graphs is None else self._graphs
                 started.made = drafter.draft(batch, states, pages, lens)
-            elif self._graphs is not None:
+            elif self._begins_ahead:
+                assert self._graphs is not None
                 # Others than these wait for their tokens' log-probabilities or choice.
                 at_once = not batch.return_logprob and all(
                     takes_argmax(req, state) for req, state in self._zip(batch, states)
@@ -150,24 +189,31 @@ class RoundWorker(KVSpecWorker):
 
     def _plan_next(self, states: list[RequestState]) -> None:
         """Before the CPU waits for the device, which is not to wait for this."""
-        if self._graphs is not None:
-            self._next_lens = self._draft_lens(states)
+        if self._begins_ahead:
+            self._next_lens, _ = self._draft_lens(states)
 
-    def _draft_lens(self, states: list[RequestState]) -> list[int]:
+    def _draft_lens(self, states: list[RequestState]) -> tuple[list[int], RoundBudget]:
+        """Drafts that each request adds to those it has, and what the link moves meanwhile."""
         caps = [state.cap_len(self.config.max_draft_len) for state in states]
+        rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
+        cost = self.clock.cost(_mean_context(states))
         if self.config.draft_len != AUTO_DRAFT_LEN:
-            return caps
-        if not self.clock.has_measured:
-            lens = [min(FIRST_DRAFT_LEN, cap) for cap in caps]
+            lens = rooms
+        elif not self.clock.has_measured:
+            lens = [min(FIRST_DRAFT_LEN, room) for room in rooms]
         else:
-            context = sum(state.committed_len for state in states) / len(states)
             requests = [
-                RoundRequest(state.acceptance.probability, cap)
+                RoundRequest(state.acceptance.probability, cap, len(state.drafts))
                 for state, cap in zip(states, caps, strict=True)
             ]
-            lens = plan_round(requests, self.clock.cost(context))
-        # Ranks measure different times and must draft the same.
-        return self.ranks.numbers(lens, about=[(s.rid, s.committed_len) for s in states])
+            lens = plan_round(requests, cost)
+        budget = self.stepper.budget(lens, cost)
+        # Ranks measure different times and must do the same.
+        *lens, drafting_pages, round_pages = self.ranks.numbers(
+            [*lens, budget.drafting_pages, budget.round_pages],
+            about=[(s.rid, s.committed_len) for s in states],
+        )
+        return lens, RoundBudget(drafting_pages, round_pages)
 
     def _page_table(
         self, batch: Any, states: list[RequestState], num_ahead: int
@@ -189,55 +235,73 @@ class RoundWorker(KVSpecWorker):
         pages: list[torch.Tensor],
         started: StartedRound,
     ) -> tuple[list[Verified | None], Any]:
-        """Verify the drafts of every request. The CPU enqueues that while the device drafts."""
-        lens, size = started.lens, self.kv.geometry.page_size
+        """Verify the drafts of those whose turn it is. The CPU enqueues that while the device
+        drafts."""
+        on_device = started.lens if started.made is not None else [0] * len(states)
+        num_drafts = [len(s.drafts) + n for s, n in zip(states, on_device, strict=True)]
+        verify = started.verify
+        started.num_verified = [n if i in verify else 0 for i, n in enumerate(num_drafts)]
         rows = {
-            i: Row(
-                RowKind.VERIFY,
-                state.committed_len,
-                lens[i] + 1,
-                pages[i][: -(-(state.committed_len + lens[i] + 1) // size)],
-            )
-            for i, state in enumerate(states)
+            i: self._verify_row(states[i].committed_len, num_drafts[i] + 1, pages[i])
+            for i in verify
         }
         self._timer.start()
-        result = self._forward(
-            ForwardPlan(tuple(rows.values())),
-            forward_batch=self._ragged_batch(batch, states, rows, started.made),
-        )
+        if started.plan is not None:
+            self.stepper.await_fetches(started.plan, pages)
+        self._timer.mark()
+        logits_output = LogitsProcessorOutput(next_token_logits=None)
+        if rows:
+            logits_output = self._forward(
+                ForwardPlan(tuple(rows.values())),
+                forward_batch=self._ragged_batch(batch, states, rows, started.made),
+            ).logits_output
         self._timer.mark()
         self._enqueue_s = time.perf_counter() - started.begun_at
         self._plan_next(states)
         if started.made is not None:
             for i, tokens in started.made.deliver().items():
                 states[i].drafts.extend(tokens)
-        verified = self._judge(batch, states, rows, result.logits_output.next_token_logits)
-        return list(verified), result.logits_output
+        verified = self._judge(batch, states, rows, logits_output.next_token_logits)
+        if not batch.return_logprob:
+            # Nobody reads them any more, and they are large.
+            logits_output.next_token_logits = None
+        return verified, logits_output
+
+    def _verify_row(self, start: int, length: int, pages: torch.Tensor) -> Row:
+        num_pages = -(-(start + length) // self.kv.geometry.page_size)
+        return Row(RowKind.VERIFY, start, length, pages[:num_pages])
 
     def _judge(
-        self, batch: Any, states: list[RequestState], rows: dict[int, Row], logits: torch.Tensor
-    ) -> list[Verified]:
-        """Verify every request by its rows of logits [num_tokens, vocab] and commit."""
+        self,
+        batch: Any,
+        states: list[RequestState],
+        rows: dict[int, Row],
+        logits: torch.Tensor | None,
+    ) -> list[Verified | None]:
+        """Verify the requests of `rows` by their logits [num_tokens, vocab] and commit. None for
+        the others."""
+        verified: list[Verified | None] = [None] * len(states)
+        if logits is None:
+            return verified
         likeliest: list[int] = []
-        if any(takes_argmax(req, state) for req, state in self._zip(batch, states)):
+        if any(takes_argmax(batch.reqs[i], states[i]) for i in rows):
             likeliest = logits.argmax(-1).tolist()
         chosen: list[Verified | None] = []
         first = 0
-        for i, (req, state) in enumerate(self._zip(batch, states)):
-            span = slice(first, first + rows[i].length)
+        for i, row in rows.items():
+            req, state = batch.reqs[i], states[i]
+            span = slice(first, first + row.length)
             first = span.stop
             if takes_argmax(req, state):
-                tokens = self.chooser.judge(state, likeliest[span])
-                chosen.append(Verified(tokens, logits[span]))
+                kept = logits[span] if batch.return_logprob else None
+                chosen.append(Verified(self.chooser.judge(state, likeliest[span]), kept))
             else:
                 chosen.append(self._verify(req, state, logits[span]))
-        return [
-            self._commit(state, rows[i], choice)
-            for i, (state, choice) in enumerate(
-                zip(states, agree(self.ranks, states, chosen), strict=True)
-            )
-            if choice is not None
-        ]
+        agreed = agree(self.ranks, [states[i] for i in rows], chosen)
+        for (i, row), choice in zip(rows.items(), agreed, strict=True):
+            assert choice is not None
+            verified[i] = self._commit(states[i], row, choice)
+        return verified
 
     def _finish_plain(
         self,
@@ -256,7 +320,7 @@ class RoundWorker(KVSpecWorker):
                 for i, state in enumerate(states)
             }
             verified = self._judge(batch, states, rows, logits)
-            return list(verified), LogitsProcessorOutput(next_token_logits=logits)
+            return verified, LogitsProcessorOutput(next_token_logits=logits)
         emitted: list[Verified | None] = [None] * len(states)
         for i, tokens in started.made.deliver().items():
             before = states[i].committed_len
@@ -290,7 +354,13 @@ class RoundWorker(KVSpecWorker):
         timing = {
             # By the number of requests that drafted.
             "draft_iter_ms": {str(n): s * 1e3 for n, s in sorted(clock.draft_step_s.items())},
+            # What verifications waited for residuals, after the drafts.
+            "fetch_wait_ms": self._fetch_wait_s * 1e3,
             "verify_ms": clock.verify_s * 1e3,
             "plain_step_ms": clock.plain_step_s * 1e3,
         }
         return super().kvspec_report() | {"timing": timing}
+
+
+def _mean_context(states: Sequence[RequestState]) -> float:
+    return sum(state.committed_len for state in states) / len(states)

@@ -126,10 +126,11 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, this one "
             f"has {capability[0]}.{capability[1]}"
         )
-    if config.host_gb:
+    if config.host_gb and kwargs.get("prefill_max_requests") not in (None, 1):
         raise UnsupportedError(
-            f"--kvspec-host-gb {config.host_gb:g}: on a GPU residuals lie in the KV memory in this "
-            "version (allowed: 0, or leave it unset)"
+            f"--prefill-max-requests {kwargs['prefill_max_requests']} cannot be combined with "
+            "--kvspec-host-gb on a GPU (allowed: 1): the residual cache holds the prefix of one "
+            "request for sure"
         )
     if config.schedule == "staggered":
         raise UnsupportedError(
@@ -159,6 +160,7 @@ def _check_host_budget(config: KVSpecConfig) -> None:
 
 def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
     """ServerArgs fields that follow from --kvspec."""
+    hosted_on_gpu = config.host_gb and not activation.cpu_platform_is_active()
     return {
         "speculative_algorithm": activation.ALGORITHM_NAME,
         "speculative_num_draft_tokens": config.max_draft_len + 1,
@@ -168,6 +170,8 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
         "page_size": kwargs.get("page_size") or DEFAULT_PAGE_SIZE,
         "max_running_requests": kwargs.get("max_running_requests") or DEFAULT_MAX_RUNNING_REQUESTS,
         "grammar_backend": kwargs.get("grammar_backend") or "xgrammar",
+        # See check_gpu_flags.
+        "prefill_max_requests": 1 if hosted_on_gpu else kwargs.get("prefill_max_requests"),
         # The CPU computes where it decides, and on a GPU a round of many steps is one iteration:
         # there is nothing to overlap with.
         "disable_overlap_schedule": True,

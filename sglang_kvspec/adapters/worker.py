@@ -225,18 +225,18 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         rows: dict[int, Row],
         drafted: DraftedTokens | None = None,
     ) -> ForwardBatch:
-        """A TARGET_VERIFY batch of the given rows, with the drafts of `drafted` instead of the
-        states' where it is given. SGLang restores `batch` after the iteration."""
+        """A TARGET_VERIFY batch of the given rows. Verified are the states' drafts, and behind them
+        those of `drafted` where it is given. SGLang restores `batch` after the iteration."""
         tokens: list[int] = []
         positions: list[int] = []
-        firsts = [0] * len(states)
+        firsts = [-1] * len(states)
         for i, row in rows.items():
             state = states[i]
-            firsts[i] = len(tokens) + 1
             given = [state.last_token] if row.kind is RowKind.DRAFT else [state.pending]
             if row.kind is RowKind.VERIFY:
-                given += state.drafts if drafted is None else [0] * (row.length - 1)
-            tokens += given
+                given += state.drafts
+            firsts[i] = len(tokens) + len(given)
+            tokens += given + [0] * (row.length - len(given))
             positions += range(row.start, row.end)
         device = batch.seq_lens.device
 

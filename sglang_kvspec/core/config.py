@@ -23,8 +23,8 @@ class KVSpecConfig:
     """What the user asked for, validated. Built once from flags, then only read.
 
     host_gb: GiB of host memory for the residual stores of all ranks on a machine; None sizes them
-    to hold every page's residual; 0 keeps all residuals in the KV memory budget itself (QuantSpec's
-    setting).
+    to hold every page's residual, and on a GPU is 0; 0 keeps all residuals in the KV memory budget
+    itself (QuantSpec's setting).
     residual_hbm_fraction: share in [0, 0.9] of the KV memory budget that caches residual pages.
     recent_pages: full pages of the newest tokens kept in full precision, besides the partial page.
     schedule: whether verifications take turns, so that residual traffic hides behind drafting, or

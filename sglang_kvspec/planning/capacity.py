@@ -62,6 +62,12 @@ def window_pages_for(
     return max_running_requests * (recent_pages + 1 + spill)
 
 
+def pages_of_one_request(context_len: int, max_draft_len: int, page_size: int) -> int:
+    """Most residual pages that a forward of one request reads and writes: its context, and what
+    verified drafts spill into."""
+    return -(-context_len // page_size) + -(-(max_draft_len + 1) // page_size) + 1
+
+
 def split_shared_memory(
     budget_bytes: int, page_bytes: PageBytes, window_pages: int, residual_fraction: float
 ) -> tuple[int, int]:
@@ -86,12 +92,14 @@ def plan_capacity(
     host_bytes: int | None,
     host_limit_bytes: int,
     max_pages: int | None = None,
+    min_cache_pages: int = 0,
 ) -> CapacityPlan:
     """Divide budget_bytes of KV memory.
 
     host_bytes: size of the residual store, None for as much as needed up to host_limit_bytes, 0
-    for no store. max_pages caps num_pages (--max-total-tokens). Raises ConfigError when not one
-    page fits.
+    for no store. max_pages caps num_pages (--max-total-tokens). The cache gets min_cache_pages,
+    whatever its share, or holds all num_pages where these are fewer. Raises ConfigError when not
+    one page fits.
     """
     rest = budget_bytes - window_pages * page_bytes.plain
     limits: dict[str, int] = {}
@@ -101,7 +109,8 @@ def plan_capacity(
     else:
         # A share that could cache more than every page's residual is worth more as anchors.
         anchors = int(rest * (1 - residual_fraction)) // page_bytes.anchor
-        limits["KV memory"] = max(anchors, all_cached)
+        beside_cache = (rest - min_cache_pages * page_bytes.residual) // page_bytes.anchor
+        limits["KV memory"] = max(min(anchors, beside_cache), all_cached)
         limits["host memory"] = (
             host_limit_bytes if host_bytes is None else host_bytes
         ) // page_bytes.residual
@@ -114,7 +123,7 @@ def plan_capacity(
     cache_pages = 0
     if host_bytes == 0:
         cache_pages = num_pages
-    elif residual_fraction > 0:
+    elif residual_fraction > 0 or min_cache_pages > 0:
         # Whatever anchors leave: more than the share asked for when something else binds.
         left = rest - num_pages * page_bytes.anchor
         cache_pages = min(left // page_bytes.residual, num_pages)

@@ -1,7 +1,8 @@
 """How long every request of a batch drafts before all of them verify together.
 
 Where residuals lie in GPU memory nothing has to be hidden behind drafting, so requests need not
-take turns: they draft at once, in steps that need no decision in between, and verify at once.
+take turns: they draft at once, in steps that need no decision in between, and verify at once. Where
+they do not all lie there, round_step.py decides which requests verify and which draft on.
 """
 
 from __future__ import annotations
@@ -52,14 +53,17 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class RoundRequest:
-    """probability: that the target agrees with one more draft. cap_len: most drafts."""
+    """probability: that the target agrees with one more draft. cap_len: most drafts. num_drafts:
+    those it has from rounds at whose end it did not verify."""
 
     probability: float
     cap_len: int
+    num_drafts: int = 0
 
 
 def plan_round(requests: Sequence[RoundRequest], cost: RoundCost) -> list[int]:
-    """Draft lengths with the most expected tokens a second; all 0 where drafting does not pay.
+    """How many drafts each request adds to those it has, with the most expected tokens a second;
+    all 0 where drafting does not pay.
 
     The j-th draft of a request is worth probability^j tokens. At a rate of r tokens a second it
     pays while that exceeds r times its row and its verified token, and a step while what its rows
@@ -84,11 +88,12 @@ def plan_round(requests: Sequence[RoundRequest], cost: RoundCost) -> list[int]:
 def expected_rate(
     requests: Sequence[RoundRequest], draft_lens: Sequence[int], cost: RoundCost
 ) -> float:
-    """Tokens a second that all requests together may expect of a round."""
+    """Tokens a second that all requests together may expect of a round that adds such drafts."""
     tokens = 0.0
     for request, length in zip(requests, draft_lens, strict=True):
-        worth = 1.0
-        for _ in range(length + 1):
+        tokens += 1.0
+        worth = _next_worth(request)
+        for _ in range(length):
             tokens += worth
             worth *= request.probability
     return tokens / cost.seconds(draft_lens)
@@ -97,15 +102,21 @@ def expected_rate(
 def _best_lens(requests: Sequence[RoundRequest], cost: RoundCost, rate: float) -> list[int]:
     price, step_price = rate * (cost.row + cost.token), rate * cost.step
     lens = [0] * len(requests)
-    worths = [request.probability for request in requests]
-    going = [i for i, request in enumerate(requests) if request.cap_len > 0]
+    worths = [_next_worth(request) for request in requests]
+    rooms = [request.cap_len - request.num_drafts for request in requests]
+    going = [i for i, room in enumerate(rooms) if room > 0]
     while True:
-        going = [i for i in going if worths[i] > price and lens[i] < requests[i].cap_len]
+        going = [i for i in going if worths[i] > price and lens[i] < rooms[i]]
         if not going or sum(worths[i] - price for i in going) <= step_price:
             return lens
         for i in going:
             lens[i] += 1
             worths[i] *= requests[i].probability
+
+
+def _next_worth(request: RoundRequest) -> float:
+    """Chance that one more draft is accepted, as all before it have to be."""
+    return float(request.probability ** (request.num_drafts + 1))
 
 
 class RoundClock:
@@ -152,9 +163,14 @@ class RoundClock:
         draft_s: float,
         verify_s: float,
         enqueue_s: float = 0.0,
+        verified_lens: Sequence[int] | None = None,
     ) -> None:
-        """A round of these lengths, over a mean context of so many tokens, took so long; enqueue_s:
-        after which the device had been given all of it."""
+        """A round of these lengths, over a mean context of so many tokens, took so long.
+
+        enqueue_s: after which the device had been given all of it. verified_lens: drafts of each
+        request that verified, those of all unless given.
+        """
+        verified_lens = draft_lens if verified_lens is None else verified_lens
         steps, drafted = max(draft_lens, default=0), sum(draft_lens)
         if steps:
             if not self.has_measured:
@@ -165,11 +181,14 @@ class RoundClock:
             rows = sum(length > 0 for length in draft_lens)
             self.draft_step_s[rows] = _mean(self.draft_step_s.get(rows), draft_s / steps)
         self._rounds_without_drafts = 0 if steps else self._rounds_without_drafts + 1
+        if not verified_lens:
+            return
         self.verify_s = _mean(self.verify_s or None, verify_s)
-        if draft_lens and self._draft.weight:
+        if self._draft.weight:
             without_tokens = replace(self.cost(context), token=0.0, plain=None)
-            known = without_tokens.seconds([0] * len(draft_lens))
-            per_token = max(0.0, verify_s - known) / (drafted + len(draft_lens))
+            known = without_tokens.seconds([0] * len(verified_lens))
+            num_tokens = sum(verified_lens) + len(verified_lens)
+            per_token = max(0.0, verify_s - known) / num_tokens
             if enqueue_s < ENQUEUED_SHARE * (draft_s + verify_s):
                 self._token = _mean(self._token, per_token)
             elif self._token is not None:

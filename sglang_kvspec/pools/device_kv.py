@@ -1,8 +1,8 @@
-"""The KV cache of one rank on a GPU: kernels encode, and every residual lies in GPU memory."""
+"""The KV cache of one rank on a GPU: kernels encode, and read residuals from GPU memory only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -11,7 +11,10 @@ from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.hosted_residuals import HostedResiduals
 from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.pools.lanes import Lanes, make_lanes
+from sglang_kvspec.pools.residual_tiers import ResidualTiers
 
 # Pages that publish() encodes at once.
 PUBLISH_PAGES = 16
@@ -24,22 +27,69 @@ class DeviceKV(KVTiers):
     """
 
     def __init__(
-        self, geometry: KVGeometry, codec: Codec, plan: CapacityPlan, device: torch.device
+        self,
+        geometry: KVGeometry,
+        codec: Codec,
+        plan: CapacityPlan,
+        device: torch.device,
+        lanes: Lanes | None = None,
     ) -> None:
-        """Raises UnsupportedError for a plan with a host store or for fp32."""
-        if plan.host_pages:
-            raise UnsupportedError("--kvspec-host-gb must be 0 or unset on a GPU in this version")
+        """lanes: what copies to and from a host store run in, the device's own streams unless
+        given. Raises UnsupportedError for fp32."""
         if geometry.dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedError(
                 f"--kvspec on a GPU serves bf16 and fp16 KV caches, got {geometry.dtype}"
             )
+        self._lanes = lanes
+        self._hosted: HostedResiduals | None = None
         super().__init__(geometry, codec, plan, device, torch.device("cpu"))
+        own = torch.arange(-1, plan.num_pages, dtype=torch.int32, device=device).clamp_(min=0)
         # Kernels find a page's residual by this; page 0 is never looked up.
-        slots = torch.arange(-1, plan.num_pages, dtype=torch.int32, device=device)
-        self.residual_slots = slots.clamp_(min=0)
+        self.residual_slots: torch.Tensor = self._hosted.slots_on_device if self._hosted else own
         # Window slots to encode, and as what pages.
         self._published = torch.full((2, PUBLISH_PAGES), -1, dtype=torch.int32, device=device)
         self._publishing: torch.cuda.CUDAGraph | None = None
+
+    def _make_residuals(self) -> ResidualTiers:
+        if not self.plan.host_pages:
+            return super()._make_residuals()
+        lanes = self._lanes or make_lanes(self.device)
+        parts = (self.geometry, self.plan, self.codec.residual_bytes, self.device)
+        self._hosted = HostedResiduals(*parts, lanes)
+        return self._hosted
+
+    def warm_up(self) -> None:
+        """Compile what copies of residuals run, while no page is in use."""
+        if self._hosted is not None:
+            self._hosted.warm_up()
+
+    def require_residuals(self, pages: Iterable[int], *, by_layer: bool = False) -> None:
+        """The next forward reads these encoded pages at the target precision. by_layer: it waits
+        for them with await_layer() before each layer. Raises CapacityError when the residual cache
+        cannot hold them all at once."""
+        if self._hosted is not None:
+            self._hosted.require(pages, by_layer=by_layer)
+
+    def await_layer(self, layer: int) -> None:
+        """The forward goes on to read residuals of this layer."""
+        if self._hosted is not None:
+            self._hosted.await_layer(layer)
+
+    def await_residuals(self, pages: Iterable[int]) -> None:
+        if self._hosted is not None:
+            self._hosted.await_fetches(pages)
+
+    def place_residuals(self, pages: Iterable[int]) -> None:
+        """The next forward encodes these pages before it attends, also such as it may not keep; its
+        kernels find all residuals by `residual_slots` now."""
+        if self._hosted is not None:
+            self._hosted.lend(pages)
+            self._hosted.sync()
+
+    def end_forward(self) -> None:
+        """A forward that place_residuals() prepared is given to the device."""
+        if self._hosted is not None:
+            self._hosted.take_back()
 
     def encode_from(
         self,
@@ -50,7 +100,8 @@ class DeviceKV(KVTiers):
         pages: torch.Tensor,
     ) -> None:
         """Write the records of pages [N] of a layer from k, v [S, page_size, num_kv_heads,
-        head_dim], of which page i is source[i]. source and pages are int32 on the device."""
+        head_dim], of which page i is source[i]. source and pages are int32 on the device; entries
+        of -1 in both are skipped."""
         encode_pages(
             k,
             v,
@@ -58,7 +109,7 @@ class DeviceKV(KVTiers):
             self.anchors.layer(layer),
             pages,
             self.residuals.cache_layer(layer),
-            pages - 1,
+            self.residual_slots.index_select(0, pages.clamp(min=0)),
             self.codec.settings,
             self.codec.target,  # type: ignore[arg-type]
         )
@@ -69,7 +120,10 @@ class DeviceKV(KVTiers):
             return
         for page in pages:
             self.window.mark_committed(page)
+        # Whatever the last forward read may make room.
+        self.require_residuals(())
         self._begin_encode(pages)
+        self.place_residuals(())
         for first in range(0, len(pages), PUBLISH_PAGES):
             part = pages[first : first + PUBLISH_PAGES]
             # Entries of -1 are skipped.

@@ -45,8 +45,11 @@ class KVTiers(ABC):
         self.window = RecentWindow(
             geometry, plan.num_pages, plan.window_pages, device, table_device
         )
-        self.residuals = ResidualTiers(geometry, plan, codec.residual_bytes, device)
+        self.residuals = self._make_residuals()
         self._encoded: set[int] = set()
+
+    def _make_residuals(self) -> ResidualTiers:
+        return ResidualTiers(self.geometry, self.plan, self.codec.residual_bytes, self.device)
 
     def open_pages(self, pages: Iterable[int]) -> None:
         """Give every page that is neither in the window nor encoded a place in the window.
@@ -87,6 +90,11 @@ class KVTiers(ABC):
         """All layers of these pages are encoded."""
         self.residuals.finish(pages)
         self._encoded.update(pages)
+
+    def await_residuals(self, pages: Iterable[int]) -> None:
+        """What is enqueued from now on may read the residuals of these pages, whose fetch was
+        started."""
+        self.residuals.finish_fetches()
 
     def is_encoded(self, page: int) -> bool:
         return page in self._encoded

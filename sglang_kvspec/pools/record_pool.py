@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
+
+from sglang_kvspec.core.errors import ConfigError
+
+# Flags of cudaHostRegister: pinned for every context, and in the address space of kernels.
+PORTABLE, MAPPED = 1, 2
 
 
 class RecordPool:
     """Fixed-size records in one tensor a layer: [num_slots, num_kv_heads, record_bytes] uint8.
 
     Serves as AnchorPool (slot = page), as the slots of the residual cache, and, in host memory,
-    as those of the residual store.
+    as those of the residual store. by_page: all layers of a slot lie in one run of memory, so that
+    one copy moves them; a layer is then a view with strides.
     """
 
     def __init__(
@@ -21,12 +29,25 @@ class RecordPool:
         device: torch.device,
         *,
         pinned: bool = False,
+        by_page: bool = False,
     ) -> None:
-        shape = (num_slots, num_kv_heads, record_bytes)
-        self._layers = [
-            torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pinned)
-            for _ in range(num_layers)
-        ]
+        """pinned: host memory that a GPU copies from and to by itself. Raises ConfigError where
+        the operating system does not let it be pinned."""
+        self._pages: torch.Tensor | None = None
+        if by_page:
+            shape = (num_slots, num_layers, num_kv_heads, record_bytes)
+            self._pages = torch.empty(shape, dtype=torch.uint8, device=device)
+            if pinned:
+                _pin(self, self._pages)
+            self._layers = list(self._pages.unbind(1))
+        else:
+            assert not pinned, "only whole pages are copied by the GPU"
+            self._layers = [
+                torch.empty(
+                    (num_slots, num_kv_heads, record_bytes), dtype=torch.uint8, device=device
+                )
+                for _ in range(num_layers)
+            ]
 
     @property
     def nbytes(self) -> int:
@@ -40,6 +61,12 @@ class RecordPool:
         """All records of a layer: [num_slots, num_kv_heads, record_bytes] uint8."""
         return self._layers[layer]
 
+    def page(self, slot: int) -> torch.Tensor:
+        """All layers of a slot of a pool by page: contiguous [num_layers, num_kv_heads,
+        record_bytes]."""
+        assert self._pages is not None, "the pool is not by page"
+        return self._pages[slot]
+
     def write(self, layer: int, slots: torch.Tensor, records: torch.Tensor) -> None:
         """Store records [N, num_kv_heads, record_bytes] at slots [N] of a layer."""
         self._layers[layer].index_copy_(0, slots, records)
@@ -47,3 +74,20 @@ class RecordPool:
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Records of slots [N] of a layer: a new [N, num_kv_heads, record_bytes]."""
         return self._layers[layer].index_select(0, slots)
+
+
+def _pin(owner: RecordPool, memory: torch.Tensor) -> None:
+    """Pin memory for as long as its owner lives. Torch's own pinned memory would take the next
+    power of two."""
+    if not memory.nbytes:
+        return
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE | MAPPED))
+    if status:
+        raise ConfigError(
+            f"pinning {memory.nbytes / 2**30:.1f} GiB of host memory failed with CUDA error "
+            f"{status}: lower --kvspec-host-gb, or raise the limit on locked memory (ulimit -l)"
+        )
+    unpin = weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
+    # A process that ends gives its memory back without being asked.
+    unpin.atexit = False

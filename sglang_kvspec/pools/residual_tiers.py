@@ -22,6 +22,9 @@ class ResidualTiers:
     has seen the copy complete and the page still be of the generation that was asked for.
     """
 
+    # Whether all layers of a page lie in one run of memory, in cache and store.
+    by_page = False
+
     def __init__(
         self,
         geometry: KVGeometry,
@@ -37,7 +40,9 @@ class ResidualTiers:
             else PageSlots(plan.num_pages, plan.cache_pages, device)
         )
         heads, layers = geometry.num_kv_heads, geometry.num_layers
-        self._cache = RecordPool(layers, plan.cache_pages, heads, record_bytes, device)
+        self._cache = RecordPool(
+            layers, plan.cache_pages, heads, record_bytes, device, by_page=self.by_page
+        )
         self._store: RecordPool | None = None
         if plan.host_pages:
             self._store = RecordPool(
@@ -47,6 +52,7 @@ class ResidualTiers:
                 record_bytes,
                 torch.device("cpu"),
                 pinned=device.type == "cuda",
+                by_page=self.by_page,
             )
         self._device = device
         self._fetching: list[PageRef] = []

@@ -61,6 +61,11 @@ class DeviceAttention:
         """Open the window pages this forward writes to, announce the pages it encodes, and plan."""
         assert self._plan is None, "the previous forward was not finished"
         kv, size = self.kv, self.kv.geometry.page_size
+        # Prefill hides what it fetches; a verification's pages come whole, as a rule beforehand.
+        kv.require_residuals(
+            (page for row in plan.rows for page in row.past_pages(size).tolist()),
+            by_layer=any(row.kind is RowKind.PREFILL for row in plan.rows),
+        )
         for row in plan.rows:
             written = row.written_pages(size)
             pages = row.pages[written.start : written.stop].tolist()
@@ -72,6 +77,7 @@ class DeviceAttention:
             plan, size, kv.window.slots.slot_of, split_by_page=kv.codec.target == "int8"
         )
         self._rows = rows
+        kv.place_residuals(rows.encode_pages.tolist())
         self._index = {
             name: sent_to(kv.device, getattr(rows, name))
             for name in (
@@ -91,6 +97,7 @@ class DeviceAttention:
         assert self._plan is not None
         for row in self._plan.rows:
             self.kv.finish_encode(row.pages[row.direct.start : row.direct.stop].tolist())
+        self.kv.end_forward()
         self._plan = self._rows = self._scratch = None
         self._index = {}
 
@@ -113,6 +120,7 @@ class DeviceAttention:
         num_tokens = self._rows.num_tokens
         new = (k[:num_tokens], v[:num_tokens])
         tail = self._write(layer, *new)
+        self.kv.await_layer(layer)
         out = self._target.run(layer, q[:num_tokens], tail, new)
         if len(q) == num_tokens:
             return out
@@ -138,6 +146,7 @@ class DeviceAttention:
         """Run what serving runs once, so that nothing is compiled or loaded for a request. Uses
         free pages and leaves them free."""
         kv, size = self.kv, self.kv.geometry.page_size
+        kv.warm_up()
         # Two pages to attend to, and one that the longest verification runs out of.
         start, num_pages = 2 * size + 1, 3 + -(-max_draft_len // size)
         if num_pages > kv.plan.num_pages:

@@ -146,14 +146,17 @@ class DraftedTokens:
         return DraftedTokens(self.tokens, [places.get(i, -1) for i in self.order], lens)
 
     def place(self, input_ids: torch.Tensor, firsts: Sequence[int]) -> None:
-        """Write the drafts of request i into input_ids [num_tokens] from firsts[i] on."""
+        """Write the drafts of request i into input_ids [num_tokens] from firsts[i] on; where that
+        is -1 it does not verify."""
         columns = self.tokens.shape[1]
         pairs = [
             (firsts[i] + step, step * columns + column)
             for column, i in enumerate(self.order)
-            if i >= 0
+            if i >= 0 and firsts[i] >= 0
             for step in range(self.lens[i])
         ]
+        if not pairs:
+            return
         index = sent_to(input_ids.device, torch.tensor(pairs).T.contiguous())
         input_ids[index[0]] = self.tokens.flatten()[index[1]]
 

@@ -85,7 +85,7 @@ class ExactAttention:
         wrapper.plan(
             qo_indptr,
             begins,
-            sent_to(self.kv.device, (pages - 1).int()),
+            self.kv.residual_slots.index_select(0, sent_to(self.kv.device, pages)),
             torch.where(begins.diff() > 0, self.kv.geometry.page_size, 0).int(),
             *self._heads,
             causal=False,

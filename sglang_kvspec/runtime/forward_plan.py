@@ -39,6 +39,10 @@ class Row:
         """Indices into pages of those this row writes to."""
         return range(self.start // page_size, -(-self.end // page_size))
 
+    def past_pages(self, page_size: int) -> torch.Tensor:
+        """Ids of the full pages before those it writes to."""
+        return self.pages[: self.start // page_size]
+
 
 def prefill_row(
     start: int, length: int, pages: torch.Tensor, *, page_size: int, recent_pages: int

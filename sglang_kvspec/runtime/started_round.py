@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from sglang_kvspec.planning.round_step import RoundPlan
 from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.request_state import RequestState
@@ -14,8 +15,10 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 @dataclass(slots=True)
 class StartedRound:
-    """Request i is states[i] and drafts lens[i] tokens. timer: runs while it does. begun_at:
-    time.perf_counter() when the device was first told of it.
+    """Request i is states[i] and drafts lens[i] tokens more. timer: runs while it does. begun_at:
+    time.perf_counter() when the device was first told of it. plan: who verifies and what is fetched
+    for that, None where everybody does. num_verified: of a round that is over, drafts that each
+    request had verified.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
     device only. logits: [>= num_states, vocab], of a plain round whose one token is to be chosen
@@ -29,11 +32,22 @@ class StartedRound:
     is_plain: bool = False
     made: DraftedTokens | None = None
     logits: torch.Tensor | None = None
+    plan: RoundPlan | None = None
+    num_verified: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_verified = self.num_verified or [0] * len(self.states)
+
+    @property
+    def verify(self) -> Sequence[int]:
+        """Requests that verify at the end."""
+        return range(len(self.states)) if self.plan is None else self.plan.verify
 
     def for_batch(self, states: Sequence[RequestState]) -> StartedRound | None:
-        """The same for a batch of which some requests have left and others come, which have
-        nothing in it; None when all have left. A request is its state object: SGLang makes a new
-        one when it computes a request again."""
+        """The same for a batch of which some requests have left and others come, which have nothing
+        in it; None when all have left. A request is its state object: SGLang makes a new one when
+        it computes a request again. Not for a round with a plan."""
+        assert self.plan is None, "who verifies was decided for another batch"
         place = {id(state): i for i, state in enumerate(states)}
         places = {i: place[id(s)] for i, s in enumerate(self.states) if id(s) in place}
         if not places:
@@ -47,4 +61,4 @@ class StartedRound:
             for before, now in places.items():
                 counts[now] = made.lens[before]
             made = made.rearranged(places, counts)
-        return replace(self, states=states, lens=lens, made=made)
+        return replace(self, states=states, lens=lens, made=made, num_verified=[])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_kvspec.pools.transfers import sent_to as sent_to
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
 
@@ -136,14 +137,6 @@ class _Builder:
             keep_scratch=keep[0],
             keep_window=keep[1],
         )
-
-
-def sent_to(device: torch.device, values: torch.Tensor) -> torch.Tensor:
-    """A copy on the device for which nobody waits: from pageable memory a large one would, for all
-    that the device still has to do."""
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 def indptr(lens: Iterable[int]) -> torch.Tensor:

@@ -44,11 +44,16 @@ def answers(
     return [(task, reference.answer(task)) for task in tasks]
 
 
-@pytest.fixture
-def soak(servers: ServerSwitch, answers: list[tuple[Task, TokenIds]]) -> Soak:
+@pytest.fixture(params=["staggered", "rounds"])
+def soak(
+    request: pytest.FixtureRequest, servers: ServerSwitch, answers: list[tuple[Task, TokenIds]]
+) -> Soak:
     """Against a server with a small residual cache that checks its memory at every step, and
     retracts now and then."""
-    drafting = Setting("exact", "log4").server(DEMO_MODEL, f"--max-running-requests={CONCURRENT}")
+    setting = Setting("exact", "log4", request.param)
+    # So that answers take many rounds.
+    short = ("--kvspec-draft-len=4",) if request.param == "rounds" else ()
+    drafting = setting.server(DEMO_MODEL, f"--max-running-requests={CONCURRENT}", *short)
     small = fault_environment(KVSPEC_CACHE_PAGES=CACHE_PAGES)
     spec = FORCED_RETRACTION.server(STRICT_CHECKS.server(replace(drafting, environment=small)))
     return Soak(servers.use(spec), answers, concurrent=CONCURRENT, seed=SEED)

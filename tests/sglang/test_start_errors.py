@@ -181,7 +181,12 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "flags", "capability", "expected"),
     [
-        ({"host_gb": 4}, {}, (9, 0), "--kvspec-host-gb 4"),
+        (
+            {"host_gb": 4},
+            {"prefill_max_requests": 2},
+            (9, 0),
+            "--prefill-max-requests 2 .*--kvspec-host-gb",
+        ),
         ({"schedule": "staggered"}, {}, (9, 0), "--kvspec-schedule staggered"),
         ({"target": "int8"}, {"page_size": 128}, (9, 0), "--page-size 128"),
         ({}, {}, (8, 0), "this one has 8.0"),
@@ -199,7 +204,8 @@ def test_what_a_gpu_cannot_serve_yet(
     with pytest.raises(UnsupportedError, match=expected):
         check_gpu_flags(KVSpecConfig(**config), flags)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    check_gpu_flags(KVSpecConfig(), {"page_size": 64})
+    check_gpu_flags(KVSpecConfig(), {"page_size": 64, "prefill_max_requests": 2})
+    check_gpu_flags(KVSpecConfig(host_gb=4), {"prefill_max_requests": 1})
 
 
 def test_unsupported_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:

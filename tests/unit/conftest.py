@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,13 +59,14 @@ def make_kv() -> Callable[..., TieredKV]:
 @pytest.fixture(scope="session")
 def make_device_kv() -> Callable[..., Any]:
     """Builds a DeviceKV of a few small pages that encodes nothing, options as for make_kv: its
-    `encodings` lists (layer, window slots, pages) of what it was to encode."""
+    `encodings` lists (layer, window slots, pages) of what it was to encode. lanes: what copies to
+    its store run in."""
     # It imports Triton, which the tests of kernels must be the first to do.
     from sglang_kvspec.pools.device_kv import DeviceKV
 
     class RecordingKV(DeviceKV):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self.encodings: list[tuple[int, list[int], list[int]]] = []
 
         def encode_from(
@@ -83,14 +85,19 @@ def make_device_kv() -> Callable[..., Any]:
             self.encodings.append((layer, source[used].tolist(), pages[used].tolist()))
 
     def make(
-        *, dtype: torch.dtype = torch.bfloat16, store: bool = False, **options: Any
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        store: bool = False,
+        lanes: Any = None,
+        **options: Any,
     ) -> RecordingKV:
-        return _poisoned(RecordingKV, _parts(dtype=dtype, store=store, **options))
+        parts = _parts(dtype=dtype, store=store, **options)
+        return _poisoned(partial(RecordingKV, lanes=lanes), parts)
 
     return make
 
 
-def _poisoned(kind: type[Any], parts: tuple[KVGeometry, Codec, CapacityPlan]) -> Any:
+def _poisoned(kind: Callable[..., Any], parts: tuple[KVGeometry, Codec, CapacityPlan]) -> Any:
     # In deterministic mode torch.empty fills new memory with NaN, or all bits set.
     torch.use_deterministic_algorithms(True)
     try:

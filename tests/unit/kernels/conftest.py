@@ -21,7 +21,8 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA and "triton" not in sys.modules:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for name in ("ops.attention", "ops.encode", "ops.append", "testing.division"):
+        modules = ("ops.attention", "ops.encode", "ops.append", "ops.copy_rows", "testing.division")
+        for name in modules:
             importlib.import_module(f"kvspec_kernels.{name}")
 
 # After the above, which chooses how triton is imported.

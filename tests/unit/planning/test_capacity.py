@@ -11,6 +11,7 @@ from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.capacity import (
     PageBytes,
+    pages_of_one_request,
     plan_capacity,
     split_shared_memory,
     window_pages_for,
@@ -28,7 +29,7 @@ page_sizes = st.builds(
 fractions = st.floats(0, 0.9)
 
 
-def plan(budget, page, *, window=0, fraction=0.25, host=None, host_limit=PLENTY, max_pages=None):
+def plan(budget, page, *, window=0, fraction=0.25, host=None, host_limit=PLENTY, **limits):
     return plan_capacity(
         budget,
         page,
@@ -36,7 +37,7 @@ def plan(budget, page, *, window=0, fraction=0.25, host=None, host_limit=PLENTY,
         residual_fraction=fraction,
         host_bytes=host,
         host_limit_bytes=host_limit,
-        max_pages=max_pages,
+        **limits,
     )
 
 
@@ -56,8 +57,9 @@ def plan_or_reject(*args, **kwargs):
     host=st.none() | st.just(0) | st.integers(2**24, 2**42),
     host_limit=st.integers(2**24, 2**42),
     max_pages=st.none() | st.integers(1, 10**6),
+    least=st.integers(0, 10**4),
 )
-def test_no_limit_is_exceeded(budget, page, window, fraction, host, host_limit, max_pages):
+def test_no_limit_is_exceeded(budget, page, window, fraction, host, host_limit, max_pages, least):
     made = plan_or_reject(
         budget,
         page,
@@ -66,12 +68,13 @@ def test_no_limit_is_exceeded(budget, page, window, fraction, host, host_limit, 
         host=host,
         host_limit=host_limit,
         max_pages=max_pages,
+        min_cache_pages=least,
     )
     assert made.num_pages >= 1
     assert made.hbm_bytes <= budget
     assert made.host_bytes <= (host_limit if host is None else host)
     assert made.host_pages == (0 if host == 0 else made.num_pages)
-    assert 0 <= made.cache_pages <= made.num_pages
+    assert min(least, made.num_pages) <= made.cache_pages <= made.num_pages
     assert made.window_pages == window
     if max_pages is not None:
         assert made.num_pages <= max_pages
@@ -104,6 +107,21 @@ def test_memory_left_over_by_another_limit_caches_residuals(limits):
     made = plan(10**6, page, **limits)
     assert made.num_pages == 100
     assert made.cache_pages == 100
+
+
+def test_the_longest_request_takes_its_cache_from_the_anchors():
+    page = PageBytes(plain=1000, anchor=100, residual=1000)
+    assert plan(10**6, page, fraction=0.1).cache_pages == 100
+    made = plan(10**6, page, fraction=0.1, min_cache_pages=500)
+    assert (made.num_pages, made.cache_pages) == (5000, 500)
+    # Where it cannot have that, no request is longer than what is cached whole.
+    short = plan(10**6, page, fraction=0.1, min_cache_pages=950)
+    assert short.num_pages == short.cache_pages == 909
+
+
+def test_pages_of_one_request():
+    assert pages_of_one_request(8192, 32, 64) == 128 + 1 + 1
+    assert pages_of_one_request(8193, 64, 64) == 129 + 2 + 1
 
 
 @given(budget=st.integers(10**6, 2**40), page=page_sizes, fraction=fractions)

@@ -58,6 +58,23 @@ def test_one_round_is_enough_where_the_step_was_measured():
     assert clock.cost(4096).token == pytest.approx(TOKEN_S)
 
 
+def test_rounds_at_whose_end_some_verify_teach_the_same():
+    clock = RoundClock(STEP_S, READS)
+    for number, num_verified in enumerate((3, 0, 16, 1) * 5):
+        context = CONTEXTS[number % 3]
+        cost = true_cost(context)
+        lens = [6] * 16
+        # With drafts from earlier rounds.
+        verified = [6 + number] * num_verified
+        draft_s = cost.step * 6 + cost.row * sum(lens)
+        verify_s = cost.seconds([0] * num_verified) + cost.token * sum(verified)
+        clock.observe(
+            lens, context, draft_s, verify_s if num_verified else 0.0, verified_lens=verified
+        )
+    assert worst_error(clock) < 1e-6
+    assert clock.verify_s > 0
+
+
 def test_rounds_of_any_context_predict_those_of_another():
     clock = RoundClock(STEP_S, READS)
     play_many(clock, 60, contexts=(1000, 4096, 16384))

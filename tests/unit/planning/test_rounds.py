@@ -18,21 +18,25 @@ from sglang_kvspec.planning.rounds import (
 )
 
 probabilities = st.one_of(st.floats(0, 0.999), st.sampled_from([0.0, 0.5, 0.95, 0.999]))
-batches = st.lists(st.builds(RoundRequest, probabilities, st.integers(0, 4)), max_size=4)
+batches = st.lists(
+    st.builds(RoundRequest, probabilities, st.integers(0, 4), st.integers(0, 3)), max_size=4
+)
 # Only a step may not be free: it is what a round of nothing costs.
 shares = st.one_of(st.just(0.0), st.floats(1e-4, 3))
 costs = st.builds(RoundCost, st.floats(1e-3, 3), shares, shares, shares)
 
 
 def every_plan(requests):
-    return itertools.product(*(range(request.cap_len + 1) for request in requests))
+    rooms = [max(request.cap_len - request.num_drafts, 0) for request in requests]
+    return itertools.product(*(range(room + 1) for room in rooms))
 
 
 def tokens_of(requests, lens):
-    return math.fsum(
-        request.probability**j
+    """The token that every verification adds, and this round's drafts."""
+    return len(requests) + math.fsum(
+        request.probability ** (request.num_drafts + j)
         for request, length in zip(requests, lens, strict=True)
-        for j in range(length + 1)
+        for j in range(1, length + 1)
     )
 
 
@@ -63,7 +67,9 @@ def test_the_expected_rate_is_tokens_over_seconds(requests, cost, data):
 def test_no_other_lengths_give_more_tokens_a_second(requests, cost):
     lens = plan_round(requests, cost)
     assert len(lens) == len(requests)
-    assert all(0 <= n <= r.cap_len for n, r in zip(lens, requests, strict=True))
+    assert all(
+        0 <= n <= max(r.cap_len - r.num_drafts, 0) for n, r in zip(lens, requests, strict=True)
+    )
     rates = {
         plan: tokens_of(requests, plan) / seconds_of(cost, plan) for plan in every_plan(requests)
     }
@@ -118,7 +124,9 @@ def test_of_two_requests_the_better_one_drafts_no_less(requests, cost):
     lens = plan_round(requests, cost)
     pairs = itertools.permutations(zip(requests, lens, strict=True), 2)
     for (better, longer), (worse, shorter) in pairs:
-        if better.probability >= worse.probability and better.cap_len >= worse.cap_len:
+        if better.probability < worse.probability or better.num_drafts > worse.num_drafts:
+            continue
+        if better.cap_len - better.num_drafts >= worse.cap_len - worse.num_drafts:
             assert longer >= shorter
 
 
@@ -143,6 +151,17 @@ def test_everything_is_drafted_where_only_verifying_costs():
     free = RoundCost(step=1e-9, row=0.0, request=1.0, token=0.0)
     lens = plan_round([RoundRequest(0.5, 7), RoundRequest(0.9, 3), RoundRequest(0.9, 0)], free)
     assert lens == [7, 3, 0]
+
+
+def test_drafts_from_earlier_rounds_are_counted_by_their_worth():
+    """A request that goes on drafting adds as many as it would have added in one round."""
+    # Rows and tokens alone decide: no step is shared.
+    cost = RoundCost(step=1e-9, row=0.3, request=9.0, token=0.02)
+    fresh = RoundRequest(0.8, 32)
+    lens = plan_round([*[fresh] * 7, RoundRequest(0.8, 32, num_drafts=3)], cost)
+    assert 4 < lens[0] < 32
+    assert lens[-1] == lens[0] - 3
+    assert plan_round([RoundRequest(0.8, 5, num_drafts=5)], cost) == [0]
 
 
 def test_a_batch_of_nobody():

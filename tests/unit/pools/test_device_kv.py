@@ -143,23 +143,22 @@ def test_what_kernels_are_given_fits_the_pools(make_device_kv, monkeypatch):
     kv, calls = make_device_kv(num_layers=2, target="int8"), []
     monkeypatch.setattr(device_kv, "encode_pages", lambda *args: calls.append(args))
     kv.open_pages([9, 3])
-    pages = torch.tensor([3, 12], dtype=torch.int32)
+    pages = torch.tensor([3, 12, -1], dtype=torch.int32)
     k, v = kv.window.layer(1)
-    device_kv.DeviceKV.encode_from(kv, 1, k, v, torch.tensor([1, 0]), pages)
+    device_kv.DeviceKV.encode_from(kv, 1, k, v, torch.tensor([1, 0, -1]), pages)
     ((k_, v_, source, anchors, anchor_slots, residuals, slots, codec, target),) = calls
     assert k_ is k
     assert v_ is v
-    assert source.tolist() == [1, 0]
+    assert source.tolist() == [1, 0, -1]
     assert anchors is kv.anchors.layer(1)
     assert anchor_slots is pages
     assert residuals is kv.residuals.cache_layer(1)
-    assert slots.tolist() == [2, 11]
+    # Any valid slot for an entry that is skipped.
+    assert slots.tolist() == [2, 11, 0]
     assert (codec, target) == (kv.codec.settings, "int8")
 
 
-def test_a_host_store_and_fp32_are_refused(make_device_kv):
-    with pytest.raises(UnsupportedError, match="--kvspec-host-gb must be 0"):
-        make_device_kv(store=True)
+def test_fp32_is_refused(make_device_kv):
     with pytest.raises(UnsupportedError, match=r"bf16 and fp16 .*float32"):
         make_device_kv(dtype=torch.float32)
     assert make_device_kv(dtype=torch.float16).geometry.dtype == torch.float16

@@ -60,3 +60,25 @@ def test_a_slot_outside_the_pool_is_refused(slot):
         pool.read(0, torch.tensor([slot]))
     with pytest.raises(IndexError):
         pool.write(0, torch.tensor([slot]), records(1))
+
+
+def test_layers_of_a_pool_by_page_are_views_of_whole_pages():
+    pool = RecordPool(3, 4, 2, 48, CPU, by_page=True)
+    assert pool.nbytes == 3 * 4 * 2 * 48
+    for layer in range(3):
+        pool.write(layer, torch.arange(4), records(4, seed=layer))
+    page = pool.page(2)
+    assert page.is_contiguous()
+    for layer in range(3):
+        assert torch.equal(page[layer], records(4, seed=layer)[2])
+        assert torch.equal(pool.layer(layer), records(4, seed=layer))
+    page.zero_()
+    assert not pool.read(1, torch.tensor([2])).any()
+    assert torch.equal(pool.read(1, torch.tensor([3])), records(4, seed=1)[3:])
+
+
+def test_only_a_pool_by_page_has_pages_and_can_be_pinned():
+    with pytest.raises(AssertionError, match="not by page"):
+        RecordPool(1, 4, 2, 48, CPU).page(0)
+    with pytest.raises(AssertionError, match="whole pages"):
+        RecordPool(1, 4, 2, 48, CPU, pinned=True)

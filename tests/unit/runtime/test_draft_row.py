@@ -123,3 +123,16 @@ def test_a_full_window_of_pages_being_written_is_an_error(make_device_kv):
     kv.open_pages([20 - 10, 12])
     with pytest.raises(CapacityError, match="all 2 pages"):
         draft_row(kv, 1, 3, torch.tensor([7]), 1)
+
+
+def test_a_row_that_goes_on_has_its_earlier_drafts_in_its_tail(kv):
+    """A request that did not verify drafts on from its last draft, whose page is another now."""
+    encode(kv, PAGES[:1])
+    first = draft_row(kv, token=5, position=60, pages=pages_to(60, 10), num_drafts=10)
+    assert (first.past.tolist(), first.tail_len) == ([7], 60 - SIZE)
+    again = draft_row(kv, token=6, position=70, pages=pages_to(70, 30), num_drafts=30)
+    assert (again.token, again.position, again.num_drafts) == (6, 70, 30)
+    assert again.past.tolist() == [7]
+    assert again.tail == [kv.window.slots.slot_of(page) for page in (2, 9, 4)]
+    assert again.tail[:2] == list(first.tail)
+    assert again.tail_len == 70 - SIZE

@@ -18,12 +18,15 @@ def drafted_by(lens):
     return DraftedTokens(tokens, order, lens)
 
 
-def placed(drafted, lens):
-    """A verification's tokens: the pending one, 7, then the drafts, request after request."""
+def placed(drafted, lens, held=None, verifies=None):
+    """The tokens of a verification, request after request of those that take part: the pending one
+    and drafts of earlier rounds, all 7, then the drafts."""
+    held = held or [0] * len(lens)
+    verifies = verifies or [True] * len(lens)
     firsts, total = [], 0
-    for n in lens:
-        firsts.append(total + 1)
-        total += n + 1
+    for n, before, takes_part in zip(lens, held, verifies, strict=False):
+        firsts.append(total + 1 + before if takes_part else -1)
+        total += (n + 1 + before) * takes_part
     input_ids = torch.full((total,), 7)
     drafted.place(input_ids, firsts)
     return input_ids.tolist()
@@ -32,12 +35,18 @@ def placed(drafted, lens):
 some_lens = st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any)
 
 
-@given(some_lens)
-def test_drafts_reach_their_own_request(lens):
+@given(
+    lens=some_lens,
+    verifies=st.lists(st.booleans(), min_size=6, max_size=6),
+    held=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+)
+def test_drafts_reach_their_own_request(lens, verifies, held):
+    """Those that verify have `held` drafts of earlier rounds before."""
     drafted = drafted_by(lens)
     wanted = {i: [100 * i + step for step in range(n)] for i, n in enumerate(lens)}
     assert drafted.deliver() == {i: drafts for i, drafts in wanted.items() if drafts}
-    assert placed(drafted, lens) == [token for i in wanted for token in (7, *wanted[i])]
+    tokens = [t for i in wanted if verifies[i] for t in (*[7] * (held[i] + 1), *wanted[i])]
+    assert placed(drafted, lens, held, verifies) == tokens
 
 
 @given(some_lens, st.randoms(use_true_random=False))
@@ -50,5 +59,4 @@ def test_drafts_follow_their_requests_into_another_batch(lens, rng):
     drafted = drafted_by(lens).rearranged(places, new_lens)
     wanted = [[] if i is None else [100 * i + s for s in range(lens[i])] for i in batch]
     assert drafted.deliver() == {i: drafts for i, drafts in enumerate(wanted) if drafts}
-    if any(new_lens):
-        assert placed(drafted, new_lens) == [t for drafts in wanted for t in (7, *drafts)]
+    assert placed(drafted, new_lens) == [t for drafts in wanted for t in (7, *drafts)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.chooser import Chooser, Verified
@@ -19,6 +20,7 @@ from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.sampling import (
     SamplingParams,
     adjust_logits,
@@ -27,6 +29,8 @@ from sglang_kvspec.runtime.sampling import (
 )
 from sglang_kvspec.runtime.stepper import Stepper
 
+# Encoded pages of the longest request, and what it spills into.
+LARGEST_PAGES = 7
 VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 200, 4, 2, 16, 2
 WIDTH = HEADS * HEAD_DIM
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -218,6 +222,51 @@ class Engine:
         self.free_pages += gone
 
 
+class RoundEngine(Engine):
+    """The same in rounds, whose link moves `link_pages` while a round drafts."""
+
+    def __init__(self, *args, link_pages: int = 2, **options) -> None:
+        super().__init__(*args, **options)
+        self.rounds = RoundStepper(self.kv)
+        self.link_pages = link_pages
+        self.num_waited = 0
+
+    def _prefill(self, request: Request, chunk: int, num_running: int) -> None:
+        super()._prefill(request, chunk, num_running)
+        request.state.rid = str(id(request))
+
+    def _iterate(self, running: list[Request]) -> None:
+        states = [r.state for r in running]
+        most = min(self.config.max_draft_len, 7)
+        lens = [max(0, min(5, state.cap_len(most) - len(state.drafts))) for state in states]
+        ends = [s.next_position + n + 1 for s, n in zip(states, lens, strict=True)]
+        pages = [self._pages(r, end) for r, end in zip(running, ends, strict=True)]
+        budget = RoundBudget(self.link_pages, 2 * self.link_pages)
+        plan = self.rounds.plan(states, pages, lens, budget)
+        for step in range(max(lens)):
+            going = [i for i, n in enumerate(lens) if n > step]
+            rows = [Row(RowKind.DRAFT, states[i].next_position, 1, pages[i]) for i in going]
+            logits = self._forward(rows, [states[i].last_token for i in going])
+            for i, part in zip(going, logits, strict=True):
+                self.chooser.draft(states[i], part[None], None)
+        self.rounds.await_fetches(plan, pages)
+        before = self.kv.residuals.bytes_streamed
+        self.num_waited += len(running) - len(plan.verify)
+        rows = [
+            Row(RowKind.VERIFY, states[i].committed_len, len(states[i].drafts) + 1, pages[i])
+            for i in plan.verify
+        ]
+        tokens = [t for i in plan.verify for t in (states[i].pending, *states[i].drafts)]
+        if not rows:
+            return
+        logits = self._forward(rows, tokens)
+        if self.kv.plan.cache_pages >= LARGEST_PAGES:
+            assert self.kv.residuals.bytes_streamed == before, "a page was not fetched as planned"
+        spans = logits.split([row.length for row in rows])
+        for i, row, part in zip(plan.verify, rows, spans, strict=True):
+            self._verify(running[i], row, part)
+
+
 def assert_same_output(served: Sequence[Output], plain: Sequence[Output]) -> None:
     """The same tokens, chosen from the same logits up to fp32 rounding."""
     for index, (got, want) in enumerate(zip(served, plain, strict=True)):
@@ -241,6 +290,7 @@ def toy(make_kv) -> SimpleNamespace:
 
     return SimpleNamespace(
         Engine=Engine,
+        RoundEngine=RoundEngine,
         Request=Request,
         assert_same_output=assert_same_output,
         kv=kv,

@@ -9,6 +9,8 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.runtime.sampling import SamplingParams
 
 LENGTHS = [(70, 30), (33, 30), (100, 24), (64, 33)]
+# Some twenty encoded pages, of which a small cache holds one or two requests' at a time.
+LONG = [(170, 30), (130, 30), (161, 24), (150, 33)]
 GREEDY = SamplingParams(top_k=1)
 SAMPLED = SamplingParams(temperature=0.8, top_k=12, top_p=0.95, seed=11)
 PENALISED = SamplingParams(
@@ -27,11 +29,11 @@ PARAMS = {"greedy": GREEDY, "seeded": SAMPLED, "penalised": PENALISED}
 def requests(toy):
     """Builds the same requests anew: serving uses them up."""
 
-    def make(params=GREEDY):
+    def make(params=GREEDY, lengths=LENGTHS):
         rng = torch.Generator().manual_seed(5)
         return [
             toy.Request(torch.randint(toy.vocab, (n,), generator=rng).tolist(), new, params)
-            for n, new in LENGTHS
+            for n, new in lengths
         ]
 
     return make
@@ -41,11 +43,12 @@ def requests(toy):
 def plain(toy, attention_lab, requests):
     known = {}
 
-    def decode(name="greedy"):
-        if name not in known:
-            every = requests(PARAMS[name])
-            known[name] = [toy.plain_decode(toy.model, r, attention_lab.dense) for r in every]
-        return known[name]
+    def decode(name="greedy", lengths=LENGTHS):
+        key = (name, *lengths)
+        if key not in known:
+            every = requests(PARAMS[name], lengths)
+            known[key] = [toy.plain_decode(toy.model, r, attention_lab.dense) for r in every]
+        return known[key]
 
     return decode
 
@@ -81,6 +84,51 @@ def test_greedy_output_is_that_of_plain_decoding(toy, requests, plain, codec, dr
 def test_output_does_not_depend_on_where_residuals_are(toy, requests, plain, pools):
     engine = toy.Engine(toy.kv(**pools), toy.model, KVSpecConfig())
     toy.assert_same_output(engine.serve(requests()), plain())
+
+
+@pytest.mark.parametrize(
+    ("pools", "link_pages"),
+    [
+        ({"store": False, "cache_pages": None}, 0),
+        ({"cache_pages": None}, 0),
+        ({"cache_pages": 0}, 2),
+        ({"cache_pages": 3}, 2),
+        ({"cache_pages": 8}, 1),
+        ({"cache_pages": 8}, 0),
+        ({"cache_pages": 12, "codec": "uniform4"}, 9),
+    ],
+    ids=["no store", "all cached", "no cache", "tiny", "slow link", "no link", "fast link"],
+)
+def test_rounds_give_the_output_of_plain_decoding(toy, requests, plain, pools, link_pages):
+    """Also where some requests draft on while others verify."""
+    kv = toy.kv(num_pages=32, **pools)
+    engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), max_running=4, link_pages=link_pages)
+    toy.assert_same_output(engine.serve(requests(lengths=LONG)), plain(lengths=LONG))
+    assert engine.counters.accepted
+    assert engine.counters.rejected
+    if pools["cache_pages"] in (8, 12):
+        assert engine.num_waited
+        assert kv.residuals.bytes_fetched
+    elif not pools["cache_pages"]:
+        assert engine.num_waited == kv.residuals.bytes_fetched == 0
+
+
+def test_rounds_without_drafts_take_turns(toy, requests, plain):
+    """Nobody drafts while fetches are on their way, and somebody verifies in every round."""
+    kv = toy.kv(num_pages=32, cache_pages=8)
+    config = KVSpecConfig(draft_len=0)
+    engine = toy.RoundEngine(kv, toy.model, config, max_running=4, link_pages=0)
+    toy.assert_same_output(engine.serve(requests(lengths=LONG)), plain(lengths=LONG))
+    assert engine.num_waited
+    assert engine.counters.drafted == 0
+
+
+@pytest.mark.parametrize("name", ["seeded", "penalised"])
+def test_drafts_kept_over_rounds_do_not_change_what_is_sampled(toy, requests, plain, name):
+    kv = toy.kv(num_pages=32, cache_pages=8)
+    engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), max_running=4, link_pages=1)
+    toy.assert_same_output(engine.serve(requests(PARAMS[name], LONG)), plain(name, LONG))
+    assert engine.num_waited
 
 
 @pytest.mark.parametrize(("chunk", "recent_pages"), [(7, 1), (32, 2), (50, 1)])

@@ -1,0 +1,218 @@
+"""Who verifies at the end of a round, and which residual pages move while it drafts.
+
+Where the cache holds every residual, everybody verifies and nothing moves. Where it does not, some
+requests keep theirs and verify in every round; the others take turns with what is left of it. What
+the link cannot bring while a round drafts is fetched ahead, for a later one, and the request drafts
+on meanwhile.
+
+A request that has not verified for PATIENCE rounds is overdue. The oldest such request verifies in
+the next round whatever its fetch takes, so that of n requests none waits more than PATIENCE + n
+rounds (`wait_bound`), whatever budgets are and however pages come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+
+from sglang_kvspec.planning.residency import ResidencyView, choose_resident
+from sglang_kvspec.planning.step import FETCH_SHARE, CacheView
+
+PATIENCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RoundView:
+    """What planning a round knows of a running request.
+
+    key: names it for as long as it runs. missing: encoded pages whose residual is in the store
+    only; cached: those in the cache or on their way into it. spill: cache slots that its
+    verification may need besides.
+    """
+
+    key: str
+    missing: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
+    spill: int = 0
+    priority: int = 0
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        return (*self.missing, *self.cached)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.missing) + len(self.cached) + self.spill
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBudget:
+    """Pages that the link moves while the round drafts, and in all of it."""
+
+    drafting_pages: int
+    round_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """verify: indices of requests, ascending. evict, then fetch: pages to move before the round
+    drafts; first those that its verifications read, then `ahead`, for later ones."""
+
+    verify: tuple[int, ...]
+    fetch: tuple[int, ...] = ()
+    ahead: tuple[int, ...] = ()
+    evict: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Filling:
+    """The cache as this round's verifications fill it."""
+
+    num_slots: int
+    budget: int
+    pages: set[int] = field(default_factory=set)
+    fetch: dict[int, None] = field(default_factory=dict)
+    spill: int = 0
+
+    def holds(self, request: RoundView) -> bool:
+        together = len(self.pages.union(request.pages)) + self.spill + request.spill
+        return together <= self.num_slots
+
+    def can_bring(self, request: RoundView) -> bool:
+        new = set(request.missing) - self.fetch.keys()
+        return not new or len(self.fetch) + len(new) <= self.budget
+
+    def add(self, request: RoundView) -> None:
+        self.pages.update(request.pages)
+        self.fetch |= dict.fromkeys(request.missing)
+        self.spill += request.spill
+
+
+class RoundPlanner:
+    """Remembers how many rounds ago every running request has verified, and whose residuals stay in
+    the cache."""
+
+    def __init__(self) -> None:
+        self._waited: dict[str, int] = {}
+        self._staying: frozenset[str] = frozenset()
+
+    @staticmethod
+    def wait_bound(num_running: int) -> int:
+        """Most rounds in a row without a verification of one of num_running requests."""
+        return PATIENCE + num_running
+
+    def plan(
+        self,
+        requests: Sequence[RoundView],
+        cache: CacheView,
+        budget: RoundBudget,
+        *,
+        drafts: bool,
+    ) -> RoundPlan:
+        """drafts: whether anybody drafts in this round, so that it is worth while even if nobody
+        verifies. cache.cached: all pages that may be evicted.
+
+        A request that no cache holds verifies in every round, and is left to read the store.
+        """
+        self._waited = {request.key: self._waited.get(request.key, 0) for request in requests}
+        self._choose_staying(requests, cache.num_slots)
+        filling = _Filling(cache.num_slots, budget.drafting_pages)
+        verify, later = [], []
+        for index in self._in_order(requests):
+            request = requests[index]
+            if request.num_slots > cache.num_slots:
+                verify.append(index)
+            elif not filling.holds(request):
+                later.append(index)
+            elif filling.can_bring(request) or self._is_forced(request, verify, later):
+                filling.add(request)
+                verify.append(index)
+            else:
+                later.append(index)
+        if not verify and not drafts and later:
+            # Nothing would happen otherwise.
+            verify.append(later.pop(0))
+            filling.add(requests[verify[0]])
+        ahead = self._ahead([requests[i] for i in later], filling, budget.round_pages)
+        evict = self._victims(requests, cache, filling, ahead)
+        for index, request in enumerate(requests):
+            self._waited[request.key] = 0 if index in verify else self._waited[request.key] + 1
+        return RoundPlan(tuple(sorted(verify)), tuple(filling.fetch), ahead, evict)
+
+    def _choose_staying(self, requests: Sequence[RoundView], num_slots: int) -> None:
+        fitting = [r for r in requests if r.num_slots <= num_slots]
+        together = len({page for r in fitting for page in r.pages}) + sum(r.spill for r in fitting)
+        if together <= num_slots:
+            self._staying = frozenset(r.key for r in fitting)
+            return
+        room = max(max(r.num_slots for r in fitting), ceil(FETCH_SHARE * num_slots))
+        views = [
+            ResidencyView(
+                request_id=index,
+                residual_bytes=request.num_slots,
+                next_use=0,
+                cycle_len=1,
+                is_resident=request.key in self._staying,
+            )
+            for index, request in enumerate(fitting)
+        ]
+        chosen = choose_resident(views, num_slots - room)
+        self._staying = frozenset(fitting[index].key for index in chosen)
+
+    def _in_order(self, requests: Sequence[RoundView]) -> list[int]:
+        """Overdue requests, the oldest first; then those that stay in the cache; then the others by
+        priority and by how long they have waited."""
+
+        def order(index: int) -> tuple[float, ...]:
+            request = requests[index]
+            waited = self._waited[request.key]
+            if waited >= PATIENCE:
+                return (0, -waited, -request.priority, index)
+            if request.key in self._staying:
+                return (1, -request.priority, -waited, index)
+            return (2, -request.priority, -waited, index)
+
+        return sorted(range(len(requests)), key=order)
+
+    def _is_forced(self, request: RoundView, verify: Sequence[int], later: Sequence[int]) -> bool:
+        is_first = not verify and not later
+        return is_first and self._waited[request.key] >= PATIENCE
+
+    @staticmethod
+    def _ahead(later: Iterable[RoundView], filling: _Filling, round_pages: int) -> tuple[int, ...]:
+        """Pages to fetch for requests that verify in a later round, in their order."""
+        room = filling.num_slots - len(filling.pages) - filling.spill
+        left = round_pages - len(filling.fetch)
+        ahead: dict[int, None] = {}
+        for request in later:
+            # What it has in the cache already is to stay there for it.
+            own = [page for page in request.cached if page not in filling.pages]
+            room -= len(own)
+            missing = [p for p in request.missing if p not in filling.pages and p not in ahead]
+            taken = missing[: max(min(room, left), 0)]
+            ahead |= dict.fromkeys(taken)
+            room, left = room - len(taken), left - len(taken)
+            if room <= 0 or left <= 0 or len(taken) < len(missing):
+                break
+        return tuple(ahead)
+
+    def _victims(
+        self,
+        requests: Sequence[RoundView],
+        cache: CacheView,
+        filling: _Filling,
+        ahead: Collection[int],
+    ) -> tuple[int, ...]:
+        """Pages that make room: those of no running request, then of those who have verified last
+        and so verify again last, then of those whose residuals stay."""
+        lacking = len(filling.fetch) + len(ahead) - cache.num_free
+        if lacking <= 0:
+            return ()
+        worth: dict[int, float] = {}
+        for request in requests:
+            value = inf if request.key in self._staying else self._waited[request.key]
+            for page in request.cached:
+                worth[page] = max(worth.get(page, -1.0), value)
+        loose = [page for page in cache.cached if page not in filling.pages]
+        return tuple(sorted(loose, key=lambda page: (worth.get(page, -1.0), page))[:lacking])

@@ -1,0 +1,101 @@
+"""Pages of residuals between the cache on a GPU and the pinned store on its host.
+
+One copy moves all layers of a page, since both sides hold them in one run of memory: the copy
+engines do it at the speed of the link, beside the kernels and without taking multiprocessors from
+them, and the CPU makes one call a page. A forward that need not wait for whole pages has them layer
+by layer, by a small kernel that reads the pinned memory, all pages of a layer in one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from sglang_kvspec.pools.lanes import Event, Lane, Lanes
+from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.pools.transfers import sent_to
+
+# (page, slot): the row of the store, and the cache slot.
+Pair = tuple[int, int]
+
+
+class HostCopies:
+    """Copies in both directions, each behind the fences that keep it right.
+
+    A slot may get another page, and a page another generation, while copies of the former are under
+    way: the lane that would write waits on the device for whatever still reads or writes there, and
+    the one that would read for what writes. The CPU never waits.
+    """
+
+    def __init__(self, cache: RecordPool, store: RecordPool, lanes: Lanes) -> None:
+        """Both pools by page."""
+        self._cache, self._store, self._lanes = cache, store, lanes
+        # What still uses a cache slot, besides the main lane.
+        self._slot_uses: dict[int, list[Event]] = {}
+        # Of a page's row of the store, its last copy out.
+        self._row_written: dict[int, Event] = {}
+
+    def copy_out(self, pairs: Sequence[Pair]) -> None:
+        """Write slots through to the store once the main lane has done what it was given so far."""
+        if not pairs:
+            return
+        # A fetch may still read one of these rows: of a page that was freed meanwhile, for nobody.
+        lane = self._lanes.to_host
+        lane.wait(self._lanes.main.mark())
+        lane.copy([(self._store.page(page), self._cache.page(slot)) for page, slot in pairs])
+        done = lane.mark()
+        for page, slot in pairs:
+            self._row_written[page] = done
+            self._slot_uses.setdefault(slot, []).append(done)
+
+    def fetch(self, pairs: Sequence[Pair]) -> Event:
+        """Bring pages into slots, whose former content the main lane may still be using. Returns
+        when they are there: `main_waits` before the main lane reads them."""
+        lane = self._fetching_lane(pairs)
+        lane.copy([(self._cache.page(slot), self._store.page(page)) for page, slot in pairs])
+        done = lane.mark()
+        self._slot_uses |= {slot: [done] for _, slot in pairs}
+        return done
+
+    def fetch_by_layer(self, pairs: Sequence[Pair]) -> list[Event]:
+        """As fetch(); returns when the pages of layer 0, 1 and so on are there."""
+        device = self._cache.layer(0).device
+        pages, slots = (
+            sent_to(device, torch.tensor(ids, dtype=torch.int32))
+            for ids in zip(*pairs, strict=True)
+        )
+        # Also behind the indices, which the main lane sends.
+        lane = self._fetching_lane(pairs)
+        events = []
+        for layer in range(self._cache.num_layers):
+            lane.copy_rows(self._cache.layer(layer), slots, self._store.layer(layer), pages)
+            events.append(lane.mark())
+        self._slot_uses |= {slot: [events[-1]] for _, slot in pairs}
+        return events
+
+    def _fetching_lane(self, pairs: Sequence[Pair]) -> Lane:
+        """The lane of fetches, behind all that these pages and slots are still needed for."""
+        lane = self._lanes.to_device
+        lane.wait(self._lanes.main.mark())
+        written = [self._row_written.get(page) for page, _ in pairs]
+        _wait(lane, [*written, *self._pop_uses(slot for _, slot in pairs)])
+        return lane
+
+    def main_waits(self, events: Iterable[Event]) -> None:
+        """The main lane goes on after these."""
+        _wait(self._lanes.main, events)
+
+    def main_writes(self, slots: Iterable[int]) -> None:
+        """The main lane is about to write these slots, whatever they held."""
+        _wait(self._lanes.main, self._pop_uses(slots))
+
+    def _pop_uses(self, slots: Iterable[int]) -> list[Event]:
+        return [event for slot in slots for event in self._slot_uses.pop(slot, ())]
+
+
+def _wait(lane: Lane, events: Iterable[Event | None]) -> None:
+    """Copies given together share an event: wait for each once, and for none that is over."""
+    for event in {id(event): event for event in events if event is not None}.values():
+        if not event.query():
+            lane.wait(event)

@@ -1,0 +1,93 @@
+"""A GPU's streams as queues whose order of progress a test chooses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from sglang_kvspec.pools.lanes import Copy, Event, Lanes
+
+Work = Callable[[], bool]
+
+
+class ModelEvent:
+    def __init__(self, lane: ModelLane) -> None:
+        self.lane = lane
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+class ModelLane:
+    """Nothing given to it happens before step(). `deaf_to`: lanes whose events it does not wait
+    for, a fault."""
+
+    def __init__(self) -> None:
+        self._work: deque[Work] = deque()
+        self.deaf_to: tuple[ModelLane, ...] = ()
+
+    def do(self, action: Callable[[], object]) -> None:
+        def work() -> bool:
+            action()
+            return True
+
+        self._work.append(work)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        for target, source in copies:
+            self.do(partial(target.copy_, source))
+
+    def copy_rows(
+        self,
+        target: torch.Tensor,
+        target_rows: torch.Tensor,
+        source: torch.Tensor,
+        source_rows: torch.Tensor,
+    ) -> None:
+        for to, origin in zip(target_rows.tolist(), source_rows.tolist(), strict=True):
+            self.do(partial(target[to].copy_, source[origin]))
+
+    def mark(self) -> ModelEvent:
+        event = ModelEvent(self)
+
+        def work() -> bool:
+            event.is_over = True
+            return True
+
+        self._work.append(work)
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, ModelEvent)
+        if event.lane not in self.deaf_to:
+            self._work.append(event.query)
+
+    @property
+    def num_left(self) -> int:
+        return len(self._work)
+
+    def step(self) -> bool:
+        """Do the next piece of work; False where there is none or it waits for another lane."""
+        if not self._work or not self._work[0]():
+            return False
+        self._work.popleft()
+        return True
+
+
+class ModelStreams:
+    def __init__(self) -> None:
+        self.main, self.to_host, self.to_device = ModelLane(), ModelLane(), ModelLane()
+        self.lanes = Lanes(self.main, self.to_host, self.to_device)
+
+    @property
+    def all(self) -> tuple[ModelLane, ...]:
+        return (self.main, self.to_host, self.to_device)
+
+    def drain(self) -> None:
+        while any([lane.step() for lane in self.all]):
+            pass
+        assert not any(lane.num_left for lane in self.all), "lanes wait for each other"

@@ -1,0 +1,88 @@
+"""Feeds the pure planner of rounds with what requests and pools look like, and moves pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_kvspec.planning.round_step import RoundBudget, RoundPlan, RoundPlanner, RoundView
+from sglang_kvspec.planning.rounds import RoundCost
+from sglang_kvspec.planning.step import CacheView
+from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.runtime.request_state import RequestState
+
+# Whole pages over PCIe 5 x16 to pinned memory.
+LINK_BYTES_PER_S = 50e9
+IN_CACHE = (ResidualState.RESIDENT, ResidualState.FETCHING)
+
+
+class RoundStepper:
+    """Decides who verifies at the end of each round, and starts the copies that this needs."""
+
+    def __init__(self, kv: KVTiers) -> None:
+        self._kv = kv
+        self._planner = RoundPlanner()
+
+    def plan(
+        self,
+        states: Sequence[RequestState],
+        pages: Sequence[torch.Tensor],
+        lens: Sequence[int],
+        budget: RoundBudget,
+    ) -> RoundPlan:
+        """Plan a round in which request i adds lens[i] drafts, and start to move pages for it.
+
+        pages: page ids of each request from position 0 on, at least of its verified tokens.
+        """
+        residuals = self._kv.residuals
+        residuals.finish_fetches()
+        spills = [self._spill(state, n) for state, n in zip(states, lens, strict=True)]
+        if self._nothing_can_move(sum(spills)):
+            return RoundPlan(tuple(range(len(states))))
+        views = [self._view(*parts) for parts in zip(states, pages, spills, strict=True)]
+        slots = residuals.cache_slots
+        cached = [page for page in slots if residuals.table.state(page) in IN_CACHE]
+        cache = CacheView(slots.num_slots, slots.num_free, tuple(cached))
+        plan = self._planner.plan(views, cache, budget, drafts=any(lens))
+        residuals.evict(plan.evict)
+        # Two fetches, so that this round's verifications do not wait for what comes ahead.
+        residuals.start_fetch(plan.fetch)
+        residuals.start_fetch(plan.ahead)
+        return plan
+
+    def budget(self, lens: Sequence[int], cost: RoundCost) -> RoundBudget:
+        """What the link moves in a round that adds such drafts."""
+        drafting_s = cost.step * max(lens, default=0) + cost.row * sum(lens)
+        pages_per_s = LINK_BYTES_PER_S / self._kv.plan.page_bytes.residual
+        return RoundBudget(int(drafting_s * pages_per_s), int(cost.seconds(lens) * pages_per_s))
+
+    def await_fetches(self, plan: RoundPlan, pages: Sequence[torch.Tensor]) -> None:
+        """What is enqueued from now on follows the fetches of requests that verify. pages: as in
+        plan()."""
+        self._kv.await_residuals(page for i in plan.verify for page in pages[i].tolist())
+
+    def _nothing_can_move(self, spill: int) -> bool:
+        plan, counts = self._kv.plan, self._kv.residuals.table.counts()
+        if not plan.host_pages or not plan.cache_pages:
+            return True
+        num_away = counts["STORED"] + counts["FETCHING"]
+        return num_away == 0 and spill <= self._kv.residuals.cache_slots.num_free
+
+    def _spill(self, state: RequestState, num_new: int) -> int:
+        """Pages that its verification may fill."""
+        size = self._kv.geometry.page_size
+        end = state.next_position + num_new + 1
+        return end // size - state.committed_len // size
+
+    def _view(self, state: RequestState, pages: torch.Tensor, spill: int) -> RoundView:
+        table = self._kv.residuals.table
+        ids = pages[: state.committed_len // self._kv.geometry.page_size].tolist()
+        return RoundView(
+            key=state.rid,
+            missing=tuple(table.pages_in(ids, ResidualState.STORED)),
+            cached=tuple(page for page in ids if table.state(page) in IN_CACHE),
+            spill=spill,
+            priority=state.priority,
+        )

@@ -1,0 +1,171 @@
+"""The same requests on DeviceAttention and on ReferenceAttention, output by output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.core.config import CodecName, Target
+from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.lanes import Lanes
+from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row
+from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
+from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.reference_attention import ReferenceAttention
+
+RECENT = 1
+WINDOW_PAGES = 12
+
+
+class AttentionPair:
+    """A DeviceKV with a residual cache of cache_pages and a host store, beside a TieredKV that
+    caches everything. Page ids are shuffled on purpose, and freed ones are used again at once."""
+
+    def __init__(
+        self,
+        codec_name: CodecName,
+        target: Target,
+        geometry: KVGeometry,
+        device: torch.device,
+        *,
+        num_qo_heads: int,
+        num_pages: int,
+        cache_pages: int,
+        tolerance: float,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """tolerance: of outputs, relative in the norm over a head."""
+        codec = make_codec(
+            codec_name,
+            target=target,
+            page_size=geometry.page_size,
+            head_dim=geometry.head_dim,
+            dtype=geometry.dtype,
+        )
+        self.geometry, self.num_qo_heads, self.tolerance = geometry, num_qo_heads, tolerance
+
+        def plan(cached: int, hosted: int) -> CapacityPlan:
+            bytes_of = PageBytes(1, 1, 1)
+            return CapacityPlan(num_pages, WINDOW_PAGES, cached, hosted, bytes_of, "test")
+
+        cpu = torch.device("cpu")
+        self.reference_kv = TieredKV(geometry, codec, plan(num_pages, 0), cpu)
+        self.kv = DeviceKV(geometry, codec, plan(cache_pages, num_pages), device, lanes)
+        self.reference = ReferenceAttention(self.reference_kv)
+        self.attention = DeviceAttention(self.kv, num_qo_heads)
+        self._keepers = (PageKeeper(self.reference_kv, RECENT), DevicePageKeeper(self.kv, RECENT))
+        self._rng = torch.Generator().manual_seed(1)
+        self._free = (torch.randperm(num_pages, generator=self._rng) + 1).tolist()
+        self.pages: dict[str, list[int]] = {}
+        self.committed: dict[str, int] = {}
+
+    def prefill(self, **lengths: int) -> None:
+        """Append so many tokens to each request, and commit them."""
+        rows = {}
+        for name, length in lengths.items():
+            start = self.committed.get(name, 0)
+            ids, size = self.page_ids(name, start + length), self.geometry.page_size
+            rows[name] = prefill_row(start, length, ids, page_size=size, recent_pages=RECENT)
+        self._forward(rows, lengths)
+
+    def verify(self, accepted: dict[str, int] | None = None, **lengths: int) -> None:
+        """Verify so many tokens of each request, of which `accepted` are committed, or all."""
+        rows = {}
+        for name, length in lengths.items():
+            start = self.committed[name]
+            rows[name] = Row(RowKind.VERIFY, start, length, self.page_ids(name, start + length))
+        self._forward(rows, lengths | (accepted or {}))
+
+    def draft(self, rows: DraftRows, done: int, **lengths: int) -> None:
+        """Add so many drafts to each request, longest first, behind `done` that each has. rows: of
+        this batch size."""
+        ids = {
+            name: self.page_ids(name, self.committed[name] + done + n + 1)
+            for name, n in lengths.items()
+        }
+        starts = {name: self.committed[name] + done for name in lengths}
+        round_rows = [
+            draft_row(self.kv, 0, starts[name], ids[name], n) for name, n in lengths.items()
+        ]
+        rows.load(round_rows)
+        attended = self.attention.make_draft_step(rows, len(lengths))
+        attended.plan(round_rows)
+        self.attention.begin_steps(rows, attended)
+        for step in range(max(lengths.values())):
+            going = [name for name, n in lengths.items() if n > step]
+            plan = ForwardPlan(
+                tuple(Row(RowKind.DRAFT, starts[name] + step, 1, ids[name]) for name in going)
+            )
+            self.reference.begin(plan)
+            rows.begin_step(len(lengths))
+            for layer in range(self.geometry.num_layers):
+                self._attend(layer, len(lengths), len(going))
+            rows.end_step(torch.zeros(len(lengths), 10, device=self.kv.device))
+            self.reference.finish()
+        self.attention.end_steps()
+
+    def free(self, *names: str) -> None:
+        """These requests are gone, and so are their pages."""
+        for name in names:
+            ids = self.pages.pop(name)
+            del self.committed[name]
+            for kv in (self.reference_kv, self.kv):
+                kv.free_pages(ids)
+            self._free += ids
+
+    def page_ids(self, name: str, num_tokens: int) -> torch.Tensor:
+        ids = self.pages.setdefault(name, [])
+        num_pages = -(-num_tokens // self.geometry.page_size)
+        while len(ids) < num_pages:
+            ids.append(self._free.pop())
+        return torch.tensor(ids[:num_pages])
+
+    def encoded(self, names: Iterable[str]) -> list[int]:
+        """Pages of requests that have residuals."""
+        return [page for name in names for page in self.pages[name] if self.kv.is_encoded(page)]
+
+    def _forward(self, rows: dict[str, Row], committed: dict[str, int]) -> None:
+        plan = ForwardPlan(tuple(rows.values()))
+        self.reference.begin(plan)
+        self.attention.begin(plan)
+        for layer in range(self.geometry.num_layers):
+            self._attend(layer, plan.num_tokens, plan.num_tokens)
+        self.reference.finish()
+        self.attention.finish()
+        for name, row in rows.items():
+            end = row.start + committed[name]
+            for keeper in self._keepers:
+                keeper.commit(row.pages, row.start, end)
+            self.committed[name] = end
+        for keeper in self._keepers:
+            keeper.flush()
+        for kv in (self.reference_kv, self.kv):
+            kv.check_integrity()
+
+    def _attend(self, layer: int, num_tokens: int, num_real: int) -> None:
+        """Both sides on new tokens, of which the reference gets and is compared in the first."""
+        scale = self.geometry.head_dim**-0.5
+        q, k, v = self._draw(num_tokens)
+        want = self.reference.forward(layer, q[:num_real], k[:num_real], v[:num_real], scale)
+        q, k, v = (part.to(self.kv.device) for part in (q, k, v))
+        self._compare(self.attention.forward(layer, q, k, v, scale)[:num_real], want)
+
+    def _draw(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # As a model's projection gives them: slices of one tensor.
+        heads, kv_heads = self.num_qo_heads, self.geometry.num_kv_heads
+        shape = (num_tokens, heads + 2 * kv_heads, self.geometry.head_dim)
+        every = torch.randn(shape, generator=self._rng).to(self.geometry.dtype)
+        v_first = heads + kv_heads
+        return every[:, :heads], every[:, heads:v_first], every[:, v_first:]
+
+    def _compare(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        difference = (got.cpu().float() - want.float()).norm(dim=-1)
+        error = difference / want.float().norm(dim=-1)
+        worst = float(error.max())
+        assert worst < self.tolerance, f"relative error {worst:.3g} at {int(error.argmax())}"

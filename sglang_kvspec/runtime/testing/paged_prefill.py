@@ -1,0 +1,105 @@
+"""In plain torch, what ExactAttention asks FlashInfer for: its stand-in where there is no GPU."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    """layout: "HND", pages [slots, num_kv_heads, page_size, head_dim], or "NHD"."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str, **buffers: Any) -> None:
+        self._layout = layout
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        causal: bool,
+        **dtypes: torch.dtype,
+    ) -> None:
+        self._qo, self._kv = qo_indptr.tolist(), kv_indptr.tolist()
+        self._indices, self._last = kv_indices.clone(), last_page_len.tolist()
+        self._group, self._size, self._causal = num_qo_heads // num_kv_heads, page_size, causal
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, ...], return_lse: bool = False) -> Any:
+        """Outputs like q, and with return_lse their LSE [num_tokens, heads] in base 2."""
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
+        for i, last in enumerate(self._last):
+            span = slice(self._qo[i], self._qo[i + 1])
+            ids = self._indices[self._kv[i] : self._kv[i + 1]].long()
+            if len(ids) and span.stop > span.start:
+                num_tokens = (len(ids) - 1) * self._size + last
+                k, v = (self._tokens(part, ids)[:num_tokens] for part in kv)
+                out[span], lse[span] = _attend(q[span], k, v, self._causal)
+        return (out, lse) if return_lse else out
+
+    def _tokens(self, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        chosen = pages[ids] if self._layout == "NHD" else pages[ids].transpose(1, 2)
+        return chosen.flatten(0, 1).float().repeat_interleave(self._group, dim=1)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper:
+    """Requests whose keys and values lie one after the other, as their queries do."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert layout == "NHD"
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        causal: bool,
+        **dtypes: torch.dtype,
+    ) -> None:
+        assert qo_indptr.tolist() == kv_indptr.tolist()
+        self._ends, self._causal = qo_indptr.tolist(), causal
+        self._group = num_qo_heads // num_kv_heads
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False
+    ) -> Any:
+        """As the paged wrapper's."""
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
+        for begin, end in pairwise(self._ends):
+            span = slice(begin, end)
+            own_k, own_v = (
+                part[span].float().repeat_interleave(self._group, dim=1) for part in (k, v)
+            )
+            out[span], lse[span] = _attend(q[span], own_k, own_v, self._causal)
+        return (out, lse) if return_lse else out
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> State:
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[-1] ** -0.5
+    if causal:
+        last_seen = torch.arange(len(k) - len(q), len(k))
+        scores = scores.masked_fill(torch.arange(len(k)) > last_seen[:, None], -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    return out.to(q.dtype), scores.logsumexp(-1).T / torch.tensor(2.0).log()
+
+
+def merge_state(
+    one: torch.Tensor, one_lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> State:
+    """Attention over both, from attention over either."""
+    lse = torch.logaddexp2(one_lse, other_lse)
+    weights = (one_lse - lse).exp2()[..., None], (other_lse - lse).exp2()[..., None]
+    merged = one.float() * weights[0] + other.float() * weights[1]
+    return merged.to(one.dtype), lse

@@ -1,0 +1,286 @@
+"""Residuals in pinned host memory on a GPU's own streams: fences, and attention over a small cache.
+
+A kernel that only spins holds a stream up, so that what runs without its fence runs too early.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.host_copies import HostCopies
+from sglang_kvspec.pools.lanes import Event, Lanes, StreamLane, make_lanes
+from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
+
+DEVICE = torch.device("cuda:0")
+LAYERS, HEADS, RECORD_BYTES = 4, 8, 32768
+# About 10 ms, many times what a page of 1 MiB takes.
+SPIN_CYCLES = 20_000_000
+# Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16; a wrong page, slot or
+# length gives errors of the order of 1.
+TOLERANCE = 0.02
+
+
+def spin(lane: StreamLane) -> None:
+    with torch.cuda.stream(lane.stream):
+        torch.cuda._sleep(SPIN_CYCLES)
+
+
+class DeafLane(StreamLane):
+    """A lane without fences."""
+
+    def wait(self, event: Event) -> None:
+        pass
+
+
+class Rig:
+    """A cache of 3 slots and a store of 4 pages, all of whose bytes are 255 but page 3's, 33."""
+
+    def __init__(self, deaf: str | None = None) -> None:
+        lanes = make_lanes(DEVICE)
+        if deaf is not None:
+            parts = {name: getattr(lanes, name) for name in ("main", "to_host", "to_device")}
+            parts[deaf] = DeafLane(DEVICE, parts[deaf]._stream)
+            lanes = Lanes(**parts)
+        self.lanes = lanes
+        self.cache = self.pool(3, DEVICE)
+        self.store = self.pool(4, torch.device("cpu"), pinned=True)
+        self.store.page(3).fill_(33)
+        self.copies = HostCopies(self.cache, self.store, lanes)
+        torch.cuda.synchronize()
+
+    @staticmethod
+    def pool(num_slots: int, device: torch.device, pinned: bool = False) -> RecordPool:
+        pool = RecordPool(
+            LAYERS, num_slots, HEADS, RECORD_BYTES, device, pinned=pinned, by_page=True
+        )
+        for slot in range(num_slots):
+            pool.page(slot).fill_(255)
+        return pool
+
+
+def copy_out_behind_the_encode(rig: Rig) -> list[tuple[torch.Tensor, int]]:
+    spin(rig.lanes.main)
+    rig.cache.page(1).fill_(7)
+    rig.copies.copy_out([(0, 1)])
+    return [(rig.store.page(0), 7)]
+
+
+def fetch_into_a_slot_that_is_being_read(rig: Rig) -> list[tuple[torch.Tensor, int]]:
+    rig.cache.page(1).fill_(5)
+    spin(rig.lanes.main)
+    read = rig.cache.page(1).clone()
+    rig.copies.fetch([(3, 1)])
+    return [(read, 5), (rig.cache.page(1), 33)]
+
+
+def read_behind_the_fetch(rig: Rig) -> list[tuple[torch.Tensor, int]]:
+    spin(rig.lanes.to_device)
+    done = rig.copies.fetch([(3, 0)])
+    rig.copies.main_waits([done])
+    return [(rig.cache.page(0).clone(), 33)]
+
+
+def read_layers_behind_their_fetch(rig: Rig) -> list[tuple[torch.Tensor, int]]:
+    spin(rig.lanes.to_device)
+    seen = []
+    for layer, event in enumerate(rig.copies.fetch_by_layer([(3, 0), (2, 2)])):
+        rig.copies.main_waits([event])
+        seen.append((rig.cache.layer(layer)[0].clone(), 33))
+    return seen
+
+
+def fetch_layers_into_a_slot_that_is_being_read(rig: Rig) -> list[tuple[torch.Tensor, int]]:
+    rig.cache.page(1).fill_(5)
+    spin(rig.lanes.main)
+    read = rig.cache.page(1).clone()
+    rig.copies.fetch_by_layer([(3, 1)])
+    return [(read, 5), (rig.cache.page(1), 33)]
+
+
+def write_a_slot_that_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, int]]:
+    """The page was freed and its slot given to another at once."""
+    rig.cache.page(2).fill_(9)
+    spin(rig.lanes.to_host)
+    rig.copies.copy_out([(1, 2)])
+    rig.copies.main_writes([2])
+    rig.cache.page(2).fill_(10)
+    return [(rig.store.page(1), 9), (rig.cache.page(2), 10)]
+
+
+def fetch_what_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, int]]:
+    """Evicted and fetched again into another slot."""
+    rig.cache.page(0).fill_(11)
+    spin(rig.lanes.to_host)
+    rig.copies.copy_out([(2, 0)])
+    rig.copies.fetch([(2, 1)])
+    return [(rig.cache.page(1), 11)]
+
+
+def fetch_into_a_slot_that_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, int]]:
+    rig.cache.page(0).fill_(12)
+    spin(rig.lanes.to_host)
+    rig.copies.copy_out([(2, 0)])
+    rig.copies.fetch([(3, 0)])
+    return [(rig.store.page(2), 12), (rig.cache.page(0), 33)]
+
+
+# With the lane that must wait.
+FENCES: list[tuple[Callable[[Rig], list[tuple[torch.Tensor, int]]], str | None]] = [
+    (copy_out_behind_the_encode, "to_host"),
+    (fetch_into_a_slot_that_is_being_read, "to_device"),
+    (read_behind_the_fetch, "main"),
+    (read_layers_behind_their_fetch, "main"),
+    # Without this one the kernel would read indices that are not there yet, and fault.
+    (fetch_layers_into_a_slot_that_is_being_read, None),
+    (write_a_slot_that_is_being_copied_out, "main"),
+    (fetch_what_is_being_copied_out, "to_device"),
+    (fetch_into_a_slot_that_is_being_copied_out, "to_device"),
+]
+
+
+def wrong(outcome: list[tuple[torch.Tensor, int]]) -> list[int]:
+    torch.cuda.synchronize()
+    return [index for index, (found, value) in enumerate(outcome) if bool((found != value).any())]
+
+
+@pytest.mark.parametrize(
+    ("act", "waiting"), FENCES, ids=lambda part: getattr(part, "__name__", str(part))
+)
+def test_a_fence(act: Callable[[Rig], list[tuple[torch.Tensor, int]]], waiting: str | None) -> None:
+    """It holds, and without it the same is seen to go wrong."""
+    # Compiles what it launches: a compilation would outlast the spin.
+    act(Rig())
+    assert wrong(act(Rig())) == []
+    if waiting is not None:
+        assert wrong(act(Rig(deaf=waiting))) != []
+
+
+def test_the_cpu_waits_for_nothing() -> None:
+    rig = Rig()
+    # Compiled and sized by the first call.
+    rig.copies.main_waits(rig.copies.fetch_by_layer([(3, 0)]))
+    torch.cuda.synchronize()
+    spin(rig.lanes.main)
+    end_of_spin = rig.lanes.main.mark()
+    for _ in range(3):
+        rig.copies.main_writes([0, 1, 2])
+        rig.copies.copy_out([(0, 0), (1, 1), (2, 2)])
+        rig.copies.main_waits([rig.copies.fetch([(3, 0), (2, 1)])])
+        rig.copies.main_waits(rig.copies.fetch_by_layer([(3, 2)]))
+    assert not end_of_spin.query(), "enqueueing waited for the GPU"
+    torch.cuda.synchronize()
+
+
+def test_the_store_is_pinned_and_no_larger_than_asked_for() -> None:
+    rig = Rig()
+    assert rig.store.page(0).is_pinned()
+    assert rig.store.nbytes == 4 * LAYERS * HEADS * RECORD_BYTES
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_under_random_use(seed: int) -> None:
+    """Contents that were read are compared at the end, so that nothing waits in between."""
+    rng, rig = random.Random(seed), Rig()
+    lanes = (rig.lanes.main, rig.lanes.to_host, rig.lanes.to_device)
+    content: dict[int, int] = {3: 33}
+    slots: dict[int, int] = {}
+    arriving: dict[int, Event] = {}
+    seen: list[tuple[torch.Tensor, int]] = []
+    for step in range(400):
+        if rng.random() < 0.1:
+            with torch.cuda.stream(rng.choice(lanes).stream):
+                torch.cuda._sleep(SPIN_CYCLES // 20)
+        free = sorted(set(range(3)) - set(slots.values()))
+        stored = [page for page in content if page not in slots]
+        unborn = [page for page in range(3) if page not in content]
+        act = rng.choice(["encode", "fetch", "read", "read", "evict", "die"])
+        if act == "encode" and free and unborn:
+            page, slot = rng.choice(unborn), rng.choice(free)
+            content[page], slots[page] = step % 250, slot
+            rig.copies.main_writes([slot])
+            rig.cache.page(slot).fill_(step % 250)
+            rig.copies.copy_out([(page, slot)])
+        elif act == "fetch" and free and stored:
+            page, slot = rng.choice(stored), rng.choice(free)
+            slots[page] = slot
+            by_layer = rng.random() < 0.3
+            arriving[page] = (
+                rig.copies.fetch_by_layer([(page, slot)])[-1]
+                if by_layer
+                else rig.copies.fetch([(page, slot)])
+            )
+        elif act == "read" and slots:
+            page = rng.choice(sorted(slots))
+            if page in arriving:
+                rig.copies.main_waits([arriving.pop(page)])
+            # One layer of it, as a kernel would.
+            seen.append((rig.cache.layer(step % LAYERS)[slots[page]].clone(), content[page]))
+        elif act in ("evict", "die") and slots:
+            page = rng.choice(sorted(slots))
+            del slots[page]
+            arriving.pop(page, None)
+            if act == "die" and page != 3:
+                del content[page]
+    assert len(seen) > 50
+    seen += [(rig.store.page(page), value) for page, value in content.items()]
+    assert wrong(seen) == []
+
+
+def make_pair(codec: str, target: str, cache_pages: int) -> AttentionPair:
+    if target == "exact":
+        pytest.importorskip("flashinfer")
+    return AttentionPair(
+        codec,
+        target,
+        KVGeometry(2, 2, 128, 64, torch.bfloat16),
+        DEVICE,
+        num_qo_heads=8,
+        num_pages=60,
+        cache_pages=cache_pages,
+        tolerance=TOLERANCE,
+    )
+
+
+@pytest.mark.parametrize("codec", ["log4", "uniform4"])
+@pytest.mark.parametrize("target", ["exact", "int8"])
+def test_attention_over_a_small_cache(codec: str, target: str) -> None:
+    """Requests come, verify by turns, and go; each forward finds the main stream held up."""
+    rng, pair = random.Random(1), make_pair(codec, target, cache_pages=12)
+    for step in range(40):
+        torch.cuda._sleep(SPIN_CYCLES // 10)
+        names = sorted(pair.committed)
+        if len(names) < 4:
+            pair.prefill(**{f"r{step}": rng.randint(1, 560)})
+        elif rng.random() < 0.15:
+            pair.free(rng.choice(names))
+        elif rng.random() < 0.2:
+            name = rng.choice([n for n in names if pair.committed[n] < 500] or names[:1])
+            if pair.committed[name] < 500:
+                pair.prefill(**{name: rng.randint(1, 100)})
+        else:
+            name = rng.choice([n for n in names if pair.committed[n] < 640] or names[:1])
+            length = rng.randint(1, 20)
+            pair.verify({name: rng.randint(1, length)}, **{name: length})
+    assert pair.kv.residuals.bytes_fetched
+    assert len(pair.encoded(pair.pages)) > 12
+
+
+def test_planned_fetches_are_used_by_the_next_forward() -> None:
+    pair = make_pair("uniform4", "int8", cache_pages=8)
+    pair.prefill(a=300)
+    pair.prefill(b=400)
+    residuals, pages = pair.kv.residuals, pair.encoded("a")
+    missing = residuals.missing(pages)
+    assert missing
+    residuals.evict([p for p in pair.encoded("b") if p in residuals.cache_slots][: len(missing)])
+    torch.cuda._sleep(SPIN_CYCLES)
+    residuals.start_fetch(missing)
+    before = residuals.bytes_fetched
+    pair.verify(a=5)
+    assert residuals.bytes_fetched == before, "they were fetched again"

@@ -1,0 +1,87 @@
+"""GraphStepper over steps that are not captured: whose drafts follow which token."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvspec.runtime.chooser import Chooser
+from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.sampling import SamplingParams
+
+SIZE, VOCAB, MAX_STEPS = 32, 50, 16
+GREEDY = SamplingParams(temperature=0, top_k=1)
+PENALISED = SamplingParams(temperature=0, top_k=1, presence_penalty=0.1)
+
+
+class FakeGraphs:
+    """A step's most likely token is the number after the row's input. Notes what rows read."""
+
+    def __init__(self, runner, attention, rows, make_attention, pool):
+        self.rows, self.batch_sizes, self.seen = rows, [4], []
+
+    def time_empty_step(self):
+        return 1e-3
+
+    def replay(self, batch):
+        self.rows.begin_step(batch)
+        tokens, positions = self.rows.input_ids[:batch], self.rows.positions[:batch]
+        self.seen.append((tokens.tolist(), positions.tolist(), self.rows.slots[:batch].tolist()))
+        logits = torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float()
+        self.rows.end_step(logits)
+        return logits
+
+
+@pytest.fixture
+def drafter(make_device_kv, monkeypatch):
+    from sglang_kvspec.adapters import drafters
+
+    monkeypatch.setattr(drafters, "StepGraphs", FakeGraphs)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    makers = ("make_draft_step", "make_target_step", "make_short_target_step")
+    attention = SimpleNamespace(**dict.fromkeys(makers))
+    kv = make_device_kv(page_size=SIZE)
+    runner = SimpleNamespace(
+        max_running_requests=4,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8 * SIZE)),
+    )
+    chooser = Chooser(0, torch.device("cpu"))
+    return drafters.GraphStepper(runner, attention, kv, MAX_STEPS, chooser, Ranks())
+
+
+def state_of(pending, committed_len, params=GREEDY):
+    return RequestState("r", committed_len, pending, [pending], params, remaining=100)
+
+
+@pytest.mark.parametrize("params", [GREEDY, PENALISED], ids=["argmax", "chosen"])
+def test_a_request_that_did_not_verify_drafts_on(drafter, params):
+    a, b = state_of(5, 30, params), state_of(20, 3, params)
+    batch = SimpleNamespace(reqs=[SimpleNamespace(grammar=None)] * 2)
+    pages = [torch.tensor([7, 2]), torch.tensor([9])]
+
+    def draft(*lens):
+        drafted = drafter.draft(batch, [a, b], pages, lens)
+        if drafted is not None:
+            for i, tokens in drafted.deliver().items():
+                [a, b][i].drafts.extend(tokens)
+
+    draft(4, 2)
+    assert (a.drafts, b.drafts) == ([6, 7, 8, 9], [21, 22])
+    # Only b verified: nothing of it is left but its new pending token.
+    b.commit([21, 22, 33])
+    before = len(drafter._drafts.seen)
+    draft(2, 3)
+    assert (a.drafts, b.drafts) == ([6, 7, 8, 9, 10, 11], [34, 35, 36])
+    seen = drafter._drafts.seen[before:]
+    # b drafts longest and comes first; a goes on from its last draft, in its second page by now.
+    assert [positions for _, positions, _ in seen] == [[6, 34], [7, 35], [8]]
+    assert [tokens for tokens, _, _ in seen] == [[33, 9], [34, 10], [35]]
+    slots = drafter._kv.window.slots
+    assert [where for _, _, where in seen] == [
+        [slots.slot_of(9), slots.slot_of(2)],
+        [slots.slot_of(9), slots.slot_of(2)],
+        [slots.slot_of(9)],
+    ]

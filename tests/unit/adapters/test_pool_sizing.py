@@ -1,0 +1,63 @@
+"""How the memory of a GPU is divided with and without a host store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_kvspec.adapters import pool_sizing
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.planning.capacity import PageBytes
+
+GIB = 2**30
+PAGE = PageBytes(plain=8 * 2**20, anchor=2 * 2**20, residual=8 * 2**20)
+
+
+@pytest.fixture
+def plan_on_gpu(monkeypatch):
+    """The plan of 40 GiB of KV memory for a context of 32768 tokens."""
+    geometry = SimpleNamespace(page_size=64)
+    monkeypatch.setattr(pool_sizing, "geometry_of", lambda kvc: geometry)
+    monkeypatch.setattr(pool_sizing, "codec_of", lambda kvc, config: None)
+    monkeypatch.setattr(pool_sizing, "page_bytes_of", lambda geometry, codec: PAGE)
+
+    def make(max_pages=None, **options):
+        kvc = SimpleNamespace(
+            device="cuda",
+            server_args=SimpleNamespace(max_running_requests=8),
+            model_config=SimpleNamespace(context_len=32768),
+        )
+        sizing = object.__new__(pool_sizing.KVSpecPoolConfigurator)
+        sizing._kvc, sizing._config = kvc, KVSpecConfig(**options)
+        sizing._budget_bytes = 40 * GIB
+        sizing._plan(max_pages)
+        return pool_sizing.take_plan(kvc)
+
+    return make
+
+
+def test_without_a_store_all_residuals_are_cached(plan_on_gpu):
+    for options in ({}, {"host_gb": 0}):
+        plan = plan_on_gpu(**options)
+        assert plan.host_pages == 0
+        assert plan.cache_pages == plan.num_pages
+
+
+def test_a_store_holds_more_pages_and_the_cache_the_longest_request(plan_on_gpu):
+    plan = plan_on_gpu(host_gb=400, residual_hbm_fraction=0.01)
+    assert plan.host_pages == plan.num_pages > 3 * plan_on_gpu().num_pages
+    assert plan.cache_pages >= 512 + 2
+    assert plan.hbm_bytes <= 40 * GIB
+
+
+def test_the_store_limits_what_fits(plan_on_gpu):
+    assert plan_on_gpu(host_gb=80).num_pages == 80 * GIB // PAGE.residual
+
+
+@pytest.mark.parametrize("options", [{"host_gb": 4}, {"host_gb": 400, "max_pages": 1000}])
+def test_a_store_that_brings_nothing_is_not_made(plan_on_gpu, options):
+    """Too small, or for pages that are all cached."""
+    plan = plan_on_gpu(**options)
+    assert plan.host_pages == 0
+    assert plan.num_pages == plan_on_gpu(max_pages=options.get("max_pages")).num_pages

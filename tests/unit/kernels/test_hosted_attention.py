@@ -1,0 +1,121 @@
+"""DeviceAttention over a residual cache that holds a few pages, against ReferenceAttention.
+
+In Triton's interpreter, with a stand-in for FlashInfer: slots, layouts and movements of pages are
+the device's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from kvspec_kernels.testing.interpreter import teach_interpreter
+from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.host_copies import HostCopies
+from sglang_kvspec.pools.hosted_residuals import HostedResiduals
+from sglang_kvspec.runtime.draft_rows import DraftRows
+from sglang_kvspec.runtime.testing import paged_prefill
+from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
+
+PAGE = 64
+# Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16; a wrong page, slot or
+# length gives errors of the order of 1.
+TOLERANCE = 0.02
+
+
+@pytest.fixture(autouse=True)
+def taught(device):
+    if device.type == "cpu":
+        teach_interpreter()
+
+
+@pytest.fixture
+def pair(monkeypatch, device):
+    if device.type == "cpu":
+        monkeypatch.setitem(sys.modules, "flashinfer", paged_prefill)
+    # Small for the interpreter, and one that FlashInfer has on a GPU.
+    head_dim = 32 if device.type == "cpu" else 128
+    geometry = KVGeometry(2, 1, head_dim, PAGE, torch.bfloat16)
+    return partial(
+        AttentionPair,
+        geometry=geometry,
+        device=device,
+        num_qo_heads=2,
+        num_pages=24,
+        tolerance=TOLERANCE,
+    )
+
+
+def test_pages_are_fetched_for_whoever_reads_them(pair):
+    both = pair("log4", "exact", cache_pages=6)
+    both.prefill(a=4 * PAGE + 7)
+    both.prefill(b=3 * PAGE + 60)
+    # A second chunk, over pages that had to go.
+    both.prefill(a=PAGE)
+    both.verify(a=3)
+    # Fills a page and begins the next, of which less is kept than verified.
+    both.verify({"b": 2}, b=9)
+    both.verify(b=5)
+    both.verify(a=1)
+    both.free("a")
+    both.prefill(c=5 * PAGE)
+    both.verify(b=2)
+    both.verify(c=2)
+    assert both.kv.residuals.bytes_fetched >= 8
+    assert len(both.encoded("bc")) > both.kv.plan.cache_pages
+
+
+def test_int8_has_slots_for_pages_that_a_verification_fills_on_the_way(pair):
+    both = pair("uniform4", "int8", cache_pages=3)
+    both.prefill(a=PAGE + 60)
+    both.prefill(b=2 * PAGE)
+    # Fills a page and begins the next; of b the cache holds nothing in the end.
+    both.verify({"a": 2}, a=9)
+    both.verify(a=5)
+    both.verify(b=2)
+    assert both.kv.residuals.bytes_fetched
+    assert len(both.encoded("ab")) > both.kv.plan.cache_pages
+
+
+def test_drafts_go_on_from_where_an_earlier_round_left_them(pair, device):
+    """In another batch, and over the border of a page."""
+    both = pair("log4", "exact", cache_pages=6)
+    both.prefill(a=PAGE + 61)
+    both.prefill(b=70)
+    rows = DraftRows(2, 8, 24, PAGE, device)
+    both.draft(rows, 0, a=2, b=2)
+    both.draft(DraftRows(1, 8, 24, PAGE, device), 2, a=4)
+    # b goes on later.
+    both.draft(rows, 2, b=3)
+    both.verify({"a": 5}, a=7)
+    both.verify(b=6)
+
+
+def test_a_forward_beyond_the_cache_is_refused(pair):
+    both = pair("log4", "exact", cache_pages=4)
+    both.prefill(a=3 * PAGE)
+    both.prefill(b=3 * PAGE)
+    with pytest.raises(CapacityError, match="one forward needs more residuals"):
+        both.verify(a=1, b=1)
+
+
+def kernels_are_told_too_late(monkeypatch):
+    monkeypatch.setattr(HostedResiduals, "sync", lambda residuals: None)
+
+
+def nothing_is_written_through(monkeypatch):
+    monkeypatch.setattr(HostCopies, "copy_out", lambda copies, pairs: None)
+
+
+@pytest.mark.parametrize("fault", [kernels_are_told_too_late, nothing_is_written_through])
+def test_a_fault_is_found(pair, monkeypatch, fault):
+    fault(monkeypatch)
+    both = pair("log4", "exact", cache_pages=4)
+    both.prefill(a=3 * PAGE)
+    both.prefill(b=3 * PAGE)
+    with pytest.raises(AssertionError, match="relative error"):
+        both.verify(a=1)

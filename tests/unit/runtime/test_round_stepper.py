@@ -1,0 +1,92 @@
+"""RoundStepper: what the planner of rounds is told about requests and pools, and moves applied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvspec.planning.round_step import RoundBudget
+from sglang_kvspec.planning.rounds import RoundCost
+from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.runtime import round_stepper
+from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.round_stepper import RoundStepper
+from sglang_kvspec.runtime.sampling import SamplingParams
+
+SIZE = 32
+PLENTY = RoundBudget(100, 100)
+
+
+def make_state(rid, num_pages, num_drafts=0):
+    return RequestState(
+        rid=rid,
+        committed_len=num_pages * SIZE,
+        pending=0,
+        output=[0],
+        params=SamplingParams(top_k=1),
+        remaining=100,
+        drafts=[0] * num_drafts,
+    )
+
+
+@pytest.fixture
+def encoded(make_kv):
+    """A pool whose pages 1..num_encoded are encoded; the first ones are in the cache."""
+
+    def make(num_encoded, **options):
+        kv = make_kv(**options)
+        pages = list(range(1, num_encoded + 1))
+        data = torch.zeros((num_encoded, SIZE, 2, 16))
+        kv.begin_encode(pages)
+        kv.encode(0, torch.tensor(pages), data, data)
+        kv.finish_encode(pages)
+        return kv
+
+    return make
+
+
+def pages(*ids):
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("pools", [{"store": False}, {"cache_pages": 0}, {"cache_pages": 12}])
+def test_everybody_verifies_where_nothing_moves(encoded, pools):
+    kv = encoded(6, **pools)
+    states = [make_state("a", 3), make_state("b", 3)]
+    plan = RoundStepper(kv).plan(states, [pages(1, 2, 3, 7), pages(4, 5, 6, 8)], [4, 4], PLENTY)
+    assert plan.verify == (0, 1)
+    assert kv.residuals.bytes_fetched == 0
+
+
+def test_pages_are_fetched_and_others_make_room(encoded):
+    kv = encoded(6, cache_pages=4)
+    stepper, ids = RoundStepper(kv), [pages(5, 6, 7), pages(1, 2, 3, 4, 8)]
+    states = [make_state("a", 2), make_state("b", 4)]
+    # Four slots hold one of both at a time. Only verified pages count: 7 and 8 have no residual.
+    plan = stepper.plan(states, ids, [4, 4], PLENTY)
+    assert len(plan.verify) == 1
+    stepper.await_fetches(plan, ids)
+    read = ids[plan.verify[0]][: len(ids[plan.verify[0]]) - 1].tolist()
+    assert all(kv.residuals.table.state(page) is ResidualState.RESIDENT for page in read)
+    other = stepper.plan(states, ids, [0, 0], PLENTY)
+    assert other.verify != plan.verify
+    kv.check_integrity()
+
+
+def test_room_is_kept_for_pages_that_verifications_fill(encoded):
+    kv = encoded(4, cache_pages=4)
+    ids = [pages(1, 2, 5, 6), pages(3, 4, 7, 8)]
+    short = [make_state("a", 2, num_drafts=3), make_state("b", 2)]
+    assert RoundStepper(kv).plan(short, ids, [27, 4], PLENTY).verify == (0, 1)
+    # One more draft and the pending token's page is full.
+    assert len(RoundStepper(kv).plan(short, ids, [28, 4], PLENTY).verify) == 1
+
+
+def test_the_budget_is_what_the_link_moves_meanwhile(encoded, monkeypatch):
+    kv = encoded(1)
+    monkeypatch.setattr(round_stepper, "LINK_BYTES_PER_S", 10 * kv.plan.page_bytes.residual)
+    cost = RoundCost(step=1.0, row=0.1, request=0.5, token=0.0)
+    budget = RoundStepper(kv).budget([3, 1], cost)
+    # Drafts: 3 steps and 4 rows; then a step and two requests.
+    assert budget == RoundBudget(34, 54)
+    assert RoundStepper(kv).budget([0, 0], cost) == RoundBudget(0, 20)
