@@ -16,6 +16,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_kvspec.adapters.allocation_warm_up import warm_up_allocation
 from sglang_kvspec.adapters.drafters import PLAIN_STEPS, EagerDrafter, GraphStepper
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.worker import KVSpecWorker
@@ -56,6 +57,11 @@ class RoundWorker(KVSpecWorker):
         if isinstance(self.kv, DeviceKV):
             assert isinstance(self.attention, DeviceAttention)
             self.attention.warm_up(self.config.max_draft_len)
+            warm_up_allocation(
+                self.token_to_kv_pool_allocator,
+                self.req_to_token_pool.req_to_token,
+                runner.max_running_requests,
+            )
             self._graphs = GraphStepper(
                 runner,
                 self.attention,

@@ -1,0 +1,28 @@
+"""SGLang's kernels that hand out KV slots are compiled for every power of two of requests, at the
+first batch that has so many. Here they are compiled at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func, get_last_loc
+
+
+def warm_up_allocation(allocator: Any, req_to_token: torch.Tensor, max_requests: int) -> None:
+    """Hand out nothing to up to max_requests requests, as prefill does (lengths in int64) and as
+    speculative decoding does (int32). Changes no slot."""
+    num_requests = 1
+    while True:
+        rows = torch.zeros(num_requests, dtype=torch.int64, device=req_to_token.device)
+        for dtype in (torch.int64, torch.int32):
+            lens = rows.to(dtype)
+            on_cpu = lens.cpu()
+            last_loc = get_last_loc(req_to_token, rows, lens)
+            slots = allocator.alloc_extend(lens, on_cpu, lens, on_cpu, last_loc, 0)
+            assert slots is not None, "no slot is always free"
+            if dtype is torch.int32:
+                assign_req_to_token_pool_func(rows, req_to_token, lens, lens, slots, num_requests)
+        if num_requests >= max_requests:
+            return
+        num_requests *= 2
