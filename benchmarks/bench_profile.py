@@ -17,8 +17,9 @@ bench_acceptance.py measured, as in bench_serving.py, and every table says so. T
 round down, mostly the launching of kernels: how much is said, and idle time is to be read with it.
 
 The trace and what else is known of the run stay in --logs, from where --parse reads them again
-without a GPU. Without a GPU a server can be profiled, but there is nothing to share out: exit
-status 1. Where the checkout is not installed: PYTHONPATH=.:kernels:patches (see bench_serving.py).
+without a GPU; --commit then says of which commit the run was. Without a GPU a server can be
+profiled, but there is nothing to share out: exit status 1. Where the checkout is not installed:
+PYTHONPATH=.:kernels:patches (see bench_serving.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import requests
@@ -125,6 +127,8 @@ def profile(args: argparse.Namespace) -> Path:
 def report(args: argparse.Namespace, run_path: Path) -> None:
     """Write --out and print the table. Raises TraceError."""
     run = ProfiledRun.read(run_path)
+    if args.commit:
+        run = replace(run, commit=args.commit)
     events = read_trace(_trace_beside(run_path))
     rounds = steady_rounds(events, drafting=run.target is not None)
     bandwidth = _bandwidth(args, run.machine)

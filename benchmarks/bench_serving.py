@@ -9,7 +9,8 @@ sglang.bench_serving sends the requests; one server is started per model and sys
 flags otherwise. `8b` and `32b` are shapes with dummy weights (benchmarks/serving/shapes), whose
 acceptance is replayed from what bench_acceptance.py measured. Any other model is a folder:
 with weights its acceptance is real and its prompts are text. Every point is written as soon as it
-is measured: to --out as figures, and beside it, as OUT.points.jsonl, as what --merge reads.
+is measured: to --out as figures, and beside it, as OUT.points.jsonl, as what --merge reads; --merge
+writes both, too. Points that a later run adds to OUT.points.jsonl are reported with those in it.
 
 decode: prompts are sent once for one token, then again, from the prefix cache, for --output-len;
 the rate is that of the time in which all requests decode. end-to-end: prompts are sent once.
@@ -36,9 +37,10 @@ from serving import machine, records
 from serving.arguments import PASSES, parse_arguments
 from serving.client import BenchError, OutOfTime
 from serving.curve import write_curve
+from serving.identity import Identity, find_identity
 from serving.launch import CURVE, acceptance_of, live_server
 from serving.live_server import LiveServer
-from serving.points import Model, Point
+from serving.points import Model, Point, label
 from serving.report import console_table, write_report
 from serving.systems import SYSTEMS, System
 
@@ -59,7 +61,7 @@ class Run:
         self._first_start = True
         self._commit = args.commit or current_commit()
         self._machine = machine.describe()
-        _check_machine(args.out, self._machine)
+        _check_out(args, self._machine)
         self._on_gpu = bool(machine.gpu_names())
         self.source = write_curve(args.curve, args.codec, scratch / CURVE)
         self.missing: list[str] = []
@@ -112,7 +114,7 @@ class Run:
             console.print(str(error), markup=False)
             self._miss(system, [point], str(error))
             return
-        records.append(args.out.with_suffix(".points.jsonl"), record)
+        records.append(_own_points(args), record)
         self._progress.advance(self._task)
         if record.note:
             console.print(f"{point.label} {system.name}: {record.note}")
@@ -155,7 +157,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         if args.merge:
-            report(args, write_curve(args.curve, args.codec, Path(scratch) / CURVE))
+            merge(args)
+            report(args, write_curve(args.curve, args.codec, Path(scratch) / CURVE), show=True)
             return 0
         run = Run(args, args.points, Path(scratch))
         try:
@@ -167,28 +170,62 @@ def main() -> int:
     return 1 if run.failed else 0
 
 
-def _check_machine(out: Path, name: str) -> None:
-    """Before anything is measured: --out may hold points already."""
-    own = out.with_suffix(".points.jsonl")
-    others = {record.machine for record in records.read(own)} - {name} if own.exists() else set()
-    if others:
-        raise SystemExit(f"{own} has points of {others.pop()}, this is {name}: name another --out")
+def merge(args: argparse.Namespace) -> None:
+    """Write the points of --merge beside --out, one a point and system."""
+    own = _own_points(args)
+    if own.exists() and own.resolve() not in [path.resolve() for path in args.merge]:
+        raise SystemExit(f"{own} has points already: --merge it, too, or name another --out")
+    # Before later points replace earlier ones: which start was the first is known of all.
+    found = [record for path in args.merge for record in records.read(path)]
+    _check_codec(args, found)
+    records.write(own, records.latest(records.consecutive(found) if args.consecutive else found))
 
 
 def report(
     args: argparse.Namespace, source: str, missing: list[str] | None = None, show: bool = False
 ) -> None:
     """Rewrite --out from every point measured so far."""
-    own = args.out.with_suffix(".points.jsonl")
-    paths = [*args.merge, *([own] if own.exists() and not args.merge else [])]
-    found = records.latest([record for path in paths for record in records.read(path)])
-    if show or args.merge:
+    own = _own_points(args)
+    found = records.latest(records.read(own) if own.exists() else [])
+    if show:
         for line in console_table(found, source, missing or []):
             console.print(line)
     if found:
-        write_report(args.out, found, source, missing or [])
-        if show or args.merge:
+        identity = _identity(args, found[0].machine)
+        write_report(args.out, found, source, missing or [], identity)
+        if show:
             console.print(f"written: {args.out}")
+
+
+def _own_points(args: argparse.Namespace) -> Path:
+    return Path(args.out.with_suffix(".points.jsonl"))
+
+
+def _check_out(args: argparse.Namespace, name: str) -> None:
+    """Before anything is measured: --out may hold points already, and identity comes with it."""
+    own = _own_points(args)
+    found = records.read(own) if own.exists() else []
+    others = {record.machine for record in found} - {name}
+    if others:
+        raise SystemExit(f"{own} has points of {others.pop()}, this is {name}: name another --out")
+    _check_codec(args, found)
+    _identity(args, name)
+
+
+def _check_codec(args: argparse.Namespace, found: list[records.Record]) -> None:
+    """One curve is replayed for all, and the report names it."""
+    flag = f"--kvspec-codec={args.codec}"
+    for record in found:
+        if record.acceptance == "replayed" and flag not in record.server_arguments:
+            place = f"{label(record.model, record.context_len, record.concurrency)} {record.system}"
+            raise SystemExit(f"{place} was not measured with {flag}: name its codec with --codec")
+
+
+def _identity(args: argparse.Namespace, machine_name: str) -> Identity | None:
+    try:
+        return find_identity(args.identity, args.out, machine_name)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

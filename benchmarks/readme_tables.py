@@ -1,10 +1,16 @@
-"""Copies the figures of benchmarks/results into the README, so that no number is typed by hand."""
+"""Copies the figures of benchmarks/results into the README, so that no number is typed by hand, and
+draws the plot of serving beside them.
+
+python benchmarks/readme_tables.py
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from serving import tables
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "README.md"
@@ -22,7 +28,7 @@ TITLES = {
     "accept.uniform4.mean_of_32": "`uniform4`: mean accepted of 32 drafts",
     "vnmse.log4": "`log4` anchor: attention-output error (vNMSE)",
     "vnmse.log4_int8": "`log4` at 8 bits: attention-output error (vNMSE)",
-    "start.extra_seconds": "seconds that --kvspec adds to the start of a server",
+    "start.extra_seconds": "seconds that --kvspec adds to the start of a server, on a CPU",
 }
 
 
@@ -30,6 +36,7 @@ def main() -> None:
     figures = json.loads((RESULTS / "main_job.json").read_text())["figures"]
     text = README.read_text(encoding="utf-8")
     README.write_text(replace_between(text, "figures", table(figures)), encoding="utf-8")
+    tables.main()
 
 
 def table(figures: list[dict[str, Any]]) -> str:

@@ -65,7 +65,7 @@ def write_json(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or current_commit(),
         "machine": machine or _machine(device),
-        "versions": dict(measured_with or versions()),
+        "versions": dict(versions() if measured_with is None else measured_with),
         "settings": settings,
         "figures": [asdict(figure) for figure in figures],
     }

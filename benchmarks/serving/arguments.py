@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from serving.identity import NAME
 from serving.points import MAX_CONCURRENCY, parse_points
 from serving.systems import SYSTEMS
 
@@ -35,8 +36,12 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--time-limit", type=float, default=540,
         help="seconds until the last server is told to stop (default: 540)")  # fmt: skip
     add("--out", type=Path, default=RESULTS / "serving_h200.json")
+    add("--identity", type=Path, metavar="RESULT.json", help="of bench_gpu_identity.py, whose "
+        f"figures are copied into --out (default: {NAME} beside it, if it exists)")  # fmt: skip
     add("--merge", type=Path, nargs="+", default=[], metavar="POINTS.jsonl",
         help="measure nothing; write --out from the points of earlier runs")  # fmt: skip
+    add("--consecutive", action="store_true", help="the runs of --merge followed one another on "
+        "one machine, so that only the first server of all had a cold start")  # fmt: skip
     args = parser.parse_args()
     try:
         args.points = parse_points(args.points)
@@ -51,6 +56,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
         ]
     if not args.points and not args.merge:
         parser.error("say what to measure with --points, or what to --merge")
+    if args.consecutive and not args.merge:
+        parser.error("--consecutive is about the runs of --merge")
     unbounded = any(point.concurrency == MAX_CONCURRENCY for point in args.points)
     if unbounded and not args.max_running:
         parser.error("a concurrency of max needs --max-running")

@@ -80,15 +80,13 @@ def _draft_iteration(name: str, records: Sequence[Record], base: Record | None) 
 
 
 def saturation_ratios(name: str, records: Sequence[Record]) -> list[Figure]:
-    """Each system's best over its concurrencies, against bf16's best. Nothing where one
-    concurrency is all there is: it need not be anybody's best."""
-    if len({record.concurrency for record in records}) < 2:
-        return []
+    """Each system's best over its concurrencies, against bf16's best. Nothing of a system with one
+    concurrency: it need not be its best."""
     figures, best_of_all = [], []
     for suffix, (what, rate_of) in RATES.items():
-        base = best([r for r in records if r.system == BASELINE], rate_of)
+        base = _best_of(records, BASELINE, rate_of)
         for system in dict.fromkeys(r.system for r in records if r.system != BASELINE):
-            found = best([r for r in records if r.system == system], rate_of)
+            found = _best_of(records, system, rate_of)
             if base is None or found is None:
                 continue
             unit = (
@@ -105,6 +103,12 @@ def saturation_ratios(name: str, records: Sequence[Record]) -> list[Figure]:
         full, unit = f"serve.{name}.saturation.vs_{BASELINE}", f"{ratio.unit}, {system}"
         figures.insert(0, Figure(full, ratio.value, unit, ratio.spread, ratio.baseline))
     return figures
+
+
+def _best_of(records: Iterable[Record], system: str, rate_of: RateOf) -> Record | None:
+    """The best of a system's points; None where there is only one to choose from."""
+    own = [record for record in records if record.system == system and rate_of(record)]
+    return best(own, rate_of) if len(own) > 1 else None
 
 
 def best(records: Iterable[Record], rate_of: RateOf) -> Record | None:
@@ -129,8 +133,8 @@ def start_figures(records: Sequence[Record]) -> list[Figure]:
         return []
     base, ours = (median(start_s for _, start_s in starts) for starts in (plain, drafting))
     spread = max(s for _, s in plain | drafting) - min(s for _, s in plain | drafting)
-    figure = Figure("start.extra_seconds", round(ours - base, 1), "s", round(spread, 1), base)
-    return [figure]
+    unit = f"s, median of {len(drafting)} against {len(plain)} of plain SGLang"
+    return [Figure("start.extra_seconds", round(ours - base, 1), unit, round(spread, 1), base)]
 
 
 def record_figures(record: Record) -> list[Figure]:

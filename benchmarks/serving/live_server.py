@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from acceptance.report import versions
 
 from serving import client
 from serving.decode_rate import decode_rate
@@ -119,7 +120,8 @@ class LiveServer:
             else:
                 found["decode"] = client.summary(result)
                 found["decode_rate"] = decode_rate(result["ttfts"], result["itls"])
-        after = self._kvspec()
+        info = self.info()
+        after = kvspec_of(info)
         return Record(
             model=point.model.name,
             context_len=point.context_len,
@@ -128,8 +130,9 @@ class LiveServer:
             output_len=output_len,
             counters=counters_between(before.get("counters", {}), after.get("counters", {})),
             draft_iter_ms=draft_iter_ms(after, point.concurrency),
-            max_total_num_tokens=self.info().get("max_total_num_tokens"),
+            max_total_num_tokens=info.get("max_total_num_tokens"),
             hbm_gib=hbm_used_gib(),
+            versions={**versions(), "sglang": info["version"]},
             **self._facts,
             **found,
         )

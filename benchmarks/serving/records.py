@@ -44,7 +44,7 @@ class Record:
 
     acceptance: "replayed", "real", or "" for plain SGLang. counters: what KVSpec's counters rose by
     during the passes. start_s: from launch to healthy; first_start: nothing had been read or
-    compiled yet.
+    compiled yet. versions: of what was installed there, empty where nobody wrote them down.
     """
 
     model: str
@@ -66,6 +66,7 @@ class Record:
     server_arguments: list[str] = field(default_factory=list)
     machine: str = ""
     commit: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
     note: str = ""
 
@@ -89,6 +90,21 @@ def append(path: Path, record: Record) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(record)) + "\n")
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """What append() would make of them in a new file."""
+    lines = [json.dumps(asdict(record)) + "\n" for record in records]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def consecutive(records: Iterable[Record]) -> list[Record]:
+    """The same, of runs that followed one another on one machine: each took its first server for
+    one that found nothing read or compiled, but only the first of all did."""
+    known = list(records)
+    first = min((record.date for record in known), default="")
+    return [replace(record, first_start=record.date == first) for record in known]
 
 
 def read(path: Path) -> list[Record]:

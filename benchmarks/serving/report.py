@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from acceptance.report import write_json
 from rich.table import Table
 
 from serving.figures import RATES, all_figures
+from serving.identity import Identity
 from serving.points import label
 from serving.records import Record
 from serving.systems import BASELINE, SYSTEMS
@@ -30,10 +32,14 @@ def note_on(found: Collection[str], source: str) -> str:
 
 
 def write_report(
-    path: Path, records: Sequence[Record], source: str, missing: Sequence[str]
+    path: Path,
+    records: Sequence[Record],
+    source: str,
+    missing: Sequence[str],
+    identity: Identity | None = None,
 ) -> None:
-    """The JSON at `path`."""
-    settings = {
+    """The JSON at `path`. identity: what is copied into it."""
+    settings: dict[str, Any] = {
         "acceptance": acceptance_note(records, source),
         "rates": {f"vs_{BASELINE}{suffix}": what for suffix, (what, _) in RATES.items()},
         "output_len": sorted({record.output_len for record in records}),
@@ -45,17 +51,34 @@ def write_report(
             f"{record.model}.{record.system}": record.server_arguments for record in records
         },
         "measured_at": sorted({f"{record.commit} {record.date}" for record in records}),
+        "starts": [_start(record) for record in _one_a_start(records)],
         "missing": list(missing),
     }
+    figures = all_figures(records)
+    if identity is not None:
+        settings["identity"] = identity.settings
+        figures += identity.figures
     write_json(
         path,
         "serving",
         torch.device("cpu"),
         settings,
-        all_figures(records),
+        figures,
         machine=records[0].machine,
         commit=records[-1].commit,
+        measured_with=dict(pair for record in records for pair in record.versions.items()),
     )
+
+
+def _one_a_start(records: Sequence[Record]) -> list[Record]:
+    """A point of every server that was started, in order."""
+    starts = {(record.date, record.model, record.system): record for record in records}
+    return [starts[key] for key in sorted(starts)]
+
+
+def _start(record: Record) -> str:
+    first = ", the first: nothing had been read or compiled yet" if record.first_start else ""
+    return f"{record.date} {record.model} {record.system}: {record.start_s:.1f} s{first}"
 
 
 def console_table(

@@ -1,20 +1,26 @@
-"""The serving figures as tables for the README, and as a plot.
+"""The serving figures as tables for the README, and as a plot; what a profile found beside them.
 
-python benchmarks/serving/tables.py    # after bench_serving.py; without its results: nothing
+python benchmarks/readme_tables.py    # after bench_serving.py
 """
 
 from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from serving.plots import Curves, draw_curves
+from serving.profile_table import profile_lines
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "serving_h200.json"
+PROFILE = ROOT / "benchmarks" / "results" / "profile_8b_32k_exact.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- serving:begin -->", "<!-- serving:end -->"
+WIDTH = 104
 SYSTEMS = ("bf16", "fp8", "exact", "int8")
 
 # Name of the figure: what it is, and what it should be.
@@ -36,6 +42,20 @@ HEADLINES = {
     ),
     "start.extra_seconds": ("seconds that --kvspec adds to the start of a server", "<= 20"),
 }
+# What systems.py gives plain SGLang, and what SGLang then chooses itself.
+BASELINE = (
+    "Plain SGLang (`bf16`) runs FlashInfer here, as the FA3 wheel it would choose itself was not "
+    "available, with pages of 1 token and overlap scheduling on."
+)
+# Name of the figure after identity.gpu: what was compared.
+COMPARED = {
+    "mismatches_vs_draft_off": "`exact` with drafting off",
+    "differences_to_plain": "plain SGLang",
+    "draft_off_differences_to_plain": "plain SGLang, drafting off on this side",
+    "plain_differences_to_itself": "plain SGLang against itself with fewer requests at once",
+}
+# Of a figure's unit: how many requests or starts it is of.
+_DETAIL = re.compile(r", (at|median of) \d[^,]*")
 _POINT = re.compile(
     r"serve\.(?P<place>.+)\.bs(?P<at>\d+)\.(?P<system>\w+)"
     r"\.(decode\.tokens_per_s|end_to_end\.output_tokens_per_s)"
@@ -45,26 +65,35 @@ Figures = dict[str, dict[str, Any]]
 
 
 def main() -> None:
+    """Rewrite the README's part and the plot; without results nothing."""
     if not RESULT.exists():
         print(f"{RESULT} does not exist: nothing was measured, so nothing is written")
         return
     record = json.loads(RESULT.read_text(encoding="utf-8"))
     figures = {figure["name"]: figure for figure in record["figures"]}
-    note = record["settings"]["acceptance"]
-    block = "\n".join(lines(figures, note, record["machine"]))
+    settings = record["settings"]
+    block = lines(figures, settings["acceptance"], record["machine"])
+    if "identity" in settings:
+        block += ["", *identity(figures, settings["identity"])]
+    if PROFILE.exists():
+        profile = json.loads(PROFILE.read_text(encoding="utf-8"))
+        block += ["", *profile_lines(profile, _short(profile["settings"]["acceptance"]))]
     text = README.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise SystemExit(f"{README.name} needs {BEGIN} and {END} once each")
     head, rest = text.split(BEGIN)
-    README.write_text(f"{head}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    draw(figures, note, RESULT.with_suffix(".png"))
+    shown = "\n".join(part for line in block for part in wrapped(line))
+    README.write_text(f"{head}{BEGIN}\n{shown}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    draw_curves(curves(figures), settings["acceptance"], RESULT.with_suffix(".png"))
 
 
 def lines(figures: Figures, note: str, machine: str) -> list[str]:
     """Markdown, the note on acceptance first and in the head of every table."""
     return [
         f"Serving on one {machine}, live servers driven by `sglang.bench_serving` "
-        f"(`benchmarks/bench_serving.py`): {note}.",
+        f"(`benchmarks/bench_serving.py`): {note}. {BASELINE} Rates are of the time in which all "
+        "requests decode, from cached prompts, ± their 95 % half width over eight parts of it; HBM "
+        "is what nvidia-smi says after them.",
         "",
         *headlines(figures, note),
         "",
@@ -72,6 +101,13 @@ def lines(figures: Figures, note: str, machine: str) -> list[str]:
         "",
         "![decode rate by concurrency](benchmarks/results/serving_h200.png)",
     ]
+
+
+def wrapped(line: str) -> list[str]:
+    """Prose in lines as long as the README's; a row of a table stays one."""
+    if not line or line.startswith(("|", "!")):
+        return [line]
+    return textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def headlines(figures: Figures, note: str) -> list[str]:
@@ -85,13 +121,15 @@ def headlines(figures: Figures, note: str) -> list[str]:
         base = f"{figure['baseline']:.{0 if ratio else 1}f}" if figure["baseline"] else ""
         unit = (" tokens/s" if ratio else "") if base else ""
         value = _value(figure, ".2f" if ratio else ".1f")
+        if detail := _DETAIL.search(figure["unit"]):
+            what += detail[0]
         rows.append(f"| {what} | {value}{' x' if ratio else ''} | {target} | {base}{unit} |")
     return rows
 
 
 def points(figures: Figures, note: str) -> list[str]:
-    """A row per point and system."""
-    head = (
+    """A row per point and system; columns in which nothing was measured are left out."""
+    columns = (
         _short(note),
         "at once",
         "system",
@@ -99,35 +137,67 @@ def points(figures: Figures, note: str) -> list[str]:
         "x bf16",
         "tokens/s with prefill",
         "x bf16",
+        "kept/drafted",
         "ITL p50/p99 (ms)",
         "TTFT mean/p99 (ms)",
         "HBM (GiB)",
+        "tokens fit",
     )
-    rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for place, at, system, name in measured(figures):
+    rows = [_point_cells(figures, *point) for point in measured(figures)]
+    shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    return [
+        f"| {' | '.join(columns[i] for i in shown)} |",
+        "|" + "---|" * len(shown),
+        *(f"| {' | '.join(row[i] for i in shown)} |" for row in rows),
+    ]
 
-        def cell(key: str, form: str, name: str = name) -> str:
-            figure = figures.get(f"{name}.{key}")
-            return "" if figure is None else _value(figure, form)
 
-        # With a cached prompt the first token says nothing of prefill.
-        kind = "end_to_end" if f"{name}.end_to_end.ttft_mean_ms" in figures else "decode_pass"
-        cold = kind == "end_to_end"
-        cells = (
-            place,
-            str(at),
-            system,
-            cell("decode.tokens_per_s", ".0f"),
-            cell("vs_bf16", ".2f"),
-            cell("end_to_end.output_tokens_per_s", ".0f"),
-            cell("vs_bf16_end_to_end", ".2f"),
-            f"{cell(f'{kind}.itl_p50_ms', '.1f')}/{cell(f'{kind}.itl_p99_ms', '.1f')}",
-            f"{cell(f'{kind}.ttft_mean_ms', '.0f')}/{cell(f'{kind}.ttft_p99_ms', '.0f')}"
-            if cold
-            else "",
-            cell("hbm_gib", ".1f"),
-        )
-        rows.append(f"| {' | '.join(cells)} |")
+def _point_cells(figures: Figures, place: str, at: int, system: str, name: str) -> tuple[str, ...]:
+    def cell(key: str, form: str) -> str:
+        figure = figures.get(f"{name}.{key}")
+        return "" if figure is None else _value(figure, form)
+
+    def pair(first: str, second: str, form: str) -> str:
+        found = cell(first, form), cell(second, form)
+        return "/".join(found) if all(found) else ""
+
+    # With a cached prompt the first token says nothing of prefill.
+    cold = f"{name}.end_to_end.ttft_mean_ms" in figures
+    kind = "end_to_end" if cold else "decode_pass"
+    return (
+        place,
+        str(at),
+        system,
+        cell("decode.tokens_per_s", ".0f"),
+        cell("vs_bf16", ".2f"),
+        cell("end_to_end.output_tokens_per_s", ".0f"),
+        cell("vs_bf16_end_to_end", ".2f"),
+        pair("accepted", "drafted", ".1f"),
+        pair(f"{kind}.itl_p50_ms", f"{kind}.itl_p99_ms", ".1f"),
+        pair(f"{kind}.ttft_mean_ms", f"{kind}.ttft_p99_ms", ".0f") if cold else "",
+        cell("hbm_gib", ".1f"),
+        cell("max_total_num_tokens", ",.0f"),
+    )
+
+
+def identity(figures: Figures, settings: dict[str, Any]) -> list[str]:
+    """How many answers differ from whose, and how close the two tokens were where they part."""
+    commit = settings["measured_at"].split()[0][:7]
+    rows = [
+        f"| acceptance is real: {settings['model']}, {settings['prompts']} prompts of "
+        f"{settings['prompt_tokens']} tokens, {settings['new_tokens']} greedy tokens each, bf16, "
+        f"`exact`, commit {commit}; against | answers that differ | largest gap, log-probability "
+        "| not by a tie |",
+        "|---|---|---|---|",
+    ]
+    for key, what in COMPARED.items():
+        count = figures.get(f"identity.gpu.{key}")
+        if count is not None:
+            gap = figures.get(f"identity.gpu.{key}.largest_gap")
+            beyond = figures[f"identity.gpu.{key}.beyond_a_tie"]
+            largest = "" if gap is None else _value(gap, ".4g")
+            differ = f"{count['value']} {count['unit'].removesuffix(' answers')}"
+            rows.append(f"| {what} | {differ} | {largest} | {beyond['value']} |")
     return rows
 
 
@@ -141,35 +211,15 @@ def measured(figures: Figures) -> Iterator[tuple[str, int, str, str]]:
         yield place, at, system, f"serve.{place}.bs{at}.{system}"
 
 
-def draw(figures: Figures, note: str, path: Path) -> None:
-    """Decode rate against concurrency, a panel per model and context, to a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    places = list(dict.fromkeys(place for place, _, _, _ in measured(figures)))
-    if not places:
-        return
-    size = (1 + 3.2 * len(places), 3.6)
-    figure, axes = plt.subplots(1, len(places), figsize=size, dpi=150, squeeze=False)
-    for axis, panel in zip(axes[0], places, strict=True):
-        for shown in SYSTEMS:
-            found = [
-                (at, figures[f"{name}.decode.tokens_per_s"]["value"])
-                for place, at, system, name in measured(figures)
-                if (place, system) == (panel, shown) and f"{name}.decode.tokens_per_s" in figures
-            ]
-            if found:
-                axis.plot(*zip(*found, strict=True), marker="o", markersize=3, label=shown)
-        axis.set(title=panel, xlabel="requests at once", ylim=(0, None))
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
-    axes[0][0].set_ylabel("decode tokens/s")
-    figure.suptitle(note, fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+def curves(figures: Figures) -> Curves:
+    """By place and system: concurrencies, decode rates and their spreads."""
+    found: Curves = {}
+    for place, at, system, name in measured(figures):
+        figure = figures.get(f"{name}.decode.tokens_per_s")
+        if figure is not None:
+            of_place = found.setdefault(place, {})
+            of_place.setdefault(system, []).append((at, figure["value"], figure["spread"] or 0.0))
+    return found
 
 
 def _value(figure: dict[str, Any], form: str) -> str:
@@ -178,9 +228,5 @@ def _value(figure: dict[str, Any], form: str) -> str:
 
 
 def _short(note: str) -> str:
-    """For the head of a table."""
-    return note.split(" from ")[0]
-
-
-if __name__ == "__main__":
-    main()
+    """For the head of a table: without the file and the model of the curve."""
+    return re.sub(r" of \S+ \([^)]*\)", "", note)

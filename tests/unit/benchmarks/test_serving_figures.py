@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
 from serving import tables
 from serving.decode_rate import decode_rate
 from serving.figures import all_figures, best, decode_rate_of
-from serving.records import DecodeRate, Pass, Record, append, latest, read
+from serving.identity import read_identity
+from serving.records import DecodeRate, Pass, Record, append, consecutive, latest, read, write
 from serving.report import acceptance_note, console_table, write_report
 
 PASS = Pass(50.0, 450.0, 900.0, 1000.0, 10.0, 20.0, 11.0, 9.0)
@@ -26,6 +27,11 @@ def record(system, concurrency=16, rate=None, spread=1.0, **fields):
 
 def by_name(records):
     return {figure.name: figure for figure in all_figures(records)}
+
+
+def as_rows(figures):
+    """As they are read from a result."""
+    return {name: asdict(figure) for name, figure in figures.items()}
 
 
 def test_decode_rate_is_that_of_the_time_in_which_all_decode():
@@ -89,6 +95,9 @@ def test_saturation_takes_each_side_at_its_own_best():
     overall = found["serve.8b.32k.saturation.vs_bf16"]
     assert overall.value == 2.5
     assert overall.unit.endswith("int8")
+    # With one concurrency each, neither need be at its best.
+    assert not any(f"saturation.{system}" in name for name in found for system in ("exact", "fp8"))
+    assert not any("saturation" in name for name in by_name([records[0], *records[3:]]))
 
 
 def test_contexts_are_not_mixed():
@@ -113,6 +122,22 @@ def test_the_first_start_of_a_run_does_not_count():
     warm = record("fp8", start_s=60.0, date="c")
     figure = by_name([cold, warm, record("int8", start_s=70.0, date="b")])["start.extra_seconds"]
     assert (figure.value, figure.baseline) == (10.0, 60.0)
+    assert figure.unit == "s, median of 1 against 1 of plain SGLang"
+
+
+def test_of_consecutive_runs_only_the_first_start_was_cold():
+    """Each run took its own first server for a cold one."""
+    records = [
+        record("int8", start_s=60.0, first_start=True, date="b"),
+        record("exact", start_s=99.0, first_start=True, date="a"),
+        record("bf16", start_s=57.0, first_start=True, date="c"),
+        record("bf16", 26, start_s=49.0, first_start=True, date="d"),
+    ]
+    assert "start.extra_seconds" not in by_name(records)
+    known = consecutive(records)
+    assert [one.first_start for one in known] == [False, True, False, False]
+    figure = by_name(known)["start.extra_seconds"]
+    assert (figure.value, figure.baseline) == (7.0, 53.0)
 
 
 def test_points_outlive_their_run(tmp_path):
@@ -121,6 +146,8 @@ def test_points_outlive_their_run(tmp_path):
     for one in records:
         append(path, one)
     assert read(path) == records
+    write(path, records[1:])
+    assert read(path) == records[1:]
 
 
 def test_a_later_pass_replaces_an_earlier_one_alone():
@@ -152,9 +179,67 @@ def test_reports_begin_with_where_acceptance_comes_from(tmp_path):
     heads = [line for line, below in pairwise(lines) if below.startswith("|---")]
     assert len(heads) == 2
     assert all("REPLAYED" in head for head in heads)
+    assert "TTFT" in heads[1]
     (headline,) = [line for line in lines if ">= 1.6" in line]
     assert "| 1.60 ± " in headline
     assert "100 tokens/s" in headline
+
+
+def test_a_report_says_what_its_points_were_measured_with(tmp_path):
+    records = [record("bf16", rate=100.0, versions={"sglang": "0.5.17"})]
+    write_report(tmp_path / "new.json", records, "CURVE", [])
+    assert json.loads((tmp_path / "new.json").read_text())["versions"] == {"sglang": "0.5.17"}
+    write_report(tmp_path / "old.json", [record("bf16", rate=100.0)], "CURVE", [])
+    assert json.loads((tmp_path / "old.json").read_text())["versions"] == {}
+
+
+def test_the_head_of_a_table_says_what_was_replayed():
+    source = "accept.uniform4 of acceptance.json (eval-31m, 4096-token prompts)"
+    figures = by_name([record("bf16", rate=100.0), record("bf16", 24, rate=110.0)])
+    figures |= by_name([record("exact", rate=150.0), record("exact", 24, rate=160.0)])
+    rows = tables.points(as_rows(figures), acceptance_note([record("exact")], source))
+    assert rows[0].startswith("| acceptance is REPLAYED from accept.uniform4 | at once |")
+    # Without a pass from empty caches there are no such columns.
+    assert "TTFT" not in rows[0]
+    assert "prefill" not in rows[0]
+    assert {row.count("|") for row in rows} == {rows[0].count("|")}
+
+
+def test_headlines_say_how_many_requests_each_side_had():
+    records = [record("bf16", n, rate) for n, rate in ((16, 80.0), (26, 90.0))]
+    records += [record("int8", n, rate) for n, rate in ((16, 130.0), (40, 180.0))]
+    rows = tables.headlines(as_rows(by_name(records)), "nothing was drafted")
+    (row,) = [row for row in rows if "each at its best" in row]
+    assert ", at 40 against 26 requests | 2.00 ± 0.02 x |" in row
+
+
+def test_curves_keep_places_and_systems_apart():
+    records = [record("bf16", rate=80.0), record("int8", 40, 180.0, spread=None)]
+    records.append(replace(record("bf16", rate=300.0), context_len=4096))
+    assert tables.curves(as_rows(by_name(records))) == {
+        "8b.4k": {"bf16": [(16, 300.0, 1.0)]},
+        "8b.32k": {"bf16": [(16, 80.0, 1.0)], "int8": [(40, 180.0, 0.0)]},
+    }
+
+
+def test_the_readme_gets_its_tables_and_plot(monkeypatch, tmp_path, identity_path):
+    result, readme = tmp_path / "serving.json", tmp_path / "README.md"
+    records = [record("bf16", rate=100.0), record("int8", rate=160.0)]
+    write_report(result, records, "CURVE", [], read_identity(identity_path))
+    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    for name, path in (("RESULT", result), ("README", readme), ("PROFILE", tmp_path / "none")):
+        monkeypatch.setattr(tables, name, path)
+    tables.main()
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "| `exact` with drafting off | 41 of 200 | 0.125 | 0 |" in text
+    assert "acceptance is real: eval-31m" in text
+    assert "commit 330bf0a; against" in text
+    assert result.with_suffix(".png").stat().st_size > 0
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "!"))]
+    assert max(map(len, prose)) <= tables.WIDTH
 
 
 def test_without_results_the_readme_is_left_alone(monkeypatch, tmp_path, capsys):

@@ -14,6 +14,7 @@ from serving.breakdown import IDLE, Breakdown
 from serving.floor import arithmetic_ms, copy_bandwidth, device_of, floor_ms, work_of
 from serving.points import Model
 from serving.profile_report import DRAFTING, PLAIN, ProfileReport
+from serving.profile_table import profile_lines
 from serving.profiled_run import ProfiledRun
 from serving.trace import GpuEvent
 from serving.trace_rounds import Phase, Round
@@ -47,7 +48,7 @@ def run(**changed: Any) -> ProfiledRun:
         tp_size=1,
         kvspec_config={"recent_pages": 1},
         counters={"drafted": 600, "accepted": 500, "verifications": 100},
-        server_timing={"draft_iter_ms": 8.0},
+        server_timing={"draft_iter_ms": 8.0, "verify_ms": 9.0},
         acceptance_source="CURVE",
         machine="NVIDIA H200",
         commit="abc",
@@ -226,6 +227,15 @@ def test_report_says_that_acceptance_is_replayed(breakdown, tmp_path):
     assert text.count("REPLAYED") == 2
     assert "a round takes 0.53 times its 40.00 ms" in text
     assert "Infinity" not in (tmp_path / "profile.json").read_text()
+
+    lines = profile_lines(record, "acceptance is REPLAYED from CURVE")
+    assert lines[0].startswith("| acceptance is REPLAYED from CURVE: a round of 16 requests at ")
+    assert {line.count("|") for line in lines if line.startswith("|")} == {5}
+    assert "| verifying, housekeeping: matrix products | 2.0 | 2.5 | 0.80 |" in lines
+    assert "| a draft step | 5.0 | 3.2 | 1.56 |" in lines
+    numbered = [line for line in lines if line[:2] in ("1.", "2.", "3.")]
+    assert len(numbered) == 3
+    assert not any("between" in line or "(" in line for line in numbered)
 
 
 def test_report_of_plain_sglang(tmp_path):

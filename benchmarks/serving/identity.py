@@ -1,0 +1,51 @@
+"""Whether answers are the same, as bench_gpu_identity.py found it, to be reported beside speed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from acceptance.report import Figure
+
+NAME = "identity_h200.json"
+PREFIX = "identity.gpu."
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """figures: all that begin with PREFIX. settings: what was compared, and of which commit."""
+
+    machine: str
+    figures: list[Figure]
+    settings: dict[str, Any]
+
+
+def read_identity(path: Path) -> Identity:
+    """From a result of bench_gpu_identity.py. Raises ValueError where it has no such figures."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in result["figures"] if row["name"].startswith(PREFIX)]
+    if not rows:
+        raise ValueError(f"{path} has no figures {PREFIX}*")
+    measured_at = f"{result['commit']} {result['date']}"
+    settings = {"file": path.name, "measured_at": measured_at, **result["settings"]}
+    return Identity(result["machine"], [Figure(**row) for row in rows], settings)
+
+
+def find_identity(given: Path | None, out: Path, machine: str) -> Identity | None:
+    """What --identity names, else NAME beside `out`, None where that does not exist.
+
+    Raises ValueError where it is of another machine than `machine`, FileNotFoundError where
+    `given` does not exist.
+    """
+    path = given or out.with_name(NAME)
+    if given is None and not path.exists():
+        return None
+    identity = read_identity(path)
+    if identity.machine != machine:
+        raise ValueError(
+            f"{path} was measured on {identity.machine}, the points on {machine}: name a file of "
+            "the same machine with --identity, or another folder with --out"
+        )
+    return identity
