@@ -76,13 +76,16 @@ class RoundWorker(KVSpecWorker):
         self._timer = PhaseTimer(self.kv.device)
         self._side = SideStream(self.kv.device)
         self._ahead: StartedRound | None = None
-        # From the first step of the last round until its verification was enqueued.
-        self._enqueue_s = 0.0
+        # From the first step of the last round until its verification was enqueued; None where a
+        # prefill came in between.
+        self._enqueue_s: float | None = None
         # Of the round after the one that runs, decided while the device is still busy with that.
         self._next_lens: list[int] = []
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._side.join()
+        if self._ahead is not None:
+            self._ahead.is_held_up = True
         return super()._prefill(batch)
 
     def _iterate(self, batch: Any) -> GenerationBatchResult:
@@ -99,13 +102,13 @@ class RoundWorker(KVSpecWorker):
         finish = self._finish_plain if started.is_plain else self._finish_round
         verified, logits_output = finish(batch, states, pages, started)
         self.pages.flush()
-        timing = started.timer.seconds()
+        step_s = started.step_seconds()
         if started.is_plain:
-            steps = max(len(entry.tokens) for entry in verified if entry is not None)
-            self.clock.observe_plain(len(states), context, timing[0] / steps)
+            self.clock.observe_plain(len(states), context, step_s)
         else:
             verify_s = self._timer.seconds()[0]
-            self.clock.observe(started.lens, context, timing[0], verify_s, self._enqueue_s)
+            draft_s = step_s * max(started.lens)
+            self.clock.observe(started.lens, context, draft_s, verify_s, self._enqueue_s)
         self.counters.iterations += 1
         if self._can_start_ahead(batch, states):
             caps = [state.cap_len(self.config.max_draft_len) for state in states]
@@ -130,7 +133,7 @@ class RoundWorker(KVSpecWorker):
         """Tell the device what to do next. pages: as _page_table gives them. lens: drafts to make
         for each request; where nobody drafts, a GPU takes tokens without."""
         timer = PhaseTimer(self.kv.device)
-        started = StartedRound(list(states), lens, timer, time.perf_counter())
+        started = StartedRound(list(states), lens, timer, time.perf_counter(), max(lens))
         with self._side:
             timer.start()
             if any(lens):
@@ -144,6 +147,7 @@ class RoundWorker(KVSpecWorker):
                 steps = min(PLAIN_STEPS, self.speculative_num_draft_tokens) if at_once else 1
                 started.is_plain = True
                 started.made, logits = self._graphs.advance(states, pages, steps)
+                started.num_steps = len(started.made.tokens)
                 started.logits = None if at_once else logits
             timer.mark()
         return started
@@ -206,7 +210,8 @@ class RoundWorker(KVSpecWorker):
             forward_batch=self._ragged_batch(batch, states, rows, started.made),
         )
         self._timer.mark()
-        self._enqueue_s = time.perf_counter() - started.begun_at
+        enqueue_s = time.perf_counter() - started.begun_at
+        self._enqueue_s = None if started.is_held_up else enqueue_s
         self._plan_next(states)
         if started.made is not None:
             for i, tokens in started.made.deliver().items():
