@@ -31,6 +31,7 @@ MANIFEST = (
     "pool_configurator",
     "draft_kv_pool",
     "drafts_histogram",
+    "spec_tokens",
     "finish_state",
     "stream_output",
     "penalty_tokens",

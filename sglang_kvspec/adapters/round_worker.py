@@ -114,7 +114,7 @@ class RoundWorker(KVSpecWorker):
             caps = [state.cap_len(self.config.max_draft_len) for state in states]
             lens = [min(pair) for pair in zip(self._next_lens, caps, strict=True)]
             self._ahead = self._start(batch, states, pages, lens)
-        caps = [0] * len(states) if started.is_plain else started.lens
+        caps = None if started.is_plain else started.lens
         return self._result(batch, states, verified, caps, logits_output)
 
     # Beginning a round
