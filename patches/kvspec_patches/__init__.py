@@ -35,6 +35,7 @@ MANIFEST = (
     "finish_state",
     "stream_output",
     "penalty_tokens",
+    "weight_load",
     "internal_state",
     "request_check",
     "spec_meta_info",

@@ -273,20 +273,8 @@ class RoundWorker(KVSpecWorker):
 
     # Control plane
 
-    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
-        self._forget_ahead()
-        return super().update_weights_from_disk(recv_req)
-
-    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
-        self._forget_ahead()
-        return super().update_weights_from_tensor(recv_req)
-
-    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
-        self._forget_ahead()
-        return super().update_weights_from_ipc(recv_req)
-
-    def _forget_ahead(self) -> None:
-        """What was begun with the old weights, or with some of each, is done again."""
+    def weights_will_change(self) -> None:
+        """What was begun with the old weights is done again."""
         self._side.join()
         self._ahead = None
 

@@ -304,6 +304,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         # SGLang asks the first rank; the others hold as many pages, of other heads.
         return report | {"ranks": self.ranks.size}
 
+    def weights_will_change(self) -> None:
+        """Called before any update of weights, from wherever they come."""
+
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."
 
