@@ -31,6 +31,7 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
         spec_num_correct_drafts=accepted,
         spec_accepted_drafts=accepted,
         spec_accept_rate=accepted / drafted if drafted else 0.0,
+        spec_accept_length=1 + accepted / verified if verified else 0.0,
         kvspec={
             "drafted": drafted,
             "accepted": accepted,

@@ -89,8 +89,9 @@ class RoundWorker(KVSpecWorker):
         self._timer = PhaseTimer(self.kv.device)
         self._side = SideStream(self.kv.device if self._begins_ahead else torch.device("cpu"))
         self._ahead: StartedRound | None = None
-        # From the first step of the last round until its verification was enqueued.
-        self._enqueue_s = 0.0
+        # From the first step of the last round until its verification was enqueued; None where a
+        # prefill came in between.
+        self._enqueue_s: float | None = None
         # Of the round after the one that runs, decided while the device is still busy with that.
         self._next_lens: list[int] = []
         self._fetch_wait_s = 0.0
@@ -101,6 +102,8 @@ class RoundWorker(KVSpecWorker):
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._side.join()
+        if self._ahead is not None:
+            self._ahead.is_held_up = True
         return super()._prefill(batch)
 
     def _iterate(self, batch: Any) -> GenerationBatchResult:
@@ -122,24 +125,24 @@ class RoundWorker(KVSpecWorker):
             caps = [state.cap_len(self.config.max_draft_len) for state in states]
             lens = [min(pair) for pair in zip(self._next_lens, caps, strict=True)]
             self._ahead = self._start(batch, states, pages, lens)
-        return self._result(batch, states, verified, started.num_verified, logits_output)
+        num_verified = None if started.is_plain else started.num_verified
+        return self._result(batch, states, verified, num_verified, logits_output)
 
     def _observe(
         self, started: StartedRound, verified: Sequence[Verified | None], context: float
     ) -> None:
         """Learn from a round that is over."""
         self.counters.iterations += 1
-        steps_s = started.timer.seconds()[0]
+        step_s = started.step_seconds()
         if started.is_plain:
-            steps = max(len(entry.tokens) for entry in verified if entry is not None)
-            self.clock.observe_plain(len(verified), context, steps_s / steps)
+            self.clock.observe_plain(len(verified), context, step_s)
             return
         wait_s, verify_s = self._timer.seconds()
         self._fetch_wait_s += WEIGHT * (wait_s - self._fetch_wait_s)
         self.clock.observe(
             started.lens,
             context,
-            steps_s,
+            step_s * max(started.lens),
             verify_s,
             self._enqueue_s,
             [started.num_verified[i] for i in started.verify],
@@ -172,7 +175,7 @@ class RoundWorker(KVSpecWorker):
         moves meanwhile, needed where residuals move.
         """
         timer = PhaseTimer(self.kv.device)
-        started = StartedRound(list(states), lens, timer, time.perf_counter())
+        started = StartedRound(list(states), lens, timer, time.perf_counter(), max(lens))
         if budget is not None and self.kv.plan.host_pages:
             started.plan = self.stepper.plan(states, pages, lens, budget)
         with self._side:
@@ -189,6 +192,7 @@ class RoundWorker(KVSpecWorker):
                 steps = min(PLAIN_STEPS, self.speculative_num_draft_tokens) if at_once else 1
                 started.is_plain = True
                 started.made, logits = self._graphs.advance(states, pages, steps)
+                started.num_steps = len(started.made.tokens)
                 started.logits = None if at_once else logits
             timer.mark()
         return started
@@ -262,7 +266,8 @@ class RoundWorker(KVSpecWorker):
                 forward_batch=self._ragged_batch(batch, states, rows, started.made),
             ).logits_output
         self._timer.mark()
-        self._enqueue_s = time.perf_counter() - started.begun_at
+        enqueue_s = time.perf_counter() - started.begun_at
+        self._enqueue_s = None if started.is_held_up else enqueue_s
         self._plan_next(states)
         if started.made is not None:
             for i, tokens in started.made.deliver().items():
@@ -338,20 +343,8 @@ class RoundWorker(KVSpecWorker):
 
     # Control plane
 
-    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
-        self._forget_ahead()
-        return super().update_weights_from_disk(recv_req)
-
-    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
-        self._forget_ahead()
-        return super().update_weights_from_tensor(recv_req)
-
-    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
-        self._forget_ahead()
-        return super().update_weights_from_ipc(recv_req)
-
-    def _forget_ahead(self) -> None:
-        """What was begun with the old weights, or with some of each, is done again."""
+    def weights_will_change(self) -> None:
+        """What was begun with the old weights is done again."""
         self._side.join()
         self._ahead = None
 

@@ -180,9 +180,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         batch: Any,
         states: list[RequestState],
         verified: Sequence[Verified | None],
-        cap_lens: list[int],
+        cap_lens: list[int] | None,
         logits_output: Any,
     ) -> GenerationBatchResult:
+        """cap_lens: drafts that were verified; None where nobody drafted or verified."""
         stride = self.speculative_num_draft_tokens
         # SGLang reads these on the CPU, all but the lengths.
         tokens = torch.zeros((len(states), stride), dtype=torch.int64)
@@ -196,7 +197,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             logits_output=logits_output,
             next_token_ids=tokens.flatten(),
             accept_lens=torch.tensor(lengths, dtype=torch.int32),
-            cap_lens=torch.tensor(cap_lens, dtype=torch.int32),
+            cap_lens=None if cap_lens is None else torch.tensor(cap_lens, dtype=torch.int32),
             new_seq_lens=torch.tensor(
                 [s.committed_len for s in states], dtype=batch.seq_lens.dtype
             ).to(batch.seq_lens.device, non_blocking=True),
@@ -302,6 +303,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         report = build_report(self.config, self.kv, self.counters, allocated)
         # SGLang asks the first rank; the others hold as many pages, of other heads.
         return report | {"ranks": self.ranks.size}
+
+    def weights_will_change(self) -> None:
+        """Called before any update of weights, from wherever they come."""
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."

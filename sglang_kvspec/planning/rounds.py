@@ -162,13 +162,13 @@ class RoundClock:
         context: float,
         draft_s: float,
         verify_s: float,
-        enqueue_s: float = 0.0,
+        enqueue_s: float | None = 0.0,
         verified_lens: Sequence[int] | None = None,
     ) -> None:
         """A round of these lengths, over a mean context of so many tokens, took so long.
 
-        enqueue_s: after which the device had been given all of it. verified_lens: drafts of each
-        request that verified, those of all unless given.
+        enqueue_s: after which the device had been given all of it, None where that waited for other
+        work. verified_lens: drafts of each request that verified, those of all unless given.
         """
         verified_lens = draft_lens if verified_lens is None else verified_lens
         steps, drafted = max(draft_lens, default=0), sum(draft_lens)
@@ -176,7 +176,8 @@ class RoundClock:
             if not self.has_measured:
                 self._draft.forget()
                 self._token = self._enqueue = None
-            self._enqueue = _mean(self._enqueue, enqueue_s)
+            if enqueue_s is not None:
+                self._enqueue = _mean(self._enqueue, enqueue_s)
             self._draft.observe(drafted * max(context, 1.0) / steps, draft_s / steps)
             rows = sum(length > 0 for length in draft_lens)
             self.draft_step_s[rows] = _mean(self.draft_step_s.get(rows), draft_s / steps)
@@ -189,10 +190,10 @@ class RoundClock:
             known = without_tokens.seconds([0] * len(verified_lens))
             num_tokens = sum(verified_lens) + len(verified_lens)
             per_token = max(0.0, verify_s - known) / num_tokens
-            if enqueue_s < ENQUEUED_SHARE * (draft_s + verify_s):
+            if enqueue_s is not None and enqueue_s < ENQUEUED_SHARE * (draft_s + verify_s):
                 self._token = _mean(self._token, per_token)
             elif self._token is not None:
-                # It waited for the CPU: tokens cost no more than this, and maybe nothing.
+                # It may have waited for the CPU: tokens cost no more than this, or nothing.
                 self._token = min(self._token, per_token)
 
     def cost(self, context: float) -> RoundCost:

@@ -156,6 +156,7 @@ class DraftedTokens:
             for step in range(self.lens[i])
         ]
         if not pairs:
+            # All requests that drafted have left.
             return
         index = sent_to(input_ids.device, torch.tensor(pairs).T.contiguous())
         input_ids[index[0]] = self.tokens.flatten()[index[1]]

@@ -16,9 +16,10 @@ from sglang_kvspec.runtime.request_state import RequestState
 @dataclass(slots=True)
 class StartedRound:
     """Request i is states[i] and drafts lens[i] tokens more. timer: runs while it does. begun_at:
-    time.perf_counter() when the device was first told of it. plan: who verifies and what is fetched
-    for that, None where everybody does. num_verified: of a round that is over, drafts that each
-    request had verified.
+    time.perf_counter() when the device was first told of it. num_steps: what the timer's seconds
+    are of, also where the requests with the most have left. is_held_up: other forwards came before
+    it could end. plan: who verifies and what is fetched for that, None where everybody does.
+    num_verified: of a round that is over, drafts that each request had verified.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
     device only. logits: [>= num_states, vocab], of a plain round whose one token is to be chosen
@@ -29,6 +30,8 @@ class StartedRound:
     lens: list[int]
     timer: PhaseTimer
     begun_at: float = 0.0
+    num_steps: int = 0
+    is_held_up: bool = False
     is_plain: bool = False
     made: DraftedTokens | None = None
     logits: torch.Tensor | None = None
@@ -42,6 +45,11 @@ class StartedRound:
     def verify(self) -> Sequence[int]:
         """Requests that verify at the end."""
         return range(len(self.states)) if self.plan is None else self.plan.verify
+
+    def step_seconds(self) -> float:
+        """Of each of its steps; 0 where it has none. Waits for the device to make them."""
+        seconds = self.timer.seconds()[0]
+        return seconds / self.num_steps if self.num_steps else 0.0
 
     def for_batch(self, states: Sequence[RequestState]) -> StartedRound | None:
         """The same for a batch of which some requests have left and others come, which have nothing

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +18,16 @@ from sglang_kvspec.core.config import CodecName, Target
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.tiered_kv import TieredKV
+
+# Without a CUDA device kernels run in Triton's interpreter. An environment variable chooses
+# it when triton is imported, so that is done before any test module is. It must not reach the
+# servers that other tests start.
+KERNELS = ("ops.attention", "ops.encode", "ops.append", "ops.copy_rows", "testing.division")
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name in KERNELS:
+            importlib.import_module(f"kvspec_kernels.{name}")
 
 # Generated cases are the same in every run; `--hypothesis-profile=explore` looks for new ones.
 settings.register_profile(
@@ -61,7 +73,6 @@ def make_device_kv() -> Callable[..., Any]:
     """Builds a DeviceKV of a few small pages that encodes nothing, options as for make_kv: its
     `encodings` lists (layer, window slots, pages) of what it was to encode. lanes: what copies to
     its store run in."""
-    # It imports Triton, which the tests of kernels must be the first to do.
     from sglang_kvspec.pools.device_kv import DeviceKV
 
     class RecordingKV(DeviceKV):

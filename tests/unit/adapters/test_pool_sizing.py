@@ -20,12 +20,13 @@ def plan_on_gpu(monkeypatch):
     geometry = SimpleNamespace(page_size=64)
     monkeypatch.setattr(pool_sizing, "geometry_of", lambda kvc: geometry)
     monkeypatch.setattr(pool_sizing, "codec_of", lambda kvc, config: None)
+    monkeypatch.setattr(pool_sizing, "least_of_all_ranks", lambda value: value)
     monkeypatch.setattr(pool_sizing, "page_bytes_of", lambda geometry, codec: PAGE)
 
     def make(max_pages=None, **options):
         kvc = SimpleNamespace(
             device="cuda",
-            server_args=SimpleNamespace(max_running_requests=8),
+            server_args=SimpleNamespace(max_running_requests=8, tp_size=1, nnodes=1),
             model_config=SimpleNamespace(context_len=32768),
         )
         sizing = object.__new__(pool_sizing.KVSpecPoolConfigurator)

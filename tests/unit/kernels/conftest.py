@@ -1,44 +1,33 @@
 """The device and the back ends that kernel tests run on.
 
 Without a CUDA device the kernels run in Triton's interpreter. It is chosen by an environment
-variable when triton is imported, which must not reach the servers that other tests start: it is
-set for that import and for each test of this folder.
+variable when triton is imported (tests/unit/conftest.py), and set for each test of this folder.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent
-HAS_CUDA = torch.cuda.is_available()
-
-if not HAS_CUDA and "triton" not in sys.modules:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        modules = ("ops.attention", "ops.encode", "ops.append", "ops.copy_rows", "testing.division")
-        for name in modules:
-            importlib.import_module(f"kvspec_kernels.{name}")
-
-# After the above, which chooses how triton is imported.
-from kvspec_kernels.ops.attention import (  # noqa: E402
+from kvspec_kernels.ops.attention import (
     DraftAttention,
     VerifyAttention,
     workspace_nbytes,
 )
-from kvspec_kernels.ops.attention_plan import Arithmetic, AttentionPlan  # noqa: E402
-from kvspec_kernels.ops.cuda_attention import CudaAttention  # noqa: E402
-from kvspec_kernels.testing.cases import (  # noqa: E402
+from kvspec_kernels.ops.attention_plan import Arithmetic, AttentionPlan
+from kvspec_kernels.ops.cuda_attention import CudaAttention
+from kvspec_kernels.testing.cases import (
     POISON_BYTE,
     AttentionCase,
     results_for,
 )
-from kvspec_kernels.testing.comparison import assert_attention  # noqa: E402
+from kvspec_kernels.testing.comparison import assert_attention
+
+FOLDER = Path(__file__).parent
+HAS_CUDA = torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

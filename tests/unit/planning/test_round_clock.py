@@ -183,6 +183,26 @@ def test_rounds_that_wait_for_the_cpu_do_not_make_tokens_dear():
     assert clock.cost(300).token == 0
 
 
+def test_rounds_that_a_prefill_held_up_do_not_stop_drafting():
+    """How long the prefill took is unknown here, and no part of what a round takes."""
+    clock = RoundClock(STEP_S, READS, has_plain=True)
+    for _ in range(5):
+        play(clock, [8] * 16, 32768)
+    before = clock.cost(32768)
+    requests = [RoundRequest(0.9, 32)] * 16
+    wanted = plan_round(requests, before)
+    assert min(wanted) > 0
+    cost = true_cost(32768)
+    draft_s = cost.step * 8 + cost.row * 8 * 16
+    verify_s = cost.seconds([8] * 16) - draft_s
+    # The CPU was not ahead of the device, so that launches count for verifying.
+    for _ in range(5):
+        clock.observe([8] * 16, 32768, draft_s, 2 * verify_s, enqueue_s=None)
+    after = clock.cost(32768)
+    assert (after.enqueue, after.token) == (before.enqueue, before.token)
+    assert plan_round(requests, after) == wanted
+
+
 @pytest.mark.parametrize("wrong", [0.5, 1.0, 2.0])
 def test_a_guessed_slope_counts_until_long_contexts_are_seen(wrong):
     clock = RoundClock(STEP_S, READS, row_per_token=wrong * ROW_S)

@@ -59,4 +59,5 @@ def test_drafts_follow_their_requests_into_another_batch(lens, rng):
     drafted = drafted_by(lens).rearranged(places, new_lens)
     wanted = [[] if i is None else [100 * i + s for s in range(lens[i])] for i in batch]
     assert drafted.deliver() == {i: drafts for i, drafts in enumerate(wanted) if drafts}
-    assert placed(drafted, new_lens) == [t for drafts in wanted for t in (7, *drafts)]
+    if new_lens:
+        assert placed(drafted, new_lens) == [t for drafts in wanted for t in (7, *drafts)]

@@ -43,5 +43,26 @@ def test_every_request_finds_what_it_started(lens, data):
         assert tokens.get(place, []) == wanted
 
 
+class Took:
+    """A timer of one phase."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def seconds(self):
+        return [self._seconds]
+
+
+def test_a_step_takes_as_long_whoever_leaves():
+    started = make_round([8, 2])
+    started.timer, started.num_steps, started.is_held_up = Took(0.8), 8, True
+    now = started.for_batch(started.states[1:])
+    assert now.lens == [2]
+    assert now.step_seconds() == 0.1
+    assert now.is_held_up
+    now.num_steps = 0
+    assert now.step_seconds() == 0
+
+
 def test_a_round_that_all_have_left_is_nobodys():
     assert make_round([2, 3]).for_batch([make_state("0"), make_state("1")]) is None

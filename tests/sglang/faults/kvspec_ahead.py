@@ -1,0 +1,163 @@
+"""Lets a CPU server work in rounds as a GPU does: rounds begun before SGLang hears of the last one,
+and tokens taken without drafting.
+
+A server that has this folder on PYTHONPATH loads it as an SGLang plugin. KVSPEC_AHEAD_SEED switches
+it on and decides, round after round, how much every request drafts. What a GPU runs beside its main
+stream is done at once here, with one thing as late as it may be: what such a round wrote for
+requests that have left is spoilt when the main stream next waits for it, so that whoever took over
+their memory without waiting answers nonsense.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sglang_kvspec.planning.round_step import RoundBudget
+
+
+def register() -> None:
+    if "SGLANG_KVSPEC" not in os.environ or "KVSPEC_AHEAD_SEED" not in os.environ:
+        return
+    from sglang_kvspec.adapters.round_worker import RoundWorker
+
+    init_cuda_graphs, iterate = RoundWorker.init_cuda_graphs, RoundWorker._iterate
+
+    def init(worker: Any) -> None:
+        init_cuda_graphs(worker)
+        worker._side = LateSide(worker.kv)
+        worker._graphs = ImmediateStepper(worker)
+        worker._begins_ahead = True
+        worker.lens_rng = random.Random(int(os.environ["KVSPEC_AHEAD_SEED"]))
+
+    def iterate_with_batch(worker: Any, batch: Any) -> Any:
+        worker._graphs.batch = batch
+        return iterate(worker, batch)
+
+    RoundWorker.init_cuda_graphs = init
+    RoundWorker._iterate = iterate_with_batch
+    RoundWorker._draft_lens = any_lens
+
+
+def any_lens(worker: Any, states: Sequence[Any]) -> tuple[list[int], RoundBudget]:
+    """A third of the rounds without drafts, and the others as uneven as they may be. No residual
+    moves."""
+    assert not worker.kv.plan.host_pages, "only a server without a store begins rounds ahead"
+    rng = worker.lens_rng
+    most = rng.choice((1, 4, worker.config.max_draft_len))
+    if rng.random() < 1 / 3:
+        most = 0
+    return [rng.randint(0, state.cap_len(most)) for state in states], RoundBudget(0, 0)
+
+
+class LateSide:
+    """In place of SideStream."""
+
+    def __init__(self, kv: Any) -> None:
+        self._kv = kv
+        # (page, window slot, first offset) that the last round wrote to.
+        self._written: list[tuple[int, int, int]] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wrote(self, page: int, offset: int) -> None:
+        self._written.append((page, self._kv.window.slots.slot_of(page), offset))
+
+    def join(self) -> None:
+        slots = self._kv.window.slots
+        for page, slot, offset in self._written:
+            if page in slots and slots.slot_of(page) == slot:
+                continue
+            for layer in range(self._kv.geometry.num_layers):
+                for part in self._kv.window.layer(layer):
+                    part[slot, offset] = float("nan")
+        self._written = []
+
+
+class ImmediateStepper:
+    """In place of GraphStepper: the same calls and results, from the worker's own forwards."""
+
+    empty_step_s = 1e-3
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.batch: Any = None
+
+    def draft(
+        self, batch: Any, states: Sequence[Any], pages: Sequence[torch.Tensor], lens: Sequence[int]
+    ) -> Any:
+        from sglang_kvspec.adapters.drafters import EagerDrafter
+        from sglang_kvspec.adapters.requests import takes_argmax
+        from sglang_kvspec.runtime.draft_rows import DraftedTokens
+
+        order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
+        eager = EagerDrafter(self._worker)
+        if not all(takes_argmax(batch.reqs[i], states[i]) for i in order):
+            eager.draft(batch, states, pages, lens)
+            self._note_writes(states, pages, lens)
+            return None
+        shadows = [replace(state, drafts=[], draft_probs=[]) for state in states]
+        eager.draft(batch, shadows, pages, lens)
+        self._note_writes(states, pages, lens)
+        return DraftedTokens(_columns([shadows[i].drafts for i in order]), order, lens)
+
+    def advance(
+        self, states: Sequence[Any], pages: Sequence[torch.Tensor], max_steps: int
+    ) -> tuple[Any, torch.Tensor]:
+        from sglang_kvspec.runtime.draft_rows import DraftedTokens
+        from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+
+        worker, batch = self._worker, self.batch
+        size = worker.kv.geometry.page_size
+        counts = [max(min(max_steps, state.remaining), 0) for state in states]
+        if worker.kv.codec.target == "int8":
+            room = [size - state.committed_len % size for state in states]
+            counts = [min(pair) for pair in zip(counts, room, strict=True)]
+        order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
+        shadows = [replace(state, drafts=[], draft_probs=[]) for state in states]
+        taken: list[list[int]] = [[] for _ in states]
+        kept = {name: getattr(batch, name) for name in worker.FORWARD_FIELDS}
+        logits = torch.empty(0)
+        for step in range(max(counts)):
+            rows = {}
+            for i in sorted(i for i in order if counts[i] > step):
+                start = shadows[i].committed_len
+                ids = pages[i][: start // size + 1]
+                assert len(ids) == start // size + 1, "beyond the pages of the round"
+                rows[i] = Row(RowKind.VERIFY, start, 1, ids)
+            result = worker._forward(
+                ForwardPlan(tuple(rows.values())),
+                forward_batch=worker._ragged_batch(batch, shadows, rows),
+            )
+            for name, value in kept.items():
+                setattr(batch, name, value)
+            logits = result.logits_output.next_token_logits
+            for i, row in zip(rows, logits, strict=True):
+                taken[i].append(int(row.argmax()))
+                shadows[i].committed_len += 1
+                shadows[i].pending = taken[i][-1]
+        self._note_writes(states, pages, counts)
+        return DraftedTokens(_columns([taken[i] for i in order]), order, counts), logits
+
+    def _note_writes(
+        self, states: Sequence[Any], pages: Sequence[torch.Tensor], lens: Sequence[int]
+    ) -> None:
+        size = self._worker.kv.geometry.page_size
+        for state, ids, count in zip(states, pages, lens, strict=True):
+            for position in range(state.committed_len, state.committed_len + count):
+                self._worker._side.wrote(int(ids[position // size]), position % size)
+
+
+def _columns(runs: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[steps, columns] int64, -1 past the end of a run."""
+    longest = max(map(len, runs))
+    return torch.tensor([[*run, *[-1] * (longest - len(run))] for run in runs]).T.contiguous()

@@ -1,0 +1,102 @@
+"""What ends, or outlives, a round that was begun ahead: the worker alone, without a server."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+from kvspec_patches import spec_tokens, weight_load
+from sglang_kvspec.adapters.round_worker import RoundWorker
+from sglang_kvspec.adapters.worker import KVSpecWorker
+from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.started_round import StartedRound
+
+
+class Fence:
+    """Counts how often it was waited for."""
+
+    def __init__(self) -> None:
+        self.joins = 0
+
+    def join(self) -> None:
+        self.joins += 1
+
+
+@pytest.fixture
+def worker() -> Any:
+    """A worker that has begun a round, and nothing else."""
+    worker = RoundWorker.__new__(RoundWorker)
+    worker._side = Fence()
+    worker._ahead = StartedRound([], [], PhaseTimer(torch.device("cpu")))
+    return worker
+
+
+def test_a_prefill_waits_for_the_round_and_holds_it_up(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joins: list[int] = []
+    monkeypatch.setattr(
+        KVSpecWorker, "_prefill", lambda self, batch: joins.append(self._side.joins)
+    )
+    worker._prefill(None)
+    assert joins == [1], "the prefill must come after the wait"
+    assert worker._ahead.is_held_up
+    worker._ahead = None
+    worker._prefill(None)
+
+
+def test_new_weights_end_the_round(worker: Any) -> None:
+    weight_load.hook(SimpleNamespace(draft_worker=worker), "distributed")
+    assert worker._ahead is None
+    assert worker._side.joins == 1
+
+
+def test_every_update_of_weights_is_announced() -> None:
+    updates = [
+        method
+        for name, method in inspect.getmembers(SchedulerWeightUpdaterManager)
+        if name.startswith("update_weights_from_")
+    ]
+    assert len(updates) >= 4
+    for update in updates:
+        assert "with self._observe_weight_load(" in inspect.getsource(update)
+
+
+def make_req(**fields: Any) -> Any:
+    req = Req.__new__(Req)
+    values = {
+        "is_retracted": False,
+        "finished_reason": None,
+        "spec_verify_ct": 3,
+        "spec_num_correct_drafts": 9,
+        "spec_correct_drafts_histogram": [1, 0, 1, 0, 0, 0, 0, 1],
+    }
+    for name, value in (values | fields).items():
+        setattr(req, name, value)
+    return req
+
+
+def counts(req: Any) -> tuple[int, int, list[int]]:
+    return req.spec_verify_ct, req.spec_num_correct_drafts, req.spec_correct_drafts_histogram
+
+
+def test_tokens_taken_without_drafts_are_not_counted_as_accepted() -> None:
+    # The last of them counted a run of eight; one emitted nothing, one had finished before.
+    reqs = [make_req(), make_req(), make_req(finished_reason="length")]
+    result = SimpleNamespace(cap_lens=None, num_correct_drafts_per_req_cpu=[7, -1, 7])
+    spec_tokens.hook([], None, result, SimpleNamespace(reqs=reqs))
+    assert counts(reqs[0]) == (2, 2, [1, 0, 1])
+    assert counts(reqs[1]) == counts(reqs[2]) == counts(make_req())
+
+
+def test_verified_drafts_are_counted() -> None:
+    req = make_req()
+    result = SimpleNamespace(cap_lens=torch.tensor([8]), num_correct_drafts_per_req_cpu=[7])
+    spec_tokens.hook([], None, result, SimpleNamespace(reqs=[req]))
+    assert counts(req) == counts(make_req())
