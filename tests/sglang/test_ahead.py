@@ -26,6 +26,8 @@ from harness.servers import Announce, ServerSwitch
 pytestmark = pytest.mark.server
 
 AHEAD = fault_environment(KVSPEC_AHEAD_SEED=5)
+# Rounds begin ahead where no residual moves.
+NO_STORE = "--kvspec-host-gb=0"
 # A round is many tokens, and a tenth of the others' iterations.
 HARSH = replace(
     CHUNKED_RETRACTION,
@@ -34,7 +36,7 @@ HARSH = replace(
 SERVER = HARSH.server(
     replace(
         KVSPEC_ROUNDS,
-        arguments=(*KVSPEC_ROUNDS.arguments, "--kvspec-host-gb=0"),
+        arguments=(*KVSPEC_ROUNDS.arguments, NO_STORE),
         environment=AHEAD,
     )
 )
@@ -156,10 +158,11 @@ def test_drafts_are_what_is_reported_as_drafts(servers: ServerSwitch) -> None:
     assert weighted == report["accepted"]
 
 
+@pytest.mark.identity
 def test_exact_in_small_chunks_with_retraction(servers: ServerSwitch, announce: Announce) -> None:
     reference = PlainReference(servers, WORKLOAD, (HARSH,), announce)
-    setting = Setting("exact", "log4", "rounds").server(DEMO_MODEL)
-    base = replace(setting, environment=AHEAD)
+    setting = Setting("exact", "log4", "rounds")
+    base = replace(setting.server(DEMO_MODEL, NO_STORE), environment=AHEAD)
     client = servers.use(HARSH.server(base))
     answers = HARSH.run(client, reference.suite, lambda: None)
     mismatches = compare(answers, reference.expected(HARSH, answers))
@@ -167,10 +170,11 @@ def test_exact_in_small_chunks_with_retraction(servers: ServerSwitch, announce: 
     HARSH.check(answers, servers.log_path)
 
 
+@pytest.mark.identity
 def test_int8(servers: ServerSwitch, announce: Announce) -> None:
     setting = Setting("int8", "log4", "rounds")
     reference = UndraftedReference(servers, WORKLOAD_INT8, setting, (STAGGERED,), announce)
-    base = replace(setting.server(DEMO_MODEL), environment=AHEAD)
+    base = replace(setting.server(DEMO_MODEL, NO_STORE), environment=AHEAD)
     client = servers.use(STAGGERED.server(base))
     answers = STAGGERED.run(client, reference.suite, lambda: None)
     mismatches = compare(answers, reference.expected(STAGGERED, answers))
