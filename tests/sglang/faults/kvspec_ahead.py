@@ -5,13 +5,14 @@ A server that has this folder on PYTHONPATH loads it as an SGLang plugin. KVSPEC
 it on and decides, round after round, how much every request drafts. What a GPU runs beside its main
 stream is done at once here, with one thing as late as it may be: what such a round wrote for
 requests that have left is spoilt when the main stream next waits for it, so that whoever took over
-their memory without waiting answers nonsense.
+their memory without waiting answers nonsense. /server_info counts the rounds begun ahead.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,10 @@ def register() -> None:
     if "SGLANG_KVSPEC" not in os.environ or "KVSPEC_AHEAD_SEED" not in os.environ:
         return
     from sglang_kvspec.adapters.round_worker import RoundWorker
+    from sglang_kvspec.runtime.started_round import StartedRound
 
+    report, for_batch = RoundWorker.kvspec_report, StartedRound.for_batch
+    counts: Counter[str] = Counter()
     init_cuda_graphs, iterate = RoundWorker.init_cuda_graphs, RoundWorker._iterate
 
     def init(worker: Any) -> None:
@@ -36,9 +40,29 @@ def register() -> None:
         worker._graphs.batch = batch
         return iterate(worker, batch)
 
+    def counted(started: Any, states: Sequence[Any]) -> Any:
+        counts[_fate(started, states)] += 1
+        return for_batch(started, states)
+
+    StartedRound.for_batch = counted
+    RoundWorker.kvspec_report = lambda worker: report(worker) | {"ahead": dict(counts)}
     RoundWorker.init_cuda_graphs = init
     RoundWorker._iterate = iterate_with_batch
     RoundWorker._draft_lens = any_lens
+
+
+def _fate(started: Any, states: Sequence[Any]) -> str:
+    """drafted or plain, and what became of its batch meanwhile."""
+    before, now = [id(state) for state in started.states], [id(state) for state in states]
+    stayed = [state for state in before if state in now]
+    fate = "moved"
+    if before == now:
+        fate = "same"
+    elif not stayed:
+        fate = "left"
+    elif stayed == before[: len(stayed)] == now[: len(stayed)]:
+        fate = "grew" if len(now) > len(stayed) else "shrank"
+    return f"{'plain' if started.is_plain else 'drafted'} {fate}"
 
 
 def any_lens(worker: Any, states: Sequence[Any]) -> list[int]:
