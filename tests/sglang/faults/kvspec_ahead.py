@@ -4,8 +4,8 @@ and tokens taken without drafting.
 A server that has this folder on PYTHONPATH loads it as an SGLang plugin. KVSPEC_AHEAD_SEED switches
 it on and decides, round after round, how much every request drafts. What a GPU runs beside its main
 stream is done at once here, with one thing as late as it may be: what such a round wrote for
-requests that have left is spoilt when the main stream next waits for it, so that whoever took over
-their memory without waiting answers nonsense. /server_info counts the rounds begun ahead.
+requests that have left appears when the main stream next waits for it, as NaN, so that whoever took
+over their memory without waiting answers nonsense. /server_info counts the rounds begun ahead.
 """
 
 from __future__ import annotations
@@ -79,8 +79,18 @@ class LateSide:
 
     def __init__(self, kv: Any) -> None:
         self._kv = kv
-        # (page, window slot, first offset) that the last round wrote to.
-        self._written: list[tuple[int, int, int]] = []
+        # Window slots that the last round wrote to, and those of them that others have by now.
+        self._written: set[int] = set()
+        self._taken_over: set[int] = set()
+        slots = kv.window.slots
+        acquire = slots.acquire
+
+        def noted(page: int) -> int:
+            slot: int = acquire(page)
+            self._taken_over |= {slot} & self._written
+            return slot
+
+        slots.acquire = noted
 
     def __enter__(self) -> None:
         pass
@@ -88,18 +98,15 @@ class LateSide:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def wrote(self, page: int, offset: int) -> None:
-        self._written.append((page, self._kv.window.slots.slot_of(page), offset))
+    def wrote(self, page: int) -> None:
+        self._written.add(self._kv.window.slots.slot_of(page))
 
     def join(self) -> None:
-        slots = self._kv.window.slots
-        for page, slot, offset in self._written:
-            if page in slots and slots.slot_of(page) == slot:
-                continue
+        for slot in self._taken_over:
             for layer in range(self._kv.geometry.num_layers):
                 for part in self._kv.window.layer(layer):
-                    part[slot, offset] = float("nan")
-        self._written = []
+                    part[slot] = float("nan")
+        self._written, self._taken_over = set(), set()
 
 
 class ImmediateStepper:
@@ -173,7 +180,7 @@ class ImmediateStepper:
         size = self._worker.kv.geometry.page_size
         for state, ids, count in zip(states, pages, lens, strict=True):
             for position in range(state.committed_len, state.committed_len + count):
-                self._worker._side.wrote(int(ids[position // size]), position % size)
+                self._worker._side.wrote(int(ids[position // size]))
 
 
 def _columns(runs: Sequence[Sequence[int]]) -> torch.Tensor:
