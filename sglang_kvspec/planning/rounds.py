@@ -19,6 +19,8 @@ FAR_WEIGHT = 0.05
 MAX_ITERATIONS = 16
 # Rounds without drafts after which what drafts cost is measured anew.
 ROUNDS_BEFORE_RETRY = 64
+# Of what makes steps without drafts seem dear, forgotten in a round with drafts.
+PLAIN_FADE = 0.02
 # A round that took hardly longer than enqueuing it waited for the CPU.
 ENQUEUED_SHARE = 0.9
 # Of the best rate, prices of a draft to try where rounds wait for the CPU, so that drafts are free.
@@ -163,6 +165,9 @@ class RoundClock:
             if enqueue_s is not None:
                 self._enqueue = _mean(self._enqueue, enqueue_s)
             self._draft.observe(drafted * max(context, 1.0) / steps, draft_s / steps)
+            if self._plain is not None and self._plain > 1:
+                # One that stalled by accident must not stop them for good, either.
+                self._plain += PLAIN_FADE * (1 - self._plain)
             rows = sum(length > 0 for length in draft_lens)
             self.draft_step_s[rows] = _mean(self.draft_step_s.get(rows), draft_s / steps)
         self._rounds_without_drafts = 0 if steps else self._rounds_without_drafts + 1

@@ -219,6 +219,25 @@ def test_drafting_stops_where_steps_without_it_are_as_quick():
     assert not clock.has_measured
 
 
+def test_a_stalled_step_without_drafts_does_not_make_drafting_go_on_for_good():
+    clock = RoundClock(STEP_S, READS, has_plain=True, row_per_token=ROW_S)
+    cost, requests = true_cost(1000), [RoundRequest(0.7, 32)] * 4
+    play(clock, [8] * 4, 1000)
+    assert not any(plan_round(requests, clock.cost(1000)))
+    plain_s = cost.seconds([0] * 4) - 4 * cost.token
+    clock.observe_plain(4, 1000, 8 * plain_s)
+    drafted = 0
+    for _ in range(400):
+        lens = plan_round(requests, clock.cost(1000))
+        if any(lens):
+            drafted += 1
+            play(clock, lens, 1000)
+        else:
+            clock.observe_plain(4, 1000, plain_s)
+    assert 0 < drafted < 100
+    assert not any(plan_round(requests, clock.cost(1000)))
+
+
 def test_means_that_are_reported():
     clock = RoundClock(STEP_S, READS)
     for _ in range(40):
