@@ -51,20 +51,6 @@ def register() -> None:
     RoundWorker._draft_lens = any_lens
 
 
-def _fate(started: Any, states: Sequence[Any]) -> str:
-    """drafted or plain, and what became of its batch meanwhile."""
-    before, now = [id(state) for state in started.states], [id(state) for state in states]
-    stayed = [state for state in before if state in now]
-    fate = "moved"
-    if before == now:
-        fate = "same"
-    elif not stayed:
-        fate = "left"
-    elif stayed == before[: len(stayed)] == now[: len(stayed)]:
-        fate = "grew" if len(now) > len(stayed) else "shrank"
-    return f"{'plain' if started.is_plain else 'drafted'} {fate}"
-
-
 def any_lens(worker: Any, states: Sequence[Any]) -> list[int]:
     """A third of the rounds without drafts, and the others as uneven as they may be."""
     rng = worker.lens_rng
@@ -181,6 +167,20 @@ class ImmediateStepper:
         for state, ids, count in zip(states, pages, lens, strict=True):
             for position in range(state.committed_len, state.committed_len + count):
                 self._worker._side.wrote(int(ids[position // size]))
+
+
+def _fate(started: Any, states: Sequence[Any]) -> str:
+    """drafted or plain, and what became of its batch meanwhile."""
+    before, now = [id(state) for state in started.states], [id(state) for state in states]
+    stayed = [state for state in before if state in now]
+    fate = "moved"
+    if before == now:
+        fate = "same"
+    elif not stayed:
+        fate = "left"
+    elif stayed == before[: len(stayed)] == now[: len(stayed)]:
+        fate = "grew" if len(now) > len(stayed) else "shrank"
+    return f"{'plain' if started.is_plain else 'drafted'} {fate}"
 
 
 def _columns(runs: Sequence[Sequence[int]]) -> torch.Tensor:
