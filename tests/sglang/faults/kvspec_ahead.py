@@ -4,14 +4,15 @@ and tokens taken without drafting.
 A server that has this folder on PYTHONPATH loads it as an SGLang plugin. KVSPEC_AHEAD_SEED switches
 it on and decides, round after round, how much every request drafts. What a GPU runs beside its main
 stream is done at once here, with one thing as late as it may be: what such a round wrote for
-requests that have left is spoilt when the main stream next waits for it, so that whoever took over
-their memory without waiting answers nonsense.
+requests that have left appears when the main stream next waits for it, as NaN, so that whoever took
+over their memory without waiting answers nonsense. /server_info counts the rounds begun ahead.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,10 @@ def register() -> None:
     if "SGLANG_KVSPEC" not in os.environ or "KVSPEC_AHEAD_SEED" not in os.environ:
         return
     from sglang_kvspec.adapters.round_worker import RoundWorker
+    from sglang_kvspec.runtime.started_round import StartedRound
 
+    report, for_batch = RoundWorker.kvspec_report, StartedRound.for_batch
+    counts: Counter[str] = Counter()
     init_cuda_graphs, iterate = RoundWorker.init_cuda_graphs, RoundWorker._iterate
 
     def init(worker: Any) -> None:
@@ -39,6 +43,12 @@ def register() -> None:
         worker._graphs.batch = batch
         return iterate(worker, batch)
 
+    def counted(started: Any, states: Sequence[Any]) -> Any:
+        counts[_fate(started, states)] += 1
+        return for_batch(started, states)
+
+    StartedRound.for_batch = counted
+    RoundWorker.kvspec_report = lambda worker: report(worker) | {"ahead": dict(counts)}
     RoundWorker.init_cuda_graphs = init
     RoundWorker._iterate = iterate_with_batch
     RoundWorker._draft_lens = any_lens
@@ -60,8 +70,18 @@ class LateSide:
 
     def __init__(self, kv: Any) -> None:
         self._kv = kv
-        # (page, window slot, first offset) that the last round wrote to.
-        self._written: list[tuple[int, int, int]] = []
+        # Window slots that the last round wrote to, and those of them that others have by now.
+        self._written: set[int] = set()
+        self._taken_over: set[int] = set()
+        slots = kv.window.slots
+        acquire = slots.acquire
+
+        def noted(page: int) -> int:
+            slot: int = acquire(page)
+            self._taken_over |= {slot} & self._written
+            return slot
+
+        slots.acquire = noted
 
     def __enter__(self) -> None:
         pass
@@ -69,18 +89,15 @@ class LateSide:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def wrote(self, page: int, offset: int) -> None:
-        self._written.append((page, self._kv.window.slots.slot_of(page), offset))
+    def wrote(self, page: int) -> None:
+        self._written.add(self._kv.window.slots.slot_of(page))
 
     def join(self) -> None:
-        slots = self._kv.window.slots
-        for page, slot, offset in self._written:
-            if page in slots and slots.slot_of(page) == slot:
-                continue
+        for slot in self._taken_over:
             for layer in range(self._kv.geometry.num_layers):
                 for part in self._kv.window.layer(layer):
-                    part[slot, offset] = float("nan")
-        self._written = []
+                    part[slot] = float("nan")
+        self._written, self._taken_over = set(), set()
 
 
 class ImmediateStepper:
@@ -154,7 +171,21 @@ class ImmediateStepper:
         size = self._worker.kv.geometry.page_size
         for state, ids, count in zip(states, pages, lens, strict=True):
             for position in range(state.committed_len, state.committed_len + count):
-                self._worker._side.wrote(int(ids[position // size]), position % size)
+                self._worker._side.wrote(int(ids[position // size]))
+
+
+def _fate(started: Any, states: Sequence[Any]) -> str:
+    """drafted or plain, and what became of its batch meanwhile."""
+    before, now = [id(state) for state in started.states], [id(state) for state in states]
+    stayed = [state for state in before if state in now]
+    fate = "moved"
+    if before == now:
+        fate = "same"
+    elif not stayed:
+        fate = "left"
+    elif stayed == before[: len(stayed)] == now[: len(stayed)]:
+        fate = "grew" if len(now) > len(stayed) else "shrank"
+    return f"{'plain' if started.is_plain else 'drafted'} {fate}"
 
 
 def _columns(runs: Sequence[Sequence[int]]) -> torch.Tensor:
