@@ -48,7 +48,7 @@ test-gpu: ## tests of the kernels on a CUDA device: make test-gpu PYTHON=/path/t
 		$(PYTEST_ARGS)
 
 identity: $(INSTALLED) ## every prompt, model, codec and scenario against plain SGLang: hours
-	$(PYTHON) -m pytest tests/sglang/test_identity.py -m identity \
+	$(PYTHON) -m pytest tests/sglang -m identity \
 		--identity-report benchmarks/results/identity.json $(PYTEST_ARGS)
 
 soak: $(INSTALLED) ## half an hour of random traffic against plain SGLang's answers
