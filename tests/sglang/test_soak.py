@@ -44,7 +44,7 @@ def answers(
     return [(task, reference.answer(task)) for task in tasks]
 
 
-@pytest.fixture(params=["staggered", "rounds"])
+@pytest.fixture(params=["staggered", pytest.param("rounds", marks=pytest.mark.identity)])
 def soak(
     request: pytest.FixtureRequest, servers: ServerSwitch, answers: list[tuple[Task, TokenIds]]
 ) -> Soak:
