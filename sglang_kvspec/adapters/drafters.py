@@ -127,8 +127,7 @@ class GraphStepper:
         """Make lens[i] drafts for states[i]; append them, or return them where they are not known
         yet. pages[i]: page ids on the CPU, up to the last draft's and the token after it."""
         assert self._drafts is not None, "the server was started without drafting"
-        # Longest first, so that the requests of every step are the first ones.
-        order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
+        order = _longest_first(lens)
         for i in order:
             open_for_drafts(self._kv, states[i].next_position, pages[i], lens[i])
         # Behind the drafts of earlier rounds, whose KV is in the window.
@@ -169,7 +168,7 @@ class GraphStepper:
                 # The next page's tokens are to see this one at 8 bits, once it is encoded.
                 count = min(count, size - state.committed_len % size)
             counts.append(count)
-        order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
+        order = _longest_first(counts)
         rows = [
             target_row(self._kv, states[i].pending, states[i].committed_len, pages[i], counts[i])
             for i in order
@@ -188,3 +187,8 @@ class GraphStepper:
         # Equal already wherever ranks gather their logits from one another; the few models whose
         # ranks each compute all of them need not round alike.
         return self._ranks.tensor(self._rows.drafts[:num_steps, :num_rows])
+
+
+def _longest_first(lens: Sequence[int]) -> list[int]:
+    """Indices of requests that take part, so that the requests of every step are the first ones."""
+    return sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])

@@ -22,6 +22,7 @@ from sglang_kvspec.adapters.ranks import device_of, ranks_of
 from sglang_kvspec.adapters.requests import new_state, sampling_params_of
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
 from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.transfers import sent_to
 from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
@@ -29,7 +30,6 @@ from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.report import build_report
 from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.target_rows import sent_to
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]

@@ -15,6 +15,7 @@ from sglang_kvspec.pools.hosted_residuals import HostedResiduals
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.lanes import Lanes, make_lanes
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
+from sglang_kvspec.pools.transfers import sent_to
 
 # Pages that publish() encodes at once.
 PUBLISH_PAGES = 16
@@ -130,9 +131,7 @@ class DeviceKV(KVTiers):
             index = torch.full((2, PUBLISH_PAGES), -1, dtype=torch.int32)
             index[0, : len(part)] = torch.tensor([self.window.slots.slot_of(p) for p in part])
             index[1, : len(part)] = torch.tensor(part)
-            if self.device.type == "cuda":
-                index = index.pin_memory()
-            self._published.copy_(index, non_blocking=True)
+            self._published.copy_(sent_to(self.device, index))
             if self._publishing is not None:
                 self._publishing.replay()
             else:

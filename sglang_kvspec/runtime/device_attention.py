@@ -11,6 +11,7 @@ from kvspec_kernels.ops.append import append
 from kvspec_kernels.ops.attention import Tail, VerifyAttention, workspace_nbytes
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.transfers import sent_to
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
@@ -21,7 +22,7 @@ from sglang_kvspec.runtime.step_attention import (
     RecordStep,
     StepAttention,
 )
-from sglang_kvspec.runtime.target_rows import TargetRows, sent_to, target_rows
+from sglang_kvspec.runtime.target_rows import TargetRows, target_rows
 
 KV = tuple[torch.Tensor, torch.Tensor]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.runtime.target_rows import indptr, sent_to
+from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.runtime.target_rows import indptr
 
 
 @dataclass(frozen=True, slots=True)

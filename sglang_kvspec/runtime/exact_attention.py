@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.runtime.target_rows import TargetRows, sent_to
+from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.runtime.target_rows import TargetRows
 
 WORKSPACE_BYTES = 384 * 2**20
 

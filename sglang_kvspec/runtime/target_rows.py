@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_kvspec.pools.transfers import sent_to as sent_to
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
 
