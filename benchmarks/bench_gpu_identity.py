@@ -42,10 +42,7 @@ class Answer:
 
 def main() -> None:
     args = parse_arguments()
-    windows, _ = cut_prompts(args.model, args.prompts, args.longest)
-    # Every length from SHORTEST to the longest, in even steps.
-    step = (args.longest - SHORTEST) / max(args.prompts - 1, 1)
-    prompts = [w[: SHORTEST + round(i * step)] for i, w in enumerate(windows.tolist())]
+    prompts = prompts_of_all_lengths(args.model, args.prompts, args.longest)
     common: dict[str, Any] = {
         "model_path": str(args.model),
         "dtype": "bfloat16",
@@ -102,6 +99,13 @@ def main() -> None:
         figures,
     )
     console.print(f"written: {args.out}")
+
+
+def prompts_of_all_lengths(model: Path, count: int, longest: int) -> list[list[int]]:
+    """Every length from SHORTEST to the longest, in even steps."""
+    windows, _ = cut_prompts(model, count, longest)
+    step = (longest - SHORTEST) / max(count - 1, 1)
+    return [w[: SHORTEST + round(i * step)] for i, w in enumerate(windows.tolist())]
 
 
 def parse_arguments() -> argparse.Namespace:

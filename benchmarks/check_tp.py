@@ -24,13 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from acceptance.prompts import cut_prompts
-from bench_gpu_identity import Answer, compare
+from bench_gpu_identity import Answer, compare, prompts_of_all_lengths
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tests" / "sglang" / "faults"
-SHORTEST = 100
 SEED = 7
 
 console = Console(width=110)
@@ -47,9 +45,7 @@ class Run:
 
 def main() -> None:
     args = parse_arguments()
-    windows, _ = cut_prompts(args.model, args.prompts, args.longest)
-    step = (args.longest - SHORTEST) / max(args.prompts - 1, 1)
-    prompts = [w[: SHORTEST + round(i * step)] for i, w in enumerate(windows.tolist())]
+    prompts = prompts_of_all_lengths(args.model, args.prompts, args.longest)
     on_gpu = {"dtype": "bfloat16", "mem_fraction_static": 0.5}
     on_cpu = {
         **{"device": "cpu", "dtype": "float32", "mem_fraction_static": 0.1},
