@@ -22,7 +22,10 @@ from sglang_kvspec.pools.tiered_kv import TieredKV
 # Without a CUDA device kernels run in Triton's interpreter. An environment variable chooses
 # it when triton is imported, so that is done before any test module is. It must not reach the
 # servers that other tests start.
-KERNELS = ("ops.attention", "ops.encode", "ops.append", "ops.copy_rows", "testing.division")
+KERNELS = (
+    *("ops.attention", "ops.ordered_attention", "ops.encode", "ops.append", "ops.copy_rows"),
+    "testing.division",
+)
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")

@@ -16,7 +16,7 @@ SIZES = ("batch_size", "num_items", "num_rows")
 
 
 @triton.jit
-def _attend(
+def attend(
     q, k, v, visible, scale_log2, acc, top, total, DTYPE: tl.constexpr, INTERPRET: tl.constexpr
 ):
     """One step of the online softmax: operands q [M, D], k [D, N], v [N, D], visible [M, N]."""
@@ -192,7 +192,7 @@ def attention_kernel(
                 BLOCK_N=BLOCK_N,
             )
         visible = mask_n[None, :] & mask_m[:, None]
-        acc, top, total = _attend(
+        acc, top, total = attend(
             q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
         )
 
@@ -217,7 +217,7 @@ def attention_kernel(
             )
             visible = (token + offs_n)[None, :] < num_seen[:, None]
             visible = visible & mask_m[:, None]
-            acc, top, total = _attend(
+            acc, top, total = attend(
                 q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
             )
 

@@ -18,3 +18,12 @@ def rounded(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
         return (bits & -0x10000).to(tl.float32, bitcast=True)
     else:
         return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def operand(x, INTERPRET: tl.constexpr):
+    """x for a product; in the interpreter, whose bf16 products multiply bit patterns, in fp32."""
+    if INTERPRET:
+        return x.to(tl.float32)
+    else:
+        return x

@@ -1,0 +1,137 @@
+"""Attention at full precision whose every bit is independent of batching, chunking and drafting."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+
+from kvspec_kernels.jit.ordered_attention import ordered_attention_kernel
+from kvspec_kernels.ops.attention import Tail
+from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
+
+# Fixed: another tile could mean other instructions, which add up in another order.
+BLOCK_ROWS = 64
+NUM_WARPS, NUM_STAGES = 4, 2
+
+
+class Past(NamedTuple):
+    """Full pages that every query of a request sees, in one pool.
+
+    k, v: [S, H, P, D] of the queries' dtype, equal strides, the last dimension contiguous; page p
+        is at slots[p], slots: [num_pages] int32.
+    indptr: [batch_size + 1] int32; request b has pages indices[indptr[b] : indptr[b + 1]], int32.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slots: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+
+
+def ordered_attention(
+    q: torch.Tensor,
+    past: Past,
+    tail: Tail,
+    qo_indptr: torch.Tensor,
+    max_qo_len: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from q [num_tokens, num_qo_heads, D] to past and, causally, tail; softmax scale
+    1 / sqrt(D). Returns `out`, or a new tensor like q and contiguous; rows without a token to see
+    are 0.
+
+    qo_indptr: [batch_size + 1] int32, request b's queries, its newest tokens, of which none has
+        more than max_qo_len. tail: as in VerifyAttention, pages that follow the past.
+    A row's result depends on its query and on the K and V it sees alone, bit by bit: pages are
+    added in order by one instruction sequence, of past and tail alike, and never split over
+    programs. So one token at a time, or many, or a prompt in chunks, come out equal, if all else
+    in the model is as independent. The price is speed where a few requests have long contexts.
+    Neither waits for the device nor allocates more than `out`. Raises ValueError for tensors that
+    do not fit and page sizes that are no powers of two; indices are not checked.
+    """
+    num_tokens, num_qo_heads, head_dim = q.shape
+    page_size, num_kv_heads = tail.window_k.shape[1:3]
+    _check(q, past, tail, qo_indptr)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if num_tokens == 0:
+        return out
+    group = num_qo_heads // num_kv_heads
+    row_blocks = triton.cdiv(max_qo_len * group, BLOCK_ROWS)
+    ordered_attention_kernel[(row_blocks, len(qo_indptr) - 1, num_kv_heads)](
+        q_ptr=q,
+        out_ptr=out,
+        qo_indptr_ptr=qo_indptr,
+        past_indptr_ptr=past.indptr,
+        past_slots_ptr=past.slots,
+        tail_indptr_ptr=tail.indptr,
+        tail_slots_ptr=tail.indices,
+        tail_lens_ptr=tail.lens,
+        past_pages_ptr=past.indices,
+        past_k_ptr=past.k,
+        past_v_ptr=past.v,
+        tail_k_ptr=tail.window_k,
+        tail_v_ptr=tail.window_v,
+        scale=math.log2(math.e) / math.sqrt(head_dim),
+        stride_q_token=q.stride(0),
+        stride_q_head=q.stride(1),
+        stride_out_token=out.stride(0),
+        stride_out_head=out.stride(1),
+        stride_past_slot=past.k.stride(0),
+        stride_past_head=past.k.stride(1),
+        stride_past_token=past.k.stride(2),
+        stride_tail_slot=tail.window_k.stride(0),
+        stride_tail_head=tail.window_k.stride(2),
+        stride_tail_token=tail.window_k.stride(1),
+        GROUP=group,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
+        DTYPE=TRITON_DTYPES[q.dtype],
+        INTERPRET=INTERPRETED,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+    )
+    return out
+
+
+def _check(q: torch.Tensor, past: Past, tail: Tail, qo_indptr: torch.Tensor) -> None:
+    page_size, num_kv_heads, head_dim = tail.window_k.shape[1:]
+    if page_size & (page_size - 1) or page_size < 16:
+        raise ValueError(f"pages must be a power of two of at least 16 tokens, got {page_size}")
+    if q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"q {list(q.shape)} does not fit {num_kv_heads} KV heads of size {head_dim}"
+        )
+    if past.k.shape[1:] != (num_kv_heads, page_size, head_dim):
+        raise ValueError(
+            f"past pages must be [S, {num_kv_heads}, {page_size}, {head_dim}], "
+            f"got {list(past.k.shape)}"
+        )
+    for name, k, v in (("past", past.k, past.v), ("tail", tail.window_k, tail.window_v)):
+        if k.dtype != q.dtype or v.dtype != q.dtype:
+            raise ValueError(f"{name} must be {q.dtype}, got {k.dtype} and {v.dtype}")
+        if k.shape != v.shape or k.stride() != v.stride() or k.stride(-1) != 1:
+            raise ValueError(f"k and v of {name} must be alike, with contiguous channels")
+    if q.stride(-1) != 1:
+        raise ValueError("q must have contiguous channels")
+    batch = len(qo_indptr) - 1
+    if not len(past.indptr) - 1 == len(tail.indptr) - 1 == len(tail.lens) == batch:
+        raise ValueError(
+            f"{batch} requests by qo_indptr, but {len(past.indptr) - 1} pasts, "
+            f"{len(tail.indptr) - 1} tails and {len(tail.lens)} lengths"
+        )
+    indices = {
+        "qo_indptr": qo_indptr,
+        **{f"past.{name}": getattr(past, name) for name in ("slots", "indptr", "indices")},
+        **{f"tail.{name}": getattr(tail, name) for name in ("indptr", "indices", "lens")},
+    }
+    for name, values in indices.items():
+        if values.dtype != torch.int32 or values.device != q.device:
+            raise ValueError(
+                f"{name} must be int32 on {q.device}, got {values.dtype} on {values.device}"
+            )
