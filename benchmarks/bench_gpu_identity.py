@@ -2,10 +2,16 @@
 answers, and where it does not, how close were the two tokens?
 
 usage: python benchmarks/bench_gpu_identity.py --model PATH [--prompts N] [--out PATH]
+       python benchmarks/bench_gpu_identity.py --model PATH --deterministic
 
 In bf16 a matrix product of 17 rows may round otherwise than one of 1 row, so that the larger of two
 nearly equal logits changes: a tie. The gap is that of the two likeliest tokens where answers part.
-So does plain SGLang with fewer requests at once: it is compared with itself, too.
+--control: so does plain SGLang with fewer requests at once, and it is compared with itself, too.
+
+--deterministic: all servers run with --enable-deterministic-inference, where every row of a product
+and of attention is computed alike whatever runs beside it, and drafting must not change a token.
+Drafting then answers a second time, for requests that want no log-probabilities, as users send
+them: its rounds begin ahead of SGLang, and where nobody drafts it takes several tokens at once.
 """
 
 from __future__ import annotations
@@ -13,7 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,38 +62,47 @@ def main() -> None:
         "log_level": "error",
         **json.loads(args.engine_args),
     }
-    figures: list[Figure] = []
+    prefix = "identity.gpu"
+    if args.deterministic:
+        prefix = "identity.gpu.deterministic"
+        common["enable_deterministic_inference"] = True
     plain_arguments = {"attention_backend": "flashinfer"} | common
-    plain = answers("plain", prompts, args.new_tokens, plain_arguments)
+    with engine(**plain_arguments) as server:
+        plain = answers("plain", server, prompts, args.new_tokens)
+    figures: list[Figure] = []
     fewer = max(1, args.concurrency // 3)
-    again = answers(
-        f"plain, {fewer} at once",
-        prompts,
-        args.new_tokens,
-        plain_arguments | {"max_running_requests": fewer},
-    )
-    figures += compare("identity.gpu.plain_differences_to_itself", again, plain)
+    if args.control:
+        with engine(**plain_arguments | {"max_running_requests": fewer}) as server:
+            again = answers(f"plain, {fewer} at once", server, prompts, args.new_tokens)
+        figures += compare(f"{prefix}.plain_differences_to_itself", again, plain)
     for target in args.targets:
         kvspec = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
-        off = answers(f"{target}, off", prompts, args.new_tokens, kvspec | {"kvspec_draft_len": 0})
-        on = answers(
-            target, prompts, args.new_tokens, kvspec | {"kvspec_draft_len": args.draft_len}
-        )
+        with engine(**kvspec | {"kvspec_draft_len": 0}) as server:
+            off = answers(f"{target}, off", server, prompts, args.new_tokens)
+        with engine(**kvspec | {"kvspec_draft_len": args.draft_len}) as server:
+            on = answers(target, server, prompts, args.new_tokens)
+            unwatched = tokens_alone(server, prompts, args.new_tokens) if args.deterministic else []
         suffix = "" if target == "exact" else f".{target}"
-        figures += compare(f"identity.gpu{suffix}.mismatches_vs_draft_off", on, off)
+        figures += compare(f"{prefix}{suffix}.mismatches_vs_draft_off", on, off)
+        if unwatched:
+            differ = sum(a != b.tokens for a, b in zip(unwatched, off, strict=True))
+            name = f"{prefix}{suffix}.mismatches_vs_draft_off.without_logprobs"
+            figures.append(Figure(name, differ, f"of {len(off)} answers", None, 0))
+            console.print(f"{name}: {differ}")
         if target == "exact":
-            figures += compare("identity.gpu.differences_to_plain", on, plain)
-            figures += compare("identity.gpu.draft_off_differences_to_plain", off, plain)
+            figures += compare(f"{prefix}.differences_to_plain", on, plain)
+            figures += compare(f"{prefix}.draft_off_differences_to_plain", off, plain)
             same = sum(a.tokens == b.tokens for a, b in zip(on, plain, strict=True))
             share = same / len(prompts)
-            figures.append(Figure("identity.gpu.share_equal_plain", share, "of prompts", None, 1.0))
+            figures.append(Figure(f"{prefix}.share_equal_plain", share, "of prompts", None, 1.0))
     settings = {
         "model": args.model.name,
         "prompts": len(prompts),
         "prompt_tokens": f"{min(map(len, prompts))} to {max(map(len, prompts))}",
         "new_tokens": args.new_tokens,
         "concurrency": args.concurrency,
-        "concurrency_of_plain_compared_with_itself": fewer,
+        "concurrency_of_plain_compared_with_itself": fewer if args.control else None,
+        "deterministic": args.deterministic,
         "draft_len": args.draft_len,
         "codec": args.codec,
         "tie": f"the two likeliest tokens less than {TIE_GAP} apart in log-probability",
@@ -97,6 +113,7 @@ def main() -> None:
         torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         settings,
         figures,
+        commit=args.commit or None,
     )
     console.print(f"written: {args.out}")
 
@@ -119,31 +136,39 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draft-len", default="auto")
     parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
     parser.add_argument("--targets", nargs="+", default=["exact"])
-    default = ROOT / "benchmarks" / "results" / "identity_h200.json"
-    parser.add_argument("--out", type=Path, default=default)
-    return parser.parse_args()
+    parser.add_argument("--control", action="store_true", help="plain SGLang against itself")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
+    parser.add_argument(
+        "--out", type=Path, help="(default: identity[_deterministic]_h200.json in the results)"
+    )
+    args = parser.parse_args()
+    if args.out is None:
+        kind = "identity_deterministic" if args.deterministic else "identity"
+        args.out = ROOT / "benchmarks" / "results" / f"{kind}_h200.json"
+    return args
 
 
-def answers(
-    name: str, prompts: Sequence[list[int]], new_tokens: int, arguments: dict[str, Any]
-) -> list[Answer]:
-    """Greedy answers of a fresh engine, all prompts at once."""
+@contextmanager
+def engine(**arguments: Any) -> Iterator[Any]:
+    """A fresh sglang.Engine, shut down at the end."""
     import sglang
 
-    engine = sglang.Engine(**arguments)
+    server = sglang.Engine(**arguments)
     try:
-        outputs = engine.generate(
-            input_ids=list(prompts),
-            sampling_params={
-                "temperature": 0.0,
-                "max_new_tokens": new_tokens,
-                "ignore_eos": True,
-            },
-            return_logprob=True,
-            top_logprobs_num=2,
-        )
+        yield server
     finally:
-        engine.shutdown()
+        server.shutdown()
+
+
+def answers(name: str, server: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[Answer]:
+    """Greedy answers, all prompts at once."""
+    outputs = server.generate(
+        input_ids=list(prompts),
+        sampling_params=greedy(new_tokens),
+        return_logprob=True,
+        top_logprobs_num=2,
+    )
     console.print(f"{name}: {len(outputs)} answers")
     return [
         Answer(
@@ -152,6 +177,17 @@ def answers(
         )
         for output in outputs
     ]
+
+
+def tokens_alone(server: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+    """The same without log-probabilities, with nothing of earlier answers cached."""
+    server.flush_cache()
+    outputs = server.generate(input_ids=list(prompts), sampling_params=greedy(new_tokens))
+    return [output["output_ids"] for output in outputs]
+
+
+def greedy(new_tokens: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
 
 
 def compare(name: str, ours: Sequence[Answer], theirs: Sequence[Answer]) -> list[Figure]:

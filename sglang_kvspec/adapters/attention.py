@@ -13,7 +13,11 @@ from sglang.srt.layers.attention.attention_registry import (
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.server_args import add_attention_backend_choices
+from sglang.srt.server_args import (
+    add_attention_backend_choices,
+    add_deterministic_attention_backend_choices,
+    add_radix_supported_deterministic_attention_backend_choices,
+)
 
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
@@ -81,7 +85,8 @@ def _attention_over(kv: KVTiers, runner: Any) -> ReferenceAttention | DeviceAtte
         from sglang.srt.runtime_context import get_parallel
 
         num_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-        return DeviceAttention(kv, num_heads)
+        in_order = runner.server_args.enable_deterministic_inference
+        return DeviceAttention(kv, num_heads, in_order=in_order)
     assert isinstance(kv, TieredKV)
     return ReferenceAttention(kv)
 
@@ -130,3 +135,5 @@ def register() -> None:
     if NAME not in ATTENTION_BACKENDS:
         register_attention_backend(NAME)(KVSpecAttentionBackend)
         add_attention_backend_choices([NAME])
+        add_deterministic_attention_backend_choices([NAME])
+        add_radix_supported_deterministic_attention_backend_choices([NAME])

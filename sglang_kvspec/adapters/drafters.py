@@ -104,7 +104,7 @@ class GraphStepper:
 
         self._target = capture(attention.make_target_step)
         self._short_target = self._target
-        if kv.codec.target == "exact":
+        if attention.short_steps_differ:
             self._short_target = capture(attention.make_short_target_step)
         self._drafts = capture(attention.make_draft_step) if max_draft_len else None
         self.empty_step_s = self._short_target.time_empty_step()

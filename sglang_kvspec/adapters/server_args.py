@@ -39,6 +39,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "enable_memory_saver": (False, "KVSpec cannot release and restore its pools yet"),
     "enable_page_major_kv_layout": (False, "KVSpec has its own KV layout"),
     "is_embedding": (False, "KVSpec serves generation"),
+    "rl_on_policy_target": (None, "KVSpec does not repeat a trainer's kernels"),
     "dllm_algorithm": (None, "KVSpec verifies one token after the other"),
 }
 _GRAMMAR_BACKENDS = (None, "xgrammar", "none")
@@ -62,7 +63,9 @@ def build_server_args(
         return
     check_flags(config, kwargs)
     activation.check_sglang_version()
-    if not activation.cpu_platform_is_active():
+    if activation.cpu_platform_is_active():
+        check_cpu_flags(kwargs)
+    else:
         check_gpu_flags(config, kwargs)
     # Imported late: a plain server loads neither codecs nor checks.
     from sglang_kvspec.adapters.model_check import check_model, model_config_of
@@ -114,6 +117,15 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     _check_host_budget(config)
 
 
+def check_cpu_flags(kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError for what only a GPU can."""
+    if kwargs.get("enable_deterministic_inference"):
+        raise UnsupportedError(
+            "--enable-deterministic-inference needs a GPU with --kvspec (on a CPU leave it unset): "
+            "SGLang's batch-invariant kernels are Triton's"
+        )
+
+
 def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     """Raise UnsupportedError for what the CPU reference platform can and a GPU cannot yet."""
     import torch
@@ -137,10 +149,26 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             "--kvspec-schedule staggered: on a GPU requests draft and verify in rounds in this "
             "version (allowed: auto, rounds)"
         )
+    if kwargs.get("enable_deterministic_inference"):
+        _check_deterministic(config, kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
     if config.target == "int8" and kwargs.get("page_size") not in (None, DEFAULT_PAGE_SIZE):
         raise UnsupportedError(
             f"--page-size {kwargs['page_size']} cannot be combined with --kvspec-target int8 on a "
             f"GPU (allowed: {DEFAULT_PAGE_SIZE})"
+        )
+
+
+def _check_deterministic(config: KVSpecConfig, page_size: int) -> None:
+    if config.target != "exact":
+        raise UnsupportedError(
+            f"--kvspec-target {config.target} cannot be combined with "
+            "--enable-deterministic-inference (allowed: exact): its kernel splits contexts by what "
+            "runs beside them"
+        )
+    if page_size & (page_size - 1):
+        raise UnsupportedError(
+            f"--page-size {page_size} cannot be combined with --enable-deterministic-inference "
+            "(allowed: powers of two)"
         )
 
 

@@ -115,6 +115,16 @@ class DeviceKV(KVTiers):
             self.codec.target,  # type: ignore[arg-type]
         )
 
+    def exact_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all residual slots, in place, where the target is `exact`: each [slots,
+        num_kv_heads, page_size, head_dim] of the model's KV dtype, contiguous in the last two."""
+        assert self.codec.target == "exact", "residuals are corrections, not values"
+        geometry = self.geometry
+        records = self.residuals.cache_layer(layer).view(geometry.dtype)
+        shape = (*records.shape[:2], 2, geometry.page_size, geometry.head_dim)
+        k, v = records[..., : 2 * geometry.page_size * geometry.head_dim].view(shape).unbind(2)
+        return k, v
+
     def publish(self, pages: Sequence[int]) -> None:
         """Encode window pages whose tokens are all committed; they stay in the window."""
         if not pages:

@@ -15,6 +15,7 @@ from sglang_kvspec.pools.transfers import sent_to
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
+from sglang_kvspec.runtime.ordered_attention import OrderedAttention, OrderedStep
 from sglang_kvspec.runtime.step_attention import (
     REFINED_BATCH,
     AnchorStep,
@@ -42,14 +43,18 @@ class DeviceAttention:
     end_steps() forward() is one step over DraftRows instead, which a CUDA graph may capture.
     """
 
-    def __init__(self, kv: DeviceKV, num_qo_heads: int) -> None:
+    def __init__(self, kv: DeviceKV, num_qo_heads: int, *, in_order: bool = False) -> None:
+        """in_order: attend at the target precision, which is then `exact`, in an arithmetic that
+        depends neither on chunks and batches nor on what was drafted."""
         self.kv = kv
         self._num_qo_heads = num_qo_heads
-        self._target: TargetAttention = (
-            ExactAttention(kv, num_qo_heads)
-            if kv.codec.target == "exact"
-            else RefinedAttention(kv, num_qo_heads)
-        )
+        self._target: TargetAttention
+        if in_order:
+            self._target = OrderedAttention(kv)
+        elif kv.codec.target == "exact":
+            self._target = ExactAttention(kv, num_qo_heads)
+        else:
+            self._target = RefinedAttention(kv, num_qo_heads)
         self._plan: ForwardPlan | None = None
         self._rows: TargetRows | None = None
         self._scratch: KV | None = None
@@ -184,12 +189,19 @@ class DeviceAttention:
 
     def make_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
         """The same at the target precision."""
+        if isinstance(self._target, OrderedAttention):
+            return OrderedStep(self.kv, rows, batch)
         if isinstance(self._target, ExactAttention):
             return ExactStep(self._target, self._num_qo_heads, rows, batch)
-        return self.make_short_target_step(rows, batch)
+        return RecordStep(self.kv, self._num_qo_heads, rows, batch)
+
+    @property
+    def short_steps_differ(self) -> bool:
+        """Whether short contexts have a quicker step at the target precision."""
+        return isinstance(self._target, ExactAttention)
 
     def make_short_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
-        """The same, for short contexts."""
+        """The same for short contexts, where short_steps_differ."""
         return RecordStep(self.kv, self._num_qo_heads, rows, batch)
 
     def begin_steps(self, rows: DraftRows, step: StepAttention) -> None:

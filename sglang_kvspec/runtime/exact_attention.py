@@ -105,19 +105,10 @@ class ExactAttention:
         recent_kv = new if self._many_queries else (tail,)
         if not self._has_past:
             return self._tail.run(q, *recent_kv)  # type: ignore[no-any-return]
-        past = self._past.run(q, self.past_pages(layer), return_lse=True)
+        past = self._past.run(q, self.kv.exact_pages(layer), return_lse=True)
         recent = self._tail.run(q, *recent_kv, return_lse=True)
         return self.merge(past, recent)
 
     def merge(self, past: State, recent: State) -> torch.Tensor:
         """The attention output over both."""
         return self._flashinfer.merge_state(*past, *recent)[0]  # type: ignore[no-any-return]
-
-    def past_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all residual slots, in place: each [slots, num_kv_heads, page_size, head_dim]
-        of the model's KV dtype."""
-        geometry = self.kv.geometry
-        records = self.kv.residuals.cache_layer(layer).view(geometry.dtype)
-        shape = (*records.shape[:2], 2, geometry.page_size, geometry.head_dim)
-        k, v = records[..., : 2 * geometry.page_size * geometry.head_dim].view(shape).unbind(2)
-        return k, v

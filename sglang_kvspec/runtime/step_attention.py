@@ -105,7 +105,7 @@ class ExactStep:
         self._target.plan_past(self._past, self._every, begins, pages)
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
-        past = self._past.run(q, self._target.past_pages(layer), return_lse=True)
+        past = self._past.run(q, self._target.kv.exact_pages(layer), return_lse=True)
         recent = self._tail.run(q, self._target.kv.anchors.layer(layer), tail)
         return self._target.merge(past, recent)
 

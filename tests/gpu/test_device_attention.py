@@ -27,7 +27,7 @@ TOLERANCE = 0.02
 class Pair:
     """The same requests on both implementations. Page ids are shuffled on purpose."""
 
-    def __init__(self, codec_name: str, target: str) -> None:
+    def __init__(self, codec_name: str, target: str, *, in_order: bool = False) -> None:
         geometry = KVGeometry(LAYERS, KV_HEADS, HEAD_DIM, PAGE, torch.bfloat16)
         codec = make_codec(
             codec_name, target=target, page_size=PAGE, head_dim=HEAD_DIM, dtype=torch.bfloat16
@@ -42,7 +42,7 @@ class Pair:
         )
         self.reference = ReferenceAttention(TieredKV(geometry, codec, plan, torch.device("cpu")))
         self.device = DeviceAttention(
-            DeviceKV(geometry, codec, plan, torch.device("cuda:0")), HEADS
+            DeviceKV(geometry, codec, plan, torch.device("cuda:0")), HEADS, in_order=in_order
         )
         self.keepers = (
             PageKeeper(self.reference.kv, RECENT),
@@ -114,15 +114,15 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 CODECS = pytest.mark.parametrize("codec", ["log4", "uniform4"])
-TARGETS = pytest.mark.parametrize("target", ["exact", "int8"])
 
 
 @CODECS
-@TARGETS
+@pytest.mark.parametrize("target", ["exact", "int8", "in order"])
 def test_prefill_and_verification(codec: str, target: str) -> None:
     if target == "exact":
         pytest.importorskip("flashinfer")
-    pair = Pair(codec, target)
+    in_order = target == "in order"
+    pair = Pair(codec, "exact" if in_order else target, in_order=in_order)
     pair.prefill(a=200, b=64, c=1)
     # Second chunks: from within a page, from a page's start, into the first page.
     pair.prefill(a=300, b=128, c=40)
@@ -207,11 +207,18 @@ def test_draft_steps_in_a_graph(codec: str) -> None:
 
 
 @CODECS
-@TARGETS
-@pytest.mark.parametrize("kind", ["target", "short_target"])
-def test_target_steps_in_a_graph(codec: str, target: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "kind", "in_order"),
+    [
+        ("exact", "target", False),
+        ("exact", "short_target", False),
+        ("int8", "target", False),
+        ("exact", "target", True),
+    ],
+)
+def test_target_steps_in_a_graph(codec: str, target: str, kind: str, in_order: bool) -> None:
     """Rounds without drafts, over the ends of pages, against single rows; then a verification."""
-    pair = Pair(codec, target)
+    pair = Pair(codec, target, in_order=in_order)
     pair.prefill(a=190, b=500, c=3)
     steps = Steps(pair, f"make_{kind}_step")
     kv = pair.device.kv
@@ -227,3 +234,70 @@ def test_target_steps_in_a_graph(codec: str, target: str, kind: str) -> None:
         steps.run(rows, RowKind.VERIFY, lens)
         pair.commit({name: pair.committed[name] + n for name, n in lens.items()})
     pair.verify(a=3, b=9, c=2)
+
+
+def test_in_order_prefill_verification_and_steps_give_the_same_bits() -> None:
+    """Tokens of one request, in one chunk, in two, verified together over a page's end and one by
+    one from a graph."""
+    start, end, size = 2 * PAGE + 30, 3 * PAGE + 5, PAGE
+    whole, parts = (Pair("uniform4", "exact", in_order=True) for _ in range(2))
+    kv = parts.device.kv
+    kv.capture_publishing()
+    drawn = [whole.draw(end) for _ in range(LAYERS)]
+
+    def forward(pair: Pair, row: Row) -> list[torch.Tensor]:
+        pair.device.begin(ForwardPlan((row,)))
+        span = slice(row.start, row.start + row.length)
+        outs = [
+            pair.device.forward(layer, *(part[span].cuda() for part in drawn[layer]), SCALE)
+            for layer in range(LAYERS)
+        ]
+        pair.device.finish()
+        return outs
+
+    def chunk(pair: Pair, start: int, end: int) -> list[torch.Tensor]:
+        ids = pair.page_ids("a", end)
+        row = prefill_row(start, end - start, ids, page_size=size, recent_pages=RECENT)
+        return forward(pair, row)
+
+    want = chunk(whole, 0, end)
+    for first, last in ((0, PAGE + 7), (PAGE + 7, start)):
+        for out, expected in zip(chunk(parts, first, last), want, strict=True):
+            assert torch.equal(out, expected[first:last])
+        parts.keepers[1].commit(parts.page_ids("a", last), first, last)
+        parts.keepers[1].flush()
+    verified = forward(parts, Row(RowKind.VERIFY, start, end - start, parts.page_ids("a", end)))
+    for out, expected in zip(verified, want, strict=True):
+        assert torch.equal(out, expected[start:])
+    # What was verified is rejected, and its tokens are taken again one by one.
+    rows = DraftRows(4, end - start, NUM_PAGES, PAGE, kv.device)
+    steps = parts.device.make_target_step(rows, 4)
+    inputs = [torch.zeros(LAYERS, 4, *part.shape[1:]).bfloat16().cuda() for part in drawn[0]]
+    outs = torch.empty_like(inputs[0])
+
+    def step() -> None:
+        rows.begin_step(4)
+        for layer in range(LAYERS):
+            outs[layer] = parts.device.forward(layer, *(part[layer] for part in inputs), SCALE)
+        rows.end_step(torch.zeros(4, 10, device="cuda"))
+
+    rows.load([])
+    parts.device.begin_steps(rows, steps)
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    parts.device.end_steps()
+    for first, last in ((start, 3 * PAGE), (3 * PAGE, end)):
+        loaded = [target_row(kv, 0, first, parts.page_ids("a", last + 1), last - first)]
+        rows.load(loaded)
+        steps.plan(loaded)
+        for position in range(first, last):
+            for index, place in enumerate(inputs):
+                for layer in range(LAYERS):
+                    place[layer, 0] = drawn[layer][index][position].cuda()
+            graph.replay()
+            for layer in range(LAYERS):
+                assert torch.equal(outs[layer, 0], want[layer][position])
+        parts.keepers[1].commit(parts.page_ids("a", last), first, last)
+        parts.keepers[1].flush()

@@ -23,6 +23,8 @@ from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, Unsup
 
 BASE = ("--model-path", str(DEMO_MODEL), "--device", "cpu")
 
+DETERMINISTIC = {"enable_deterministic_inference": True}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _plugins() -> Iterator[None]:
@@ -70,6 +72,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--grammar-backend outlines", ["--grammar-backend", "outlines", "xgrammar"]),
         ("--disaggregation-mode prefill", ["--disaggregation-mode", "prefill", "null"]),
         ("--enable-streaming-session", ["--enable-streaming-session", "partial pages"]),
+        ("--enable-deterministic-inference", ["--enable-deterministic-inference", "needs a GPU"]),
+        ("--rl-on-policy-target fsdp", ["--rl-on-policy-target", "fsdp", "leave it unset"]),
     ],
 )
 def test_bad_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[str]) -> None:
@@ -189,6 +193,8 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
         ),
         ({"schedule": "staggered"}, {}, (9, 0), "--kvspec-schedule staggered"),
         ({"target": "int8"}, {"page_size": 128}, (9, 0), "--page-size 128"),
+        ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
+        ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
         ({}, {}, (8, 0), "this one has 8.0"),
     ],
 )
@@ -206,6 +212,7 @@ def test_what_a_gpu_cannot_serve_yet(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     check_gpu_flags(KVSpecConfig(), {"page_size": 64, "prefill_max_requests": 2})
     check_gpu_flags(KVSpecConfig(host_gb=4), {"prefill_max_requests": 1})
+    check_gpu_flags(KVSpecConfig(), DETERMINISTIC)
 
 
 def test_unsupported_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def drafter(make_device_kv, monkeypatch):
     monkeypatch.setattr(drafters, "StepGraphs", FakeGraphs)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     makers = ("make_draft_step", "make_target_step", "make_short_target_step")
-    attention = SimpleNamespace(**dict.fromkeys(makers))
+    attention = SimpleNamespace(**dict.fromkeys(makers), short_steps_differ=True)
     kv = make_device_kv(page_size=SIZE)
     runner = SimpleNamespace(
         max_running_requests=4,
