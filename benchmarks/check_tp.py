@@ -2,12 +2,14 @@
 with drafting off, and what it answers when only its first rank decides rightly?
 
 usage: python benchmarks/check_tp.py [--model PATH] [--ranks N] [--targets exact int8] [--cpu]
+       python benchmarks/check_tp.py --deterministic
 
 Needs as many GPUs as ranks, or none with --cpu. In one run a fault of tests/sglang/faults makes
 every rank but the first choose other tokens and draft lengths: answers stay right only if the first
 rank's choices reach all. Greedy answers in bf16 may part at ties (bench_gpu_identity.py); seeded
 ones are counted. Exits with 1 where a greedy answer parts elsewhere, or, with --cpu and so in
-float32, where any does.
+float32, where any does. --deterministic: the servers run with --enable-deterministic-inference,
+and any difference but to plain SGLang is wrong, too.
 """
 
 from __future__ import annotations
@@ -61,10 +63,14 @@ def main() -> None:
         "page_size": 64,
         "random_seed": 0,
         "log_level": "error",
+        **({"enable_deterministic_inference": True} if args.deterministic else {}),
         **json.loads(args.engine_args),
     }
     flashinfer = {} if args.cpu else {"attention_backend": "flashinfer"}
-    plain = run("plain", prompts, args.new_tokens, flashinfer | common)
+    plain = None
+    if not args.skip_plain:
+        plain = run("plain", prompts, args.new_tokens, flashinfer | common)
+    strict = args.cpu or args.deterministic
     wrong = 0
     for target in args.targets:
         ours = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
@@ -73,9 +79,9 @@ def main() -> None:
         on = run(target, prompts, args.new_tokens, drafting)
         with other_ranks_err():
             erring = run(f"{target}, others err", prompts, args.new_tokens, drafting)
-        wrong += parted(f"{target} against drafting off", on, off, args.cpu)
-        wrong += parted(f"{target}, others err, against none", erring, on, args.cpu)
-        if target == "exact":
+        wrong += parted(f"{target} against drafting off", on, off, strict)
+        wrong += parted(f"{target}, others err, against none", erring, on, strict)
+        if target == "exact" and plain is not None:
             wrong += parted("exact against plain", on, plain, args.cpu, same_noise=False)
     console.print("all answers are right" if wrong == 0 else f"{wrong} answers are wrong")
     sys.exit(wrong > 0)
@@ -94,6 +100,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--codec", default="log4")
     parser.add_argument("--draft-len", default="auto")
     parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--skip-plain", action="store_true", help="no comparison with plain SGLang")
     parser.add_argument("--targets", nargs="+", default=["exact"])
     return parser.parse_args()
 

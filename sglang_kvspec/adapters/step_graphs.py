@@ -49,16 +49,19 @@ class StepGraphs:
         rows: DraftRows,
         make_attention: Callable[[DraftRows, int], StepAttention],
         pool: Any,
+        logits: torch.Tensor | None = None,
     ) -> None:
         """make_attention: of the first so many rows. pool: torch.cuda.graph_pool_handle(), which
-        graphs may share that are never replayed at once."""
+        graphs may share that are never replayed at once. logits: where these leave theirs,
+        [max_batch, vocab], if others have such a place already."""
         self._runner = runner
         self._attention = attention
         self._rows = rows
         self._make_attention = make_attention
         self.batch_sizes = batch_sizes(rows.max_batch)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._logits: dict[int, torch.Tensor] = {}
+        # One for all: graphs keep their own outputs apart, which for 30 batch sizes are gigabytes.
+        self.logits = logits
         # A graph knows addresses only: what lies there must live as long.
         self._steps: dict[int, StepAttention] = {}
         self._kept: list[ForwardBatch] = []
@@ -77,10 +80,10 @@ class StepGraphs:
 
     def replay(self, batch: int) -> torch.Tensor:
         """Run a step of the first `batch` rows. Returns logits [>= batch, vocab], which the next
-        replay overwrites."""
-        size = self._size(batch)
-        self._graphs[size].replay()
-        return self._logits[size]
+        replay of these graphs, or of others with the same `logits`, overwrites."""
+        assert self.logits is not None
+        self._graphs[self._size(batch)].replay()
+        return self.logits
 
     def time_empty_step(self) -> float:
         """Seconds of a step of one row without context: the model's weights, and launches."""
@@ -118,12 +121,15 @@ class StepGraphs:
                     rows.load([])
                     torch.cuda.synchronize()
                     self._runner.tp_group.barrier()
-                    step()
+                    logits = step()
+                if self.logits is None:
+                    self.logits = logits.new_empty(rows.max_batch, logits.shape[1])
+                del logits
                 torch.cuda.synchronize()
                 self._runner.tp_group.barrier()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    self._logits[batch] = step()
+                    self.logits[:batch].copy_(step())
                 self._graphs[batch] = graph
         finally:
             attention.end_steps()

@@ -20,8 +20,8 @@ PENALISED = SamplingParams(temperature=0, top_k=1, presence_penalty=0.1)
 class FakeGraphs:
     """A step's most likely token is the number after the row's input. Notes what rows read."""
 
-    def __init__(self, runner, attention, rows, make_attention, pool):
-        self.rows, self.batch_sizes, self.seen = rows, [4], []
+    def __init__(self, runner, attention, rows, make_attention, pool, logits=None):
+        self.rows, self.batch_sizes, self.seen, self.logits = rows, [4], [], None
 
     def time_empty_step(self):
         return 1e-3
