@@ -9,14 +9,17 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from serving.identity import PREFIX, read_identity
 from serving.plots import Curves, draw_curves
 from serving.profile_table import profile_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "serving_h200.json"
+DETERMINISTIC = ROOT / "benchmarks" / "results" / "identity_deterministic_h200.json"
 PROFILE = ROOT / "benchmarks" / "results" / "profile_8b_32k_exact.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- serving:begin -->", "<!-- serving:end -->"
@@ -47,9 +50,10 @@ BASELINE = (
     "Plain SGLang (`bf16`) runs FlashInfer here, as the FA3 wheel it would choose itself was not "
     "available, with pages of 1 token and overlap scheduling on."
 )
-# Name of the figure after identity.gpu: what was compared.
+# Name of the figure after identity.gpu or identity.gpu.deterministic: what was compared.
 COMPARED = {
     "mismatches_vs_draft_off": "`exact` with drafting off",
+    "mismatches_vs_draft_off.without_logprobs": "the same, asked without log-probabilities",
     "differences_to_plain": "plain SGLang",
     "draft_off_differences_to_plain": "plain SGLang, drafting off on this side",
     "plain_differences_to_itself": "plain SGLang against itself with fewer requests at once",
@@ -75,6 +79,10 @@ def main() -> None:
     block = lines(figures, settings["acceptance"], record["machine"])
     if "identity" in settings:
         block += ["", *identity(figures, settings["identity"])]
+    if DETERMINISTIC.exists():
+        strict = read_identity(DETERMINISTIC)
+        by_name = {figure.name: asdict(figure) for figure in strict.figures}
+        block += ["", *identity(by_name, strict.settings, "deterministic.")]
     if PROFILE.exists():
         profile = json.loads(PROFILE.read_text(encoding="utf-8"))
         block += ["", *profile_lines(profile, _short(profile["settings"]["acceptance"]))]
@@ -180,24 +188,29 @@ def _point_cells(figures: Figures, place: str, at: int, system: str, name: str) 
     )
 
 
-def identity(figures: Figures, settings: dict[str, Any]) -> list[str]:
-    """How many answers differ from whose, and how close the two tokens were where they part."""
+def identity(figures: Figures, settings: dict[str, Any], kind: str = "") -> list[str]:
+    """How many answers differ from whose, and how close the two tokens were where they part.
+
+    kind: "deterministic." where all servers ran with --enable-deterministic-inference.
+    """
+    flag = "all with `--enable-deterministic-inference`, " if kind else ""
     commit = settings["measured_at"].split()[0][:7]
     rows = [
         f"| acceptance is real: {settings['model']}, {settings['prompts']} prompts of "
         f"{settings['prompt_tokens']} tokens, {settings['new_tokens']} greedy tokens each, bf16, "
-        f"`exact`, commit {commit}; against | answers that differ | largest gap, log-probability "
-        "| not by a tie |",
+        f"`exact`, {flag}commit {commit}; against | answers that differ | largest gap, "
+        "log-probability | not by a tie |",
         "|---|---|---|---|",
     ]
     for key, what in COMPARED.items():
-        count = figures.get(f"identity.gpu.{key}")
+        name = f"{PREFIX}{kind}{key}"
+        count = figures.get(name)
         if count is not None:
-            gap = figures.get(f"identity.gpu.{key}.largest_gap")
-            beyond = figures[f"identity.gpu.{key}.beyond_a_tie"]
+            gap, beyond = (figures.get(f"{name}.{end}") for end in ("largest_gap", "beyond_a_tie"))
             largest = "" if gap is None else _value(gap, ".4g")
+            no_ties = "" if beyond is None else beyond["value"]
             differ = f"{count['value']} {count['unit'].removesuffix(' answers')}"
-            rows.append(f"| {what} | {differ} | {largest} | {beyond['value']} |")
+            rows.append(f"| {what} | {differ} | {largest} | {no_ties} |")
     return rows
 
 

@@ -125,6 +125,19 @@ def test_the_first_start_of_a_run_does_not_count():
     assert figure.unit == "s, median of 1 against 1 of plain SGLang"
 
 
+def test_starts_of_different_models_are_not_compared():
+    """The small model's server starts sooner, whatever it runs."""
+    records = [
+        record("bf16", start_s=60.0, date="a"),
+        record("int8", start_s=65.0, date="b"),
+        record("int8", start_s=40.0, date="c", model="small"),
+    ]
+    assert by_name(records)["start.extra_seconds"].value == 5.0
+    records.append(record("bf16", start_s=30.0, date="d", model="small"))
+    figure = by_name(records)["start.extra_seconds"]
+    assert (figure.value, figure.baseline) == (10.0, 30.0)
+
+
 def test_of_consecutive_runs_only_the_first_start_was_cold():
     """Each run took its own first server for a cold one."""
     records = [
