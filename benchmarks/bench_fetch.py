@@ -1,0 +1,160 @@
+"""How fast do residuals come from host memory while requests draft, and what does it cost drafting?
+
+usage: python benchmarks/bench_fetch.py [--out PATH]
+
+Steps of an 8B shape draft 16 requests of 32K tokens from one CUDA graph: attention on anchors, and
+products of the shapes of every layer. Beside each step as many pages are fetched as the link moves
+in its time, by the copies that the server makes (pools/host_copies.py), with their fences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from acceptance.report import Figure, write_json
+from attention.kvspec_runs import CODECS, draft_calls
+from attention.shapes import HEAD_DIM, KV_HEADS, MAIN, PAGE_SIZE
+from rich.console import Console
+
+from sglang_kvspec.pools.host_copies import HostCopies
+from sglang_kvspec.pools.lanes import make_lanes
+from sglang_kvspec.pools.record_pool import RecordPool
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = 32
+# Inputs and outputs of an 8B model's products: attention in and out, the two of the MLP.
+PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+RESIDUAL_BYTES = 2 * PAGE_SIZE * HEAD_DIM * 2
+STORE_PAGES, CACHE_PAGES = 512, 256
+STEPS, ROUNDS = 20, 9
+
+console = Console(width=110)
+
+
+class Link:
+    """A store that is fetched from in turn, into a cache whose slots are used in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        shape = (KV_HEADS, RESIDUAL_BYTES, device)
+        self.cache = RecordPool(LAYERS, CACHE_PAGES, *shape, by_page=True)
+        host = (KV_HEADS, RESIDUAL_BYTES, torch.device("cpu"))
+        self.store = RecordPool(LAYERS, STORE_PAGES, *host, pinned=True, by_page=True)
+        self.copies = HostCopies(self.cache, self.store, make_lanes(device))
+        self.page_bytes = self.cache.page(0).nbytes
+        self._fetched = 0
+
+    def fetch(self, num_pages: int, *, by_layer: bool) -> None:
+        turns = range(self._fetched, self._fetched + num_pages)
+        self._fetched += num_pages
+        pairs = [(turn % STORE_PAGES, turn % CACHE_PAGES) for turn in turns]
+        if by_layer:
+            self.copies.fetch_by_layer(pairs)
+        else:
+            self.copies.fetch(pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--codec", choices=CODECS, default="uniform4")
+    parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
+    default = ROOT / "benchmarks" / "results" / "fetch_h200.json"
+    parser.add_argument("--out", type=Path, default=default)
+    args = parser.parse_args()
+    device = torch.device("cuda")
+    draft, link = draft_step(args.codec), Link(device)
+    alone = timed(draft)
+    figures = [Figure("fetch.draft_step_ms", alone[0] * 1e3, "ms, nothing fetched", alone[1] * 1e3)]
+    for name, by_layer in (("", False), (".by_layer", True)):
+        figures += measured(link, draft, alone[0], name, by_layer=by_layer)
+    settings = {
+        "shape": f"{MAIN}, {LAYERS} layers, {KV_HEADS} KV heads of {HEAD_DIM}, {args.codec}",
+        "page": f"{link.page_bytes / 2**20:g} MiB, exact residuals of all layers",
+        "spread": f"half the distance of the outer deciles of {ROUNDS} runs of {STEPS} steps",
+        "baseline": "of bandwidths: the same fetches with nothing else running",
+    }
+    write_json(args.out, "fetch", device, settings, figures, commit=args.commit or None)
+    for figure in figures:
+        console.print(f"{figure.name}: {figure.value:.4g} {figure.unit}")
+    console.print(f"written: {args.out}")
+
+
+def draft_step(codec: str) -> Callable[[], None]:
+    """Replays one step of all layers."""
+    attend = draft_calls(CODECS[codec], MAIN)
+    weights = [torch.randn(size, device="cuda").bfloat16() for size in PRODUCTS]
+    rows = [torch.randn(MAIN.batch, size[0], device="cuda").bfloat16() for size in PRODUCTS]
+
+    def step() -> None:
+        for layer in range(LAYERS):
+            attend[layer % len(attend)]()
+            for row, weight in zip(rows, weights, strict=True):
+                row @ weight
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def measured(
+    link: Link, draft: Callable[[], None], alone_s: float, name: str, *, by_layer: bool
+) -> list[Figure]:
+    """Bandwidth and what a step takes beside it, for one way to fetch."""
+    num_pages = CACHE_PAGES // 4
+
+    def fetch_alone() -> None:
+        link.fetch(num_pages, by_layer=by_layer)
+
+    free_s, free_spread_s = timed(fetch_alone)
+    nbytes = num_pages * link.page_bytes
+    free_gbps = nbytes / free_s / 1e9
+    # As much as keeps the link busy for a step.
+    a_step = max(1, int(alone_s / free_s * num_pages))
+
+    def both() -> None:
+        link.fetch(a_step, by_layer=by_layer)
+        draft()
+
+    both_s, both_spread_s = timed(both)
+    gbps = a_step * link.page_bytes / both_s / 1e9
+    share = both_spread_s / both_s
+    return [
+        Figure(f"fetch{name}.alone_gbps", free_gbps, "GB/s", free_gbps * free_spread_s / free_s),
+        Figure(f"fetch{name}.gbps", gbps, "GB/s while drafting", gbps * share, free_gbps),
+        Figure(
+            f"fetch{name}.draft_slowdown",
+            both_s / alone_s,
+            f"x, a step beside {a_step} pages",
+            both_s / alone_s * share,
+            alone_s * 1e3,
+        ),
+    ]
+
+
+def timed(run: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of one of STEPS runs given at once, until all they started is done: median and half
+    the distance of the outer deciles over ROUNDS."""
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            run()
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - begin) / STEPS)
+    # The first may still load or compile.
+    deciles = statistics.quantiles(seconds[1:], n=10)
+    return statistics.median(seconds[1:]), (deciles[8] - deciles[0]) / 2
+
+
+if __name__ == "__main__":
+    main()
