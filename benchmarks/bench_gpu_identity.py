@@ -134,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=6000, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--codec", default="log4")
+    parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--draft-len", default="auto")
     parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
     parser.add_argument("--targets", nargs="+", default=["exact"])

@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--longest", type=int, default=2000, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--codec", default="log4")
+    parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--draft-len", default="auto")
     parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
     parser.add_argument("--deterministic", action="store_true")

@@ -68,7 +68,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     """What every benchmark of serving asks about its servers."""
     add = parser.add_argument
     add("--replay", action="store_true", help="replay acceptance on a model with weights, too")
-    add("--codec", choices=("log4", "uniform4"), default="log4")
+    add("--codec", choices=("log4", "uniform4"), default="uniform4")
     add("--curve", type=Path, default=RESULTS / "acceptance.json", help="what is replayed")
     add("--server-args", default="", metavar="'ARGS'", help="for every server, wins over ours")
     add("--kvspec-args", default="", metavar="'ARGS'", help="for the servers with --kvspec")

@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kvspec-codec",
-        metavar="{log4,uniform4}",
+        metavar="{uniform4,log4}",
         help=f"how pages are split into anchor and residual (default: {default.codec})",
     )
     group.add_argument(

@@ -32,7 +32,7 @@ class KVSpecConfig:
     """
 
     target: Target = "exact"
-    codec: CodecName = "log4"
+    codec: CodecName = "uniform4"
     draft_len: int | Literal["auto"] = "auto"
     recent_pages: int = 1
     host_gb: float | None = None

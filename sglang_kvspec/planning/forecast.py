@@ -48,7 +48,7 @@ class Deployment:
     model: ModelShape
     device: Device
     curve: AcceptanceCurve
-    codec: CodecName = "log4"
+    codec: CodecName = "uniform4"
     target: Target = "exact"
     tp: int = 1
     host_bytes: float = inf

@@ -46,7 +46,7 @@ MEASURED_TOKENS = 16 * 32768
 
 
 def deployment(**changes):
-    fields = {"model": LLAMA_8B, "device": H200, "curve": MEASURED_ACCEPTANCE["log4"], **changes}
+    fields = {"model": LLAMA_8B, "device": H200, "curve": MEASURED_ACCEPTANCE["uniform4"], **changes}
     return Deployment(**fields)
 
 
@@ -117,7 +117,7 @@ def test_requests_that_fit_8b_at_32k():
     # (0.88 * 141 GB - 16.06 GB) / 4.295 GB.
     assert setting.plain_requests == 25
     # An anchor is 146.25 of 512 bytes a token, head and layer; three pages of window beside it.
-    always = 32768 * 37440 + 3 * 64 * 131072
+    always = 32768 * 35840 + 3 * 64 * 131072
     assert setting.request.always == always
     assert setting.resident_requests == int(108.02e9 / (always + 32768 * 131072))
     assert setting.most_requests == int((108.02e9 - 32768 * 131072) / always)

@@ -30,7 +30,7 @@ def run(*arguments, before="", after="sys.exit(code)", cwd=None):
 def test_tables_say_what_to_expect():
     done = run("plan", "--model", LLAMA, "--gpu", "h200", "--target", "int8")
     assert done.returncode == 0, done.stderr
-    for words in ("131,072", "37,440 + 32,768", "requests that fit", "what binds", "HBM bandwidth"):
+    for words in ("131,072", "35,840 + 32,768", "requests that fit", "what binds", "HBM bandwidth"):
         assert words in done.stdout
     # The sweep ends where the model does, and what is assumed is said.
     assert done.stdout.count("131,072") == 2
@@ -50,7 +50,7 @@ def test_json_has_the_same_plan(tmp_path):
     done = run("plan", "--model", tmp_path, "--json", "--acceptance", "0.95", "--context", 8192)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert plan["kv_bytes_per_token"] == {"plain": 131072, "anchor": 37440, "residual": 131072}
+    assert plan["kv_bytes_per_token"] == {"plain": 131072, "anchor": 35840, "residual": 131072}
     assert plan["plan"]["plain"]["requests_fit"] == 100
     assert plan["plan"]["fetched"]["speed_up"] >= 1
     assert [row["context_len"] for row in plan["sweep"]] == [4096 << n for n in range(6)]
@@ -92,7 +92,7 @@ def test_a_plot_without_matplotlib_is_refused(tmp_path):
         (("--model", LLAMA, "--context", "0"), "--context must be >= 1"),
         (("--model", LLAMA, "--acceptance", "1.5"), "from 0 to 1"),
         (("--model", LLAMA, "--acceptance", "/nowhere.json"), "--acceptance /nowhere.json"),
-        (("--model", LLAMA, "--acceptance", LLAMA), "no figures named accept.log4"),
+        (("--model", LLAMA, "--acceptance", LLAMA), "no figures named accept.uniform4"),
         (("--model", LLAMA, "--link-gbps", "-1"), "--link-gbps must be positive"),
         (("--model", LLAMA, "--tp", "5"), "--tp must divide"),
         (("--model", LLAMA, "--page-size", "48"), "--page-size"),
