@@ -43,6 +43,7 @@ class Case:
             model_of(params),
             device,
             MEASURED_ACCEPTANCE["log4"],
+            "log4",
             target=self.target,
             memory_share=1.0,
         )

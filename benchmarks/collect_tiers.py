@@ -1,0 +1,59 @@
+"""Puts what runs on servers found beside what the planner did in simulated time, in tiers.json.
+
+python benchmarks/collect_tiers.py benchmarks/results/soak.json [OTHER.json ...]
+
+Figures of an earlier collection are replaced; `settings.collected` says where each kind is from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+TIERS = Path(__file__).parent / "results" / "tiers.json"
+# What the names of collected figures begin with.
+KINDS = ("soak.", "fetch.", "pressure.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--into", type=Path, default=TIERS)
+    args = parser.parse_args()
+    found = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in args.results}
+    tiers = json.loads(args.into.read_text(encoding="utf-8"))
+    try:
+        collected = collect(tiers, found)
+    except ValueError as error:
+        parser.error(str(error))
+    args.into.write_text(json.dumps(collected, indent=2) + "\n", encoding="utf-8")
+
+
+def collect(tiers: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """tiers with the figures of `found`, results by file name, which take the place of those of
+    the same kind. Raises ValueError for a result that has none to collect."""
+    figures = list(tiers["figures"])
+    sources = dict(tiers["settings"].get("collected", {}))
+    for name, result in found.items():
+        new = [row for row in result["figures"] if _kind(row["name"])]
+        if not new:
+            raise ValueError(f"{name} has no figures named {', '.join(KINDS)}")
+        kinds = {_kind(row["name"]) for row in new}
+        figures = [row for row in figures if _kind(row["name"]) not in kinds]
+        figures += new
+        for kind in kinds:
+            sources[kind.rstrip(".")] = {
+                "file": name,
+                **{key: result[key] for key in ("commit", "date", "machine")},
+            }
+    return tiers | {"figures": figures, "settings": tiers["settings"] | {"collected": sources}}
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind in KINDS if name.startswith(kind)), "")
+
+
+if __name__ == "__main__":
+    main()

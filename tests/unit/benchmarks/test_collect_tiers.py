@@ -1,0 +1,40 @@
+"""Figures of several runs in one result: whose they are, and that new ones replace old ones."""
+
+from __future__ import annotations
+
+import pytest
+from collect_tiers import collect
+
+
+def result(commit, **figures):
+    rows = [{"name": name.replace("_", "."), "value": value} for name, value in figures.items()]
+    return {"commit": commit, "date": "d", "machine": "m", "settings": {}, "figures": rows}
+
+
+def values(tiers):
+    return {row["name"]: row["value"] for row in tiers["figures"]}
+
+
+def test_figures_stay_apart_by_kind():
+    tiers = collect(result("a", plan_stall=1), {"soak.json": result("b", soak_leaks=0, other=3)})
+    assert values(tiers) == {"plan.stall": 1, "soak.leaks": 0}
+    assert tiers["commit"] == "a"
+    source = tiers["settings"]["collected"]["soak"]
+    assert (source["file"], source["commit"]) == ("soak.json", "b")
+
+
+def test_a_later_collection_replaces_its_kind_alone():
+    first = {"soak.json": result("b", soak_old=1), "fetch.json": result("c", fetch_gbps=50)}
+    tiers = collect(result("a", plan_stall=1), first)
+    tiers = collect(tiers, {"later.json": result("d", soak_new=2)})
+    assert values(tiers) == {"plan.stall": 1, "fetch.gbps": 50, "soak.new": 2}
+    collected = tiers["settings"]["collected"]
+    assert {kind: source["commit"] for kind, source in collected.items()} == {
+        "soak": "d",
+        "fetch": "c",
+    }
+
+
+def test_a_result_without_such_figures_is_refused():
+    with pytest.raises(ValueError, match=r"x\.json has no figures named soak\."):
+        collect(result("a"), {"x.json": result("b", plan_stall=1)})
