@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sglang_kvspec.adapters import activation
@@ -185,6 +187,18 @@ def _check_prefix_tiers(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
                 f"{_flag(name)} {value} cannot be combined with {flag} (allowed: "
                 f"{'leave it unset' if fine[1] is False else fine[1]})"
             )
+    if config.prefix_dir is not None:
+        _check_folder("--kvspec-prefix-dir", Path(config.prefix_dir))
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    """Make it if there is none, before any weight is read."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder}: {error.strerror} (allowed: a folder)") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {folder}: Permission denied (allowed: a folder to write to)")
 
 
 def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:

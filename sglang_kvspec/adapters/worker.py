@@ -113,6 +113,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
                 batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
             )
         ]
+        self.kv.prefetch_residuals(page for row in rows for page in row.past_pages(size).tolist())
         result = self._forward(ForwardPlan(tuple(rows)), batch=batch)
         for row in rows:
             self.pages.commit(row.pages, row.start, row.end)

@@ -115,6 +115,13 @@ class ResidualTiers:
                 self.table.advance(ref.page, ResidualState.RESIDENT)
         self._fetching.clear()
 
+    def prefetch(self, pages: Iterable[int]) -> None:
+        """Make what is STORED of these pages RESIDENT, the first ones first, as far as slots are
+        free: what is about to be read is copied once, and stays for the reads after it."""
+        missing = self.missing(dict.fromkeys(pages))
+        self.start_fetch(missing[: self.cache_slots.num_free])
+        self.finish_fetches()
+
     def evict(self, pages: Iterable[int]) -> None:
         """Give the cache slots of RESIDENT or FETCHING pages back; the store still has them."""
         assert self._store is not None, "without a store a residual lives in the cache alone"

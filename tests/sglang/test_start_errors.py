@@ -70,6 +70,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--grammar-backend outlines", ["--grammar-backend", "outlines", "xgrammar"]),
         ("--disaggregation-mode prefill", ["--disaggregation-mode", "prefill", "null"]),
         ("--kvspec-prefix-host-gb 1e9", ["--kvspec-prefix-host-gb", "1e+09", "this machine"]),
+        (
+            "--kvspec-prefix-dir /dev/null/x",
+            ["--kvspec-prefix-dir", "/dev/null/x", "Not a directory", "folder"],
+        ),
         ("--kvspec-prefix-gb 4", ["--kvspec-prefix-gb", "4", "--kvspec-prefix-dir"]),
         (
             "--kvspec-prefix-dir x --disable-radix-cache",
