@@ -146,7 +146,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     def evict(self, params: EvictParams) -> EvictResult:
         allocator = self.token_to_kv_pool_allocator
-        if not allocator.is_not_in_free_group:
+        if self._tiers.are_none or not allocator.is_not_in_free_group:
             return super().evict(params)
         # SGLang frees a node's slots and then deletes it: in a group they keep their content.
         allocator.free_group_begin()
