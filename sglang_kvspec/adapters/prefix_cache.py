@@ -133,16 +133,18 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     def cache_finished_req(
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        if self._tiers.disk is None or not is_insert or self.disable_finished_insert:
-            return
-        if req.positional_embed_overrides is not None:
-            # Its tokens do not say what its KV is.
-            return
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
-        key = RadixKey(tokens, req.extra_key)
-        slots = super().match_prefix(MatchPrefixParams(key=key)).device_indices
-        self._tiers.spill(*self._encoded(key, slots))
+        key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
+        # With overridden embeddings its tokens do not say what its KV is.
+        keeps = not self._tiers.are_none and req.positional_embed_overrides is None
+        if keeps and not is_insert:
+            # Retracted as a rule: it will be back, and the tree has no room for it.
+            slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(key)]
+            self._tiers.demote(*self._encoded(key, slots))
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        if keeps and is_insert and not self.disable_finished_insert:
+            slots = super().match_prefix(MatchPrefixParams(key=key)).device_indices
+            self._tiers.spill(*self._encoded(key, slots))
 
     def evict(self, params: EvictParams) -> EvictResult:
         allocator = self.token_to_kv_pool_allocator

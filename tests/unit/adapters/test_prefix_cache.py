@@ -320,3 +320,13 @@ def test_pages_are_copied_before_they_are_freed(make_kv, monkeypatch):
     monkeypatch.setattr(KVSpecAllocator, "free_group_begin", lambda allocator: None)
     with pytest.raises(AssertionError, match="host"):
         test_tiers_below_the_tree_are_all_used(make_kv)
+
+
+def test_a_retracted_request_finds_its_prefix_in_host_memory(make_kv):
+    machine = PrefixCacheMachine(make_kv, residual_share=1.0)
+    machine.admit((0, 1, 0), 5, None)
+    machine.finish(SimpleNamespace(draw=lambda _: machine.running[0]), False, False)
+    assert machine.tree.total_size() == 0
+    machine.admit((0, 1, 0), 5, None)
+    assert machine.hits == {"resident": 0, "host": 3 * SIZE, "disk": 0}
+    machine.teardown()
