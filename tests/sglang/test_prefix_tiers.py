@@ -210,6 +210,25 @@ def test_plain_answers_under_pressure_and_after_restarts(
     assert min(hits[tier] for tier in ("resident", "host", "disk")) > 1000
 
 
+@pytest.mark.identity
+@pytest.mark.parametrize("codec", ["log4", "uniform4"])
+def test_int8_answers_do_not_depend_on_the_tier(
+    servers: ServerSwitch, tmp_path: Path, codec: str
+) -> None:
+    arguments = (POOL, HOST, f"--kvspec-prefix-dir={tmp_path}")
+    spec = Setting("int8", codec).server(DEMO_MODEL, *arguments)
+    client = servers.use(spec)
+    cold = ask(client)
+    assert total_hits(cold) == Counter()
+    again = ask(client)
+    wait_until_spilled(client)
+    servers.kill()
+    killed = ask(servers.use(spec))
+    assert tokens_of(again) == tokens_of(killed) == tokens_of(cold)
+    hits = total_hits([*again, *killed])
+    assert min(hits["host"], hits["disk"]) >= PAGE_SIZE
+
+
 def _tasks(suite: Suite) -> list[object]:
     return [task for family in suite.families for task in (family.leader, family.follower)]
 
