@@ -1,8 +1,9 @@
 """TokenizerManager._calculate_spec_decoding_metrics: draft counts of a varying draft length.
 
 SGLang 0.5.17 multiplies verifications by the configured draft length. The worker reports the drafts
-it really verified through the per-request cap counter, which SGLang sums and transports. Remove
-when results carry the number of proposed drafts.
+it really verified through the per-request cap counter, which SGLang sums and transports. Says too,
+in our words, where cached prompt tokens were. Remove when results carry the number of proposed
+drafts.
 """
 
 from __future__ import annotations
@@ -37,5 +38,16 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
             "accepted": accepted,
             "verified": verified,
             "accept_histogram": list(recv_obj.spec_correct_drafts_histogram[i]),
+            "hit_tokens": _hit_tokens(recv_obj.cached_tokens_details, i),
         },
     )
+
+
+def _hit_tokens(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, int]:
+    """By tier. SGLang has no entry of requests without a hit."""
+    found = (details and details[i]) or {}
+    return {
+        "resident": found.get("device", 0),
+        "host": found.get("host", 0),
+        "disk": found.get("storage", 0),
+    }

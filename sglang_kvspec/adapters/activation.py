@@ -60,10 +60,11 @@ def register_everything() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from kvspec_patches import register_scope
-    from sglang_kvspec.adapters import algorithm, attention
+    from sglang_kvspec.adapters import algorithm, attention, prefix_backend
 
     algorithm.register()
     attention.register()
+    prefix_backend.register()
     for scope in _scopes():
         register_scope(scope)
     HookRegistry.apply_hooks()

@@ -6,7 +6,12 @@ import argparse
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_kvspec.core.config import AUTO_DRAFT_LEN, MAX_DRAFT_LEN, KVSpecConfig
+from sglang_kvspec.core.config import (
+    AUTO_DRAFT_LEN,
+    DEFAULT_PREFIX_GB,
+    MAX_DRAFT_LEN,
+    KVSpecConfig,
+)
 from sglang_kvspec.core.errors import ConfigError
 
 PREFIX = "kvspec_"
@@ -64,6 +69,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="verifications take turns (staggered), or all requests draft, then all verify "
         "(rounds); auto: staggered on a CPU, rounds on a GPU (default: auto)",
     )
+    group.add_argument(
+        "--kvspec-prefix-host-gb",
+        metavar="GB",
+        help="GiB of host memory for cached prefixes that the KV memory has no more room for "
+        f"(default: {default.prefix_host_gb:g})",
+    )
+    group.add_argument(
+        "--kvspec-prefix-dir",
+        metavar="DIR",
+        help="folder that keeps cached prefixes over restarts of the same model (default: none)",
+    )
+    group.add_argument(
+        "--kvspec-prefix-gb",
+        metavar="GB",
+        help="GiB that a model's prefixes may take in --kvspec-prefix-dir "
+        f"(default: {DEFAULT_PREFIX_GB:g})",
+    )
 
 
 def flag_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -100,6 +122,8 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "recent_pages": int,
     "host_gb": float,
     "residual_hbm_fraction": float,
+    "prefix_host_gb": float,
+    "prefix_gb": float,
 }
 
 

@@ -12,6 +12,7 @@ from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, 
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
             end_layer=end_layer,
         )
         self.kv = kv
+        # Where prefixes go that leave the pool; the prefix cache puts it here.
+        self.prefix_tiers: PrefixTiers | None = None
         self.head_num = geometry.num_kv_heads
         self.head_dim = geometry.head_dim
         self._finalize_allocation_log(self.size)

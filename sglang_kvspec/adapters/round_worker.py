@@ -345,6 +345,7 @@ class RoundWorker(KVSpecWorker):
 
     def weights_will_change(self) -> None:
         """What was begun with the old weights is done again."""
+        super().weights_will_change()
         self._side.join()
         self._ahead = None
 

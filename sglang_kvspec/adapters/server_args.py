@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sglang_kvspec.adapters import activation
@@ -11,6 +13,7 @@ from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 
 ATTENTION_BACKEND = "kvspec"
+PREFIX_CACHE = "kvspec"
 
 # What SGLang itself falls back to for speculative decoding; the recent window is sized by it.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -115,6 +118,8 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
 
     check_page_size(kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
     _check_host_budget(config)
+    if config.keeps_prefixes:
+        _check_prefix_tiers(config, kwargs)
 
 
 def check_cpu_flags(kwargs: dict[str, Any]) -> None:
@@ -143,6 +148,11 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--prefill-max-requests {kwargs['prefill_max_requests']} cannot be combined with "
             "--kvspec-host-gb on a GPU (allowed: 1): the residual cache holds the prefix of one "
             "request for sure"
+        )
+    if config.keeps_prefixes:
+        raise UnsupportedError(
+            "--kvspec-prefix-host-gb and --kvspec-prefix-dir keep prefixes of a server on the CPU "
+            "only in this version"
         )
     if config.schedule == "staggered":
         raise UnsupportedError(
@@ -180,15 +190,51 @@ def _check_host_budget(config: KVSpecConfig) -> None:
     import psutil
 
     total_gb = psutil.virtual_memory().total / 2**30
-    if config.host_gb is not None and config.host_gb > total_gb:
-        raise ConfigError(
-            f"--kvspec-host-gb {config.host_gb:g} is more than this machine's {total_gb:.1f} GiB"
-        )
+    for name, asked_gb in (
+        ("host", config.host_gb or 0),
+        ("prefix-host", config.prefix_host_gb),
+    ):
+        if asked_gb > total_gb:
+            raise ConfigError(
+                f"--kvspec-{name}-gb {asked_gb:g} is more than this machine's {total_gb:.1f} GiB"
+            )
+
+
+def _check_prefix_tiers(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
+    """For what the tiers of the prefix cache cannot be combined with."""
+    flag = "--kvspec-prefix-dir" if config.prefix_dir else "--kvspec-prefix-host-gb"
+    for name, fine in (
+        ("disable_radix_cache", (None, False)),
+        ("radix_cache_backend", (None, PREFIX_CACHE)),
+        # Ranks would have to agree on what each of them can still read.
+        ("tp_size", (None, 1)),
+    ):
+        value = kwargs.get(name)
+        if value not in fine:
+            raise UnsupportedError(
+                f"{_flag(name)} {value} cannot be combined with {flag} (allowed: "
+                f"{'leave it unset' if fine[1] is False else fine[1]})"
+            )
+    if config.prefix_dir is not None:
+        _check_folder("--kvspec-prefix-dir", Path(config.prefix_dir))
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    """Make it if there is none, before any weight is read."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder}: {error.strerror} (allowed: a folder)") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {folder}: Permission denied (allowed: a folder to write to)")
 
 
 def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
     """ServerArgs fields that follow from --kvspec."""
-    hosted_on_gpu = config.host_gb and not activation.cpu_platform_is_active()
+    on_gpu = not activation.cpu_platform_is_active()
+    hosted_on_gpu = config.host_gb and on_gpu
+    # Its tiers copy pages on the CPU only.
+    prefix_cache = None if on_gpu else PREFIX_CACHE
     return {
         "speculative_algorithm": activation.ALGORITHM_NAME,
         "speculative_num_draft_tokens": config.max_draft_len + 1,
@@ -198,6 +244,7 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
         "page_size": kwargs.get("page_size") or DEFAULT_PAGE_SIZE,
         "max_running_requests": kwargs.get("max_running_requests") or DEFAULT_MAX_RUNNING_REQUESTS,
         "grammar_backend": kwargs.get("grammar_backend") or "xgrammar",
+        "radix_cache_backend": kwargs.get("radix_cache_backend") or prefix_cache,
         # See check_gpu_flags.
         "prefill_max_requests": 1 if hosted_on_gpu else kwargs.get("prefill_max_requests"),
         # The CPU computes where it decides, and on a GPU a round of many steps is one iteration:

@@ -69,7 +69,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     ) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
-        self.kv = token_to_kv_pool_allocator.get_kvcache().kv
+        self._pool = token_to_kv_pool_allocator.get_kvcache()
+        self.kv = self._pool.kv
         on_device = isinstance(self.kv, DeviceKV)
         keeper = DevicePageKeeper if on_device else PageKeeper
         self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
@@ -112,9 +113,11 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
                 batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
             )
         ]
+        self.kv.prefetch_residuals(page for row in rows for page in row.past_pages(size).tolist())
         result = self._forward(ForwardPlan(tuple(rows)), batch=batch)
         for row in rows:
             self.pages.commit(row.pages, row.start, row.end)
+        self._count_hits(batch.reqs)
         firsts = self._first_tokens(batch, rows, result.logits_output)
         states = [
             new_state(req, row.end, 0 if first is None else first.tokens[0])
@@ -130,6 +133,16 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         result.next_draft_input = KVSpecDraftInput(states)
         result.speculative_num_draft_tokens = self.speculative_num_draft_tokens
         return result
+
+    def _count_hits(self, reqs: Sequence[Any]) -> None:
+        """Of requests whose prompt is complete with this forward, for the first time."""
+        for req in reqs:
+            if req.inflight_middle_chunks == 0 and not req.retracted_stain:
+                self.counters.observe_hits(
+                    resident=req.cached_tokens_device,
+                    host=req.cached_tokens_host,
+                    disk=req.cached_tokens_storage,
+                )
 
     def _first_tokens(
         self, batch: Any, rows: Sequence[Row], logits_output: Any
@@ -302,10 +315,14 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         allocated = (allocator.size - allocator.available_size()) // self.kv.geometry.page_size
         report = build_report(self.config, self.kv, self.counters, allocated)
         # SGLang asks the first rank; the others hold as many pages, of other heads.
-        return report | {"ranks": self.ranks.size}
+        tiers = self._pool.prefix_tiers
+        prefixes = {} if tiers is None else {"prefix_tiers": tiers.report()}
+        return report | {"ranks": self.ranks.size} | prefixes
 
     def weights_will_change(self) -> None:
         """Called before any update of weights, from wherever they come."""
+        if self._pool.prefix_tiers is not None:
+            self._pool.prefix_tiers.weights_will_change()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."

@@ -16,6 +16,7 @@ AUTO_DRAFT_LEN = "auto"
 DEFAULT_PAGE_SIZE = 64
 # Far beyond any machine, whose own memory is checked where the server starts.
 MAX_HOST_GB = 1e12
+DEFAULT_PREFIX_GB = 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class KVSpecConfig:
     recent_pages: full pages of the newest tokens kept in full precision, besides the partial page.
     schedule: whether verifications take turns, so that residual traffic hides behind drafting, or
     all requests draft and then all verify; auto is the first on a CPU and the second on a GPU.
+    prefix_host_gb: GiB of host memory for prefixes that the KV cache had no more room for.
+    prefix_dir: folder that keeps prefixes over restarts, in up to prefix_gb GiB; None for none.
     """
 
     target: Target = "exact"
@@ -38,6 +41,9 @@ class KVSpecConfig:
     host_gb: float | None = None
     residual_hbm_fraction: float = 0.25
     schedule: Schedule = "auto"
+    prefix_host_gb: float = 0
+    prefix_dir: str | None = None
+    prefix_gb: float | None = None
 
     def __post_init__(self) -> None:
         _check_choice("--kvspec-target", self.target, get_args(Target))
@@ -63,11 +69,37 @@ class KVSpecConfig:
                 "--kvspec-residual-hbm-fraction must be between 0 and 0.9, "
                 f"got {self.residual_hbm_fraction!r}"
             )
+        if not _is_between(self.prefix_host_gb, 0, MAX_HOST_GB):
+            raise ConfigError(
+                f"--kvspec-prefix-host-gb must be >= 0 and finite (GiB), got "
+                f"{self.prefix_host_gb!r}"
+            )
+        if self.prefix_gb is not None and not (
+            _is_between(self.prefix_gb, 0, MAX_HOST_GB) and self.prefix_gb
+        ):
+            raise ConfigError(
+                f"--kvspec-prefix-gb must be > 0 and finite (GiB), got {self.prefix_gb!r}"
+            )
+        if self.prefix_dir is None and self.prefix_gb is not None:
+            raise ConfigError(
+                f"--kvspec-prefix-gb {self.prefix_gb:g} has no effect without --kvspec-prefix-dir"
+            )
+        if self.prefix_dir is not None and not (self.prefix_dir and type(self.prefix_dir) is str):
+            raise ConfigError(f"--kvspec-prefix-dir must be a folder, got {self.prefix_dir!r}")
 
     @property
     def max_draft_len(self) -> int:
         """Most tokens a request may draft before it must verify."""
         return 32 if self.draft_len == AUTO_DRAFT_LEN else int(self.draft_len)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether prefixes outlive their place in the KV cache."""
+        return bool(self.prefix_host_gb) or self.prefix_dir is not None
+
+    @property
+    def prefix_disk_gb(self) -> float:
+        return DEFAULT_PREFIX_GB if self.prefix_gb is None else self.prefix_gb
 
     @property
     def drafts(self) -> bool:

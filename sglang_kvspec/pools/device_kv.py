@@ -71,6 +71,9 @@ class DeviceKV(KVTiers):
         if self._hosted is not None:
             self._hosted.require(pages, by_layer=by_layer)
 
+    def prefetch_residuals(self, pages: Iterable[int]) -> None:
+        """The prefill's forward requires them, layer by layer."""
+
     def await_layer(self, layer: int) -> None:
         """The forward goes on to read residuals of this layer."""
         if self._hosted is not None:

@@ -96,6 +96,10 @@ class KVTiers(ABC):
         started."""
         self.residuals.finish_fetches()
 
+    @abstractmethod
+    def prefetch_residuals(self, pages: Iterable[int]) -> None:
+        """A prefill is about to read these pages of cached prefixes, then a verification."""
+
     def is_encoded(self, page: int) -> bool:
         return page in self._encoded
 

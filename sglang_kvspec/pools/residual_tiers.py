@@ -115,6 +115,13 @@ class ResidualTiers:
                 self.table.advance(ref.page, ResidualState.RESIDENT)
         self._fetching.clear()
 
+    def prefetch(self, pages: Iterable[int]) -> None:
+        """Make what is STORED of these pages RESIDENT, the first ones first, as far as slots are
+        free: what is about to be read is copied once, and stays for the reads after it."""
+        missing = self.missing(dict.fromkeys(pages))
+        self.start_fetch(missing[: self.cache_slots.num_free])
+        self.finish_fetches()
+
     def evict(self, pages: Iterable[int]) -> None:
         """Give the cache slots of RESIDENT or FETCHING pages back; the store still has them."""
         assert self._store is not None, "without a store a residual lives in the cache alone"
@@ -135,6 +142,16 @@ class ResidualTiers:
         Pages that are not RESIDENT are streamed from the store for this read alone, which is how
         prefill over a cached prefix and verifications larger than the cache reach the target.
         """
+        records, num_streamed = self._gather(layer, pages)
+        self.bytes_streamed += num_streamed * records[:1].nbytes
+        return records
+
+    def peek(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """The same for whoever keeps a copy: no forward waits for it, so it does not count."""
+        return self._gather(layer, pages)[0]
+
+    def _gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Records, and how many of them came from the store."""
         slots = self.cache_slots.table[pages]
         states = [self.table.state(page) for page in pages.tolist()]
         assert ResidualState.ABSENT not in states, "a page without a residual was read"
@@ -144,16 +161,15 @@ class ResidualTiers:
             device=slots.device,
         )
         if bool(resident.all()):
-            return self._cache.read(layer, slots)
+            return self._cache.read(layer, slots), 0
         assert self._store is not None
         streamed = self._store.read(layer, pages[~resident].cpu()).to(self._device)
-        self.bytes_streamed += streamed.nbytes
         if not bool(resident.any()):
-            return streamed
+            return streamed, len(streamed)
         out = streamed.new_empty((len(pages), *streamed.shape[1:]))
         out[resident] = self._cache.read(layer, slots[resident])
         out[~resident] = streamed
-        return out
+        return out, len(streamed)
 
     def _copy_to_cache(self, page: int) -> None:
         assert self._store is not None

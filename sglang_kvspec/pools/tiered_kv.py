@@ -63,6 +63,9 @@ class TieredKV(KVTiers):
         for page in pages:
             self._decoded.forget(page)
 
+    def prefetch_residuals(self, pages: Iterable[int]) -> None:
+        self.residuals.prefetch(pages)
+
     # Reading
 
     def read_draft(self, layer: int, pages: torch.Tensor) -> KV:

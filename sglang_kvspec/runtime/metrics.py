@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.pools.tiered_kv import TieredKV
 
+# Where a cached prefix can be: in the KV cache, in host memory outside of it, on disk.
+HIT_TIERS = ("resident", "host", "disk")
+
 
 @dataclass(slots=True)
 class SpecCounters:
     """Totals since the server started. accept_histogram: verifications by accepted drafts.
 
     waits: request-iterations spent waiting for residuals. plain: tokens emitted without drafting
-    or verifying, because drafts would not have paid.
+    or verifying, because drafts would not have paid. hit_tokens: of prompts, found in the prefix
+    cache, by the tier where their KV was.
     """
 
     iterations: int = 0
@@ -26,6 +30,7 @@ class SpecCounters:
     waits: int = 0
     plain: int = 0
     accept_histogram: Counter[int] = field(default_factory=Counter)
+    hit_tokens: Counter[str] = field(default_factory=Counter)
 
     def observe_step(self, plan: StepPlan) -> None:
         self.iterations += 1
@@ -42,6 +47,10 @@ class SpecCounters:
     def observe_plain(self, num_tokens: int) -> None:
         self.plain += num_tokens
         self.emitted += num_tokens
+
+    def observe_hits(self, resident: int, host: int, disk: int) -> None:
+        for tier, num_tokens in zip(HIT_TIERS, (resident, host, disk), strict=True):
+            self.hit_tokens[tier] += num_tokens
 
     @property
     def rejected(self) -> int:
@@ -82,6 +91,7 @@ class MetricsExporter:
             "waits": counter("verification_wait_iterations", "Iterations waited for residuals"),
         }
         self._bytes = counter("residual_bytes", "Residual bytes read from the store", "path")
+        self._hits = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache", "tier")
         self._accept_len = Histogram(
             "sglang:kvspec_accept_length",
             "Accepted drafts per verification",
@@ -110,6 +120,9 @@ class MetricsExporter:
         for accept_len, count in counters.accept_histogram.items():
             for _ in range(count - self._last.accept_histogram[accept_len]):
                 self._accept_len.labels(name).observe(accept_len)
+        for tier in HIT_TIERS:
+            new = counters.hit_tokens[tier] - self._last.hit_tokens[tier]
+            self._hits.labels(name, tier).inc(new)
         bytes_now = (kv.residuals.bytes_fetched, kv.residuals.bytes_streamed)
         for path, now, before in zip(
             ("fetched", "streamed"), bytes_now, self._last_bytes, strict=True
@@ -125,4 +138,5 @@ class MetricsExporter:
             verifications=counters.verifications,
             waits=counters.waits,
             accept_histogram=Counter(counters.accept_histogram),
+            hit_tokens=Counter(counters.hit_tokens),
         )

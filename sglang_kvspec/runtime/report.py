@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.tiered_kv import TieredKV
-from sglang_kvspec.runtime.metrics import SpecCounters
+from sglang_kvspec.runtime.metrics import HIT_TIERS, SpecCounters
 
 
 def build_report(
@@ -55,6 +55,7 @@ def build_report(
             "emitted_without_drafting": counters.plain,
             "verification_wait_iterations": counters.waits,
             "mean_accept_len": counters.mean_accept_len,
+            "hit_tokens": {tier: counters.hit_tokens[tier] for tier in HIT_TIERS},
             "accept_histogram": {str(n): c for n, c in sorted(counters.accept_histogram.items())},
         },
     }

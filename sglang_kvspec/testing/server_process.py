@@ -142,6 +142,13 @@ class ServerProcess:
                 self._process.wait()
         self._ports.release()
 
+    def kill(self) -> None:
+        """End the whole process group as a crash of the machine would, and reap it."""
+        assert self._process is not None, "the server was not started"
+        self._signal_group(signal.SIGKILL)
+        self._process.wait()
+        self._ports.release()
+
     def _signal_group(self, number: signal.Signals) -> None:
         assert self._process is not None
         try:

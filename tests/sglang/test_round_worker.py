@@ -33,6 +33,7 @@ def worker() -> Any:
     """A worker that has begun a round, and nothing else."""
     worker = RoundWorker.__new__(RoundWorker)
     worker._side = Fence()
+    worker._pool = SimpleNamespace(prefix_tiers=None)
     worker._ahead = StartedRound([], [], PhaseTimer(torch.device("cpu")))
     return worker
 
@@ -55,6 +56,13 @@ def test_new_weights_end_the_round(worker: Any) -> None:
     weight_load.hook(SimpleNamespace(draft_worker=worker), "distributed")
     assert worker._ahead is None
     assert worker._side.joins == 1
+
+
+def test_new_weights_end_the_use_of_prefixes_on_disk(worker: Any) -> None:
+    told: list[bool] = []
+    worker._pool.prefix_tiers = SimpleNamespace(weights_will_change=lambda: told.append(True))
+    weight_load.hook(SimpleNamespace(draft_worker=worker), "disk")
+    assert told == [True]
 
 
 def test_every_update_of_weights_is_announced() -> None:

@@ -44,16 +44,27 @@ def answers(
     return [(task, reference.answer(task)) for task in tasks]
 
 
+@pytest.fixture(scope="module")
+def prefix_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefixes")
+
+
 @pytest.fixture(params=["staggered", pytest.param("rounds", marks=pytest.mark.identity)])
 def soak(
-    request: pytest.FixtureRequest, servers: ServerSwitch, answers: list[tuple[Task, TokenIds]]
+    request: pytest.FixtureRequest,
+    servers: ServerSwitch,
+    answers: list[tuple[Task, TokenIds]],
+    prefix_folder: Path,
 ) -> Soak:
     """Against a server with a small residual cache that checks its memory at every step, and
     retracts now and then."""
     setting = Setting("exact", "log4", request.param)
     # So that answers take many rounds.
     short = ("--kvspec-draft-len=4",) if request.param == "rounds" else ()
-    drafting = setting.server(DEMO_MODEL, f"--max-running-requests={CONCURRENT}", *short)
+    # After a flush prefixes are on disk only, and come back while others come and go.
+    tiers = ("--kvspec-prefix-host-gb=0.1", f"--kvspec-prefix-dir={prefix_folder}")
+    running = f"--max-running-requests={CONCURRENT}"
+    drafting = setting.server(DEMO_MODEL, running, *tiers, *short)
     small = fault_environment(KVSPEC_CACHE_PAGES=CACHE_PAGES)
     spec = FORCED_RETRACTION.server(STRICT_CHECKS.server(replace(drafting, environment=small)))
     return Soak(servers.use(spec), answers, concurrent=CONCURRENT, seed=SEED)
@@ -81,6 +92,7 @@ def test_requests_that_come_and_go(soak: Soak, announce: Announce) -> None:
     announce(f"come and go: {soak.result}")
     check(soak)
     assert soak.result.cut_short > 0
+    assert soak.result.hits_from_disk > 0
 
 
 @pytest.mark.soak

@@ -71,6 +71,24 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--attn-cp-size 2", ["--attn-cp-size", "2", "allowed: 1"]),
         ("--grammar-backend outlines", ["--grammar-backend", "outlines", "xgrammar"]),
         ("--disaggregation-mode prefill", ["--disaggregation-mode", "prefill", "null"]),
+        ("--kvspec-prefix-host-gb 1e9", ["--kvspec-prefix-host-gb", "1e+09", "this machine"]),
+        (
+            "--kvspec-prefix-dir /dev/null/x",
+            ["--kvspec-prefix-dir", "/dev/null/x", "Not a directory", "folder"],
+        ),
+        ("--kvspec-prefix-gb 4", ["--kvspec-prefix-gb", "4", "--kvspec-prefix-dir"]),
+        (
+            "--kvspec-prefix-dir x --disable-radix-cache",
+            ["--disable-radix-cache", "--kvspec-prefix-dir", "leave it unset"],
+        ),
+        (
+            "--kvspec-prefix-host-gb 1 --radix-cache-backend lmcache",
+            ["--radix-cache-backend lmcache", "--kvspec-prefix-host-gb", "allowed: kvspec"],
+        ),
+        (
+            "--kvspec-prefix-dir x --tp-size 2",
+            ["--tp-size 2", "--kvspec-prefix-dir", "allowed: 1"],
+        ),
         ("--enable-streaming-session", ["--enable-streaming-session", "partial pages"]),
         ("--enable-deterministic-inference", ["--enable-deterministic-inference", "needs a GPU"]),
         ("--rl-on-policy-target fsdp", ["--rl-on-policy-target", "fsdp", "leave it unset"]),

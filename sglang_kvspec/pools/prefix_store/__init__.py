@@ -2,12 +2,14 @@
 
 from sglang_kvspec.pools.prefix_store.budget import StoreLimits
 from sglang_kvspec.pools.prefix_store.identity import StoreIdentity
+from sglang_kvspec.pools.prefix_store.memory_store import MemoryStore, open_memory_store
 from sglang_kvspec.pools.prefix_store.page_keys import PageLink, StoredPage, chain_links
 from sglang_kvspec.pools.prefix_store.reader import PrefixHit, PrefixReader
 from sglang_kvspec.pools.prefix_store.rows import page_rows
 from sglang_kvspec.pools.prefix_store.store import PrefixStore, open_reader, open_store
 
 __all__ = [
+    "MemoryStore",
     "PageLink",
     "PrefixHit",
     "PrefixReader",
@@ -16,6 +18,7 @@ __all__ = [
     "StoreLimits",
     "StoredPage",
     "chain_links",
+    "open_memory_store",
     "open_reader",
     "open_store",
     "page_rows",

@@ -7,17 +7,18 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from sglang_kvspec.pools.prefix_store.catalogue import Held, Place, Tier
+from sglang_kvspec.pools.prefix_store.disk_file import Bytes
 from sglang_kvspec.pools.prefix_store.entries import Entry, pack_link, pack_stamp
 from sglang_kvspec.pools.prefix_store.page_keys import PageLink
 from sglang_kvspec.pools.prefix_store.state import StoreState
 
 
 class PagePut(NamedTuple):
-    """A page that is to be stored, in memory that belongs to the store."""
+    """A page that is to be stored, in memory that nobody changes until it is."""
 
     link: PageLink
-    anchor: bytes
-    residual: bytes | None
+    anchor: Bytes
+    residual: Bytes | None
 
     @property
     def nbytes(self) -> int:

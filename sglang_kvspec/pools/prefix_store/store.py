@@ -73,6 +73,11 @@ class PrefixStore(PrefixReader):
             self._state.counters.refused += 1
         return False
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of pages that were put and are not on disk yet."""
+        return self._queue.waiting_bytes
+
     def write_due(self) -> float | None:
         """Without a thread: write what may be written now; see WriteQueue."""
         return self._queue.write_due()

@@ -38,6 +38,11 @@ class WriteQueue:
         self._thread = Thread(target=self._run, name="kvspec-prefix-store", daemon=True)
         self._thread.start()
 
+    @property
+    def waiting_bytes(self) -> int:
+        with self._changed:
+            return self._num_bytes
+
     def is_pending(self, key: bytes) -> bool:
         with self._changed:
             return (key, True) in self._pending or (key, False) in self._pending

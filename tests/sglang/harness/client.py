@@ -29,6 +29,11 @@ class Output:
         return int(self.meta.get("cached_tokens") or 0)
 
     @property
+    def hit_tokens(self) -> dict[str, int]:
+        """Cached tokens of the prompt by the tier they were in."""
+        return dict(self.meta["kvspec"]["hit_tokens"])
+
+    @property
     def num_retractions(self) -> int:
         return int(self.meta.get("num_retractions") or 0)
 
@@ -99,6 +104,9 @@ class GenerateClient:
         )
         reply.raise_for_status()
         return dict(reply.json())
+
+    def kvspec_report(self) -> dict[str, Any]:
+        return dict(self.server_info()["internal_states"][0]["kvspec"])
 
     def flush_cache(self) -> None:
         """Forget every cached prefix, once running requests have ended."""

@@ -81,6 +81,12 @@ class ServerSwitch:
             self._server.stop()
         self._server = self._spec = None
 
+    def kill(self) -> None:
+        """End the server in use without a warning."""
+        assert self._server is not None, "no server is in use"
+        self._server.kill()
+        self._server = self._spec = None
+
     def _start(self, spec: ServerSpec) -> None:
         self._num_started += 1
         slug = re.sub(r"[^a-zA-Z0-9]+", "-", spec.label)[:80]

@@ -22,7 +22,7 @@ _ENDINGS = {"whole": 30, "streamed": 40, "aborted": 15, "hung up": 15}
 class SoakResult:
     """Counts of all rounds so far. mismatches and leaks are sentences. peak_encoded: most encoded
     pages seen at once, of which the residual cache holds cache_pages at most. bytes_fetched: of
-    residuals into the cache, since the server started."""
+    residuals into the cache, hits_from_disk: tokens of prompts, both since the server started."""
 
     requests: int = 0
     cut_short: int = 0
@@ -31,6 +31,7 @@ class SoakResult:
     peak_encoded: int = 0
     cache_pages: int = 0
     bytes_fetched: int = 0
+    hits_from_disk: int = 0
     mismatches: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
 
@@ -39,7 +40,8 @@ class SoakResult:
             f"{self.requests} requests in {self.rounds} rounds, {self.cut_short} cut short, "
             f"{self.retractions} retractions, {len(self.mismatches)} differ, "
             f"{len(self.leaks)} leaks, at most {self.peak_encoded} encoded pages over a cache of "
-            f"{self.cache_pages}, {self.bytes_fetched / 2**20:.0f} MiB fetched"
+            f"{self.cache_pages}, {self.bytes_fetched / 2**20:.0f} MiB fetched, "
+            f"{self.hits_from_disk} tokens from disk"
         )
 
 
@@ -112,6 +114,7 @@ class Soak:
         report = self._report()
         self.result.cache_pages = report["pools"]["residual_cache_pages"]
         self.result.bytes_fetched = report["bytes_fetched"]
+        self.result.hits_from_disk = report["counters"]["hit_tokens"]["disk"]
         self.result.peak_encoded = max(self.result.peak_encoded, _encoded_pages(report))
 
     def _look_for_leaks(self) -> None:
@@ -123,7 +126,7 @@ class Soak:
             time.sleep(POLL_S)
         if held:
             self.result.leaks.append(f"after round {self.result.rounds}: {held}")
-        if self.result.rounds % 2 == 0:
+        if self.result.rounds % 2 == 1:
             self._client.flush_cache()
 
     def _held(self) -> str:

@@ -21,6 +21,9 @@ configs = st.builds(
     recent_pages=st.integers(1, 64),
     host_gb=st.none() | st.floats(0, 1e6),
     residual_hbm_fraction=st.floats(0, 0.9),
+    prefix_host_gb=st.floats(0, 1e6),
+    prefix_dir=st.just("prefixes"),
+    prefix_gb=st.none() | st.floats(0.001, 1e6),
 )
 
 # (option, bad value, what the message must say is allowed)
@@ -38,6 +41,13 @@ BAD = [
     ("draft_len", "4", ["auto", "integer"]),
     ("draft_len", True, ["auto", "integer"]),
     ("draft_len", None, ["auto", "integer"]),
+    ("prefix_host_gb", -1, [">= 0"]),
+    ("prefix_host_gb", None, [">= 0"]),
+    ("prefix_gb", 0, ["> 0"]),
+    ("prefix_gb", float("inf"), ["> 0", "finite"]),
+    ("prefix_gb", 4, ["no effect without --kvspec-prefix-dir"]),
+    ("prefix_dir", "", ["folder"]),
+    ("prefix_dir", 3, ["folder"]),
     ("recent_pages", 0, ["1", "64"]),
     ("recent_pages", 65, ["1", "64"]),
     ("recent_pages", 1.5, ["integer"]),

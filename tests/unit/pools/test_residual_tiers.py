@@ -80,6 +80,26 @@ def test_every_page_is_written_through():
     tiers.check_integrity()
 
 
+def test_prefetched_pages_are_read_without_streaming():
+    tiers = make_tiers(cache_pages=3)
+    give_birth(tiers, 1, 2, 3, 4, 5)
+    tiers.evict([1, 2])
+    # Twice where two requests share a prefix; one for which there is no room.
+    tiers.prefetch([4, 3, 2, 4, 5, 8])
+    assert states(tiers, 1, 2, 3, 4, 5, 8) == [
+        *("STORED", "RESIDENT", "RESIDENT"),
+        *("RESIDENT", "STORED", "ABSENT"),
+    ]
+    assert_reads(tiers, 2, 3, 4)
+    assert tiers.bytes_streamed == 0
+    assert tiers.bytes_fetched == 2 * PAGE_BYTES
+    tiers.check_integrity()
+    everything_cached = make_tiers(store=False)
+    give_birth(everything_cached, 1)
+    everything_cached.prefetch([1])
+    assert states(everything_cached, 1) == ["RESIDENT"]
+
+
 def test_streamed_bytes_are_counted_and_change_nothing():
     tiers = make_tiers(cache_pages=1)
     give_birth(tiers, 1, 2, 3)

@@ -25,6 +25,8 @@ def counters():
         counters.observe_step(step)
     for num_drafts, num_accepted in ((5, 5), (5, 2), (3, 2), (0, 0)):
         counters.observe_verification(num_drafts, num_accepted)
+    for hits in ((64, 0, 128), (0, 192, 0), (64, 0, 0)):
+        counters.observe_hits(*hits)
     return counters
 
 
@@ -85,6 +87,7 @@ def test_report_is_plain_json_and_agrees_with_its_sources(counters, kv):
     assert report["bytes_streamed"] == kv.plan.page_bytes.residual
     assert report["counters"]["accept_histogram"] == {"0": 1, "2": 2, "5": 1}
     assert report["counters"]["rejected"] == 4
+    assert report["counters"]["hit_tokens"] == {"resident": 128, "host": 192, "disk": 128}
     assert report["counters"]["verification_wait_iterations"] == 3
     assert report["anchor_bits_per_element"] == kv.codec.anchor_bits_per_element
 
@@ -112,6 +115,9 @@ def test_published_values(exporter, counters, kv):
     assert value("accept_length_bucket", le="2.0") == 3
     assert value("residual_bytes_total", path="streamed") == kv.plan.page_bytes.residual
     assert value("residual_bytes_total", path="fetched") == 0
+    assert value("prefix_hit_tokens_total", tier="resident") == 128
+    assert value("prefix_hit_tokens_total", tier="host") == 192
+    assert value("prefix_hit_tokens_total", tier="disk") == 128
     assert value("pages", state="stored") == 1
     assert value("pages", state="resident") == 1
     assert value("pages", state="absent") == 11
@@ -126,9 +132,12 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
     assert value("accept_length_count") == 4
     counters.observe_verification(8, 5)
     counters.observe_step(plan(wait=(0,)))
+    counters.observe_hits(0, 64, 0)
     kv.residuals.evict([1])
     kv.residuals.start_fetch([2])
     exporter.publish(counters, kv)
+    assert value("prefix_hit_tokens_total", tier="host") == 256
+    assert value("prefix_hit_tokens_total", tier="disk") == 128
     assert value("accepted_tokens_total") == 14
     assert value("rejected_tokens_total") == 7
     assert value("accept_length_count") == 5
@@ -141,7 +150,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
 
 def test_metric_names_are_unique_and_ours(exporter):
     names = [metric.name for metric in REGISTRY.collect() if "kvspec" in metric.name]
-    assert len(names) == len(set(names)) == 9
+    assert len(names) == len(set(names)) == 10
     assert all(name.startswith("sglang:kvspec_") for name in names)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         MetricsExporter("toy")

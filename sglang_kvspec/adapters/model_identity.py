@@ -1,0 +1,44 @@
+"""What tells the KV of one model from that of another, for whatever outlives a server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import metadata
+from typing import Any
+
+import torch
+from xxhash import xxh3_128
+
+# What computes KV: another version may round otherwise, or have been wrong.
+_VERSIONED = ("sglang", "torch")
+# Bytes of a weight hashed at once, and so held twice.
+_PART = 64 * 2**20
+
+
+def fingerprint(model_config: Any, model: torch.nn.Module) -> str:
+    """Of a model as it is in memory on the CPU: path, configuration, versions, and every weight.
+
+    Reads all weights once, at several GB/s.
+    """
+    facts = {
+        "path": str(model_config.model_path),
+        "revision": model_config.revision,
+        "config": model_config.hf_config.to_json_string(),
+        "dtype": str(model_config.dtype),
+        "versions": {name: metadata.version(name) for name in _VERSIONED},
+        "weights": hash_of_weights(model),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def hash_of_weights(model: torch.nn.Module) -> str:
+    """Of names, shapes and bytes of all parameters and buffers."""
+    found = xxh3_128()
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in sorted(tensors, key=lambda entry: entry[0]):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            for part in content.split(_PART):
+                found.update(part.numpy())
+    return found.hexdigest()

@@ -1,0 +1,88 @@
+"""Which prefix cache a server of ours gets: `--radix-cache-backend kvspec`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.registry import (
+    TreeCacheBuildContext,
+    default_radix_cache_factory,
+    get_radix_cache_factory,
+    register_radix_cache_backend,
+)
+
+from sglang_kvspec.adapters.activation import config_of
+from sglang_kvspec.adapters.model_identity import fingerprint
+from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
+from sglang_kvspec.adapters.server_args import PREFIX_CACHE
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.pools.prefix_store import (
+    MemoryStore,
+    PrefixStore,
+    StoreIdentity,
+    StoreLimits,
+    open_memory_store,
+    open_store,
+)
+from sglang_kvspec.pools.prefix_tiers import PrefixTiers
+
+GIB = 2**30
+# Bytes of finished prefixes that may wait for the disk; what comes while they do is left out.
+SPILL_QUEUE_BYTES = 256 * 2**20
+# Of a tier in host memory that has a disk below it: anchors outlive residuals, which are several
+# times as large and come back from disk.
+HOST_RESIDUAL_SHARE = 0.75
+
+
+def register() -> None:
+    """Make `--radix-cache-backend kvspec` known to SGLang, once a process."""
+    if get_radix_cache_factory(PREFIX_CACHE) is None:
+        register_radix_cache_backend(PREFIX_CACHE, build)
+
+
+def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
+    """SGLang asks for the prefix cache of a rank, once its pools and its model are there.
+
+    Raises ConfigError where a tier has no room for a page, PrefixStoreError where its folder cannot
+    be used.
+    """
+    config = config_of(ctx.server_args)
+    assert config is not None, "the kvspec prefix cache was chosen without --kvspec"
+    if ctx.disable_radix_cache:
+        return default_radix_cache_factory(ctx)
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    if not config.keeps_prefixes:
+        return KVSpecRadixCache(ctx.params, pool.kv, PrefixTiers(pool.kv))
+    identity = StoreIdentity.of(
+        pool.kv.codec,
+        pool.kv.geometry,
+        model=fingerprint(ctx.model_config, ctx.tp_worker.model_runner.model),
+    )
+    pool.prefix_tiers = PrefixTiers(
+        pool.kv,
+        make_host=_host_maker(config, identity) if config.prefix_host_gb else None,
+        disk=_open_disk(config, identity) if config.prefix_dir else None,
+    )
+    return KVSpecRadixCache(ctx.params, pool.kv, pool.prefix_tiers)
+
+
+def _host_maker(config: KVSpecConfig, identity: StoreIdentity) -> Callable[[], MemoryStore]:
+    limits = StoreLimits(
+        disk_bytes=int(config.prefix_host_gb * GIB),
+        residual_share=HOST_RESIDUAL_SHARE if config.prefix_dir else 1.0,
+    )
+    return partial(open_memory_store, identity, limits)
+
+
+def _open_disk(config: KVSpecConfig, identity: StoreIdentity) -> PrefixStore:
+    assert config.prefix_dir is not None
+    page_bytes = identity.anchor_page_bytes + identity.residual_page_bytes
+    limits = StoreLimits(
+        disk_bytes=int(config.prefix_disk_gb * GIB),
+        queue_bytes=max(SPILL_QUEUE_BYTES, page_bytes),
+    )
+    # Several models, and one with other settings, may share a folder.
+    return open_store(Path(config.prefix_dir) / identity.folder_name, identity, limits)

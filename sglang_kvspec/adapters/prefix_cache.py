@@ -1,0 +1,167 @@
+"""SGLang's prefix cache with tiers below it: what it evicts may come back."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+
+from sglang_kvspec.pools.prefix_store import PageLink, chain_links
+from sglang_kvspec.pools.prefix_tiers import PrefixTiers
+from sglang_kvspec.pools.tiered_kv import TieredKV
+
+# A server that is told to end waits this long for what is on its way to disk.
+CLOSE_TIMEOUT_S = 3.0
+
+
+class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
+    """The tree is SGLang's and holds what is in the KV cache; order of eviction and locks are its
+    own. Nodes about to be evicted are copied to the tiers first, finished prefixes to disk. A
+    prefix that goes on in the tiers counts as SGLang's "host hit": when its request is admitted,
+    SGLang has it loaded into pages of its own, which then are a node like any other.
+    """
+
+    def __init__(self, params: Any, kv: TieredKV, tiers: PrefixTiers) -> None:
+        assert not params.is_eagle, "keys are tokens, not pairs of them"
+        self._kv = kv
+        self._tiers = tiers
+        super().__init__(params)
+
+    def reset(self) -> None:
+        super().reset()
+        self._tiers.forget_host()
+
+    # Coming back
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        result = super().match_prefix(params)
+        # Without a request it is SGLang's own look-up of what it has just inserted.
+        if params.req is None or self._tiers.are_none:
+            return result
+        links = self._links(params.key, skip=len(result.device_indices))
+        num_pages = self._tiers.num_loadable(links)
+        return result._replace(host_hit_length=num_pages * self.page_size)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
+        """Bring back what match_prefix() found for a request, as far as it is still there and
+        whole. Called with the node above locked, and room in SGLang's budget of tokens.
+
+        Returns (slots, node of the whole prefix); what is not loaded will be computed.
+        """
+        req = params.req
+        assert req is not None, "SGLang names the request"
+        start = len(req.prefix_indices)
+        end = start + params.host_hit_length
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=end)
+        slots = self._take_slots(params.host_hit_length)
+        loaded = self._tiers.load(self._links(key, skip=start), self._pages(slots))
+        num_tokens = loaded.num_pages * self.page_size
+        self._give_back(slots[num_tokens:])
+        slots = slots[:num_tokens]
+        # What SGLang says of this request's hits, by tier.
+        req.host_hit_length = num_tokens
+        req.storage_hit_length = loaded.num_from_disk * self.page_size
+        node = params.best_match_node
+        if num_tokens:
+            inserted = self.insert(
+                InsertParams(
+                    key=key[: start + num_tokens],
+                    value=torch.cat([req.prefix_indices, slots]),
+                    priority=getattr(req, "priority", 0) or 0,
+                )
+            )
+            assert inserted.prefix_len == start, "the tree changed under a look-up"
+            node = inserted.last_device_node
+        return slots, node
+
+    def _take_slots(self, num_tokens: int) -> torch.Tensor:
+        """Slots of free pages for up to num_tokens, at the expense of other prefixes."""
+        allocator = self.token_to_kv_pool_allocator
+        lacking = num_tokens - allocator.available_size()
+        if lacking > 0:
+            self.evict(EvictParams(num_tokens=lacking))
+        num_pages = min(num_tokens, allocator.available_size()) // self.page_size
+        slots = allocator.alloc(num_pages * self.page_size)
+        assert slots is not None, "the allocator has fewer pages than it says"
+        return slots
+
+    def _give_back(self, slots: torch.Tensor) -> None:
+        if len(slots):
+            self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
+
+    # Leaving
+
+    def cache_finished_req(
+        self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
+    ) -> None:
+        tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
+        key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
+        # With overridden embeddings its tokens do not say what its KV is.
+        keeps = not self._tiers.are_none and req.positional_embed_overrides is None
+        if keeps and not is_insert:
+            # Retracted as a rule: it will be back, and the tree has no room for it.
+            slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(key)]
+            self._tiers.demote(*self._encoded(key, slots))
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        if keeps and is_insert and not self.disable_finished_insert:
+            slots = super().match_prefix(MatchPrefixParams(key=key)).device_indices
+            self._tiers.spill(*self._encoded(key, slots))
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        allocator = self.token_to_kv_pool_allocator
+        if self._tiers.are_none or not allocator.is_not_in_free_group:
+            return super().evict(params)
+        # SGLang frees a node's slots and then deletes it: in a group they keep their content.
+        allocator.free_group_begin()
+        try:
+            return super().evict(params)
+        finally:
+            allocator.free_group_end()
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        if not self._tiers.are_none:
+            self._demote(node)
+        super()._delete_leaf(node)
+
+    def _demote(self, node: TreeNode) -> None:
+        """Keep a copy of a node and of those above it, which are in the tree still: what the tiers
+        hold begins at the root."""
+        path = [node]
+        while path[0].parent is not self.root_node:
+            path.insert(0, path[0].parent)
+        tokens = array("q")
+        for each in path:
+            tokens.extend(each.key.raw_token_ids())
+        key = RadixKey(tokens, node.key.extra_key)
+        self._tiers.demote(*self._encoded(key, torch.cat([each.value for each in path])))
+
+    def _encoded(self, key: RadixKey, slots: torch.Tensor) -> tuple[Sequence[PageLink], list[int]]:
+        """Links and pages of a prefix in the tree, as far as it is encoded."""
+        pages = self._pages(slots)
+        self._kv.encode_window_pages([p for p in pages if self._kv.window.is_committed(p)])
+        length = next((i for i, p in enumerate(pages) if not self._kv.is_encoded(p)), len(pages))
+        return self._links(key)[:length], pages[:length]
+
+    def release_host_resources(self) -> None:
+        self._tiers.close(CLOSE_TIMEOUT_S)
+
+    def _pages(self, slots: torch.Tensor) -> list[int]:
+        pages: list[int] = (slots[:: self.page_size] // self.page_size).tolist()
+        return pages
+
+    def _links(self, key: RadixKey, skip: int = 0) -> list[PageLink]:
+        """Of the full pages of a key, without those of its first `skip` tokens."""
+        namespace = b"" if key.extra_key is None else b"=" + key.extra_key.encode()
+        links = chain_links(key.raw_token_ids(), self.page_size, namespace)
+        return list(links)[skip // self.page_size :]

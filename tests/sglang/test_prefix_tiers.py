@@ -1,0 +1,237 @@
+"""Prefixes come back from host memory and from disk, and nothing about the answers changes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import requests
+from harness.arrival import run_staggered
+from harness.client import GenerateClient, Output
+from harness.comparison import compare
+from harness.models import DEMO_MODEL
+from harness.progress import Progress
+from harness.prompts import cut_prompts
+from harness.references import PlainReference, Setting, Workload
+from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS, STRICT_FAMILIES
+from harness.servers import Announce, ServerSpec, ServerSwitch
+from harness.suite import Answers, Suite, run_one_by_one
+
+pytestmark = pytest.mark.server
+
+# Together half as much again as the pool holds.
+LENGTHS = (300, 1500, 700, 1025)
+POOL = "--max-total-tokens=2560"
+# Not all of them, and fewer residuals than anchors.
+HOST = "--kvspec-prefix-host-gb=0.012"
+NUM_TOKENS = 24
+PAGE_SIZE = 64
+
+StartServer = Callable[[], GenerateClient]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefixes")
+
+
+@pytest.fixture(scope="module")
+def start(servers: ServerSwitch, folder: Path) -> StartServer:
+    spec = ServerSpec(
+        DEMO_MODEL,
+        (POOL, "--kvspec", HOST, f"--kvspec-prefix-dir={folder}"),
+        STRICT_CHECKS.environment,
+    )
+    return lambda: servers.use(spec)
+
+
+@pytest.fixture(scope="module")
+def cold(start: StartServer) -> list[Output]:
+    """Answers to prompts that no tier knows; that these are right, other tests show."""
+    client = start()
+    answers = ask(client)
+    assert total_hits(answers) == Counter()
+    return answers
+
+
+def ask(client: GenerateClient) -> list[Output]:
+    prompts = cut_prompts(DEMO_MODEL, LENGTHS)
+    return [client.generate(prompt.input_ids, NUM_TOKENS) for prompt in prompts]
+
+
+def total_hits(answers: Sequence[Output]) -> Counter[str]:
+    """Every cached token is said to have been in one tier."""
+    for answer in answers:
+        assert sum(answer.hit_tokens.values()) == answer.cached_len
+    return sum((Counter(answer.hit_tokens) for answer in answers), Counter())
+
+
+def tokens_of(answers: Sequence[Output]) -> list[tuple[int, ...]]:
+    return [answer.output_ids for answer in answers]
+
+
+def wait_until_spilled(client: GenerateClient) -> None:
+    while client.kvspec_report()["prefix_tiers"]["disk"]["waiting_bytes"]:
+        pass
+
+
+def test_hits_from_every_tier(start: StartServer, cold: list[Output]) -> None:
+    client = start()
+    wait_until_spilled(client)
+    again = ask(client)
+    assert tokens_of(again) == tokens_of(cold)
+    last = cut_prompts(DEMO_MODEL, LENGTHS)[-1]
+    repeated = client.generate(last.input_ids, NUM_TOKENS)
+    assert repeated.output_ids == cold[-1].output_ids
+    hits = total_hits([*again, repeated])
+    assert min(hits[tier] for tier in ("resident", "host", "disk")) >= PAGE_SIZE
+    # Nothing was computed twice.
+    for answer, length in zip(again, LENGTHS, strict=True):
+        assert answer.cached_len == (length - 1) // PAGE_SIZE * PAGE_SIZE
+    report = client.kvspec_report()
+    assert report["counters"]["hit_tokens"] == hits
+    host = report["prefix_tiers"]["host"]
+    assert host["counters"]["residuals_evicted"] > 0
+    assert host["residuals"] < host["pages"]
+
+
+def test_after_a_kill_and_with_damaged_pages(
+    start: StartServer, cold: list[Output], servers: ServerSwitch, folder: Path
+) -> None:
+    client = start()
+    wait_until_spilled(client)
+    other = cut_prompts(DEMO_MODEL, (*LENGTHS, 1300))[-1]
+    unspilled = client.generate(other.input_ids, NUM_TOKENS)
+    # Its pages are on their way to disk.
+    servers.kill()
+    # In the order in which prompts were spilled: the first prompt's first page, and one in the
+    # middle of the second.
+    page_bytes = spoil(folder, "residuals.data", 0), spoil(folder, "anchors.data", 20)
+    assert page_bytes[0] > page_bytes[1]
+    client = start()
+    again = ask(client)
+    assert tokens_of(again) == tokens_of(cold)
+    assert again[0].cached_len == 0
+    second = 20 - pages_of(cold[0], LENGTHS[0])
+    assert again[1].hit_tokens == {"resident": 0, "host": 0, "disk": second * PAGE_SIZE}
+    for answer, length in zip(again[2:], LENGTHS[2:], strict=True):
+        assert answer.hit_tokens["disk"] == (length - 1) // PAGE_SIZE * PAGE_SIZE
+    counters = client.kvspec_report()["prefix_tiers"]["disk"]["counters"]
+    assert (counters["damaged_residuals"], counters["damaged_anchors"]) == (1, 1)
+    assert client.generate(other.input_ids, NUM_TOKENS).output_ids == unspilled.output_ids
+
+
+def pages_of(answer: Output, length: int) -> int:
+    """That are full once the answer is there: its last token is never fed back."""
+    return (length + len(answer.output_ids) - 1) // PAGE_SIZE
+
+
+def spoil(folder: Path, name: str, record: int) -> int:
+    """Flip a bit of a record; returns its bytes."""
+    (path,) = folder.rglob(name)
+    (identity,) = folder.rglob("identity.json")
+    fields = json.loads(identity.read_text())
+    num_bytes = int(fields[f"{name.removesuffix('s.data')}_page_bytes"])
+    with path.open("r+b") as file:
+        file.seek(record * num_bytes + num_bytes // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 4]))
+    return num_bytes
+
+
+def test_a_flush_leaves_what_is_on_disk_and_nothing_else(
+    start: StartServer, cold: list[Output]
+) -> None:
+    client = start()
+    ask(client)
+    client.flush_cache()
+    report = client.kvspec_report()
+    assert report["pools"]["num_pages_allocated"] == report["pools"]["window_pages_used"] == 0
+    assert report["page_states"]["ABSENT"] == report["pools"]["num_pages"] + 1
+    assert report["prefix_tiers"]["host"]["pages"] == 0
+    again = ask(client)
+    assert tokens_of(again) == tokens_of(cold)
+    assert total_hits(again)["disk"] > 0
+
+
+def test_an_update_of_weights_ends_the_use_of_the_disk(
+    start: StartServer, cold: list[Output]
+) -> None:
+    client = start()
+    reply = requests.post(
+        f"{client.base_url}/update_weights_from_disk",
+        json={"model_path": str(DEMO_MODEL)},
+        timeout=60,
+    )
+    assert reply.json()["success"], reply.text
+    before = client.kvspec_report()["prefix_tiers"]["disk"]
+    assert before["is_stale"]
+    again = ask(client)
+    # The same weights, as it happens.
+    assert tokens_of(again) == tokens_of(cold)
+    assert total_hits(again)["disk"] == 0
+    after = client.kvspec_report()["prefix_tiers"]["disk"]
+    assert after["counters"]["anchors_written"] == before["counters"]["anchors_written"]
+
+
+WORKLOAD = Workload(DEMO_MODEL, (127, 1500, 300, 2600, 192, 350, 200, 1025), max_new_tokens=80)
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("schedule", ["staggered", "rounds"])
+def test_plain_answers_under_pressure_and_after_restarts(
+    servers: ServerSwitch, tmp_path: Path, announce: Announce, schedule: str
+) -> None:
+    """Families of prompts, all at once, with retractions, in a pool that holds a part of them."""
+    reference = PlainReference(servers, WORKLOAD, (STRICT_FAMILIES,), announce)
+    setting = Setting("exact", "log4", schedule)
+    # Requests come round in a circle: a tier of less than what is between two hits has none.
+    host = "--kvspec-prefix-host-gb=0.05"
+    arguments = ("--max-total-tokens=4096", host, f"--kvspec-prefix-dir={tmp_path}")
+    spec = STRICT_CHECKS.server(FORCED_RETRACTION.server(setting.server(DEMO_MODEL, *arguments)))
+    progress = Progress(f"tiers, {schedule}", announce)
+    hits: Counter[str] = Counter()
+    for how in ("cold", "again", "restarted", "killed"):
+        client = servers.use(spec)
+        for drive in (run_staggered, run_one_by_one):
+            answers = drive(client, _tasks(reference.suite), progress.done)
+            mismatches = compare(answers, reference.expected(STRICT_FAMILIES, answers))
+            assert not mismatches, f"{how}: {mismatches}"
+            hits += _hits(answers)
+        announce(f"{schedule}, {how}: {dict(hits)} tokens hit so far")
+        if how == "again":
+            servers.release()
+        elif how == "restarted":
+            servers.kill()
+    assert min(hits[tier] for tier in ("resident", "host", "disk")) > 1000
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("codec", ["log4", "uniform4"])
+def test_int8_answers_do_not_depend_on_the_tier(
+    servers: ServerSwitch, tmp_path: Path, codec: str
+) -> None:
+    arguments = (POOL, HOST, f"--kvspec-prefix-dir={tmp_path}")
+    spec = Setting("int8", codec).server(DEMO_MODEL, *arguments)
+    client = servers.use(spec)
+    cold = ask(client)
+    assert total_hits(cold) == Counter()
+    again = ask(client)
+    wait_until_spilled(client)
+    servers.kill()
+    killed = ask(servers.use(spec))
+    assert tokens_of(again) == tokens_of(killed) == tokens_of(cold)
+    hits = total_hits([*again, *killed])
+    assert min(hits["host"], hits["disk"]) >= PAGE_SIZE
+
+
+def _tasks(suite: Suite) -> list[object]:
+    return [task for family in suite.families for task in (family.leader, family.follower)]
+
+
+def _hits(answers: Answers) -> Counter[str]:
+    return sum((Counter(output.hit_tokens) for _, output in answers), Counter())

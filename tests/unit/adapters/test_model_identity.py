@@ -1,0 +1,81 @@
+"""Models whose KV may differ have different fingerprints."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvspec.adapters import model_identity
+from sglang_kvspec.adapters.model_identity import fingerprint, hash_of_weights
+
+
+@pytest.fixture
+def make_model():
+    """A small model in bf16, always with the same weights; one of them has no elements."""
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).bfloat16()
+        model.register_buffer("nothing", torch.empty(0))
+        model.register_buffer("transposed", torch.randn(4, 6).t())
+        return model
+
+    return make
+
+
+def config(**changes):
+    values = {
+        "model_path": "models/m",
+        "revision": None,
+        "hf_config": SimpleNamespace(to_json_string=lambda: '{"rope_theta": 1e4}'),
+        "dtype": torch.bfloat16,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def test_the_same_model_has_the_same_fingerprint(make_model):
+    assert fingerprint(config(), make_model()) == fingerprint(config(), make_model())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_path": "models/n"},
+        {"revision": "main"},
+        {"hf_config": SimpleNamespace(to_json_string=lambda: '{"rope_theta": 1e6}')},
+        {"dtype": torch.float32},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_configurations_differ(make_model, changes):
+    assert fingerprint(config(**changes), make_model()) != fingerprint(config(), make_model())
+
+
+def test_versions_differ(make_model, monkeypatch):
+    before = fingerprint(config(), make_model())
+    monkeypatch.setattr(model_identity.metadata, "version", lambda name: "0.0.1")
+    assert fingerprint(config(), make_model()) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["0.weight", "0.bias", "1.weight", "1.running_mean", "1.num_batches_tracked", "transposed"],
+)
+def test_one_bit_of_one_weight_differs(make_model, name):
+    before, model = hash_of_weights(make_model()), make_model()
+    found = model.state_dict()[name]
+    contiguous = found.t() if name == "transposed" else found
+    contiguous.view(-1).view(torch.uint8)[-1] ^= 1
+    assert hash_of_weights(model) != before
+
+
+def test_weights_that_trade_places_differ(make_model):
+    before, model = hash_of_weights(make_model()), make_model()
+    with torch.no_grad():
+        weight, bias = model[1].weight, model[1].bias
+        kept = weight.clone()
+        weight.copy_(bias)
+        bias.copy_(kept)
+    assert hash_of_weights(model) != before
