@@ -46,7 +46,8 @@ MEASURED_TOKENS = 16 * 32768
 
 
 def deployment(**changes):
-    fields = {"model": LLAMA_8B, "device": H200, "curve": MEASURED_ACCEPTANCE["uniform4"], **changes}
+    curve = MEASURED_ACCEPTANCE["uniform4"]
+    fields = {"model": LLAMA_8B, "device": H200, "curve": curve, **changes}
     return Deployment(**fields)
 
 
