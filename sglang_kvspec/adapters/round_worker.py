@@ -135,10 +135,12 @@ class RoundWorker(KVSpecWorker):
         self.counters.iterations += 1
         step_s = started.step_seconds()
         if started.is_plain:
+            self.stepper.speeds.note_iteration(step_s * started.num_steps)
             self.clock.observe_plain(len(verified), context, step_s)
             return
         wait_s, verify_s = self._timer.seconds()
         self._fetch_wait_s += WEIGHT * (wait_s - self._fetch_wait_s)
+        self.stepper.speeds.note_iteration(step_s * max(started.lens) + wait_s + verify_s)
         self.clock.observe(
             started.lens,
             context,

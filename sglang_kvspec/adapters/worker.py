@@ -30,6 +30,8 @@ from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.report import build_report
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.round_stepper import RoundStepper
+from sglang_kvspec.runtime.stepper import Stepper
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
@@ -38,6 +40,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     Invariants with SGLang: batch.seq_lens is the number of tokens with verified KV; the pending
     token follows it; slots for drafts are reserved behind it and persist until it moves.
     """
+
+    # Of the subclass, made once there are pools.
+    stepper: Stepper | RoundStepper
 
     # What _ragged_batch changes of a ScheduleBatch.
     FORWARD_FIELDS = (
@@ -93,7 +98,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         if self._exporter is not None:
-            self._exporter.publish(self.counters, self.kv)
+            self._exporter.publish(self.counters, self.kv, self.stepper.speeds)
         return result
 
     # Prefill
@@ -302,7 +307,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         allocated = (allocator.size - allocator.available_size()) // self.kv.geometry.page_size
         report = build_report(self.config, self.kv, self.counters, allocated)
         # SGLang asks the first rank; the others hold as many pages, of other heads.
-        return report | {"ranks": self.ranks.size}
+        return report | {"ranks": self.ranks.size, "speeds": self.stepper.speeds.report()}
 
     def weights_will_change(self) -> None:
         """Called before any update of weights, from wherever they come."""

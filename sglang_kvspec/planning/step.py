@@ -144,6 +144,10 @@ class StepPlanner:
                 wait.append(index)
         return StepPlan(tuple(draft), tuple(verify), tuple(wait), fetch, evict)
 
+    def set_link(self, link_pages: int) -> None:
+        """What the link moves in an iteration, from now on."""
+        self._link_pages = link_pages
+
     def _forget_all_but(self, keys: Collection[str]) -> None:
         for key in [key for key in self._known if key not in keys]:
             self._planner.cancel(self._known.pop(key).request_id)

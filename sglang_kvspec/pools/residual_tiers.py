@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.host_copies import MOST_TIMED
 from sglang_kvspec.pools.page_slots import OwnSlots, PageSlots
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.residual_table import PageRef, ResidualState, ResidualTable
@@ -56,6 +59,8 @@ class ResidualTiers:
             )
         self._device = device
         self._fetching: list[PageRef] = []
+        # Older ones are forgotten where nobody asks.
+        self._fetch_times: deque[tuple[int, float]] = deque(maxlen=MOST_TIMED)
         self.bytes_fetched = 0
         self.bytes_streamed = 0
 
@@ -99,6 +104,7 @@ class ResidualTiers:
 
     def start_fetch(self, pages: Iterable[int]) -> None:
         """Copy STORED pages into cache slots. Raises CapacityError when the cache is full."""
+        begun, num_bytes = time.perf_counter(), 0
         for page in pages:
             if not self.cache_slots.num_free:
                 raise CapacityError(f"no cache slot to fetch page {page} into")
@@ -106,7 +112,16 @@ class ResidualTiers:
             self.cache_slots.acquire(page)
             self._fetching.append(self.table.ref(page))
             self._copy_to_cache(page)
-            self.bytes_fetched += self.page_bytes
+            num_bytes += self.page_bytes
+        self.bytes_fetched += num_bytes
+        if num_bytes:
+            self._fetch_times.append((num_bytes, time.perf_counter() - begun))
+
+    def take_fetch_times(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of fetches that are over and were not told yet."""
+        times = list(self._fetch_times)
+        self._fetch_times.clear()
+        return times
 
     def finish_fetches(self) -> None:
         """Make the pages whose copy has completed RESIDENT; forget those freed meanwhile."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.speeds import Speeds
 
 
 @dataclass(slots=True)
@@ -94,6 +95,18 @@ class MetricsExporter:
             [*label, "state"],
             multiprocess_mode="mostrecent",
         )
+        self._link = Gauge(
+            "sglang:kvspec_link_bytes_per_second",
+            "Residual bytes that the link moves a second, as estimated from fetches",
+            label,
+            multiprocess_mode="mostrecent",
+        )
+        self._iteration = Gauge(
+            "sglang:kvspec_iteration_seconds",
+            "Seconds of an iteration or round, as estimated from those before",
+            label,
+            multiprocess_mode="mostrecent",
+        )
         self._bits = Gauge(
             "sglang:kvspec_anchor_bits_per_element",
             "Anchor bits per K or V element, metadata included",
@@ -101,7 +114,7 @@ class MetricsExporter:
             multiprocess_mode="mostrecent",
         )
 
-    def publish(self, counters: SpecCounters, kv: TieredKV) -> None:
+    def publish(self, counters: SpecCounters, kv: TieredKV, speeds: Speeds) -> None:
         """Add what happened since the last call."""
         name = self._model_name
         for field_name, metric in self._counters.items():
@@ -117,6 +130,8 @@ class MetricsExporter:
             self._bytes.labels(name, path).inc(now - before)
         for state, num_pages in kv.residuals.table.counts().items():
             self._pages.labels(name, state.lower()).set(num_pages)
+        self._link.labels(name).set(speeds.link_bytes_per_s)
+        self._iteration.labels(name).set(speeds.iteration_s)
         self._bits.labels(name).set(kv.codec.anchor_bits_per_element)
         self._last_bytes = bytes_now
         self._last = SpecCounters(

@@ -9,9 +9,11 @@ import torch
 from prometheus_client import REGISTRY
 
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.planning.link_estimate import GUESSED_BYTES_PER_S
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.report import build_report
+from sglang_kvspec.runtime.speeds import GUESSED_ITERATION_S, Speeds
 
 
 def plan(draft=(), verify=(), wait=()):
@@ -101,7 +103,7 @@ def value(name, **labels):
 
 
 def test_published_values(exporter, counters, kv):
-    exporter.publish(counters, kv)
+    exporter.publish(counters, kv, Speeds(kv.residuals))
     assert value("drafted_tokens_total") == 13
     assert value("accepted_tokens_total") == 9
     assert value("rejected_tokens_total") == 4
@@ -112,6 +114,8 @@ def test_published_values(exporter, counters, kv):
     assert value("accept_length_bucket", le="2.0") == 3
     assert value("residual_bytes_total", path="streamed") == kv.plan.page_bytes.residual
     assert value("residual_bytes_total", path="fetched") == 0
+    assert value("link_bytes_per_second") == GUESSED_BYTES_PER_S
+    assert value("iteration_seconds") == GUESSED_ITERATION_S
     assert value("pages", state="stored") == 1
     assert value("pages", state="resident") == 1
     assert value("pages", state="absent") == 11
@@ -119,8 +123,8 @@ def test_published_values(exporter, counters, kv):
 
 
 def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
-    exporter.publish(counters, kv)
-    exporter.publish(counters, kv)
+    exporter.publish(counters, kv, Speeds(kv.residuals))
+    exporter.publish(counters, kv, Speeds(kv.residuals))
     assert value("accepted_tokens_total") == 9
     assert value("residual_bytes_total", path="streamed") == kv.plan.page_bytes.residual
     assert value("accept_length_count") == 4
@@ -128,7 +132,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
     counters.observe_step(plan(wait=(0,)))
     kv.residuals.evict([1])
     kv.residuals.start_fetch([2])
-    exporter.publish(counters, kv)
+    exporter.publish(counters, kv, Speeds(kv.residuals))
     assert value("accepted_tokens_total") == 14
     assert value("rejected_tokens_total") == 7
     assert value("accept_length_count") == 5
@@ -141,7 +145,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
 
 def test_metric_names_are_unique_and_ours(exporter):
     names = [metric.name for metric in REGISTRY.collect() if "kvspec" in metric.name]
-    assert len(names) == len(set(names)) == 9
+    assert len(names) == len(set(names)) == 11
     assert all(name.startswith("sglang:kvspec_") for name in names)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         MetricsExporter("toy")
@@ -151,5 +155,5 @@ def test_every_possible_accept_length_has_a_finite_bucket(exporter, kv):
     counters = SpecCounters()
     for accepted in range(65):
         counters.observe_verification(64, accepted)
-    exporter.publish(counters, kv)
+    exporter.publish(counters, kv, Speeds(kv.residuals))
     assert value("accept_length_count") == value("accept_length_bucket", le="64.0") == 65
