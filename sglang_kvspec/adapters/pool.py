@@ -13,6 +13,7 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.pressure import Pressure
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
             end_layer=end_layer,
         )
         self.kv = kv
+        self.pressure = Pressure()
         self.head_num = geometry.num_kv_heads
         self.head_dim = geometry.head_dim
         self._finalize_allocation_log(self.size)

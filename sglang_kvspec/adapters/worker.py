@@ -74,7 +74,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     ) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
-        self.kv = token_to_kv_pool_allocator.get_kvcache().kv
+        pool = token_to_kv_pool_allocator.get_kvcache()
+        self.kv, self.pressure = pool.kv, pool.pressure
         on_device = isinstance(self.kv, DeviceKV)
         keeper = DevicePageKeeper if on_device else PageKeeper
         self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
@@ -98,7 +99,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         if self._exporter is not None:
-            self._exporter.publish(self.counters, self.kv, self.stepper.speeds)
+            self._exporter.publish(self.counters, self.kv, self.stepper.speeds, self.pressure)
         return result
 
     # Prefill
@@ -307,7 +308,11 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         allocated = (allocator.size - allocator.available_size()) // self.kv.geometry.page_size
         report = build_report(self.config, self.kv, self.counters, allocated)
         # SGLang asks the first rank; the others hold as many pages, of other heads.
-        return report | {"ranks": self.ranks.size, "speeds": self.stepper.speeds.report()}
+        return report | {
+            "ranks": self.ranks.size,
+            "speeds": self.stepper.speeds.report(),
+            "pressure": self.pressure.report(),
+        }
 
     def weights_will_change(self) -> None:
         """Called before any update of weights, from wherever they come."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.pressure import REASONS, Pressure
 from sglang_kvspec.runtime.speeds import Speeds
 
 
@@ -71,6 +72,7 @@ class MetricsExporter:
         self._model_name = model_name
         self._last = SpecCounters()
         self._last_bytes = (0, 0)
+        self._last_retracted: Counter[str] = Counter()
 
         def counter(name: str, text: str, *labels: str) -> PromCounter:
             return PromCounter(f"sglang:kvspec_{name}", text, [*label, *labels])
@@ -95,6 +97,13 @@ class MetricsExporter:
             [*label, "state"],
             multiprocess_mode="mostrecent",
         )
+        self._waiting = Gauge(
+            "sglang:kvspec_requests_waiting_for_pages",
+            "Requests in the queue while its first one waits for pages",
+            label,
+            multiprocess_mode="mostrecent",
+        )
+        self._retracted = counter("retracted_requests", "Requests retracted", "reason")
         self._link = Gauge(
             "sglang:kvspec_link_bytes_per_second",
             "Residual bytes that the link moves a second, as estimated from fetches",
@@ -114,7 +123,9 @@ class MetricsExporter:
             multiprocess_mode="mostrecent",
         )
 
-    def publish(self, counters: SpecCounters, kv: TieredKV, speeds: Speeds) -> None:
+    def publish(
+        self, counters: SpecCounters, kv: TieredKV, speeds: Speeds, pressure: Pressure
+    ) -> None:
         """Add what happened since the last call."""
         name = self._model_name
         for field_name, metric in self._counters.items():
@@ -130,6 +141,11 @@ class MetricsExporter:
             self._bytes.labels(name, path).inc(now - before)
         for state, num_pages in kv.residuals.table.counts().items():
             self._pages.labels(name, state.lower()).set(num_pages)
+        self._waiting.labels(name).set(pressure.waiting)
+        for reason in REASONS:
+            num_new = pressure.retracted[reason] - self._last_retracted[reason]
+            self._retracted.labels(name, reason).inc(num_new)
+        self._last_retracted = Counter(pressure.retracted)
         self._link.labels(name).set(speeds.link_bytes_per_s)
         self._iteration.labels(name).set(speeds.iteration_s)
         self._bits.labels(name).set(kv.codec.anchor_bits_per_element)
