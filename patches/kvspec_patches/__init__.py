@@ -35,6 +35,7 @@ MANIFEST = (
     "finish_state",
     "stream_output",
     "penalty_tokens",
+    "worker_info",
     "prefill_room",
     "prefill_queue",
     "preemption",

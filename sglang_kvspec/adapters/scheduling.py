@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_kvspec.adapters.requests import priority_of
+from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.intake import Intake, PageNeed
 from sglang_kvspec.planning.retraction import RetractionView, keep_order
 from sglang_kvspec.pools.residual_table import ResidualState
@@ -23,6 +24,20 @@ _retracting: ContextVar[Any] = ContextVar("kvspec_retracting", default=None)
 def pressure_of(allocator: Any) -> Pressure:
     pressure: Pressure = allocator.get_kvcache().pressure
     return pressure
+
+
+def shorten_requests(worker_info: tuple[Any, ...]) -> tuple[Any, ...]:
+    """TpModelWorker.get_worker_info with lengths of requests and prompts that the pool can hold
+    together with the slots that are reserved behind them."""
+    pool_tokens, prefill, running, queued, req_len, input_len, *rest = worker_info
+    longest = min(req_len, pool_tokens - get_alloc_reserve_per_decode())
+    if longest < 1:
+        raise ConfigError(
+            f"a pool of {pool_tokens} tokens does not hold one request and its drafts: raise "
+            "--kvspec-host-gb, --mem-fraction-static or --max-total-tokens"
+        )
+    lengths = (longest, longest - (req_len - input_len))
+    return (pool_tokens, prefill, running, queued, *lengths, *rest)
 
 
 def add_if_it_fits(add: Callable[..., Any], adder: Any, req: Any, args: Any, kwargs: Any) -> Any:
