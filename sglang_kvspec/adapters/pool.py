@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
+from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, take_plan
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.device_kv import DeviceKV
@@ -79,6 +80,8 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
     codec = codec_of(kvc, config)
     if kvc.device == "cpu":
         kv: KVTiers = TieredKV(geometry, codec, plan, torch.device("cpu"))
+        if debug_mode() and plan.host_pages:
+            kv.residuals.keep_checksums()
     else:
         kv = DeviceKV(geometry, codec, plan, torch.device(kvc.device, kvc.gpu_id))
     if kvc.ps.tp_rank == 0:

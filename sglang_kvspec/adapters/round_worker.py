@@ -252,11 +252,12 @@ class RoundWorker(KVSpecWorker):
         on_device = started.lens if started.made is not None else [0] * len(states)
         num_drafts = [len(s.drafts) + n for s, n in zip(states, on_device, strict=True)]
         verify = started.verify
-        started.num_verified = [n if i in verify else 0 for i, n in enumerate(num_drafts)]
         rows = {
             i: self._verify_row(states[i].committed_len, num_drafts[i] + 1, pages[i])
             for i in verify
         }
+        self._drop_spoiled(batch, rows)
+        started.num_verified = [n if i in rows else 0 for i, n in enumerate(num_drafts)]
         self._timer.start()
         if started.plan is not None:
             self.stepper.await_fetches(started.plan, pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,9 @@ from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.grammar import GrammarMasks, masks_along
 from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.ranks import device_of, ranks_of
-from sglang_kvspec.adapters.requests import new_state, sampling_params_of
+from sglang_kvspec.adapters.requests import fail, new_state, sampling_params_of
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
+from sglang_kvspec.core.errors import SpoiledResidual
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
 from sglang_kvspec.runtime.chooser import Chooser, Verified
@@ -32,6 +34,8 @@ from sglang_kvspec.runtime.report import build_report
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.stepper import Stepper
+
+logger = logging.getLogger(__name__)
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
@@ -118,6 +122,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
                 batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
             )
         ]
+        for req, row in zip(batch.reqs, rows, strict=True):
+            cached, computed = row.pages[: row.start // size], row.pages[row.start // size :]
+            if self._fails_by_spoiled(req, cached):
+                self.kv.residuals.spoil(computed.tolist())
         result = self._forward(ForwardPlan(tuple(rows)), batch=batch)
         for row in rows:
             self.pages.commit(row.pages, row.start, row.end)
@@ -129,6 +137,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
         self.pages.flush()
+        for req, row in zip(batch.reqs, rows, strict=True):
+            if req.to_finish is not None:
+                # SGLang says when a request leaves that has decoded, not when one has not.
+                self.pages.retire(row.pages)
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
         result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)
@@ -159,7 +171,34 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             for first, token in zip(firsts, tokens, strict=True)
         ]
 
+    def _fails_by_spoiled(self, req: Any, pages: torch.Tensor) -> bool:
+        """Fail a request that is about to read these pages' residuals where it cannot read them
+        right; one that prefills, with its last chunk, since SGLang would lose the pages of another.
+        Raises SpoiledResidual where other ranks would go on serving it."""
+        spoiled = self.kv.residuals.find_spoiled(pages.tolist())
+        if not spoiled:
+            return False
+        message = (
+            f"page {spoiled[0]} is not in the residual store as it was written: the request cannot "
+            "be answered right. Where others fail alike, flush the cache, whose prefixes it may be "
+            "among"
+        )
+        if self.ranks.size > 1:
+            raise SpoiledResidual(message)
+        if req.inflight_middle_chunks <= 0:
+            logger.error("%s (request %s)", message, req.rid)
+            fail(req, message)
+            self.counters.spoiled += 1
+        return True
+
     # Drafting and verifying
+
+    def _drop_spoiled(self, batch: Any, rows: dict[int, Row]) -> None:
+        """Take verifications out of a forward that cannot read what they need, and fail their
+        requests."""
+        for i, row in list(rows.items()):
+            if row.kind is RowKind.VERIFY and self._fails_by_spoiled(batch.reqs[i], row.pages):
+                del rows[i]
 
     @abstractmethod
     def _iterate(self, batch: Any) -> GenerationBatchResult:

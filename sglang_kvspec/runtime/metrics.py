@@ -16,7 +16,8 @@ class SpecCounters:
     """Totals since the server started. accept_histogram: verifications by accepted drafts.
 
     waits: request-iterations spent waiting for residuals. plain: tokens emitted without drafting
-    or verifying, because drafts would not have paid.
+    or verifying, because drafts would not have paid. spoiled: requests that failed since a page
+    in the residual store was not as it was written.
     """
 
     iterations: int = 0
@@ -27,6 +28,7 @@ class SpecCounters:
     emitted: int = 0
     waits: int = 0
     plain: int = 0
+    spoiled: int = 0
     accept_histogram: Counter[int] = field(default_factory=Counter)
 
     def observe_step(self, plan: StepPlan) -> None:
