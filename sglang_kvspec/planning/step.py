@@ -13,14 +13,12 @@ from math import ceil, inf
 
 from sglang_kvspec.planning.admission import Ask, Outcome
 from sglang_kvspec.planning.reservations import IterationBudget, VerificationPlanner
-from sglang_kvspec.planning.residency import ResidencyView, choose_resident
+from sglang_kvspec.planning.residency import ResidencyView, choose_resident, num_resident
 
 # A fetch that is later than this is given up: its request verifies and reads the store.
 MAX_LATE_ITERATIONS = 8
 # Verifications allowed in an iteration, over an even spread.
 SLACK = 1.25
-# Of a cache that does not hold every residual, at least this share is kept for fetches.
-FETCH_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +160,8 @@ class StepPlanner:
         if len(pages.used) <= cache.num_slots:
             pages.keep = pages.used
             return pages
-        largest = max((len(r.pages) for r in requests if self._fits(r, cache)), default=0)
-        room = max(largest, ceil(FETCH_SHARE * cache.num_slots))
+        sizes = [len(r.pages) for r in requests if r.pages and self._fits(r, cache)]
+        kept_slots = self._kept_slots(sizes, requests, cache)
         views = [
             ResidencyView(
                 request_id=index,
@@ -174,11 +172,23 @@ class StepPlanner:
             )
             for index, request in enumerate(requests)
         ]
-        chosen = choose_resident(views, cache.num_slots - room)
+        chosen = choose_resident(views, kept_slots)
         self._staying = frozenset(requests[index].key for index in chosen)
         for index in chosen:
             pages.keep.update(requests[index].pages)
         return pages
+
+    def _kept_slots(
+        self, sizes: Sequence[int], requests: Sequence[RequestView], cache: CacheView
+    ) -> int:
+        """Slots of the cache for requests that keep their residuals; of what is left the largest
+        request can be fetched. sizes: pages of those that may."""
+        if not sizes:
+            return 0
+        each = ceil(sum(sizes) / len(sizes))
+        cycle_len = sum(request.best_len for request in requests) / len(requests) + 1
+        num = num_resident(len(sizes), each, cycle_len, cache.num_slots, self._link_pages)
+        return max(min(num * each, cache.num_slots - max(sizes)), 0)
 
     def _resize(self, requests: Sequence[RequestView], cache: CacheView, pages: _Pages) -> None:
         """Give the planner the room that resident pages leave, and its share of verifications."""
