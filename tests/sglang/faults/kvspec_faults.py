@@ -36,6 +36,9 @@ def register() -> None:
     _replace(RequestState, "commit", "skipped_rollback", _commit_without_rollback)
     _replace(TieredKV, "read_target", "off_by_one_page", _read_the_page_before)
     _replace(ResidualTiers, "write", "stale_residual", _write_first_generation_only)
+    # Faults of the machine, under which answers stay right or fail.
+    _replace(ResidualTiers, "finish_fetches", "stalled_copy", _finish_nothing)
+    _replace(ResidualTiers, "write", "flipped_bit", _flip_a_bit)
     # What the first rank decides must hold on all: the others now decide otherwise.
     _replace(chooser, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
     _replace(chooser, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)
@@ -96,6 +99,20 @@ def _write_first_generation_only(
     """A reused page keeps the residual of the tokens it held before."""
     fresh = torch.tensor([tiers.table.ref(page).generation == 0 for page in pages.tolist()])
     original(tiers, layer, pages[fresh], records[fresh])
+
+
+def _finish_nothing(original: Any, tiers: Any) -> None:
+    """Copies that have begun do not end."""
+
+
+def _flip_a_bit(
+    original: Any, tiers: Any, layer: int, pages: torch.Tensor, records: torch.Tensor
+) -> None:
+    """In the store, of the last layer of every page."""
+    original(tiers, layer, pages, records)
+    store = tiers._store
+    if layer == store.num_layers - 1:
+        store.layer(layer)[pages, 0, 0] ^= 1
 
 
 def _is_another_rank() -> bool:
