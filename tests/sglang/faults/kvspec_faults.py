@@ -1,9 +1,10 @@
 """Breaks KVSpec on purpose, inside a real server, to see that comparisons notice; or gives it the
-residual cache of a machine with little memory.
+residual cache of a machine with little memory; or lets requests in for which there is no room.
 
 A server that has this folder on PYTHONPATH loads it as an SGLang plugin. The file named by
 KVSPEC_FAULT_FILE lists the active faults, so that one server can show them all. KVSPEC_CACHE_PAGES
-is the most pages the residual cache may have, whatever memory there is.
+is the most pages the residual cache may have, whatever memory there is. KVSPEC_HEADROOM_TOKENS is
+what running requests have room to add when another starts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ def register() -> None:
         return
     if "KVSPEC_CACHE_PAGES" in os.environ:
         _shrink_cache(int(os.environ["KVSPEC_CACHE_PAGES"]))
+    if "KVSPEC_HEADROOM_TOKENS" in os.environ:
+        _set_headroom(int(os.environ["KVSPEC_HEADROOM_TOKENS"]))
     if "KVSPEC_FAULT_FILE" not in os.environ:
         return
     from sglang_kvspec.planning import rounds
@@ -55,6 +59,12 @@ def _shrink_cache(num_pages: int) -> None:
         return replace(plan, cache_pages=min(plan.cache_pages, num_pages))
 
     pool_sizing.plan_capacity = planned
+
+
+def _set_headroom(num_tokens: int) -> None:
+    from sglang_kvspec.adapters import scheduling
+
+    scheduling.Intake = partial(scheduling.Intake, headroom_tokens=num_tokens)
 
 
 def _replace(owner: Any, name: str, fault: str, faulty: Callable[..., Any]) -> None:
