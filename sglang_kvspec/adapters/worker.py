@@ -175,7 +175,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         """Fail a request that is about to read these pages' residuals where it cannot read them
         right; one that prefills, with its last chunk, since SGLang would lose the pages of another.
         Raises SpoiledResidual where other ranks would go on serving it."""
-        spoiled = self.kv.residuals.find_spoiled(pages.tolist())
+        residuals = self.kv.residuals
+        spoiled = residuals.find_spoiled(pages.tolist()) if residuals.is_checked else []
         if not spoiled:
             return False
         message = (

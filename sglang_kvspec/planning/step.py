@@ -231,7 +231,8 @@ class StepPlanner:
 
     def wait_bound(self, num_running: int) -> int:
         """Most iterations between two verifications of one of num_running requests: those until it
-        has a place, those to its place, and those its fetch may be late."""
+        has a place, those to its place, and those its fetch may be late. When the link turns out
+        slower, places are lost and waiting for another begins anew, with the request's age."""
         horizon = self._planner.rings.horizon
         return self._planner.wait_bound(num_running) + horizon + MAX_LATE_ITERATIONS
 

@@ -87,6 +87,10 @@ class ResidualTiers:
         assert self._store is not None, "without a store there is nothing to check"
         self._checksums = Checksums(self._store.num_layers)
 
+    @property
+    def is_checked(self) -> bool:
+        return self._checksums is not None
+
     def find_spoiled(self, pages: Iterable[int]) -> list[int]:
         """Those of `pages` whose residual cannot be read right any more: they are not as they were
         written, or were computed from such. Pages in the cache are right. Without checksums it is
