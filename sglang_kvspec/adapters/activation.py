@@ -24,7 +24,8 @@ def is_on() -> bool:
 
 
 def debug_mode() -> bool:
-    """SGLANG_KVSPEC_DEBUG=1: NaN or inf in an encoded page raises instead of being carried."""
+    """SGLANG_KVSPEC_DEBUG=1: NaN or inf in an encoded page raises instead of being carried, and on
+    a CPU pages of the residual store are read with checksums."""
     return os.environ.get("SGLANG_KVSPEC_DEBUG", "0") == "1"
 
 

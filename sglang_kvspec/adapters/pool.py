@@ -8,12 +8,14 @@ from typing import Any, NoReturn
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
+from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, take_plan
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.pressure import Pressure
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         self.kv = kv
         # Where prefixes go that leave the pool; the prefix cache puts it here.
         self.prefix_tiers: PrefixTiers | None = None
+        self.pressure = Pressure()
         self.head_num = geometry.num_kv_heads
         self.head_dim = geometry.head_dim
         self._finalize_allocation_log(self.size)
@@ -80,6 +83,8 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
     codec = codec_of(kvc, config)
     if kvc.device == "cpu":
         kv: KVTiers = TieredKV(geometry, codec, plan, torch.device("cpu"))
+        if debug_mode() and plan.host_pages:
+            kv.residuals.keep_checksums()
     else:
         kv = DeviceKV(geometry, codec, plan, torch.device(kvc.device, kvc.gpu_id))
     if kvc.ps.tp_rank == 0:

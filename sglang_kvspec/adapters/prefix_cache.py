@@ -147,10 +147,13 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         self._tiers.demote(*self._encoded(key, torch.cat([each.value for each in path])))
 
     def _encoded(self, key: RadixKey, slots: torch.Tensor) -> tuple[Sequence[PageLink], list[int]]:
-        """Links and pages of a prefix in the tree, as far as it is encoded."""
+        """Links and pages of a prefix in the tree, as far as it is encoded and as it was
+        written."""
         pages = self._pages(slots)
         self._kv.encode_window_pages([p for p in pages if self._kv.window.is_committed(p)])
         length = next((i for i, p in enumerate(pages) if not self._kv.is_encoded(p)), len(pages))
+        if spoiled := self._kv.residuals.find_spoiled(pages[:length]):
+            length = pages.index(spoiled[0])
         return self._links(key)[:length], pages[:length]
 
     def release_host_resources(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
@@ -61,6 +64,14 @@ def priority_of(req: Any) -> int:
 
     priority = int(getattr(req, "priority", None) or 0)
     return -priority if get_schedule().schedule_low_priority_values_first else priority
+
+
+def fail(req: Any, message: str) -> None:
+    """Have SGLang end a running request with status 500 once it has processed the iteration.
+    Nothing it computes from now on is sent or cached."""
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+    req.finished_len = len(req.output_ids)
+    req.skip_radix_cache_insert = True
 
 
 def takes_argmax(req: Any, state: RequestState) -> bool:

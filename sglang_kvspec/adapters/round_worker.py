@@ -135,10 +135,12 @@ class RoundWorker(KVSpecWorker):
         self.counters.iterations += 1
         step_s = started.step_seconds()
         if started.is_plain:
+            self.stepper.speeds.note_iteration(step_s * started.num_steps)
             self.clock.observe_plain(len(verified), context, step_s)
             return
         wait_s, verify_s = self._timer.seconds()
         self._fetch_wait_s += WEIGHT * (wait_s - self._fetch_wait_s)
+        self.stepper.speeds.note_iteration(step_s * max(started.lens) + wait_s + verify_s)
         self.clock.observe(
             started.lens,
             context,
@@ -250,11 +252,12 @@ class RoundWorker(KVSpecWorker):
         on_device = started.lens if started.made is not None else [0] * len(states)
         num_drafts = [len(s.drafts) + n for s, n in zip(states, on_device, strict=True)]
         verify = started.verify
-        started.num_verified = [n if i in verify else 0 for i, n in enumerate(num_drafts)]
         rows = {
             i: self._verify_row(states[i].committed_len, num_drafts[i] + 1, pages[i])
             for i in verify
         }
+        self._drop_spoiled(batch, rows)
+        started.num_verified = [n if i in rows else 0 for i, n in enumerate(num_drafts)]
         self._timer.start()
         if started.plan is not None:
             self.stepper.await_fetches(started.plan, pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -22,14 +23,16 @@ class StaggeredWorker(KVSpecWorker):
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
-        self.stepper = Stepper(self.config, self.kv)
+        self.stepper = Stepper(self.config, self.kv, self.ranks)
 
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         states = batch.spec_info.states
         self._check_states(batch, states)
         pages = [self._page_ids(req, s.committed_len) for req, s in self._zip(batch, states)]
         plan = self.stepper.plan(states, pages)
+        begun = time.perf_counter()
         rows = self._rows(plan, batch, states)
+        self._drop_spoiled(batch, rows)
         verified: list[Verified | None] = [None] * len(states)
         logits_output = LogitsProcessorOutput(next_token_logits=None)
         cap_lens = [0] * len(states)
@@ -54,6 +57,8 @@ class StaggeredWorker(KVSpecWorker):
             for i, choice in zip(indices, agreed, strict=True):
                 if choice is not None:
                     verified[i] = self._commit(states[i], rows[i], choice)
+            # Copies lie before it here; on a machine with a link they would run beside it.
+            self.stepper.speeds.note_iteration(time.perf_counter() - begun)
         self.counters.observe_step(plan)
         return self._result(batch, states, verified, cap_lens, logits_output)
 

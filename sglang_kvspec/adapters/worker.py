@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,9 @@ from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.grammar import GrammarMasks, masks_along
 from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.ranks import device_of, ranks_of
-from sglang_kvspec.adapters.requests import new_state, sampling_params_of
+from sglang_kvspec.adapters.requests import fail, new_state, sampling_params_of
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
+from sglang_kvspec.core.errors import SpoiledResidual
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
 from sglang_kvspec.runtime.chooser import Chooser, Verified
@@ -30,6 +32,10 @@ from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.report import build_report
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.round_stepper import RoundStepper
+from sglang_kvspec.runtime.stepper import Stepper
+
+logger = logging.getLogger(__name__)
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
@@ -38,6 +44,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     Invariants with SGLang: batch.seq_lens is the number of tokens with verified KV; the pending
     token follows it; slots for drafts are reserved behind it and persist until it moves.
     """
+
+    # Of the subclass, made once there are pools.
+    stepper: Stepper | RoundStepper
 
     # What _ragged_batch changes of a ScheduleBatch.
     FORWARD_FIELDS = (
@@ -70,7 +79,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self._pool = token_to_kv_pool_allocator.get_kvcache()
-        self.kv = self._pool.kv
+        self.kv, self.pressure = self._pool.kv, self._pool.pressure
         on_device = isinstance(self.kv, DeviceKV)
         keeper = DevicePageKeeper if on_device else PageKeeper
         self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
@@ -94,7 +103,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         if self._exporter is not None:
-            self._exporter.publish(self.counters, self.kv)
+            self._exporter.publish(self.counters, self.kv, self.stepper.speeds, self.pressure)
         return result
 
     # Prefill
@@ -113,6 +122,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
                 batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
             )
         ]
+        for req, row in zip(batch.reqs, rows, strict=True):
+            cached, computed = row.pages[: row.start // size], row.pages[row.start // size :]
+            if self._fails_by_spoiled(req, cached):
+                self.kv.residuals.spoil(computed.tolist())
         self.kv.prefetch_residuals(page for row in rows for page in row.past_pages(size).tolist())
         result = self._forward(ForwardPlan(tuple(rows)), batch=batch)
         for row in rows:
@@ -126,6 +139,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
         self.pages.flush()
+        for req, row in zip(batch.reqs, rows, strict=True):
+            if req.to_finish is not None:
+                # SGLang says when a request leaves that has decoded, not when one has not.
+                self.pages.retire(row.pages)
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
         result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)
@@ -166,7 +183,35 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             for first, token in zip(firsts, tokens, strict=True)
         ]
 
+    def _fails_by_spoiled(self, req: Any, pages: torch.Tensor) -> bool:
+        """Fail a request that is about to read these pages' residuals where it cannot read them
+        right; one that prefills, with its last chunk, since SGLang would lose the pages of another.
+        Raises SpoiledResidual where other ranks would go on serving it."""
+        residuals = self.kv.residuals
+        spoiled = residuals.find_spoiled(pages.tolist()) if residuals.is_checked else []
+        if not spoiled:
+            return False
+        message = (
+            f"page {spoiled[0]} is not in the residual store as it was written: the request cannot "
+            "be answered right. Where others fail alike, flush the cache, whose prefixes it may be "
+            "among"
+        )
+        if self.ranks.size > 1:
+            raise SpoiledResidual(message)
+        if req.inflight_middle_chunks <= 0:
+            logger.error("%s (request %s)", message, req.rid)
+            fail(req, message)
+            self.counters.spoiled += 1
+        return True
+
     # Drafting and verifying
+
+    def _drop_spoiled(self, batch: Any, rows: dict[int, Row]) -> None:
+        """Take verifications out of a forward that cannot read what they need, and fail their
+        requests."""
+        for i, row in list(rows.items()):
+            if row.kind is RowKind.VERIFY and self._fails_by_spoiled(batch.reqs[i], row.pages):
+                del rows[i]
 
     @abstractmethod
     def _iterate(self, batch: Any) -> GenerationBatchResult:
@@ -317,7 +362,12 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         # SGLang asks the first rank; the others hold as many pages, of other heads.
         tiers = self._pool.prefix_tiers
         prefixes = {} if tiers is None else {"prefix_tiers": tiers.report()}
-        return report | {"ranks": self.ranks.size} | prefixes
+        return report | {
+            "ranks": self.ranks.size,
+            "speeds": self.stepper.speeds.report(),
+            "pressure": self.pressure.report(),
+            **prefixes,
+        }
 
     def weights_will_change(self) -> None:
         """Called before any update of weights, from wherever they come."""

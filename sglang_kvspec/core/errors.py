@@ -29,6 +29,10 @@ class CapacityError(KVSpecError):
     """A pool had no free slot although the plan promised one."""
 
 
+class SpoiledResidual(KVSpecError):
+    """A page is not in the residual store as it was written there."""
+
+
 class RanksDisagree(KVSpecError):
     """Ranks that serve one model together have come to serve different requests."""
 

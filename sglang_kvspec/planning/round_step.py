@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 
 from sglang_kvspec.planning.residency import ResidencyView, choose_resident
-from sglang_kvspec.planning.step import FETCH_SHARE, CacheView
+from sglang_kvspec.planning.step import CacheView
 
 PATIENCE = 8
+# Of a cache that does not hold every residual, at least this share is kept for fetches.
+FETCH_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,12 @@ from math import ceil, inf
 
 from sglang_kvspec.planning.admission import Ask, Outcome
 from sglang_kvspec.planning.reservations import IterationBudget, VerificationPlanner
-from sglang_kvspec.planning.residency import ResidencyView, choose_resident
+from sglang_kvspec.planning.residency import ResidencyView, choose_resident, num_resident
 
 # A fetch that is later than this is given up: its request verifies and reads the store.
 MAX_LATE_ITERATIONS = 8
 # Verifications allowed in an iteration, over an even spread.
 SLACK = 1.25
-# Of a cache that does not hold every residual, at least this share is kept for fetches.
-FETCH_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +142,10 @@ class StepPlanner:
                 wait.append(index)
         return StepPlan(tuple(draft), tuple(verify), tuple(wait), fetch, evict)
 
+    def set_link(self, link_pages: int) -> None:
+        """What the link moves in an iteration, from now on."""
+        self._link_pages = link_pages
+
     def _forget_all_but(self, keys: Collection[str]) -> None:
         for key in [key for key in self._known if key not in keys]:
             self._planner.cancel(self._known.pop(key).request_id)
@@ -158,8 +160,8 @@ class StepPlanner:
         if len(pages.used) <= cache.num_slots:
             pages.keep = pages.used
             return pages
-        largest = max((len(r.pages) for r in requests if self._fits(r, cache)), default=0)
-        room = max(largest, ceil(FETCH_SHARE * cache.num_slots))
+        sizes = [len(r.pages) for r in requests if r.pages and self._fits(r, cache)]
+        kept_slots = self._kept_slots(sizes, requests, cache)
         views = [
             ResidencyView(
                 request_id=index,
@@ -170,11 +172,23 @@ class StepPlanner:
             )
             for index, request in enumerate(requests)
         ]
-        chosen = choose_resident(views, cache.num_slots - room)
+        chosen = choose_resident(views, kept_slots)
         self._staying = frozenset(requests[index].key for index in chosen)
         for index in chosen:
             pages.keep.update(requests[index].pages)
         return pages
+
+    def _kept_slots(
+        self, sizes: Sequence[int], requests: Sequence[RequestView], cache: CacheView
+    ) -> int:
+        """Slots of the cache for requests that keep their residuals; of what is left the largest
+        request can be fetched. sizes: pages of those that may."""
+        if not sizes:
+            return 0
+        each = ceil(sum(sizes) / len(sizes))
+        cycle_len = sum(request.best_len for request in requests) / len(requests) + 1
+        num = num_resident(len(sizes), each, cycle_len, cache.num_slots, self._link_pages)
+        return max(min(num * each, cache.num_slots - max(sizes)), 0)
 
     def _resize(self, requests: Sequence[RequestView], cache: CacheView, pages: _Pages) -> None:
         """Give the planner the room that resident pages leave, and its share of verifications."""
@@ -217,7 +231,8 @@ class StepPlanner:
 
     def wait_bound(self, num_running: int) -> int:
         """Most iterations between two verifications of one of num_running requests: those until it
-        has a place, those to its place, and those its fetch may be late."""
+        has a place, those to its place, and those its fetch may be late. When the link turns out
+        slower, places are lost and waiting for another begins anew, with the request's age."""
         horizon = self._planner.rings.horizon
         return self._planner.wait_bound(num_running) + horizon + MAX_LATE_ITERATIONS
 

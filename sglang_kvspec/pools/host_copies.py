@@ -8,6 +8,7 @@ by layer, by a small kernel that reads the pinned memory, all pages of a layer i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,6 +19,9 @@ from sglang_kvspec.pools.transfers import sent_to
 
 # (page, slot): the row of the store, and the cache slot.
 Pair = tuple[int, int]
+
+# Times of fetches kept for who asks for them; older ones are forgotten.
+MOST_TIMED = 256
 
 
 class HostCopies:
@@ -35,6 +39,8 @@ class HostCopies:
         self._slot_uses: dict[int, list[Event]] = {}
         # Of a page's row of the store, its last copy out.
         self._row_written: dict[int, Event] = {}
+        # Fetches whose time nobody has asked for: bytes, begun, done.
+        self._timed: deque[tuple[int, Event, Event]] = deque(maxlen=MOST_TIMED)
 
     def copy_out(self, pairs: Sequence[Pair]) -> None:
         """Write slots through to the store once the main lane has done what it was given so far."""
@@ -53,10 +59,22 @@ class HostCopies:
         """Bring pages into slots, whose former content the main lane may still be using. Returns
         when they are there: `main_waits` before the main lane reads them."""
         lane = self._fetching_lane(pairs)
+        # Behind the fences: waiting for them is not the link's time.
+        begun = lane.mark(timed=True)
         lane.copy([(self._cache.page(slot), self._store.page(page)) for page, slot in pairs])
-        done = lane.mark()
+        done = lane.mark(timed=True)
+        num_bytes = sum(self._cache.page(slot).nbytes for _, slot in pairs)
+        self._timed.append((num_bytes, begun, done))
         self._slot_uses |= {slot: [done] for _, slot in pairs}
         return done
+
+    def take_fetch_times(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of whole fetches that are over and were not told yet. Waits for none."""
+        times = []
+        while self._timed and self._timed[0][2].query():
+            num_bytes, begun, done = self._timed.popleft()
+            times.append((num_bytes, self._lanes.to_device.seconds(begun, done)))
+        return times
 
     def fetch_by_layer(self, pairs: Sequence[Pair]) -> list[Event]:
         """As fetch(); returns when the pages of layer 0, 1 and so on are there."""

@@ -161,6 +161,9 @@ class HostedResiduals(ResidualTiers):
         over = {key for key, event in events.items() if event.query()}
         self._wait_for([page for page, event in self._arrivals.items() if id(event) in over])
 
+    def take_fetch_times(self) -> list[tuple[int, float]]:
+        return self._copies.take_fetch_times()
+
     def await_fetches(self, pages: Iterable[int]) -> None:
         """Make these pages RESIDENT where they are on their way, for what is enqueued from now
         on."""

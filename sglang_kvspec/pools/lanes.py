@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,8 +37,12 @@ class Lane(Protocol):
         `kvspec_kernels.ops.copy_rows`."""
         ...
 
-    def mark(self) -> Event:
-        """The point after all work given so far."""
+    def mark(self, *, timed: bool = False) -> Event:
+        """The point after all work given so far. timed: for `seconds`."""
+        ...
+
+    def seconds(self, begun: Event, done: Event) -> float:
+        """Between two timed marks of this lane that are over."""
         ...
 
     def wait(self, event: Event) -> None:
@@ -95,10 +100,15 @@ class StreamLane:
         with torch.cuda.stream(stream):
             copy_rows(target, target_rows, source, source_rows)
 
-    def mark(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def mark(self, *, timed: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
+
+    def seconds(self, begun: Event, done: Event) -> float:
+        assert isinstance(begun, torch.cuda.Event), "an event of another device"
+        assert isinstance(done, torch.cuda.Event), "an event of another device"
+        return begun.elapsed_time(done) / 1e3  # type: ignore[no-any-return]
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event), "an event of another device"
@@ -107,6 +117,9 @@ class StreamLane:
 
 class _Past:
     """An event of a lane whose work is done as it is given."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
 
     def query(self) -> bool:
         return True
@@ -128,8 +141,13 @@ class PromptLane:
     ) -> None:
         target[target_rows.long()] = source[source_rows.long()]
 
-    def mark(self) -> Event:
+    def mark(self, *, timed: bool = False) -> Event:
         return _Past()
+
+    def seconds(self, begun: Event, done: Event) -> float:
+        assert isinstance(begun, _Past), "an event of another lane"
+        assert isinstance(done, _Past), "an event of another lane"
+        return done.at - begun.at
 
     def wait(self, event: Event) -> None:
         assert event.query(), "a prompt lane cannot wait for what is not done"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.core.errors import CapacityError, ConfigError
 from sglang_kvspec.planning.capacity import CapacityPlan
+from sglang_kvspec.pools.checksums import Checksums
 from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.host_copies import MOST_TIMED
 from sglang_kvspec.pools.page_slots import OwnSlots, PageSlots
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.residual_table import PageRef, ResidualState, ResidualTable
@@ -45,17 +50,23 @@ class ResidualTiers:
         )
         self._store: RecordPool | None = None
         if plan.host_pages:
-            self._store = RecordPool(
-                layers,
-                plan.num_pages + 1,
-                heads,
-                record_bytes,
-                torch.device("cpu"),
-                pinned=device.type == "cuda",
-                by_page=self.by_page,
-            )
+            with _naming_the_store(plan.host_bytes):
+                self._store = RecordPool(
+                    layers,
+                    plan.num_pages + 1,
+                    heads,
+                    record_bytes,
+                    torch.device("cpu"),
+                    pinned=device.type == "cuda",
+                    by_page=self.by_page,
+                )
+        self._checksums: Checksums | None = None
+        # Pages whose residual is lost, and those computed from it.
+        self._spoiled: set[int] = set()
         self._device = device
         self._fetching: list[PageRef] = []
+        # Older ones are forgotten where nobody asks.
+        self._fetch_times: deque[tuple[int, float]] = deque(maxlen=MOST_TIMED)
         self.bytes_fetched = 0
         self.bytes_streamed = 0
 
@@ -71,6 +82,43 @@ class ResidualTiers:
         """The cache's records of a layer: [cache_pages, num_kv_heads, record_bytes] uint8."""
         return self._cache.layer(layer)
 
+    def keep_checksums(self) -> None:
+        """Notice from now on when a page changes in the store. Before the first page is encoded."""
+        assert self._store is not None, "without a store there is nothing to check"
+        self._checksums = Checksums(self._store.num_layers)
+
+    @property
+    def is_checked(self) -> bool:
+        return self._checksums is not None
+
+    def find_spoiled(self, pages: Iterable[int]) -> list[int]:
+        """Those of `pages` whose residual cannot be read right any more: they are not as they were
+        written, or were computed from such. Pages in the cache are right. Without checksums it is
+        not noticed."""
+        if self._checksums is None:
+            return []
+        assert self._store is not None
+        pages = list(dict.fromkeys(pages))
+        in_store = (ResidualState.STORED, ResidualState.FETCHING)
+        read = [p for p in pages if self.table.state(p) in in_store and p not in self._spoiled]
+        rows, wrong = torch.tensor(read, dtype=torch.int64), set[int]()
+        for layer in range(self._store.num_layers):
+            wrong.update(self._checksums.wrong(layer, read, self._store.read(layer, rows)))
+        for page in wrong:
+            self._spoil(page)
+        return [page for page in pages if page in self._spoiled]
+
+    def spoil(self, pages: Iterable[int]) -> None:
+        """These pages are computed from spoiled ones: nobody may read them until they are freed."""
+        self._spoiled.update(pages)
+
+    def _spoil(self, page: int) -> None:
+        assert self._store is not None
+        self._spoiled.add(page)
+        # A forward of others may still read it for a request that fails: as a number, not NaN.
+        for layer in range(self._store.num_layers):
+            self._store.layer(layer)[page] = 0
+
     def begin(self, pages: Iterable[int]) -> None:
         """These pages will be encoded layer by layer; they are born in the cache if it has room."""
         for page in pages:
@@ -81,7 +129,10 @@ class ResidualTiers:
     def write(self, layer: int, pages: torch.Tensor, records: torch.Tensor) -> None:
         """Records [N, num_kv_heads, record_bytes] of one layer of pages [N] that are IN_FLIGHT."""
         if self._store is not None:
-            self._store.write(layer, pages.cpu(), records.cpu())
+            pages_host, records_host = pages.cpu(), records.cpu()
+            if self._checksums is not None:
+                self._checksums.note(layer, pages_host.tolist(), records_host)
+            self._store.write(layer, pages_host, records_host)
         slots = self.cache_slots.table[pages]
         cached = slots >= 0
         if bool(cached.any()):
@@ -98,15 +149,30 @@ class ResidualTiers:
         return self.table.pages_in(pages, ResidualState.STORED)
 
     def start_fetch(self, pages: Iterable[int]) -> None:
-        """Copy STORED pages into cache slots. Raises CapacityError when the cache is full."""
+        """Copy STORED pages into cache slots, but none that is spoiled. Raises CapacityError when
+        the cache is full."""
+        pages = list(pages)
+        spoiled = self.find_spoiled(pages)
+        begun, num_bytes = time.perf_counter(), 0
         for page in pages:
+            if page in spoiled:
+                continue
             if not self.cache_slots.num_free:
                 raise CapacityError(f"no cache slot to fetch page {page} into")
             self.table.advance(page, ResidualState.FETCHING)
             self.cache_slots.acquire(page)
             self._fetching.append(self.table.ref(page))
             self._copy_to_cache(page)
-            self.bytes_fetched += self.page_bytes
+            num_bytes += self.page_bytes
+        self.bytes_fetched += num_bytes
+        if num_bytes:
+            self._fetch_times.append((num_bytes, time.perf_counter() - begun))
+
+    def take_fetch_times(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of fetches that are over and were not told yet."""
+        times = list(self._fetch_times)
+        self._fetch_times.clear()
+        return times
 
     def finish_fetches(self) -> None:
         """Make the pages whose copy has completed RESIDENT; forget those freed meanwhile."""
@@ -135,6 +201,7 @@ class ResidualTiers:
         """The page was freed by SGLang: forget its residual wherever it is."""
         self.table.release(page)
         self.cache_slots.release(page)
+        self._spoiled.discard(page)
 
     def read(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Records [N, num_kv_heads, record_bytes] of one layer, on the device.
@@ -187,3 +254,15 @@ class ResidualTiers:
         counts = self.table.counts()
         num_cached = counts["FETCHING"] + counts["RESIDENT"]
         assert num_cached <= len(self.cache_slots), "a cached page has no cache slot"
+
+
+@contextmanager
+def _naming_the_store(num_bytes: int) -> Iterator[None]:
+    """Turn a failed allocation into ConfigError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        raise ConfigError(
+            f"the residual store of {num_bytes / 2**30:.1f} GiB does not fit into host memory: "
+            "lower --kvspec-host-gb or --max-total-tokens"
+        ) from error

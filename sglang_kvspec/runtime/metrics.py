@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.pressure import REASONS, Pressure
+from sglang_kvspec.runtime.speeds import Speeds
 
 # Where a cached prefix can be: in the KV cache, in host memory outside of it, on disk.
 HIT_TIERS = ("resident", "host", "disk")
@@ -18,7 +20,8 @@ class SpecCounters:
 
     waits: request-iterations spent waiting for residuals. plain: tokens emitted without drafting
     or verifying, because drafts would not have paid. hit_tokens: of prompts, found in the prefix
-    cache, by the tier where their KV was.
+    cache, by the tier where their KV was. spoiled: requests that failed since a page in the
+    residual store was not as it was written.
     """
 
     iterations: int = 0
@@ -29,6 +32,7 @@ class SpecCounters:
     emitted: int = 0
     waits: int = 0
     plain: int = 0
+    spoiled: int = 0
     accept_histogram: Counter[int] = field(default_factory=Counter)
     hit_tokens: Counter[str] = field(default_factory=Counter)
 
@@ -79,6 +83,7 @@ class MetricsExporter:
         self._model_name = model_name
         self._last = SpecCounters()
         self._last_bytes = (0, 0)
+        self._last_retracted: Counter[str] = Counter()
 
         def counter(name: str, text: str, *labels: str) -> PromCounter:
             return PromCounter(f"sglang:kvspec_{name}", text, [*label, *labels])
@@ -104,6 +109,25 @@ class MetricsExporter:
             [*label, "state"],
             multiprocess_mode="mostrecent",
         )
+        self._waiting = Gauge(
+            "sglang:kvspec_requests_waiting_for_pages",
+            "Requests in the queue while its first one waits for pages",
+            label,
+            multiprocess_mode="mostrecent",
+        )
+        self._retracted = counter("retracted_requests", "Requests retracted", "reason")
+        self._link = Gauge(
+            "sglang:kvspec_link_bytes_per_second",
+            "Residual bytes that the link moves a second, as estimated from fetches",
+            label,
+            multiprocess_mode="mostrecent",
+        )
+        self._iteration = Gauge(
+            "sglang:kvspec_iteration_seconds",
+            "Seconds of an iteration or round, as estimated from those before",
+            label,
+            multiprocess_mode="mostrecent",
+        )
         self._bits = Gauge(
             "sglang:kvspec_anchor_bits_per_element",
             "Anchor bits per K or V element, metadata included",
@@ -111,7 +135,9 @@ class MetricsExporter:
             multiprocess_mode="mostrecent",
         )
 
-    def publish(self, counters: SpecCounters, kv: TieredKV) -> None:
+    def publish(
+        self, counters: SpecCounters, kv: TieredKV, speeds: Speeds, pressure: Pressure
+    ) -> None:
         """Add what happened since the last call."""
         name = self._model_name
         for field_name, metric in self._counters.items():
@@ -130,6 +156,13 @@ class MetricsExporter:
             self._bytes.labels(name, path).inc(now - before)
         for state, num_pages in kv.residuals.table.counts().items():
             self._pages.labels(name, state.lower()).set(num_pages)
+        self._waiting.labels(name).set(pressure.waiting)
+        for reason in REASONS:
+            num_new = pressure.retracted[reason] - self._last_retracted[reason]
+            self._retracted.labels(name, reason).inc(num_new)
+        self._last_retracted = Counter(pressure.retracted)
+        self._link.labels(name).set(speeds.link_bytes_per_s)
+        self._iteration.labels(name).set(speeds.iteration_s)
         self._bits.labels(name).set(kv.codec.anchor_bits_per_element)
         self._last_bytes = bytes_now
         self._last = SpecCounters(

@@ -54,6 +54,7 @@ def build_report(
             "emitted": counters.emitted,
             "emitted_without_drafting": counters.plain,
             "verification_wait_iterations": counters.waits,
+            "requests_with_spoiled_residuals": counters.spoiled,
             "mean_accept_len": counters.mean_accept_len,
             "hit_tokens": {tier: counters.hit_tokens[tier] for tier in HIT_TIERS},
             "accept_histogram": {str(n): c for n, c in sorted(counters.accept_histogram.items())},

@@ -12,9 +12,8 @@ from sglang_kvspec.planning.step import CacheView
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.speeds import Speeds
 
-# Whole pages over PCIe 5 x16 to pinned memory.
-LINK_BYTES_PER_S = 50e9
 IN_CACHE = (ResidualState.RESIDENT, ResidualState.FETCHING)
 
 
@@ -24,6 +23,7 @@ class RoundStepper:
     def __init__(self, kv: KVTiers) -> None:
         self._kv = kv
         self._planner = RoundPlanner()
+        self.speeds = Speeds(kv.residuals)
 
     def plan(
         self,
@@ -53,9 +53,11 @@ class RoundStepper:
         return plan
 
     def budget(self, lens: Sequence[int], cost: RoundCost) -> RoundBudget:
-        """What the link moves in a round that adds such drafts."""
+        """What the link moves in a round that adds such drafts, by what it was seen to move. Ranks
+        measure different times: the first one's is to count."""
+        self.speeds.note_fetches()
         drafting_s = cost.step * max(lens, default=0) + cost.row * sum(lens)
-        pages_per_s = LINK_BYTES_PER_S / self._kv.plan.page_bytes.residual
+        pages_per_s = self.speeds.link_bytes_per_s / self._kv.plan.page_bytes.residual
         return RoundBudget(int(drafting_s * pages_per_s), int(cost.seconds(lens) * pages_per_s))
 
     def await_fetches(self, plan: RoundPlan, pages: Sequence[torch.Tensor]) -> None:

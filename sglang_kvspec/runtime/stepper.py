@@ -11,20 +11,26 @@ from sglang_kvspec.planning.draft_length import DraftCost, best_draft_len
 from sglang_kvspec.planning.step import CacheView, RequestView, StepPlan, StepPlanner
 from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.speeds import Speeds
 
-# Residual bytes one iteration may bring into the cache: 55 GB/s of PCIe during a 10 ms iteration.
-FETCH_BYTES_PER_ITERATION = 512 * 2**20
+# What the planner is told the link moves stays while estimates differ by a smaller share: with
+# every change places may be lost.
+LINK_HYSTERESIS = 1 / 8
 
 
 class Stepper:
     """Decides iteration by iteration, and moves the pages it has decided to move."""
 
-    def __init__(self, config: KVSpecConfig, kv: TieredKV) -> None:
+    def __init__(self, config: KVSpecConfig, kv: TieredKV, ranks: Ranks | None = None) -> None:
+        """ranks: which serve together, and plan with what the first has measured."""
         self._config = config
         self._kv = kv
-        link_pages = max(1, FETCH_BYTES_PER_ITERATION // kv.plan.page_bytes.residual)
-        self._planner = StepPlanner(config.max_draft_len, link_pages)
+        self._ranks = ranks or Ranks()
+        self.speeds = Speeds(kv.residuals)
+        self._link_pages = self._measured_link_pages()
+        self._planner = StepPlanner(config.max_draft_len, self._link_pages)
         page = kv.plan.page_bytes
         self._cost = DraftCost(draft=page.anchor / page.plain)
 
@@ -35,6 +41,8 @@ class Stepper:
         """
         residuals = self._kv.residuals
         residuals.finish_fetches()
+        if self._cache_is_partial:
+            self._follow_link(states)
         views = [self._view(s, p) for s, p in zip(states, pages, strict=True)]
         plan = self._planner.plan(views, self._cache(views))
         if plan.evict:
@@ -42,6 +50,20 @@ class Stepper:
         if plan.fetch:
             residuals.start_fetch(plan.fetch)
         return plan
+
+    def _follow_link(self, states: Sequence[RequestState]) -> None:
+        """Plan with what the link was seen to move lately."""
+        self.speeds.note_fetches()
+        pages = self._measured_link_pages()
+        if abs(pages - self._link_pages) <= LINK_HYSTERESIS * self._link_pages:
+            pages = self._link_pages
+        about = [(state.rid, state.committed_len) for state in states]
+        (self._link_pages,) = self._ranks.numbers([pages], about)
+        self._planner.set_link(self._link_pages)
+
+    def _measured_link_pages(self) -> int:
+        moved = self.speeds.link_bytes_per_s * self.speeds.iteration_s
+        return max(1, int(moved / self._kv.plan.page_bytes.residual))
 
     @property
     def _cache_is_partial(self) -> bool:

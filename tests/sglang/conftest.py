@@ -15,8 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness.feature_answers import KVSPEC, PLAIN, SEEDS, answer_to, sample
 from harness.features import CASES
 from harness.identity_report import IdentityReport
+from harness.models import DEMO_MODEL
+from harness.references import PlainReference, Workload
+from harness.scenarios import PREFIX_HITS
 from harness.servers import Announce, ServerSwitch
 from harness.shard import WHOLE, Shard
+from harness.soak import CROWD_LENGTHS
+from harness.suite import Task, TokenIds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,6 +82,41 @@ def plain_answers(servers: ServerSwitch) -> dict[str, Any]:
     """Answers of plain SGLang to every case, or the error it gives."""
     url = servers.use(PLAIN).base_url
     return {name: answer_to(name, url) for name in CASES}
+
+
+@pytest.fixture(
+    scope="module", params=["staggered", pytest.param("rounds", marks=pytest.mark.identity)]
+)
+def soak_schedule(request: pytest.FixtureRequest) -> str:
+    """Of a module, so that tests on one server follow each other."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def soak_fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the server that soak tests share."""
+    path = tmp_path_factory.mktemp("faults") / "active"
+    path.write_text("none")
+    return path
+
+
+@pytest.fixture(scope="session")
+def prefix_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the same server, for prefixes on disk."""
+    return tmp_path_factory.mktemp("prefixes")
+
+
+@pytest.fixture(scope="session")
+def crowd_answers(
+    request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
+) -> list[tuple[Task, TokenIds]]:
+    """A crowd of tasks, each with the answer of plain SGLang, alone on its server."""
+    workload = Workload(DEMO_MODEL, CROWD_LENGTHS, max_new_tokens=32)
+    cache = request.config.getoption("--reference-cache")
+    reference = PlainReference(servers, workload, (PREFIX_HITS,), announce, cache)
+    followers = [family.follower for family in reference.suite.families]
+    tasks = (*reference.suite.prompts, *followers)
+    return [(task, reference.answer(task)) for task in tasks]
 
 
 @pytest.fixture(scope="session")

@@ -6,68 +6,35 @@ A short version runs with the other tests; `make soak` goes on for half an hour.
 
 from __future__ import annotations
 
+import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.faults import fault_environment
-from harness.models import DEMO_MODEL
-from harness.references import PlainReference, Setting, Workload
-from harness.scenarios import FORCED_RETRACTION, PREFIX_HITS, STRICT_CHECKS
+import requests
+from harness.crowding import CACHE_PAGES, crowded_server
 from harness.servers import Announce, ServerSwitch
-from harness.soak import Soak
+from harness.soak import CROWD_SIZE, Soak
 from harness.soak_report import write_soak_report
 from harness.suite import Task, TokenIds
 
 pytestmark = pytest.mark.server
 
-# With a follower each, that shares a prefix: short ones are their own followers.
-LENGTHS = tuple(100 + 13 * i for i in range(32))
-CONCURRENT = 2 * len(LENGTHS)
 # Residuals of all running requests need at least so many times the cache.
 OVERCOMMIT = 5
-CACHE_PAGES = 24
 SEED = 7
 
 
-@pytest.fixture(scope="module")
-def answers(
-    request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
-) -> list[tuple[Task, TokenIds]]:
-    """Every task with the answer of plain SGLang, alone on its server."""
-    workload = Workload(DEMO_MODEL, LENGTHS, max_new_tokens=32)
-    cache = request.config.getoption("--reference-cache")
-    reference = PlainReference(servers, workload, (PREFIX_HITS,), announce, cache)
-    followers = [family.follower for family in reference.suite.families]
-    tasks = (*reference.suite.prompts, *followers)
-    return [(task, reference.answer(task)) for task in tasks]
-
-
-@pytest.fixture(scope="module")
-def prefix_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("prefixes")
-
-
-@pytest.fixture(params=["staggered", pytest.param("rounds", marks=pytest.mark.identity)])
+@pytest.fixture
 def soak(
-    request: pytest.FixtureRequest,
+    soak_schedule: str,
     servers: ServerSwitch,
-    answers: list[tuple[Task, TokenIds]],
+    soak_fault_file: Path,
     prefix_folder: Path,
+    crowd_answers: list[tuple[Task, TokenIds]],
 ) -> Soak:
-    """Against a server with a small residual cache that checks its memory at every step, and
-    retracts now and then."""
-    setting = Setting("exact", "log4", request.param)
-    # So that answers take many rounds.
-    short = ("--kvspec-draft-len=4",) if request.param == "rounds" else ()
-    # After a flush prefixes are on disk only, and come back while others come and go.
-    tiers = ("--kvspec-prefix-host-gb=0.1", f"--kvspec-prefix-dir={prefix_folder}")
-    running = f"--max-running-requests={CONCURRENT}"
-    drafting = setting.server(DEMO_MODEL, running, *tiers, *short)
-    small = fault_environment(KVSPEC_CACHE_PAGES=CACHE_PAGES)
-    spec = FORCED_RETRACTION.server(STRICT_CHECKS.server(replace(drafting, environment=small)))
-    return Soak(servers.use(spec), answers, concurrent=CONCURRENT, seed=SEED)
+    client = servers.use(crowded_server(soak_schedule, soak_fault_file, prefix_folder))
+    return Soak(client, crowd_answers, concurrent=CROWD_SIZE, seed=SEED)
 
 
 def check(soak: Soak) -> None:
@@ -79,11 +46,36 @@ def test_a_crowd_whose_residuals_exceed_the_cache(soak: Soak, announce: Announce
     soak.crowd()
     announce(f"crowd: {soak.result}")
     check(soak)
-    assert soak.result.requests == CONCURRENT
+    assert soak.result.requests == CROWD_SIZE
     assert soak.result.retractions > 0
     assert soak.result.cache_pages == CACHE_PAGES
     assert soak.result.peak_encoded >= OVERCOMMIT * CACHE_PAGES
     assert soak.result.bytes_fetched > 0
+    check_pressure(soak, announce)
+
+
+def check_pressure(soak: Soak, announce: Announce) -> None:
+    """Who has no room in the store waits, although SGLang alone would give more than there is."""
+    state = soak.report()
+    announce(f"speeds: {state['speeds']}, pressure: {state['pressure']}")
+    assert state["pools"]["limited_by"] == "host memory"
+    pressure, speeds = state["pressure"], state["speeds"]
+    assert pressure["most_waiting_for_pages"] >= CROWD_SIZE // 4
+    assert pressure["waiting_for_pages"] == 0
+    # All of them were forced.
+    assert pressure["retracted"]["test"] > 0
+    assert pressure["retracted"]["memory"] == pressure["out_of_memory"] == 0
+    assert speeds["link_observations"] > 0
+    assert speeds["iteration_observations"] > 0
+    metrics = requests.get(f"{soak.client.base_url}/metrics", timeout=60).text
+    assert value_of("link_bytes_per_second", metrics) == speeds["link_bytes_per_s"]
+    assert value_of("requests_waiting_for_pages", metrics) == 0
+
+
+def value_of(name: str, metrics: str) -> float:
+    found = re.search(rf"^sglang:kvspec_{name}\{{.*\}} (\S+)$", metrics, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
 
 
 def test_requests_that_come_and_go(soak: Soak, announce: Announce) -> None:

@@ -17,17 +17,19 @@ class ModelEvent:
     def __init__(self, lane: ModelLane) -> None:
         self.lane = lane
         self.is_over = False
+        self.at = float("nan")
 
     def query(self) -> bool:
         return self.is_over
 
 
 class ModelLane:
-    """Nothing given to it happens before step(). `deaf_to`: lanes whose events it does not wait
-    for, a fault."""
+    """Nothing given to it happens before step(), which takes a second by its clock. `deaf_to`:
+    lanes whose events it does not wait for, a fault."""
 
     def __init__(self) -> None:
         self._work: deque[Work] = deque()
+        self._now = 0.0
         self.deaf_to: tuple[ModelLane, ...] = ()
 
     def do(self, action: Callable[[], object]) -> None:
@@ -51,15 +53,21 @@ class ModelLane:
         for to, origin in zip(target_rows.tolist(), source_rows.tolist(), strict=True):
             self.do(partial(target[to].copy_, source[origin]))
 
-    def mark(self) -> ModelEvent:
+    def mark(self, *, timed: bool = False) -> ModelEvent:
         event = ModelEvent(self)
 
         def work() -> bool:
-            event.is_over = True
+            event.is_over, event.at = True, self._now
             return True
 
         self._work.append(work)
         return event
+
+    def seconds(self, begun: Event, done: Event) -> float:
+        assert isinstance(begun, ModelEvent)
+        assert isinstance(done, ModelEvent)
+        assert all(event.is_over for event in (begun, done)), "asked for before it is known"
+        return done.at - begun.at
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, ModelEvent)
@@ -75,6 +83,7 @@ class ModelLane:
         if not self._work or not self._work[0]():
             return False
         self._work.popleft()
+        self._now += 1
         return True
 
 

@@ -1,9 +1,10 @@
 """Breaks KVSpec on purpose, inside a real server, to see that comparisons notice; or gives it the
-residual cache of a machine with little memory.
+residual cache of a machine with little memory; or lets requests in for which there is no room.
 
 A server that has this folder on PYTHONPATH loads it as an SGLang plugin. The file named by
 KVSPEC_FAULT_FILE lists the active faults, so that one server can show them all. KVSPEC_CACHE_PAGES
-is the most pages the residual cache may have, whatever memory there is.
+is the most pages the residual cache may have, whatever memory there is. KVSPEC_HEADROOM_TOKENS is
+what running requests have room to add when another starts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ def register() -> None:
         return
     if "KVSPEC_CACHE_PAGES" in os.environ:
         _shrink_cache(int(os.environ["KVSPEC_CACHE_PAGES"]))
+    if "KVSPEC_HEADROOM_TOKENS" in os.environ:
+        _set_headroom(int(os.environ["KVSPEC_HEADROOM_TOKENS"]))
     if "KVSPEC_FAULT_FILE" not in os.environ:
         return
     from sglang_kvspec.planning import rounds
@@ -36,6 +40,9 @@ def register() -> None:
     _replace(RequestState, "commit", "skipped_rollback", _commit_without_rollback)
     _replace(TieredKV, "read_target", "off_by_one_page", _read_the_page_before)
     _replace(ResidualTiers, "write", "stale_residual", _write_first_generation_only)
+    # Faults of the machine, under which answers stay right or fail.
+    _replace(ResidualTiers, "finish_fetches", "stalled_copy", _finish_nothing)
+    _replace(ResidualTiers, "write", "flipped_bit", _flip_a_bit)
     # What the first rank decides must hold on all: the others now decide otherwise.
     _replace(chooser, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
     _replace(chooser, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)
@@ -52,6 +59,12 @@ def _shrink_cache(num_pages: int) -> None:
         return replace(plan, cache_pages=min(plan.cache_pages, num_pages))
 
     pool_sizing.plan_capacity = planned
+
+
+def _set_headroom(num_tokens: int) -> None:
+    from sglang_kvspec.adapters import scheduling
+
+    scheduling.Intake = partial(scheduling.Intake, headroom_tokens=num_tokens)
 
 
 def _replace(owner: Any, name: str, fault: str, faulty: Callable[..., Any]) -> None:
@@ -96,6 +109,20 @@ def _write_first_generation_only(
     """A reused page keeps the residual of the tokens it held before."""
     fresh = torch.tensor([tiers.table.ref(page).generation == 0 for page in pages.tolist()])
     original(tiers, layer, pages[fresh], records[fresh])
+
+
+def _finish_nothing(original: Any, tiers: Any) -> None:
+    """Copies that have begun do not end."""
+
+
+def _flip_a_bit(
+    original: Any, tiers: Any, layer: int, pages: torch.Tensor, records: torch.Tensor
+) -> None:
+    """In the store, of the last layer of every page."""
+    original(tiers, layer, pages, records)
+    store = tiers._store
+    if layer == store.num_layers - 1:
+        store.layer(layer)[pages, 0, 0] ^= 1
 
 
 def _is_another_rank() -> bool:

@@ -44,9 +44,11 @@ class GenerateClient:
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
 
-    def generate(self, input_ids: Sequence[int], max_new_tokens: int) -> Output:
+    def generate(
+        self, input_ids: Sequence[int], max_new_tokens: int, priority: int | None = None
+    ) -> Output:
         """One answer, whole. Raises requests.HTTPError on an error status."""
-        reply = self._post(input_ids, max_new_tokens, stream=False)
+        reply = self._post(input_ids, max_new_tokens, stream=False, priority=priority)
         return _output(reply.json())
 
     def stream(
@@ -124,6 +126,7 @@ class GenerateClient:
         *,
         stream: bool,
         rid: str | None = None,
+        priority: int | None = None,
     ) -> requests.Response:
         reply = requests.post(
             f"{self.base_url}/generate",
@@ -136,6 +139,7 @@ class GenerateClient:
                 },
                 "stream": stream,
                 "rid": rid,
+                "priority": priority,
             },
             stream=stream,
             timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),

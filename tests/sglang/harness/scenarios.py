@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.arrival import run_staggered
 from harness.client import GenerateClient
+from harness.faults import fault_environment
 from harness.servers import ServerSpec
 from harness.suite import Answers, OnDone, Suite, Task, run_one_by_one
 
@@ -146,6 +147,7 @@ FULL_POOL = Scenario(
     _requests_were_retracted,
     # Hardly anything is reserved for answers at admission, so running requests collide.
     arguments=("--max-total-tokens=8192", "--schedule-conservativeness=0.05"),
+    environment=fault_environment(KVSPEC_HEADROOM_TOKENS=0),
     repeatable=False,
 )
 STRICT_CHECKS = Scenario("strict checks", _staggered, _memory_was_checked, environment=_STRICT)

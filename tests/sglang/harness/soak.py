@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from harness.client import GenerateClient, Output
 from harness.suite import Task, TokenIds
 
+# Of prompts, each with a follower that shares a prefix with it; short ones are repeated.
+CROWD_LENGTHS = tuple(100 + 13 * i for i in range(32))
+CROWD_SIZE = 2 * len(CROWD_LENGTHS)
 # How long aborted requests may take to be gone, and how often to look at a server.
 SETTLE_S, POLL_S = 60.0, 0.2
 # How requests end, by how many of a hundred: read whole, streamed whole, aborted by id, hung up.
@@ -59,7 +62,7 @@ class Soak:
         concurrent: int,
         seed: int,
     ) -> None:
-        self._client = client
+        self.client = client
         self._tasks = [task for task, _ in answers]
         self._answer_of = dict(answers)
         self._concurrent = concurrent
@@ -67,9 +70,13 @@ class Soak:
         self._lock = threading.Lock()
         self.result = SoakResult()
 
+    def send(self, tasks: Sequence[Task]) -> None:
+        """All at the same time and whole."""
+        self._round([(task, "streamed") for task in tasks])
+
     def crowd(self) -> None:
         """Every task once, all at the same time and whole."""
-        self._round([(task, "streamed") for task in self._tasks])
+        self.send(self._tasks)
 
     def random_round(self, num_requests: int) -> None:
         tasks = self._random.choices(self._tasks, k=num_requests)
@@ -84,10 +91,10 @@ class Soak:
         ):
             list(pool.map(self._send, *zip(*requests, strict=True), seeds))
         self.result.rounds += 1
-        self._look_for_leaks()
+        self.look_for_leaks()
 
     def _send(self, task: Task, ending: str, seed: float) -> None:
-        client, ids, new_tokens = self._client, task.input_ids, task.max_new_tokens
+        client, ids, new_tokens = self.client, task.input_ids, task.max_new_tokens
         if ending == "whole":
             output = client.generate(ids, new_tokens)
         elif ending == "streamed":
@@ -111,13 +118,13 @@ class Soak:
                 self.result.mismatches.append(f"{task.name}: {len(got)} of {len(right)} tokens")
 
     def _look(self) -> None:
-        report = self._report()
+        report = self.report()
         self.result.cache_pages = report["pools"]["residual_cache_pages"]
         self.result.bytes_fetched = report["bytes_fetched"]
         self.result.hits_from_disk = report["counters"]["hit_tokens"]["disk"]
         self.result.peak_encoded = max(self.result.peak_encoded, _encoded_pages(report))
 
-    def _look_for_leaks(self) -> None:
+    def look_for_leaks(self) -> None:
         """Once nothing runs, cached prefixes are all that is there: as many encoded pages as SGLang
         has handed out, and an empty window. Every other round they are forgotten, too."""
         deadline = time.monotonic() + SETTLE_S
@@ -127,11 +134,11 @@ class Soak:
         if held:
             self.result.leaks.append(f"after round {self.result.rounds}: {held}")
         if self.result.rounds % 2 == 1:
-            self._client.flush_cache()
+            self.client.flush_cache()
 
     def _held(self) -> str:
         """What is in use although nothing runs; empty if nothing is."""
-        report = self._report()
+        report = self.report()
         states, pools = report["page_states"], report["pools"]
         allocated = pools["num_pages_allocated"]
         encoded = _encoded_pages(report)
@@ -142,8 +149,8 @@ class Soak:
             f"{pools['window_pages_used']} in the window"
         )
 
-    def _report(self) -> dict:
-        return self._client.server_info()["internal_states"][0]["kvspec"]
+    def report(self) -> dict:
+        return self.client.server_info()["internal_states"][0]["kvspec"]
 
 
 def _encoded_pages(report: dict) -> int:

@@ -17,7 +17,6 @@ GUESS = IterationCosts(
     draft_kv_token_s=1e-8,
     verify_kv_token_s=2e-8,
 )
-GB = 1e9
 
 
 def random_rows(rng):
@@ -37,7 +36,7 @@ def seconds(costs, rows):
 
 def test_each_row_kind_is_learnt_from_mixed_iterations():
     truth = GUESS.scaled(base=1.5, draft=0.8, verify=2.0)
-    estimate, rng = CostEstimate(GUESS, 50 * GB), random.Random(0)
+    estimate, rng = CostEstimate(GUESS), random.Random(0)
     for _ in range(4000):
         rows = random_rows(rng)
         estimate = estimate.observe_step(rows, seconds(truth, rows) * rng.uniform(0.97, 1.03))
@@ -47,7 +46,7 @@ def test_each_row_kind_is_learnt_from_mixed_iterations():
 
 
 def test_stalls_are_outliers_but_a_new_level_is_believed():
-    estimate, rng = CostEstimate(GUESS, 50 * GB), random.Random(1)
+    estimate, rng = CostEstimate(GUESS), random.Random(1)
     for _ in range(500):
         rows = random_rows(rng)
         estimate = estimate.observe_step(rows, seconds(GUESS, rows) * rng.uniform(0.98, 1.02))
@@ -61,30 +60,19 @@ def test_stalls_are_outliers_but_a_new_level_is_believed():
     assert seconds(stalled.costs, rows) == pytest.approx(2 * seconds(GUESS, rows), rel=0.05)
 
 
-def test_bandwidth_is_learnt_through_noise_and_stalls():
-    estimate, rng = CostEstimate(GUESS, 50 * GB), random.Random(2)
-    for _ in range(1000):
-        stall = 20.0 if rng.random() < 0.02 else 1.0
-        taken = 64e6 / (30 * GB) * rng.uniform(0.95, 1.05) * stall
-        estimate = estimate.observe_copy(64_000_000, taken)
-    assert estimate.link_bytes_per_s == pytest.approx(30 * GB, rel=0.05)
-
-
 def test_observing_returns_a_new_estimate():
-    before = CostEstimate(GUESS, 50 * GB)
-    after = before.observe_copy(1 << 30, 1.0).observe_step(Rows(1, 1000, 0, 0, 0), 1.0)
-    assert before == CostEstimate(GUESS, 50 * GB)
+    before = CostEstimate(GUESS)
+    after = before.observe_step(Rows(1, 1000, 0, 0, 0), 1.0)
+    assert before == CostEstimate(GUESS)
     assert after != before
 
 
 @pytest.mark.parametrize("taken", [0.0, -1.0, float("nan"), float("inf")])
 def test_impossible_times_teach_nothing(taken):
-    before = CostEstimate(GUESS, 50 * GB)
-    assert before.observe_copy(1 << 30, taken) is before
+    before = CostEstimate(GUESS)
     assert before.observe_step(Rows(1, 1000, 0, 0, 0), taken) is before
 
 
-def test_small_copies_and_empty_iterations_teach_nothing():
-    before = CostEstimate(GUESS, 50 * GB)
-    assert before.observe_copy(1000, 1e-3) is before
+def test_empty_iterations_teach_nothing():
+    before = CostEstimate(GUESS)
     assert before.observe_step(Rows(0, 0, 0, 0, 0), 1.0) is before

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_kvspec.planning.residency import ResidencyView, choose_resident
+from sglang_kvspec.planning.residency import ResidencyView, choose_resident, num_resident
 
 views = st.builds(
     ResidencyView,
@@ -75,3 +75,30 @@ def test_a_small_advantage_does_not_replace_a_resident():
     stays = ResidencyView(0, 10, next_use=8, cycle_len=8, is_resident=True)
     comes = ResidencyView(1, 10, next_use=0, cycle_len=8, is_resident=False)
     assert choose_resident([stays, comes], 10) == {0}
+
+
+def test_a_link_that_serves_everybody_leaves_few_residuals_in_the_cache():
+    # A room serves a fetch every other iteration. Three of twelve need one every fourth.
+    assert num_resident(12, 4, 12, num_slots=40, link_pages=100) == 9
+    # Where they verify every fourth iteration, four need two rooms.
+    assert num_resident(12, 4, 4, num_slots=40, link_pages=100) == 8
+
+
+def test_over_a_slow_link_as_many_stay_as_can():
+    # A fetch takes forty iterations.
+    assert num_resident(30, 40, 10, num_slots=400, link_pages=1) == 9
+    # Over a fast one the cache is for fetches: ten rooms serve five requests an iteration.
+    assert num_resident(60, 40, 10, num_slots=400, link_pages=1000) == 0
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(1, 50),
+    st.floats(1, 65),
+    st.integers(0, 500),
+    st.integers(1, 1000),
+)
+def test_a_room_is_left_for_a_fetch(num_requests, pages_each, cycle_len, num_slots, link_pages):
+    num = num_resident(num_requests, pages_each, cycle_len, num_slots, link_pages)
+    assert 0 <= num <= num_requests
+    assert num == 0 or (num + 1) * pages_each <= num_slots

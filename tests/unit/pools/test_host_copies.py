@@ -168,7 +168,7 @@ def test_copies_given_together_are_waited_for_once():
     assert streams.main.num_left == 2, "its own mark, and one wait"
     streams.drain()
     copies.fetch([(0, 1)])
-    assert streams.to_device.num_left == 3, "the main lane's mark, a copy, a mark"
+    assert streams.to_device.num_left == 4, "the main lane's mark, a mark, a copy, a mark"
     streams.drain()
 
 
@@ -188,3 +188,24 @@ def test_without_a_gpu_copies_are_done_when_asked_for():
     copies.main_writes([1])
     assert copies.fetch([(0, 0)]).query()
     check(cache.page(0), 3)
+
+
+def test_fetches_are_timed_without_their_fences_and_only_once_they_are_over():
+    streams = ModelStreams()
+    copies = HostCopies(pool(3), pool(3), streams.lanes)
+    # A step of the model's lanes takes a second; the fetch waits for seven of them.
+    for _ in range(7):
+        streams.main.do(lambda: None)
+    copies.fetch([(0, 0), (1, 1)])
+    copies.fetch([(2, 2)])
+    assert copies.take_fetch_times() == []
+    while streams.main.step():
+        pass
+    # Behind the fence: its mark, two copies, its mark.
+    for _ in range(5):
+        assert streams.to_device.step()
+    page_bytes = pool(1).page(0).nbytes
+    assert copies.take_fetch_times() == [(2 * page_bytes, 3.0)]
+    streams.drain()
+    assert copies.take_fetch_times() == [(page_bytes, 2.0)]
+    assert copies.take_fetch_times() == []

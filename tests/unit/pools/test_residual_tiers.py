@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_kvspec.core.errors import CapacityError, PageStateError
+from sglang_kvspec.core.errors import CapacityError, ConfigError, PageStateError
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.residual_table import ResidualState
@@ -280,3 +280,86 @@ def test_integrity_check_sees_a_resident_page_without_a_slot():
     tiers.cache_slots.release(1)
     with pytest.raises(AssertionError):
         tiers.check_integrity()
+
+
+def checked(**options):
+    tiers = make_tiers(**options)
+    tiers.keep_checksums()
+    return tiers
+
+
+def flip_a_bit(tiers, page, layer=1):
+    tiers._store.layer(layer)[page, 1, 3] ^= 4
+
+
+def test_a_page_that_changed_in_the_store_is_found_and_never_fetched():
+    tiers = checked(cache_pages=2)
+    give_birth(tiers, 1, 2, 3)
+    tiers.evict([1, 2])
+    for layer, page in ((0, 1), (LAYERS - 1, 3)):
+        assert tiers.find_spoiled([page]) == []
+        flip_a_bit(tiers, page, layer)
+        assert tiers.find_spoiled([2, page]) == [page]
+    tiers.start_fetch([1, 2])
+    tiers.finish_fetches()
+    assert states(tiers, 1, 2, 3) == ["STORED", "RESIDENT", "STORED"]
+    assert tiers.bytes_fetched == PAGE_BYTES
+    assert_reads(tiers, 2)
+    tiers.check_integrity()
+
+
+def test_what_is_in_the_cache_is_right_whatever_the_store_has():
+    tiers = checked(cache_pages=1)
+    give_birth(tiers, 1)
+    flip_a_bit(tiers, 1)
+    assert tiers.find_spoiled([1]) == []
+    assert_reads(tiers, 1)
+    tiers.evict([1])
+    assert tiers.find_spoiled([1]) == [1]
+
+
+def test_a_spoiled_page_stays_so_until_it_is_freed():
+    tiers = checked(cache_pages=0)
+    give_birth(tiers, 1, 2)
+    flip_a_bit(tiers, 1)
+    assert tiers.find_spoiled([1, 2]) == [1]
+    # The checksum alone would not tell: it reads as zeros now, as any number but NaN.
+    assert tiers.read(0, torch.tensor([1])).count_nonzero() == 0
+    tiers.spoil([2])
+    assert tiers.find_spoiled([1, 2]) == [1, 2]
+    tiers.release(1)
+    tiers.release(2)
+    give_birth(tiers, 1, 2, version=1)
+    assert tiers.find_spoiled([1, 2]) == []
+    assert_reads(tiers, 1, 2, version=1)
+
+
+def test_a_page_on_its_way_is_checked_too():
+    tiers = checked(cache_pages=1)
+    give_birth(tiers, 1)
+    tiers.evict([1])
+    tiers.start_fetch([1])
+    flip_a_bit(tiers, 1)
+    # Until it has arrived it is read from the store.
+    assert tiers.find_spoiled([1]) == [1]
+
+
+def test_without_checksums_nothing_is_found():
+    tiers = make_tiers(cache_pages=0)
+    give_birth(tiers, 1)
+    flip_a_bit(tiers, 1)
+    assert tiers.find_spoiled([1]) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()])
+def test_a_store_that_cannot_be_allocated_is_one_sentence(monkeypatch, error):
+    empty = torch.empty
+
+    def refused(shape, **options):
+        if shape[0] == NUM_PAGES + 1:
+            raise error
+        return empty(shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refused)
+    with pytest.raises(ConfigError, match=r"residual store of .* GiB .*--kvspec-host-gb"):
+        make_tiers()

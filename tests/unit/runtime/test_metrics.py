@@ -9,9 +9,12 @@ import torch
 from prometheus_client import REGISTRY
 
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.planning.link_estimate import GUESSED_BYTES_PER_S
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
+from sglang_kvspec.runtime.pressure import Pressure
 from sglang_kvspec.runtime.report import build_report
+from sglang_kvspec.runtime.speeds import GUESSED_ITERATION_S, Speeds
 
 
 def plan(draft=(), verify=(), wait=()):
@@ -104,7 +107,7 @@ def value(name, **labels):
 
 
 def test_published_values(exporter, counters, kv):
-    exporter.publish(counters, kv)
+    exporter.publish(counters, kv, Speeds(kv.residuals), Pressure())
     assert value("drafted_tokens_total") == 13
     assert value("accepted_tokens_total") == 9
     assert value("rejected_tokens_total") == 4
@@ -118,6 +121,8 @@ def test_published_values(exporter, counters, kv):
     assert value("prefix_hit_tokens_total", tier="resident") == 128
     assert value("prefix_hit_tokens_total", tier="host") == 192
     assert value("prefix_hit_tokens_total", tier="disk") == 128
+    assert value("link_bytes_per_second") == GUESSED_BYTES_PER_S
+    assert value("iteration_seconds") == GUESSED_ITERATION_S
     assert value("pages", state="stored") == 1
     assert value("pages", state="resident") == 1
     assert value("pages", state="absent") == 11
@@ -125,8 +130,8 @@ def test_published_values(exporter, counters, kv):
 
 
 def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
-    exporter.publish(counters, kv)
-    exporter.publish(counters, kv)
+    exporter.publish(counters, kv, Speeds(kv.residuals), Pressure())
+    exporter.publish(counters, kv, Speeds(kv.residuals), Pressure())
     assert value("accepted_tokens_total") == 9
     assert value("residual_bytes_total", path="streamed") == kv.plan.page_bytes.residual
     assert value("accept_length_count") == 4
@@ -135,7 +140,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
     counters.observe_hits(0, 64, 0)
     kv.residuals.evict([1])
     kv.residuals.start_fetch([2])
-    exporter.publish(counters, kv)
+    exporter.publish(counters, kv, Speeds(kv.residuals), Pressure())
     assert value("prefix_hit_tokens_total", tier="host") == 256
     assert value("prefix_hit_tokens_total", tier="disk") == 128
     assert value("accepted_tokens_total") == 14
@@ -150,7 +155,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
 
 def test_metric_names_are_unique_and_ours(exporter):
     names = [metric.name for metric in REGISTRY.collect() if "kvspec" in metric.name]
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 14
     assert all(name.startswith("sglang:kvspec_") for name in names)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         MetricsExporter("toy")
@@ -160,5 +165,31 @@ def test_every_possible_accept_length_has_a_finite_bucket(exporter, kv):
     counters = SpecCounters()
     for accepted in range(65):
         counters.observe_verification(64, accepted)
-    exporter.publish(counters, kv)
+    exporter.publish(counters, kv, Speeds(kv.residuals), Pressure())
     assert value("accept_length_count") == value("accept_length_bucket", le="64.0") == 65
+
+
+def test_pressure_is_published(exporter, counters, kv):
+    pressure = Pressure()
+    pressure.note_decision(lacks_pages=True)
+    pressure.note_queue(5)
+    pressure.note_retraction("memory", 2)
+    for _ in range(2):
+        exporter.publish(counters, kv, Speeds(kv.residuals), pressure)
+    assert value("requests_waiting_for_pages") == 5
+    assert value("retracted_requests_total", reason="memory") == 2
+    assert value("retracted_requests_total", reason="priority") == 0
+    # The queue empties while nothing was decided: nobody waits any more.
+    pressure.note_queue(0)
+    pressure.note_retraction("memory", 1)
+    exporter.publish(counters, kv, Speeds(kv.residuals), pressure)
+    assert value("requests_waiting_for_pages") == 0
+    assert value("retracted_requests_total", reason="memory") == 3
+    assert pressure.report()["most_waiting_for_pages"] == 5
+
+
+def test_who_waits_for_something_else_does_not_wait_for_pages():
+    pressure = Pressure()
+    pressure.note_decision(lacks_pages=False)
+    pressure.note_queue(3)
+    assert (pressure.waiting, pressure.held_back) == (0, 0)

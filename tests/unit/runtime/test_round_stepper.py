@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_kvspec.planning.link_estimate import GUESSED_BYTES_PER_S
 from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.planning.rounds import RoundCost
 from sglang_kvspec.pools.residual_table import ResidualState
-from sglang_kvspec.runtime import round_stepper
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.sampling import SamplingParams
@@ -82,11 +82,15 @@ def test_room_is_kept_for_pages_that_verifications_fill(encoded):
     assert len(RoundStepper(kv).plan(short, ids, [28, 4], PLENTY).verify) == 1
 
 
-def test_the_budget_is_what_the_link_moves_meanwhile(encoded, monkeypatch):
+def test_the_budget_is_what_the_link_was_seen_to_move_meanwhile(encoded, monkeypatch):
     kv = encoded(1)
-    monkeypatch.setattr(round_stepper, "LINK_BYTES_PER_S", 10 * kv.plan.page_bytes.residual)
+    page_bytes = kv.plan.page_bytes.residual
     cost = RoundCost(step=1.0, row=0.1, request=0.5, token=0.0)
-    budget = RoundStepper(kv).budget([3, 1], cost)
+    stepper = RoundStepper(kv)
+    assert stepper.budget([3, 1], cost).round_pages == int(5.4 * GUESSED_BYTES_PER_S / page_bytes)
+    # Ten pages a second.
+    fetches = [(1000 * page_bytes, 100.0)] * 3
+    monkeypatch.setattr(kv.residuals, "take_fetch_times", lambda: fetches)
     # Drafts: 3 steps and 4 rows; then a step and two requests.
-    assert budget == RoundBudget(34, 54)
-    assert RoundStepper(kv).budget([0, 0], cost) == RoundBudget(0, 20)
+    assert stepper.budget([3, 1], cost) == RoundBudget(34, 54)
+    assert stepper.budget([0, 0], cost) == RoundBudget(0, 20)

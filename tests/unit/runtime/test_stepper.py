@@ -7,9 +7,10 @@ import torch
 
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.residual_table import ResidualState
-from sglang_kvspec.runtime import stepper as stepper_module
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.speeds import Speeds
 from sglang_kvspec.runtime.stepper import Stepper
 
 
@@ -127,14 +128,70 @@ def test_pages_in_the_window_need_no_residuals(encoded):
     assert kv.residuals.bytes_fetched == 0
 
 
-def test_a_verification_is_placed_where_the_link_can_serve_it(encoded, monkeypatch):
+def link_of(kv, stepper, pages_per_iteration):
+    """Have the stepper see fetches and iterations of such a speed."""
+    # Half a page more, so that rounding does not count.
+    num_bytes = (1000 * pages_per_iteration + 500) * kv.plan.page_bytes.residual
+    kv.residuals.take_fetch_times = lambda: [(num_bytes, 10.0)] * 3
+    for _ in range(3):
+        stepper.speeds.note_iteration(0.01)
+
+
+def test_a_verification_is_placed_where_the_link_can_serve_it(encoded):
     """Three pages over a link of one an iteration: three iterations, not the one asked for."""
     kv = encoded(3, cache_pages=3)
     kv.residuals.evict([1, 2, 3])
-    monkeypatch.setattr(stepper_module, "FETCH_BYTES_PER_ITERATION", kv.plan.page_bytes.residual)
     state = make_state()
     state.acceptance.accepted, state.acceptance.rejected = 0.0, 100.0
-    assert until_verified(Stepper(KVSpecConfig(), kv), state, pages(1, 2, 3)) == 3
+    stepper = Stepper(KVSpecConfig(), kv)
+    link_of(kv, stepper, 1)
+    assert until_verified(stepper, state, pages(1, 2, 3)) == 3
+
+
+def test_fetches_are_timed_by_themselves(encoded):
+    kv = encoded(3, cache_pages=3)
+    kv.residuals.evict([1, 2, 3])
+    kv.residuals.start_fetch([1, 2])
+    ((num_bytes, seconds),) = kv.residuals.take_fetch_times()
+    assert num_bytes == 2 * kv.plan.page_bytes.residual
+    assert seconds > 0
+    assert kv.residuals.take_fetch_times() == []
+
+
+def test_the_link_of_the_first_rank_counts(encoded):
+    """This rank sees a link of nine pages an iteration, the first rank one of one."""
+    kv = encoded(3, cache_pages=3)
+    kv.residuals.evict([1, 2, 3])
+    state = make_state()
+    state.acceptance.accepted, state.acceptance.rejected = 0.0, 100.0
+    sent = []
+
+    class Second(Ranks):
+        def numbers(self, mine, about):
+            sent.append((list(mine), list(about)))
+            return [1]
+
+    stepper = Stepper(KVSpecConfig(), kv, Second(1, 2))
+    link_of(kv, stepper, 9)
+    assert until_verified(stepper, state, pages(1, 2, 3)) == 3
+    assert sent[0] == ([9], [("r", 64)])
+
+
+def test_small_changes_of_the_link_move_nothing(encoded):
+    kv = encoded(3, cache_pages=2)
+    seen = []
+
+    class Telling(Ranks):
+        def numbers(self, mine, about):
+            seen.extend(mine)
+            return list(mine)
+
+    stepper = Stepper(KVSpecConfig(), kv, Telling())
+    for speed in (100, 104, 96, 200):
+        stepper.speeds = Speeds(kv.residuals)
+        link_of(kv, stepper, speed)
+        stepper.plan([make_state()], [pages(1)])
+    assert seen == [100, 100, 100, 200]
 
 
 def test_pages_freed_while_they_are_fetched_do_not_come_back(encoded):

@@ -1,0 +1,129 @@
+"""SGLang's scheduler, told what it does not know of KVSpec's memory: who may start, and who is
+retracted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+from sglang_kvspec.adapters.requests import priority_of
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.planning.intake import Intake, PageNeed
+from sglang_kvspec.planning.retraction import RetractionView, keep_order
+from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.runtime.pressure import Pressure
+
+# SGLang sorts requests to retract without their batch, which knows where their pages are.
+_retracting: ContextVar[Any] = ContextVar("kvspec_retracting", default=None)
+
+
+def pressure_of(allocator: Any) -> Pressure:
+    pressure: Pressure = allocator.get_kvcache().pressure
+    return pressure
+
+
+def shorten_requests(worker_info: tuple[Any, ...]) -> tuple[Any, ...]:
+    """TpModelWorker.get_worker_info with lengths of requests and prompts that the pool can hold
+    together with the slots that are reserved behind them."""
+    pool_tokens, prefill, running, queued, req_len, input_len, *rest = worker_info
+    longest = min(req_len, pool_tokens - get_alloc_reserve_per_decode())
+    if longest < 1:
+        raise ConfigError(
+            f"a pool of {pool_tokens} tokens does not hold one request and its drafts: raise "
+            "--kvspec-host-gb, --mem-fraction-static or --max-total-tokens"
+        )
+    lengths = (longest, longest - (req_len - input_len))
+    return (pool_tokens, prefill, running, queued, *lengths, *rest)
+
+
+def add_if_it_fits(add: Callable[..., Any], adder: Any, req: Any, args: Any, kwargs: Any) -> Any:
+    """PrefillAdder.add_one_req, refused as by SGLang itself where pages would soon be lacking."""
+    pressure = pressure_of(adder.token_to_kv_pool_allocator)
+    if not _has_room(adder, req):
+        pressure.note_decision(lacks_pages=True)
+        return AddReqResult.NO_TOKEN
+    num_added = len(adder.can_run_list)
+    result = add(adder, req, *args, **kwargs)
+    is_added = len(adder.can_run_list) > num_added
+    pressure.note_decision(lacks_pages=not is_added and result == AddReqResult.NO_TOKEN)
+    return result
+
+
+def _has_room(adder: Any, req: Any) -> bool:
+    allocator, tree, size = adder.token_to_kv_pool_allocator, adder.tree_cache, adder.page_size
+    intake = Intake(size, get_alloc_reserve_per_decode())
+    others = [
+        *_running(adder.running_batch, size),
+        *(_starting(r, size) for r in adder.can_run_list),
+    ]
+    # A cached prefix that it uses is nobody's to take.
+    with adder._lock_node(req.last_node):
+        free_pages = int(allocator.available_size() + tree.evictable_size()) // size
+        return intake.has_room(_starting(req, size), others, free_pages)
+
+
+def _running(batch: Any, page_size: int) -> Iterator[PageNeed]:
+    for req in batch.reqs if batch is not None else ():
+        # One that has finished has given its pages back already.
+        if not req.finished():
+            held_pages = -(-req.kv.kv_allocated_len // page_size)
+            yield PageNeed(held_pages, req.kv_committed_len, _remaining(req))
+
+
+def _starting(req: Any, page_size: int) -> PageNeed:
+    held_pages = len(req.prefix_indices) // page_size
+    return PageNeed(held_pages, len(req.full_untruncated_fill_ids), _remaining(req))
+
+
+def _remaining(req: Any) -> int:
+    return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
+
+
+def retract(original: Callable[..., Any], batch: Any, server_args: Any) -> Any:
+    """ScheduleBatch.retract_decode, by our order, counted."""
+    reason = "test" if batch.check_decode_mem() else "memory"
+    token = _retracting.set(batch)
+    try:
+        retracted, new_ratio, failed = original(batch, server_args)
+    finally:
+        _retracting.reset(token)
+    pressure = pressure_of(batch.token_to_kv_pool_allocator)
+    pressure.note_retraction(reason, len(retracted), len(failed))
+    return retracted, new_ratio, failed
+
+
+def retraction_order(original: Callable[..., list[int]], reqs: Any, server_args: Any) -> list[int]:
+    """ScheduleBatch._get_decode_retraction_order; SGLang's own outside of retract()."""
+    batch = _retracting.get()
+    if batch is None:
+        return original(reqs, server_args)
+    return keep_order([_view(req, batch) for req in reqs])
+
+
+def _view(req: Any, batch: Any) -> RetractionView:
+    kv = batch.token_to_kv_pool_allocator.get_kvcache().kv
+    size = kv.geometry.page_size
+    slots = batch.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len : size]
+    states = [kv.residuals.table.state(page) for page in (slots // size).tolist()]
+    near = sum(state in (ResidualState.RESIDENT, ResidualState.FETCHING) for state in states)
+    return RetractionView(
+        priority=priority_of(req),
+        num_retractions=req.retraction_count,
+        far_pages=states.count(ResidualState.STORED),
+        near_pages=near,
+        num_output=len(req.output_ids),
+        num_prompt=len(req.origin_input_ids),
+    )
+
+
+def preempt(original: Callable[..., bool], adder: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """PrefillAdder.preempt_to_schedule, counted."""
+    before = len(adder.preempt_list)
+    done = original(adder, *args, **kwargs)
+    pressure = pressure_of(adder.token_to_kv_pool_allocator)
+    pressure.note_retraction("priority", len(adder.preempt_list) - before)
+    return done

@@ -1,0 +1,49 @@
+"""What a shortage of pages does to requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Pressure:
+    """waiting: requests in SGLang's queue while its first one waits for pages; most_waiting: of all
+    times. held_back: times that a request was not started for want of pages. retracted: requests
+    by reason: `memory`, `priority`, `test`. out_of_memory: requests that failed, since alone they
+    did not fit."""
+
+    waiting: int = 0
+    most_waiting: int = 0
+    held_back: int = 0
+    retracted: Counter[str] = field(default_factory=Counter)
+    out_of_memory: int = 0
+    _lacks_pages: bool = False
+
+    def note_decision(self, *, lacks_pages: bool) -> None:
+        """The first waiting request was started, or not for want of pages."""
+        self._lacks_pages = lacks_pages
+        self.held_back += lacks_pages
+
+    def note_queue(self, num_waiting: int) -> None:
+        """So many requests wait, for whatever reason."""
+        self.waiting = num_waiting if self._lacks_pages else 0
+        self.most_waiting = max(self.most_waiting, self.waiting)
+
+    def note_retraction(self, reason: str, num_requests: int, num_failed: int = 0) -> None:
+        self.retracted[reason] += num_requests
+        self.out_of_memory += num_failed
+
+    def report(self) -> dict[str, Any]:
+        """For /server_info."""
+        return {
+            "waiting_for_pages": self.waiting,
+            "most_waiting_for_pages": self.most_waiting,
+            "held_back": self.held_back,
+            "retracted": {reason: self.retracted[reason] for reason in REASONS},
+            "out_of_memory": self.out_of_memory,
+        }
+
+
+REASONS = ("memory", "priority", "test")

@@ -1,0 +1,48 @@
+"""What the link moves and how long iterations take, as measured while serving."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_kvspec.planning.link_estimate import LinkEstimate
+from sglang_kvspec.planning.online import OnlineValue
+from sglang_kvspec.pools.residual_tiers import ResidualTiers
+
+# Until an iteration was measured.
+GUESSED_ITERATION_S = 10e-3
+
+
+class Speeds:
+    """Guesses first, then estimates from fetches and iterations that are over. Nothing waits for
+    a measurement. Each rank has its own: what is decided by them is to be sent by the first."""
+
+    def __init__(self, residuals: ResidualTiers) -> None:
+        self._residuals = residuals
+        self._link = LinkEstimate()
+        self._iteration_s = OnlineValue(GUESSED_ITERATION_S)
+
+    def note_fetches(self) -> None:
+        """Learn from the fetches that have ended since the last call."""
+        for num_bytes, seconds in self._residuals.take_fetch_times():
+            self._link = self._link.observe(num_bytes, seconds)
+
+    def note_iteration(self, seconds: float) -> None:
+        """An iteration took so long, beside which residuals can move."""
+        self._iteration_s = self._iteration_s.observe(seconds)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        return self._link.bytes_per_s
+
+    @property
+    def iteration_s(self) -> float:
+        return self._iteration_s.value
+
+    def report(self) -> dict[str, Any]:
+        """For /server_info. Without observations a value is a guess."""
+        return {
+            "link_bytes_per_s": self.link_bytes_per_s,
+            "link_observations": self._link.rate.num_observed,
+            "iteration_s": self.iteration_s,
+            "iteration_observations": self._iteration_s.num_observed,
+        }

@@ -1,0 +1,41 @@
+"""The server that a crowd of requests is too much for: little store, less cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from harness.faults import fault_environment
+from harness.models import DEMO_MODEL
+from harness.references import Setting
+from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
+from harness.servers import ServerSpec
+from harness.soak import CROWD_SIZE
+
+CACHE_PAGES = 16
+# 163 pages: a third of what a crowd asks for at once.
+HOST_GB = 0.06
+
+
+def crowded_server(schedule: str, fault_file: Path, prefix_folder: Path) -> ServerSpec:
+    """It checks its memory at every step, and checksums of its store; retracts now and then; keeps
+    prefixes on the host and on disk; and has the faults that the file names."""
+    flags = (
+        f"--max-running-requests={CROWD_SIZE}",
+        f"--kvspec-host-gb={HOST_GB}",
+        # SGLang itself would let in whoever comes.
+        "--schedule-conservativeness=0.05",
+        "--enable-priority-scheduling",
+        "--chunked-prefill-size=512",
+        "--enable-metrics",
+        # After a flush prefixes are on disk only, and come back while others come and go.
+        "--kvspec-prefix-host-gb=0.1",
+        f"--kvspec-prefix-dir={prefix_folder}",
+        # So that answers take many rounds.
+        *(("--kvspec-draft-len=4",) if schedule == "rounds" else ()),
+    )
+    environment = fault_environment(
+        KVSPEC_FAULT_FILE=fault_file, KVSPEC_CACHE_PAGES=CACHE_PAGES, SGLANG_KVSPEC_DEBUG=1
+    )
+    spec = Setting("exact", "log4", schedule).server(DEMO_MODEL, *flags)
+    return FORCED_RETRACTION.server(STRICT_CHECKS.server(replace(spec, environment=environment)))

@@ -1,0 +1,208 @@
+"""Who may start and who is retracted: budgets, no storms, priorities, and an end for everybody."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_kvspec.planning.intake import Intake, PageNeed
+from sglang_kvspec.planning.retraction import RetractionView, keep_order
+
+PAGE, RESERVE, HEADROOM = 16, 10, 24
+RULE = Intake(PAGE, RESERVE, HEADROOM)
+
+
+def pages(num_tokens):
+    return -(-num_tokens // PAGE)
+
+
+@dataclass(eq=False)
+class Request:
+    """added: tokens since anybody started last."""
+
+    prompt: int
+    max_new: int
+    actual_new: int
+    priority: int = 0
+    output: int = 0
+    held: int = 0
+    added: int = 0
+    retractions: int = 0
+
+    @property
+    def need(self):
+        return PageNeed(self.held, self.prompt + self.output, self.max_new - self.output)
+
+    @property
+    def view(self):
+        # Where residuals lie is as random as the prompt.
+        far = self.prompt % 3
+        return RetractionView(self.priority, self.retractions, far, 1, self.output, self.prompt)
+
+
+@dataclass
+class Server:
+    """SGLang's loop as far as pages are concerned, one request at the head of its queue at a time.
+    Speeds differ: a request adds any number of tokens up to the slots it has for them."""
+
+    num_pages: int
+    rng: random.Random
+    waiting: list[Request]
+    running: list[Request] = field(default_factory=list)
+    num_retractions: int = 0
+    rule: Intake = RULE
+
+    @property
+    def free(self):
+        return self.num_pages - sum(r.held for r in self.running)
+
+    def start_waiting(self):
+        self.waiting.sort(key=lambda r: -r.priority)
+        starting: list[Request] = []
+        while self.waiting:
+            others = [r.need for r in (*self.running, *starting)]
+            if not self.rule.has_room(self.waiting[0].need, others, self.free):
+                break
+            starting.append(self.waiting.pop(0))
+        for request in starting:
+            request.held = pages(request.prompt + request.output)
+            self.running.append(request)
+        if starting:
+            for request in self.running:
+                request.added = 0
+
+    def lacking(self):
+        return {r: max(pages(r.need.num_tokens + RESERVE) - r.held, 0) for r in self.running}
+
+    def retract(self):
+        """As ScheduleBatch.retract_decode: until what is left can go on."""
+        order = [self.running[i] for i in keep_order([r.view for r in self.running])]
+        while sum(self.lacking().values()) > self.free and len(self.running) > 1:
+            assert max(r.added for r in self.running) > self.rule.headroom_tokens, "a storm"
+            victim = order.pop()
+            self.running.remove(victim)
+            for kept in self.running:
+                assert victim.priority <= kept.priority
+                if victim.priority == kept.priority:
+                    assert victim.retractions <= kept.retractions
+            victim.held, victim.retractions = 0, victim.retractions + 1
+            self.num_retractions += 1
+            self.waiting.append(victim)
+
+    def step(self):
+        self.start_waiting()
+        self.retract()
+        for request, num_pages in self.lacking().items():
+            request.held += num_pages
+        assert self.free >= 0, "more pages than there are"
+        for request in list(self.running):
+            num_new = min(self.rng.randint(1, RESERVE), request.actual_new - request.output)
+            request.output += num_new
+            request.added += num_new
+            if request.output == request.actual_new:
+                self.running.remove(request)
+
+    @property
+    def is_idle(self):
+        return not self.running and not self.waiting
+
+
+def run(server):
+    while not server.is_idle:
+        server.step()
+
+
+@st.composite
+def bursts(draw):
+    sizes = st.tuples(
+        st.integers(1, 120), st.integers(1, 120), st.floats(0.1, 1.0), st.integers(0, 2)
+    )
+    requests = [
+        Request(prompt, most, max(1, int(most * share)), priority)
+        for prompt, most, share, priority in draw(st.lists(sizes, min_size=1, max_size=24))
+    ]
+    # The largest fits alone, as SGLang sees to.
+    least = max(pages(r.prompt + r.max_new + RESERVE) for r in requests)
+    return requests, draw(st.integers(least, 3 * least)), draw(st.integers(0, 2**16))
+
+
+@settings(max_examples=300, deadline=None)
+@given(bursts())
+def test_everybody_finishes_within_pages_and_without_storms(burst):
+    requests, num_pages, seed = burst
+    server = Server(num_pages, random.Random(seed), list(requests))
+    # Somebody adds a token in every iteration, and a retraction keeps those that were emitted.
+    for _ in range(sum(request.actual_new for request in requests)):
+        server.step()
+        if server.is_idle:
+            break
+    assert server.is_idle, "somebody starves"
+    assert all(request.output == request.actual_new for request in requests)
+
+
+@settings(max_examples=100, deadline=None)
+@given(bursts())
+def test_with_headroom_for_whole_answers_nobody_is_retracted(burst):
+    requests, num_pages, seed = burst
+    rule = Intake(PAGE, RESERVE, headroom_tokens=1000)
+    server = Server(num_pages, random.Random(seed), list(requests), rule=rule)
+    run(server)
+    assert server.num_retractions == 0
+
+
+def test_without_the_rule_there_are_storms():
+    """The same loop fails where requests start as soon as their prompts fit."""
+
+    class Eager(Intake):
+        def has_room(self, request, others, free_pages):
+            asked = sum(max(pages(n.num_tokens) - n.held_pages, 0) for n in (request, *others))
+            return asked <= free_pages
+
+    rule = Eager(PAGE, RESERVE, HEADROOM)
+    requests = [Request(40, 100, 100) for _ in range(20)]
+    server = Server(30, random.Random(0), requests, rule=rule)
+    with pytest.raises(AssertionError, match="a storm"):
+        run(server)
+
+
+def test_a_request_needs_room_for_its_prompt_its_next_tokens_and_its_drafts():
+    # 64 + 24 + 10 tokens: seven pages.
+    request = PageNeed(0, 64, 100)
+    assert RULE.lacking(request) == 7
+    # Two of them are cached.
+    assert RULE.lacking(PageNeed(2, 64, 100)) == 5
+    # It ends before it has added its headroom.
+    assert RULE.lacking(PageNeed(0, 64, 3)) == 5
+    assert RULE.lacking(PageNeed(9, 64, 100)) == 0
+    running = PageNeed(5, 70, 50)
+    assert RULE.lacking(running) == 2
+    assert RULE.has_room(request, [running], 9)
+    assert not RULE.has_room(request, [running], 8)
+
+
+def test_the_first_of_all_starts_whatever_it_needs():
+    assert RULE.has_room(PageNeed(0, 10_000, 100), [], 1)
+
+
+def view(priority=0, num_retractions=0, far=0, near=4, output=10, prompt=100):
+    return RetractionView(priority, num_retractions, far, near, output, prompt)
+
+
+@pytest.mark.parametrize(
+    ("kept", "retracted"),
+    [
+        (view(priority=1, far=4, near=0), view()),
+        (view(num_retractions=1, far=4, near=0), view(output=1000)),
+        (view(far=2), view(far=5, output=1000)),
+        (view(output=11), view(output=10)),
+        (view(prompt=99), view(prompt=100)),
+    ],
+    ids=["priority", "retracted before", "residuals near", "more output", "shorter prompt"],
+)
+def test_who_is_kept(kept, retracted):
+    assert keep_order([kept, retracted]) == [0, 1]
+    assert keep_order([retracted, kept]) == [1, 0]
