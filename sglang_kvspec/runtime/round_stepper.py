@@ -66,10 +66,12 @@ class RoundStepper:
         self._kv.await_residuals(page for i in plan.verify for page in pages[i].tolist())
 
     def _nothing_can_move(self, spill: int) -> bool:
-        plan, counts = self._kv.plan, self._kv.residuals.table.counts()
+        """Every residual is in the cache or on its way into it. Which of the two is each rank's own
+        to know, and all ranks must plan alike."""
+        plan = self._kv.plan
         if not plan.host_pages or not plan.cache_pages:
             return True
-        num_away = counts["STORED"] + counts["FETCHING"]
+        num_away = self._kv.residuals.table.counts()["STORED"]
         return num_away == 0 and spill <= self._kv.residuals.cache_slots.num_free
 
     def _spill(self, state: RequestState, num_new: int) -> int:

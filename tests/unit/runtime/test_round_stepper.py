@@ -73,6 +73,23 @@ def test_pages_are_fetched_and_others_make_room(encoded):
     kv.check_integrity()
 
 
+def test_ranks_plan_alike_whose_fetches_end_at_different_times(encoded, monkeypatch):
+    """The last pages that were away are on their way; on one rank they have arrived."""
+    states, ids = [make_state("a", 1), make_state("b", 3)], [pages(1, 5), pages(2, 3, 4, 6)]
+    budgets = [RoundBudget(0, 1), RoundBudget(0, 1), RoundBudget(0, 0)]
+    plans = []
+    for is_slow in (False, True):
+        kv = encoded(4, cache_pages=4)
+        kv.residuals.evict([4])
+        stepper = RoundStepper(kv)
+        if is_slow:
+            monkeypatch.setattr(kv.residuals, "finish_fetches", lambda: None)
+        plans.append([stepper.plan(states, ids, [4, 4], budget) for budget in budgets])
+        assert kv.residuals.table.counts()["FETCHING"] == is_slow
+        plans[-1].append(stepper._planner._waited)
+    assert plans[0] == plans[1]
+
+
 def test_room_is_kept_for_pages_that_verifications_fill(encoded):
     kv = encoded(4, cache_pages=4)
     ids = [pages(1, 2, 5, 6), pages(3, 4, 7, 8)]
