@@ -13,6 +13,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 PYTHON := $(VENV)/bin/python
+UNIT_TESTS = $(filter-out tests/__pycache__ tests/sglang,$(wildcard tests/*))
 INSTALLED := $(VENV)/.installed
 # pyenv leaves commands behind for versions that are not active, so candidates are run, not found.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -38,9 +39,19 @@ serve: $(INSTALLED) ## serve MODEL with --kvspec on PORT until Ctrl-C; more serv
 	$(PYTHON) -m sglang.launch_server --model-path $(MODEL) --port $(PORT) \
 		$(CPU_SERVER) --kvspec $(ARGS)
 
-test: $(INSTALLED) ## unit tests, then tests on the real server; pytest's own flags in PYTEST_ARGS
-	$(PYTHON) -m pytest $(filter-out tests/__pycache__ tests/sglang,$(wildcard tests/*)) \
-		tests/sglang $(PYTEST_ARGS)
+# Side by side: servers wait for one core most of the time. What unit tests say comes at the end.
+test: $(INSTALLED) ## unit tests beside tests on the real server; one after the other with PYTEST_ARGS
+ifeq ($(strip $(PYTEST_ARGS)),)
+	@mkdir -p .kvspec; \
+	$(PYTHON) -m pytest $(UNIT_TESTS) > .kvspec/unit-tests.log 2>&1 & unit=$$!; \
+	trap "kill $$unit" INT TERM; \
+	$(PYTHON) -m pytest tests/sglang && server=0 || server=$$?; \
+	wait $$unit && unit=0 || unit=$$?; \
+	cat .kvspec/unit-tests.log; \
+	test $$server -eq 0 -a $$unit -eq 0
+else
+	$(PYTHON) -m pytest $(UNIT_TESTS) tests/sglang $(PYTEST_ARGS)
+endif
 
 # The Python of a machine with a GPU, with torch, triton, pytest and hypothesis: no environment here.
 test-gpu: ## tests of the kernels on a CUDA device: make test-gpu PYTHON=/path/to/python
