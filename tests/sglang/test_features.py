@@ -98,7 +98,7 @@ def test_refuses_what_it_cannot_serve(url: str, field: str, value: Any) -> None:
 def test_server_info_and_metrics(url: str) -> None:
     generate(url, max_new_tokens=60, ignore_eos=True)
     report = report_of(url)
-    assert report["config"]["codec"] == "log4"
+    assert report["config"]["codec"] == "uniform4"
     assert report["pools"]["kv_bytes_allocated"] >= report["pools"]["kv_bytes"]
     assert report["counters"]["accepted"] > 0
     assert report["anchor_bits_per_element"] <= 4.6
@@ -121,7 +121,7 @@ def test_start_line_says_what_fits(servers: ServerSwitch, url: str) -> None:
     log = Path(servers.log_path).read_text()
     (line,) = [line for line in log.splitlines() if "KVSpec:" in line and "tokens fit" in line]
     assert "24576 tokens fit" in line
-    assert "codec log4" in line
+    assert "codec uniform4" in line
 
 
 def test_profile_is_written(url: str, tmp_path: Path) -> None:
