@@ -38,7 +38,7 @@ def run_in_memory(seed: int) -> Outcome:
     )
     events = [random.choice(EVENTS) for _ in range(random.randrange(4))]
     name = f"seed {seed}: {faults}, {events}"
-    rig = Rig(seed, faults)
+    rig = Rig(seed, faults, vary=random.random() < 0.5)
     ended: set[int] = set()
     try:
         for transfer in TRANSFERS:

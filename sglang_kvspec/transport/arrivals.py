@@ -19,22 +19,31 @@ MAX_HOLES = 256
 # Completed transfers whose late frames are known for duplicates.
 NUM_REMEMBERED = 4096
 
+# Stream, page's index, chunk.
+_Place = tuple[Stream, int, int]
+
 
 class Destination(Protocol):
     """Memory that pages arrive in."""
 
     def view(self, stream: Stream, page: int, generation: int, chunk: int) -> memoryview | None:
-        """The bytes of a chunk, writable; None if the page is of another generation by now."""
+        """Writable room for the largest chunk of the stream, of which the first bytes are written;
+        None if the page is of another generation by now."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PageArrived:
-    """All chunks of a page's stream have arrived."""
+    """All chunks of a page's stream have arrived, of so many bytes each."""
 
     transfer: int
     stream: Stream
     page_index: int
+    chunk_bytes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.chunk_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +92,14 @@ class Incoming:
         self.started_s = now_s
         self.missing = [shape.num_segments(stream) for stream in Stream]
         self._chunks_left = {
-            (stream, index): shape.num_chunks for stream in Stream for index in range(len(pages))
+            (stream, index): shape.num_chunks
+            for stream in Stream
+            for index in range(shape.num_pages_of(stream))
         }
         self._index = {page: index for index, (page, _) in enumerate(pages)}
-        self._partial: dict[tuple[Stream, int, int], ByteRanges] = {}
-        self._full: set[tuple[Stream, int, int]] = set()
+        self._partial: dict[_Place, ByteRanges] = {}
+        # Chunks that are there, and their bytes.
+        self._full: dict[_Place, int] = {}
         if len(pages) != shape.num_pages or len(self._index) != len(pages):
             raise TransportError(f"transfer {transfer}: {len(pages)} pages, or one twice: {shape}")
 
@@ -97,52 +109,62 @@ class Incoming:
             return IncomingState.EMPTY
         return IncomingState.DRAFTABLE if self.missing[Stream.RESIDUAL] else IncomingState.COMPLETE
 
-    def write(self, frame: Data, payload: Buffer) -> tuple[int, int | None]:
-        """Copy what is new of a piece. Returns its bytes, and the page's index where that page's
-        stream is now complete. Raises FrameError, and has written nothing, for a wrong place."""
-        index = self._index.get(frame.page)
-        size = self.shape.chunk_bytes(frame.stream)
-        if index is None or frame.chunk >= self.shape.num_chunks:
-            raise FrameError(Drop.MISPLACED, f"page {frame.page}, chunk {frame.chunk}")
-        stop = frame.offset + frame.length
-        if stop > size:
-            raise FrameError(Drop.MISPLACED, f"bytes up to {stop} of {size}")
-        if frame.generation != self.pages[index][1]:
-            raise FrameError(Drop.STALE, f"page {frame.page}, generation {frame.generation}")
-        key = (frame.stream, index, frame.chunk)
+    def write(self, frame: Data, payload: Buffer) -> tuple[int, PageArrived | None]:
+        """Copy what is new of a piece. Returns its bytes, and the event where a page's stream is
+        now complete. Raises FrameError, and has written nothing, for a wrong place."""
+        key = self._place(frame)
         if key in self._full:
             return 0, None
         target = self.destination.view(frame.stream, frame.page, frame.generation, frame.chunk)
         if target is None:
             raise FrameError(Drop.RECYCLED, f"page {frame.page} has been recycled")
-        return self._cover(key, frame.offset, stop, target, memoryview(payload))
-
-    def _cover(
-        self,
-        key: tuple[Stream, int, int],
-        start: int,
-        stop: int,
-        target: memoryview,
-        payload: memoryview,
-    ) -> tuple[int, int | None]:
-        size = self.shape.chunk_bytes(key[0])
-        if len(target) != size:
-            raise TransportError(f"{key}: destination of {len(target)} bytes, expected {size}")
-        ranges = self._partial.setdefault(key, ByteRanges(size))
+        if len(target) < frame.size:
+            raise FrameError(Drop.NO_ROOM, f"{key} of {frame.size} bytes, room for {len(target)}")
+        ranges = self._partial.setdefault(key, ByteRanges(frame.size))
         if len(ranges) >= MAX_HOLES:
             raise FrameError(Drop.MISPLACED, f"{key} has {len(ranges)} holes")
-        num_new = 0
-        for a, b in ranges.add(start, stop):
-            target[a:b] = payload[a - start : b - start]
-            num_new += b - a
-        if not ranges.is_full:
-            return num_new, None
-        del self._partial[key]
-        self._full.add(key)
-        self.missing[key[0]] -= 1
-        page = key[:2]
-        self._chunks_left[page] -= 1
-        return num_new, None if self._chunks_left[page] else key[1]
+        num_new, source = 0, memoryview(payload)
+        for start, stop in ranges.add(frame.offset, frame.offset + frame.length):
+            target[start:stop] = source[start - frame.offset : stop - frame.offset]
+            num_new += stop - start
+        return num_new, self._fill(key) if ranges.is_full else None
+
+    def _place(self, frame: Data) -> _Place:
+        """Which chunk a piece is of. Nothing that the frame says is believed."""
+        index = self._index.get(frame.page)
+        if (
+            index is None
+            or index >= self.shape.num_pages_of(frame.stream)
+            or frame.chunk >= self.shape.num_chunks
+        ):
+            raise FrameError(
+                Drop.MISPLACED, f"{frame.stream.name} of page {frame.page}, chunk {frame.chunk}"
+            )
+        if frame.generation != self.pages[index][1]:
+            raise FrameError(Drop.STALE, f"page {frame.page}, generation {frame.generation}")
+        key = (frame.stream, index, frame.chunk)
+        stop, limit = frame.offset + frame.length, self.shape.chunk_bytes(frame.stream)
+        if not stop <= frame.size <= limit:
+            raise FrameError(
+                Drop.MISPLACED, f"{key}: bytes up to {stop} of {frame.size}, limit {limit}"
+            )
+        partial = self._partial.get(key)
+        known = self._full.get(key) if partial is None else partial.size
+        if known not in (None, frame.size):
+            raise FrameError(Drop.MISPLACED, f"{key} has {known} bytes, now {frame.size}")
+        return key
+
+    def _fill(self, key: _Place) -> PageArrived | None:
+        """A chunk has arrived. Returns the event if its page has."""
+        stream, index, _ = key
+        self._full[key] = self._partial.pop(key).size
+        self.missing[stream] -= 1
+        self._chunks_left[stream, index] -= 1
+        if self._chunks_left[stream, index]:
+            return None
+        chunks = range(self.shape.num_chunks)
+        sizes = tuple(self._full[stream, index, chunk] for chunk in chunks)
+        return PageArrived(self.transfer, stream, index, sizes)
 
 
 class Arrivals:
@@ -174,7 +196,7 @@ class Arrivals:
         stream.payload_bytes += num_new
         stream.duplicate_bytes += frame.length - num_new
         if page is not None:
-            self._events.append(PageArrived(frame.transfer, frame.stream, page))
+            self._events.append(page)
         if num_new and not incoming.missing[frame.stream]:
             self._stream_arrived(incoming, frame.stream, now_s)
         if incoming.state is IncomingState.COMPLETE:

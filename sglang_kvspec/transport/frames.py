@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_PIECE_BYTES = 1 << 20
 MAX_PAGES = 1 << 15
 MAX_CHUNKS = 1 << 12
@@ -94,7 +94,8 @@ class Ack(_Frame, frozen=True):
 
 class Open(_Frame, frozen=True):
     """Receiver to sender: send this transfer into these (page, generation). Repeating it is safe
-    and asks whether the transfer still lives. *_bytes: of one chunk of one page."""
+    and asks whether the transfer still lives. *_bytes: the most that one chunk of one page has.
+    Only the first num_residual_pages have residuals."""
 
     session: Word
     sequence: Word
@@ -103,6 +104,7 @@ class Open(_Frame, frozen=True):
     num_chunks: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
     anchor_bytes: Count
     residual_bytes: Count
+    num_residual_pages: Annotated[int, Meta(ge=0, le=MAX_PAGES)]
 
 
 class Accept(_Frame, frozen=True):
@@ -124,7 +126,8 @@ class Abort(_Frame, frozen=True):
 
 class Data(_Frame, frozen=True):
     """Sender to receiver: `length` bytes of a chunk of a page, from `offset` on; the payload is the
-    message's second part. A piece that is sent again has a new sequence and the same place."""
+    message's second part. size: of the whole chunk, the same in all its pieces. A piece that is
+    sent again has a new sequence and the same place."""
 
     session: Word
     sequence: Word
@@ -133,6 +136,7 @@ class Data(_Frame, frozen=True):
     page: Count
     generation: Word
     chunk: Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
+    size: Annotated[int, Meta(ge=1, lt=1 << 31)]
     offset: Count
     length: Annotated[int, Meta(ge=1, le=MAX_PIECE_BYTES)]
 

@@ -50,6 +50,8 @@ class Outgoing:
         key = segment.key
         if key in self._offered:
             raise TransportError(f"{key} was offered before")
+        if not len(segment.view):
+            raise TransportError(f"{key} has no bytes")
         if self.shape is not None and (wrong := _misfit(self.shape, key, len(segment.view))):
             raise TransportError(wrong)
         self._offered.add(key)
@@ -100,7 +102,8 @@ class Outgoing:
 
 
 def _misfit(shape: TransferShape, key: SegmentKey, num_bytes: int) -> str | None:
-    if not (0 <= key.page_index < shape.num_pages and 0 <= key.chunk < shape.num_chunks):
+    num_pages = shape.num_pages_of(key.stream)
+    if not (0 <= key.page_index < num_pages and 0 <= key.chunk < shape.num_chunks):
         return f"{key} lies outside {shape}"
-    expected = shape.chunk_bytes(key.stream)
-    return None if num_bytes == expected else f"{key} has {num_bytes} bytes, {shape} expects them"
+    limit = shape.chunk_bytes(key.stream)
+    return None if num_bytes <= limit else f"{key} has {num_bytes} bytes, the limit is {limit}"

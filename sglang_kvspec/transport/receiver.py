@@ -22,6 +22,7 @@ from sglang_kvspec.transport.frames import (
     Open,
     Ping,
     Refuse,
+    Stream,
     Welcome,
 )
 from sglang_kvspec.transport.intake import take_in, unexpected
@@ -162,7 +163,7 @@ class Receiver:
                 request = self._requests[frame.transfer]
                 request.open_at_s = now_s + self._timing.silence_s
         except FrameError as error:
-            if error.drop is Drop.RECYCLED:
+            if error.drop in (Drop.RECYCLED, Drop.NO_ROOM):
                 self.cancel(frame.transfer, str(error))
             elif error.drop is Drop.UNKNOWN:
                 self._tell_aborted(frame.transfer, "the receiver does not expect it")
@@ -228,6 +229,7 @@ class Receiver:
             shape.num_chunks,
             shape.anchor_bytes,
             shape.residual_bytes,
+            shape.num_pages_of(Stream.RESIDUAL),
         )
         self._port.send(_SENDER, encode(frame))
         again_s = self._timing.silence_s if request.accepted else self._timing.retry_s

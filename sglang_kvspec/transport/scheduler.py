@@ -38,6 +38,14 @@ class Ended(NamedTuple):
     segments: tuple[Segment, ...]
 
 
+class Opening(NamedTuple):
+    """What an Open came to. refusal: why its receiver cannot have the transfer. ended: what that
+    does to the transfer itself, where memory that was offered before does not fit."""
+
+    refusal: str | None
+    ended: Ended | None = None
+
+
 class SendScheduler:
     """Anchors of any transfer before residuals of every transfer; within a stream the transfer that
     waits longest; only to peers that have credit."""
@@ -90,26 +98,26 @@ class SendScheduler:
             self._wait(outgoing, key.stream)
         return True
 
-    def open(self, peer: bytes, frame: Open) -> str | None:
-        """A receiver wants a transfer. Returns why it cannot have it, else None."""
+    def open(self, peer: bytes, frame: Open) -> Opening:
+        """A receiver wants a transfer."""
         if frame.transfer in self._over:
-            return self._over[frame.transfer]
+            return Opening(self._over[frame.transfer])
         outgoing = self._transfers.get(frame.transfer) or Outgoing(frame.transfer)
         is_new = outgoing.shape is None
         if is_new and self._open_pages + len(frame.pages) > MAX_OPEN_PAGES:
-            return f"the sender has {self._open_pages} pages open, limit {MAX_OPEN_PAGES}"
+            return Opening(f"the sender has {self._open_pages} pages open, limit {MAX_OPEN_PAGES}")
         try:
             shape = TransferShape.of(frame)
         except TransportError as error:
-            return str(error)
+            return Opening(str(error))
         if (wrong := outgoing.open(peer, shape, frame.pages)) is not None:
-            return wrong
+            return Opening(wrong, self._end(outgoing, wrong) if is_new else None)
         if is_new:
             self._transfers[frame.transfer] = outgoing
             self._open_pages += len(frame.pages)
             for stream in Stream:
                 self._wait(outgoing, stream)
-        return None
+        return Opening(None)
 
     def choose(self, blocked: Collection[bytes] = ()) -> Choice | None:
         """The next piece, to a peer that is not blocked; None if nothing waits that may go.

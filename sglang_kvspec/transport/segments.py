@@ -11,14 +11,15 @@ from sglang_kvspec.transport.frames import MAX_CHUNKS, MAX_PAGES, Open, Stream
 
 @dataclass(frozen=True, slots=True)
 class TransferShape:
-    """Both ends' idea of a transfer: pages x chunks, and the bytes of a chunk in each stream. A
-    chunk is whatever lies in one piece in memory: a layer of a page, or all of them. residual_bytes
-    0: the transfer has no residuals."""
+    """Both ends' idea of a transfer: pages x chunks, and the most bytes that a chunk has in each
+    stream. A chunk is whatever lies in one piece in memory: a layer of a page, or all of them. Only
+    the first num_residual_pages (None: all) have residuals; none has where residual_bytes is 0."""
 
     num_pages: int
     num_chunks: int
     anchor_bytes: int
     residual_bytes: int
+    num_residual_pages: int | None = None
 
     def __post_init__(self) -> None:
         if not (
@@ -26,19 +27,34 @@ class TransferShape:
             and 1 <= self.num_chunks <= MAX_CHUNKS
             and 1 <= self.anchor_bytes < 1 << 31
             and 0 <= self.residual_bytes < 1 << 31
+            and 0 <= (self.num_residual_pages or 0) <= self.num_pages
         ):
             raise TransportError(f"no transfer can have the shape {self}")
 
     @classmethod
     def of(cls, frame: Open) -> TransferShape:
-        num_pages = len(frame.pages)
-        return cls(num_pages, frame.num_chunks, frame.anchor_bytes, frame.residual_bytes)
+        return cls(
+            len(frame.pages),
+            frame.num_chunks,
+            frame.anchor_bytes,
+            frame.residual_bytes,
+            frame.num_residual_pages,
+        )
 
     def chunk_bytes(self, stream: Stream) -> int:
+        """The most that a chunk has."""
         return self.anchor_bytes if stream is Stream.ANCHOR else self.residual_bytes
 
+    def num_pages_of(self, stream: Stream) -> int:
+        """How many pages have something in a stream: the first ones."""
+        if not self.chunk_bytes(stream):
+            return 0
+        if stream is Stream.ANCHOR or self.num_residual_pages is None:
+            return self.num_pages
+        return self.num_residual_pages
+
     def num_segments(self, stream: Stream) -> int:
-        return self.num_pages * self.num_chunks if self.chunk_bytes(stream) else 0
+        return self.num_pages_of(stream) * self.num_chunks
 
 
 class SegmentKey(NamedTuple):

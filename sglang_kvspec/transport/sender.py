@@ -77,7 +77,9 @@ class Sender:
 
     def offer(self, key: SegmentKey, memory: memoryview) -> bool:
         """Send a chunk once its receiver wants it, anchors first. The memory must stay as it is
-        until SegmentReleased. False: the transfer is over, the memory was not taken."""
+        until SegmentReleased. False: the transfer is over, the memory was not taken. Raises
+        TransportError for what fits nowhere in an open transfer; what was offered before it was
+        opened ends it instead."""
         taken = self.scheduler.offer(key, memory.cast("B"), self._clock())
         self._unreleased[key.transfer] += taken
         return taken
@@ -143,6 +145,7 @@ class Sender:
             page=choice.page,
             generation=choice.generation,
             chunk=key.chunk,
+            size=len(piece.segment.view),
             offset=piece.offset,
             length=piece.length,
         )
@@ -180,12 +183,14 @@ class Sender:
             if (ack := session.ack(credit_bytes=0)) is not None:
                 self._port.send(name, encode(ack))
         elif isinstance(frame, Open):
-            reason = self.scheduler.open(name, frame)
-            if reason is None:
+            opening = self.scheduler.open(name, frame)
+            if opening.refusal is None:
                 accept = Accept(session.session, session.stamp(), frame.transfer)
                 self._port.send(name, encode(accept))
             else:
-                self._tell_aborted(name, frame.transfer, reason)
+                self._tell_aborted(name, frame.transfer, opening.refusal)
+            if opening.ended is not None:
+                self._end(opening.ended)
         elif frame.transfer in self.scheduler.transfers_of(name):
             ended_here = self.scheduler.abort(frame.transfer, frame.reason)
             assert ended_here is not None

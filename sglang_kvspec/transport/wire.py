@@ -63,7 +63,8 @@ class Drop(StrEnum):
     """Why a frame was thrown away. VERSION: of another protocol. FOREIGN: of another session, or of
     a kind that this end is not sent. REPLAYED: a sequence seen before, or too old to tell. STALE:
     for another generation of the page. RECYCLED: the page was given away, so its transfer fails.
-    UNKNOWN: a transfer that is not expected. MISPLACED: outside what the transfer was to hold."""
+    UNKNOWN: a transfer that is not expected. MISPLACED: outside what the transfer was to hold.
+    NO_ROOM: the destination has less room than it was to have, so the transfer fails."""
 
     MALFORMED = "malformed"
     OVERSIZED = "oversized"
@@ -75,6 +76,7 @@ class Drop(StrEnum):
     RECYCLED = "recycled"
     UNKNOWN = "unknown"
     MISPLACED = "misplaced"
+    NO_ROOM = "no room"
 
 
 class FrameError(Exception):

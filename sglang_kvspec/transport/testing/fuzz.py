@@ -32,10 +32,10 @@ SAMPLES: tuple[tuple[Frame, bytes | None], ...] = (
     (Bye(2), None),
     (Ping(2, 3), None),
     (Ack(2, 3, 40, b"\xff\x07", 9, 4 << 20), None),
-    (Open(2, 3, 7, ((5, 1), (6, 2)), 3, 130, 470), None),
+    (Open(2, 3, 7, ((5, 1), (6, 2)), 3, 130, 470, 1), None),
     (Accept(2, 3, 7), None),
     (Abort(2, 3, 7, "gone"), None),
-    (Data(2, 3, 7, Stream.RESIDUAL, 5, 1, 2, 0, 100), bytes(range(100))),
+    (Data(2, 3, 7, Stream.RESIDUAL, 5, 1, 2, 300, 200, 100), bytes(range(100))),
 )
 
 

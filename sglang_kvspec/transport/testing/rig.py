@@ -65,7 +65,8 @@ class Pages:
 
 class Rig:
     """Transfers whose sender's page i goes to a shuffled page of the receiver. Memory is poisoned
-    as soon as the sender releases it."""
+    as soon as the sender releases it. vary: chunks are shorter than they may be, each by its own
+    amount."""
 
     def __init__(
         self,
@@ -75,8 +76,10 @@ class Rig:
         shape: TransferShape | None = None,
         limits: FlightLimits = SMALL,
         link: float | None = None,
+        vary: bool = False,
     ) -> None:
         self.shape = shape or TransferShape(4, 3, 130, 470)
+        self.vary = vary
         self.limits, self.random = limits, Random(seed)
         self.network = Network(seed, faults)
         self.clock = self.network.clock
@@ -125,13 +128,19 @@ class Rig:
         keys = [
             SegmentKey(transfer, stream, page, chunk)
             for stream in streams
-            for page in range(self.shape.num_pages)
-            for chunk in range(len(self.sources[transfer].tensors[stream]))
+            for page in range(self.shape.num_pages_of(stream))
+            for chunk in range(self.shape.num_chunks)
         ]
         self.random.shuffle(keys)
         for key in keys:
             view = self.sources[transfer].view(key.stream, key.page_index, key.chunk)
-            self.sender.offer(key, view)
+            self.sender.offer(key, view[: self.size_of(key)])
+
+    def size_of(self, key: SegmentKey) -> int:
+        """Bytes of a chunk; the same whenever it is offered."""
+        most = self.shape.chunk_bytes(key.stream)
+        spread = 37 * key.page_index + 61 * key.chunk + 13 * key.transfer
+        return most - spread % most if self.vary else most
 
     def run(self, seconds: float, tick_s: float = 0.002) -> None:
         """Let time pass until every transfer is over at both ends, or for `seconds`."""
@@ -155,7 +164,7 @@ class Rig:
 
     def is_over(self) -> bool:
         ended = {e.transfer for e in self.sent if isinstance(e, TransferEnded)}
-        last = Stream.RESIDUAL if self.shape.residual_bytes else Stream.ANCHOR
+        last = Stream.RESIDUAL if self.shape.num_pages_of(Stream.RESIDUAL) else Stream.ANCHOR
         done = {
             e.transfer
             for e in self.arrived
@@ -170,19 +179,25 @@ class Rig:
         """Every byte is where it belongs, none is anywhere else, and each page was told once."""
         source = Pages(self.shape.num_pages, self.shape, self.seed + transfer)
         target, order = self.targets[transfer], self.order[transfer]
+        pages = []
         for stream in Stream:
-            for chunk, tensor in enumerate(source.tensors[stream]):
-                got = target.tensors[stream][chunk]
-                assert torch.equal(got[order], tensor), (transfer, stream, chunk)
-                rest = [page for page in range(len(got)) if page not in order]
-                assert (got[rest] == POISON).all(), (transfer, stream, chunk)
-        pages = [
-            (e.stream, e.page_index)
-            for e in self.arrived
-            if isinstance(e, PageArrived) and e.transfer == transfer
-        ]
-        streams = [stream for stream in Stream if self.shape.chunk_bytes(stream)]
-        assert sorted(pages) == [(s, i) for s in streams for i in range(self.shape.num_pages)]
+            expected = [torch.full_like(tensor, POISON) for tensor in target.tensors[stream]]
+            for index in range(self.shape.num_pages_of(stream)):
+                sizes = self._sizes(transfer, stream, index)
+                pages.append(PageArrived(transfer, stream, index, sizes))
+                for chunk, size in enumerate(sizes):
+                    sent = source.tensors[stream][chunk][index, :size]
+                    expected[chunk][order[index], :size] = sent
+            for chunk, tensor in enumerate(target.tensors[stream]):
+                assert torch.equal(tensor, expected[chunk]), (transfer, stream, chunk)
+        told = [e for e in self.arrived if isinstance(e, PageArrived) and e.transfer == transfer]
+        assert sorted(told, key=lambda e: (e.stream, e.page_index)) == pages
+
+    def _sizes(self, transfer: int, stream: Stream, page_index: int) -> tuple[int, ...]:
+        return tuple(
+            self.size_of(SegmentKey(transfer, stream, page_index, chunk))
+            for chunk in range(self.shape.num_chunks)
+        )
 
     def settle(self) -> None:
         """A quiet second: acknowledgements of what was sent twice come in."""
@@ -200,8 +215,11 @@ class Rig:
         self.check_nothing_left()
         written = self.receiver.counters.streams
         for stream in Stream:
-            segments = len(self.targets) * self.shape.num_segments(stream)
-            expected = segments * self.shape.chunk_bytes(stream)
+            expected = sum(
+                sum(self._sizes(transfer, stream, index))
+                for transfer in self.targets
+                for index in range(self.shape.num_pages_of(stream))
+            )
             assert written[stream].payload_bytes == expected
 
     def check_nothing_left(self) -> None:

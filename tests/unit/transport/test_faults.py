@@ -30,7 +30,7 @@ def started(rig: Rig) -> Rig:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 def test_transfers_are_complete_whatever_the_network_does(faults: Faults, seed: int) -> None:
-    rig = started(Rig(seed, faults))
+    rig = started(Rig(seed, faults, vary=seed > 0))
     rig.run(60)
     assert (rig.network.num_faults > 0) == (faults != Faults())
     rig.check_complete()
@@ -43,11 +43,14 @@ def test_transfers_are_complete_whatever_the_network_does(faults: Faults, seed: 
         TransferShape(1, 1, 1, 1),
         TransferShape(3, 2, 100, 300),
         TransferShape(2, 1, 101, 0),
+        TransferShape(3, 2, 100, 300, num_residual_pages=2),
+        TransferShape(3, 2, 100, 300, num_residual_pages=0),
     ],
     ids=str,
 )
-def test_awkward_shapes(shape: TransferShape) -> None:
-    rig = started(Rig(0, shape=shape))
+@pytest.mark.parametrize("vary", [False, True])
+def test_awkward_shapes(shape: TransferShape, vary: bool) -> None:
+    rig = started(Rig(0, shape=shape, vary=vary))
     rig.run(10)
     rig.check_complete()
 
@@ -61,7 +64,7 @@ def test_pieces_that_were_not_lost_are_not_sent_again() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_connection_that_breaks_again_and_again(seed: int) -> None:
-    rig = started(Rig(seed))
+    rig = started(Rig(seed, vary=seed > 1))
     for _ in range(6):
         for _ in range(rig.random.randint(2, 6)):
             rig.tick()

@@ -69,7 +69,7 @@ def test_a_piece_that_comes_again_after_the_end_is_a_duplicate() -> None:
     session = rig.receiver._session
     assert session is not None
     page = rig.targets[1].refs(rig.order[1])[0]
-    frame = Data(session.session, 900, 1, Stream.ANCHOR, *page, 0, 0, 50)
+    frame = Data(session.session, 900, 1, Stream.ANCHOR, *page, 0, 130, 0, 50)
     before = [t.clone() for stream in rig.targets[1].tensors for t in stream]
     rig.network.ports[b"receiver"].inbox.append((b"", [encode(frame, bytes(50)), bytes(50)]))
     rig.receiver.step()
@@ -160,6 +160,7 @@ def test_a_sender_that_lies_writes_nowhere_else() -> None:
             page=rig.random.randrange(8),
             generation=rig.random.randrange(8),
             chunk=rig.random.randrange(5),
+            size=rig.random.choice([130, 470, rig.random.randint(1, 600)]),
             offset=rig.random.randrange(500),
             length=rig.random.randint(1, 60),
         )
@@ -187,8 +188,8 @@ def test_a_receiver_that_lies_gets_nothing() -> None:
         frame = rig.random.choice(
             [
                 Ack(number, sequence, rig.random.randrange(1 << 40), b"\xff" * 128, 0, 0),
-                Open(number, sequence, 1, ((1, 1),), 1, 1, 1),
-                Data(number, sequence, 1, Stream.ANCHOR, 0, 0, 0, 0, 1),
+                Open(number, sequence, 1, ((1, 1),), 1, 1, 1, 1),
+                Data(number, sequence, 1, Stream.ANCHOR, 0, 0, 0, 1, 0, 1),
             ]
         )
         payload = b"x" if isinstance(frame, Data) else None
@@ -205,6 +206,8 @@ def test_many_holes_in_a_chunk_are_refused() -> None:
     target = Pages(1, rig.shape, None)
     rig.receiver.expect(1, target.refs([0]), rig.shape, target.memory)
     incoming = rig.receiver._arrivals.incoming[1]
-    frames = [Data(1, 1, 1, Stream.ANCHOR, 0, 0, 0, offset, 1) for offset in range(0, 4000, 2)]
+    frames = [
+        Data(1, 1, 1, Stream.ANCHOR, 0, 0, 0, 4000, offset, 1) for offset in range(0, 4000, 2)
+    ]
     with pytest.raises(FrameError, match="256 holes"):
         [incoming.write(frame, b"x") for frame in frames]

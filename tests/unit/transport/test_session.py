@@ -64,7 +64,7 @@ def test_pings_keep_time() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("protocol", 2, "transport protocol"),
+        ("protocol", PROTOCOL + 1, "transport protocol"),
         ("package", "0.2.0", "sglang-kvspec version"),
         ("codec", "uniform4", "--kvspec-codec"),
         ("target", "int8", "--kvspec-target"),

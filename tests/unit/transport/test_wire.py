@@ -46,7 +46,7 @@ def drop_of(parts: list[bytes]) -> Drop:
 
 
 def data(length: int) -> Data:
-    return Data(1, 1, 1, Stream.ANCHOR, 0, 0, 0, 0, length)
+    return Data(1, 1, 1, Stream.ANCHOR, 0, 0, 0, length, 0, length)
 
 
 def test_each_kind_of_damage_has_its_name() -> None:
@@ -79,7 +79,7 @@ def test_an_undamaged_hello_of_another_protocol_is_told_apart() -> None:
 def test_the_largest_open_fits() -> None:
     word, count = (1 << 63) - 1, (1 << 31) - 1
     pages = ((count, word),) * (1 << 15)
-    frame = Open(word, word, word, pages, 1, count, count)
+    frame = Open(word, word, word, pages, 1, count, count, 1 << 15)
     assert decode([encode(frame)])[0] == frame
 
 
