@@ -1,0 +1,131 @@
+"""Differences from anchor tokens, quantised by layer and entropy coded (CacheGen, SIGCOMM'24)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from sglang_kvspec.codecs.wire import symbols
+from sglang_kvspec.codecs.wire.base import KV, PageGeometry, page_shape
+from sglang_kvspec.codecs.wire.checks import check_magnitudes, check_page, owned_payload
+from sglang_kvspec.codecs.wire.delta_record import Coding, DeltaRecord, DeltaRecordFormat
+from sglang_kvspec.codecs.wire.rounding import bf16_at_least
+from sglang_kvspec.core.errors import CodecError
+
+ANCHOR_EVERY = 10
+# Bin widths of the first, the middle and the last third of the layers, in units of the root mean
+# square of a layer's differences: deeper layers forgive more.
+BINS = (0.5, 1.0, 1.5)
+# Sums of squares of larger differences could overflow fp32.
+MAX_MAGNITUDE = 2.0**48
+
+
+@dataclass(frozen=True)
+class CacheGenWireCodec:
+    """base.WireCodec after CacheGen.
+
+    Of every ANCHOR_EVERY tokens the first is an anchor token, kept as 8-bit integers with a scale
+    per head. Other tokens are differences from the decoded anchor token before them, in bins of
+    one width per layer and part (K, V): an integer in units of the width. Integers are coded with
+    a model per channel (symbols.py) or, where that would take more, as bytes. The paper's models
+    are measured once for an LLM; here a class per channel travels with the page.
+
+    The error of a difference is at most half a bin, and at most 1/254 of its layer's largest
+    difference where that is wider than 127 bins. Refuses magnitudes above MAX_MAGNITUDE.
+    """
+
+    name: ClassVar[str] = "cachegen"
+    is_lossless: ClassVar[bool] = False
+
+    geometry: PageGeometry
+    bins: tuple[float, float, float] = BINS
+    format: DeltaRecordFormat = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Derived once; a frozen dataclass sets its own fields this way.
+        record_format = DeltaRecordFormat(self.geometry, ANCHOR_EVERY)
+        object.__setattr__(self, "format", record_format)
+
+    @property
+    def max_page_bytes(self) -> int:
+        return self.format.max_bytes
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        check_page(self.geometry, k, v)
+        for part, page in (("K", k), ("V", v)):
+            limit = min(MAX_MAGNITUDE, torch.finfo(page.dtype).max)
+            check_magnitudes(self.name, part, page, limit)
+        x = torch.stack((k, v)).float()
+        anchors = x[:, :, ::ANCHOR_EVERY]
+        scale = bf16_at_least(anchors.abs().amax(-1, keepdim=True) / 127)
+        codes = (anchors / _divisor(scale)).round_().clamp_(-127, 127)
+        others = self._other_tokens()
+        delta = x[:, :, others] - (codes * scale)[:, :, others // ANCHOR_EVERY]
+        step = self._steps(delta)
+        delta /= _divisor(step)
+        classes = symbols.nearest_classes(delta.square().mean(2).sqrt_().flatten().numpy())
+        rounded = delta.round_().clamp_(-symbols.MAX_SYMBOL, symbols.MAX_SYMBOL).to(torch.int8)
+        by_channel = rounded.permute(0, 1, 3, 4, 2).reshape(classes.size, -1).numpy()
+        coding, body = _shorter(by_channel, classes)
+        fixed = {"step": step, "anchor_scale": scale, "anchor_codes": codes.to(torch.int8)}
+        return self.format.write(DeltaRecord(**fixed, classes=classes, coding=coding, body=body))
+
+    def decode(self, payload: torch.Tensor) -> KV:
+        own = owned_payload(self.name, payload, self.format.min_bytes, self.max_page_bytes)
+        record = self.format.read(own)
+        others = self._other_tokens()
+        by_channel = _symbols_of(record, len(others))
+        layers, tokens, heads, channels = page_shape(self.geometry)
+        rounded = torch.from_numpy(by_channel).view(2, layers, heads, channels, len(others))
+        # Forged scales reach beyond fp32; of two infinities the sum may be no number.
+        most = torch.finfo(torch.float32).max
+        anchors = (record.anchor_codes.float() * record.anchor_scale).clamp_(-most, most)
+        delta = (rounded.permute(0, 1, 4, 2, 3).float() * record.step).clamp_(-most, most)
+        x = anchors[:, :, torch.arange(tokens) // ANCHOR_EVERY]
+        x[:, :, others] += delta
+        limit = torch.finfo(self.geometry.dtype).max
+        k, v = x.clamp_(-limit, limit).to(self.geometry.dtype).unbind()
+        return k, v
+
+    def _other_tokens(self) -> torch.Tensor:
+        """Positions in the page of all but the anchor tokens."""
+        tokens = torch.arange(self.geometry.page_size)
+        return tokens[tokens % ANCHOR_EVERY != 0]
+
+    def _steps(self, delta: torch.Tensor) -> torch.Tensor:
+        """Bin widths [2, num_layers, 1, 1, 1] for differences delta [2, num_layers, ...]."""
+        layers = self.geometry.num_layers
+        thirds = torch.arange(layers) * len(self.bins) // layers
+        bins = torch.tensor(self.bins)[thirds].view(1, layers, 1, 1, 1)
+        rms = delta.square().mean((2, 3, 4), keepdim=True).sqrt_()
+        largest = delta.abs().amax((2, 3, 4), keepdim=True)
+        return torch.maximum(bins * rms, largest / symbols.MAX_SYMBOL)
+
+
+def _divisor(step: torch.Tensor) -> torch.Tensor:
+    """`step`, and 1 where it is 0 because all that it divides is."""
+    return torch.where(step > 0, step, 1.0)
+
+
+def _shorter(by_channel: symbols.Symbols, classes: symbols.Classes) -> tuple[Coding, bytes]:
+    words = symbols.encode(by_channel, classes)
+    if words.nbytes < by_channel.nbytes:
+        return Coding.ENTROPY, words.astype("<u4").tobytes()
+    return Coding.BYTES, by_channel.tobytes()
+
+
+def _symbols_of(record: DeltaRecord, per_channel: int) -> symbols.Symbols:
+    """Symbols [num_channels, per_channel] of a record. Raises CodecError if it holds another
+    number of them."""
+    if record.coding is Coding.ENTROPY:
+        if len(record.body) % 4:
+            raise CodecError(f"coded symbols come in words of 4 bytes, got {len(record.body)}")
+        words = np.frombuffer(record.body, "<u4").astype(np.uint32)
+        return symbols.decode(words, record.classes, per_channel)
+    expected = record.classes.size * per_channel
+    if len(record.body) != expected:
+        raise CodecError(f"{expected} symbols take as many bytes, got {len(record.body)}")
+    return np.frombuffer(bytearray(record.body), np.int8).reshape(-1, per_channel)

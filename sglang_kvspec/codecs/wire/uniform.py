@@ -1,0 +1,107 @@
+"""Uniform integers with scale and zero point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from kvspec_kernels.formats import RecordLayout
+from kvspec_kernels.reference import nibbles
+from sglang_kvspec.codecs.wire.base import KV, PageGeometry, page_shape
+from sglang_kvspec.codecs.wire.checks import check_magnitudes, check_page, owned_payload
+from sglang_kvspec.codecs.wire.fields import lay_out
+from sglang_kvspec.codecs.wire.rounding import bf16_at_least, bf16_at_most
+from sglang_kvspec.core.errors import CodecError
+
+# The numbers that share a scale and a zero point run along this dimension of a part of a page:
+# a channel of K over the page's tokens, a token of V over the head's channels.
+GROUP_DIM = {"k": 1, "v": 3}
+
+
+@dataclass(frozen=True)
+class UniformWireCodec:
+    """base.WireCodec of `int8` and `int4`: codes u = round((x - zero) / scale) from 0 to
+    2^bits - 1, which decode to u scale + zero.
+
+    scale and zero are bf16, the zero rounded down and then the scale up, so that no value is cut
+    off and every error is at most half a scale and the KV dtype's own rounding. (Where a group's
+    range or an end of it is more than bf16 or fp32 holds, decoded values are finite, no more.)
+    A payload holds k_scale, k_zero, v_scale, v_zero, k_codes, v_codes of all layers, in the order
+    of a page; of two 4-bit codes the first is the low nibble.
+    """
+
+    geometry: PageGeometry
+    bits: Literal[8, 4]
+    layout: RecordLayout = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        layers, tokens, heads, channels = page_shape(self.geometry)
+        metadata = {"k": (layers, 1, heads, channels), "v": (layers, tokens, heads, 1)}
+        code_shape = (layers, tokens, heads, channels * self.bits // 8)
+        # Derived once; a frozen dataclass sets its own fields this way.
+        layout = lay_out(
+            *(
+                (f"{part}_{name}", metadata[part], torch.bfloat16)
+                for part in ("k", "v")
+                for name in ("scale", "zero")
+            ),
+            *((f"{part}_codes", code_shape, torch.uint8) for part in ("k", "v")),
+        )
+        object.__setattr__(self, "layout", layout)
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def is_lossless(self) -> bool:
+        return False
+
+    @property
+    def max_page_bytes(self) -> int:
+        return self.layout.nbytes
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        check_page(self.geometry, k, v)
+        payload = self.layout.empty_records((), k.device)
+        for part, page in (("k", k), ("v", v)):
+            check_magnitudes(self.name, part.upper(), page, torch.finfo(page.dtype).max)
+            self._encode_part(part, page.float(), payload)
+        return payload
+
+    def decode(self, payload: torch.Tensor) -> KV:
+        own = owned_payload(self.name, payload, self.max_page_bytes, self.max_page_bytes)
+        return self._decode_part("k", own), self._decode_part("v", own)
+
+    def _encode_part(self, part: str, x: torch.Tensor, payload: torch.Tensor) -> None:
+        low, high = x.aminmax(dim=GROUP_DIM[part], keepdim=True)
+        zero = bf16_at_most(low)
+        # Divided first: the range of values near fp32's maximum overflows.
+        scale = bf16_at_least(high / self._top - zero / self._top)
+        # A zero scale means that every value of the group equals the zero point.
+        step = torch.where(scale > 0, scale, 1.0)
+        codes = ((x - zero) / step).round_().clamp_(0, self._top).to(torch.uint8)
+        self.layout[f"{part}_scale"].view(payload).copy_(scale)
+        self.layout[f"{part}_zero"].view(payload).copy_(zero)
+        packed = codes if self.bits == 8 else nibbles.pack(codes)
+        self.layout[f"{part}_codes"].view(payload).copy_(packed)
+
+    def _decode_part(self, part: str, payload: torch.Tensor) -> torch.Tensor:
+        scale = self.layout[f"{part}_scale"].view(payload).float()
+        zero = self.layout[f"{part}_zero"].view(payload).float()
+        if not bool((scale.isfinite() & (scale >= 0) & zero.isfinite()).all()):
+            raise CodecError(
+                f"{self.name} scales and zero points of {part.upper()} must be finite and scales "
+                "not negative"
+            )
+        codes = self.layout[f"{part}_codes"].view(payload)
+        codes = codes if self.bits == 8 else nibbles.unpack(codes)
+        limit = torch.finfo(self.geometry.dtype).max
+        values = codes.float().mul_(scale).add_(zero).clamp_(-limit, limit)
+        return values.to(self.geometry.dtype)
+
+    @property
+    def _top(self) -> int:
+        return (1 << self.bits) - 1
