@@ -89,7 +89,7 @@ def test_two_ranks_answer_like_one(
     page_bytes = pools["bytes_per_token_residual"] * pools["page_size"]
     assert pools["limited_by"] == "host memory"
     assert pools["num_pages"] == HOST_GB * 2**30 / 2 // page_bytes
-    # How much `auto` drafts follows from what a busy machine takes: it may be too little to be wrong.
+    # How much `auto` drafts follows from what a busy machine takes: it may be too little to err.
     assert 0 < report["counters"]["accepted"] <= report["counters"]["drafted"]
     # Ranks that each counted would count everything twice.
     counted = re.search(
