@@ -14,7 +14,13 @@ from sglang_kvspec.transport.page_memory import PageMemory
 from sglang_kvspec.transport.port import ZmqPort
 from sglang_kvspec.transport.receiver import Receiver
 from sglang_kvspec.transport.segments import SegmentKey, TransferShape
-from sglang_kvspec.transport.sender import SegmentReleased, Sender, SendEvent, TransferEnded
+from sglang_kvspec.transport.sender import (
+    SegmentReleased,
+    Sender,
+    SendEvent,
+    TransferEnded,
+    TransferOpened,
+)
 from sglang_kvspec.transport.session import LinkState, Timing
 from sglang_kvspec.transport.shaping import TokenBucket
 
@@ -39,6 +45,7 @@ __all__ = [
     "TokenBucket",
     "TransferEnded",
     "TransferFailed",
+    "TransferOpened",
     "TransferShape",
     "ZmqPort",
 ]

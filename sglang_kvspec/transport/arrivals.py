@@ -16,7 +16,7 @@ from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 
 # A sender cuts a chunk in order; this many holes in one come from nothing that means well.
 MAX_HOLES = 256
-# Completed transfers whose late frames are known for duplicates.
+# Transfers that are over, kept so that late frames are known for what they are.
 NUM_REMEMBERED = 4096
 
 # Stream, page's index, chunk.
@@ -174,8 +174,9 @@ class Arrivals:
         self.counters = counters
         self.incoming: dict[int, Incoming] = {}
         self._events: list[Arrival] = []
-        # An acknowledgement may be lost with its connection; then the sender sends again.
-        self._completed: dict[int, None] = {}
+        # Why a transfer failed, None: it is complete. An acknowledgement or an Abort may be lost
+        # with its connection; then the sender sends again.
+        self._over: dict[int, str | None] = {}
 
     def expect(self, incoming: Incoming) -> None:
         if incoming.transfer in self.incoming:
@@ -185,7 +186,7 @@ class Arrivals:
     def write(self, frame: Data, payload: Buffer, now_s: float) -> bool:
         """Returns whether anything was new. Raises FrameError for a frame to drop."""
         incoming = self.incoming.get(frame.transfer)
-        if incoming is None and frame.transfer in self._completed:
+        if incoming is None and self._over.get(frame.transfer, "never heard of") is None:
             self.counters.streams[frame.stream].duplicate_bytes += frame.length
             return False
         if incoming is None:
@@ -207,7 +208,13 @@ class Arrivals:
         """Give a transfer up; nothing happens where it is over."""
         if self.incoming.pop(transfer, None) is not None:
             self.counters.failed += 1
+            self._remember(transfer, reason)
             self._events.append(TransferFailed(transfer, reason))
+
+    def reason_of(self, transfer: int) -> str:
+        """Why bytes of it are not wanted, for its sender."""
+        reason = self._over.get(transfer)
+        return "the receiver does not expect it" if reason is None else reason
 
     def take_events(self) -> list[Arrival]:
         events, self._events = self._events, []
@@ -216,9 +223,12 @@ class Arrivals:
     def _complete(self, transfer: int) -> None:
         del self.incoming[transfer]
         self.counters.completed += 1
-        self._completed[transfer] = None
-        while len(self._completed) > NUM_REMEMBERED:
-            del self._completed[next(iter(self._completed))]
+        self._remember(transfer, None)
+
+    def _remember(self, transfer: int, reason: str | None) -> None:
+        self._over[transfer] = reason
+        while len(self._over) > NUM_REMEMBERED:
+            del self._over[next(iter(self._over))]
 
     def _stream_arrived(self, incoming: Incoming, stream: Stream, now_s: float) -> None:
         after_s = now_s - incoming.started_s

@@ -30,6 +30,11 @@ class Outgoing:
         self._again: tuple[deque[Piece], deque[Piece]] = (deque(), deque())
 
     @property
+    def is_offered(self) -> bool:
+        """Whether anything of it ever was."""
+        return bool(self._offered)
+
+    @property
     def is_delivered(self) -> bool:
         if self.shape is None:
             return False

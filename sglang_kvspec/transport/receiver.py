@@ -88,7 +88,8 @@ class Receiver:
         self._requests[transfer] = _Request(now_s, now_s + timeout_s)
 
     def cancel(self, transfer: int, reason: str) -> None:
-        """Nothing is written into the transfer's pages from now on."""
+        """Nothing is written into the transfer's pages from now on. The sender is told why, in up
+        to 512 characters."""
         self._fail(transfer, reason)
         self._tell_aborted(transfer, reason)
 
@@ -166,7 +167,7 @@ class Receiver:
             if error.drop in (Drop.RECYCLED, Drop.NO_ROOM):
                 self.cancel(frame.transfer, str(error))
             elif error.drop is Drop.UNKNOWN:
-                self._tell_aborted(frame.transfer, "the receiver does not expect it")
+                self._tell_aborted(frame.transfer, self._arrivals.reason_of(frame.transfer))
             raise
 
     def _welcome(self, frame: Welcome) -> None:

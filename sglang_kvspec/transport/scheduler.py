@@ -10,13 +10,12 @@ from typing import NamedTuple
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.transport.flight import Flight, FlightLimits
 from sglang_kvspec.transport.frames import Ack, Open, Stream
+from sglang_kvspec.transport.openings import Openings
 from sglang_kvspec.transport.outgoing import Outgoing
 from sglang_kvspec.transport.segments import Piece, Segment, SegmentKey, TransferShape
 
 # Transfers that are over, kept so that a late Open gets an answer.
 NUM_REMEMBERED = 4096
-# Of all transfers that receivers have opened: 64 million tokens in pages of 64.
-MAX_OPEN_PAGES = 1 << 20
 
 
 class Choice(NamedTuple):
@@ -40,10 +39,12 @@ class Ended(NamedTuple):
 
 class Opening(NamedTuple):
     """What an Open came to. refusal: why its receiver cannot have the transfer. ended: what that
-    does to the transfer itself, where memory that was offered before does not fit."""
+    does to the transfer itself, where memory that was offered before does not fit. is_new: it is
+    open now and was not before."""
 
     refusal: str | None
     ended: Ended | None = None
+    is_new: bool = False
 
 
 class SendScheduler:
@@ -58,7 +59,7 @@ class SendScheduler:
         # (since, tick, transfer): sorted, one entry for each transfer that waits and is open.
         self._waiting: tuple[list[tuple[float, int, int]], ...] = ([], [])
         self._ticks = 0
-        self._open_pages = 0
+        self._openings = Openings()
 
     def add_peer(self, peer: bytes, credit_bytes: int) -> None:
         """A connection is live, perhaps again."""
@@ -80,7 +81,11 @@ class SendScheduler:
     def is_idle(self) -> bool:
         """No transfer, and nothing on its way."""
         waiting = any(self._waiting) or any(len(flight) for flight in self._flights.values())
-        return not (self._transfers or self._open_pages or waiting)
+        return not (self._transfers or self._openings.num_pages or waiting)
+
+    def is_open(self, transfer: int) -> bool:
+        outgoing = self._transfers.get(transfer)
+        return outgoing is not None and outgoing.shape is not None
 
     def transfers_of(self, peer: bytes) -> list[int]:
         return [t for t, outgoing in self._transfers.items() if outgoing.peer == peer]
@@ -90,8 +95,10 @@ class SendScheduler:
         if key.transfer in self._over:
             return False
         outgoing = self._transfers.get(key.transfer) or Outgoing(key.transfer)
-        was_waiting = outgoing.waits(key.stream)
+        was_waiting, was_offered = outgoing.waits(key.stream), outgoing.is_offered
         outgoing.offer(Segment(key, view))
+        if not was_offered and outgoing.shape is not None:
+            self._openings.offered(outgoing)
         self._transfers[key.transfer] = outgoing
         if not was_waiting:
             outgoing.since_s[key.stream] = now_s
@@ -104,8 +111,8 @@ class SendScheduler:
             return Opening(self._over[frame.transfer])
         outgoing = self._transfers.get(frame.transfer) or Outgoing(frame.transfer)
         is_new = outgoing.shape is None
-        if is_new and self._open_pages + len(frame.pages) > MAX_OPEN_PAGES:
-            return Opening(f"the sender has {self._open_pages} pages open, limit {MAX_OPEN_PAGES}")
+        if is_new and (much := self._openings.refusal(peer, outgoing, len(frame.pages))):
+            return Opening(much)
         try:
             shape = TransferShape.of(frame)
         except TransportError as error:
@@ -114,10 +121,10 @@ class SendScheduler:
             return Opening(wrong, self._end(outgoing, wrong) if is_new else None)
         if is_new:
             self._transfers[frame.transfer] = outgoing
-            self._open_pages += len(frame.pages)
+            self._openings.opened(outgoing)
             for stream in Stream:
                 self._wait(outgoing, stream)
-        return Opening(None)
+        return Opening(None, is_new=is_new)
 
     def choose(self, blocked: Collection[bytes] = ()) -> Choice | None:
         """The next piece, to a peer that is not blocked; None if nothing waits that may go.
@@ -177,8 +184,9 @@ class SendScheduler:
         for stream in Stream:
             self._unwait(outgoing, stream)
         del self._transfers[outgoing.transfer]
-        self._open_pages -= len(outgoing.pages)
-        self._remember(outgoing.transfer, reason or "it has been delivered")
+        self._openings.ended(outgoing)
+        over = "it has been delivered" if reason is None else reason
+        self._remember(outgoing.transfer, over)
         segments = tuple(outgoing.live.values())
         return Ended(outgoing.transfer, outgoing.peer, reason, segments)
 

@@ -33,6 +33,13 @@ from sglang_kvspec.transport.wire import Buffer, encode
 
 
 @dataclass(frozen=True, slots=True)
+class TransferOpened:
+    """A receiver has room for the transfer and waits for it, whether or not it was offered."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentReleased:
     """The segment's memory is the caller's again: delivered, or its transfer is over."""
 
@@ -41,13 +48,14 @@ class SegmentReleased:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """All memory of the transfer has been released. reason None: the receiver has all of it."""
+    """All memory of the transfer has been released. reason None: the receiver has all of it; what a
+    receiver says when it cancels comes here as it is."""
 
     transfer: int
     reason: str | None
 
 
-SendEvent = SegmentReleased | TransferEnded
+SendEvent = TransferOpened | SegmentReleased | TransferEnded
 
 
 class Sender:
@@ -89,6 +97,10 @@ class Sender:
         if (ended := self.scheduler.abort(transfer, reason)) is not None:
             self._end(ended)
             self._tell_aborted(ended.peer, transfer, reason)
+
+    def is_open(self, transfer: int) -> bool:
+        """Whether a receiver has opened the transfer and it is not over."""
+        return self.scheduler.is_open(transfer)
 
     def step(self, timeout_s: float = 0.0) -> list[SendEvent]:
         """Read, send, watch the time; wait for at most timeout_s if there is nothing to do."""
@@ -189,6 +201,8 @@ class Sender:
                 self._port.send(name, encode(accept))
             else:
                 self._tell_aborted(name, frame.transfer, opening.refusal)
+            if opening.is_new:
+                self._events.append(TransferOpened(frame.transfer))
             if opening.ended is not None:
                 self._end(opening.ended)
         elif frame.transfer in self.scheduler.transfers_of(name):

@@ -93,7 +93,7 @@ def test_a_cancellation_that_was_lost_is_said_again_when_data_comes() -> None:
     rig.network.carry()
     rig.network.faults = Faults()
     ticks(rig, 3)
-    assert ended(rig) == {1: "the receiver does not expect it"}
+    assert ended(rig) == {1: "request aborted"}
     assert rig.receiver.counters.dropped[Drop.UNKNOWN]
 
 

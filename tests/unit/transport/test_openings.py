@@ -6,9 +6,19 @@ import msgspec
 import pytest
 
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.transport import FlightLimits, SegmentKey, Stream
-from sglang_kvspec.transport.frames import Open
+from sglang_kvspec.transport import (
+    FlightLimits,
+    SegmentKey,
+    Stream,
+    TransferEnded,
+    TransferOpened,
+)
+from sglang_kvspec.transport.frames import Hello, Open
+from sglang_kvspec.transport.openings import MAX_UNOFFERED_TRANSFERS
 from sglang_kvspec.transport.scheduler import SendScheduler
+from sglang_kvspec.transport.testing.network import Faults
+from sglang_kvspec.transport.testing.rig import IDENTITY, Rig
+from sglang_kvspec.transport.wire import encode
 
 LIMITS = FlightLimits(piece_bytes=10, residual_bytes=25, total_bytes=60, frames=8)
 CREDIT = 1 << 20
@@ -33,11 +43,137 @@ def test_only_one_receiver_has_a_transfer() -> None:
 
 def test_open_pages_are_bounded() -> None:
     scheduler = SendScheduler(LIMITS)
-    refused = [scheduler.open(b"a", open_frame(t, num_pages=1 << 15)).refusal for t in range(40)]
+    peers = [bytes([number]) for number in range(5)]
+    frames = [open_frame(t, num_pages=1 << 15) for t in range(40)]
+    refused = [scheduler.open(peers[t // 8], frames[t]).refusal for t in range(40)]
     assert refused[:32] == [None] * 32
     assert "limit" in str(refused[32])
     assert scheduler.abort(3, "over") is not None
-    assert scheduler.open(b"a", open_frame(50, num_pages=1 << 15)).refusal is None
+    assert scheduler.open(peers[4], open_frame(50, num_pages=1 << 15)).refusal is None
+
+
+def test_what_one_receiver_opens_without_an_offer_is_bounded() -> None:
+    scheduler = SendScheduler(LIMITS)
+    refused = [scheduler.open(b"a", open_frame(t, num_pages=1 << 15)).refusal for t in range(9)]
+    assert refused[:8] == [None] * 8
+    assert "262144 pages that wait" in str(refused[8])
+    assert scheduler.open(b"b", open_frame(20, num_pages=1 << 15)).refusal is None
+    offer(scheduler, 0, Stream.ANCHOR, 0, 5)
+    offer(scheduler, 0, Stream.ANCHOR, 1, 5)
+    assert scheduler.open(b"a", open_frame(30, num_pages=1 << 15)).refusal is None
+    assert "wait" in str(scheduler.open(b"a", open_frame(31)).refusal)
+    for transfer in (0, 1):
+        assert scheduler.abort(transfer, "over") is not None
+    assert scheduler.open(b"a", open_frame(32, num_pages=1 << 15)).refusal is None
+    assert "wait" in str(scheduler.open(b"a", open_frame(33)).refusal)
+    offer(scheduler, 34, Stream.ANCHOR, 0, 5)
+    assert scheduler.open(b"a", open_frame(34)).refusal is None
+    for transfer in (*range(2, 8), 20, 30, 32, 34):
+        assert scheduler.abort(transfer, "over") is not None
+    assert scheduler.is_idle
+    counted = scheduler._openings
+    assert (len(counted._unoffered_pages), len(counted._unoffered_transfers)) == (0, 0)
+
+
+def test_a_flood_of_opens_from_one_receiver_harms_nobody_else() -> None:
+    rig = Rig(0)
+    rig.expect(1)
+    rig.tick()
+    rig.tick()
+    flooding = rig.network.port(b"other")
+    flooding.send(b"", encode(Hello(5, IDENTITY, CREDIT)))
+    rig.tick()
+    rig.tick()
+    session = rig.sender.peers.session(b"other")
+    assert session is not None
+    for number in range(MAX_UNOFFERED_TRANSFERS + 500):
+        frame = Open(session.session, number + 1, 1000 + number, ((1, 1),), 1, 9, 9, 1)
+        flooding.send(b"", encode(frame))
+        if number % 50 == 0:
+            rig.tick()
+    rig.offer(1)
+    rig.run(10)
+    rig.check_arrived(1)
+    opened = [event for event in rig.sent if isinstance(event, TransferOpened)]
+    assert len(opened) == 1 + MAX_UNOFFERED_TRANSFERS
+    # It falls silent, and with it goes all that it opened.
+    rig.network.unplug(b"other")
+    rig.sources = dict.fromkeys((event.transfer for event in opened), rig.sources[1])
+    rig.run(60, tick_s=0.1)
+    assert "silent" in str(ended(rig)[1000])
+    rig.settle()
+    rig.check_nothing_left()
+
+
+def test_a_sender_is_told_once_that_its_receiver_has_room() -> None:
+    rig = Rig(0)
+    assert not rig.sender.is_open(1)
+    rig.expect(1)
+    for _ in range(2000):
+        rig.tick()
+    # By now the Open has been repeated.
+    assert rig.sent == [TransferOpened(1)]
+    assert rig.sender.is_open(1)
+    rig.offer(1)
+    rig.run(10)
+    rig.check_complete()
+    assert rig.sent.count(TransferOpened(1)) == 1
+    assert not rig.sender.is_open(1)
+
+
+def test_an_open_after_the_offers_is_told_before_their_end() -> None:
+    rig = Rig(0)
+    rig.offer(1)
+    rig.tick()
+    assert rig.sent == []
+    assert not rig.sender.is_open(1)
+    rig.expect(1)
+    rig.run(10)
+    assert rig.sent[0] == TransferOpened(1)
+    assert rig.sent[-1] == TransferEnded(1, None)
+
+
+def test_an_open_that_is_refused_is_not_told() -> None:
+    rig = Rig(0)
+    rig.sender.abort(1, "not wanted")
+    rig.expect(1)
+    rig.run(1)
+    assert rig.failures() == {1: "the sender ended it: not wanted"}
+    assert rig.sent == []
+
+
+def test_a_transfer_that_was_never_offered_ends_when_its_receiver_goes() -> None:
+    rig = Rig(0)
+    rig.expect(1)
+    for _ in range(5):
+        rig.tick()
+    rig.network.unplug(b"receiver")
+    for _ in range(400):
+        rig.step_sender()
+        rig.clock.now_s += 0.1
+    assert "silent" in str(ended(rig)[1])
+    assert not rig.sender.is_open(1)
+    assert rig.sender.is_idle
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("reason", ["enough: 7 of 9", "", "\u00e9\u4e2d" * 256], ids=len)
+def test_the_reason_of_a_cancellation_comes_as_it_is(reason: str, is_lost: bool) -> None:
+    rig = Rig(0)
+    rig.start(1)
+    for _ in range(6):
+        rig.tick()
+    rig.network.faults = Faults(lose=float(is_lost))
+    rig.receiver.cancel(1, reason)
+    rig.network.carry()
+    rig.network.faults = Faults()
+    for _ in range(3):
+        rig.tick()
+    assert ended(rig) == {1: reason}
+
+
+def ended(rig: Rig) -> dict[int, str | None]:
+    return {e.transfer: e.reason for e in rig.sent if isinstance(e, TransferEnded)}
 
 
 def test_residuals_of_pages_that_have_none_are_refused() -> None:
