@@ -10,6 +10,7 @@ from sglang_kvspec.transport.arrivals import (
 from sglang_kvspec.transport.flight import FlightLimits
 from sglang_kvspec.transport.frames import PROTOCOL, Identity, Stream
 from sglang_kvspec.transport.keys import CurveKeys
+from sglang_kvspec.transport.loops import ReceiverLoop, SenderLoop
 from sglang_kvspec.transport.page_memory import PageMemory
 from sglang_kvspec.transport.port import ZmqPort
 from sglang_kvspec.transport.receiver import Receiver
@@ -35,10 +36,12 @@ __all__ = [
     "PageArrived",
     "PageMemory",
     "Receiver",
+    "ReceiverLoop",
     "SegmentKey",
     "SegmentReleased",
     "SendEvent",
     "Sender",
+    "SenderLoop",
     "Stream",
     "StreamArrived",
     "Timing",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sglang_kvspec.transport.frames import Stream
 from sglang_kvspec.transport.wire import Drop
@@ -53,6 +53,17 @@ class LinkCounters:
     to_residuals: Durations = field(default_factory=Durations)
     link_busy_s: float = 0.0
     since_s: float = 0.0
+
+    def snapshot(self) -> LinkCounters:
+        """A copy that stays as it is. From another thread than the end's, what belongs together may
+        be a frame apart."""
+        return replace(
+            self,
+            streams={stream: replace(counters) for stream, counters in self.streams.items()},
+            dropped=Counter(self.dropped),
+            to_anchors=replace(self.to_anchors),
+            to_residuals=replace(self.to_residuals),
+        )
 
     def link_use(self, now_s: float) -> float:
         """Share of this end's life in which bytes were on their way."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +21,7 @@ MAX_WAITING_FRAMES = 64
 # More than a flight and the frames around it, so that credit, not this, is what holds a sender.
 MAX_UNSENT_FRAMES = 1024
 SEALING_BYTES = 256
+_WAKES_READ = 4096
 
 
 class Hold(Protocol):
@@ -45,7 +48,11 @@ class Port(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Until a message may be there, or for timeout_s."""
+        """Until a message may be there, or wake() is called, or for timeout_s."""
+        ...
+
+    def wake(self) -> None:
+        """From any thread: ends the wait that is under way, or else the next one."""
         ...
 
     def reset(self) -> None:
@@ -76,6 +83,9 @@ class ZmqPort:
         # libzmq asks for a gatekeeper when the socket is bound.
         self._gate = Gatekeeper(self._context, keys) if bind and keys is not None else None
         self._socket = self._open(zmq.ROUTER if bind else zmq.DEALER)
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
         self.address = address
         try:
             if bind:
@@ -129,7 +139,15 @@ class ZmqPort:
         poller.register(self._socket, zmq.POLLIN)
         if self._gate is not None:
             poller.register(self._gate.socket, zmq.POLLIN)
-        poller.poll(max(1, round(timeout_s * 1000)))
+        poller.register(self._woken, zmq.POLLIN)
+        ready = dict(poller.poll(max(1, round(timeout_s * 1000))))
+        if self._woken.fileno() in ready:
+            self._woken.recv(_WAKES_READ)
+
+    def wake(self) -> None:
+        # Full: more calls are waiting to be noticed than fit, so none needs another.
+        with suppress(BlockingIOError):
+            self._waker.send(b"\0")
 
     def reset(self) -> None:
         assert self._dialled is not None, "a bound port has no one connection"
@@ -142,6 +160,8 @@ class ZmqPort:
         if self._gate is not None:
             self._gate.close()
         self._context.term()
+        self._waker.close()
+        self._woken.close()
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)

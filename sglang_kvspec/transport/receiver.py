@@ -113,6 +113,10 @@ class Receiver:
             events = self._turn()
         return events
 
+    def wake(self) -> None:
+        """From any thread: ends the wait of the step that is under way, or else of the next."""
+        self._port.wake()
+
     @property
     def is_idle(self) -> bool:
         return not (self._requests or self._arrivals.incoming)

@@ -114,6 +114,10 @@ class Sender:
         events, self._events = self._events, []
         return events
 
+    def wake(self) -> None:
+        """From any thread: ends the wait of the step that is under way, or else of the next."""
+        self._port.wake()
+
     @property
     def is_idle(self) -> bool:
         """No transfer, no memory of anyone's, nothing on its way."""

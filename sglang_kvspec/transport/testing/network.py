@@ -143,6 +143,9 @@ class NetworkPort:
     def wait(self, timeout_s: float) -> None:
         pass
 
+    def wake(self) -> None:
+        pass
+
     def reset(self) -> None:
         self.num_resets += 1
         self.drop_all()
