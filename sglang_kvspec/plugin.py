@@ -14,8 +14,10 @@ def register() -> None:
     """
     from kvspec_patches import register_scope
     from sglang_kvspec.adapters import activation
+    from sglang_kvspec.adapters.transfer_flags import register_choice
 
     register_scope("flags")
+    register_choice()
     if activation.cpu_platform_is_active():
         register_scope("cpu")
     if activation.is_on():

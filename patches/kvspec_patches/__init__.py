@@ -41,6 +41,8 @@ MANIFEST = (
     "preemption",
     "retract_decode",
     "retraction_order",
+    "kv_class",
+    "idle_wait",
     "weight_load",
     "internal_state",
     "request_check",

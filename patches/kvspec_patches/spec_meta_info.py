@@ -13,6 +13,7 @@ from typing import Any
 TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 KIND = "after"
 SCOPE = "kvspec"
+TRANSFER_CARRIER = "kvspec_transfer"
 
 
 def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
@@ -39,8 +40,18 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
             "verified": verified,
             "accept_histogram": list(recv_obj.spec_correct_drafts_histogram[i]),
             "hit_tokens": _hit_tokens(recv_obj.cached_tokens_details, i),
+            **_transfer(self.rid_to_state.get(recv_obj.rids[i]), meta_info),
         },
     )
+
+
+def _transfer(state: Any, meta_info: dict[str, Any]) -> dict[str, Any]:
+    """How the KV of a request that another server prefilled came here. It travels beside one of
+    the request's tokens."""
+    meta_info.pop(TRANSFER_CARRIER, None)
+    told = state.customized_info_accumulated.get(TRANSFER_CARRIER, ()) if state else ()
+    summary = next(filter(None, told), None)
+    return {} if summary is None else {"transfer": summary}
 
 
 def _hit_tokens(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, int]:

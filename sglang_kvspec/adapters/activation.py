@@ -62,10 +62,12 @@ def register_everything() -> None:
 
     from kvspec_patches import register_scope
     from sglang_kvspec.adapters import algorithm, attention, prefix_backend
+    from sglang_kvspec.adapters.transfer import backend
 
     algorithm.register()
     attention.register()
     prefix_backend.register()
+    backend.register()
     for scope in _scopes():
         register_scope(scope)
     HookRegistry.apply_hooks()

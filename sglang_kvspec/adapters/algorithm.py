@@ -19,6 +19,14 @@ class KVSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     def need_topk(self) -> bool:
         return False
 
+    def build_disagg_draft_input(
+        self, batch: Any, server_args: Any, last_tokens_tensor: Any, future_map: Any
+    ) -> Any:
+        """Of requests that begin, or go on, to decode on a decode server."""
+        from sglang_kvspec.adapters.transfer.decoding import admit
+
+        return admit(batch)
+
     def create_future_map(
         self,
         device: Any,

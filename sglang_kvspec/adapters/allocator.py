@@ -73,5 +73,16 @@ class KVSpecAllocator(TorchPagedAllocator):
         super().clear()
         self._kvcache.on_all_pages_freed()
 
-    def get_cpu_copy(self, indices: Any, mamba_indices: Any = None) -> Any:
-        raise NotImplementedError("KVSpec has no CPU copies of KV: disaggregation is refused")
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
+        """A decode server retracts a request, whose slots these are."""
+        from sglang_kvspec.adapters.transfer.decoding import set_aside
+
+        return set_aside(self._pages_of(indices), len(indices))
+
+    def load_cpu_copy(self, copy: Any, indices: torch.Tensor, mamba_indices: Any = None) -> None:
+        """It goes on, in other slots."""
+        copy.bring_back(self._pages_of(indices))
+
+    def _pages_of(self, indices: torch.Tensor) -> list[int]:
+        pages: list[int] = (indices[:: self.page_size] // self.page_size).tolist()
+        return pages

@@ -86,6 +86,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="GiB that a model's prefixes may take in --kvspec-prefix-dir "
         f"(default: {DEFAULT_PREFIX_GB:g})",
     )
+    _add_transfer_flags(group)
+
+
+def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
+    """What matters to a prefill and a decode server only."""
+    default = KVSpecConfig()
+    group.add_argument(
+        "--kvspec-transfer",
+        metavar="{split,full,int8,int4,cachegen}",
+        help="how KV goes from a prefill to a decode server: anchors before residuals, or, to "
+        "compare with, all of it at once: in full, or lossy, which is decoded without verification "
+        f"(default: {default.transfer})",
+    )
+    group.add_argument(
+        "--kvspec-link-gbps",
+        metavar="G",
+        help="GB/s (1e9 bytes) that a prefill server sends at most (default: no limit)",
+    )
+    group.add_argument(
+        "--kvspec-transfer-host",
+        metavar="HOST",
+        help="address that a prefill server sends KV from; off loopback --kvspec-transfer-keys is "
+        f"needed (default: {default.transfer_host})",
+    )
+    group.add_argument(
+        "--kvspec-transfer-keys",
+        metavar="DIR",
+        help="folder with this server's CURVE certificate, own.key_secret, and those of "
+        "the servers it may talk to, peers/*.key (default: none)",
+    )
 
 
 def flag_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -124,6 +154,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "residual_hbm_fraction": float,
     "prefix_host_gb": float,
     "prefix_gb": float,
+    "link_gbps": float,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -44,6 +45,8 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         # Where prefixes go that leave the pool; the prefix cache puts it here.
         self.prefix_tiers: PrefixTiers | None = None
         self.pressure = Pressure()
+        # Who else must know when pages are freed, before anyone can write to them again.
+        self.freed_listeners: list[Callable[[list[int]], None]] = []
         self.head_num = geometry.num_kv_heads
         self.head_dim = geometry.head_dim
         self._finalize_allocation_log(self.size)
@@ -52,10 +55,18 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         return self.kv.hbm_nbytes
 
     def on_pages_freed(self, pages: list[int]) -> None:
+        for listener in self.freed_listeners:
+            listener(pages)
         self.kv.free_pages(pages)
 
     def on_all_pages_freed(self) -> None:
+        for listener in self.freed_listeners:
+            listener(list(range(1, self.kv.plan.num_pages + 1)))
         self.kv.free_all()
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """None: our transfer backend asks for pages, not for addresses."""
+        return [], [], []
 
     def _refuse(self) -> NoReturn:
         raise NotImplementedError("KVSpec pages are read and written by its attention backend only")

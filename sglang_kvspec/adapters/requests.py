@@ -45,12 +45,21 @@ def sampling_params_of(req: Any) -> SamplingParams:
 
 
 def new_state(req: Any, committed_len: int, pending: int) -> RequestState:
-    """Of a request whose first committed_len tokens have KV and whose next token is `pending`."""
-    output = [*req.output_ids, pending]
+    """Of a request whose first committed_len tokens have KV and whose next token is `pending`,
+    which SGLang does not know yet."""
+    return _state(req, committed_len, [*req.output_ids, pending])
+
+
+def resumed_state(req: Any, committed_len: int) -> RequestState:
+    """Of a request whose output SGLang knows, the last token of which has no KV yet."""
+    return _state(req, committed_len, list(req.output_ids))
+
+
+def _state(req: Any, committed_len: int, output: list[int]) -> RequestState:
     return RequestState(
         rid=req.rid,
         committed_len=committed_len,
-        pending=pending,
+        pending=output[-1],
         output=output,
         params=sampling_params_of(req),
         remaining=int(req.sampling_params.max_new_tokens) - len(output),

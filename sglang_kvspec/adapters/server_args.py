@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.flags import PREFIX, parse_config, pending_flags
+from sglang_kvspec.adapters.transfer_flags import check_plain_transfer, check_transfer_flags
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 
@@ -25,7 +26,8 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "enable_hierarchical_cache": (False, "KVSpec keeps its own host tier"),
     "enable_mixed_chunk": (False, "SGLang cannot mix prefill into speculative batches"),
     "kv_cache_dtype": ("auto", "KVSpec encodes the KV cache itself"),
-    "disaggregation_mode": ("null", "KVSpec has no KV transfer backend yet"),
+    "disaggregation_decode_enable_radix_cache": (False, "KVSpec's decode servers keep no prefixes"),
+    "disaggregation_decode_enable_offload_kvcache": (False, "KVSpec keeps its own tiers"),
     "enable_lora": (None, "KVSpec does not serve adapters yet"),
     "lora_paths": (None, "KVSpec does not serve adapters yet"),
     "pp_size": (1, "KVSpec does not split layers over machines yet"),
@@ -61,6 +63,7 @@ def build_server_args(
     if config is None:
         if str(kwargs.get("speculative_algorithm")).upper() == activation.ALGORITHM_NAME:
             raise ConfigError("--speculative-algorithm KVSPEC is set by --kvspec, use that flag")
+        check_plain_transfer(kwargs)
         activation.switch_off()
         original(target, *args, **kwargs)
         return
@@ -118,6 +121,7 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
 
     check_page_size(kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
     _check_host_budget(config)
+    check_transfer_flags(config, kwargs)
     if config.keeps_prefixes:
         _check_prefix_tiers(config, kwargs)
 
@@ -153,6 +157,11 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             "--kvspec-prefix-host-gb and --kvspec-prefix-dir keep prefixes of a server on the CPU "
             "only in this version"
+        )
+    if kwargs.get("disaggregation_mode") not in (None, "null"):
+        raise UnsupportedError(
+            f"--disaggregation-mode {kwargs['disaggregation_mode']} cannot be combined with "
+            "--kvspec on a GPU in this version"
         )
     if config.schedule == "staggered":
         raise UnsupportedError(

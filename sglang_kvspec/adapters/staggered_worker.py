@@ -28,6 +28,8 @@ class StaggeredWorker(KVSpecWorker):
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         states = batch.spec_info.states
         self._check_states(batch, states)
+        if self.decoding is not None:
+            self.decoding.receive(batch.reqs)
         pages = [self._page_ids(req, s.committed_len) for req, s in self._zip(batch, states)]
         plan = self.stepper.plan(states, pages)
         begun = time.perf_counter()
@@ -49,6 +51,8 @@ class StaggeredWorker(KVSpecWorker):
                 if rows[i].kind is RowKind.DRAFT:
                     mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits)
                     self.chooser.draft(states[i], logits, mask)
+                    if self.decoding is not None:
+                        self.decoding.note_draft(states[i])
                     chosen.append(None)
                 else:
                     cap_lens[i] = len(states[i].drafts)
@@ -59,6 +63,8 @@ class StaggeredWorker(KVSpecWorker):
                     verified[i] = self._commit(states[i], rows[i], choice)
             # Copies lie before it here; on a machine with a link they would run beside it.
             self.stepper.speeds.note_iteration(time.perf_counter() - begun)
+        elif self.decoding is not None:
+            self.decoding.wait()
         self.counters.observe_step(plan)
         return self._result(batch, states, verified, cap_lens, logits_output)
 

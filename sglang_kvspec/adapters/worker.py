@@ -22,6 +22,8 @@ from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.ranks import device_of, ranks_of
 from sglang_kvspec.adapters.requests import fail, new_state, sampling_params_of
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
+from sglang_kvspec.adapters.transfer.decoding import Decoding
+from sglang_kvspec.adapters.transfer.peers import Serving, install, serving
 from sglang_kvspec.core.errors import SpoiledResidual
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
@@ -83,8 +85,18 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         on_device = isinstance(self.kv, DeviceKV)
         keeper = DevicePageKeeper if on_device else PageKeeper
         self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
+        self.decoding: Decoding | None = None
+        if self.server_args.disaggregation_mode != "null":
+            self._join_transfers()
         if self.server_args.enable_metrics and self.ranks.is_first:
             self._exporter = MetricsExporter(self.server_args.served_model_name)
+
+    def _join_transfers(self) -> None:
+        runner = self._target_worker.model_runner
+        serving = Serving(self.config, self._pool, runner.model_config, runner.model)
+        install(serving)
+        if self.server_args.disaggregation_mode == "decode":
+            self.decoding = Decoding(serving)
 
     @property
     def attention(self) -> Any:
@@ -229,6 +241,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         """Take over what a verification emitted."""
         self.counters.observe_verification(len(state.drafts), len(verified.tokens) - 1)
         before = state.committed_len
+        if self.decoding is not None:
+            self.decoding.note_verification(state, len(verified.tokens))
         state.commit(verified.tokens)
         self.pages.commit(row.pages, before, state.committed_len)
         return verified
@@ -362,6 +376,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         # SGLang asks the first rank; the others hold as many pages, of other heads.
         tiers = self._pool.prefix_tiers
         prefixes = {} if tiers is None else {"prefix_tiers": tiers.report()}
+        if self.server_args.disaggregation_mode != "null":
+            report["transfer"] = serving().manager.report()
         return report | {
             "ranks": self.ranks.size,
             "speeds": self.stepper.speeds.report(),

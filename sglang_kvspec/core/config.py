@@ -10,6 +10,7 @@ from sglang_kvspec.core.errors import ConfigError
 Target = Literal["exact", "int8"]
 CodecName = Literal["log4", "uniform4"]
 Schedule = Literal["auto", "staggered", "rounds"]
+Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
 
 MAX_DRAFT_LEN = 64
 AUTO_DRAFT_LEN = "auto"
@@ -17,6 +18,9 @@ DEFAULT_PAGE_SIZE = 64
 # Far beyond any machine, whose own memory is checked where the server starts.
 MAX_HOST_GB = 1e12
 DEFAULT_PREFIX_GB = 16.0
+# What arrives is not what was computed, so there is nothing to verify against.
+LOSSY_TRANSFERS: tuple[Transfer, ...] = ("int8", "int4", "cachegen")
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,10 @@ class KVSpecConfig:
     all requests draft and then all verify; auto is the first on a CPU and the second on a GPU.
     prefix_host_gb: GiB of host memory for prefixes that the KV cache had no more room for.
     prefix_dir: folder that keeps prefixes over restarts, in up to prefix_gb GiB; None for none.
+    transfer: how KV goes from a prefill to a decode server; all but split are to compare with.
+    link_gbps: GB/s (1e9 bytes) that a prefill server sends at most; None for no limit.
+    transfer_host: address that a prefill server sends from; off loopback it needs transfer_keys, a
+    folder of CURVE certificates.
     """
 
     target: Target = "exact"
@@ -44,6 +52,10 @@ class KVSpecConfig:
     prefix_host_gb: float = 0
     prefix_dir: str | None = None
     prefix_gb: float | None = None
+    transfer: Transfer = "split"
+    link_gbps: float | None = None
+    transfer_host: str = LOOPBACK
+    transfer_keys: str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("--kvspec-target", self.target, get_args(Target))
@@ -86,10 +98,32 @@ class KVSpecConfig:
             )
         if self.prefix_dir is not None and not (self.prefix_dir and type(self.prefix_dir) is str):
             raise ConfigError(f"--kvspec-prefix-dir must be a folder, got {self.prefix_dir!r}")
+        self._check_transfer()
+
+    def _check_transfer(self) -> None:
+        _check_choice("--kvspec-transfer", self.transfer, get_args(Transfer))
+        if self.transfer != "split" and self.target != "exact":
+            raise ConfigError(
+                f"--kvspec-transfer {self.transfer} sends what the model wrote, or less, and "
+                f"cannot be combined with --kvspec-target {self.target} (allowed: exact)"
+            )
+        if self.transfer in LOSSY_TRANSFERS and self.draft_len not in (AUTO_DRAFT_LEN, 0):
+            raise ConfigError(
+                f"--kvspec-draft-len {self.draft_len} has no effect with --kvspec-transfer "
+                f"{self.transfer}, which leaves nothing to verify against (allowed: auto, 0)"
+            )
+        if self.link_gbps is not None and not (
+            _is_between(self.link_gbps, 0, MAX_HOST_GB) and self.link_gbps
+        ):
+            raise ConfigError(
+                f"--kvspec-link-gbps must be > 0 and finite (GB/s), got {self.link_gbps!r}"
+            )
 
     @property
     def max_draft_len(self) -> int:
         """Most tokens a request may draft before it must verify."""
+        if not self.drafts:
+            return 0
         return 32 if self.draft_len == AUTO_DRAFT_LEN else int(self.draft_len)
 
     @property
@@ -103,7 +137,12 @@ class KVSpecConfig:
 
     @property
     def drafts(self) -> bool:
-        return self.draft_len != 0
+        return self.draft_len != 0 and not self.is_lossy
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether a decode server answers from KV that is not what the prefill server computed."""
+        return self.transfer in LOSSY_TRANSFERS
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

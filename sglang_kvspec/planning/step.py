@@ -27,7 +27,8 @@ class RequestView:
 
     key: names it for as long as it runs. best_len: drafts it would best verify; cap_len: most it
     can hold or use. missing: encoded pages whose residual is in the store only; resident: those in
-    the cache; arriving: those on their way from one to the other.
+    the cache; arriving: those on their way from one to the other. is_lacking: other residuals are
+    still on the network, so that it cannot verify.
     """
 
     key: str
@@ -38,6 +39,7 @@ class RequestView:
     resident: tuple[int, ...] = ()
     arriving: tuple[int, ...] = ()
     priority: int = 0
+    is_lacking: bool = False
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -119,7 +121,8 @@ class StepPlanner:
         for request in requests:
             known = self._known.setdefault(request.key, _Known(next(self._ids)))
             by_id[known.request_id] = request
-            self._ask(request, known, cache, pages)
+            if not request.is_lacking:
+                self._ask(request, known, cache, pages)
         late = [r for r in self._planner.due if self._is_late(by_id[r])]
         decided = self._planner.advance(late)
         for decision in decided.decisions:
@@ -238,6 +241,8 @@ class StepPlanner:
 
     @staticmethod
     def _verifies_unplaced(request: RequestView, known: _Known) -> bool:
+        if request.is_lacking:
+            return False
         if request.cap_len <= 0:
             return True
         return known.streams and request.num_drafts >= min(request.best_len, request.cap_len)

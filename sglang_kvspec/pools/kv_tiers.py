@@ -89,6 +89,11 @@ class KVTiers(ABC):
     def finish_encode(self, pages: Sequence[int]) -> None:
         """All layers of these pages are encoded."""
         self.residuals.finish(pages)
+        self.finish_anchors(pages)
+
+    def finish_anchors(self, pages: Iterable[int]) -> None:
+        """All anchors of these pages are there and drafts may read them; their residuals, still
+        IN_FLIGHT, may come later: `residuals.finish()` says when they have."""
         self._encoded.update(pages)
 
     def await_residuals(self, pages: Iterable[int]) -> None:

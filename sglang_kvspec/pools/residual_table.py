@@ -12,7 +12,7 @@ from sglang_kvspec.core.errors import PageStateError
 
 class ResidualState(IntEnum):
     """ABSENT: no residual, the page is free, partial or in the recent window. IN_FLIGHT: being
-    encoded (later: on the network). STORED: in the store only. FETCHING: being copied from the
+    encoded, or on the network. STORED: in the store only. FETCHING: being copied from the
     store into the cache. RESIDENT: in the residual cache (and in the store, where there is one)."""
 
     ABSENT = 0
@@ -74,6 +74,9 @@ class ResidualTable:
 
     def pages_in(self, pages: Iterable[int], state: ResidualState) -> list[int]:
         return [page for page in pages if self._states[page] is state]
+
+    def num_in(self, state: ResidualState) -> int:
+        return self._counts[state]
 
     def counts(self) -> dict[str, int]:
         """Number of pages by state name, the padding page included."""

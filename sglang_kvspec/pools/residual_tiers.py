@@ -221,7 +221,8 @@ class ResidualTiers:
         """Records, and how many of them came from the store."""
         slots = self.cache_slots.table[pages]
         states = [self.table.state(page) for page in pages.tolist()]
-        assert ResidualState.ABSENT not in states, "a page without a residual was read"
+        lacking = {ResidualState.ABSENT, ResidualState.IN_FLIGHT}
+        assert lacking.isdisjoint(states), "a page without a residual was read"
         resident = torch.tensor(
             [state is ResidualState.RESIDENT for state in states],
             dtype=torch.bool,

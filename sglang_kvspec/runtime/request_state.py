@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
+from sglang_kvspec.runtime.disaggregation.timeline import Timeline
 from sglang_kvspec.runtime.sampling import SamplingParams
 
 
@@ -18,6 +19,7 @@ class RequestState:
     output: every token the user was or will be sent, pending included. draft_probs: for sampled
     requests, the distribution [vocab] each draft was drawn from. remaining: tokens the request may
     still emit. priority: a higher one verifies first where verifications compete.
+    timeline and room (SGLang's bootstrap room): of a request that another server prefilled.
     """
 
     rid: str
@@ -30,6 +32,8 @@ class RequestState:
     drafts: list[int] = field(default_factory=list)
     draft_probs: list[torch.Tensor] = field(default_factory=list)
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+    timeline: Timeline | None = None
+    room: int | None = None
 
     @property
     def next_position(self) -> int:

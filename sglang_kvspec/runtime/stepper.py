@@ -84,6 +84,7 @@ class Stepper:
             missing = table.pages_in(ids, ResidualState.STORED)
             resident = table.pages_in(ids, ResidualState.RESIDENT)
             arriving = table.pages_in(ids, ResidualState.FETCHING)
+        is_lacking = self._awaits_residuals(pages)
         return RequestView(
             key=state.rid,
             num_drafts=len(state.drafts),
@@ -93,7 +94,15 @@ class Stepper:
             resident=tuple(resident),
             arriving=tuple(arriving),
             priority=state.priority,
+            is_lacking=is_lacking,
         )
+
+    def _awaits_residuals(self, pages: torch.Tensor) -> bool:
+        """Whether another server has yet to send some of them."""
+        table = self._kv.residuals.table
+        if not table.num_in(ResidualState.IN_FLIGHT):
+            return False
+        return bool(table.pages_in(pages.tolist(), ResidualState.IN_FLIGHT))
 
     def _cache(self, views: Sequence[RequestView]) -> CacheView:
         slots = self._kv.residuals.cache_slots

@@ -1,0 +1,1 @@
+"""SGLang's prefill and decode servers on our transport."""

@@ -1,0 +1,92 @@
+"""What the worker of a decode server does about KV that is still on its way."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_kvspec.adapters.requests import fail, resumed_state
+from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
+from sglang_kvspec.adapters.transfer.peers import Serving, serving
+from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
+from sglang_kvspec.runtime.disaggregation.set_aside import SetAside
+from sglang_kvspec.runtime.request_state import RequestState
+
+logger = logging.getLogger(__name__)
+
+# How long an iteration in which nobody can go on waits for something to arrive; new requests of
+# users wait as long.
+_WAIT_S = 0.005
+
+
+class Decoding:
+    """Beside every iteration of a decode server's worker."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    @property
+    def _arrivals(self) -> Arrivals:
+        arrivals: Arrivals = self._serving.manager.arrivals
+        return arrivals
+
+    def receive(self, reqs: Sequence[Any]) -> None:
+        """Let what has arrived land, and fail requests whose residuals will not come."""
+        self._serving.manager.pump()
+        for req in reqs:
+            reason = self._arrivals.failure(req.bootstrap_room)
+            if reason is not None and req.to_finish is None:
+                message = f"its KV could not be received, and so its tokens not verified: {reason}"
+                logger.error("%s (request %s)", message, req.rid)
+                fail(req, message)
+
+    def wait(self) -> None:
+        """Nobody can go on before something arrives."""
+        self._serving.wait_for_news(_WAIT_S)
+
+    def note_draft(self, state: RequestState) -> None:
+        if state.timeline is not None:
+            state.timeline.note_draft(time.time())
+
+    def note_verification(self, state: RequestState, num_emitted: int) -> None:
+        timeline, now = state.timeline, time.time()
+        if timeline is None:
+            return
+        if not timeline.is_told:
+            assert state.room is not None
+            timeline.tell(now, num_emitted, self._arrivals.summary(state.room))
+        timeline.note_verification(now, num_emitted)
+
+
+def admit(batch: Any) -> KVSpecDraftInput:
+    """States of requests that SGLang adds to the running batch."""
+    arrivals: Arrivals = serving().manager.arrivals
+    page_size = batch.token_to_kv_pool_allocator.page_size
+    states = []
+    for req, committed_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+        state = resumed_state(req, committed_len)
+        last_slot = batch.req_to_token_pool.req_to_token[req.req_pool_idx, committed_len - 1]
+        state.room = req.bootstrap_room
+        state.timeline = arrivals.admit(req.bootstrap_room, int(last_slot) // page_size)
+        if state.timeline is not None:
+            # SGLang sends users the entries of the tokens that it sends them.
+            req.customized_info = {
+                "kvspec_token_s": state.timeline.token_s,
+                "kvspec_transfer": state.timeline.summaries,
+            }
+        states.append(state)
+    return KVSpecDraftInput(states)
+
+
+def set_aside(pages: list[int], num_tokens: int) -> SetAside:
+    """Keep the KV of a request that is retracted."""
+    here = serving()
+    return SetAside(here.kv, here.manager.arrivals, pages, num_tokens)
+
+
+def wait_when_idle(scheduler: Any) -> None:
+    """No batch runs. SGLang itself sleeps where it has nothing to wait for either."""
+    if scheduler.server_args.disaggregation_mode != "null" and not scheduler.is_fully_idle():
+        serving().wait_for_news(_WAIT_S)

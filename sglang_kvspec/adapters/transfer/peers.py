@@ -1,0 +1,137 @@
+"""What both sides of a transfer know of the server they are in, and tell each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq.auth
+
+from sglang_kvspec import __version__
+from sglang_kvspec.adapters.model_identity import hash_of_weights
+from sglang_kvspec.adapters.pool import KVSpecPool
+from sglang_kvspec.codecs.wire import make_wire_codec
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
+from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
+from sglang_kvspec.transport import PROTOCOL, CurveKeys, Identity
+
+
+@dataclass(slots=True)
+class Serving:
+    """The server of this process. manager: SGLang's of this side, once there is one. news: set
+    whenever something has happened on a link."""
+
+    config: KVSpecConfig
+    pool: KVSpecPool
+    model_config: Any
+    model: torch.nn.Module
+    manager: Any = None
+    news: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def kv(self) -> TieredKV:
+        kv = self.pool.kv
+        assert isinstance(kv, TieredKV), "a GPU's server is refused at the start"
+        return kv
+
+    def identity(self) -> Identity:
+        """Reads all weights once."""
+        geometry = self.kv.geometry
+        return Identity(
+            protocol=PROTOCOL,
+            package=f"{__version__} with SGLang {metadata.version('sglang')} and torch "
+            f"{metadata.version('torch')}",
+            codec=f"{self.config.codec}, --kvspec-transfer {self.config.transfer}",
+            target=self.config.target,
+            page_size=geometry.page_size,
+            fingerprint=self._fingerprint(),
+            tp_shape=(1, geometry.num_kv_heads),
+        )
+
+    def _fingerprint(self) -> str:
+        """Of the model wherever it lies."""
+        config = self.model_config.hf_config.to_dict()
+        config.pop("_name_or_path", None)
+        facts = {
+            "config": config,
+            "dtype": str(self.model_config.dtype),
+            "weights": hash_of_weights(self.model),
+        }
+        text = json.dumps(facts, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def wire(self) -> PageWire:
+        if self.config.transfer == "split":
+            return SplitWire(self.kv)
+        return WholeWire(self.kv, make_wire_codec(self.config.transfer, self.kv.geometry))
+
+    def handovers(self, kv_args: Any) -> HandoverFormat:
+        return HandoverFormat(self.kv.geometry, tuple(kv_args.aux_item_lens))
+
+    def keys(self) -> CurveKeys | None:
+        """Raises ConfigError for a folder without them."""
+        return None if self.config.transfer_keys is None else load_keys(self.config.transfer_keys)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Until something has happened on a link since the last call."""
+        self.news.wait(timeout_s)
+        self.news.clear()
+
+
+_serving: list[Serving] = []
+
+
+def install(serving: Serving) -> None:
+    """Say which server this process is, before SGLang makes its transfer manager."""
+    _serving[:] = [serving]
+
+
+def serving() -> Serving:
+    assert _serving, "SGLang made a transfer manager before the pools"
+    return _serving[0]
+
+
+def load_keys(folder: str) -> CurveKeys:
+    """own.key_secret and peers/*.key, as zmq.auth.create_certificates() writes them."""
+    own = Path(folder) / "own.key_secret"
+    try:
+        public, secret = zmq.auth.load_certificate(own)
+        peers = [
+            zmq.auth.load_certificate(path)[0] for path in sorted(own.parent.glob("peers/*.key"))
+        ]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--kvspec-transfer-keys {folder}: {error}") from None
+    if secret is None or not peers:
+        lacking = f"no secret key in {own.name}" if secret is None else "no peers/*.key"
+        raise ConfigError(f"--kvspec-transfer-keys {folder}: {lacking}")
+    return CurveKeys(public, secret, frozenset(peers))
+
+
+def read_fields(kv_args: Any, index: int) -> tuple[bytes, ...]:
+    """SGLang's metadata of a request, of which it gives addresses only."""
+    import ctypes
+
+    return tuple(
+        ctypes.string_at(address + index * size, size)
+        for address, size in zip(kv_args.aux_data_ptrs, kv_args.aux_item_lens, strict=True)
+    )
+
+
+def write_fields(kv_args: Any, index: int, fields: tuple[bytes, ...]) -> None:
+    """Put the metadata that another server read where this one's SGLang looks for it."""
+    import ctypes
+
+    for address, size, value in zip(
+        kv_args.aux_data_ptrs, kv_args.aux_item_lens, fields, strict=True
+    ):
+        assert len(value) == size, "a handover's fields are checked where it is read"
+        ctypes.memmove(address + index * size, value, size)

@@ -1,0 +1,196 @@
+"""The prefill server's side: SGLang's KV manager and senders over Departures."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import requests
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVSender,
+    KVPoll,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.environ import envs
+
+from sglang_kvspec.adapters.transfer.peers import Serving, read_fields
+from sglang_kvspec.adapters.transfer.report import link_report
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.runtime.disaggregation.departures import Departures
+from sglang_kvspec.transport import Sender, SenderLoop, TokenBucket, ZmqPort
+
+logger = logging.getLogger(__name__)
+
+# What a link of a given speed lets through at once after it was idle.
+BURST_BYTES = 256 << 10
+_REGISTER_TIMEOUT_S = 30.0
+
+
+class PrefillManager:
+    """Owns the port that this rank's KV leaves by."""
+
+    def __init__(self, kv_args: Any, server_args: Any, serving: Serving) -> None:
+        self.kv_args = kv_args
+        config = serving.config
+        link = None
+        if config.link_gbps is not None:
+            link = TokenBucket(config.link_gbps * 1e9, BURST_BYTES, time.monotonic())
+        port = ZmqPort(f"tcp://{config.transfer_host}:0", bind=True, keys=serving.keys())
+        self.address = port.address
+        self.loop = SenderLoop(
+            Sender(port, serving.identity(), link=link), on_news=serving.news.set
+        )
+        self.departures = Departures(
+            serving.kv, serving.wire(), self.loop, serving.handovers(kv_args)
+        )
+        self.bootstrap_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
+        self.page_size = serving.kv.geometry.page_size
+        self._register(server_args)
+
+    def register_to_bootstrap(self) -> None:
+        """Done when it was made."""
+
+    def report(self) -> dict[str, Any]:
+        return link_report(self.loop.counters())
+
+    def _register(self, server_args: Any) -> None:
+        """Tell SGLang's bootstrap server, which runs in another process of this server, where
+        decode servers find this port. Raises TransportError where it cannot be told."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server_args.host, server_args.host)
+        url = f"http://{host}:{server_args.disaggregation_bootstrap_port}/route"
+        rank_host, _, rank_port = self.address.removeprefix("tcp://").rpartition(":")
+        payload = {
+            "attn_tp_size": 1,
+            "attn_tp_rank": 0,
+            "attn_cp_size": 1,
+            "attn_cp_rank": 0,
+            "attn_dp_size": 1,
+            "attn_dp_rank": 0,
+            "pp_size": 1,
+            "pp_rank": 0,
+            "system_dp_size": 1,
+            "system_dp_rank": 0,
+            "rank_ip": rank_host,
+            "rank_port": int(rank_port),
+            "page_size": self.page_size,
+            "kv_cache_dtype": self.kv_args.kv_cache_dtype_str,
+            "load_balance_method": "follow_bootstrap_room",
+            "prefill_http_port": server_args.port,
+        }
+        deadline = time.monotonic() + _REGISTER_TIMEOUT_S
+        while True:
+            try:
+                requests.put(url, json=payload, timeout=5).raise_for_status()
+                return
+            except requests.RequestException as error:
+                if time.monotonic() > deadline:
+                    raise TransportError(f"cannot register with {url}: {error}") from None
+                # Its process starts while this one loads the model.
+                time.sleep(0.2)
+
+
+class KVSpecSender(BaseKVSender):  # type: ignore[misc]
+    """One request's KV on its way to a decode server, as SGLang asks for it."""
+
+    def __init__(
+        self,
+        mgr: PrefillManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        dest_tp_ranks: list[int],
+        pp_rank: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self._room = bootstrap_room
+        self._num_pages = 0
+        self._aux_index: int | None = None
+        self._has_begun = False
+        self._failure: str | None = None
+        self._begun_s = time.monotonic()
+        self._metric = KVTransferMetric()
+        try:
+            mgr.departures.add(bootstrap_room)
+        except ValueError as error:
+            self._failure = str(error)
+            self._owns_room = False
+        else:
+            self._owns_room = True
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """num_kv_indices: pages that will be sent; aux_index: where SGLang puts the request's
+        metadata."""
+        self._num_pages, self._aux_index = num_kv_indices, aux_index
+        self._has_begun = True
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        """The next pages of the prompt. Its last page goes with SGLang's metadata, and is the only
+        one that may be partial."""
+        if self._failure is not None:
+            return
+        departures, pages = self.kv_mgr.departures, [int(page) for page in kv_indices]
+        departure = departures.of(self._room)
+        is_last = departure.num_sent + len(pages) == self._num_pages
+        departures.send(self._room, pages[:-1] if is_last else pages)
+        if is_last:
+            assert self._aux_index is not None
+            assert num_kv_tokens is not None
+            num_tail = num_kv_tokens - (len(pages) - 1) * self.kv_mgr.page_size
+            fields = read_fields(self.kv_mgr.kv_args, self._aux_index)
+            departures.send_last(self._room, pages[-1], num_tail, fields)
+
+    def poll(self) -> int:
+        if self._failure is None:
+            self.kv_mgr.departures.pump()
+            departure = self.kv_mgr.departures.of(self._room)
+            waited_s = time.monotonic() - self._begun_s
+            if departure.ended:
+                self._failure = departure.ended
+            elif departure.ended is not None:
+                return self._succeed(departure)
+            elif departure.num_sent:
+                return KVPoll.Transferring
+            elif departure.is_open:
+                return KVPoll.WaitingForInput
+            elif waited_s > self.kv_mgr.bootstrap_timeout_s:
+                self._failure = f"no decode server asked for its KV in {waited_s:.0f} s"
+            else:
+                return KVPoll.Bootstrapping
+        return KVPoll.Failed
+
+    def _succeed(self, departure: Any) -> int:
+        self._metric = KVTransferMetric(
+            transfer_latency_s=departure.took_s, transfer_total_bytes=departure.num_bytes
+        )
+        if not departure.num_sent:
+            # Its decode server is done with it before anything was computed here.
+            self._failure = "its decode server needs it no more"
+            return KVPoll.Failed
+        return KVPoll.Success
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return self._metric
+
+    def failure_exception(self) -> None:
+        self.clear()
+        raise KVTransferError(self._room, self._failure or "unknown")
+
+    def clear(self) -> None:
+        if self._owns_room:
+            self.kv_mgr.departures.forget(self._room)
+            self._owns_room = False
+
+    def abort(self) -> None:
+        self._failure = self._failure or "Aborted by AbortReq."
+        if self._owns_room:
+            self.kv_mgr.departures.abort(self._room, "the prefill server gave it up")

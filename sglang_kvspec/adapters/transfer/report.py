@@ -1,0 +1,36 @@
+"""What a link did, for /server_info."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sglang_kvspec.transport.counters import Durations, LinkCounters
+
+
+def link_report(counters: LinkCounters) -> dict[str, Any]:
+    """Totals since the link's end was made; times in seconds."""
+    return {
+        "streams": {
+            stream.name.lower(): {
+                "bytes": counted.payload_bytes,
+                "frames": counted.frames,
+                "resent_bytes": counted.resent_bytes,
+                "duplicate_bytes": counted.duplicate_bytes,
+                "busy_s": counted.busy_s,
+            }
+            for stream, counted in counters.streams.items()
+        },
+        "link_use": counters.link_use(time.monotonic()),
+        "transfers": {"completed": counters.completed, "failed": counters.failed},
+        "sessions": {"begun": counters.sessions, "lost": counters.lost_sessions},
+        "refusals": counters.refusals,
+        "dropped_frames": {drop.name.lower(): n for drop, n in counters.dropped.items()},
+        "to_anchors": _durations(counters.to_anchors),
+        "to_residuals": _durations(counters.to_residuals),
+    }
+
+
+def _durations(durations: Durations) -> dict[str, Any]:
+    mean_s = durations.total_s / durations.count if durations.count else None
+    return {"count": durations.count, "mean_s": mean_s, "longest_s": durations.longest_s}

@@ -1,0 +1,69 @@
+"""Start-up checks of the flags of prefill and decode servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+
+TRANSFER_BACKEND = "kvspec"
+_MODES = ("prefill", "decode")
+
+
+def register_choice() -> None:
+    """Let SGLang's command line take our backend, once a process."""
+    from sglang.srt.server_args import (
+        DISAGG_TRANSFER_BACKEND_CHOICES,
+        add_disagg_transfer_backend_choices,
+    )
+
+    if TRANSFER_BACKEND not in DISAGG_TRANSFER_BACKEND_CHOICES:
+        add_disagg_transfer_backend_choices([TRANSFER_BACKEND])
+
+
+def check_plain_transfer(kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError for a server without --kvspec that asks for our backend."""
+    if kwargs.get("disaggregation_transfer_backend") == TRANSFER_BACKEND:
+        raise ConfigError(f"--disaggregation-transfer-backend {TRANSFER_BACKEND} needs --kvspec")
+
+
+def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError or UnsupportedError for a prefill or decode server that cannot work, and
+    for flags that only such a server has a use for."""
+    mode = kwargs.get("disaggregation_mode") or "null"
+    if mode not in _MODES:
+        _check_unused(config)
+        return
+    backend = kwargs.get("disaggregation_transfer_backend")
+    if backend != TRANSFER_BACKEND:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {backend} cannot be combined with --kvspec "
+            f"(allowed: {TRANSFER_BACKEND}): other backends send pages that KVSpec does not keep"
+        )
+    if (kwargs.get("tp_size") or 1) > 1:
+        raise UnsupportedError(
+            f"--tp-size {kwargs['tp_size']} cannot be combined with --disaggregation-mode {mode} "
+            "in this version of KVSpec (allowed: 1)"
+        )
+    if config.schedule == "rounds":
+        raise UnsupportedError(
+            f"--kvspec-schedule rounds cannot be combined with --disaggregation-mode {mode} "
+            "(allowed: auto, staggered): requests whose residuals are late must not hold up others"
+        )
+    if config.keeps_prefixes and mode == "decode":
+        raise UnsupportedError(
+            "--kvspec-prefix-host-gb and --kvspec-prefix-dir have no effect on a decode server, "
+            "which keeps no prefixes: give them to the prefill server"
+        )
+
+
+def _check_unused(config: KVSpecConfig) -> None:
+    default = KVSpecConfig()
+    for name in ("transfer", "link_gbps", "transfer_host", "transfer_keys"):
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            flag = "--kvspec-" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value} has no effect without --disaggregation-mode prefill or decode"
+            )

@@ -1,0 +1,222 @@
+"""KV on its way in: pages of requests that another server computes, landing in this one's pools."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from sglang_kvspec.core.errors import KVSpecError
+from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
+from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
+from sglang_kvspec.runtime.disaggregation.landing import Landing, ReceivingLink, Staging
+from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
+from sglang_kvspec.runtime.disaggregation.timeline import Timeline
+from sglang_kvspec.transport import Arrival, PageArrived, Stream, StreamArrived, TransferFailed
+
+
+class Arrivals:
+    """Owned by the scheduler's thread, as the pools are. Rooms are SGLang's bootstrap rooms, and
+    the transport's transfer numbers. Bytes arrive in a staging of each request, and go into its
+    pages when `pump()` is called: pages may be freed and used again at any time."""
+
+    def __init__(
+        self,
+        kv: TieredKV,
+        wire: PageWire,
+        handovers: HandoverFormat,
+        *,
+        mode: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """mode: how KV is sent, to tell the user."""
+        self._kv, self._wire, self._handovers = kv, wire, handovers
+        self._mode, self._clock = mode, clock
+        self._landings: dict[int, Landing] = {}
+        self._by_page: dict[int, Landing] = {}
+        # Of requests that do not run yet: the first tokens of a page, [num_layers, 2, num_tokens,
+        # num_kv_heads, head_dim]. There is room in the recent window for those that run.
+        self._tails: dict[int, torch.Tensor] = {}
+        # Given up here, while bytes of them may still arrive.
+        self._leaving: dict[int, Landing] = {}
+
+    def __len__(self) -> int:
+        """Requests whose KV is not complete."""
+        return sum(not landing.is_complete for landing in self._landings.values())
+
+    def expect(
+        self, room: int, link: ReceivingLink, pages: Sequence[int], timeout_s: float
+    ) -> None:
+        """Have a request's KV sent into free pages, the last of which is its last page. Raises
+        ValueError for a room that is in use."""
+        if room in self._landings or room in self._leaving:
+            raise ValueError(f"bootstrap room {room} is in use")
+        staging = Staging(len(pages) - 1, self._wire, self._handovers.max_bytes)
+        landing = Landing(room, link, pages, staging, self._clock())
+        rows = [(index, 0) for index in range(len(pages))]
+        link.expect(room, rows, staging.shape, staging, timeout_s)
+        self._landings[room] = landing
+        self._by_page.update(dict.fromkeys(pages, landing))
+
+    def pump(self, link: ReceivingLink) -> None:
+        """Take note of what has arrived on a link, and land it. Raises TransportError where the
+        link is broken."""
+        touched: dict[int, Landing] = {}
+        for event in link.take_events():
+            landing = self._landings.get(event.transfer) or self._leaving.get(event.transfer)
+            if landing is None or landing.link is not link:
+                continue
+            self._note(landing, event)
+            if event.transfer in self._landings:
+                touched[event.transfer] = landing
+            elif landing.is_over:
+                del self._leaving[event.transfer]
+        for landing in touched.values():
+            self._land(landing)
+
+    def is_draftable(self, room: int) -> bool:
+        landing = self._landings.get(room)
+        return landing is not None and landing.is_draftable and landing.failure is None
+
+    def failure(self, room: int) -> str | None:
+        """Why a request cannot go on. One that is complete, or unknown, can."""
+        landing = self._landings.get(room)
+        return None if landing is None else landing.failure
+
+    def fields(self, room: int) -> tuple[bytes, ...]:
+        """SGLang's state of a draftable request after its first token."""
+        handover = self._landings[room].handover
+        assert handover is not None
+        return handover.fields
+
+    def admit(self, room: int, last_page: int) -> Timeline | None:
+        """A draftable request starts to run, or one that was brought back: put the tail on its last
+        page into the recent window. None for one that ran before. Raises CapacityError where the
+        window is full."""
+        tail = self._tails.pop(last_page, None)
+        if tail is not None:
+            _write_tail(self._kv, last_page, tail)
+        landing = self._landings.get(room)
+        if landing is None or landing.has_run:
+            return None
+        assert landing.handover is not None
+        landing.has_run = True
+        return Timeline(landing.handover.prefill_ended_at)
+
+    def keep_tail(self, page: int, tail: torch.Tensor) -> None:
+        """Until the request whose last page this is runs."""
+        self._tails[page] = tail
+
+    def set_aside(self, page: int) -> int:
+        """The request that has this page is retracted: what arrives of it waits. Returns its
+        room."""
+        landing = self._by_page[page]
+        for each in landing.all_pages:
+            self._by_page.pop(each, None)
+        landing.pages = None
+        return landing.room
+
+    def bring_back(self, room: int, pages: Sequence[int]) -> None:
+        """The request goes on in these pages, which hold what had landed; the first ones are those
+        it arrived in."""
+        landing = self._landings.get(room)
+        if landing is None:
+            return
+        landing.pages, landing.last_page = (
+            list(pages[: landing.num_pages]),
+            pages[landing.num_pages],
+        )
+        self._by_page.update(dict.fromkeys(landing.all_pages, landing))
+        self._land(landing)
+
+    def summary(self, room: int) -> dict[str, Any]:
+        """What is known of a draftable request's transfer."""
+        return self._landings[room].summary(self._mode)
+
+    def fail_all_of(self, link: ReceivingLink, reason: str) -> None:
+        """A link was closed: nothing more comes of it."""
+        for landing in self._landings.values():
+            if landing.link is link and not landing.is_complete and landing.failure is None:
+                landing.failure, landing.staging = reason, None
+        self._leaving = {r: left for r, left in self._leaving.items() if left.link is not link}
+
+    def release(self, pages: Iterable[int]) -> None:
+        """SGLang freed these pages: requests that were to land in them are over."""
+        for page in pages:
+            self._tails.pop(page, None)
+            landing = self._by_page.get(page)
+            if landing is not None:
+                self.drop(landing.room, NOT_NEEDED)
+
+    def drop(self, room: int, reason: str) -> None:
+        """Forget a request, and have what is not here yet not sent. Nothing happens where it is
+        unknown."""
+        landing = self._landings.pop(room, None)
+        if landing is None:
+            return
+        for page in landing.all_pages:
+            self._by_page.pop(page, None)
+        if landing.staging is not None and landing.failure is None:
+            self._leaving[room] = landing
+            landing.link.cancel(room, reason)
+
+    def _note(self, landing: Landing, event: Arrival) -> None:
+        if isinstance(event, TransferFailed):
+            landing.failure, landing.staging = event.reason, None
+        elif isinstance(event, PageArrived):
+            landing.arrived[event.stream][event.page_index] = event.num_bytes
+            landing.num_bytes[event.stream] += event.num_bytes
+        elif isinstance(event, StreamArrived):
+            landing.arrived_at[event.stream] = self._clock()
+
+    def _land(self, landing: Landing) -> None:
+        if landing.failure is not None or landing.pages is None:
+            return
+        try:
+            for stream in Stream:
+                self._land_stream(landing, stream)
+        except KVSpecError as error:
+            # Of another kind than what was agreed on: nothing of it can be trusted.
+            landing.failure = f"what arrived is not KV of this request: {error}"
+            landing.link.cancel(landing.room, landing.failure)
+            landing.staging = None
+            return
+        if landing.is_complete:
+            landing.staging = None
+
+    def _land_stream(self, landing: Landing, stream: Stream) -> None:
+        arrived, staging = landing.arrived[stream], landing.staging
+        assert landing.pages is not None
+        if not arrived:
+            return
+        assert staging is not None, "all of it had landed"
+        num_pages = len(landing.pages)
+        if stream is Stream.ANCHOR and num_pages in arrived:
+            data = staging.payload(stream, num_pages, arrived.pop(num_pages))
+            landing.handover, tail = self._handovers.decode(data)
+            self.keep_tail(landing.last_page, tail)
+        # Residuals of pages whose anchors are not here wait for them.
+        known = [i for i in sorted(arrived) if self._may_land(stream, landing.pages[i])]
+        if known:
+            payloads = [staging.payload(stream, i, arrived[i]) for i in known]
+            self._wire.land(stream, [landing.pages[i] for i in known], payloads)
+        for index in known:
+            del arrived[index]
+        landing.missing[stream] -= len(known)
+
+    def _may_land(self, stream: Stream, page: int) -> bool:
+        return stream is Stream.ANCHOR or self._kv.is_encoded(page)
+
+
+def _write_tail(kv: TieredKV, page: int, tail: torch.Tensor) -> None:
+    kv.open_pages([page])
+    num_tokens = tail.shape[2]
+    pages = torch.full((num_tokens,), page, dtype=torch.int64)
+    offsets = torch.arange(num_tokens)
+    for layer in range(kv.geometry.num_layers):
+        kv.window.write(layer, pages, offsets, tail[layer, 0], tail[layer, 1])
+    if num_tokens == kv.geometry.page_size:
+        kv.window.mark_committed(page)

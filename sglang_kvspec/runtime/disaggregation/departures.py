@@ -1,0 +1,144 @@
+"""KV on its way out: pages of requests that were computed here and are decoded elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.disaggregation.handover import Handover, HandoverFormat
+from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
+from sglang_kvspec.transport import (
+    SegmentKey,
+    SegmentReleased,
+    SendEvent,
+    Stream,
+    TransferEnded,
+    TransferOpened,
+)
+
+# Why a receiver ends a transfer whose request is over: nobody has to hear of it.
+NOT_NEEDED = "the receiver needs no more of it"
+# A request that never came here; whoever opened its transfer has given up long before.
+MAX_UNCLAIMED = 4096
+
+
+class SendingLink(Protocol):
+    """What departures need of the thread that sends."""
+
+    def offer(self, key: SegmentKey, memory: memoryview) -> None: ...
+
+    def abort(self, transfer: int, reason: str) -> None: ...
+
+    def take_events(self) -> list[SendEvent]: ...
+
+
+@dataclass(slots=True)
+class Departure:
+    """One request. num_pages: that it will send; None until its prefill starts. ended: why it is
+    over, "" for well, None while it is not."""
+
+    num_pages: int | None = None
+    num_sent: int = 0
+    is_open: bool = False
+    ended: str | None = None
+    num_bytes: int = 0
+    begun_s: float = 0.0
+    took_s: float | None = None
+
+
+class Departures:
+    """Owned by the scheduler's thread. Rooms are SGLang's bootstrap rooms, and the transport's
+    transfer numbers."""
+
+    def __init__(
+        self,
+        kv: TieredKV,
+        wire: PageWire,
+        link: SendingLink,
+        handovers: HandoverFormat,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._kv, self._wire, self._link = kv, wire, link
+        self._handovers, self._clock = handovers, clock
+        self._departures: dict[int, Departure] = {}
+        # Rooms that a receiver has opened before their request was here.
+        self._unclaimed: dict[int, None] = {}
+
+    def add(self, room: int) -> Departure:
+        """A request is to be sent. Raises ValueError for a room that is in use."""
+        if room in self._departures:
+            raise ValueError(f"bootstrap room {room} is in use")
+        self.pump()
+        is_open = room in self._unclaimed
+        self._unclaimed.pop(room, None)
+        departure = Departure(is_open=is_open, begun_s=self._clock())
+        self._departures[room] = departure
+        return departure
+
+    def of(self, room: int) -> Departure:
+        return self._departures[room]
+
+    def send(self, room: int, pages: Sequence[int]) -> None:
+        """Send the next full pages of a request, which stay as they are until it is over."""
+        departure = self._departures[room]
+        self._kv.encode_window_pages([p for p in pages if self._kv.window.is_committed(p)])
+        for packed in self._wire.pack(pages) if pages else ():
+            index = departure.num_sent + packed.place
+            self._offer(departure, SegmentKey(room, packed.stream, index, 0), packed.payload)
+        departure.num_sent += len(pages)
+
+    def send_last(self, room: int, page: int, num_tokens: int, fields: tuple[bytes, ...]) -> None:
+        """Send a request's last page, of which num_tokens are computed, and what SGLang says of its
+        first token (fields). The page is in the recent window: its last chunk wrote it."""
+        departure = self._departures[room]
+        handover = Handover(fields, self._clock(), num_tokens)
+        data = self._handovers.encode(handover, self._tail(page, num_tokens))
+        self._offer(departure, SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
+        departure.num_sent += 1
+
+    def pump(self) -> None:
+        """Take note of what has happened on the link."""
+        for event in self._link.take_events():
+            if isinstance(event, SegmentReleased):
+                continue
+            departure = self._departures.get(event.transfer)
+            if isinstance(event, TransferOpened):
+                if departure is not None:
+                    departure.is_open = True
+                elif len(self._unclaimed) < MAX_UNCLAIMED:
+                    self._unclaimed[event.transfer] = None
+            elif isinstance(event, TransferEnded):
+                self._unclaimed.pop(event.transfer, None)
+                if departure is not None:
+                    departure.ended = "" if event.reason in (None, NOT_NEEDED) else event.reason
+                    departure.took_s = self._clock() - departure.begun_s
+
+    def abort(self, room: int, reason: str) -> None:
+        """Give a request up, here and at its receiver."""
+        departure = self._departures.get(room)
+        if departure is not None and departure.ended is None:
+            departure.ended = reason
+            self._link.abort(room, reason)
+
+    def forget(self, room: int) -> None:
+        """The request is over. A transfer that is not is given up."""
+        self.abort(room, "the request is over")
+        self._departures.pop(room, None)
+
+    def _offer(self, departure: Departure, key: SegmentKey, payload: torch.Tensor) -> None:
+        departure.num_bytes += payload.nbytes
+        self._link.offer(key, payload.numpy().data)
+
+    def _tail(self, page: int, num_tokens: int) -> torch.Tensor:
+        ids = torch.tensor([page], dtype=torch.int64)
+        assert page in self._kv.window.slots, "a request's last page has left the recent window"
+        layers = [
+            torch.stack([part[0, :num_tokens] for part in self._kv.window.read(layer, ids)])
+            for layer in range(self._kv.geometry.num_layers)
+        ]
+        return torch.stack(layers)

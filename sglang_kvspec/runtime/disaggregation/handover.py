@@ -1,0 +1,81 @@
+"""What a decode server needs of a request besides full pages: its first token and its last page."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.pools.geometry import KVGeometry
+
+# Beside the fields of SGLang: names, lengths and a time.
+_HEADER_SLACK_BYTES = 1024
+_LENGTH_BYTES = 4
+
+
+class Handover(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """fields: SGLang's state of the request after its first token, one entry a buffer.
+    prefill_ended_at: seconds since the epoch, of the prefill server's clock. num_tail_tokens: on
+    the request's last page, which goes in full precision whether it is full or not."""
+
+    fields: tuple[bytes, ...]
+    prefill_ended_at: float
+    num_tail_tokens: int
+
+
+class HandoverFormat:
+    """Handovers of one server as bytes: length of the header, header (msgpack), and K and V of the
+    tail, [num_layers, 2, num_tail_tokens, num_kv_heads, head_dim] in the KV dtype."""
+
+    def __init__(self, geometry: KVGeometry, field_bytes: tuple[int, ...]) -> None:
+        """field_bytes: size of each of SGLang's fields."""
+        self._geometry, self._field_bytes = geometry, field_bytes
+        heads_bytes = geometry.num_kv_heads * geometry.head_dim * geometry.dtype.itemsize
+        self._token_bytes = 2 * geometry.num_layers * heads_bytes
+        self._decoder = msgspec.msgpack.Decoder(Handover)
+
+    @property
+    def max_bytes(self) -> int:
+        header = sum(self._field_bytes) + 8 * len(self._field_bytes) + _HEADER_SLACK_BYTES
+        return _LENGTH_BYTES + header + self._geometry.page_size * self._token_bytes
+
+    def encode(self, handover: Handover, tail: torch.Tensor) -> torch.Tensor:
+        """1-D uint8 on the CPU. tail: as above."""
+        header = msgspec.msgpack.encode(handover)
+        start = len(header).to_bytes(_LENGTH_BYTES, "little") + header
+        payload = tail.contiguous().view(-1).view(torch.uint8)
+        return torch.cat([torch.frombuffer(bytearray(start), dtype=torch.uint8), payload])
+
+    def decode(self, data: torch.Tensor) -> tuple[Handover, torch.Tensor]:
+        """Header and tail, which is a copy. Raises TransportError where `data`, 1-D uint8, is none
+        of this server's."""
+        raw = data.numpy().tobytes()
+        length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
+        end = _LENGTH_BYTES + length
+        try:
+            handover = self._decoder.decode(raw[_LENGTH_BYTES:end])
+        except msgspec.DecodeError as error:
+            raise TransportError(f"a handover that cannot be read: {error}") from None
+        sizes = tuple(map(len, handover.fields))
+        if sizes != self._field_bytes:
+            raise TransportError(
+                f"a handover with fields of {sizes}, not {self._field_bytes} bytes"
+            )
+        tokens = handover.num_tail_tokens
+        if not 1 <= tokens <= self._geometry.page_size or not math.isfinite(
+            handover.prefill_ended_at
+        ):
+            raise TransportError(f"a handover of {tokens} tokens at {handover.prefill_ended_at}")
+        if len(raw) - end != tokens * self._token_bytes:
+            raise TransportError(f"a handover of {len(raw) - end} bytes for {tokens} tokens")
+        shape = (
+            self._geometry.num_layers,
+            2,
+            tokens,
+            self._geometry.num_kv_heads,
+            self._geometry.head_dim,
+        )
+        tail = torch.frombuffer(bytearray(raw[end:]), dtype=torch.uint8)
+        return handover, tail.view(self._geometry.dtype).view(shape)

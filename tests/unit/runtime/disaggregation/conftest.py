@@ -1,0 +1,230 @@
+"""A prefill server's KV cache and a decode server's, joined by a link that delivers on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvspec.codecs.wire import make_wire_codec
+from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
+from sglang_kvspec.runtime.disaggregation.departures import Departures
+from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
+from sglang_kvspec.runtime.disaggregation.page_wire import SplitWire, WholeWire
+from sglang_kvspec.transport import (
+    PageArrived,
+    SegmentKey,
+    Stream,
+    StreamArrived,
+    TransferEnded,
+    TransferFailed,
+    TransferOpened,
+)
+
+ROOM = 7
+PREFILL_ENDED = 1000.0
+FIELDS = (b"first token     ", b"a log-probability")
+SIZE = 32
+
+
+class Link:
+    """Both ends' idea of it. Nothing arrives before deliver()."""
+
+    def __init__(self) -> None:
+        self.offers: dict[SegmentKey, memoryview] = {}
+        self.expected: dict = {}
+        self.to_sender: list = []
+        self.to_receiver: list = []
+        self.cancelled: dict[int, str] = {}
+        self.aborted: dict[int, str] = {}
+
+    # As a sender's thread
+
+    def offer(self, key: SegmentKey, memory: memoryview) -> None:
+        assert key not in self.offers, "a segment is offered once"
+        self.offers[key] = memory
+
+    def abort(self, transfer: int, reason: str) -> None:
+        self.aborted[transfer] = reason
+
+    # As a receiver's
+
+    def expect(self, transfer, pages, shape, destination, timeout_s) -> None:
+        self.expected[transfer] = (list(pages), shape, destination)
+        self.to_sender.append(TransferOpened(transfer))
+
+    def cancel(self, transfer: int, reason: str) -> None:
+        self.cancelled[transfer] = reason
+        self.expected.pop(transfer, None)
+        self.to_receiver.append(TransferFailed(transfer, reason))
+
+    def take_events(self) -> list:
+        raise NotImplementedError
+
+    def end(self, name: str) -> SimpleNamespace:
+        """What one side holds of it."""
+        inbox = self.to_sender if name == "sender" else self.to_receiver
+
+        def take_events() -> list:
+            taken = list(inbox)
+            inbox.clear()
+            return taken
+
+        return SimpleNamespace(
+            offer=self.offer,
+            abort=self.abort,
+            expect=self.expect,
+            cancel=self.cancel,
+            take_events=take_events,
+        )
+
+    def deliver(self, streams: Iterable[Stream] = Stream, at: Sequence[int] | None = None) -> None:
+        """Pages of these streams, or those of them at these indices, in reverse order."""
+        for transfer, (pages, shape, destination) in self.expected.items():
+            for stream in streams:
+                keys = [
+                    key
+                    for key in self.offers
+                    if key.transfer == transfer
+                    and key.stream is stream
+                    and (at is None or key.page_index in at)
+                ]
+                for key in reversed(keys):
+                    memory = self.offers.pop(key)
+                    page, generation = pages[key.page_index]
+                    destination.view(stream, page, generation, 0)[: len(memory)] = memory
+                    sizes = (len(memory),)
+                    arrived = PageArrived(transfer, stream, key.page_index, sizes)
+                    self.to_receiver.append(arrived)
+                if shape.num_segments(stream) and not any(
+                    key.stream is stream and key.transfer == transfer for key in self.offers
+                ):
+                    self.to_receiver.append(StreamArrived(transfer, stream, 0.0))
+        if not self.offers:
+            self.to_sender += [TransferEnded(transfer, None) for transfer in self.expected]
+
+
+@dataclass
+class Request:
+    """k, v [layers, num_tokens, heads, head_dim] of a prompt, and where it is on each side."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    prefill_pages: list[int]
+    decode_pages: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.k.shape[1]
+
+
+class Lab:
+    """`prefill` and `decode` are TieredKVs; departures and arrivals are joined by `link`."""
+
+    def __init__(self, make_kv: Callable[..., TieredKV], mode: str, target: str) -> None:
+        options = {"num_pages": 12, "num_layers": 2, "page_size": SIZE, "target": target}
+        self.prefill = make_kv(window_pages=3, cache_pages=2, **options)
+        self.decode = make_kv(window_pages=3, cache_pages=2, **options)
+        self.link = Link()
+        self.sender_end, self.receiver_end = self.link.end("sender"), self.link.end("receiver")
+        self.departures = Departures(
+            self.prefill, wire(self.prefill, mode), self.sender_end, self.format, self.clock
+        )
+        self.arrivals = Arrivals(
+            self.decode, wire(self.decode, mode), self.format, mode=mode, clock=self.clock
+        )
+        self.now = PREFILL_ENDED
+
+    def clock(self) -> float:
+        return self.now
+
+    @property
+    def format(self) -> HandoverFormat:
+        return HandoverFormat(self.prefill.geometry, tuple(map(len, FIELDS)))
+
+    def request(self, num_tokens: int, seed: int = 0) -> Request:
+        """A prompt that has been prefilled: full pages but the last are encoded or in the window,
+        the last is in the window."""
+        g = self.prefill.geometry
+        rng = torch.Generator().manual_seed(seed)
+        shape = (2, g.num_layers, num_tokens, g.num_kv_heads, g.head_dim)
+        k, v = torch.randn(shape, generator=rng).to(g.dtype)
+        num_pages = -(-num_tokens // SIZE)
+        pages = list(range(1, num_pages + 1))
+        request = Request(k, v, pages, [12 - page for page in pages])
+        for index, page in enumerate(pages):
+            self.fill(request, index, page)
+        return request
+
+    def fill(self, request: Request, index: int, page: int) -> None:
+        """As a prefill does: the newest two pages stay in the window."""
+        num_pages = len(request.prefill_pages)
+        span = slice(index * SIZE, min((index + 1) * SIZE, request.num_tokens))
+        k, v = request.k[:, span], request.v[:, span]
+        ids = torch.tensor([page])
+        if index < num_pages - 2:
+            self.prefill.begin_encode([page])
+            for layer in range(len(k)):
+                self.prefill.encode(layer, ids, k[layer][None], v[layer][None])
+            self.prefill.finish_encode([page])
+            return
+        self.prefill.open_pages([page])
+        count = k.shape[1]
+        for layer in range(len(k)):
+            where = torch.full((count,), page)
+            self.prefill.window.write(layer, where, torch.arange(count), k[layer], v[layer])
+        if count == SIZE:
+            self.prefill.window.mark_committed(page)
+
+    def send(self, request: Request, room: int = ROOM) -> None:
+        """All of it, in two chunks."""
+        pages = request.prefill_pages
+        middle = (len(pages) - 1) // 2
+        self.departures.send(room, pages[:middle])
+        self.departures.send(room, pages[middle:-1])
+        tail = request.num_tokens - SIZE * (len(pages) - 1)
+        self.departures.send_last(room, pages[-1], tail, FIELDS)
+
+    def expect(self, request: Request, room: int = ROOM) -> None:
+        self.arrivals.expect(room, self.receiver_end, request.decode_pages, 60.0)
+
+    def pump(self) -> None:
+        self.arrivals.pump(self.receiver_end)
+        self.decode.check_integrity()
+
+    def target(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        """What verification reads on the decode side: k, v [layers, num_tokens, ...]."""
+        ids = torch.tensor(request.decode_pages)
+        return self._read(self.decode.read_target, ids, request)
+
+    def draft(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._read(self.decode.read_draft, torch.tensor(request.decode_pages), request)
+
+    def prefill_draft(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._read(self.prefill.read_draft, torch.tensor(request.prefill_pages), request)
+
+    def prefill_target(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._read(self.prefill.read_target, torch.tensor(request.prefill_pages), request)
+
+    def _read(self, read, ids, request):
+        layers = [read(layer, ids) for layer in range(self.decode.geometry.num_layers)]
+        k, v = (torch.stack(part).flatten(1, 2) for part in zip(*layers, strict=True))
+        return k[:, : request.num_tokens], v[:, : request.num_tokens]
+
+
+def wire(kv: TieredKV, mode: str):
+    return SplitWire(kv) if mode == "split" else WholeWire(kv, make_wire_codec(mode, kv.geometry))
+
+
+@pytest.fixture
+def make_lab(make_kv: Callable[..., TieredKV]) -> Callable[..., Lab]:
+    return lambda mode="split", target="exact": Lab(make_kv, mode, target)
+
+
+@pytest.fixture
+def lab(make_lab: Callable[..., Lab]) -> Lab:
+    return make_lab()

@@ -1,0 +1,185 @@
+"""KV that was computed on one side is what the other side reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
+from sglang_kvspec.transport import SegmentKey, Stream, TransferEnded, TransferFailed
+
+ROOM, SIZE = 7, 32
+LENGTHS = (1, SIZE - 1, SIZE, SIZE + 1, 3 * SIZE, 4 * SIZE + 5)
+
+
+def assert_equal(actual, expected) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+def run(lab, request, room=ROOM) -> None:
+    lab.departures.add(room)
+    lab.expect(request, room)
+    lab.send(request, room)
+    lab.link.deliver()
+    lab.pump()
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("mode", ["split", "full"])
+def test_every_bit_arrives(make_lab, mode, num_tokens) -> None:
+    lab = make_lab(mode)
+    request = lab.request(num_tokens)
+    run(lab, request)
+    assert lab.arrivals.is_draftable(ROOM)
+    timeline = lab.arrivals.admit(ROOM, request.decode_pages[-1])
+    assert timeline is not None
+    assert_equal(lab.target(request), (request.k, request.v))
+    assert len(lab.arrivals) == 0
+    lab.departures.pump()
+    assert lab.departures.of(ROOM).ended == ""
+
+
+@pytest.mark.parametrize(("mode", "loss"), [("int8", 0.01), ("int4", 0.12), ("cachegen", 0.4)])
+def test_lossy_modes_lose_little(make_lab, mode, loss) -> None:
+    """Noise has no neighbours alike, which is what CacheGen lives by."""
+    lab = make_lab(mode)
+    request = lab.request(4 * SIZE + 5)
+    run(lab, request)
+    lab.arrivals.admit(ROOM, request.decode_pages[-1])
+    k, _ = lab.target(request)
+    assert not torch.equal(k, request.k), "nothing was lost"
+    assert (k - request.k).norm() / request.k.norm() < loss
+    assert_equal((k[:, 4 * SIZE :],), (request.k[:, 4 * SIZE :],))
+
+
+@pytest.mark.parametrize("target", ["exact", "int8"])
+def test_drafts_begin_on_anchors_alone(make_lab, target) -> None:
+    lab = make_lab(target=target)
+    request = lab.request(4 * SIZE + 5)
+    lab.departures.add(ROOM)
+    lab.expect(request)
+    lab.send(request)
+    lab.link.deliver([Stream.ANCHOR], at=[0, 1, 2])
+    lab.pump()
+    assert not lab.arrivals.is_draftable(ROOM)
+    lab.link.deliver([Stream.ANCHOR])
+    lab.pump()
+    assert lab.arrivals.is_draftable(ROOM)
+    assert lab.arrivals.fields(ROOM)[0] == b"first token     "
+    lab.arrivals.admit(ROOM, request.decode_pages[-1])
+    assert_equal(lab.draft(request), lab.prefill_draft(request))
+    states = [lab.decode.residuals.table.state(p) for p in request.decode_pages[:-1]]
+    assert states == [ResidualState.IN_FLIGHT] * 4
+    with pytest.raises(AssertionError, match="without a residual"):
+        lab.target(request)
+    lab.link.deliver([Stream.RESIDUAL])
+    lab.pump()
+    # The last page is in the recent window, and not full.
+    for arrived, sent in zip(lab.target(request), lab.prefill_target(request), strict=True):
+        assert_equal((arrived[:, : 4 * SIZE],), (sent[:, : 4 * SIZE],))
+
+
+def test_residuals_may_come_before_anchors(lab) -> None:
+    request = lab.request(4 * SIZE)
+    lab.departures.add(ROOM)
+    lab.expect(request)
+    lab.send(request)
+    lab.link.deliver([Stream.RESIDUAL])
+    lab.pump()
+    assert not lab.arrivals.is_draftable(ROOM)
+    lab.link.deliver([Stream.ANCHOR])
+    lab.pump()
+    lab.arrivals.admit(ROOM, request.decode_pages[-1])
+    assert_equal(lab.target(request), (request.k, request.v))
+
+
+def test_freed_pages_end_a_transfer_unharmed(lab) -> None:
+    """What arrives for a request that is over lands nowhere, whoever has its pages now."""
+    request = lab.request(4 * SIZE + 5)
+    lab.departures.add(ROOM)
+    lab.expect(request)
+    lab.send(request)
+    lab.link.deliver([Stream.ANCHOR])
+    lab.pump()
+    lab.arrivals.admit(ROOM, request.decode_pages[-1])
+    lab.arrivals.release(request.decode_pages)
+    lab.decode.free_pages(request.decode_pages)
+    assert lab.link.cancelled == {ROOM: NOT_NEEDED}
+    with pytest.raises(ValueError, match="in use"):
+        lab.expect(request)
+    lab.pump()
+    assert lab.decode.residuals.table.num_in(ResidualState.ABSENT) == 13
+    assert lab.arrivals.failure(ROOM) is None
+    # The same room and pages, again.
+    again = lab.request_again = request
+    lab.link.offers.clear()
+    lab.link.to_sender.append(TransferEnded(ROOM, NOT_NEEDED))
+    lab.departures.pump()
+    assert lab.departures.of(ROOM).ended == ""
+    lab.departures.forget(ROOM)
+    run(lab, again)
+    lab.arrivals.admit(ROOM, again.decode_pages[-1])
+    assert_equal(lab.target(again), (again.k, again.v))
+
+
+def test_a_failure_is_told_and_leaves_nothing(lab) -> None:
+    request = lab.request(4 * SIZE + 5)
+    lab.departures.add(ROOM)
+    lab.expect(request)
+    lab.send(request)
+    lab.link.deliver([Stream.ANCHOR])
+    lab.pump()
+    lab.link.to_receiver.append(TransferFailed(ROOM, "the sender was silent for 31.0 s"))
+    lab.pump()
+    assert lab.arrivals.failure(ROOM) == "the sender was silent for 31.0 s"
+    assert not lab.arrivals.is_draftable(ROOM)
+    lab.arrivals.release(request.decode_pages)
+    lab.decode.free_pages(request.decode_pages)
+    assert lab.arrivals.failure(ROOM) is None
+    lab.decode.check_integrity()
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+def test_a_page_of_another_size_fails_its_request_alone(lab, stream) -> None:
+    requests = {room: lab.request(2 * SIZE + 5, seed=room) for room in (ROOM,)}
+    request = requests[ROOM]
+    lab.departures.add(ROOM)
+    lab.expect(request)
+    lab.send(request)
+    key = SegmentKey(ROOM, stream, 0, 0)
+    lab.link.offers[key] = lab.link.offers[key][:-1]
+    lab.link.deliver()
+    lab.pump()
+    assert "another size" in lab.arrivals.failure(ROOM)
+    assert ROOM in lab.link.cancelled
+
+
+def test_a_room_is_open_once_its_receiver_asked(lab) -> None:
+    request = lab.request(SIZE)
+    lab.expect(request, 8)
+    lab.departures.pump()
+    assert lab.departures.add(8).is_open
+    assert not lab.departures.add(9).is_open
+    with pytest.raises(ValueError, match="in use"):
+        lab.departures.add(9)
+    lab.departures.forget(9)
+    assert lab.link.aborted == {9: "the request is over"}
+    assert not lab.departures.add(9).is_open
+
+
+def test_handovers_of_others_are_refused(lab) -> None:
+    request = lab.request(SIZE + 3)
+    lab.departures.add(ROOM)
+    lab.send(request)
+    data = torch.frombuffer(
+        bytearray(lab.link.offers[SegmentKey(ROOM, Stream.ANCHOR, 1, 0)]), dtype=torch.uint8
+    )
+    header, tail = lab.format.decode(data)
+    assert header.num_tail_tokens == 3
+    assert_equal((tail[:, 0],), (request.k[:, SIZE:],))
+    for spoiled in (data[:-1], data[:3], data[:0], data.roll(1), torch.zeros_like(data)):
+        with pytest.raises(TransportError):
+            lab.format.decode(spoiled)
