@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import zmq.auth
 
-from sglang_kvspec import __version__
 from sglang_kvspec.adapters.model_identity import hash_of_weights
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.codecs.wire import make_wire_codec
@@ -23,6 +22,10 @@ from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
 from sglang_kvspec.transport import PROTOCOL, CurveKeys, Identity
+
+
+# What computes KV, and what reads the other end's.
+_VERSIONED = ("sglang-kvspec", "sglang", "torch")
 
 
 @dataclass(slots=True)
@@ -48,8 +51,7 @@ class Serving:
         geometry = self.kv.geometry
         return Identity(
             protocol=PROTOCOL,
-            package=f"{__version__} with SGLang {metadata.version('sglang')} and torch "
-            f"{metadata.version('torch')}",
+            package=", ".join(f"{name} {metadata.version(name)}" for name in _VERSIONED),
             codec=f"{self.config.codec}, --kvspec-transfer {self.config.transfer}",
             target=self.config.target,
             page_size=geometry.page_size,
