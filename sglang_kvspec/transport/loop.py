@@ -73,9 +73,9 @@ class Loop(Generic[Event]):
         """End the thread and its sockets; what was asked for and not done yet is not done. Raises
         TransportError if the loop had failed."""
         with self._lock:
-            if not self._is_over:
+            was_over, self._is_closed = self._is_over, True
+            if not was_over:
                 self._end.wake()
-            self._is_closed = True
             self._has_news.notify_all()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -121,7 +121,9 @@ class Loop(Generic[Event]):
 
     def _run(self) -> None:
         self._guard(self._go_round)
-        # Only now: a wake() of a closed end would raise, and from here on nobody calls it.
+        with self._lock:
+            # Whoever wakes the end up has done so, and nobody will any more: it may be closed.
+            self._has_news.notify_all()
         self._guard(self._end.close)
 
     def _go_round(self) -> None:
@@ -144,6 +146,3 @@ class Loop(Generic[Event]):
             # Nobody sees it on this thread: the next call raises it.
             with self._lock:
                 self._error = self._error or error
-                self._has_news.notify_all()
-            if self._on_news is not None:
-                self._on_news()

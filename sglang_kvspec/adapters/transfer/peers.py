@@ -23,7 +23,6 @@ from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
 from sglang_kvspec.transport import PROTOCOL, CurveKeys, Identity
 
-
 # What computes KV, and what reads the other end's.
 _VERSIONED = ("sglang-kvspec", "sglang", "torch")
 

@@ -12,6 +12,7 @@ from sglang_kvspec.transport import (
     TransferEnded,
     TransferShape,
 )
+from sglang_kvspec.transport.counters import LinkCounters
 from sglang_kvspec.transport.frames import Data, Refuse, Welcome
 from sglang_kvspec.transport.holds import Holds
 from sglang_kvspec.transport.segments import Segment
@@ -237,3 +238,11 @@ def test_counters_tell_what_happened() -> None:
     assert 0 < got.to_anchors.total_s < got.to_residuals.longest_s < 0.1
     assert 0 < sent.link_busy_s <= sum(sent.streams[s].busy_s for s in Stream)
     assert (sent.completed, got.completed, sent.failed, got.failed) == (1, 1, 0, 0)
+
+
+def test_a_snapshot_of_counters_stays_as_it_is() -> None:
+    counters = LinkCounters()
+    copy = counters.snapshot()
+    counters.dropped[Drop.CHECKSUM] += 1
+    counters.to_anchors.observe(1.0)
+    assert copy == LinkCounters() != counters

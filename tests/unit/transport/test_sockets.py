@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
+from time import monotonic
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from sglang_kvspec.transport import (
     TransferEnded,
     ZmqPort,
 )
-from sglang_kvspec.transport.testing.loopback import ORDER, LoopbackLink
+from sglang_kvspec.transport.testing.loopback import ANY, ORDER, LoopbackLink
 
 
 @pytest.fixture
@@ -244,3 +246,29 @@ def test_keys_are_checked_and_not_shown() -> None:
         CurveKeys(public, b"short", frozenset({public}))
     with pytest.raises(TransportError, match="at least one peer"):
         CurveKeys(public, secret, frozenset())
+
+
+def test_a_wake_ends_one_wait_whether_it_comes_before_or_in_it() -> None:
+    port = ZmqPort(ANY, bind=True)
+    port.wake()
+    port.wake()
+    start_s = monotonic()
+    port.wait(30)
+    assert monotonic() - start_s < 10
+    port.wait(0.05)
+    assert monotonic() - start_s > 0.04
+    timer = threading.Timer(0.05, port.wake)
+    timer.start()
+    start_s = monotonic()
+    port.wait(30)
+    assert 0.04 < monotonic() - start_s < 10
+    timer.join()
+    port.close()
+
+
+def test_more_wakes_than_anyone_notices_block_nobody() -> None:
+    port = ZmqPort(ANY, bind=True)
+    for _ in range(5000):
+        port.wake()
+    port.wait(30)
+    port.close()
