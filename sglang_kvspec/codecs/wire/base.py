@@ -67,6 +67,6 @@ class WireCodec(Protocol):
 
     def decode(self, payload: torch.Tensor) -> KV:
         """What a decode server computes with: fresh, contiguous (k, v) in the KV dtype, finite
-        unless the codec is lossless. Raises CodecError for bytes that no `encode` of a codec of
-        this geometry can have made, as far as they show it."""
+        unless the codec is lossless. Raises CodecError for bytes that cannot be read as a page of
+        this geometry, in a time and memory that depend on the geometry alone."""
         ...

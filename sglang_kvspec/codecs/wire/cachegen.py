@@ -33,8 +33,9 @@ class CacheGenWireCodec:
     a model per channel (symbols.py) or, where that would take more, as bytes. The paper's models
     are measured once for an LLM; here a class per channel travels with the page.
 
-    The error of a difference is at most half a bin, and at most 1/254 of its layer's largest
-    difference where that is wider than 127 bins. Refuses magnitudes above MAX_MAGNITUDE.
+    A bin is `bins` of the root mean square of its layer's differences wide, or more: as its anchor
+    tokens' mean scale, and so that 127 bins reach the largest difference. No error exceeds half a
+    bin, or half a scale in an anchor token. Refuses magnitudes above MAX_MAGNITUDE.
     """
 
     name: ClassVar[str] = "cachegen"
@@ -64,7 +65,7 @@ class CacheGenWireCodec:
         codes = (anchors / _divisor(scale)).round_().clamp_(-127, 127)
         others = self._other_tokens()
         delta = x[:, :, others] - (codes * scale)[:, :, others // ANCHOR_EVERY]
-        step = self._steps(delta)
+        step = self._steps(delta, scale)
         delta /= _divisor(step)
         classes = symbols.nearest_classes(delta.square().mean(2).sqrt_().flatten().numpy())
         rounded = delta.round_().clamp_(-symbols.MAX_SYMBOL, symbols.MAX_SYMBOL).to(torch.int8)
@@ -95,14 +96,17 @@ class CacheGenWireCodec:
         tokens = torch.arange(self.geometry.page_size)
         return tokens[tokens % ANCHOR_EVERY != 0]
 
-    def _steps(self, delta: torch.Tensor) -> torch.Tensor:
-        """Bin widths [2, num_layers, 1, 1, 1] for differences delta [2, num_layers, ...]."""
+    def _steps(self, delta: torch.Tensor, anchor_scale: torch.Tensor) -> torch.Tensor:
+        """Bin widths [2, num_layers, 1, 1, 1] for differences delta [2, num_layers, ...] from
+        anchor tokens of these scales [2, num_layers, ...]."""
         layers = self.geometry.num_layers
         thirds = torch.arange(layers) * len(self.bins) // layers
         bins = torch.tensor(self.bins)[thirds].view(1, layers, 1, 1, 1)
         rms = delta.square().mean((2, 3, 4), keepdim=True).sqrt_()
         largest = delta.abs().amax((2, 3, 4), keepdim=True)
-        return torch.maximum(bins * rms, largest / symbols.MAX_SYMBOL)
+        step = torch.maximum(bins * rms, largest / symbols.MAX_SYMBOL)
+        # Finer bins would code what the anchor tokens' own rounding left in the differences.
+        return torch.maximum(step, anchor_scale.mean((2, 3, 4), keepdim=True))
 
 
 def _divisor(step: torch.Tensor) -> torch.Tensor:

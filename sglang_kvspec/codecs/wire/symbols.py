@@ -3,8 +3,8 @@
 The models are discretised normal distributions around 0, a ladder of NUM_CLASSES widths; which
 one codes a channel is its class. Coder and decoder must have identical models on any machine, so
 these are tables of integers: a probability in units of 2^-20, and at least one unit. Computed
-values are so far from where their rounding would change (tests: a millionth of a unit) that no
-implementation of erf can make another table.
+values are so far from where their rounding would change (a thousandth of a unit) that no
+implementation of erfc can make another table.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def encode(symbols: Symbols, classes: Classes) -> Words:
 
 def decode(words: Words, classes: Classes, per_channel: int) -> Symbols:
     """The symbols [num_channels, per_channel] in `words`. Takes time by their number, not by what
-    the words say. Raises CodecError for words that `encode` did not make of as many symbols."""
+    the words say. Raises CodecError where they cannot hold as many symbols of these classes."""
     if words.size and words[-1] == 0:
         raise CodecError("coded symbols never end in a word of zero")
     coder = constriction.stream.stack.AnsCoder(words)
@@ -66,7 +66,8 @@ def decode(words: Words, classes: Classes, per_channel: int) -> Symbols:
         num_channels = int(members.sum())
         decoded = coder.decode(_model(number), num_channels * per_channel) - MAX_SYMBOL
         symbols[members] = decoded.reshape(num_channels, per_channel)
-    # Decoding undoes encoding step by step, so it must end where encoding began.
+    # Decoding undoes encoding step by step, so it must end where encoding began. Only words that
+    # end in symbols of -MAX_SYMBOL could leave some of those out: they cost nothing there.
     if not coder.is_empty():
         raise CodecError(f"{words.size} words do not hold {symbols.size} coded symbols")
     return symbols
