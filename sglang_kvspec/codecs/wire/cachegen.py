@@ -81,10 +81,10 @@ class CacheGenWireCodec:
         by_channel = _symbols_of(record, len(others))
         layers, tokens, heads, channels = page_shape(self.geometry)
         rounded = torch.from_numpy(by_channel).view(2, layers, heads, channels, len(others))
-        # Forged scales reach beyond fp32; of two infinities the sum may be no number.
+        # Forged scales reach beyond fp32, and of two infinities the sum may be no number.
         most = torch.finfo(torch.float32).max
         anchors = (record.anchor_codes.float() * record.anchor_scale).clamp_(-most, most)
-        delta = (rounded.permute(0, 1, 4, 2, 3).float() * record.step).clamp_(-most, most)
+        delta = rounded.permute(0, 1, 4, 2, 3).float() * record.step
         x = anchors[:, :, torch.arange(tokens) // ANCHOR_EVERY]
         x[:, :, others] += delta
         limit = torch.finfo(self.geometry.dtype).max

@@ -171,13 +171,14 @@ def test_forged_records_are_refused(small, records):
         changed[position : position + len(new)] = torch.tensor(new, dtype=torch.uint8)
         return sealed(changed)
 
-    nan, minus_one = (0, 0, 192, 127), (0, 0, 128, 191)
+    nan, infinity, minus_one = (0, 0, 192, 127), (0, 0, 128, 127), (0, 0, 128, 191)
     scale = small.format.layout["anchor_scale"].offset
     for changed, message in [
         (forged(12, 2), "version 1"),
         (forged(14, 7), "coding 0 or 1"),
         (forged(15, 1), "a zero"),
         (forged(16, *nan), "steps must be finite"),
+        (forged(16, *infinity), "steps must be finite"),
         (forged(16, *minus_one), "steps must be finite and not negative"),
         (forged(scale, *nan[2:]), "anchor scales must be finite"),
         (forged(14, Coding.BYTES), "symbols take as many bytes"),
@@ -193,6 +194,8 @@ def test_the_widest_forged_scales_decode_to_finite_values(small, records):
     payload = records[0].clone()
     for name in ("step", "anchor_scale"):
         small.format.layout[name].view(payload).fill_(torch.finfo(torch.bfloat16).max)
+    # Anchor tokens at plus infinity, were it not for a limit, and differences below and above.
+    small.format.layout["anchor_codes"].view(payload).fill_(127)
     for got in small.decode(sealed(payload)):
         assert got.isfinite().all()
 

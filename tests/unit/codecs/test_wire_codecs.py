@@ -166,8 +166,10 @@ def test_tensors_of_another_kind_are_refused(name):
         codec.encode(page[:2], page)
     with pytest.raises(CodecError, match=r"V of a page must be torch.float32 on the CPU, got"):
         codec.encode(page, page.half())
+    with pytest.raises(CodecError, match=r"K of a page must be .* got torch.float32 on meta"):
+        codec.encode(page.to("meta"), page)
     payload = codec.encode(page, page)
-    for wrong in (payload.view(1, -1), payload.view(torch.int8)):
+    for wrong in (payload.view(1, -1), payload.view(torch.int8), payload.to("meta")):
         with pytest.raises(CodecError, match="a payload must be uint8"):
             codec.decode(wrong)
 
