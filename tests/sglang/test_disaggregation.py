@@ -10,12 +10,14 @@ import pytest
 from harness.client import Output
 from harness.comparison import compare
 from harness.models import DEMO_MODEL
-from harness.pair import Pair, PairClient, PairSpec, running_pair, wait_until
+from harness.pair import PairClient, PairSpec, running_pair, wait_until
 from harness.references import PlainReference, Workload
 from harness.scenarios import FORCED_RETRACTION, PREFIX_HITS, STRICT_CHECKS
 from harness.servers import Announce, ServerSwitch
 from harness.soak import Soak
 from harness.suite import Suite, Task, run_one_by_one
+
+from sglang_kvspec.testing.server_pair import ServerPair
 
 pytestmark = pytest.mark.server
 
@@ -40,7 +42,7 @@ def pair(
     servers: ServerSwitch,
     tmp_path_factory: pytest.TempPathFactory,
     announce: Announce,
-) -> Iterator[Pair]:
+) -> Iterator[ServerPair]:
     """Two servers that check their memory at every step; one retracts now and then."""
     servers.release()
     spec = PairSpec(
@@ -54,8 +56,8 @@ def pair(
 
 
 @pytest.fixture
-def client(pair: Pair) -> PairClient:
-    return pair.client
+def client(pair: ServerPair) -> PairClient:
+    return PairClient(pair)
 
 
 def check(answers: list[tuple[Task, Output]], reference: PlainReference) -> None:

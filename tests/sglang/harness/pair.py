@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import requests
 from harness.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, GenerateClient
 from harness.servers import START_TIMEOUT_S, Announce
 
-from sglang_kvspec.testing.port_lease import PortLease
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
+from sglang_kvspec.testing.server_pair import ServerPair
+from sglang_kvspec.testing.server_process import CPU_ARGUMENTS
 
 # Between one look and the next at what ends by itself.
 POLL_S = 0.1
@@ -37,10 +37,10 @@ class PairClient(GenerateClient):
     """Posts every request to both servers, in one room, and answers what the decode server does;
     reports are the decode server's. Safe to share by threads."""
 
-    def __init__(self, prefill_url: str, decode_url: str, bootstrap_port: int) -> None:
-        super().__init__(decode_url)
-        self.prefill = GenerateClient(prefill_url)
-        self._bootstrap_port = bootstrap_port
+    def __init__(self, pair: ServerPair) -> None:
+        super().__init__(pair.decode.base_url)
+        self.prefill = GenerateClient(pair.prefill.base_url)
+        self._bootstrap_port = pair.bootstrap_port
         self._rooms = random.SystemRandom()
         # What the prefill server said to requests that failed there.
         self.prefill_errors: list[str] = []
@@ -110,69 +110,20 @@ class PairClient(GenerateClient):
         return reply
 
 
-class Pair:
-    """Both servers of a spec. start_prefill() and start_decode() start one that is not there."""
-
-    def __init__(self, spec: PairSpec, log_folder: Path, announce: Announce) -> None:
-        self._spec, self._log_folder, self._announce = spec, log_folder, announce
-        self._ports = PortLease()
-        self._num_started = 0
-        self.prefill = self._make("prefill", spec.prefill)
-        self.decode = self._make("decode", spec.decode)
-
-    @property
-    def client(self) -> PairClient:
-        return PairClient(self.prefill.base_url, self.decode.base_url, self._ports.http)
-
-    def start(self) -> None:
-        started = time.monotonic()
-        for server in (self.prefill, self.decode):
-            server.start()
-        for server in (self.prefill, self.decode):
-            server.wait_healthy(START_TIMEOUT_S)
-        label = " ".join([self._spec.model.name, *self._spec.arguments, *self._spec.prefill])
-        self._announce(f"two servers up in {time.monotonic() - started:.0f} s: {label}")
-
-    def replace_prefill(self) -> None:
-        """Another prefill server, with the same bootstrap port, in place of one that ended."""
-        self.prefill = self._make("prefill", self._spec.prefill)
-        self.prefill.start()
-        self.prefill.wait_healthy(START_TIMEOUT_S)
-
-    def replace_decode(self) -> None:
-        self.decode = self._make("decode", self._spec.decode)
-        self.decode.start()
-        self.decode.wait_healthy(START_TIMEOUT_S)
-
-    def stop(self) -> None:
-        self.prefill.stop()
-        self.decode.stop()
-        self._ports.release()
-
-    def _make(self, mode: str, arguments: tuple[str, ...]) -> ServerProcess:
-        self._num_started += 1
-        return ServerProcess(
-            (
-                *CPU_ARGUMENTS,
-                f"--model-path={self._spec.model}",
-                "--kvspec",
-                f"--disaggregation-mode={mode}",
-                "--disaggregation-transfer-backend=kvspec",
-                f"--disaggregation-bootstrap-port={self._ports.http}",
-                *self._spec.arguments,
-                *arguments,
-            ),
-            environment=self._spec.environment,
-            log_path=self._log_folder / f"{self._num_started:02d}-{mode}.log",
-        )
-
-
 @contextmanager
-def running_pair(spec: PairSpec, log_folder: Path, announce: Announce) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        pair = Pair(spec, log_folder, announce)
-        stack.callback(pair.stop)
-        pair.start()
+def running_pair(spec: PairSpec, log_folder: Path, announce: Announce) -> Iterator[ServerPair]:
+    started = time.monotonic()
+    pair = ServerPair(
+        (*CPU_ARGUMENTS, f"--model-path={spec.model}", "--kvspec", *spec.arguments),
+        log_folder=log_folder,
+        prefill=spec.prefill,
+        decode=spec.decode,
+        environment=spec.environment,
+    )
+    with pair:
+        pair.wait_healthy(START_TIMEOUT_S)
+        label = " ".join([spec.model.name, *spec.arguments, *spec.prefill])
+        announce(f"two servers up in {time.monotonic() - started:.0f} s: {label}")
         yield pair
 
 
