@@ -1,0 +1,1 @@
+"""How soon a decode server has tokens, by what KV crosses in."""

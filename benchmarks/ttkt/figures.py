@@ -1,0 +1,125 @@
+"""Figures, table and plot of measured requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from acceptance.report import Figure
+from rich.table import Table
+
+from ttkt.points import TOKENS, Point, of_mode
+
+# (token, mode compared with, at most, name)
+_GOALS = (
+    (2, "full", 0.35, "ttkt.tt2t_vs_full"),
+    (2, "int4", 1.1, "ttkt.tt2t_vs_int4"),
+    (32, "int8", 0.9, "ttkt.tt32t_vs_int8"),
+)
+MODES = ("split", "full", "int8", "int4", "cachegen")
+
+
+def figures(points: Sequence[Point]) -> list[Figure]:
+    """Ratios of `split` to others over all prompts and links: median, half range, goal."""
+    found = []
+    for token, mode, goal, name in _GOALS:
+        ratios = _ratios(points, mode, token)
+        if not ratios:
+            continue
+        half = (max(ratios) - min(ratios)) / 2
+        found.append(Figure(name, median(ratios), "ratio, median", half, goal))
+        found.append(Figure(f"{name}.worst", max(ratios), "ratio", None, goal))
+    for mode in MODES:
+        shares = _identical(points, mode)
+        if shares:
+            share = sum(shares) / len(shares)
+            found.append(Figure(f"ttkt.identical.{mode}", share, f"of {len(shares)} answers"))
+    firsts = [p for p in points if p.mode == "split"]
+    if firsts:
+        kept = sum(p.accepted_first for p in firsts) / sum(p.drafted_first for p in firsts)
+        found.append(Figure("ttkt.accepted_at_first_verification", kept, "of drafts"))
+        mean = sum(p.accepted_first for p in firsts) / len(firsts)
+        found.append(Figure("ttkt.accepted_at_first_verification.mean", mean, "tokens"))
+    return found
+
+
+def _ratios(points: Sequence[Point], mode: str, token: int) -> list[float]:
+    place = TOKENS.index(token)
+    others = of_mode(points, mode)
+    return [
+        point.computed_s[place] / others[key].computed_s[place]
+        for key, point in of_mode(points, "split").items()
+        if key in others
+    ]
+
+
+def _identical(points: Sequence[Point], mode: str) -> list[bool]:
+    """Whether answers are those of full precision, which `full` sends."""
+    exact = of_mode(points, "full")
+    return [
+        point.output == exact[key].output
+        for key, point in of_mode(points, mode).items()
+        if key in exact
+    ]
+
+
+def table(points: Sequence[Point]) -> Table:
+    """Medians over prompts, by length and link."""
+    shown = Table(title="Seconds after the prefill until a token was computed (and was sent)")
+    for name in ("tokens", "full takes", "mode", *(f"{k}." for k in TOKENS), "anchors", "MB"):
+        shown.add_column(name, justify="right")
+    for (length, full_s, mode), group in sorted(_groups(points).items(), key=_order):
+        cells = []
+        for place in range(len(TOKENS)):
+            computed = median(p.computed_s[place] for p in group)
+            seen = median(p.seen_s[place] for p in group)
+            cells.append(f"{computed:.2f} ({seen:.2f})")
+        anchors = median(p.anchors_s for p in group)
+        mega = median(p.num_bytes for p in group) / 1e6
+        shown.add_row(f"{length:,}", f"{full_s:g} s", mode, *cells, f"{anchors:.2f}", f"{mega:.0f}")
+    return shown
+
+
+def _order(entry: tuple[tuple[int, float, str], list[Point]]) -> tuple[int, float, int]:
+    (length, full_s, mode), _ = entry
+    return length, full_s, MODES.index(mode)
+
+
+def _groups(points: Sequence[Point]) -> dict[tuple[int, float, str], list[Point]]:
+    groups: dict[tuple[int, float, str], list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.prompt_len, point.full_s, point.mode), []).append(point)
+    return groups
+
+
+def draw(path: Path, points: Sequence[Point]) -> None:
+    """Time to the k-th token by mode, a panel for each link, at the longest prompt of all."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    length = max(point.prompt_len for point in points)
+    links = sorted({point.full_s for point in points})
+    figure, panels = plt.subplots(
+        1, len(links), figsize=(3.4 * len(links), 3.4), dpi=150, squeeze=False
+    )
+    for axes, full_s in zip(panels[0], links, strict=True):
+        for mode in MODES:
+            group = [
+                p for p in points if (p.mode, p.prompt_len, p.full_s) == (mode, length, full_s)
+            ]
+            if group:
+                times = [median(p.computed_s[i] for p in group) for i in range(len(TOKENS))]
+                axes.plot(TOKENS, times, marker="o", markersize=3, label=mode)
+        axes.set(title=f"full takes {full_s:g} s", xlabel="token", xscale="log", ylim=(0, None))
+        axes.set_xticks(TOKENS, [str(k) for k in TOKENS])
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("s after the prefill, until computed")
+    panels[0][-1].legend(frameon=False)
+    figure.suptitle(f"{length:,} tokens of KV, by how they cross")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
