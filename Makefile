@@ -70,7 +70,7 @@ check: $(INSTALLED) ## formatting, lint and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime testing transport \
-		cli.py) kernels/kvspec_kernels
+		door cli.py) kernels/kvspec_kernels
 
 bench-acceptance: $(INSTALLED) ## mean accepted draft length per codec, with a curve
 	$(PYTHON) benchmarks/bench_acceptance.py $(ARGS)

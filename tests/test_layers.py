@@ -52,6 +52,8 @@ LAYERS: Mapping[str, Layer] = {
     "sglang_kvspec.plugin": Layer(("sglang_kvspec", "kvspec_patches"), None, sglang=True),
     # Answers before torch could have been imported.
     "sglang_kvspec.cli": Layer((CORE, "sglang_kvspec.planning"), ("rich", "matplotlib")),
+    # Serves HTTP beside any SGLang server, on a machine without a GPU or torch.
+    "sglang_kvspec.door": Layer((), ("aiohttp",)),
     "sglang_kvspec": Layer(),
     "kvspec_patches": Layer(("sglang_kvspec",), None, sglang=True),
     "kvspec_kernels.formats": Layer((), ("torch",)),
@@ -194,7 +196,9 @@ def test_no_module_escapes_the_walk() -> None:
         layer_of(module)
 
 
-@pytest.mark.parametrize("layer", [CORE, "sglang_kvspec.planning", "sglang_kvspec.testing"])
+@pytest.mark.parametrize(
+    "layer", [CORE, "sglang_kvspec.planning", "sglang_kvspec.testing", "sglang_kvspec.door"]
+)
 def test_pure_layers_do_not_reach_torch_or_sglang(layer: str) -> None:
     imports = project_imports()
     for module in (name for name in imports if _is_within(name, layer)):

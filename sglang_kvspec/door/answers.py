@@ -1,0 +1,117 @@
+"""What passes through the door: headers, and answers whole, in pieces or broken off."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+
+from aiohttp import ClientResponse, web
+
+from sglang_kvspec.door.errors import ClientGone, SideFailed, error_body
+from sglang_kvspec.door.servers import Server
+
+logger = logging.getLogger(__name__)
+
+EVENT_STREAM = "text/event-stream"
+# What the door reads of an answer for itself.
+ANSWER_BYTES = 1 << 22
+# Of this connection, not of the message; RFC 9110 section 7.6.1.
+_CONNECTION_HEADERS = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+# Of the body as the client sent it: each server gets another one.
+_REQUEST_BODY_HEADERS = {"host", "content-length", "content-encoding", "expect"}
+
+
+async def relay(
+    incoming: web.Request, outgoing: web.StreamResponse, answer: ClientResponse
+) -> None:
+    """Pass an answer on in the pieces in which it comes. Raises ClientGone."""
+    outgoing.set_status(answer.status, answer.reason)
+    for name, value in answer.headers.items():
+        if name.lower() not in _CONNECTION_HEADERS:
+            outgoing.headers.add(name, value)
+    try:
+        await outgoing.prepare(incoming)
+    except ConnectionError as error:
+        raise ClientGone from error
+    async for piece in answer.content.iter_any():
+        try:
+            await outgoing.write(piece)
+        except ConnectionError as error:
+            raise ClientGone from error
+    try:
+        await outgoing.write_eof()
+    except ConnectionError as error:
+        raise ClientGone from error
+
+
+async def report(
+    incoming: web.Request, outgoing: web.StreamResponse, failed: SideFailed
+) -> web.StreamResponse:
+    """Tell the client: as an answer, or, where one has begun, by an event and a broken end."""
+    logger.warning("%s %s: %s", failed.status, incoming.path, failed.message)
+    if not outgoing.prepared:
+        return web.Response(status=failed.status, body=failed.body, content_type="application/json")
+    if outgoing.content_type == EVENT_STREAM:
+        event = error_body(failed.status, failed.message)
+        try:
+            await outgoing.write(b"data: " + event + b"\n\n")
+        except ConnectionError:
+            logger.info("its client has hung up")
+    # Without its end nobody takes the answer for a whole one.
+    if incoming.transport is not None:
+        incoming.transport.close()
+    return outgoing
+
+
+def request_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """What a server gets of the client's headers."""
+    dropped = _CONNECTION_HEADERS | _REQUEST_BODY_HEADERS
+    return {name: value for name, value in headers.items() if name.lower() not in dropped}
+
+
+async def read_bounded(answer: ClientResponse) -> bytes:
+    """All of an answer, or its first ANSWER_BYTES."""
+    pieces, left = [], ANSWER_BYTES
+    while left and (piece := await answer.content.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+def credentials(headers: Mapping[str, str]) -> dict[str, str]:
+    """What a server needs to know of a client when the door itself asks."""
+    return {name: value for name, value in headers.items() if name.lower() == "authorization"}
+
+
+async def refusal(server: Server, answer: ClientResponse) -> SideFailed:
+    """What is wrong with a request the server says itself; for anything else it is named."""
+    said = await read_bounded(answer)
+    message = _message(said)
+    sentence = (
+        f"{server} answered {answer.status}: {message or said[:200].decode(errors='replace')}"
+    )
+    if 400 <= answer.status < 500 and message is not None:
+        return SideFailed(answer.status, sentence, said)
+    return SideFailed(answer.status if answer.status >= 400 else 502, sentence)
+
+
+def _message(said: bytes) -> str | None:
+    """The sentence in an error of SGLang, in either form that they have."""
+    try:
+        body = json.loads(said)
+    except (ValueError, RecursionError):
+        return None
+    error = body.get("error", body) if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else None

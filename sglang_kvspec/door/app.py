@@ -1,0 +1,114 @@
+"""The door's HTTP endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from aiohttp import ClientSession, TCPConnector, web
+
+from sglang_kvspec.door.answers import credentials, relay, report, request_headers
+from sglang_kvspec.door.errors import ClientGone, RequestError, SideFailed, error_body
+from sglang_kvspec.door.exchange import Exchange, Limits
+from sglang_kvspec.door.rooms import PROMPT_FIELDS, read_request
+from sglang_kvspec.door.servers import Server, Servers
+
+# Questions about the model, which any decode server answers.
+MODEL_PATHS = ("/v1/models", "/model_info", "/get_model_info")
+
+Said = dict[str, Any]
+_EXCHANGE = web.AppKey("exchange", Exchange)
+
+
+def make_app(servers: Servers, limits: Limits) -> web.Application:
+    """Run it with handler_cancellation=True, or requests of clients that hung up go on."""
+    door = Door(servers)
+    app = web.Application(client_max_size=limits.request_bytes)
+
+    async def sessions(app: web.Application) -> AsyncIterator[None]:
+        async with _open_session() as session:
+            app[_EXCHANGE] = Exchange(session, limits)
+            yield
+
+    app.cleanup_ctx.append(sessions)
+    app.add_routes([web.post(path, door.generate) for path in PROMPT_FIELDS])
+    app.add_routes([web.get(path, door.ask_decode) for path in MODEL_PATHS])
+    app.add_routes(
+        [web.get(path, door.server_info) for path in ("/server_info", "/get_server_info")]
+    )
+    app.add_routes([web.get("/health", door.health)])
+    return app
+
+
+class Door:
+    """The handlers."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+
+    async def generate(self, incoming: web.Request) -> web.StreamResponse:
+        try:
+            request = read_request(incoming.path, await incoming.read())
+            prefill, decode = self._servers.next("prefill"), self._servers.next("decode")
+            return await incoming.app[_EXCHANGE].run(incoming, request, prefill, decode)
+        except RequestError as error:
+            return web.json_response(body=error_body(400, str(error)), status=400)
+
+    async def ask_decode(self, incoming: web.Request) -> web.StreamResponse:
+        exchange, server = incoming.app[_EXCHANGE], self._servers.next("decode")
+        outgoing = web.StreamResponse()
+        headers = request_headers(incoming.headers)
+        try:
+            async with exchange.ask(server, incoming.path, headers) as answer:
+                await relay(incoming, outgoing, answer)
+        except SideFailed as failed:
+            return await report(incoming, outgoing, failed)
+        except ClientGone:
+            return outgoing
+        return outgoing
+
+    async def server_info(self, incoming: web.Request) -> web.Response:
+        """What every server says of itself, by role; benchmarks of SGLang read this form."""
+        exchange = incoming.app[_EXCHANGE]
+
+        async def ask(server: Server) -> Said:
+            try:
+                info = await exchange.server_info(server, incoming.headers)
+            except SideFailed as failed:
+                info = {"error": failed.message}
+            return {"url": server.url, **info}
+
+        return web.json_response(await self._of_all(ask))
+
+    async def health(self, incoming: web.Request) -> web.Response:
+        """200 where a request would find a server of either role; which ones do not answer."""
+        exchange = incoming.app[_EXCHANGE]
+
+        async def ask(server: Server) -> Said:
+            try:
+                async with exchange.ask(server, "/health", credentials(incoming.headers)):
+                    return {"url": server.url, "healthy": True}
+            except SideFailed as failed:
+                return {"url": server.url, "healthy": False, "error": failed.message}
+
+        states = await self._of_all(ask)
+        fit = all(any(state["healthy"] for state in role) for role in states.values())
+        return web.json_response(states, status=200 if fit else 503)
+
+    async def _of_all(self, ask: Callable[[Server], Awaitable[Said]]) -> dict[str, list[Said]]:
+        return {
+            role: list(await asyncio.gather(*map(ask, servers)))
+            for role, servers in self._servers.by_role.items()
+        }
+
+
+def _open_session() -> ClientSession:
+    return ClientSession(
+        # Each request needs two connections at a time: under a bound they could wait for one
+        # another forever.
+        connector=TCPConnector(limit=0),
+        # Bytes and headers pass as they are.
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+    )

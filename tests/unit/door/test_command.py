@@ -1,0 +1,76 @@
+"""The command line, and how the door closes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import ClientSession, web
+
+from sglang_kvspec.door.__main__ import main
+from sglang_kvspec.door.app import make_app
+from sglang_kvspec.door.exchange import Limits
+from sglang_kvspec.door.servers import Servers, server_url
+
+
+@pytest.mark.parametrize("text", ["http://h:1", "http://h:1/", "https://[::1]:1"])
+def test_a_base_url_is_accepted(text):
+    assert server_url(text) == text.rstrip("/")
+
+
+@pytest.mark.parametrize("text", ["h:1", "tcp://h:1", "http://", "http://h/v1", "http://u@h", ""])
+def test_anything_else_stops_the_start_with_a_sentence(text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--prefill", text, "--decode", "http://h:1"])
+    assert stopped.value.code == 2
+    assert "--prefill" in capsys.readouterr().err
+
+
+def test_closing_lets_a_running_request_finish(open_house, run):
+    async def scenario():
+        async with open_house() as house, ClientSession() as client:
+            decode = house.decode[0]
+            release = asyncio.Event()
+
+            async def answer(request: web.Request) -> web.StreamResponse:
+                await release.wait()
+                return await decode.answer(request)
+
+            decode.behave = answer
+            runner = web.AppRunner(
+                make_app(Servers([house.prefill[0].url], [decode.url]), Limits()),
+                handler_cancellation=True,
+            )
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            port = runner.addresses[0][1]
+            asking = asyncio.create_task(
+                client.post(f"http://127.0.0.1:{port}/generate", json={"text": "a"})
+            )
+            await decode.asked.wait()
+            closing = asyncio.create_task(runner.cleanup())
+            while runner.sites:
+                await asyncio.sleep(0)
+            release.set()
+            assert (await asking).status == 200
+            await closing
+
+    run(scenario())
+
+
+def test_the_command_runs_the_door_with_what_it_was_told(monkeypatch):
+    ran = []
+    monkeypatch.setattr(web, "run_app", lambda app, **options: ran.append((app, options)))
+    main(
+        [
+            *("--prefill", "http://h:1", "--prefill", "http://h:2", "--decode", "http://h:3"),
+            *("--port", "9", "--drain-s", "4", "--max-request-mb", "3"),
+        ]
+    )
+    ((app, options),) = ran
+    assert options["host"] == "127.0.0.1"
+    assert options["port"] == 9
+    assert options["shutdown_timeout"] == 4
+    # Without it requests of clients that hung up would run on.
+    assert options["handler_cancellation"] is True
+    assert app._client_max_size == 3 << 20

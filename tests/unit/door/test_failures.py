@@ -1,0 +1,252 @@
+"""Requests that end otherwise: the client is told, and nothing goes on for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import ClientPayloadError, web
+
+REQUEST = {"text": "a"}
+
+
+def refusing(status, message):
+    async def behave(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": message}}, status=status)
+
+    return behave
+
+
+async def begin_stream(request: web.Request) -> web.StreamResponse:
+    out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await out.prepare(request)
+    await out.write(b"data: 1\n\n")
+    return out
+
+
+def sides(house, failing):
+    """(the stub that fails, the other, which answers never)"""
+    pair = (house.prefill[0], house.decode[0])
+    bad, good = pair if failing == "prefill" else pair[::-1]
+    good.behave = good.wait
+    return bad, good
+
+
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+def test_a_failure_of_one_side_ends_the_other(open_house, run, failing):
+    async def scenario():
+        async with open_house() as house:
+            bad, good = sides(house, failing)
+            bad.behave = refusing(503, "no memory")
+            reply = await house.door.post("/generate", json=REQUEST)
+            assert reply.status == 503
+            error = (await reply.json())["error"]
+            assert error["message"] == f"the {failing} server {bad.url} answered 503: no memory"
+            if good.asked.is_set():
+                await good.cancelled.wait()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+def test_what_is_wrong_with_a_request_is_said_in_the_servers_words(open_house, run, failing):
+    async def scenario():
+        async with open_house() as house:
+            bad, _ = sides(house, failing)
+            bad.behave = refusing(400, "the prompt is too long")
+            reply = await house.door.post("/generate", json=REQUEST)
+            assert reply.status == 400
+            assert await reply.json() == {"error": {"message": "the prompt is too long"}}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+def test_a_server_that_dies_ends_the_request(open_house, run, failing):
+    async def scenario():
+        async with open_house() as house:
+            bad, good = sides(house, failing)
+
+            async def die(request: web.Request) -> web.StreamResponse:
+                await good.asked.wait()
+                return await bad.die(request)
+
+            bad.behave = die
+            reply = await house.door.post("/generate", json=REQUEST)
+            assert reply.status == 502
+            message = (await reply.json())["error"]["message"]
+            assert message.startswith(f"no connection to the {failing} server {bad.url}")
+            await good.cancelled.wait()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+def test_a_server_that_is_not_there_ends_the_request(open_house, run, failing):
+    async def scenario():
+        async with open_house() as house:
+            bad, good = sides(house, failing)
+            await bad.server.close()
+            reply = await house.door.post("/generate", json=REQUEST)
+            assert reply.status == 502
+            assert f"the {failing} server" in (await reply.json())["error"]["message"]
+            assert not good.asked.is_set()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+def test_a_stream_that_has_begun_ends_with_an_error_and_without_its_end(open_house, run, failing):
+    async def scenario():
+        async with open_house() as house:
+            prefill, decode = house.prefill[0], house.decode[0]
+            fail = asyncio.Event()
+
+            async def stream(request: web.Request) -> web.StreamResponse:
+                out = await begin_stream(request)
+                await (fail.wait() if failing == "decode" else decode.wait(request))
+                await decode.die(request)
+                return out
+
+            async def answer(request: web.Request) -> web.StreamResponse:
+                await (fail.wait() if failing == "prefill" else prefill.wait(request))
+                return await refusing(500, "out of pages")(request)
+
+            decode.behave, prefill.behave = stream, answer
+            reply = await house.door.post("/generate", json={**REQUEST, "stream": True})
+            assert reply.status == 200
+            assert await reply.content.readuntil(b"\n\n") == b"data: 1\n\n"
+            fail.set()
+            event = await reply.content.readuntil(b"\n\n")
+            error = json.loads(event.removeprefix(b"data: "))["error"]
+            assert f"the {failing} server" in error["message"]
+            with pytest.raises(ClientPayloadError):
+                await reply.content.read()
+            await (prefill if failing == "decode" else decode).cancelled.wait()
+
+    run(scenario())
+
+
+def test_a_prefill_that_breaks_off_is_no_answer(open_house, run):
+    async def scenario():
+        async with open_house() as house:
+            prefill, decode = house.prefill[0], house.decode[0]
+
+            async def break_off(request: web.Request) -> web.StreamResponse:
+                await begin_stream(request)
+                await decode.asked.wait()
+                return await prefill.die(request)
+
+            prefill.behave, decode.behave = break_off, decode.wait
+            reply = await house.door.post("/generate", json=REQUEST)
+            assert reply.status == 502
+            await decode.cancelled.wait()
+
+    run(scenario())
+
+
+def test_a_client_that_hangs_up_ends_both(open_house, run):
+    async def scenario():
+        async with open_house() as house:
+            prefill, decode = house.prefill[0], house.decode[0]
+            prefill.behave, decode.behave = prefill.wait, decode.wait
+            asking = asyncio.create_task(house.door.post("/generate", json=REQUEST))
+            await prefill.asked.wait()
+            await decode.asked.wait()
+            asking.cancel()
+            await prefill.cancelled.wait()
+            await decode.cancelled.wait()
+
+    run(scenario())
+
+
+def test_a_client_that_hangs_up_in_a_stream_ends_both(open_house, run):
+    async def scenario():
+        async with open_house() as house:
+            prefill, decode = house.prefill[0], house.decode[0]
+
+            async def stream(request: web.Request) -> web.StreamResponse:
+                await begin_stream(request)
+                return await decode.wait(request)
+
+            prefill.behave, decode.behave = prefill.wait, stream
+            reply = await house.door.post("/generate", json={**REQUEST, "stream": True})
+            await reply.content.readuntil(b"\n\n")
+            reply.close()
+            await prefill.cancelled.wait()
+            await decode.cancelled.wait()
+
+    run(scenario())
+
+
+def test_a_server_that_takes_too_long_ends_the_request(open_house, run):
+    async def scenario():
+        async with open_house(request_s=0.05) as house:
+            prefill, decode = house.prefill[0], house.decode[0]
+            prefill.behave, decode.behave = prefill.wait, decode.wait
+            reply = await house.door.post("/generate", json=REQUEST)
+            assert reply.status == 504
+            assert "did not answer in time" in (await reply.json())["error"]["message"]
+
+    run(scenario())
+
+
+def test_a_request_that_is_too_large_reaches_no_server(open_house, run):
+    async def scenario():
+        async with open_house(request_bytes=1000) as house:
+            reply = await house.door.post("/generate", json={"text": "a" * 1000})
+            assert reply.status == 413
+            assert not house.prefill[0].asked.is_set()
+            assert not house.decode[0].asked.is_set()
+
+    run(scenario())
+
+
+def test_a_refused_request_reaches_no_server(open_house, run):
+    async def scenario():
+        async with open_house() as house:
+            reply = await house.door.post("/v1/completions", json={"prompt": "a", "n": 2})
+            assert reply.status == 400
+            assert "n > 1" in (await reply.json())["error"]["message"]
+            assert not house.decode[0].asked.is_set()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("info", "reason"),
+    [
+        ({"disaggregation_mode": "null"}, "runs with --disaggregation-mode null"),
+        ({"disaggregation_mode": "prefill"}, "names no bootstrap port"),
+        (["?"], "says a list of itself"),
+    ],
+)
+def test_a_server_that_is_not_what_the_door_was_told_is_not_used(open_house, run, info, reason):
+    async def scenario():
+        async with open_house() as house:
+            house.prefill[0].info = info
+            reply = await house.door.post("/generate", json=REQUEST)
+            assert reply.status == 502
+            assert reason in (await reply.json())["error"]["message"]
+            assert not house.prefill[0].asked.is_set()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+def test_a_prefill_server_that_came_back_is_met_where_it_is_now(open_house, run, failing):
+    """A decode server that cannot meet it any more is the first to notice."""
+
+    async def scenario():
+        async with open_house() as house:
+            prefill, decode = house.prefill[0], house.decode[0]
+            bad, good = sides(house, failing)
+            bad.behave = refusing(500, "nobody there")
+            assert (await house.door.post("/generate", json=REQUEST)).status == 500
+            bad.behave, good.behave = bad.answer, good.answer
+            prefill.info["disaggregation_bootstrap_port"] = 9000
+            assert (await house.door.post("/generate", json=REQUEST)).status == 200
+            assert decode.requests[-1]["bootstrap_port"] == 9000
+
+    run(scenario())
