@@ -41,7 +41,7 @@ _ADAPTERS = (*_RUNTIME, "sglang_kvspec.runtime")
 
 LAYERS: Mapping[str, Layer] = {
     CORE: Layer(),
-    "sglang_kvspec.testing": Layer(),
+    "sglang_kvspec.testing": Layer((), ("msgspec",)),
     "sglang_kvspec.planning": Layer((CORE,)),
     "sglang_kvspec.codecs": Layer(_CODECS, None),
     "sglang_kvspec.compressors": Layer(_CODECS, None),
