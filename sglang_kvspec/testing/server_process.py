@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
+from sglang_kvspec.testing.http_process import HttpProcess, ServerStartError
 from sglang_kvspec.testing.port_lease import PortLease
+
+__all__ = ["CPU_ARGUMENTS", "CPU_ENVIRONMENT", "ServerProcess", "ServerStartError"]
 
 # Two SGLang processes with a thread pool each on a small machine slow one another down tenfold.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -27,22 +23,9 @@ CPU_ARGUMENTS = (
     "--sleep-on-idle",
 )
 
-_POLL_S = 0.25
-# The server answers /health by generating a token, which may wait behind a long prefill.
-_HEALTH_TIMEOUT_S = 30.0
-_TERMINATE_GRACE_S = 8.0
 
-
-class ServerStartError(RuntimeError):
-    """The server died or did not become healthy in time; the message ends with its log."""
-
-
-class ServerProcess:
-    """Starts, watches and stops one server. Use it as a context manager, or call stop().
-
-    `arguments` follow `python -m sglang.launch_server`; host and ports are added. `environment` is
-    laid over the caller's. Standard output and error go to `log_path`, which is overwritten.
-    """
+class ServerProcess(HttpProcess):
+    """`arguments` follow `python -m sglang.launch_server`; host and ports are added."""
 
     def __init__(
         self,
@@ -52,119 +35,25 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._ports = PortLease()
-        self.log_path = log_path
-        self.command = (
-            sys.executable,
-            "-m",
-            "sglang.launch_server",
-            *arguments,
-            "--host=127.0.0.1",
-            f"--port={self._ports.http}",
-            f"--nccl-port={self._ports.rendezvous}",
+        super().__init__(
+            (
+                sys.executable,
+                "-m",
+                "sglang.launch_server",
+                *arguments,
+                "--host=127.0.0.1",
+                f"--port={self._ports.http}",
+                f"--nccl-port={self._ports.rendezvous}",
+            ),
+            base_url=f"http://127.0.0.1:{self._ports.http}",
+            log_path=log_path,
+            environment={**CPU_ENVIRONMENT, **(environment or {})},
         )
-        self._environment = {**os.environ, **CPU_ENVIRONMENT, **(environment or {})}
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> ServerProcess:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self._ports.http}"
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status of the launcher, None before start() and while it runs."""
-        return None if self._process is None else self._process.poll()
-
-    def start(self) -> None:
-        assert self._process is None, "a ServerProcess starts once"
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                # A group of its own: Ctrl-C reaches only us, and stop() reaches its children.
-                start_new_session=True,
-            )
-
-    def wait_healthy(
-        self, timeout_s: float, on_wait: Callable[[float], None] | None = None
-    ) -> float:
-        """Block until /health answers 200; return the seconds since this call.
-
-        `on_wait(elapsed_s)` is called between polls. Raises ServerStartError, after stopping what
-        is left of the server, when the launcher exits or `timeout_s` pass.
-        """
-        started = time.monotonic()
-        while True:
-            elapsed_s = time.monotonic() - started
-            if self.returncode is not None:
-                raise self._start_error(f"the server exited with status {self.returncode}")
-            if elapsed_s > timeout_s:
-                raise self._start_error(f"the server was not healthy after {timeout_s:.0f} s")
-            if self._answers_health():
-                return time.monotonic() - started
-            if on_wait is not None:
-                on_wait(elapsed_s)
-            time.sleep(_POLL_S)
-
-    def log_tail(self, lines: int = 40) -> str:
-        """The last lines of the server's log, empty before start()."""
-        if not self.log_path.exists():
-            return ""
-        text = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """End the whole process group: ask first, then kill. Safe to call more than once."""
-        if self._process is not None:
-            self._signal_group(signal.SIGTERM)
-            try:
-                self._process.wait(_TERMINATE_GRACE_S)
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                # Schedulers may outlive a launcher that died first.
-                self._signal_group(signal.SIGKILL)
-                self._process.wait()
+        super().stop()
         self._ports.release()
 
     def kill(self) -> None:
-        """End the whole process group as a crash of the machine would, and reap it."""
-        assert self._process is not None, "the server was not started"
-        self._signal_group(signal.SIGKILL)
-        self._process.wait()
+        super().kill()
         self._ports.release()
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return
-
-    def _answers_health(self) -> bool:
-        try:
-            with urllib.request.urlopen(
-                f"{self.base_url}/health", timeout=_HEALTH_TIMEOUT_S
-            ) as reply:
-                return bool(reply.status == 200)
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return False
-
-    def _start_error(self, reason: str) -> ServerStartError:
-        self.stop()
-        return ServerStartError(f"{reason}; the end of {self.log_path}:\n{self.log_tail()}")
