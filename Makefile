@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-gpu identity soak check bench-acceptance clean
+.PHONY: help env demo demo-pd serve test test-gpu identity soak check bench-acceptance clean
 
 VENV ?= .venv
 MODEL ?= models/demo-5m
@@ -34,6 +34,9 @@ env: $(INSTALLED) ## make the environment in .venv (done by itself where needed)
 
 demo: $(INSTALLED) ## one program on KVSpec and on plain SGLang: same text? how fast? how many bytes?
 	$(PYTHON) examples/demo.py
+
+demo-pd: $(INSTALLED) ## prefill and decode on two servers: same text as one? and a picture of a request
+	$(PYTHON) examples/demo_pd.py
 
 serve: $(INSTALLED) ## serve MODEL with --kvspec on PORT until Ctrl-C; more server flags in ARGS
 	$(PYTHON) -m sglang.launch_server --model-path $(MODEL) --port $(PORT) \

@@ -14,12 +14,10 @@ from demo_program import (
     PROGRAM_SOURCE,
     PROMPT_TOKENS,
     STREAM_SOURCE,
-    Stage,
-    read_source,
     run_program,
-    run_stream,
 )
 from demo_report import ServerRun, differences, show
+from demo_requests import Stage, read_source, run_stream
 from rich.console import Console
 from rich.markup import escape
 
@@ -62,8 +60,8 @@ def run_on(console: Console, label: str, flags: tuple[str, ...]) -> ServerRun:
     console.print(f"[bold]{label}[/]: {command}")
     with ServerProcess((*SERVER_ARGUMENTS, *flags), log_path=log_path) as server:
         start_s = wait_for(console, server)
-        program_source = read_source(MODEL, *PROGRAM_SOURCE)
-        stream_source = read_source(MODEL, *STREAM_SOURCE)
+        program_source = read_source(MODEL, *PROGRAM_SOURCE, PROMPT_TOKENS)
+        stream_source = read_source(MODEL, *STREAM_SOURCE, PROMPT_TOKENS)
         try:
             stages = (
                 timed(console, lambda: run_program(server.base_url, program_source)),

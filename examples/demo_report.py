@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from demo_program import Stage
+from demo_requests import Stage
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table

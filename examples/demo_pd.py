@@ -1,0 +1,97 @@
+"""`make demo-pd`: prefill and decode on two servers behind a door. Status 0: same text as one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import urllib.error
+from pathlib import Path
+from typing import NoReturn
+
+from demo_pd_report import draw_timeline, show
+from demo_pd_servers import PdServers
+from demo_requests import Answer, ask, read_source, run_stream
+from rich.console import Console
+from rich.markup import escape
+
+from sglang_kvspec.testing.server_process import ServerStartError
+from sglang_kvspec.testing.transfer_report import read_transfer_report
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODEL = REPOSITORY / "models" / "demo-5m"
+FOLDER = REPOSITORY / ".kvspec" / "demo-pd"
+TIMELINE = FOLDER / "timeline.png"
+
+# Name of a prompt, where its code is from, and how many tokens of it there are at least.
+PROMPTS = (
+    ("1K", ("aiohttp", "web_response.py"), 1000),
+    ("2K", ("aiohttp", "client_reqrep.py"), 2000),
+    ("4K", ("networkx", "classes/graph.py"), 4000),
+)
+NEW_TOKENS = 96
+STREAM = ("aiohttp", "multipart.py")
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    console = Console()
+    servers = PdServers(MODEL, FOLDER)
+    try:
+        with servers:
+            servers.start(console)
+            return run(console, servers)
+    except ServerStartError as error:
+        console.print(f"[red]{escape(str(error))}")
+    except urllib.error.HTTPError as error:
+        console.print(f"[red]A request failed: {error.code} {escape(error.read().decode())}")
+        console.print(f"The servers' logs are in {FOLDER}.")
+    except KeyboardInterrupt:
+        console.print("interrupted; the servers are stopped")
+        return 130
+    return 1
+
+
+def run(console: Console, servers: PdServers) -> int:
+    """Ask the door and the ordinary server the same, and show what came of it."""
+    apart, alone = {}, {}
+    for name, source, num_tokens in PROMPTS:
+        prompt = read_source(MODEL, *source, num_tokens)
+        for where, url, answers in (
+            ("apart", servers.door_url, apart),
+            ("one server", servers.ordinary_url, alone),
+        ):
+            with console.status(f"asking for {NEW_TOKENS} tokens after {name}: {where}"):
+                answers[name] = ask(url, prompt, NEW_TOKENS)
+            console.print(f"  {name}, {where}: {answers[name].elapsed_s:.1f} s")
+    prompt = read_source(MODEL, *STREAM, num_tokens=1000)
+    with console.status("streaming through the OpenAI client"):
+        texts = [
+            run_stream(url, str(MODEL), prompt).outputs["stream"]
+            for url in (servers.door_url, servers.ordinary_url)
+        ]
+    same = {name: apart[name].text == alone[name].text for name in apart}
+    same["OpenAI stream"] = texts[0] == texts[1]
+    return report(console, apart, same)
+
+
+def report(console: Console, apart: dict[str, Answer], same: dict[str, bool]) -> int:
+    reports = {name: read_transfer_report(answer.meta_info) for name, answer in apart.items()}
+    show(console, apart, reports)
+    longest = max(apart, key=lambda name: apart[name].num_prompt_tokens)
+    draw_timeline(TIMELINE, reports[longest], apart[longest])
+    console.print(f"A timeline of the longest prompt: {TIMELINE}")
+    differing = [name for name, equal in same.items() if not equal]
+    if differing:
+        console.print(f"[red]The texts differ from one server's: {', '.join(differing)}.")
+        return 1
+    console.print(f"[green]All {len(same)} texts are one server's, character by character.")
+    return 0
+
+
+def _exit_on_signal(number: int, frame: object) -> NoReturn:
+    # An exception, so that the servers are stopped on the way out.
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

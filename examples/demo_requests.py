@@ -1,0 +1,105 @@
+"""What demos ask of any server: prompts of real code, and a stream through the OpenAI client."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+from tokenizers import Tokenizer
+
+STREAM_TOKENS = 160
+ANSWER_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One thing the demo did. outputs: text by name; elapsed_s covers all of them."""
+
+    name: str
+    outputs: dict[str, str]
+    num_tokens: int
+    elapsed_s: float
+    first_token_s: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole stage, or of what followed the first token where that was timed."""
+        if self.first_token_s is None:
+            return self.num_tokens / self.elapsed_s
+        return (self.num_tokens - 1) / (self.elapsed_s - self.first_token_s)
+
+
+def read_source(model_folder: Path, package: str, file: str, num_tokens: int) -> str:
+    """The start of an installed source file, at least num_tokens tokens, up to where a method
+    opens: there a code model has something to say."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, f"{package} comes with SGLang"
+    assert spec.origin is not None, f"{package} is a regular package"
+    text = (Path(spec.origin).parent / file).read_text(encoding="utf-8")
+    encoding = Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode(text)
+    method = text.index("\n    def ", encoding.offsets[num_tokens][0])
+    # Without the line's end, which the model saw joined to the indentation after it.
+    return text[: text.index("\n", method + 1)]
+
+
+def run_stream(base_url: str, model: str, source: str) -> Stage:
+    """Stream a greedy completion through the OpenAI client."""
+    client = OpenAI(base_url=f"{base_url}/v1", api_key="none")
+    started = time.monotonic()
+    first_token_s = None
+    pieces, num_tokens = [], 0
+    stream = client.completions.create(
+        model=model,
+        prompt=source,
+        max_tokens=STREAM_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].text:
+            if first_token_s is None:
+                first_token_s = time.monotonic() - started
+            pieces.append(chunk.choices[0].text)
+        if chunk.usage is not None:
+            num_tokens = chunk.usage.completion_tokens
+    elapsed_s = time.monotonic() - started
+    return Stage("OpenAI stream", {"stream": "".join(pieces)}, num_tokens, elapsed_s, first_token_s)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """sent_at: seconds since the epoch."""
+
+    text: str
+    meta_info: dict[str, Any]
+    sent_at: float
+    elapsed_s: float
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.meta_info["prompt_tokens"])
+
+
+def ask(base_url: str, prompt: str, num_tokens: int) -> Answer:
+    """Continue a prompt greedily. Raises urllib.error.HTTPError for any status but 200."""
+    body = {
+        "text": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True},
+    }
+    request = urllib.request.Request(
+        f"{base_url}/generate",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    sent_at = time.time()
+    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as reply:
+        said = json.load(reply)
+    return Answer(said["text"], said["meta_info"], sent_at, time.time() - sent_at)
