@@ -123,9 +123,7 @@ def running(
 ) -> Iterator[ServerPair]:
     num_tokens = args.prompts * sum(args.lengths) + 4096
     set_link(link, NO_LIMIT_GBPS)
-    draft_len = (
-        () if mode in ("int8", "int4", "cachegen") else (f"--kvspec-draft-len={max(TOKENS)}",)
-    )
+    drafts = mode in ("split", "full")
     pair = ServerPair(
         (
             *CPU_ARGUMENTS,
@@ -135,12 +133,12 @@ def running(
             "--max-running-requests=4",
             "--kvspec",
             f"--kvspec-transfer={mode}",
-            *draft_len,
+            *((f"--kvspec-draft-len={max(TOKENS)}",) if drafts else ()),
         ),
         log_folder=args.logs / mode,
         prefill=(
             f"--kvspec-link-gbps={NO_LIMIT_GBPS}",
-            f"--kvspec-prefix-dir={prefixes}",
+            f"--kvspec-prefix-dir={prefixes / 'store'}",
         ),
         environment={
             "PYTHONPATH": str(ROOT / "ttkt" / "link_control"),
@@ -153,7 +151,10 @@ def running(
 
 
 def set_link(path: Path, gbps: float) -> None:
-    path.write_text(repr(gbps), encoding="ascii")
+    # The server may read it at any moment.
+    draft = path.with_suffix(".new")
+    draft.write_text(repr(gbps), encoding="ascii")
+    draft.replace(path)
 
 
 def kv_bytes(model: Path) -> int:

@@ -30,6 +30,16 @@ class PageRecords(NamedTuple):
             torch.empty((*shape, codec.residual_bytes), dtype=torch.uint8),
         )
 
+    @classmethod
+    def of_bytes(cls, geometry: KVGeometry, codec: Codec, data: torch.Tensor) -> PageRecords:
+        """One page's anchors and, behind them, residuals, as 1-D uint8."""
+        shape = (1, geometry.num_layers, geometry.num_kv_heads, -1)
+        num_records = geometry.num_layers * geometry.num_kv_heads
+        anchors, residuals = data.split(
+            [num_records * codec.anchor_bytes, num_records * codec.residual_bytes]
+        )
+        return cls(anchors.view(shape), residuals.view(shape))
+
 
 def copy_out(kv: TieredKV, pages: Sequence[int]) -> PageRecords:
     """The records of encoded pages, wherever their residuals are."""

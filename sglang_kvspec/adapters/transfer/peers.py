@@ -76,7 +76,9 @@ class Serving:
         return WholeWire(self.kv, make_wire_codec(self.config.transfer, self.kv.geometry))
 
     def handovers(self, kv_args: Any) -> HandoverFormat:
-        return HandoverFormat(self.kv.geometry, tuple(kv_args.aux_item_lens))
+        page = self.kv.plan.page_bytes
+        field_bytes = tuple(kv_args.aux_item_lens)
+        return HandoverFormat(self.kv.geometry, field_bytes, page.anchor + page.residual)
 
     def keys(self) -> CurveKeys | None:
         """Raises ConfigError for a folder without them."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.core.errors import KVSpecError
+from sglang_kvspec.pools.page_records import PageRecords, copy_in
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
@@ -197,7 +198,11 @@ class Arrivals:
         if stream is Stream.ANCHOR and num_pages in arrived:
             data = staging.payload(stream, num_pages, arrived.pop(num_pages))
             landing.handover, tail = self._handovers.decode(data)
-            self.keep_tail(landing.last_page, tail)
+            if landing.handover.is_encoded:
+                records = PageRecords.of_bytes(self._kv.geometry, self._kv.codec, tail)
+                copy_in(self._kv, [landing.last_page], records)
+            else:
+                self.keep_tail(landing.last_page, tail)
         # Residuals of pages whose anchors are not here wait for them.
         known = [i for i in sorted(arrived) if self._may_land(stream, landing.pages[i])]
         if known:

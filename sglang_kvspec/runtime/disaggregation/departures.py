@@ -9,7 +9,8 @@ from typing import Protocol
 
 import torch
 
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.pools.page_records import copy_out
+from sglang_kvspec.pools.tiered_kv import KV, TieredKV
 from sglang_kvspec.runtime.disaggregation.handover import Handover, HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import (
@@ -94,10 +95,20 @@ class Departures:
 
     def send_last(self, room: int, page: int, num_tokens: int, fields: tuple[bytes, ...]) -> None:
         """Send a request's last page, of which num_tokens are computed, and what SGLang says of its
-        first token (fields). The page is in the recent window: its last chunk wrote it."""
+        first token (fields). Where an equal prefix was cached already, SGLang has put that one's
+        page, encoded, in the place of what the last chunk wrote."""
         departure = self._departures[room]
-        handover = Handover(fields, self._clock(), num_tokens)
-        data = self._handovers.encode(handover, self._tail(page, num_tokens))
+        is_encoded = self._kv.is_encoded(page)
+        assert not is_encoded or num_tokens == self._kv.geometry.page_size
+        if not is_encoded:
+            tail = self._tail(self._kv.window.read, page, num_tokens)
+        elif self._kv.codec.target == "exact":
+            # All of it is there.
+            is_encoded, tail = False, self._tail(self._kv.read_target, page, num_tokens)
+        else:
+            tail = torch.cat([part.reshape(-1) for part in copy_out(self._kv, [page])])
+        handover = Handover(fields, self._clock(), num_tokens, is_encoded)
+        data = self._handovers.encode(handover, tail)
         self._offer(departure, SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
         departure.num_sent += 1
 
@@ -134,11 +145,10 @@ class Departures:
         departure.num_bytes += payload.nbytes
         self._link.offer(key, payload.numpy().data)
 
-    def _tail(self, page: int, num_tokens: int) -> torch.Tensor:
+    def _tail(self, read: Callable[..., KV], page: int, num_tokens: int) -> torch.Tensor:
         ids = torch.tensor([page], dtype=torch.int64)
-        assert page in self._kv.window.slots, "a request's last page has left the recent window"
         layers = [
-            torch.stack([part[0, :num_tokens] for part in self._kv.window.read(layer, ids)])
+            torch.stack([part[0, :num_tokens] for part in read(layer, ids)])
             for layer in range(self._kv.geometry.num_layers)
         ]
         return torch.stack(layers)

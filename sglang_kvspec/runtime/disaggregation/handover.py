@@ -18,20 +18,26 @@ _LENGTH_BYTES = 4
 class Handover(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """fields: SGLang's state of the request after its first token, one entry a buffer.
     prefill_ended_at: seconds since the epoch, of the prefill server's clock. num_tail_tokens: on
-    the request's last page, which goes in full precision whether it is full or not."""
+    the request's last page, which goes in full precision whether it is full or not; only where it
+    was encoded already, and full precision is lost, its records go (is_encoded)."""
 
     fields: tuple[bytes, ...]
     prefill_ended_at: float
     num_tail_tokens: int
+    is_encoded: bool = False
 
 
 class HandoverFormat:
     """Handovers of one server as bytes: length of the header, header (msgpack), and K and V of the
-    tail, [num_layers, 2, num_tail_tokens, num_kv_heads, head_dim] in the KV dtype."""
+    tail, [num_layers, 2, num_tail_tokens, num_kv_heads, head_dim] in the KV dtype, or the page's
+    records as uint8."""
 
-    def __init__(self, geometry: KVGeometry, field_bytes: tuple[int, ...]) -> None:
-        """field_bytes: size of each of SGLang's fields."""
+    def __init__(
+        self, geometry: KVGeometry, field_bytes: tuple[int, ...], record_bytes: int
+    ) -> None:
+        """field_bytes: size of each of SGLang's fields. record_bytes: of a page's records."""
         self._geometry, self._field_bytes = geometry, field_bytes
+        self._record_bytes = record_bytes
         heads_bytes = geometry.num_kv_heads * geometry.head_dim * geometry.dtype.itemsize
         self._token_bytes = 2 * geometry.num_layers * heads_bytes
         self._decoder = msgspec.msgpack.Decoder(Handover)
@@ -39,7 +45,8 @@ class HandoverFormat:
     @property
     def max_bytes(self) -> int:
         header = sum(self._field_bytes) + 8 * len(self._field_bytes) + _HEADER_SLACK_BYTES
-        return _LENGTH_BYTES + header + self._geometry.page_size * self._token_bytes
+        tail = max(self._geometry.page_size * self._token_bytes, self._record_bytes)
+        return _LENGTH_BYTES + header + tail
 
     def encode(self, handover: Handover, tail: torch.Tensor) -> torch.Tensor:
         """1-D uint8 on the CPU. tail: as above."""
@@ -68,8 +75,12 @@ class HandoverFormat:
             handover.prefill_ended_at
         ):
             raise TransportError(f"a handover of {tokens} tokens at {handover.prefill_ended_at}")
-        if len(raw) - end != tokens * self._token_bytes:
+        expected = self._record_bytes if handover.is_encoded else tokens * self._token_bytes
+        if len(raw) - end != expected or handover.is_encoded > (tokens == self._geometry.page_size):
             raise TransportError(f"a handover of {len(raw) - end} bytes for {tokens} tokens")
+        tail = torch.frombuffer(bytearray(raw[end:]), dtype=torch.uint8)
+        if handover.is_encoded:
+            return handover, tail
         shape = (
             self._geometry.num_layers,
             2,
@@ -77,5 +88,4 @@ class HandoverFormat:
             self._geometry.num_kv_heads,
             self._geometry.head_dim,
         )
-        tail = torch.frombuffer(bytearray(raw[end:]), dtype=torch.uint8)
         return handover, tail.view(self._geometry.dtype).view(shape)

@@ -144,7 +144,9 @@ class Lab:
 
     @property
     def format(self) -> HandoverFormat:
-        return HandoverFormat(self.prefill.geometry, tuple(map(len, FIELDS)))
+        page = self.prefill.plan.page_bytes
+        sizes = tuple(map(len, FIELDS))
+        return HandoverFormat(self.prefill.geometry, sizes, page.anchor + page.residual)
 
     def request(self, num_tokens: int, seed: int = 0) -> Request:
         """A prompt that has been prefilled: full pages but the last are encoded or in the window,

@@ -82,6 +82,19 @@ def test_drafts_begin_on_anchors_alone(make_lab, target) -> None:
         assert_equal((arrived[:, : 4 * SIZE],), (sent[:, : 4 * SIZE],))
 
 
+@pytest.mark.parametrize("target", ["exact", "int8"])
+@pytest.mark.parametrize("num_pages", [1, 3])
+def test_a_last_page_that_is_encoded_already(make_lab, target, num_pages) -> None:
+    """As where an equal prefix was cached."""
+    lab = make_lab(target=target)
+    request = lab.request(num_pages * SIZE)
+    lab.prefill.encode_window_pages(request.prefill_pages[-2:])
+    run(lab, request)
+    lab.arrivals.admit(ROOM, request.decode_pages[-1])
+    assert_equal(lab.target(request), lab.prefill_target(request))
+    assert len(lab.arrivals) == 0
+
+
 def test_residuals_may_come_before_anchors(lab) -> None:
     request = lab.request(4 * SIZE)
     lab.departures.add(ROOM)
