@@ -35,9 +35,8 @@ class PageRecords(NamedTuple):
         """One page's anchors and, behind them, residuals, as 1-D uint8."""
         shape = (1, geometry.num_layers, geometry.num_kv_heads, -1)
         num_records = geometry.num_layers * geometry.num_kv_heads
-        anchors, residuals = data.split(
-            [num_records * codec.anchor_bytes, num_records * codec.residual_bytes]
-        )
+        end = num_records * codec.anchor_bytes
+        anchors, residuals = data[:end], data[end:]
         return cls(anchors.view(shape), residuals.view(shape))
 
 
