@@ -98,7 +98,7 @@ def send_all(offers: Offers, pipe: Connection) -> None:
     shape = offers.shape
     link = TokenBucket(offers.link, 256 << 10, time.monotonic()) if offers.link else None
     sender = Sender(port, IDENTITY, link=link)
-    memory = _pages(shape)
+    memory = page_memory(shape)
     pipe.send(port.address)
     while not sender.peers.live():
         sender.step(0.01)
@@ -133,7 +133,7 @@ def receive_all(offers: Offers, pipe: Connection, stall_s: float = 0.0) -> None:
     bytes have arrived."""
     port = ZmqPort(pipe.recv(), bind=False, keys=offers.keys[1], identity=b"bench")
     receiver = LoggedReceiver(port, IDENTITY)
-    memory = _pages(offers.shape)
+    memory = page_memory(offers.shape)
     pages = [(page, 0) for page in range(offers.shape.num_pages)]
     for transfer in range(len(offers.at_s)):
         receiver.expect(transfer, pages, offers.shape, memory)
@@ -182,7 +182,7 @@ def rss_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _pages(shape: TransferShape) -> PageMemory:
+def page_memory(shape: TransferShape) -> PageMemory:
     tensors = [
         [
             torch.ones(shape.num_pages, shape.chunk_bytes(stream), dtype=torch.uint8)
