@@ -56,3 +56,32 @@ class Openings:
         if not self._unoffered_transfers[outgoing.peer]:
             # Names of peers that are gone must not pile up.
             del self._unoffered_transfers[outgoing.peer], self._unoffered_pages[outgoing.peer]
+
+
+class LastAsked:
+    """Open transfers of which the sender has nothing to send, by when their receiver last asked. A
+    receiver repeats its Open while nothing comes: one that does not wants it no more, though its
+    Abort was lost, or it has restarted under its old name."""
+
+    def __init__(self) -> None:
+        # The longest ago first.
+        self._at_s: dict[int, float] = {}
+
+    def asked(self, transfer: int, now_s: float) -> None:
+        self.forget(transfer)
+        self._at_s[transfer] = now_s
+
+    def forget(self, transfer: int) -> None:
+        """It is over, or something was offered: what comes of that will tell."""
+        self._at_s.pop(transfer, None)
+
+    def take_stale(self, before_s: float) -> list[int]:
+        """Those that nobody has asked for since then; they are not told twice."""
+        stale = []
+        for transfer, at_s in self._at_s.items():
+            if at_s > before_s:
+                break
+            stale.append(transfer)
+        for transfer in stale:
+            self.forget(transfer)
+        return stale

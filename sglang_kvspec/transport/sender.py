@@ -23,6 +23,7 @@ from sglang_kvspec.transport.frames import (
 )
 from sglang_kvspec.transport.holds import Holds
 from sglang_kvspec.transport.intake import BATCH, take_in, unexpected
+from sglang_kvspec.transport.openings import LastAsked
 from sglang_kvspec.transport.peers import Peers
 from sglang_kvspec.transport.port import Port
 from sglang_kvspec.transport.scheduler import Choice, Ended, SendScheduler
@@ -78,6 +79,7 @@ class Sender:
         self.counters = LinkCounters(since_s=clock())
         self.peers = Peers(identity, self._timing, self.counters)
         self._holds = Holds()
+        self._asked = LastAsked()
         self._unreleased: Counter[int] = Counter()
         self._reasons: dict[int, str | None] = {}
         self._events: list[SendEvent] = []
@@ -90,6 +92,7 @@ class Sender:
         opened ends it instead."""
         taken = self.scheduler.offer(key, memory.cast("B"), self._clock())
         self._unreleased[key.transfer] += taken
+        self._asked.forget(key.transfer)
         return taken
 
     def abort(self, transfer: int, reason: str) -> None:
@@ -201,6 +204,8 @@ class Sender:
         elif isinstance(frame, Open):
             opening = self.scheduler.open(name, frame)
             if opening.refusal is None:
+                if not self._unreleased[frame.transfer]:
+                    self._asked.asked(frame.transfer, self._clock())
                 accept = Accept(session.session, session.stamp(), frame.transfer)
                 self._port.send(name, encode(accept))
             else:
@@ -226,6 +231,9 @@ class Sender:
 
     def _watch(self, now_s: float) -> None:
         self._count_busy(now_s)
+        # Twice: by then a receiver that was not heard has given its transfers up itself.
+        for transfer in self._asked.take_stale(now_s - 2 * self._timing.gone_s):
+            self.abort(transfer, "its receiver has not asked for it any more")
         for name in self.peers.silence(now_s):
             self.scheduler.suspend_peer(name)
         for name, silent_s in self.peers.forget_gone(now_s):
@@ -245,6 +253,7 @@ class Sender:
         self.counters.completed += ended.reason is None
         self.counters.failed += ended.reason is not None
         self._reasons[ended.transfer] = ended.reason
+        self._asked.forget(ended.transfer)
         self._retire(ended.segments)
 
     def _retire(self, segments: Iterable[Segment]) -> None:

@@ -154,6 +154,36 @@ def test_a_transfer_that_was_never_offered_ends_when_its_receiver_goes() -> None
     assert "silent" in str(ended(rig)[1])
     assert not rig.sender.is_open(1)
     assert rig.sender.is_idle
+    assert not rig.sender._asked._at_s
+
+
+def test_a_cancellation_that_was_lost_ends_what_was_never_offered() -> None:
+    rig = Rig(0)
+    rig.expect(1)
+    rig.expect(2)
+    for _ in range(5):
+        rig.tick()
+    rig.receiver.cancel(2, "request aborted")
+    rig.network.cut()
+    for _ in range(1500):
+        rig.tick(0.05)
+    assert ended(rig) == {2: "its receiver has not asked for it any more"}
+    assert rig.sender.is_open(1)
+
+
+@pytest.mark.parametrize("is_offered_first", [False, True])
+def test_a_slow_transfer_that_is_asked_for_once_is_not_ended(is_offered_first: bool) -> None:
+    rig = Rig(0, link=70.0)
+    if is_offered_first:
+        rig.offer(1)
+    rig.expect(1)
+    for _ in range(5):
+        rig.tick()
+    if not is_offered_first:
+        rig.offer(1)
+    rig.run(200, tick_s=0.05)
+    assert rig.clock() > 190
+    rig.check_complete()
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
