@@ -7,22 +7,22 @@ import os
 import time
 from typing import Any
 
-import requests
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError, PrefillServerInfo
 from sglang.srt.environ import envs
 
+from sglang_kvspec.adapters.transfer.directory import Directory
+from sglang_kvspec.adapters.transfer.links import PrefillLinks
 from sglang_kvspec.adapters.transfer.peers import Serving, write_fields
 from sglang_kvspec.adapters.transfer.report import link_report
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
-from sglang_kvspec.transport import LinkState, Receiver, ReceiverLoop, ZmqPort
+from sglang_kvspec.transport import Receiver, ReceiverLoop, ZmqPort
 
 logger = logging.getLogger(__name__)
 
-_QUERY_TIMEOUT_S = 2.0
-# A prefill server that does not answer is asked where it is at most so often.
-_QUERY_PERIOD_S = 1.0
+# How long a request waits for a link to its prefill server, which may be starting anew.
+CONNECT_TIMEOUT_S = 20.0
 
 
 class DecodeManager:
@@ -38,10 +38,14 @@ class DecodeManager:
         )
         serving.pool.freed_listeners.append(self.arrivals.release)
         self.waiting_timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
+        self.links = PrefillLinks(
+            Directory(serving.news.set),
+            self._dial,
+            is_used=self.arrivals.is_used,
+            on_gone=self.arrivals.fail_all_of,
+        )
         # SGLang looks up here what is known of a prefill server.
-        self.prefill_info_table: dict[str, PrefillServerInfo] = {}
-        self._links: dict[str, tuple[str, ReceiverLoop]] = {}
-        self._asked_s: dict[str, float] = {}
+        self.prefill_info_table = _OneRank(serving.kv.geometry.page_size)
         if serving.config.is_lossy:
             logger.warning(
                 "KVSpec: KV arrives by --kvspec-transfer %s, which loses some of it: answers are "
@@ -53,83 +57,46 @@ class DecodeManager:
         """Prefill servers do."""
 
     def report(self) -> dict[str, Any]:
-        return {addr: link_report(loop.counters()) for addr, (_, loop) in self._links.items()}
+        return {addr: link_report(loop) for addr, loop in self.links.by_address().items()}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Ask a prefill server once what it is. Raises TransportError where it cannot be one of
-        ours; SGLang asks again where this says False."""
-        if bootstrap_addr in self.prefill_info_table:
-            return True
-        found = self._query(bootstrap_addr, rank=-1)
-        if found is None:
-            return False
-        self.prefill_info_table[bootstrap_addr] = PrefillServerInfo(**found)
+        """What a prefill server is, it says in the handshake."""
         return True
 
-    def link_to(self, bootstrap_addr: str) -> ReceiverLoop:
-        """Raises TransportError where the server cannot be found."""
-        known = self._links.get(bootstrap_addr)
-        if known is not None and (_is_live(known[1]) or not self._may_ask(bootstrap_addr)):
-            return known[1]
-        # New here, or silent: it may have been started anew, and listen elsewhere.
-        found = self._query(bootstrap_addr, rank=0)
-        if found is None:
-            if known is not None:
-                return known[1]
-            raise TransportError(f"the prefill server at {bootstrap_addr} does not answer")
-        address = f"tcp://{found['rank_ip']}:{found['rank_port']}"
-        if known is not None and known[0] == address and known[1].refusal is None:
-            return known[1]
-        port = ZmqPort(address, bind=False, keys=self._keys, identity=os.urandom(8))
-        loop = ReceiverLoop(Receiver(port, self._identity), on_news=self._serving.news.set)
-        self._links[bootstrap_addr] = (address, loop)
-        if known is not None:
-            known[1].close()
-            self.arrivals.fail_all_of(known[1], f"the prefill server at {known[0]} is gone")
-        return loop
-
     def pump(self) -> None:
-        for address, (_, loop) in list(self._links.items()):
+        for loop in self.links.loops():
             try:
                 self.arrivals.pump(loop)
             except TransportError as error:
                 # Its thread is over: the next request dials anew.
-                logger.error("KVSpec: the link to %s: %s", address, error)
-                del self._links[address]
-                self.arrivals.fail_all_of(loop, str(error))
+                logger.error("KVSpec: %s", error)
+                self.links.drop(loop, str(error))
+
+    def _dial(self, address: str) -> ReceiverLoop:
+        port = ZmqPort(address, bind=False, keys=self._keys, identity=os.urandom(8))
+        return ReceiverLoop(Receiver(port, self._identity), on_news=self._serving.news.set)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """SGLang's `pause_generation(mode="retract")` would have prompts computed again."""
         kv_receiver.give_up("KVSpec's decode servers cannot have KV computed again")
 
-    def _may_ask(self, bootstrap_addr: str) -> bool:
-        now_s = time.monotonic()
-        if now_s - self._asked_s.get(bootstrap_addr, -_QUERY_PERIOD_S) < _QUERY_PERIOD_S:
-            return False
-        self._asked_s[bootstrap_addr] = now_s
-        return True
 
-    def _query(self, bootstrap_addr: str, rank: int) -> dict[str, Any] | None:
-        """rank -1: of the server; 0: of its one rank."""
-        names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-        try:
-            reply = requests.get(
-                f"http://{bootstrap_addr}/route",
-                params=dict.fromkeys(names, rank),
-                timeout=_QUERY_TIMEOUT_S,
-            )
-        except requests.RequestException as error:
-            logger.warning("KVSpec: no answer from %s: %s", bootstrap_addr, error)
-            return None
-        if reply.status_code != 200:
-            logger.warning("KVSpec: %s answers %s", bootstrap_addr, reply.text)
-            return None
-        found: dict[str, Any] = reply.json()
-        return found
+class _OneRank:
+    """Says of every prefill server that it has one rank, as all of ours do."""
 
+    def __init__(self, page_size: int) -> None:
+        self._info = PrefillServerInfo(
+            attn_tp_size=1,
+            attn_cp_size=1,
+            dp_size=1,
+            pp_size=1,
+            page_size=page_size,
+            kv_cache_dtype=None,
+            follow_bootstrap_room=True,
+        )
 
-def _is_live(loop: ReceiverLoop) -> bool:
-    return loop.state is LinkState.LIVE
+    def get(self, bootstrap_addr: str) -> PrefillServerInfo:
+        return self._info
 
 
 class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
@@ -147,15 +114,13 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.conclude_state: int | None = None
         self._failure: str | None = None
         self._link: ReceiverLoop | None = None
+        self._begun_s: float | None = None
         self._aux_index: int | None = None
         self._is_expected = False
 
     def init(self, prefill_dp_rank: int) -> None:
-        try:
-            self._link = self.kv_mgr.link_to(self._address)
-        except TransportError as error:
-            self.kv_mgr.prefill_info_table.pop(self._address, None)
-            self.give_up(str(error))
+        self._begun_s = time.monotonic()
+        self._find_link()
 
     def send_metadata(
         self,
@@ -182,7 +147,7 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self.conclude_state is not None:
             return self.conclude_state
         if self._link is None:
-            return KVPoll.Bootstrapping
+            return self._find_link()
         if not self._is_expected:
             return KVPoll.WaitingForInput
         self.kv_mgr.pump()
@@ -196,6 +161,26 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         write_fields(self.kv_mgr.kv_args, self._aux_index, arrivals.fields(self._room))
         self.conclude_state = KVPoll.Success
         return KVPoll.Success
+
+    def _find_link(self) -> int:
+        """Without waiting for it."""
+        if self._begun_s is None:
+            return KVPoll.Bootstrapping
+        links = self.kv_mgr.links
+        try:
+            self._link = links.live(self._address)
+        except TransportError as error:
+            self.give_up(str(error))
+            return KVPoll.Failed
+        if self._link is not None:
+            return KVPoll.WaitingForInput
+        if (waited_s := time.monotonic() - self._begun_s) > CONNECT_TIMEOUT_S:
+            trouble = links.trouble(self._address)
+            self.give_up(
+                f"no link to the prefill server at {self._address} in {waited_s:.0f} s: {trouble}"
+            )
+            return KVPoll.Failed
+        return KVPoll.Bootstrapping
 
     def give_up(self, reason: str) -> None:
         self._failure = self._failure or reason

@@ -53,7 +53,7 @@ class PrefillManager:
         """Done when it was made."""
 
     def report(self) -> dict[str, Any]:
-        return link_report(self.loop.counters())
+        return link_report(self.loop)
 
     def _register(self, server_args: Any) -> None:
         """Tell SGLang's bootstrap server, which runs in another process of this server, where

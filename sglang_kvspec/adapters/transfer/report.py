@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sglang_kvspec.transport.counters import Durations, LinkCounters
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.transport import ReceiverLoop, SenderLoop
+from sglang_kvspec.transport.counters import Durations
 
 
-def link_report(counters: LinkCounters) -> dict[str, Any]:
-    """Totals since the link's end was made; times in seconds."""
+def link_report(loop: SenderLoop | ReceiverLoop) -> dict[str, Any]:
+    """Totals since the link's end was made; times in seconds. Of one that has ended, why."""
+    try:
+        counters = loop.counters()
+    except TransportError as error:
+        return {"ended": str(error)}
     return {
         "streams": {
             stream.name.lower(): {

@@ -137,6 +137,13 @@ class Arrivals:
         """What is known of a draftable request's transfer."""
         return self._landings[room].summary(self._mode)
 
+    def is_used(self, link: ReceivingLink) -> bool:
+        """Whether something of a link is under way."""
+        return any(
+            landing.link is link and not landing.is_complete
+            for landing in (*self._landings.values(), *self._leaving.values())
+        )
+
     def fail_all_of(self, link: ReceivingLink, reason: str) -> None:
         """A link was closed: nothing more comes of it."""
         for landing in self._landings.values():

@@ -1,0 +1,130 @@
+"""A decode server's links to prefill servers, by the addresses of their bootstrap servers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_kvspec.adapters.transfer.directory import QUERY_PERIOD_S, Directory
+from sglang_kvspec.core.errors import HandshakeRefused, TransportError
+from sglang_kvspec.transport import LinkState
+
+logger = logging.getLogger(__name__)
+
+# A link that nobody has had a use for is closed: servers come and go.
+IDLE_S = 120.0
+
+
+@dataclass(slots=True)
+class _Link:
+    """loop: None while nobody knows where the server listens. trouble: why there is no link."""
+
+    used_s: float
+    address: str | None = None
+    loop: Any = None
+    dialled_s: float = 0.0
+    trouble: str = "it has not answered yet"
+
+
+class PrefillLinks:
+    """Owned by the scheduler's thread; no call waits for a server."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        dial: Callable[[str], Any],
+        *,
+        is_used: Callable[[Any], bool],
+        on_gone: Callable[[Any, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """dial: makes a ReceiverLoop. is_used: whether transfers of a loop are under way. on_gone:
+        nothing more will come of a loop, and why."""
+        self._directory, self._dial, self._clock = directory, dial, clock
+        self._is_used, self._on_gone = is_used, on_gone
+        self._links: dict[str, _Link] = {}
+
+    def loops(self) -> list[Any]:
+        return [link.loop for link in self._links.values() if link.loop is not None]
+
+    def by_address(self) -> dict[str, Any]:
+        """Loops by the address of their bootstrap server."""
+        return {addr: link.loop for addr, link in self._links.items() if link.loop is not None}
+
+    def live(self, bootstrap_addr: str) -> Any | None:
+        """A link that works; None while there is none, and asking again may help. Raises
+        TransportError where it will not: the server refuses this one, or must not be dialled."""
+        now_s = self._clock()
+        link = self._links.get(bootstrap_addr)
+        if link is None:
+            self._close_unused(now_s)
+            link = self._links[bootstrap_addr] = _Link(now_s)
+        link.used_s = now_s
+        state = self._state(link)
+        if state is LinkState.LIVE:
+            return link.loop
+        if state is LinkState.REFUSED and now_s - link.dialled_s < QUERY_PERIOD_S:
+            raise HandshakeRefused(link.loop.refusal)
+        self._follow(bootstrap_addr, link, is_refused=state is LinkState.REFUSED)
+        return None
+
+    def trouble(self, bootstrap_addr: str) -> str:
+        """Why live() says None."""
+        link = self._links.get(bootstrap_addr)
+        return "it has not answered yet" if link is None else link.trouble
+
+    def drop(self, loop: Any, reason: str) -> None:
+        """A loop has ended, or is to be closed."""
+        for link in self._links.values():
+            if link.loop is loop:
+                link.loop, link.address, link.trouble = None, None, reason
+        self._on_gone(loop, reason)
+        try:
+            loop.close()
+        except TransportError as error:
+            logger.error("KVSpec: a link to a prefill server did not end well: %s", error)
+
+    def _state(self, link: _Link) -> LinkState | None:
+        """None where there is no loop (any more)."""
+        if link.loop is None:
+            return None
+        try:
+            state: LinkState = link.loop.state
+        except TransportError as error:
+            self.drop(link.loop, str(error))
+            return None
+        return state
+
+    def _follow(self, bootstrap_addr: str, link: _Link, *, is_refused: bool) -> None:
+        """Dial where the server is now, once it is known: it may have been started anew, and listen
+        elsewhere."""
+        answer = self._directory.take(bootstrap_addr)
+        if answer is None:
+            self._directory.ask(bootstrap_addr)
+            return
+        if answer.address is None:
+            link.trouble = answer.trouble
+            return
+        if answer.address == link.address and not is_refused:
+            return
+        if link.loop is not None:
+            self.drop(link.loop, f"the prefill server at {link.address} is gone")
+        try:
+            loop = self._dial(answer.address)
+        except ValueError as error:
+            raise TransportError(f"{bootstrap_addr} names {answer.address}: {error}") from None
+        link.address, link.loop, link.dialled_s = answer.address, loop, self._clock()
+        link.trouble = (
+            f"nothing that knows this server's keys, if it has any, greets from {answer.address}"
+        )
+
+    def _close_unused(self, now_s: float) -> None:
+        for addr, link in list(self._links.items()):
+            if now_s - link.used_s < IDLE_S or (link.loop and self._is_used(link.loop)):
+                continue
+            if link.loop is not None:
+                self.drop(link.loop, "nobody had a use for this link")
+            del self._links[addr]
