@@ -155,6 +155,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             if req.to_finish is not None:
                 # SGLang says when a request leaves that has decoded, not when one has not.
                 self.pages.retire(row.pages)
+                self._withhold(req)
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
         result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)
@@ -162,6 +163,11 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         result.next_draft_input = KVSpecDraftInput(states)
         result.speculative_num_draft_tokens = self.speculative_num_draft_tokens
         return result
+
+    def _withhold(self, req: Any) -> None:
+        """What was computed of a request that failed is not the KV that it asked for."""
+        if self.server_args.disaggregation_mode == "prefill":
+            serving().manager.departures.abort(req.bootstrap_room, req.to_finish.message)
 
     def _count_hits(self, reqs: Sequence[Any]) -> None:
         """Of requests whose prompt is complete with this forward, for the first time."""
@@ -389,6 +395,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         """Called before any update of weights, from wherever they come."""
         if self._pool.prefix_tiers is not None:
             self._pool.prefix_tiers.weights_will_change()
+        if self.server_args.disaggregation_mode != "null":
+            serving().manager.weights_will_change()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from sglang.srt.environ import envs
 
 from sglang_kvspec.adapters.transfer.directory import Directory
 from sglang_kvspec.adapters.transfer.links import PrefillLinks
-from sglang_kvspec.adapters.transfer.peers import Serving, write_fields
+from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED, Serving, write_fields, wrong_room
 from sglang_kvspec.adapters.transfer.report import link_report
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
@@ -44,6 +45,8 @@ class DecodeManager:
             is_used=self.arrivals.is_used,
             on_gone=self.arrivals.fail_all_of,
         )
+        # Why nothing is asked for any more.
+        self.refusal: str | None = None
         # SGLang looks up here what is known of a prefill server.
         self.prefill_info_table = _OneRank(serving.kv.geometry.page_size)
         if serving.config.is_lossy:
@@ -75,6 +78,17 @@ class DecodeManager:
     def _dial(self, address: str) -> ReceiverLoop:
         port = ZmqPort(address, bind=False, keys=self._keys, identity=os.urandom(8))
         return ReceiverLoop(Receiver(port, self._identity), on_news=self._serving.news.set)
+
+    def weights_will_change(self) -> None:
+        """KV of two sets of weights must not meet in one request."""
+        self.refusal = WEIGHTS_CHANGED.format("decode")
+        self.arrivals.fail_all(self.refusal)
+
+    def is_token(self, first: bytes) -> bool:
+        """Whether SGLang's metadata of a first token names one: what is outside the vocabulary
+        would end the server."""
+        token = int.from_bytes(first[:4], sys.byteorder, signed=True)
+        return 0 <= token < int(self._serving.model_config.vocab_size)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """SGLang's `pause_generation(mode="retract")` would have prompts computed again."""
@@ -117,8 +131,12 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._begun_s: float | None = None
         self._aux_index: int | None = None
         self._is_expected = False
+        if (wrong := wrong_room(bootstrap_room) or mgr.refusal) is not None:
+            self.give_up(wrong)
 
     def init(self, prefill_dp_rank: int) -> None:
+        if self.conclude_state is not None:
+            return
         self._begun_s = time.monotonic()
         self._find_link()
 
@@ -157,8 +175,12 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
             return KVPoll.Failed
         if not arrivals.is_draftable(self._room):
             return KVPoll.Transferring
+        fields = arrivals.fields(self._room)
+        if not self.kv_mgr.is_token(fields[0]):
+            self.give_up("the prefill server names a first token that is none")
+            return KVPoll.Failed
         assert self._aux_index is not None
-        write_fields(self.kv_mgr.kv_args, self._aux_index, arrivals.fields(self._room))
+        write_fields(self.kv_mgr.kv_args, self._aux_index, fields)
         self.conclude_state = KVPoll.Success
         return KVPoll.Success
 

@@ -66,6 +66,9 @@ def admit(batch: Any) -> KVSpecDraftInput:
     page_size = batch.token_to_kv_pool_allocator.page_size
     states = []
     for req, committed_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+        if (wrong := arrivals.wrong_length(req.bootstrap_room, committed_len)) is not None:
+            logger.error("%s (request %s)", wrong, req.rid)
+            fail(req, wrong)
         state = resumed_state(req, committed_len)
         last_slot = batch.req_to_token_pool.req_to_token[req.req_pool_idx, committed_len - 1]
         state.room = req.bootstrap_room

@@ -90,6 +90,22 @@ class Serving:
         self.news.clear()
 
 
+# After an update of weights.
+WEIGHTS_CHANGED = (
+    "the weights of the {} server were updated after it shook hands: restart it to have KV "
+    "transferred again"
+)
+_MAX_ROOM = (1 << 63) - 1
+
+
+def wrong_room(room: Any) -> str | None:
+    """Why a request cannot be transferred in this room, which is a stranger's choice. SGLang waits
+    for ever in room 0."""
+    if type(room) is int and 0 < room <= _MAX_ROOM:
+        return None
+    return f"bootstrap_room must be in [1, 2^63), got {room!r:.40}"
+
+
 _serving: list[Serving] = []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from typing import Any
 
 import requests
@@ -15,7 +16,7 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.environ import envs
 
-from sglang_kvspec.adapters.transfer.peers import Serving, read_fields
+from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED, Serving, read_fields, wrong_room
 from sglang_kvspec.adapters.transfer.report import link_report
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.runtime.disaggregation.departures import Departures
@@ -47,10 +48,17 @@ class PrefillManager:
         )
         self.bootstrap_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
         self.page_size = serving.kv.geometry.page_size
+        # Why nothing is sent any more.
+        self.refusal: str | None = None
         self._register(server_args)
 
     def register_to_bootstrap(self) -> None:
         """Done when it was made."""
+
+    def weights_will_change(self) -> None:
+        """KV of two sets of weights must not meet in one request."""
+        self.refusal = WEIGHTS_CHANGED.format("prefill")
+        self.departures.abort_all(self.refusal)
 
     def report(self) -> dict[str, Any]:
         return link_report(self.loop)
@@ -108,16 +116,26 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         self._num_pages = 0
         self._aux_index: int | None = None
         self._has_begun = False
-        self._failure: str | None = None
+        self._failure = wrong_room(bootstrap_room)
+        self._owns_room = False
         self._begun_s = time.monotonic()
         self._metric = KVTransferMetric()
+        if self._failure is None:
+            self._take_room()
+
+    def _take_room(self) -> None:
+        departures, refusal = self.kv_mgr.departures, self.kv_mgr.refusal
         try:
-            mgr.departures.add(bootstrap_room)
+            departures.add(self._room)
         except ValueError as error:
             self._failure = str(error)
-            self._owns_room = False
-        else:
-            self._owns_room = True
+            return
+        self._owns_room = True
+        # SGLang drops a request that is aborted before it is computed, and tells nobody.
+        self._dropped = weakref.finalize(self, departures.forget, self._room)
+        self._dropped.atexit = False
+        if refusal is not None:
+            departures.abort(self._room, refusal)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """num_kv_indices: pages that will be sent; aux_index: where SGLang puts the request's
@@ -187,7 +205,7 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
 
     def clear(self) -> None:
         if self._owns_room:
-            self.kv_mgr.departures.forget(self._room)
+            self._dropped()
             self._owns_room = False
 
     def abort(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_kvspec.core.errors import KVSpecError
+from sglang_kvspec.core.errors import KVSpecError, TransportError
 from sglang_kvspec.pools.page_records import PageRecords, copy_in
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
@@ -107,6 +107,19 @@ class Arrivals:
         landing.has_run = True
         return Timeline(landing.handover.prefill_ended_at)
 
+    def wrong_length(self, room: int, num_tokens: int) -> str | None:
+        """Why a draftable request of so many prompt tokens must not run: the prefill server was
+        given, or computed, another prompt. None where it may, or ran before."""
+        landing = self._landings.get(room)
+        if landing is None or landing.has_run:
+            return None
+        assert landing.handover is not None
+        full_tokens = landing.num_pages * self._kv.geometry.page_size
+        num_sent = full_tokens + landing.handover.num_tail_tokens
+        if num_sent == num_tokens:
+            return None
+        return f"the prefill server sent KV of {num_sent} tokens for a prompt of {num_tokens}"
+
     def keep_tail(self, page: int, tail: torch.Tensor) -> None:
         """Until the request whose last page this is runs."""
         self._tails[page] = tail
@@ -166,10 +179,26 @@ class Arrivals:
         if landing is None:
             return
         for page in landing.all_pages:
-            self._by_page.pop(page, None)
+            # Those of a request that was set aside may be another's by now.
+            if self._by_page.get(page) is landing:
+                del self._by_page[page]
         if landing.staging is not None and landing.failure is None:
             self._leaving[room] = landing
-            landing.link.cancel(room, reason)
+            self._cancel(landing, reason)
+
+    def fail_all(self, reason: str) -> None:
+        """Nothing that is not complete may be used."""
+        for landing in self._landings.values():
+            if not landing.is_complete and landing.failure is None:
+                landing.failure, landing.staging = reason, None
+                self._cancel(landing, reason)
+
+    def _cancel(self, landing: Landing, reason: str) -> None:
+        try:
+            landing.link.cancel(landing.room, reason)
+        except TransportError:
+            # The link's thread is over, and writes no more; whoever pumps the link says why.
+            self._leaving.pop(landing.room, None)
 
     def _note(self, landing: Landing, event: Arrival) -> None:
         if isinstance(event, TransferFailed):
@@ -189,7 +218,7 @@ class Arrivals:
         except KVSpecError as error:
             # Of another kind than what was agreed on: nothing of it can be trusted.
             landing.failure = f"what arrived is not KV of this request: {error}"
-            landing.link.cancel(landing.room, landing.failure)
+            self._cancel(landing, landing.failure)
             landing.staging = None
             return
         if landing.is_complete:

@@ -85,8 +85,10 @@ class Departures:
         return self._departures[room]
 
     def send(self, room: int, pages: Sequence[int]) -> None:
-        """Send the next full pages of a request, which stay as they are until it is over."""
+        """Send the next full pages of a request, unless it was given up."""
         departure = self._departures[room]
+        if departure.ended is not None:
+            return
         self._kv.encode_window_pages([p for p in pages if self._kv.window.is_committed(p)])
         for packed in self._wire.pack(pages) if pages else ():
             index = departure.num_sent + packed.place
@@ -98,6 +100,8 @@ class Departures:
         first token (fields). Where an equal prefix was cached already, SGLang has put that one's
         page, encoded, in the place of what the last chunk wrote."""
         departure = self._departures[room]
+        if departure.ended is not None:
+            return
         is_encoded = self._kv.is_encoded(page)
         assert not is_encoded or num_tokens == self._kv.geometry.page_size
         if not is_encoded:
@@ -135,6 +139,11 @@ class Departures:
         if departure is not None and departure.ended is None:
             departure.ended = reason
             self._link.abort(room, reason)
+
+    def abort_all(self, reason: str) -> None:
+        """Nothing that is not complete may be used."""
+        for room in self._departures:
+            self.abort(room, reason)
 
     def forget(self, room: int) -> None:
         """The request is over. A transfer that is not is given up."""

@@ -153,8 +153,11 @@ def test_links_that_nobody_uses_are_closed(town) -> None:
 
 @pytest.mark.parametrize(
     "found",
-    [None, [], "x", 7, {}, {"rank_ip": "127.0.0.1"}, {"rank_ip": "127.0.0.1", "rank_port": "1"}]
-    + [{"rank_ip": 3, "rank_port": 1}, {"rank_ip": "127.0.0.1", "rank_port": 1 << 16}],
+    [
+        *(None, [], "x", 7, {}, {"rank_ip": "127.0.0.1"}),
+        *({"rank_ip": "127.0.0.1", "rank_port": port} for port in ("1", 0, 1 << 16, True)),
+        {"rank_ip": 3, "rank_port": 1},
+    ],
 )
 def test_garbage_is_no_address(found) -> None:
     with pytest.raises(ValueError, match="names no address"):

@@ -196,3 +196,55 @@ def test_handovers_of_others_are_refused(lab) -> None:
     for spoiled in (data[:-1], data[:3], data[:0], data.roll(1), torch.zeros_like(data)):
         with pytest.raises(TransportError):
             lab.format.decode(spoiled)
+
+
+def test_another_prompt_is_noticed_by_its_length(lab) -> None:
+    """A request that failed on the prefill server alone is computed there as a prompt of one token.
+    Nothing else of it need differ: both have one page."""
+    request = lab.request(1)
+    run(lab, request)
+    assert lab.arrivals.is_draftable(ROOM)
+    assert lab.arrivals.wrong_length(ROOM, 1) is None
+    wrong = lab.arrivals.wrong_length(ROOM, SIZE)
+    assert wrong == f"the prefill server sent KV of 1 tokens for a prompt of {SIZE}"
+
+
+def test_nothing_is_sent_of_a_request_that_was_given_up(lab) -> None:
+    request = lab.request(3 * SIZE)
+    lab.departures.add(ROOM)
+    lab.expect(request)
+    lab.departures.abort_all("the weights changed")
+    lab.send(request)
+    assert not lab.link.offers
+    assert lab.link.aborted == {ROOM: "the weights changed"}
+    assert lab.departures.of(ROOM).ended == "the weights changed"
+
+
+def test_what_is_not_complete_can_be_failed_together(lab) -> None:
+    request = lab.request(2 * SIZE + 1)
+    lab.departures.add(ROOM)
+    lab.expect(request)
+    lab.send(request)
+    lab.link.deliver([Stream.ANCHOR])
+    lab.pump()
+    lab.arrivals.fail_all("the weights changed")
+    assert lab.arrivals.failure(ROOM) == "the weights changed"
+    assert lab.link.cancelled == {ROOM: "the weights changed"}
+    lab.link.deliver([Stream.RESIDUAL])
+    lab.pump()
+    assert lab.decode.residuals.table.num_in(ResidualState.IN_FLIGHT) == 2
+
+
+def test_pages_may_be_freed_after_their_link_ended(lab) -> None:
+    """Its thread died, and nobody has looked since."""
+    request = lab.request(2 * SIZE + 1)
+    lab.departures.add(ROOM)
+    lab.expect(request)
+
+    def cancel(transfer: int, reason: str) -> None:
+        raise TransportError("the receiver's loop has failed: ZMQError")
+
+    lab.receiver_end.cancel = cancel
+    lab.arrivals.release(request.decode_pages)
+    assert len(lab.arrivals) == 0
+    assert not lab.arrivals.is_used(lab.receiver_end)

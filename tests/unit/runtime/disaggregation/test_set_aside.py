@@ -76,3 +76,15 @@ def test_one_that_failed_meanwhile_stays_failed(lab) -> None:
     lab.pump()
     resume(lab, kept, request)
     assert lab.arrivals.failure(ROOM) == "gone"
+
+
+def test_a_last_page_may_be_anothers_meanwhile(lab) -> None:
+    """What becomes of a request that was set aside is nothing to whoever has its pages now."""
+    request = begin(lab, 2 * SIZE + 5, [Stream.ANCHOR])
+    kept = retract(lab, request)
+    page = request.decode_pages[-1]
+    lab.arrivals.expect(8, lab.receiver_end, [page], 60.0)
+    del kept
+    gc.collect()
+    lab.arrivals.release([page])
+    assert set(lab.link.cancelled) == {ROOM, 8}

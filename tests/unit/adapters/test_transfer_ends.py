@@ -1,0 +1,131 @@
+"""SGLang's senders and receivers where strangers choose rooms, and where requests are given up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
+
+from sglang_kvspec.adapters.transfer import decode
+from sglang_kvspec.adapters.transfer.decode import DecodeManager, KVSpecReceiver
+from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED
+from sglang_kvspec.adapters.transfer.prefill import KVSpecSender, PrefillManager
+from sglang_kvspec.core.errors import HandshakeRefused
+from sglang_kvspec.runtime.disaggregation.departures import Departures
+from sglang_kvspec.transport import TransferOpened
+
+ADDR, ROOM = "127.0.0.1:8998", 7
+WRONG_ROOMS = (0, -1, 1 << 63, 1 << 70, "7", True)
+
+
+class Link:
+    def __init__(self) -> None:
+        self.aborted: dict[int, str] = {}
+        self.events: list = []
+
+    def abort(self, transfer: int, reason: str) -> None:
+        self.aborted[transfer] = reason
+
+    def take_events(self) -> list:
+        taken, self.events = self.events, []
+        return taken
+
+
+@pytest.fixture
+def prefill() -> PrefillManager:
+    manager = object.__new__(PrefillManager)
+    manager.loop, manager.refusal = Link(), None
+    manager.departures = Departures(None, None, manager.loop, None)
+    manager.bootstrap_timeout_s = 300.0
+    return manager
+
+
+@pytest.fixture
+def decode_manager() -> DecodeManager:
+    manager = object.__new__(DecodeManager)
+    manager.refusal = None
+    manager.links = SimpleNamespace(live=lambda addr: None, trouble=lambda addr: "ReadTimeout")
+    manager._serving = SimpleNamespace(model_config=SimpleNamespace(vocab_size=1000))
+    manager.arrivals = SimpleNamespace(fail_all=lambda reason: None)
+    return manager
+
+
+def sender(manager, room=ROOM) -> KVSpecSender:
+    return KVSpecSender(manager, ADDR, room, [0], 0)
+
+
+def failure_of(end) -> str:
+    assert end.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError) as raised:
+        end.failure_exception()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("room", WRONG_ROOMS)
+def test_no_room_but_a_number_on_the_wire(prefill, decode_manager, room) -> None:
+    for end in (sender(prefill, room), KVSpecReceiver(decode_manager, ADDR, room)):
+        assert "bootstrap_room must be in" in failure_of(end)
+
+
+def test_a_room_in_use_belongs_to_the_first(prefill) -> None:
+    first = sender(prefill)
+    assert "in use" in failure_of(sender(prefill))
+    assert first.poll() == KVPoll.Bootstrapping
+    prefill.loop.events.append(TransferOpened(ROOM))
+    assert first.poll() == KVPoll.WaitingForInput
+
+
+def test_a_request_that_sglang_drops_gives_its_room_up(prefill) -> None:
+    end = sender(prefill)
+    assert end.poll() == KVPoll.Bootstrapping
+    del end
+    assert prefill.loop.aborted == {ROOM: "the request is over"}
+    assert sender(prefill).poll() == KVPoll.Bootstrapping
+
+
+def test_after_an_update_of_weights_nothing_is_sent(prefill) -> None:
+    """Both what is under way and what comes later is refused, here and at the receiver."""
+    early = sender(prefill)
+    prefill.weights_will_change()
+    late = sender(prefill, 8)
+    reason = WEIGHTS_CHANGED.format("prefill")
+    assert prefill.loop.aborted == {ROOM: reason, 8: reason}
+    assert reason in failure_of(early)
+    assert reason in failure_of(late)
+
+
+def test_after_an_update_of_weights_nothing_is_received(decode_manager) -> None:
+    decode_manager.weights_will_change()
+    end = KVSpecReceiver(decode_manager, ADDR, ROOM)
+    end.init(0)
+    assert WEIGHTS_CHANGED.format("decode") in failure_of(end)
+
+
+def test_a_receiver_waits_for_a_link_but_not_for_ever(decode_manager, monkeypatch) -> None:
+    end = KVSpecReceiver(decode_manager, ADDR, ROOM)
+    end.init(0)
+    assert end.poll() == KVPoll.Bootstrapping
+    decode_manager.links.live = lambda addr: "a link"
+    assert end.poll() == KVPoll.WaitingForInput
+    decode_manager.links.live = lambda addr: None
+    end = KVSpecReceiver(decode_manager, ADDR, ROOM)
+    end.init(0)
+    monkeypatch.setattr(decode, "CONNECT_TIMEOUT_S", -1.0)
+    assert "no link to the prefill server at 127.0.0.1:8998 in 0 s: ReadTimeout" in failure_of(end)
+
+
+def test_a_refusal_fails_a_receiver_at_once(decode_manager) -> None:
+    def live(addr: str) -> None:
+        raise HandshakeRefused("model must be the same")
+
+    decode_manager.links.live = live
+    end = KVSpecReceiver(decode_manager, ADDR, ROOM)
+    end.init(0)
+    assert "model must be the same" in failure_of(end)
+
+
+@pytest.mark.parametrize(("token", "is_one"), [(0, True), (999, True), (1000, False), (-1, False)])
+def test_tokens_are_of_the_vocabulary(decode_manager, token, is_one) -> None:
+    assert decode_manager.is_token(token.to_bytes(4, "little", signed=True) + b"...") is is_one
