@@ -40,7 +40,7 @@ from sglang_kvspec.pools.geometry import KVGeometry
 ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 64
 STEPS = 32
-FINER_BINS = ((0.25, 0.5, 0.75), (0.125, 0.25, 0.375))
+OTHER_BINS = ((0.5, 1.0, 1.5), (0.125, 0.25, 0.375))
 # A page whose coding is timed: that of a small model.
 TIMED = KVGeometry(num_layers=8, num_kv_heads=2, head_dim=64, page_size=64, dtype=torch.bfloat16)
 
@@ -127,7 +127,7 @@ def approximations(model: Llama, run: TargetRun) -> Iterator[tuple[str, float, L
     )
     for codec in shipped(geometry):
         yield codec.name, *wire_cache(run, codec)
-    for bins in FINER_BINS:
+    for bins in OTHER_BINS:
         bits, cache = wire_cache(run, CacheGenWireCodec(geometry, bins))
         yield f"cachegen {'/'.join(map(str, bins))}", bits, cache
 
