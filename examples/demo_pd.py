@@ -35,10 +35,9 @@ STREAM = ("aiohttp", "multipart.py")
 def main() -> int:
     signal.signal(signal.SIGTERM, _exit_on_signal)
     console = Console()
-    servers = PdServers(MODEL, FOLDER)
     try:
-        with servers:
-            servers.start(console)
+        with PdServers(MODEL, FOLDER) as servers:
+            servers.wait_healthy(console)
             return run(console, servers)
     except ServerStartError as error:
         console.print(f"[red]{escape(str(error))}")
@@ -79,7 +78,7 @@ def report(console: Console, apart: dict[str, Answer], same: dict[str, bool]) ->
     show(console, apart, reports)
     longest = max(apart, key=lambda name: apart[name].num_prompt_tokens)
     draw_timeline(TIMELINE, reports[longest], apart[longest])
-    console.print(f"A timeline of the longest prompt: {TIMELINE}")
+    console.print(f"A timeline of the longest prompt: {TIMELINE}", soft_wrap=True)
     differing = [name for name, equal in same.items() if not equal]
     if differing:
         console.print(f"[red]The texts differ from one server's: {', '.join(differing)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -11,35 +12,43 @@ from rich.console import Console
 
 from sglang_kvspec.testing.http_process import HttpProcess
 from sglang_kvspec.testing.port_lease import PortLease
+from sglang_kvspec.testing.server_pair import ServerPair
 from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
 
 START_TIMEOUT_S = 600.0
-# GB/s: the residuals of 4000 tokens take a second or two.
-LINK_GBPS = "0.015"
+PREFILL_ARGUMENTS = (
+    # GB/s: the residuals of 4000 tokens take about two seconds.
+    "--kvspec-link-gbps=0.015",
+    # A prompt at a time: both streams begin when its prefill ends, which is where the picture lets
+    # them. In chunks most of them would have gone before.
+    "--chunked-prefill-size=8192",
+)
 
 
 class PdServers:
-    """Use it as a context manager: leaving stops whatever start() started."""
+    """Use it as a context manager: it starts all four, and leaving stops them."""
 
     def __init__(self, model: Path, log_folder: Path) -> None:
-        self._log_folder = log_folder
-        self._arguments = (
+        arguments = (
             *CPU_ARGUMENTS,
             f"--model-path={model}",
             "--max-total-tokens=16384",
             "--kvspec",
         )
-        # One for the bootstrap port, one for the door.
-        self._leases = (PortLease(), PortLease())
+        self._pair = ServerPair(arguments, log_folder=log_folder, prefill=PREFILL_ARGUMENTS)
+        self._ordinary = ServerProcess(arguments, log_path=log_folder / "one-server.log")
+        self._door_ports = PortLease()
+        self._door = HttpProcess(
+            (
+                *(sys.executable, "-m", "sglang_kvspec.door"),
+                f"--port={self._door_ports.http}",
+                f"--prefill={self._pair.prefill.base_url}",
+                f"--decode={self._pair.decode.base_url}",
+            ),
+            base_url=f"http://127.0.0.1:{self._door_ports.http}",
+            log_path=log_folder / "door.log",
+        )
         self._stack = ExitStack()
-        for lease in self._leases:
-            self._stack.callback(lease.release)
-        self._servers = {
-            "prefill": self._apart("prefill", f"--kvspec-link-gbps={LINK_GBPS}"),
-            "decode": self._apart("decode"),
-            "one server": self._server("one-server"),
-        }
-        self._door = self._make_door()
 
     @property
     def door_url(self) -> str:
@@ -47,9 +56,14 @@ class PdServers:
 
     @property
     def ordinary_url(self) -> str:
-        return self._servers["one server"].base_url
+        return self._ordinary.base_url
 
     def __enter__(self) -> PdServers:
+        with ExitStack() as stack:
+            stack.callback(self._door_ports.release)
+            for process in (self._pair, self._ordinary, self._door):
+                stack.enter_context(process)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -60,41 +74,26 @@ class PdServers:
     ) -> None:
         self._stack.close()
 
-    def start(self, console: Console) -> None:
+    def wait_healthy(self, console: Console) -> None:
         """Return when all of them answer. Raises ServerStartError for the first that does not."""
-        processes: dict[str, HttpProcess] = {**self._servers, "door": self._door}
-        for process in processes.values():
-            self._stack.enter_context(process)
+        processes = {
+            "prefill": self._pair.prefill,
+            "decode": self._pair.decode,
+            "one server": self._ordinary,
+            "door": self._door,
+        }
         with console.status("starting") as status:
 
             def show_wait(elapsed_s: float) -> None:
                 for process in processes.values():
                     if process.returncode is not None:
                         process.wait_healthy(0)
-                status.update(f"{name}: starting, takes a minute or two ({elapsed_s:.0f} s)")
+                waited_s = time.monotonic() - started
+                status.update(f"{name} starts, {waited_s:.0f} s (takes a minute or two)")
 
+            started = time.monotonic()
             for name, process in processes.items():
                 process.wait_healthy(START_TIMEOUT_S, on_wait=show_wait)
-                console.print(f"  {name}: {process.base_url}, log: {process.log_path}")
-
-    def _apart(self, mode: str, *arguments: str) -> ServerProcess:
-        return self._server(
-            mode,
-            f"--disaggregation-mode={mode}",
-            "--disaggregation-transfer-backend=kvspec",
-            f"--disaggregation-bootstrap-port={self._leases[0].http}",
-            *arguments,
-        )
-
-    def _server(self, name: str, *arguments: str) -> ServerProcess:
-        path = self._log_folder / f"{name}.log"
-        return ServerProcess((*self._arguments, *arguments), log_path=path)
-
-    def _make_door(self) -> HttpProcess:
-        port = self._leases[1].http
-        command = [sys.executable, "-m", "sglang_kvspec.door", f"--port={port}"]
-        for role in ("prefill", "decode"):
-            command.append(f"--{role}={self._servers[role].base_url}")
-        return HttpProcess(
-            command, base_url=f"http://127.0.0.1:{port}", log_path=self._log_folder / "door.log"
-        )
+                console.print(
+                    f"  {name}: {process.base_url}, log: {process.log_path}", soft_wrap=True
+                )
