@@ -1,0 +1,150 @@
+"""Forty prompts through a prefill and a decode server, however they arrive and however slow the link
+is; hours are not needed, but more than CI has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from harness.comparison import Mismatch, compare
+from harness.identity_report import IdentityReport, ScenarioResult
+from harness.models import DEMO_MODEL
+from harness.pair import PairClient, PairSpec, running_pair
+from harness.progress import Progress
+from harness.references import PlainReference, Workload
+from harness.scenarios import ALONE, PREFIX_HITS, STAGGERED, Scenario
+from harness.servers import Announce, ServerSwitch
+from harness.soak import Soak
+from harness.suite import Answers, Suite
+
+from sglang_kvspec.testing.server_pair import ServerPair
+
+pytestmark = [pytest.mark.server, pytest.mark.identity]
+
+POOL = "--max-total-tokens=65536"
+NEW_TOKENS = 128
+# From 1K to as long as the model takes with its answer and its drafts.
+LENGTHS = tuple(sorted({round(1024 * (8000 / 1024) ** (i / 39)) for i in range(40)}))
+WORKLOAD = Workload(DEMO_MODEL, LENGTHS, NEW_TOKENS)
+# With 100 MB/s the residuals of 2K tokens would come while 32 tokens are drafted.
+SLOW_GBPS = 0.001
+SLOW_LENGTH = 2048
+SETTING = "apart-split-uniform4"
+
+
+@pytest.fixture(scope="module")
+def reference(
+    request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
+) -> PlainReference:
+    cache = request.config.getoption("--reference-cache")
+    return PlainReference(servers, WORKLOAD, (PREFIX_HITS,), announce, cache)
+
+
+def start(
+    link_gbps: float | None,
+    servers: ServerSwitch,
+    tmp_path_factory: pytest.TempPathFactory,
+    announce: Announce,
+) -> Iterator[ServerPair]:
+    servers.release()
+    link = () if link_gbps is None else (f"--kvspec-link-gbps={link_gbps}",)
+    spec = PairSpec(DEMO_MODEL, (POOL,), prefill=link)
+    with running_pair(spec, tmp_path_factory.mktemp("pair"), announce) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def pair(
+    reference: PlainReference,
+    servers: ServerSwitch,
+    tmp_path_factory: pytest.TempPathFactory,
+    announce: Announce,
+) -> Iterator[ServerPair]:
+    yield from start(None, servers, tmp_path_factory, announce)
+
+
+def report(
+    into: IdentityReport,
+    scenario: str,
+    answers: Answers,
+    mismatches: list[Mismatch],
+    elapsed_s: float,
+) -> None:
+    into.add(
+        ScenarioResult(
+            model=DEMO_MODEL.name,
+            setting=SETTING,
+            scenario=scenario,
+            baseline="plain SGLang, one server, one request at a time",
+            num_prompts=len({task.input_ids for task, _ in answers}),
+            num_answers=len(answers),
+            num_retractions=sum(output.num_retractions for _, output in answers),
+            mismatches=tuple(mismatches),
+            elapsed_s=elapsed_s,
+        )
+    )
+
+
+def run(
+    client: PairClient,
+    scenario: Scenario,
+    name: str,
+    suite: Suite,
+    reference: PlainReference,
+    identity_report: IdentityReport,
+    announce: Announce,
+) -> Answers:
+    progress = Progress(name, announce)
+    answers = scenario.run(client, suite, progress.done)
+    mismatches = compare(answers, reference.expected(scenario, answers))
+    report(identity_report, name, answers, mismatches, progress.elapsed_s)
+    announce(f"{name}: {len(mismatches)} of {len(answers)} answers differ")
+    assert not mismatches, "\n".join(map(str, mismatches))
+    return answers
+
+
+@pytest.mark.parametrize("scenario", [ALONE, STAGGERED, PREFIX_HITS], ids=lambda s: s.name)
+def test_forty_prompts(
+    pair: ServerPair,
+    scenario: Scenario,
+    reference: PlainReference,
+    identity_report: IdentityReport,
+    announce: Announce,
+) -> None:
+    suite = reference.suite
+    answers = run(
+        PairClient(pair), scenario, scenario.name, suite, reference, identity_report, announce
+    )
+    if scenario is PREFIX_HITS:
+        assert sum(output.cached_len for _, output in answers) > 0
+
+
+def test_some_are_aborted(pair: ServerPair, reference: PlainReference, announce: Announce) -> None:
+    tasks = [(task, reference.answer(task)) for task in reference.suite.prompts]
+    soak = Soak(PairClient(pair), tasks, concurrent=8, seed=5)
+    for _ in range(2):
+        soak.random_round(48)
+    announce(f"aborts: {soak.result}")
+    assert not soak.result.mismatches, "\n".join(soak.result.mismatches)
+    assert not soak.result.leaks, "\n".join(soak.result.leaks)
+    assert soak.result.cut_short > 0
+
+
+def test_a_link_of_a_hundredth_of_the_speed(
+    reference: PlainReference,
+    servers: ServerSwitch,
+    tmp_path_factory: pytest.TempPathFactory,
+    identity_report: IdentityReport,
+    announce: Announce,
+) -> None:
+    """All of them at once: their residuals wait for each other, too."""
+    short = tuple(t for t in reference.suite.prompts if len(t.input_ids) <= SLOW_LENGTH)
+    suite = Suite(short[:8])
+    for slow in start(SLOW_GBPS, servers, tmp_path_factory, announce):
+        answers = run(
+            PairClient(slow), STAGGERED, "slow link", suite, reference, identity_report, announce
+        )
+        longest = max(answers, key=lambda answer: len(answer[0].input_ids))[1]
+        transfer = longest.meta["kvspec"]["transfer"]
+        assert transfer["seconds"]["residuals"] > 10
+        assert len(transfer["drafts_s"]) == 32
