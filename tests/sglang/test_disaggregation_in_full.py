@@ -1,5 +1,5 @@
-"""Forty prompts through a prefill and a decode server, however they arrive and however slow the link
-is; hours are not needed, but more than CI has."""
+"""Forty prompts through a prefill and a decode server, however they arrive and however slow the
+link is: minutes that CI does not have."""
 
 from __future__ import annotations
 
