@@ -174,8 +174,8 @@ def vnmse(got: torch.Tensor, want: torch.Tensor, tokens: int) -> float:
 
 
 def times_of(codec: WireCodec, repeats: int = 100) -> tuple[float, float, float, float]:
-    """Seconds of one core to encode a page and to decode it, whatever else the machine does: median,
-    and half the interquartile range."""
+    """Seconds of one core to encode a page and to decode it, whatever else the machine does:
+    median, and half the interquartile range."""
     rng = torch.Generator().manual_seed(0)
     shape = (2, TIMED.num_layers, TIMED.page_size, TIMED.num_kv_heads, TIMED.head_dim)
     pages = torch.randn((8, *shape), generator=rng).to(TIMED.dtype)
