@@ -59,7 +59,8 @@ async def report(
     incoming: web.Request, outgoing: web.StreamResponse, failed: SideFailed
 ) -> web.StreamResponse:
     """Tell the client: as an answer, or, where one has begun, by an event and a broken end."""
-    logger.warning("%s %s: %s", failed.status, incoming.path, failed.message)
+    # On one line: some of it is a server's, or a client's, own words.
+    logger.warning("%s %s: %s", failed.status, incoming.path, " ".join(failed.message.split()))
     if not outgoing.prepared:
         return web.Response(status=failed.status, body=failed.body, content_type="application/json")
     if outgoing.content_type == EVENT_STREAM:

@@ -119,7 +119,7 @@ class Exchange:
         except TimeoutError as error:
             raise SideFailed(504, f"{server} did not answer in time") from error
         except ClientError as error:
-            raise SideFailed(502, f"no connection to {server}: {_reason(error)}") from error
+            raise SideFailed(502, f"the connection to {server} failed: {_reason(error)}") from error
 
     async def _prefill(
         self, server: Server, path: str, body: bytes, headers: Mapping[str, str]

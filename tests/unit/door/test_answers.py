@@ -94,7 +94,7 @@ def test_server_info_is_of_all_servers(open_house, run):
             await house.prefill[0].server.close()
             info = await (await house.door.get("/server_info")).json()
             assert info["decode"] == [{"url": house.decode[0].url, **house.decode[0].info}]
-            assert "no connection to the prefill server" in info["prefill"][0]["error"]
+            assert "the connection to the prefill server" in info["prefill"][0]["error"]
 
     run(scenario())
 

@@ -76,7 +76,7 @@ def test_a_server_that_dies_ends_the_request(open_house, run, failing):
             reply = await house.door.post("/generate", json=REQUEST)
             assert reply.status == 502
             message = (await reply.json())["error"]["message"]
-            assert message.startswith(f"no connection to the {failing} server {bad.url}")
+            assert message.startswith(f"the connection to the {failing} server {bad.url} failed")
             await good.cancelled.wait()
 
     run(scenario())
