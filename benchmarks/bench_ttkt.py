@@ -123,7 +123,8 @@ def running(
 ) -> Iterator[ServerPair]:
     num_tokens = args.prompts * sum(args.lengths) + 4096
     set_link(link, NO_LIMIT_GBPS)
-    drafts = mode in ("split", "full")
+    # What is not split is decoded plainly, as by servers without anchors.
+    draft_len = max(TOKENS) if mode == "split" else 0
     pair = ServerPair(
         (
             *CPU_ARGUMENTS,
@@ -133,7 +134,7 @@ def running(
             "--max-running-requests=4",
             "--kvspec",
             f"--kvspec-transfer={mode}",
-            *((f"--kvspec-draft-len={max(TOKENS)}",) if drafts else ()),
+            f"--kvspec-draft-len={draft_len}",
         ),
         log_folder=args.logs / mode,
         prefill=(

@@ -63,6 +63,10 @@ class Codec(Protocol):
         carried bit-exactly by the exact residual and by garbage in the anchor."""
         ...
 
+    def encode_exact(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+        """Residual records of encode() for the target `exact`, without anchors."""
+        ...
+
     def decode_anchor(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What a draft attends to: (k, v), each [N, page_size, num_kv_heads, head_dim] `dtype`."""
         ...

@@ -64,6 +64,13 @@ class RecordCodec(ABC):
             residual = exact.encode(k_pages, v_pages, self.residual_layout)
         return EncodedPages(anchor, residual)
 
+    def encode_exact(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+        """Residual records of the target `exact` alone, for pages that nobody drafts on. Arguments
+        as encode()."""
+        assert self.target == "exact", "other residuals are relative to anchors"
+        check_pages(self, k_pages, v_pages, self.debug)
+        return exact.encode(k_pages, v_pages, self.residual_layout)
+
     def decode_anchor(self, anchor: torch.Tensor) -> KV:
         check_records("anchor", anchor, self.anchor_bytes)
         return self._decode_anchor(anchor)

@@ -41,6 +41,12 @@ class TieredKV(KVTiers):
         self.anchors.write(layer, pages, record.anchor)
         self.residuals.write(layer, pages, record.residual)
 
+    def encode_exact(
+        self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """The same for the target `exact` where nobody drafts: anchors stay as they were."""
+        self.residuals.write(layer, pages, self.codec.encode_exact(k, v))
+
     def encode_window_pages(self, pages: Sequence[int]) -> None:
         """Encode committed window pages, all layers, and free their window slots."""
         if not pages:

@@ -73,7 +73,8 @@ class Serving:
     def wire(self) -> PageWire:
         if self.config.transfer == "split":
             return SplitWire(self.kv)
-        return WholeWire(self.kv, make_wire_codec(self.config.transfer, self.kv.geometry))
+        codec = make_wire_codec(self.config.transfer, self.kv.geometry)
+        return WholeWire(self.kv, codec, drafts=self.config.drafts)
 
     def handovers(self, kv_args: Any) -> HandoverFormat:
         page = self.kv.plan.page_bytes

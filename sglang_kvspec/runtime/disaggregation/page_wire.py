@@ -81,13 +81,15 @@ class SplitWire:
 
 class WholeWire:
     """Pages in one piece, as the baselines send them: what arrives is encoded anew, so that what
-    decoding reads at the target precision is what the codec of the wire gives back."""
+    decoding reads at the target precision is what the codec of the wire gives back. Where nobody
+    drafts nobody reads anchors, and there are none."""
 
     residual_bytes = 0
 
-    def __init__(self, kv: TieredKV, codec: WireCodec) -> None:
+    def __init__(self, kv: TieredKV, codec: WireCodec, *, drafts: bool) -> None:
         assert kv.codec.target == "exact", "another target would lose what the wire did not"
         self._kv, self._codec = kv, codec
+        self._encode = kv.encode if drafts else kv.encode_exact
         self.anchor_bytes = codec.max_page_bytes
 
     def pack(self, pages: Sequence[int]) -> list[Packed]:
@@ -106,5 +108,5 @@ class WholeWire:
         ids = torch.tensor(pages, dtype=torch.int64)
         self._kv.begin_encode(pages)
         for layer in range(self._kv.geometry.num_layers):
-            self._kv.encode(layer, ids, k[:, layer], v[:, layer])
+            self._encode(layer, ids, k[:, layer], v[:, layer])
         self._kv.finish_encode(pages)

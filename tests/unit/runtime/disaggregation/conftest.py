@@ -219,7 +219,10 @@ class Lab:
 
 
 def wire(kv: TieredKV, mode: str):
-    return SplitWire(kv) if mode == "split" else WholeWire(kv, make_wire_codec(mode, kv.geometry))
+    if mode == "split":
+        return SplitWire(kv)
+    # Only what is lossless can be verified, and so drafted on.
+    return WholeWire(kv, make_wire_codec(mode, kv.geometry), drafts=mode == "full")
 
 
 @pytest.fixture

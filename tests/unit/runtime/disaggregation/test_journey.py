@@ -37,6 +37,7 @@ def test_every_bit_arrives(make_lab, mode, num_tokens) -> None:
     timeline = lab.arrivals.admit(ROOM, request.decode_pages[-1])
     assert timeline is not None
     assert_equal(lab.target(request), (request.k, request.v))
+    assert_equal(lab.draft(request), lab.prefill_draft(request))
     assert len(lab.arrivals) == 0
     lab.departures.pump()
     assert lab.departures.of(ROOM).ended == ""
