@@ -22,8 +22,8 @@ from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.ranks import device_of, ranks_of
 from sglang_kvspec.adapters.requests import fail, new_state, sampling_params_of
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
+from sglang_kvspec.adapters.transfer.apart import Apart
 from sglang_kvspec.adapters.transfer.decoding import Decoding
-from sglang_kvspec.adapters.transfer.peers import Serving, install, serving
 from sglang_kvspec.core.errors import SpoiledResidual
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
@@ -69,6 +69,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
         self._exporter: MetricsExporter | None = None
+        # Of a prefill or a decode server.
+        self.apart: Apart | None = None
         self.ranks = ranks_of(target_worker.model_runner.tp_group)
         self.chooser = Chooser(server_args.random_seed, device_of(server_args, gpu_id))
 
@@ -85,18 +87,15 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         on_device = isinstance(self.kv, DeviceKV)
         keeper = DevicePageKeeper if on_device else PageKeeper
         self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
-        self.decoding: Decoding | None = None
         if self.server_args.disaggregation_mode != "null":
-            self._join_transfers()
+            runner = self._target_worker.model_runner
+            self.apart = Apart(self.config, self._pool, runner, self.server_args)
         if self.server_args.enable_metrics and self.ranks.is_first:
             self._exporter = MetricsExporter(self.server_args.served_model_name)
 
-    def _join_transfers(self) -> None:
-        runner = self._target_worker.model_runner
-        serving = Serving(self.config, self._pool, runner.model_config, runner.model)
-        install(serving)
-        if self.server_args.disaggregation_mode == "decode":
-            self.decoding = Decoding(serving)
+    @property
+    def decoding(self) -> Decoding | None:
+        return None if self.apart is None else self.apart.decoding
 
     @property
     def attention(self) -> Any:
@@ -116,6 +115,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             on_publish(result.new_seq_lens)
         if self._exporter is not None:
             self._exporter.publish(self.counters, self.kv, self.stepper.speeds, self.pressure)
+        if self.apart is not None:
+            self.apart.publish()
         return result
 
     # Prefill
@@ -135,7 +136,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             )
         ]
         for req, row in zip(batch.reqs, rows, strict=True):
-            cached, computed = row.pages[: row.start // size], row.pages[row.start // size :]
+            cached, computed = row.past_pages(size), row.pages[row.start // size :]
             if self._fails_by_spoiled(req, cached):
                 self.kv.residuals.spoil(computed.tolist())
         self.kv.prefetch_residuals(page for row in rows for page in row.past_pages(size).tolist())
@@ -155,7 +156,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             if req.to_finish is not None:
                 # SGLang says when a request leaves that has decoded, not when one has not.
                 self.pages.retire(row.pages)
-                self._withhold(req)
+                if self.apart is not None:
+                    self.apart.withhold(req)
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
         result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)
@@ -163,11 +165,6 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         result.next_draft_input = KVSpecDraftInput(states)
         result.speculative_num_draft_tokens = self.speculative_num_draft_tokens
         return result
-
-    def _withhold(self, req: Any) -> None:
-        """What was computed of a request that failed is not the KV that it asked for."""
-        if self.server_args.disaggregation_mode == "prefill":
-            serving().manager.departures.abort(req.bootstrap_room, req.to_finish.message)
 
     def _count_hits(self, reqs: Sequence[Any]) -> None:
         """Of requests whose prompt is complete with this forward, for the first time."""
@@ -382,8 +379,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         # SGLang asks the first rank; the others hold as many pages, of other heads.
         tiers = self._pool.prefix_tiers
         prefixes = {} if tiers is None else {"prefix_tiers": tiers.report()}
-        if self.server_args.disaggregation_mode != "null":
-            report["transfer"] = serving().manager.report()
+        if self.apart is not None:
+            report["transfer"] = self.apart.report()
         return report | {
             "ranks": self.ranks.size,
             "speeds": self.stepper.speeds.report(),
@@ -395,8 +392,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         """Called before any update of weights, from wherever they come."""
         if self._pool.prefix_tiers is not None:
             self._pool.prefix_tiers.weights_will_change()
-        if self.server_args.disaggregation_mode != "null":
-            serving().manager.weights_will_change()
+        if self.apart is not None:
+            self.apart.weights_will_change()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."

@@ -34,7 +34,7 @@ def worker() -> Any:
     worker = RoundWorker.__new__(RoundWorker)
     worker._side = Fence()
     worker._pool = SimpleNamespace(prefix_tiers=None)
-    worker.server_args = SimpleNamespace(disaggregation_mode="null")
+    worker.apart = None
     worker._ahead = StartedRound([], [], PhaseTimer(torch.device("cpu")))
     return worker
 

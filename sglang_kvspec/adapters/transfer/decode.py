@@ -19,6 +19,7 @@ from sglang_kvspec.adapters.transfer.report import link_report
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.transport import Receiver, ReceiverLoop, ZmqPort
+from sglang_kvspec.transport.counters import LinkCounters
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class DecodeManager:
 
     def report(self) -> dict[str, Any]:
         return {addr: link_report(loop) for addr, loop in self.links.by_address().items()}
+
+    def link_counters(self) -> list[LinkCounters]:
+        return [loop.counters() for loop in self.links.loops()]
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """What a prefill server is, it says in the handshake."""

@@ -26,6 +26,8 @@ class Decoding:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
+        # Tokens drafted by requests while their residuals were on their way.
+        self.drafts_on_anchors = 0
 
     @property
     def _arrivals(self) -> Arrivals:
@@ -49,6 +51,8 @@ class Decoding:
     def note_draft(self, state: RequestState) -> None:
         if state.timeline is not None:
             state.timeline.note_draft(time.time())
+        if state.room is not None:
+            self.drafts_on_anchors += self._arrivals.is_lacking(state.room)
 
     def note_verification(self, state: RequestState, num_emitted: int) -> None:
         timeline, now = state.timeline, time.time()

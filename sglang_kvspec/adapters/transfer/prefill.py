@@ -21,6 +21,7 @@ from sglang_kvspec.adapters.transfer.report import link_report
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.runtime.disaggregation.departures import Departures
 from sglang_kvspec.transport import Sender, SenderLoop, TokenBucket, ZmqPort
+from sglang_kvspec.transport.counters import LinkCounters
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ class PrefillManager:
 
     def report(self) -> dict[str, Any]:
         return link_report(self.loop)
+
+    def link_counters(self) -> list[LinkCounters]:
+        return [self.loop.counters()]
 
     def _register(self, server_args: Any) -> None:
         """Tell SGLang's bootstrap server, which runs in another process of this server, where

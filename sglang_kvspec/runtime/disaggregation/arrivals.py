@@ -82,6 +82,11 @@ class Arrivals:
         landing = self._landings.get(room)
         return landing is not None and landing.is_draftable and landing.failure is None
 
+    def is_lacking(self, room: int) -> bool:
+        """Whether some of a request's residuals are still on their way."""
+        landing = self._landings.get(room)
+        return landing is not None and not landing.is_complete
+
     def failure(self, room: int) -> str | None:
         """Why a request cannot go on. One that is complete, or unknown, can."""
         landing = self._landings.get(room)

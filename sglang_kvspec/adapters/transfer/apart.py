@@ -1,0 +1,46 @@
+"""What a worker has to do with transfers, on either side: joining, counting, telling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_kvspec.adapters.transfer.decoding import Decoding
+from sglang_kvspec.adapters.transfer.peers import Serving, install
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.runtime.disaggregation.metrics import TransferMetrics
+
+
+class Apart:
+    """Of a prefill or a decode server. decoding: what the latter does beside its iterations."""
+
+    def __init__(
+        self, config: KVSpecConfig, pool: Any, model_runner: Any, server_args: Any
+    ) -> None:
+        self._serving = Serving(config, pool, model_runner.model_config, model_runner.model)
+        install(self._serving)
+        is_decode = server_args.disaggregation_mode == "decode"
+        self.decoding = Decoding(self._serving) if is_decode else None
+        self._metrics: TransferMetrics | None = None
+        if server_args.enable_metrics:
+            self._metrics = TransferMetrics(server_args.served_model_name)
+
+    def publish(self) -> None:
+        """Once an iteration."""
+        if self._metrics is not None:
+            drafts = 0 if self.decoding is None else self.decoding.drafts_on_anchors
+            self._metrics.publish(self._serving.manager.link_counters(), drafts)
+
+    def report(self) -> dict[str, Any]:
+        """For /server_info."""
+        links = {"links": self._serving.manager.report()}
+        if self.decoding is None:
+            return links
+        return links | {"drafts_on_anchors": self.decoding.drafts_on_anchors}
+
+    def withhold(self, req: Any) -> None:
+        """What was computed of a request that failed while it was prefilled is not the KV that its
+        decode server asked for."""
+        self._serving.manager.departures.abort(req.bootstrap_room, req.to_finish.message)
+
+    def weights_will_change(self) -> None:
+        self._serving.manager.weights_will_change()
