@@ -26,6 +26,15 @@ def test_anything_else_stops_the_start_with_a_sentence(text, capsys):
     assert "--prefill" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--max-request-mb", "--request-timeout-s", "--drain-s"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
+def test_no_limit_can_be_switched_off(flag, value, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--prefill", "http://h:1", "--decode", "http://h:1", flag, value])
+    assert stopped.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
 def test_closing_lets_a_running_request_finish(open_house, run):
     async def scenario():
         async with open_house() as house, ClientSession() as client:
