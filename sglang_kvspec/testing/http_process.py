@@ -106,23 +106,24 @@ class HttpProcess:
     def stop(self) -> None:
         """End the whole process group: ask first, then kill. Safe to call more than once."""
         if self._process is not None:
-            self._signal_group(signal.SIGTERM)
+            self.signal_group(signal.SIGTERM)
             try:
                 self._process.wait(_TERMINATE_GRACE_S)
             except subprocess.TimeoutExpired:
                 pass
             finally:
                 # Schedulers may outlive a launcher that died first.
-                self._signal_group(signal.SIGKILL)
+                self.signal_group(signal.SIGKILL)
                 self._process.wait()
 
     def kill(self) -> None:
         """End the whole process group as a crash of the machine would, and reap it."""
         assert self._process is not None, "the server was not started"
-        self._signal_group(signal.SIGKILL)
+        self.signal_group(signal.SIGKILL)
         self._process.wait()
 
-    def _signal_group(self, number: signal.Signals) -> None:
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to every process of the server that is left."""
         assert self._process is not None
         try:
             os.killpg(self._process.pid, number)

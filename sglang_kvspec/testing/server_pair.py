@@ -65,9 +65,10 @@ class ServerPair:
         self.prefill = self._make("prefill")
         return self.prefill
 
-    def replace_decode(self) -> ServerProcess:
+    def replace_decode(self, *arguments: str) -> ServerProcess:
+        """The same of the decode server. arguments: besides those it had, and stronger."""
         self.decode.stop()
-        self.decode = self._make("decode")
+        self.decode = self._make("decode", *arguments)
         return self.decode
 
     def stop(self) -> None:
@@ -76,7 +77,7 @@ class ServerPair:
         self.decode.stop()
         self._ports.release()
 
-    def _make(self, mode: str) -> ServerProcess:
+    def _make(self, mode: str, *arguments: str) -> ServerProcess:
         self._num_made += 1
         return ServerProcess(
             (
@@ -85,6 +86,7 @@ class ServerPair:
                 "--disaggregation-transfer-backend=kvspec",
                 f"--disaggregation-bootstrap-port={self.bootstrap_port}",
                 *self._own[mode],
+                *arguments,
             ),
             environment=self._environment,
             log_path=self._log_folder / f"{self._num_made:02d}-{mode}.log",

@@ -10,14 +10,13 @@ import pytest
 from harness.client import Output
 from harness.comparison import compare
 from harness.models import DEMO_MODEL
-from harness.pair import PairClient, PairSpec, running_pair, wait_until
+from harness.pair import Pair, PairClient, PairSpec, running_pair, wait_until
+from harness.pair_faults import Round, assert_nothing_left, residuals_on_their_way
 from harness.references import PlainReference, Workload
 from harness.scenarios import FORCED_RETRACTION, PREFIX_HITS, STRICT_CHECKS
 from harness.servers import Announce, ServerSwitch
 from harness.soak import Soak
 from harness.suite import Suite, Task, run_one_by_one
-
-from sglang_kvspec.testing.server_pair import ServerPair
 
 pytestmark = pytest.mark.server
 
@@ -42,7 +41,7 @@ def pair(
     servers: ServerSwitch,
     tmp_path_factory: pytest.TempPathFactory,
     announce: Announce,
-) -> Iterator[ServerPair]:
+) -> Iterator[Pair]:
     """Two servers that check their memory at every step; one retracts now and then."""
     servers.release()
     spec = PairSpec(
@@ -56,8 +55,8 @@ def pair(
 
 
 @pytest.fixture
-def client(pair: ServerPair) -> PairClient:
-    return PairClient(pair)
+def client(pair: Pair) -> PairClient:
+    return pair.client
 
 
 def check(answers: list[tuple[Task, Output]], reference: PlainReference) -> None:
@@ -121,3 +120,18 @@ def test_requests_that_come_and_go(
 
 def allocated_pages(client: PairClient) -> int:
     return int(client.prefill.kvspec_report()["pools"]["num_pages_allocated"])
+
+
+def test_a_prefill_server_that_is_killed_comes_back(pair: Pair, reference: PlainReference) -> None:
+    """The decode server fails what it cannot have any more, and finds the new one by itself."""
+    client = pair.client
+    round_ = Round(client, reference.suite.prompts)
+    wait_until(lambda: residuals_on_their_way(client), "residuals are on their way")
+    pair.prefill.kill()
+    pair.restart_prefill()
+    errors = round_.finish(reference)
+    assert errors
+    assert all("silent for" in e or "is gone" in e or "no link" in e for e in errors), errors
+    client = pair.client
+    assert Round(client, reference.suite.prompts[:2]).finish(reference) == []
+    assert_nothing_left(client)

@@ -16,7 +16,7 @@ from sglang_kvspec.adapters.transfer.directory import Directory
 from sglang_kvspec.adapters.transfer.links import PrefillLinks
 from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED, Serving, write_fields, wrong_room
 from sglang_kvspec.adapters.transfer.report import link_report
-from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.core.errors import ConfigError, TransportError
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.transport import Receiver, ReceiverLoop, ZmqPort
 from sglang_kvspec.transport.counters import LinkCounters
@@ -35,6 +35,11 @@ class DecodeManager:
         self._serving = serving
         self._identity = serving.identity()
         self._keys = serving.keys()
+        if self._keys is not None and len(self._keys.peers) != 1:
+            raise ConfigError(
+                f"--kvspec-transfer-keys {serving.config.transfer_keys}: a decode server knows its "
+                f"prefill servers by one key, which they share, got {len(self._keys.peers)}"
+            )
         self.arrivals = Arrivals(
             serving.kv, serving.wire(), serving.handovers(kv_args), mode=serving.config.transfer
         )

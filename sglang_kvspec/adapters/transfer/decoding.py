@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
 from sglang_kvspec.adapters.requests import fail, resumed_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.adapters.transfer.peers import Serving, serving
@@ -70,7 +72,7 @@ def admit(batch: Any) -> KVSpecDraftInput:
     page_size = batch.token_to_kv_pool_allocator.page_size
     states = []
     for req, committed_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-        if (wrong := arrivals.wrong_length(req.bootstrap_room, committed_len)) is not None:
+        if (wrong := why_not(req, committed_len, arrivals, page_size)) is not None:
             logger.error("%s (request %s)", wrong, req.rid)
             fail(req, wrong)
         state = resumed_state(req, committed_len)
@@ -85,6 +87,16 @@ def admit(batch: Any) -> KVSpecDraftInput:
             }
         states.append(state)
     return KVSpecDraftInput(states)
+
+
+def why_not(req: Any, num_tokens: int, arrivals: Arrivals, page_size: int) -> str | None:
+    """Why a request must not run; None if it may. SGLang's warm-up, whose answers mean nothing,
+    sends a few tokens whose KV comes from nowhere: whoever says that host asks for the same."""
+    if req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+        return arrivals.wrong_length(req.bootstrap_room, num_tokens)
+    if num_tokens < page_size:
+        return None
+    return f"bootstrap_host {FAKE_BOOTSTRAP_HOST} is for warm-ups of less than {page_size} tokens"
 
 
 def set_aside(pages: list[int], num_tokens: int) -> SetAside:

@@ -127,4 +127,5 @@ class PrefillLinks:
                 continue
             if link.loop is not None:
                 self.drop(link.loop, "nobody had a use for this link")
+            self._directory.take(addr)
             del self._links[addr]

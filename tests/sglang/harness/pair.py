@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,10 @@ class PairClient(GenerateClient):
     """Posts every request to both servers, in one room, and answers what the decode server does;
     reports are the decode server's. Safe to share by threads."""
 
-    def __init__(self, pair: ServerPair) -> None:
+    def __init__(self, pair: ServerPair, bootstrap_host: str = "127.0.0.1") -> None:
         super().__init__(pair.decode.base_url)
         self.prefill = GenerateClient(pair.prefill.base_url)
-        self._bootstrap_port = pair.bootstrap_port
+        self._bootstrap_host, self._bootstrap_port = bootstrap_host, pair.bootstrap_port
         self._rooms = random.SystemRandom()
         # What the prefill server said to requests that failed there.
         self.prefill_errors: list[str] = []
@@ -52,7 +52,7 @@ class PairClient(GenerateClient):
     def room(self) -> dict[str, Any]:
         """Fields of a request that name a room of its own."""
         return {
-            "bootstrap_host": "127.0.0.1",
+            "bootstrap_host": self._bootstrap_host,
             "bootstrap_port": self._bootstrap_port,
             "bootstrap_room": self._rooms.getrandbits(62),
         }
@@ -75,6 +75,19 @@ class PairClient(GenerateClient):
         thread = threading.Thread(target=post, daemon=True)
         thread.start()
         return thread
+
+    def decode_only(self, body: dict[str, Any]) -> None:
+        """Post to the decode server, in the background; nobody waits for its answer."""
+
+        def post() -> None:
+            with suppress(requests.RequestException):
+                requests.post(
+                    f"{self.base_url}/generate",
+                    json=body,
+                    timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
+                )
+
+        threading.Thread(target=post, daemon=True).start()
 
     def _post(
         self,
@@ -110,10 +123,35 @@ class PairClient(GenerateClient):
         return reply
 
 
+class Pair(ServerPair):
+    """Two servers and how to ask them."""
+
+    @property
+    def client(self) -> PairClient:
+        return PairClient(self)
+
+    def client_by(self, bootstrap_host: str) -> PairClient:
+        """Of requests that call the prefill server's machine by this name: a decode server has a
+        link to each name."""
+        return PairClient(self, bootstrap_host)
+
+    @property
+    def bootstrap_url(self) -> str:
+        return f"http://127.0.0.1:{self.bootstrap_port}"
+
+    def restart_prefill(self) -> None:
+        self.replace_prefill().start()
+        self.prefill.wait_healthy(START_TIMEOUT_S)
+
+    def restart_decode(self, *arguments: str) -> None:
+        self.replace_decode(*arguments).start()
+        self.decode.wait_healthy(START_TIMEOUT_S)
+
+
 @contextmanager
-def running_pair(spec: PairSpec, log_folder: Path, announce: Announce) -> Iterator[ServerPair]:
+def running_pair(spec: PairSpec, log_folder: Path, announce: Announce) -> Iterator[Pair]:
     started = time.monotonic()
-    pair = ServerPair(
+    pair = Pair(
         (*CPU_ARGUMENTS, f"--model-path={spec.model}", "--kvspec", *spec.arguments),
         log_folder=log_folder,
         prefill=spec.prefill,

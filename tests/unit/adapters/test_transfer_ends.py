@@ -8,11 +8,11 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 
-from sglang_kvspec.adapters.transfer import decode
+from sglang_kvspec.adapters.transfer import decode, decoding
 from sglang_kvspec.adapters.transfer.decode import DecodeManager, KVSpecReceiver
 from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED
 from sglang_kvspec.adapters.transfer.prefill import KVSpecSender, PrefillManager
-from sglang_kvspec.core.errors import HandshakeRefused
+from sglang_kvspec.core.errors import ConfigError, HandshakeRefused
 from sglang_kvspec.runtime.disaggregation.departures import Departures
 from sglang_kvspec.transport import TransferOpened
 
@@ -124,6 +124,22 @@ def test_a_refusal_fails_a_receiver_at_once(decode_manager) -> None:
     end = KVSpecReceiver(decode_manager, ADDR, ROOM)
     end.init(0)
     assert "model must be the same" in failure_of(end)
+
+
+@pytest.mark.parametrize(("num_tokens", "may_run"), [(4, True), (63, True), (64, False)])
+def test_only_warm_ups_may_come_from_nowhere(num_tokens, may_run) -> None:
+    """Of a longer one, whole pages would be read that nobody ever wrote."""
+    req = SimpleNamespace(bootstrap_host="2.2.2.2", bootstrap_room=0)
+    assert (decoding.why_not(req, num_tokens, None, 64) is None) is may_run
+
+
+def test_a_decode_server_knows_one_key(decode_manager) -> None:
+    folder = SimpleNamespace(transfer_keys="/keys", transfer="split", is_lossy=False)
+    serving = SimpleNamespace(
+        config=folder, identity=lambda: None, keys=lambda: SimpleNamespace(peers={b"a", b"b"})
+    )
+    with pytest.raises(ConfigError, match="by one key, which they share, got 2"):
+        DecodeManager(None, None, serving)
 
 
 @pytest.mark.parametrize(("token", "is_one"), [(0, True), (999, True), (1000, False), (-1, False)])
