@@ -122,6 +122,7 @@ def allocated_pages(client: PairClient) -> int:
     return int(client.prefill.kvspec_report()["pools"]["num_pages_allocated"])
 
 
+@pytest.mark.identity
 def test_a_prefill_server_that_is_killed_comes_back(pair: Pair, reference: PlainReference) -> None:
     """The decode server fails what it cannot have any more, and finds the new one by itself."""
     client = pair.client

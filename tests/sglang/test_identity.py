@@ -142,6 +142,8 @@ def test_exact_uniform4_retracted_in_small_chunks(assert_identical: Check) -> No
     assert_identical(SAMPLE, UNIFORM4, scenarios.CHUNKED_RETRACTION)
 
 
+# CI sees rounds on two ranks, and begun ahead.
+@pytest.mark.identity
 def test_exact_log4_in_rounds(assert_identical: Check) -> None:
     assert_identical(SAMPLE, LOG4_ROUNDS, scenarios.CHUNKED_RETRACTION)
 

@@ -98,6 +98,7 @@ def test_hits_from_every_tier(start: StartServer, cold: list[Output]) -> None:
     assert host["residuals"] < host["pages"]
 
 
+@pytest.mark.identity
 def test_after_a_kill_and_with_damaged_pages(
     start: StartServer, cold: list[Output], servers: ServerSwitch, folder: Path
 ) -> None:
