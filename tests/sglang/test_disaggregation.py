@@ -11,7 +11,6 @@ from harness.client import Output
 from harness.comparison import compare
 from harness.models import DEMO_MODEL
 from harness.pair import Pair, PairClient, PairSpec, running_pair, wait_until
-from harness.pair_faults import Round, assert_nothing_left, residuals_on_their_way
 from harness.references import PlainReference, Workload
 from harness.scenarios import FORCED_RETRACTION, PREFIX_HITS, STRICT_CHECKS
 from harness.servers import Announce, ServerSwitch
@@ -120,19 +119,3 @@ def test_requests_that_come_and_go(
 
 def allocated_pages(client: PairClient) -> int:
     return int(client.prefill.kvspec_report()["pools"]["num_pages_allocated"])
-
-
-@pytest.mark.identity
-def test_a_prefill_server_that_is_killed_comes_back(pair: Pair, reference: PlainReference) -> None:
-    """The decode server fails what it cannot have any more, and finds the new one by itself."""
-    client = pair.client
-    round_ = Round(client, reference.suite.prompts)
-    wait_until(lambda: residuals_on_their_way(client), "residuals are on their way")
-    pair.prefill.kill()
-    pair.restart_prefill()
-    errors = round_.finish(reference)
-    assert errors
-    assert all("silent for" in e or "is gone" in e or "no link" in e for e in errors), errors
-    client = pair.client
-    assert Round(client, reference.suite.prompts[:2]).finish(reference) == []
-    assert_nothing_left(client)
