@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +32,30 @@ def main() -> None:
     args.into.write_text(json.dumps(collected, indent=2) + "\n", encoding="utf-8")
 
 
-def collect(tiers: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def collect(
+    tiers: dict[str, Any], found: dict[str, dict[str, Any]], kinds: Sequence[str] = KINDS
+) -> dict[str, Any]:
     """tiers with the figures of `found`, results by file name, which take the place of those of
     the same kind. Raises ValueError for a result that has none to collect."""
+
+    def kind_of(name: str) -> str:
+        return next((kind for kind in kinds if name.startswith(kind)), "")
+
     figures = list(tiers["figures"])
     sources = dict(tiers["settings"].get("collected", {}))
     for name, result in found.items():
-        new = [row for row in result["figures"] if _kind(row["name"])]
+        new = [row for row in result["figures"] if kind_of(row["name"])]
         if not new:
-            raise ValueError(f"{name} has no figures named {', '.join(KINDS)}")
-        kinds = {_kind(row["name"]) for row in new}
-        figures = [row for row in figures if _kind(row["name"]) not in kinds]
+            raise ValueError(f"{name} has no figures named {', '.join(kinds)}")
+        collected = {kind_of(row["name"]) for row in new}
+        figures = [row for row in figures if kind_of(row["name"]) not in collected]
         figures += new
-        for kind in kinds:
+        for kind in collected:
             sources[kind.rstrip(".")] = {
                 "file": name,
                 **{key: result[key] for key in ("commit", "date", "machine")},
             }
     return tiers | {"figures": figures, "settings": tiers["settings"] | {"collected": sources}}
-
-
-def _kind(name: str) -> str:
-    return next((kind for kind in KINDS if name.startswith(kind)), "")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from collect_tiers import collect
+from collect_transfer import KINDS, named
 
 
 def result(commit, **figures):
@@ -38,3 +39,16 @@ def test_a_later_collection_replaces_its_kind_alone():
 def test_a_result_without_such_figures_is_refused():
     with pytest.raises(ValueError, match=r"x\.json has no figures named soak\."):
         collect(result("a"), {"x.json": result("b", plan_stall=1)})
+
+
+def test_identity_of_two_servers_has_a_name_of_its_own():
+    found = {
+        "ttkt.json": result("b", ttkt_x=0.3),
+        "identity.json": named(result("c", identity_mismatches=0)),
+    }
+    collected = collect(result("a", transfer_gbps=1), found, KINDS)
+    assert values(collected) == {
+        "transfer.gbps": 1,
+        "ttkt.x": 0.3,
+        "transfer.identity.mismatches": 0,
+    }
