@@ -18,8 +18,9 @@ from collect_tiers import collect
 
 TRANSFER = Path(__file__).parent / "results" / "transfer.json"
 # What the names of collected figures begin with, once they are there.
-KINDS = ("ttkt.", "transfer.identity.")
+KINDS = ("ttkt.", "transfer.mismatches", "transfer.identity.")
 _PREFIX = "identity."
+_MISMATCHES = "identity.mismatches"
 
 
 def main() -> None:
@@ -40,11 +41,14 @@ def main() -> None:
 
 def named(result: dict[str, Any]) -> dict[str, Any]:
     """A result whose figures of identity are those of transfers."""
-    figures = [
-        row | {"name": f"transfer.{row['name']}"} if row["name"].startswith(_PREFIX) else row
-        for row in result["figures"]
-    ]
+    figures = [row | {"name": _named(row["name"])} for row in result["figures"]]
     return result | {"figures": figures}
+
+
+def _named(name: str) -> str:
+    if name == _MISMATCHES:
+        return "transfer.mismatches"
+    return f"transfer.{name}" if name.startswith(_PREFIX) else name
 
 
 if __name__ == "__main__":

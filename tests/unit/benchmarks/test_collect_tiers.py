@@ -50,5 +50,5 @@ def test_identity_of_two_servers_has_a_name_of_its_own():
     assert values(collected) == {
         "transfer.gbps": 1,
         "ttkt.x": 0.3,
-        "transfer.identity.mismatches": 0,
+        "transfer.mismatches": 0,
     }
