@@ -3,21 +3,21 @@ link is: minutes that CI does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from harness.client import Output
 from harness.comparison import Mismatch, compare
 from harness.identity_report import IdentityReport, ScenarioResult
 from harness.models import DEMO_MODEL
-from harness.pair import PairClient, PairSpec, running_pair
+from harness.pair import Pair, PairClient, PairSpec, running_pair
 from harness.progress import Progress
 from harness.references import PlainReference, Workload
 from harness.scenarios import ALONE, PREFIX_HITS, STAGGERED, Scenario
 from harness.servers import Announce, ServerSwitch
 from harness.soak import Soak
-from harness.suite import Answers, Suite
-
-from sglang_kvspec.testing.server_pair import ServerPair
+from harness.suite import Answers, Suite, Task
 
 pytestmark = [pytest.mark.server, pytest.mark.identity]
 
@@ -28,7 +28,7 @@ LENGTHS = tuple(sorted({round(1024 * (8000 / 1024) ** (i / 39)) for i in range(4
 WORKLOAD = Workload(DEMO_MODEL, LENGTHS, NEW_TOKENS)
 # With 100 MB/s the residuals of 2K tokens would come while 32 tokens are drafted.
 SLOW_GBPS = 0.001
-SLOW_LENGTH = 2048
+SLOW_WORKLOAD = Workload(DEMO_MODEL, tuple(range(1024, 2049, 146)), NEW_TOKENS)
 SETTING = "apart-split-uniform4"
 
 
@@ -45,7 +45,7 @@ def start(
     servers: ServerSwitch,
     tmp_path_factory: pytest.TempPathFactory,
     announce: Announce,
-) -> Iterator[ServerPair]:
+) -> Iterator[Pair]:
     servers.release()
     link = () if link_gbps is None else (f"--kvspec-link-gbps={link_gbps}",)
     spec = PairSpec(DEMO_MODEL, (POOL,), prefill=link)
@@ -59,7 +59,7 @@ def pair(
     servers: ServerSwitch,
     tmp_path_factory: pytest.TempPathFactory,
     announce: Announce,
-) -> Iterator[ServerPair]:
+) -> Iterator[Pair]:
     yield from start(None, servers, tmp_path_factory, announce)
 
 
@@ -105,23 +105,21 @@ def run(
 
 @pytest.mark.parametrize("scenario", [ALONE, STAGGERED, PREFIX_HITS], ids=lambda s: s.name)
 def test_forty_prompts(
-    pair: ServerPair,
+    pair: Pair,
     scenario: Scenario,
     reference: PlainReference,
     identity_report: IdentityReport,
     announce: Announce,
 ) -> None:
     suite = reference.suite
-    answers = run(
-        PairClient(pair), scenario, scenario.name, suite, reference, identity_report, announce
-    )
+    answers = run(pair.client, scenario, scenario.name, suite, reference, identity_report, announce)
     if scenario is PREFIX_HITS:
         assert sum(output.cached_len for _, output in answers) > 0
 
 
-def test_some_are_aborted(pair: ServerPair, reference: PlainReference, announce: Announce) -> None:
+def test_some_are_aborted(pair: Pair, reference: PlainReference, announce: Announce) -> None:
     tasks = [(task, reference.answer(task)) for task in reference.suite.prompts]
-    soak = Soak(PairClient(pair), tasks, concurrent=8, seed=5)
+    soak = Soak(pair.client, tasks, concurrent=8, seed=5)
     for _ in range(2):
         soak.random_round(48)
     announce(f"aborts: {soak.result}")
@@ -131,20 +129,30 @@ def test_some_are_aborted(pair: ServerPair, reference: PlainReference, announce:
 
 
 def test_a_link_of_a_hundredth_of_the_speed(
-    reference: PlainReference,
     servers: ServerSwitch,
     tmp_path_factory: pytest.TempPathFactory,
     identity_report: IdentityReport,
     announce: Announce,
 ) -> None:
     """All of them at once: their residuals wait for each other, too."""
-    short = tuple(t for t in reference.suite.prompts if len(t.input_ids) <= SLOW_LENGTH)
-    suite = Suite(short[:8])
+    reference = PlainReference(servers, SLOW_WORKLOAD, (), announce)
+    progress = Progress("slow link", announce)
     for slow in start(SLOW_GBPS, servers, tmp_path_factory, announce):
-        answers = run(
-            PairClient(slow), STAGGERED, "slow link", suite, reference, identity_report, announce
-        )
-        longest = max(answers, key=lambda answer: len(answer[0].input_ids))[1]
-        transfer = longest.meta["kvspec"]["transfer"]
-        assert transfer["seconds"]["residuals"] > 10
-        assert len(transfer["drafts_s"]) == 32
+        answers = run_at_once(slow.client, reference.suite.prompts, progress)
+        mismatches = compare(answers, [reference.answer(task) for task, _ in answers])
+        report(identity_report, "slow link", answers, mismatches, progress.elapsed_s)
+        assert not mismatches, "\n".join(map(str, mismatches))
+        for _, output in answers:
+            transfer = output.meta["kvspec"]["transfer"]
+            assert transfer["seconds"]["residuals"] > transfer["drafts_s"][-1]
+            assert len(transfer["drafts_s"]) == 32
+
+
+def run_at_once(client: PairClient, tasks: Sequence[Task], progress: Progress) -> Answers:
+    def send(task: Task) -> tuple[Task, Output]:
+        output = client.generate(task.input_ids, task.max_new_tokens)
+        progress.done()
+        return task, output
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return list(pool.map(send, tasks))
