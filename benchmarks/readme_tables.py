@@ -31,12 +31,46 @@ TITLES = {
     "start.extra_seconds": "seconds that --kvspec adds to the start of a server, on a CPU",
 }
 
+TRANSFER_TITLES = {
+    "transfer.identity.answers": "answers of two servers compared with one of plain SGLang: 40 "
+    "prompts of 1K to 8K tokens and followers of them, 128 new tokens each, one at a time, 8 at a "
+    "time, with prefix hits",
+    "transfer.mismatches": "of them that differ",
+    "ttkt.tt2t_vs_full": "time to the 2nd token, `split` against `full`: median over prompts and "
+    "links",
+    "ttkt.tt2t_vs_full.worst": "the same, worst",
+    "ttkt.tt2t_vs_int4": "time to the 2nd token, `split` against `int4`",
+    "ttkt.tt32t_vs_int8": "time to the 32nd token, `split` against `int8`",
+    "ttkt.identical.split": "answers of `split` equal to those of `full`, share",
+    "ttkt.identical.int8": "answers of `int8`, share",
+    "ttkt.identical.int4": "answers of `int4`, share",
+    "ttkt.identical.cachegen": "answers of `cachegen`, share",
+    "ttkt.accepted_at_first_verification": "drafts made while residuals were on their way, share "
+    "that was kept",
+    "transfer.gbps_one_core": "transport alone, one core a side, GB/s",
+    "transfer.inversion_mb": "MB of residuals that an anchor waited for, most",
+}
+
 
 def main() -> None:
     figures = json.loads((RESULTS / "main_job.json").read_text())["figures"]
+    transfer = json.loads((RESULTS / "transfer.json").read_text())["figures"]
     text = README.read_text(encoding="utf-8")
-    README.write_text(replace_between(text, "figures", table(figures)), encoding="utf-8")
+    text = replace_between(text, "figures", table(figures))
+    text = replace_between(text, "transfer", transfer_table(transfer))
+    README.write_text(text, encoding="utf-8")
     tables.main()
+
+
+def transfer_table(figures: list[dict[str, Any]]) -> str:
+    """By the order of the titles, with what was asked for."""
+    rows = {row["name"]: row for row in figures}
+    lines = ["| what | value | asked for |", "|---|---|---|"]
+    for name, title in TRANSFER_TITLES.items():
+        row = rows[name]
+        goal = row["baseline"] if isinstance(row["baseline"], float) else ""
+        lines.append(f"| {title} | {value_of(row)} | {goal} |")
+    return "\n".join(lines)
 
 
 def table(figures: list[dict[str, Any]]) -> str:

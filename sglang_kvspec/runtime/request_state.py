@@ -19,6 +19,7 @@ class RequestState:
     output: every token the user was or will be sent, pending included. draft_probs: for sampled
     requests, the distribution [vocab] each draft was drawn from. remaining: tokens the request may
     still emit. priority: a higher one verifies first where verifications compete.
+    has_waited: it drafts since it could not verify, and shall verify as soon as it can.
     timeline and room (SGLang's bootstrap room): of a request that another server prefilled.
     """
 
@@ -32,6 +33,7 @@ class RequestState:
     drafts: list[int] = field(default_factory=list)
     draft_probs: list[torch.Tensor] = field(default_factory=list)
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+    has_waited: bool = False
     timeline: Timeline | None = None
     room: int | None = None
 
@@ -55,5 +57,6 @@ class RequestState:
         self.pending = emitted[-1]
         self.output.extend(emitted)
         self.remaining -= len(emitted)
+        self.has_waited = False
         self.drafts.clear()
         self.draft_probs.clear()

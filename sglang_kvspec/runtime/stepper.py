@@ -85,6 +85,10 @@ class Stepper:
             resident = table.pages_in(ids, ResidualState.RESIDENT)
             arriving = table.pages_in(ids, ResidualState.FETCHING)
         is_lacking = self._awaits_residuals(pages)
+        state.has_waited |= is_lacking
+        if state.has_waited and not is_lacking:
+            # More drafts would only keep the user waiting (Lynx section 4.2).
+            best_len = min(best_len, max(1, len(state.drafts)))
         return RequestView(
             key=state.rid,
             num_drafts=len(state.drafts),

@@ -119,7 +119,6 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         self._room = bootstrap_room
         self._num_pages = 0
         self._aux_index: int | None = None
-        self._has_begun = False
         self._failure = wrong_room(bootstrap_room)
         self._owns_room = False
         self._begun_s = time.monotonic()
@@ -145,7 +144,6 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         """num_kv_indices: pages that will be sent; aux_index: where SGLang puts the request's
         metadata."""
         self._num_pages, self._aux_index = num_kv_indices, aux_index
-        self._has_begun = True
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk

@@ -213,3 +213,31 @@ def test_two_requests_that_crowd_the_cache_both_go_on(encoded):
     for _ in range(20):
         assert stepper.plan(states, [pages(1, 2), pages(3, 4)]).verify == (0, 1)
         kv.check_integrity()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 5, 64])
+def test_late_residuals_are_verified_with_as_soon_as_they_are_there(make_kv, num_drafts):
+    """As where another server sends them (Lynx section 4.2)."""
+    kv = make_kv()
+    k = torch.randn((2, 32, 2, 16), generator=torch.Generator().manual_seed(0))
+    kv.begin_encode([1, 2])
+    kv.encode(0, torch.tensor([1, 2]), k, k)
+    kv.finish_anchors([1, 2])
+    stepper, state = Stepper(KVSpecConfig(draft_len=64), kv), make_state()
+    for _ in range(num_drafts):
+        assert stepper.plan([state], [pages(1, 2)]).draft == (0,)
+        state.drafts.append(0)
+    if num_drafts == 64:
+        assert stepper.plan([state], [pages(1, 2)]).wait == (0,)
+    kv.residuals.finish([1])
+    waiting = stepper.plan([state], [pages(1, 2)])
+    assert not waiting.verify
+    if waiting.draft:
+        state.drafts.append(0)
+    kv.residuals.finish([2])
+    assert until_verified(stepper, state, pages(1, 2)) <= 1
+    assert len(state.drafts) <= num_drafts + 2
+    # From then on it drafts as any other.
+    state.commit([0])
+    until_verified(stepper, state, pages(1, 2))
+    assert len(state.drafts) == 64
