@@ -33,12 +33,12 @@ def fingerprint(model_config: Any, model: torch.nn.Module) -> str:
 
 
 def hash_of_weights(model: torch.nn.Module) -> str:
-    """Of names, shapes and bytes of all parameters and buffers."""
+    """Of names, shapes and bytes of all that a model is saved with. Buffers that it computes for
+    itself follow from its configuration, and some are as long as a server's drafts want them."""
     found = xxh3_128()
-    for tensors in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in sorted(tensors, key=lambda entry: entry[0]):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            content = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            for part in content.split(_PART):
-                found.update(part.numpy())
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        content = tensor.contiguous().view(-1).view(torch.uint8)
+        for part in content.split(_PART):
+            found.update(part.numpy())
     return found.hexdigest()
