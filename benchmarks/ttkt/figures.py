@@ -94,13 +94,19 @@ def _groups(points: Sequence[Point]) -> dict[tuple[int, float, str], list[Point]
 
 
 def draw(path: Path, points: Sequence[Point]) -> None:
-    """Time to the k-th token by mode, a panel for each link, at the longest prompt of all."""
+    """Time to the k-th token by mode, a panel for each link, at the longest prompt that all modes
+    of these points have."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    length = max(point.prompt_len for point in points)
+    modes = {point.mode for point in points}
+    length = max(
+        length
+        for length in {point.prompt_len for point in points}
+        if {point.mode for point in points if point.prompt_len == length} == modes
+    )
     links = sorted({point.full_s for point in points})
     figure, panels = plt.subplots(
         1, len(links), figsize=(3.4 * len(links), 3.4), dpi=150, squeeze=False
