@@ -121,6 +121,7 @@ def draw(path: Path, points: Sequence[Point]) -> None:
                 axes.plot(TOKENS, times, marker="o", markersize=3, label=mode)
         axes.set(title=f"full takes {full_s:g} s", xlabel="token", xscale="log", ylim=(0, None))
         axes.set_xticks(TOKENS, [str(k) for k in TOKENS])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("s after the prefill, until computed")
     panels[0][-1].legend(frameon=False)
