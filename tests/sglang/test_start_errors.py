@@ -23,6 +23,8 @@ from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, Unsup
 
 BASE = ("--model-path", str(DEMO_MODEL), "--device", "cpu")
 
+DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend kvspec"
+
 DETERMINISTIC = {"enable_deterministic_inference": True}
 
 
@@ -70,7 +72,25 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--tp-size 4", ["--tp-size 4", "4 heads", "2 KV heads", "divide both"]),
         ("--attn-cp-size 2", ["--attn-cp-size", "2", "allowed: 1"]),
         ("--grammar-backend outlines", ["--grammar-backend", "outlines", "xgrammar"]),
-        ("--disaggregation-mode prefill", ["--disaggregation-mode", "prefill", "null"]),
+        (
+            "--disaggregation-mode prefill",
+            ["--disaggregation-transfer-backend mooncake", "allowed: kvspec"],
+        ),
+        (f"{DECODE} --tp-size 2", ["--tp-size 2", "--disaggregation-mode decode", "allowed: 1"]),
+        (f"{DECODE} --kvspec-schedule rounds", ["--kvspec-schedule rounds", "staggered"]),
+        (f"{DECODE} --kvspec-prefix-dir x", ["--kvspec-prefix-dir", "keeps no prefixes"]),
+        (f"{DECODE} --kvspec-transfer zip", ["--kvspec-transfer", "zip", "split, full"]),
+        (
+            f"{DECODE} --kvspec-transfer int4 --kvspec-draft-len 8",
+            ["--kvspec-draft-len 8", "--kvspec-transfer int4", "allowed: auto, 0"],
+        ),
+        (
+            f"{DECODE} --kvspec-transfer full --kvspec-target int8",
+            ["--kvspec-transfer full", "--kvspec-target int8", "allowed: exact"],
+        ),
+        (f"{DECODE} --kvspec-link-gbps 0", ["--kvspec-link-gbps", "0", "> 0"]),
+        ("--kvspec-transfer full", ["--kvspec-transfer full", "no effect without"]),
+        ("--kvspec-transfer-host 0.0.0.0", ["--kvspec-transfer-host", "no effect without"]),
         ("--kvspec-prefix-host-gb 1e9", ["--kvspec-prefix-host-gb", "1e+09", "this machine"]),
         (
             "--kvspec-prefix-dir /dev/null/x",
@@ -102,6 +122,10 @@ def test_bad_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: lis
 
 def test_options_without_the_switch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no effect without --kvspec" in refusal(capsys, "--kvspec-codec", "log4")
+
+
+def test_transfer_backend_without_the_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "needs --kvspec" in refusal(capsys, "--disaggregation-transfer-backend", "kvspec")
 
 
 def test_algorithm_without_the_switch(capsys: pytest.CaptureFixture[str]) -> None:
