@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from sglang_kvspec.runtime.disaggregation.metrics import PERIOD_S, TransferMetrics
@@ -30,8 +32,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture(scope="module")
-def metrics(clock: Clock) -> TransferMetrics:
-    return TransferMetrics("m", clock)
+def metrics(clock: Clock) -> Iterator[TransferMetrics]:
+    """Whose metrics leave the default registry with the tests."""
+    from prometheus_client import REGISTRY
+
+    before = set(REGISTRY._collector_to_names)
+    yield TransferMetrics("m", clock)
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
 
 
 def test_totals_of_all_links_are_counted_once(metrics: TransferMetrics, clock: Clock) -> None:
