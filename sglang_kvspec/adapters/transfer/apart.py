@@ -28,7 +28,7 @@ class Apart:
         """Once an iteration."""
         if self._metrics is not None:
             drafts = 0 if self.decoding is None else self.decoding.drafts_on_anchors
-            self._metrics.publish(self._serving.manager.link_counters(), drafts)
+            self._metrics.publish(self._serving.manager.link_counters, drafts)
 
     def report(self) -> dict[str, Any]:
         """For /server_info."""

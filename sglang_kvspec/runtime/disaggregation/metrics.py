@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from sglang_kvspec.transport.counters import LinkCounters
 
@@ -50,13 +50,16 @@ class TransferMetrics:
         self._last: Counter[tuple[str, str]] = Counter()
         self._last_drafts = 0
 
-    def publish(self, links: Iterable[LinkCounters], drafts_on_anchors: int) -> None:
-        """Add what happened since the last call, some time ago at least."""
+    def publish(
+        self, counters_of_links: Callable[[], list[LinkCounters]], drafts_on_anchors: int
+    ) -> None:
+        """Add what happened since the last call, some time ago at least. counters_of_links: asked
+        only then, since it copies them."""
         now_s = self._clock()
         if now_s < self._due_s:
             return
         self._due_s = now_s + PERIOD_S
-        links = list(links)
+        links = counters_of_links()
         now: Counter[tuple[str, str]] = Counter()
         for link in links:
             now.update(_totals(link))

@@ -52,7 +52,7 @@ def test_totals_of_all_links_are_counted_once(metrics: TransferMetrics, clock: C
         link.completed, link.failed, link.link_busy_s = 3, 1, 5.0
     for _ in range(2):
         clock.now_s += PERIOD_S
-        metrics.publish(links, drafts_on_anchors=4)
+        metrics.publish(lambda: links, drafts_on_anchors=4)
     assert value("transfer_bytes_total", stream="anchor") == 200
     assert value("transfer_resent_bytes_total", stream="residual") == 14
     assert value("transfer_dropped_frames_total", reason="malformed") == 4
@@ -66,15 +66,15 @@ def test_totals_of_all_links_are_counted_once(metrics: TransferMetrics, clock: C
     links.pop()
     links[0].streams[Stream.ANCHOR].payload_bytes = 150
     clock.now_s += PERIOD_S
-    metrics.publish(links, drafts_on_anchors=4)
+    metrics.publish(lambda: links, drafts_on_anchors=4)
     links[0].streams[Stream.ANCHOR].payload_bytes = 180
     clock.now_s += PERIOD_S
-    metrics.publish(links, drafts_on_anchors=5)
+    metrics.publish(lambda: links, drafts_on_anchors=5)
     assert value("transfer_bytes_total", stream="anchor") == 230
     assert value("drafts_on_anchors_total") == 5
 
 
 def test_not_in_every_iteration(metrics: TransferMetrics, clock: Clock) -> None:
     before = value("drafts_on_anchors_total")
-    metrics.publish([], drafts_on_anchors=100)
+    metrics.publish(list, drafts_on_anchors=100)
     assert value("drafts_on_anchors_total") == before
