@@ -13,7 +13,6 @@ from typing import Any
 TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 KIND = "after"
 SCOPE = "kvspec"
-TRANSFER_CARRIER = "kvspec_transfer"
 
 
 def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
@@ -48,6 +47,8 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
 def _transfer(state: Any, meta_info: dict[str, Any]) -> dict[str, Any]:
     """How the KV of a request that another server prefilled came here. It travels beside one of
     the request's tokens."""
+    from sglang_kvspec.runtime.disaggregation.timeline import TRANSFER_CARRIER
+
     meta_info.pop(TRANSFER_CARRIER, None)
     told = state.customized_info_accumulated.get(TRANSFER_CARRIER, ()) if state else ()
     summary = next(filter(None, told), None)

@@ -14,6 +14,7 @@ from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.adapters.transfer.peers import Serving, serving
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.runtime.disaggregation.set_aside import SetAside
+from sglang_kvspec.runtime.disaggregation.timeline import TRANSFER_CARRIER
 from sglang_kvspec.runtime.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def admit(batch: Any) -> KVSpecDraftInput:
             # SGLang sends users the entries of the tokens that it sends them.
             req.customized_info = {
                 "kvspec_token_s": state.timeline.token_s,
-                "kvspec_transfer": state.timeline.summaries,
+                TRANSFER_CARRIER: state.timeline.summaries,
             }
         states.append(state)
     return KVSpecDraftInput(states)

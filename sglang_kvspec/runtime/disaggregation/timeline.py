@@ -8,6 +8,8 @@ from typing import Any
 
 # Of a request: how fast it begins is what counts, and SGLang sends the list with every chunk.
 MAX_TIMED_TOKENS = 256
+# What the summaries travel as in SGLang's results.
+TRANSFER_CARRIER = "kvspec_transfer"
 
 
 @dataclass(slots=True)
