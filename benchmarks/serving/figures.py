@@ -14,6 +14,7 @@ from serving.records import Record
 from serving.systems import BASELINE, SYSTEMS
 
 DRAFTING = tuple(name for name, system in SYSTEMS.items() if system.target is not None)
+_COMPILED = "kernels compiled while it served"
 _UNITS = {"tokens_per_s": "tokens/s", "_ms": "ms", "_s": "s"}
 
 Rate = tuple[float, float | None]  # tokens/s and the half width of its 95% interval
@@ -168,6 +169,7 @@ def record_figures(record: Record) -> list[Figure]:
         ("hbm_gib", record.hbm_gib, "GiB"),
         ("max_total_num_tokens", record.max_total_num_tokens, "tokens"),
         ("start_seconds", record.start_s, "s"),
+        ("compiled", None if record.compiled is None else len(record.compiled), _COMPILED),
     ):
         if value is not None:
             figures.append(Figure(f"{name}.{key}", value, unit))

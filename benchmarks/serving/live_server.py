@@ -11,7 +11,7 @@ from typing import Any
 import requests
 from acceptance.report import versions
 
-from serving import client
+from serving import client, compiled
 from serving.decode_rate import decode_rate
 from serving.machine import hbm_used_gib
 from serving.points import MAX_CONCURRENCY, Point
@@ -46,6 +46,7 @@ class LiveServer:
         self._scratch = scratch
         self._deadline = deadline
         self._facts = dict(facts)
+        self._compiled: frozenset[Path] = frozenset()
 
     def __enter__(self) -> LiveServer:
         return self
@@ -78,6 +79,7 @@ class LiveServer:
             raise
         taken = time.monotonic() - begun
         self._facts["start_s"] = round(taken, 1)
+        self._compiled = compiled.compiled_kernels()
         self._warm_up()
         return taken
 
@@ -132,6 +134,7 @@ class LiveServer:
             draft_iter_ms=draft_iter_ms(after, point.concurrency),
             max_total_num_tokens=info.get("max_total_num_tokens"),
             hbm_gib=hbm_used_gib(),
+            compiled=self._newly_compiled(),
             versions={**versions(), "sglang": info["version"]},
             **self._facts,
             **found,
@@ -151,6 +154,10 @@ class LiveServer:
             texts=texts,
         )
         return client.run(command, self.left_s())
+
+    def _newly_compiled(self) -> list[str]:
+        before, self._compiled = self._compiled, compiled.compiled_kernels()
+        return compiled.names(self._compiled - before)
 
     def left_s(self) -> float:
         """Seconds until the deadline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 
@@ -21,13 +22,16 @@ def describe() -> str:
 
 
 def hbm_used_gib() -> float | None:
-    """Of all GPUs together, None where there is none."""
+    """Of all GPUs that servers may use together, None where there is none."""
     used = _query("memory.used")
     return sum(float(mib) for mib in used) / 1024 if used else None
 
 
 def _query(field: str) -> list[str]:
+    """Of the GPUs that CUDA_VISIBLE_DEVICES leaves to servers."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     try:
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S

@@ -44,7 +44,9 @@ class Record:
 
     acceptance: "replayed", "real", or "" for plain SGLang. counters: what KVSpec's counters rose by
     during the passes. start_s: from launch to healthy; first_start: nothing had been read or
-    compiled yet. versions: of what was installed there, empty where nobody wrote them down.
+    compiled yet. compiled: kernels that were compiled while the server served, since the point
+    before or, at a server's first, since it was healthy; None where nobody looked. versions: of
+    what was installed there, empty where nobody wrote them down.
     """
 
     model: str
@@ -63,6 +65,7 @@ class Record:
     hbm_gib: float | None = None
     start_s: float = 0.0
     first_start: bool = False
+    compiled: list[str] | None = None
     server_arguments: list[str] = field(default_factory=list)
     machine: str = ""
     commit: str = ""

@@ -52,6 +52,11 @@ def write_report(
         },
         "measured_at": sorted({f"{record.commit} {record.date}" for record in records}),
         "starts": [_start(record) for record in _one_a_start(records)],
+        "compiled_while_serving": {
+            f"{label(*_at(record))}.{record.system}": record.compiled
+            for record in records
+            if record.compiled
+        },
         "missing": list(missing),
     }
     figures = all_figures(records)

@@ -88,6 +88,19 @@ def test_the_cold_start_is_named(monkeypatch, runs, out):
     ]
 
 
+def test_what_was_compiled_while_serving_is_named(monkeypatch, runs, out):
+    append(runs[1], point("exact", 120.0, "d", compiled=["_sample", "_sample"]))
+    append(runs[1], point("fp8", 110.0, "e", compiled=[]))
+    report = merge(monkeypatch, out, *runs)
+    named = report["settings"]["compiled_while_serving"]
+    assert named == {"8b.32k.bs16.exact": ["_sample", "_sample"]}
+    found = figures_of(report)
+    assert found["serve.8b.32k.bs16.exact.compiled"] == 2
+    assert found["serve.8b.32k.bs16.fp8.compiled"] == 0
+    # Nobody looked when this one was measured.
+    assert "serve.8b.32k.bs16.bf16.compiled" not in found
+
+
 def test_points_that_are_there_are_not_lost(monkeypatch, runs, out):
     append(out.with_suffix(".points.jsonl"), point("fp8", 110.0, "e"))
     with pytest.raises(SystemExit, match="has points already"):
