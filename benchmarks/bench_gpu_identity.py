@@ -79,6 +79,7 @@ def main() -> None:
         figures += compare(f"{prefix}.plain_differences_to_itself", again, plain)
     for target in args.targets:
         kvspec = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
+        kvspec |= json.loads(args.kvspec_engine_args)
         with engine(**kvspec | {"kvspec_draft_len": 0}) as server:
             off = answers(f"{target}, off", server, prompts, args.new_tokens)
         with engine(**kvspec | {"kvspec_draft_len": args.draft_len}) as server:
@@ -137,6 +138,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--draft-len", default="auto")
     parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
+    parser.add_argument("--kvspec-engine-args", default="{}", help="of those with kvspec only")
     parser.add_argument("--targets", nargs="+", default=["exact"])
     parser.add_argument("--control", action="store_true", help="plain SGLang against itself")
     parser.add_argument("--deterministic", action="store_true")
