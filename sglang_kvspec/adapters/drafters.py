@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 PLAIN_STEPS = 8
 # Contexts of a batch that are read in less time than FlashInfer's kernels, ours for the tail, and
 # one to merge both take to start.
-SHORT_TOKENS = 8192
+SHORT_TOKENS = 16384
 
 
 class EagerDrafter:
