@@ -21,8 +21,9 @@ from sglang_kvspec.adapters.drafters import PLAIN_STEPS, EagerDrafter, GraphStep
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN
+from sglang_kvspec.planning.round_clock import WEIGHT, RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
-from sglang_kvspec.planning.rounds import WEIGHT, RoundClock, RoundRequest, plan_round
+from sglang_kvspec.planning.rounds import RoundRequest, plan_round
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
@@ -92,6 +93,8 @@ class RoundWorker(KVSpecWorker):
         # From the first step of the last round until its verification was enqueued; None where a
         # prefill came in between.
         self._enqueue_s: float | None = None
+        # time.perf_counter() when the last round was over; None once other forwards have come.
+        self._over_at: float | None = None
         # Of the round after the one that runs, decided while the device is still busy with that.
         self._next_lens: list[int] = []
         self._fetch_wait_s = 0.0
@@ -104,6 +107,7 @@ class RoundWorker(KVSpecWorker):
         self._side.join()
         if self._ahead is not None:
             self._ahead.is_held_up = True
+        self._over_at = None
         return super()._prefill(batch)
 
     def _iterate(self, batch: Any) -> GenerationBatchResult:
@@ -119,6 +123,7 @@ class RoundWorker(KVSpecWorker):
         context = _mean_context(states)
         finish = self._finish_plain if started.is_plain else self._finish_round
         verified, logits_output = finish(batch, states, pages, started)
+        self._over_at = time.perf_counter()
         self.pages.flush()
         self._observe(started, verified, context)
         if self._can_start_ahead(batch, states):
@@ -148,6 +153,7 @@ class RoundWorker(KVSpecWorker):
             verify_s,
             self._enqueue_s,
             [started.num_verified[i] for i in started.verify],
+            started.between_s,
         )
         idle = (n == 0 and entry is None for n, entry in zip(started.lens, verified, strict=True))
         self.counters.waits += sum(idle)
@@ -177,9 +183,12 @@ class RoundWorker(KVSpecWorker):
         moves meanwhile, needed where residuals move.
         """
         timer = PhaseTimer(self.kv.device)
-        started = StartedRound(list(states), lens, timer, time.perf_counter(), max(lens))
+        started = StartedRound(list(states), lens, timer, num_steps=max(lens))
         if budget is not None and self.kv.plan.host_pages:
             started.plan = self.stepper.plan(states, pages, lens, budget)
+        started.begun_at = time.perf_counter()
+        if self._over_at is not None and not self._begins_ahead:
+            started.between_s = started.begun_at - self._over_at
         with self._side:
             timer.start()
             if any(lens):
@@ -215,7 +224,12 @@ class RoundWorker(KVSpecWorker):
             lens = [min(FIRST_DRAFT_LEN, room) for room in rooms]
         else:
             requests = [
-                RoundRequest(state.acceptance.probability, cap, len(state.drafts))
+                RoundRequest(
+                    state.acceptance.probability,
+                    cap,
+                    len(state.drafts),
+                    self.stepper.interval(state),
+                )
                 for state, cap in zip(states, caps, strict=True)
             ]
             lens = plan_round(requests, cost)

@@ -92,17 +92,27 @@ class _Filling:
 
 
 class RoundPlanner:
-    """Remembers how many rounds ago every running request has verified, and whose residuals stay in
-    the cache."""
+    """Remembers how many rounds ago every running request has verified, how many had passed then,
+    and whose residuals stay in the cache."""
 
     def __init__(self) -> None:
         self._waited: dict[str, int] = {}
+        self._intervals: dict[str, int] = {}
         self._staying: frozenset[str] = frozenset()
 
     @staticmethod
     def wait_bound(num_running: int) -> int:
         """Most rounds in a row without a verification of one of num_running requests."""
         return PATIENCE + num_running
+
+    def interval(self, key: str) -> int:
+        """Rounds from one verification of a request to the next, as far as is known of it."""
+        return max(self._intervals.get(key, 1), self._waited.get(key, 0) + 1)
+
+    def all_verify(self, keys: Iterable[str]) -> None:
+        """A round in which nothing has to move, and which was not planned here."""
+        self._waited = dict.fromkeys(keys, 0)
+        self._intervals = dict.fromkeys(self._waited, 1)
 
     def plan(
         self,
@@ -138,9 +148,20 @@ class RoundPlanner:
             filling.add(requests[verify[0]])
         ahead = self._ahead([requests[i] for i in later], filling, budget.round_pages)
         evict = self._victims(requests, cache, filling, ahead)
-        for index, request in enumerate(requests):
-            self._waited[request.key] = 0 if index in verify else self._waited[request.key] + 1
+        self._count(requests, verify)
         return RoundPlan(tuple(sorted(verify)), tuple(filling.fetch), ahead, evict)
+
+    def _count(self, requests: Sequence[RoundView], verify: Collection[int]) -> None:
+        intervals = {}
+        for index, request in enumerate(requests):
+            key = request.key
+            if index in verify:
+                intervals[key] = self._waited[key] + 1
+                self._waited[key] = 0
+            else:
+                intervals[key] = self._intervals.get(key, 1)
+                self._waited[key] += 1
+        self._intervals = intervals
 
     def _choose_staying(self, requests: Sequence[RoundView], num_slots: int) -> None:
         fitting = [r for r in requests if r.num_slots <= num_slots]

@@ -40,6 +40,7 @@ class RoundStepper:
         residuals.finish_fetches()
         spills = [self._spill(state, n) for state, n in zip(states, lens, strict=True)]
         if self._nothing_can_move(sum(spills)):
+            self._planner.all_verify(state.rid for state in states)
             return RoundPlan(tuple(range(len(states))))
         views = [self._view(*parts) for parts in zip(states, pages, spills, strict=True)]
         slots = residuals.cache_slots
@@ -51,6 +52,10 @@ class RoundStepper:
         residuals.start_fetch(plan.fetch)
         residuals.start_fetch(plan.ahead)
         return plan
+
+    def interval(self, state: RequestState) -> int:
+        """Rounds from one verification of it to the next: more than one where residuals move."""
+        return self._planner.interval(state.rid)
 
     def budget(self, lens: Sequence[int], cost: RoundCost) -> RoundBudget:
         """What the link moves in a round that adds such drafts, by what it was seen to move. Ranks

@@ -7,13 +7,8 @@ import random
 
 import pytest
 
-from sglang_kvspec.planning.rounds import (
-    ROUNDS_BEFORE_RETRY,
-    RoundClock,
-    RoundCost,
-    RoundRequest,
-    plan_round,
-)
+from sglang_kvspec.planning.round_clock import ROUNDS_BEFORE_RETRY, RoundClock
+from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 
 # An 8B model, by token of context: at 32K tokens a row takes 0.33 ms, verifying a request 0.6 ms.
 STEP_S, ROW_S, READS, TOKEN_S = 4e-3, 0.33e-3 / 32768, 0.6 / 0.33, 0.02e-3
@@ -181,6 +176,46 @@ def test_rounds_that_wait_for_the_cpu_do_not_make_tokens_dear():
     # A bound, where it is lower.
     clock.observe([8] * 16, 300, 8 * STEP_S, STEP_S, enqueue_s=1.0)
     assert clock.cost(300).token == 0
+
+
+def test_verifying_alone_is_enqueued_too():
+    """One slow round at the start, and none with drafts since: drafting must not seem to cost
+    what only that one did, nor rounds without drafts less than they take."""
+    clock = RoundClock(STEP_S, READS)
+    requests = [RoundRequest(0.95, 32)] * 16
+    cost = true_cost(32768)
+
+    def play_slowly(lens, enqueue_s):
+        draft_s = cost.step * max(lens) + cost.row * sum(lens)
+        verify_s = max(cost.seconds(lens), enqueue_s) - draft_s
+        clock.observe(lens, 32768, draft_s, verify_s, enqueue_s)
+
+    play_slowly([8] * 16, 2.0)
+    for _ in range(12):
+        play_slowly([0] * 16, 30e-3)
+    assert clock.cost(32768).seconds([0] * 16) > 30e-3
+    assert clock.cost(32768).enqueue == pytest.approx(2.0 * 0.8**12, rel=0.3)
+    assert min(plan_round(requests, clock.cost(32768))) > 4
+
+
+def test_what_passes_between_rounds_makes_them_longer():
+    clock = RoundClock(STEP_S, READS)
+    requests = [RoundRequest(0.95, 64)] * 16
+    for _ in range(3):
+        play(clock, [8] * 16, 32768)
+    lens = plan_round(requests, clock.cost(32768))
+    cost = true_cost(32768)
+    draft_s = cost.step * 8 + cost.row * 8 * 16
+    for _ in range(20):
+        clock.observe([8] * 16, 32768, draft_s, cost.seconds([8] * 16) - draft_s, between_s=50e-3)
+    longer = clock.cost(32768)
+    assert longer.between == pytest.approx(50e-3, rel=0.05)
+    assert longer.token == pytest.approx(TOKEN_S, rel=0.1)
+    assert longer.seconds([4] * 16) == pytest.approx(cost.seconds([4] * 16) + 50e-3, rel=0.05)
+    assert min(plan_round(requests, longer)) > max(lens)
+    # Unknown after a prefill.
+    play(clock, [8] * 16, 32768)
+    assert clock.cost(32768).between == longer.between
 
 
 def test_rounds_that_a_prefill_held_up_do_not_stop_drafting():

@@ -12,7 +12,8 @@ import pytest
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.planning.costs import AcceptanceCurve
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
-from sglang_kvspec.planning.rounds import RoundClock, RoundCost, RoundRequest, plan_round
+from sglang_kvspec.planning.round_clock import RoundClock
+from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results/acceptance.json"
 FIXED_LEN = 16

@@ -1,0 +1,170 @@
+"""What rounds cost, learnt from how long they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sglang_kvspec.planning.rounds import RoundCost
+
+# Of a new measurement in a running mean.
+WEIGHT = 0.2
+# Of a guess beside measurements, of which the newest weighs 1.
+GUESS_WEIGHT = 0.25
+# Where a guessed slope counts as one measurement, in tokens of context, and its weight.
+FAR = 100_000.0
+FAR_WEIGHT = 0.05
+# Rounds without drafts after which what drafts cost is measured anew.
+ROUNDS_BEFORE_RETRY = 64
+# Of what makes steps without drafts seem dear, forgotten in a round with drafts.
+PLAIN_FADE = 0.02
+# A round that took hardly longer than enqueuing it waited for the CPU.
+ENQUEUED_SHARE = 0.9
+
+
+class RoundClock:
+    """Keeps running means of times, in seconds.
+
+    step: seconds of a draft step without context, measured at the start or guessed. request_reads:
+    bytes that verifying reads of a context over those that a draft step reads. has_plain: whether
+    steps without drafts are not verifications, and are observed by observe_plain(). row_per_token:
+    a guess of the seconds that a token of context adds to a draft step, which counts until longer
+    contexts are seen.
+    """
+
+    def __init__(
+        self,
+        step: float,
+        request_reads: float,
+        *,
+        has_plain: bool = False,
+        row_per_token: float | None = None,
+    ) -> None:
+        # Of a draft step, over the tokens of context that its rows read.
+        self._draft = _FadingLine(step, row_per_token)
+        self._request_reads = request_reads
+        self._token: float | None = None
+        self._enqueue: float | None = None
+        self._between: float | None = None
+        # Of a step without drafts, over that of a draft step which reads the same bytes.
+        self._plain: float | None = 1.0 if has_plain else None
+        self._rounds_without_drafts = 0
+        # Of a draft step, by the number of requests that drafted.
+        self.draft_step_s: dict[int, float] = {}
+        self.verify_s = 0.0
+        self.plain_step_s = 0.0
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether a round with drafts was observed lately. What drafts cost once, at another
+        context or by accident, must not stop them for good."""
+        return self._draft.weight > 0 and self._rounds_without_drafts < ROUNDS_BEFORE_RETRY
+
+    def observe(
+        self,
+        draft_lens: Sequence[int],
+        context: float,
+        draft_s: float,
+        verify_s: float,
+        enqueue_s: float | None = 0.0,
+        verified_lens: Sequence[int] | None = None,
+        between_s: float | None = None,
+    ) -> None:
+        """A round of these lengths, over a mean context of so many tokens, took so long.
+
+        enqueue_s: after which the device had been given all of it, None where that waited for other
+        work. verified_lens: drafts of each request that verified, those of all unless given.
+        between_s: for which the device had waited for this round, None where that is not known.
+        """
+        verified_lens = draft_lens if verified_lens is None else verified_lens
+        steps, drafted = max(draft_lens, default=0), sum(draft_lens)
+        if steps:
+            if not self.has_measured:
+                self._draft.forget()
+                self._token = self._enqueue = None
+            self._draft.observe(drafted * max(context, 1.0) / steps, draft_s / steps)
+            if self._plain is not None and self._plain > 1:
+                # One that stalled by accident must not stop them for good, either.
+                self._plain += PLAIN_FADE * (1 - self._plain)
+            rows = sum(length > 0 for length in draft_lens)
+            self.draft_step_s[rows] = _mean(self.draft_step_s.get(rows), draft_s / steps)
+        self._rounds_without_drafts = 0 if steps else self._rounds_without_drafts + 1
+        if between_s is not None:
+            self._between = _mean(self._between, between_s)
+        if enqueue_s is not None and (steps or verified_lens):
+            self._enqueue = _mean(self._enqueue, enqueue_s)
+        if not verified_lens:
+            return
+        self.verify_s = _mean(self.verify_s or None, verify_s)
+        if self._draft.weight:
+            cost = replace(self.cost(context), token=0.0, plain=None)
+            without_tokens = replace(cost, enqueue=0.0, between=0.0)
+            known = without_tokens.seconds([0] * len(verified_lens))
+            num_tokens = sum(verified_lens) + len(verified_lens)
+            per_token = max(0.0, verify_s - known) / num_tokens
+            if enqueue_s is not None and enqueue_s < ENQUEUED_SHARE * (draft_s + verify_s):
+                self._token = _mean(self._token, per_token)
+            elif self._token is not None:
+                # It may have waited for the CPU: tokens cost no more than this, or nothing.
+                self._token = min(self._token, per_token)
+
+    def cost(self, context: float) -> RoundCost:
+        """Of a round over a mean context of so many tokens."""
+        step, per_token = self._draft.fit()
+        row = per_token * context
+        request = row * self._request_reads
+        costs = (step, row, request, self._token or 0.0)
+        return RoundCost(*costs, self._plain, self._enqueue or 0.0, self._between or 0.0)
+
+    def observe_plain(self, num_requests: int, context: float, step_s: float) -> None:
+        """A step without drafts of so many requests over a mean context took so long."""
+        self._rounds_without_drafts += 1
+        self.plain_step_s = _mean(self.plain_step_s or None, step_s)
+        cost = self.cost(context)
+        if known := cost.step + cost.request * num_requests:
+            self._plain = _mean(self._plain, step_s / known)
+
+
+class _FadingLine:
+    """y = start + slope * x, both >= 0, by least squares over measurements that fade and over one
+    at x = 0, the guess, that does not, and one at FAR where the slope is guessed, too."""
+
+    def __init__(self, guess: float, slope: float | None = None) -> None:
+        self._guess = guess
+        self._slope = slope
+        self.forget()
+
+    def forget(self) -> None:
+        """Only the guess is left."""
+        self.weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, x: float, y: float) -> None:
+        # Nothing is quicker than what has no context to read.
+        self._guess = min(self._guess, y)
+        keep = 1 - WEIGHT
+        self.weight = keep * self.weight + 1
+        self._x = keep * self._x + x
+        self._y = keep * self._y + y
+        self._xx = keep * self._xx + x * x
+        self._xy = keep * self._xy + x * y
+
+    def fit(self) -> tuple[float, float]:
+        """(start, slope)."""
+        weight, y = self.weight + GUESS_WEIGHT, self._y + GUESS_WEIGHT * self._guess
+        x, xx, xy = self._x, self._xx, self._xy
+        if self._slope is not None:
+            far_y = self._guess + self._slope * FAR
+            weight, y = weight + FAR_WEIGHT, y + FAR_WEIGHT * far_y
+            x, xx, xy = (
+                x + FAR_WEIGHT * FAR,
+                xx + FAR_WEIGHT * FAR**2,
+                xy + FAR_WEIGHT * FAR * far_y,
+            )
+        spread = weight * xx - x**2
+        slope = max(0.0, (weight * xy - x * y) / spread) if spread > 0 else 0.0
+        start = (y - slope * x) / weight
+        return (start, slope) if start >= 0 else (0.0, xy / xx)
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + WEIGHT * (value - mean)
