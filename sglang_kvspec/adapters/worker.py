@@ -153,6 +153,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
         self.pages.flush()
         for req, row in zip(batch.reqs, rows, strict=True):
+            if self.apart is not None and req.inflight_middle_chunks <= 0:
+                self.apart.note_prompt(req)
             if req.to_finish is not None:
                 # SGLang says when a request leaves that has decoded, not when one has not.
                 self.pages.retire(row.pages)

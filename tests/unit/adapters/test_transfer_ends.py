@@ -129,8 +129,9 @@ def test_a_refusal_fails_a_receiver_at_once(decode_manager) -> None:
 @pytest.mark.parametrize(("num_tokens", "may_run"), [(4, True), (63, True), (64, False)])
 def test_only_warm_ups_may_come_from_nowhere(num_tokens, may_run) -> None:
     """Of a longer one, whole pages would be read that nobody ever wrote."""
-    req = SimpleNamespace(bootstrap_host="2.2.2.2", bootstrap_room=0)
-    assert (decoding.why_not(req, num_tokens, None, 64) is None) is may_run
+    ids = [5] * num_tokens
+    req = SimpleNamespace(bootstrap_host="2.2.2.2", bootstrap_room=0, origin_input_ids=ids)
+    assert (decoding.why_not(req, None, 64) is None) is may_run
 
 
 def test_a_decode_server_knows_one_key(decode_manager) -> None:

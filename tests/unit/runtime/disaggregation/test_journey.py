@@ -205,9 +205,21 @@ def test_another_prompt_is_noticed_by_its_length(lab) -> None:
     request = lab.request(1)
     run(lab, request)
     assert lab.arrivals.is_draftable(ROOM)
-    assert lab.arrivals.wrong_length(ROOM, 1) is None
-    wrong = lab.arrivals.wrong_length(ROOM, SIZE)
+    assert lab.arrivals.wrong_prompt(ROOM, request.token_ids) is None
+    wrong = lab.arrivals.wrong_prompt(ROOM, range(SIZE))
     assert wrong == f"the prefill server sent KV of 1 tokens for a prompt of {SIZE}"
+
+
+def test_another_prompt_of_the_same_length_is_told_apart(lab) -> None:
+    request = lab.request(SIZE + 3)
+    run(lab, request)
+    ids = list(request.token_ids)
+    assert lab.arrivals.wrong_prompt(ROOM, ids) is None
+    for place in (0, SIZE, SIZE + 2):
+        other = [*ids[:place], 99, *ids[place + 1 :]]
+        wrong = lab.arrivals.wrong_prompt(ROOM, other)
+        assert wrong == "the prefill server was given another prompt of the same length"
+    lab.departures.note_prompt(ROOM + 1, ids)
 
 
 def test_nothing_is_sent_of_a_request_that_was_given_up(lab) -> None:
