@@ -15,6 +15,10 @@ SCOPE = "kvspec"
 def hook(result: None, self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
     from sglang_kvspec.adapters.activation import config_of
     from sglang_kvspec.adapters.requests import check_request
+    from sglang_kvspec.adapters.transfer.refusals import check_transferred
 
-    if config_of(self.server_args) is not None:
-        check_request(obj)
+    if config_of(self.server_args) is None:
+        return
+    check_request(obj)
+    if self.server_args.disaggregation_mode != "null":
+        check_transferred(obj)

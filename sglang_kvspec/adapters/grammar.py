@@ -48,6 +48,11 @@ def masks_along(grammar: Any, drafts: Sequence[int], logits: torch.Tensor) -> Gr
     return GrammarMasks(marked == 0, max_tokens)
 
 
+def allowed_by(masks: GrammarMasks | None) -> torch.Tensor | None:
+    """None where nothing is constrained."""
+    return None if masks is None else masks.allowed
+
+
 def mask_after(grammar: Any, drafts: Sequence[int], logits: torch.Tensor) -> torch.Tensor | None:
     """What the grammar allows after all drafts: [1, vocab] bool, like logits; None for anything."""
     if grammar is None:

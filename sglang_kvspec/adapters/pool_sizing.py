@@ -19,6 +19,7 @@ from sglang_kvspec.adapters.ranks import (
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.units import GIB
 from sglang_kvspec.planning.capacity import (
     CapacityPlan,
     PageBytes,
@@ -32,7 +33,6 @@ from sglang_kvspec.runtime.exact_attention import WORKSPACE_BYTES
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 # Host memory left to the operating system and to SGLang's own processes.
 HOST_RESERVE_BYTES = 2 * GIB
 

@@ -19,6 +19,7 @@ from sglang_kvspec.adapters.model_identity import fingerprint
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.adapters.server_args import PREFIX_CACHE
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.units import GIB
 from sglang_kvspec.pools.prefix_store import (
     MemoryStore,
     PrefixStore,
@@ -29,7 +30,6 @@ from sglang_kvspec.pools.prefix_store import (
 )
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 
-GIB = 2**30
 # Bytes of finished prefixes that may wait for the disk; what comes while they do is left out.
 SPILL_QUEUE_BYTES = 256 * 2**20
 # Of a tier in host memory that has a disk below it: anchors outlive residuals, which are several

@@ -20,10 +20,8 @@ from sglang_kvspec.adapters.allocation_warm_up import warm_up_allocation
 from sglang_kvspec.adapters.drafters import PLAIN_STEPS, EagerDrafter, GraphStepper
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.worker import KVSpecWorker
-from sglang_kvspec.core.config import AUTO_DRAFT_LEN
 from sglang_kvspec.planning.round_clock import WEIGHT, RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
-from sglang_kvspec.planning.rounds import RoundRequest, plan_round
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
@@ -31,12 +29,11 @@ from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import agree
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.round_lengths import RoundLengths, mean_context
 from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.started_round import StartedRound
 
-# Drafts of the first round, before anything was measured.
-FIRST_DRAFT_LEN = 8
 # A guess for the CPU, where no graph is timed at the start.
 CPU_STEP_S = 1e-3
 
@@ -87,6 +84,7 @@ class RoundWorker(KVSpecWorker):
             has_plain=self._begins_ahead,
             row_per_token=row_per_token,
         )
+        self._lengths = RoundLengths(self.config, self.clock, self.stepper, self.ranks)
         self._timer = PhaseTimer(self.kv.device)
         self._side = SideStream(self.kv.device if self._begins_ahead else torch.device("cpu"))
         self._ahead: StartedRound | None = None
@@ -118,9 +116,9 @@ class RoundWorker(KVSpecWorker):
         ahead, self._ahead = self._ahead, None
         started = None if ahead is None else ahead.for_batch(states)
         if started is None:
-            started = self._start(batch, states, pages, *self._draft_lens(states))
+            started = self._start(batch, states, pages, *self._lengths.plan(states))
         self._side.join()
-        context = _mean_context(states)
+        context = mean_context(states)
         finish = self._finish_plain if started.is_plain else self._finish_round
         verified, logits_output = finish(batch, states, pages, started)
         self._over_at = time.perf_counter()
@@ -211,35 +209,7 @@ class RoundWorker(KVSpecWorker):
     def _plan_next(self, states: list[RequestState]) -> None:
         """Before the CPU waits for the device, which is not to wait for this."""
         if self._begins_ahead:
-            self._next_lens, _ = self._draft_lens(states)
-
-    def _draft_lens(self, states: list[RequestState]) -> tuple[list[int], RoundBudget]:
-        """Drafts that each request adds to those it has, and what the link moves meanwhile."""
-        caps = [state.cap_len(self.config.max_draft_len) for state in states]
-        rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
-        cost = self.clock.cost(_mean_context(states))
-        if self.config.draft_len != AUTO_DRAFT_LEN:
-            lens = rooms
-        elif not self.clock.has_measured:
-            lens = [min(FIRST_DRAFT_LEN, room) for room in rooms]
-        else:
-            requests = [
-                RoundRequest(
-                    state.acceptance.probability,
-                    cap,
-                    len(state.drafts),
-                    self.stepper.interval(state),
-                )
-                for state, cap in zip(states, caps, strict=True)
-            ]
-            lens = plan_round(requests, cost)
-        budget = self.stepper.budget(lens, cost)
-        # Ranks measure different times and must do the same.
-        *lens, drafting_pages, round_pages = self.ranks.numbers(
-            [*lens, budget.drafting_pages, budget.round_pages],
-            about=[(s.rid, s.committed_len) for s in states],
-        )
-        return lens, RoundBudget(drafting_pages, round_pages)
+            self._next_lens, _ = self._lengths.plan(states)
 
     def _page_table(
         self, batch: Any, states: list[RequestState], num_ahead: int
@@ -270,7 +240,7 @@ class RoundWorker(KVSpecWorker):
             i: self._verify_row(states[i].committed_len, num_drafts[i] + 1, pages[i])
             for i in verify
         }
-        self._drop_spoiled(batch, rows)
+        self.spoiled.drop(batch.reqs, rows)
         started.num_verified = [n if i in rows else 0 for i, n in enumerate(num_drafts)]
         self._timer.start()
         if started.plan is not None:
@@ -377,7 +347,3 @@ class RoundWorker(KVSpecWorker):
             "plain_step_ms": clock.plain_step_s * 1e3,
         }
         return super().kvspec_report() | {"timing": timing}
-
-
-def _mean_context(states: Sequence[RequestState]) -> float:
-    return sum(state.committed_len for state in states) / len(states)

@@ -12,6 +12,7 @@ from sglang_kvspec.adapters.flags import PREFIX, parse_config, pending_flags
 from sglang_kvspec.adapters.transfer_flags import check_plain_transfer, check_transfer_flags
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+from sglang_kvspec.core.units import GIB
 
 ATTENTION_BACKEND = "kvspec"
 PREFIX_CACHE = "kvspec"
@@ -198,7 +199,7 @@ def _flag(name: str) -> str:
 def _check_host_budget(config: KVSpecConfig) -> None:
     import psutil
 
-    total_gb = psutil.virtual_memory().total / 2**30
+    total_gb = psutil.virtual_memory().total / GIB
     for name, asked_gb in (
         ("host", config.host_gb or 0),
         ("prefix-host", config.prefix_host_gb),

@@ -34,7 +34,7 @@ class StaggeredWorker(KVSpecWorker):
         plan = self.stepper.plan(states, pages)
         begun = time.perf_counter()
         rows = self._rows(plan, batch, states)
-        self._drop_spoiled(batch, rows)
+        self.spoiled.drop(batch.reqs, rows)
         verified: list[Verified | None] = [None] * len(states)
         logits_output = LogitsProcessorOutput(next_token_logits=None)
         cap_lens = [0] * len(states)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,14 +16,15 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_kvspec.adapters.activation import config_of
-from sglang_kvspec.adapters.grammar import GrammarMasks, masks_along
+from sglang_kvspec.adapters.first_tokens import first_tokens
+from sglang_kvspec.adapters.grammar import allowed_by, masks_along
 from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.ranks import device_of, ranks_of
-from sglang_kvspec.adapters.requests import fail, new_state, sampling_params_of
+from sglang_kvspec.adapters.requests import new_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
+from sglang_kvspec.adapters.spoiled_pages import SpoiledPages
 from sglang_kvspec.adapters.transfer.apart import Apart
 from sglang_kvspec.adapters.transfer.decoding import Decoding
-from sglang_kvspec.core.errors import SpoiledResidual
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
 from sglang_kvspec.runtime.chooser import Chooser, Verified
@@ -36,8 +36,6 @@ from sglang_kvspec.runtime.report import build_report
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.stepper import Stepper
-
-logger = logging.getLogger(__name__)
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
@@ -87,6 +85,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         on_device = isinstance(self.kv, DeviceKV)
         keeper = DevicePageKeeper if on_device else PageKeeper
         self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
+        self.spoiled = SpoiledPages(self.kv.residuals, self.ranks, self.counters)
         if self.server_args.disaggregation_mode != "null":
             runner = self._target_worker.model_runner
             self.apart = Apart(self.config, self._pool, runner, self.server_args)
@@ -137,14 +136,15 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         ]
         for req, row in zip(batch.reqs, rows, strict=True):
             cached, computed = row.past_pages(size), row.pages[row.start // size :]
-            if self._fails_by_spoiled(req, cached):
+            if self.spoiled.fails(req, cached):
                 self.kv.residuals.spoil(computed.tolist())
         self.kv.prefetch_residuals(page for row in rows for page in row.past_pages(size).tolist())
         result = self._forward(ForwardPlan(tuple(rows)), batch=batch)
         for row in rows:
             self.pages.commit(row.pages, row.start, row.end)
         self._count_hits(batch.reqs)
-        firsts = self._first_tokens(batch, rows, result.logits_output)
+        logits = result.logits_output.next_token_logits
+        firsts = first_tokens(batch.reqs, rows, logits, self.chooser, self.ranks)
         states = [
             new_state(req, row.end, 0 if first is None else first.tokens[0])
             for req, row, first in zip(batch.reqs, rows, firsts, strict=True)
@@ -153,6 +153,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
         self.pages.flush()
         for req, row in zip(batch.reqs, rows, strict=True):
+            if self.apart is not None and req.inflight_middle_chunks <= 0:
+                self.apart.note_prompt(req)
             if req.to_finish is not None:
                 # SGLang says when a request leaves that has decoded, not when one has not.
                 self.pages.retire(row.pages)
@@ -176,57 +178,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
                     disk=req.cached_tokens_storage,
                 )
 
-    def _first_tokens(
-        self, batch: Any, rows: Sequence[Row], logits_output: Any
-    ) -> list[Verified | None]:
-        """None for a chunk that is not the last: SGLang ignores its token."""
-        firsts: list[Verified | None] = []
-        for i, (req, row) in enumerate(zip(batch.reqs, rows, strict=True)):
-            if req.inflight_middle_chunks > 0:
-                firsts.append(None)
-                continue
-            logits = logits_output.next_token_logits[i : i + 1]
-            masks = masks_along(req.grammar, (), logits)
-            params, output = sampling_params_of(req), list(req.output_ids)
-            firsts.append(self.chooser.first(logits, params, output, row.end, _allowed(masks)))
-        tokens = self.ranks.numbers(
-            [0 if first is None else first.tokens[0] for first in firsts],
-            about=[(req.rid, row.end) for req, row in zip(batch.reqs, rows, strict=True)],
-        )
-        return [
-            None if first is None else first._replace(tokens=[token])
-            for first, token in zip(firsts, tokens, strict=True)
-        ]
-
-    def _fails_by_spoiled(self, req: Any, pages: torch.Tensor) -> bool:
-        """Fail a request that is about to read these pages' residuals where it cannot read them
-        right; one that prefills, with its last chunk, since SGLang would lose the pages of another.
-        Raises SpoiledResidual where other ranks would go on serving it."""
-        residuals = self.kv.residuals
-        spoiled = residuals.find_spoiled(pages.tolist()) if residuals.is_checked else []
-        if not spoiled:
-            return False
-        message = (
-            f"page {spoiled[0]} is not in the residual store as it was written: the request cannot "
-            "be answered right. Where others fail alike, flush the cache, whose prefixes it may be "
-            "among"
-        )
-        if self.ranks.size > 1:
-            raise SpoiledResidual(message)
-        if req.inflight_middle_chunks <= 0:
-            logger.error("%s (request %s)", message, req.rid)
-            fail(req, message)
-            self.counters.spoiled += 1
-        return True
-
     # Drafting and verifying
-
-    def _drop_spoiled(self, batch: Any, rows: dict[int, Row]) -> None:
-        """Take verifications out of a forward that cannot read what they need, and fail their
-        requests."""
-        for i, row in list(rows.items()):
-            if row.kind is RowKind.VERIFY and self._fails_by_spoiled(batch.reqs[i], row.pages):
-                del rows[i]
 
     @abstractmethod
     def _iterate(self, batch: Any) -> GenerationBatchResult:
@@ -235,7 +187,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     def _verify(self, req: Any, state: RequestState, logits: torch.Tensor) -> Verified:
         """Judge a request's drafts by its rows of logits. Does not commit."""
         masks = masks_along(req.grammar, state.drafts, logits)
-        verified = self.chooser.verify(state, logits, _allowed(masks))
+        verified = self.chooser.verify(state, logits, allowed_by(masks))
         if masks is not None:
             verified = verified._replace(tokens=verified.tokens[: masks.max_tokens])
         return verified
@@ -405,7 +357,3 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."
-
-
-def _allowed(masks: GrammarMasks | None) -> torch.Tensor | None:
-    return None if masks is None else masks.allowed

@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_kvspec.core.units import GIB
 from sglang_kvspec.pools.geometry import KVGeometry
 
 Decode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-LIMIT_BYTES = 2 * 2**30
+LIMIT_BYTES = 2 * GIB
 
 
 class DecodedAnchors:

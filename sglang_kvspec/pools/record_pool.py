@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.units import GIB
 
 # Flags of cudaHostRegister: pinned for every context, and in the address space of kernels.
 PORTABLE, MAPPED = 1, 2
@@ -85,7 +86,7 @@ def _pin(owner: RecordPool, memory: torch.Tensor) -> None:
     status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE | MAPPED))
     if status:
         raise ConfigError(
-            f"pinning {memory.nbytes / 2**30:.1f} GiB of host memory failed with CUDA error "
+            f"pinning {memory.nbytes / GIB:.1f} GiB of host memory failed with CUDA error "
             f"{status}: lower --kvspec-host-gb, or raise the limit on locked memory (ulimit -l)"
         )
     unpin = weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())

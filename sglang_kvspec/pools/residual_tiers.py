@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from sglang_kvspec.core.errors import CapacityError, ConfigError
+from sglang_kvspec.core.units import GIB
 from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.pools.checksums import Checksums
 from sglang_kvspec.pools.geometry import KVGeometry
@@ -264,6 +265,6 @@ def _naming_the_store(num_bytes: int) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         raise ConfigError(
-            f"the residual store of {num_bytes / 2**30:.1f} GiB does not fit into host memory: "
+            f"the residual store of {num_bytes / GIB:.1f} GiB does not fit into host memory: "
             "lower --kvspec-host-gb or --max-total-tokens"
         ) from error

@@ -16,7 +16,6 @@ from typing import Self
 _POLL_S = 0.25
 # The server answers /health by generating a token, which may wait behind a long prefill.
 _HEALTH_TIMEOUT_S = 30.0
-_TERMINATE_GRACE_S = 8.0
 
 
 class ServerStartError(RuntimeError):
@@ -29,6 +28,9 @@ class HttpProcess:
     It serves at `base_url` and answers /health with 200 when it is ready. `environment` is laid
     over the caller's. Standard output and error go to `log_path`, which is overwritten.
     """
+
+    # From asking the group to end until it is killed.
+    terminate_grace_s = 8.0
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class HttpProcess:
         if self._process is not None:
             self.signal_group(signal.SIGTERM)
             try:
-                self._process.wait(_TERMINATE_GRACE_S)
+                self._process.wait(self.terminate_grace_s)
             except subprocess.TimeoutExpired:
                 pass
             finally:

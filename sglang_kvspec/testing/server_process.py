@@ -12,7 +12,12 @@ from sglang_kvspec.testing.port_lease import PortLease
 __all__ = ["CPU_ARGUMENTS", "CPU_ENVIRONMENT", "ServerProcess", "ServerStartError"]
 
 # Two SGLang processes with a thread pool each on a small machine slow one another down tenfold.
-CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # SGLang compiles a penalty when it is first used, which takes longer than all that it saves.
+    "TORCH_COMPILE_DISABLE": "1",
+}
 # fp32: bf16 near-ties flip with the shape of an attention call, plain or not.
 CPU_ARGUMENTS = (
     "--device=cpu",
@@ -26,6 +31,9 @@ CPU_ARGUMENTS = (
 
 class ServerProcess(HttpProcess):
     """`arguments` follow `python -m sglang.launch_server`; host and ports are added."""
+
+    # Its scheduler ends at once; then the launcher waits for 5 s to look for traces of a crash.
+    terminate_grace_s = 1.0
 
     def __init__(
         self,

@@ -41,8 +41,8 @@ class Loop(Generic[Event]):
     def __init__(
         self, end: End[Event], name: str, on_news: Callable[[], None] | None = None
     ) -> None:
-        """on_news: called, on the loop's thread, when there is something for take_events(), for
-        whoever waits for several loops at once. It must not call the loop."""
+        """on_news: called, on the loop's thread, when there is something for take_events(), or the
+        loop has failed, for whoever waits for several loops at once. It must not call the loop."""
         self._end, self._name, self._on_news = end, name, on_news
         self._lock = threading.RLock()
         self._has_news = threading.Condition(self._lock)
@@ -125,6 +125,8 @@ class Loop(Generic[Event]):
             # Whoever wakes the end up has done so, and nobody will any more: it may be closed.
             self._has_news.notify_all()
         self._guard(self._end.close)
+        if self._error is not None and self._on_news is not None:
+            self._guard(self._on_news)
 
     def _go_round(self) -> None:
         while not self._is_closed:

@@ -16,6 +16,7 @@ from harness.feature_answers import KVSPEC, PLAIN, SEEDS, answer_to, sample
 from harness.features import CASES
 from harness.identity_report import IdentityReport
 from harness.models import DEMO_MODEL
+from harness.pair import Pair, running_pair
 from harness.references import PlainReference, Workload
 from harness.scenarios import PREFIX_HITS
 from harness.servers import Announce, ServerSwitch
@@ -72,7 +73,7 @@ def announce(request: pytest.FixtureRequest) -> Announce:
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory, announce: Announce) -> Iterator[ServerSwitch]:
-    """The one server alive at a time. A test that starts its own must call release() first."""
+    """The servers alive at a time. A test that starts its own must call release() first."""
     with ServerSwitch(tmp_path_factory.mktemp("servers"), announce) as switch:
         yield switch
 
@@ -124,6 +125,29 @@ def seeded_answers(servers: ServerSwitch, plain_answers: dict[str, Any]) -> dict
     """What seeds give on one rank, alone."""
     url = servers.use(KVSPEC).base_url
     return {seed: sample(url, seed) for seed in SEEDS}
+
+
+@pytest.fixture(scope="module")
+def reference(
+    request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
+) -> PlainReference:
+    """Answers of plain SGLang to the module's WORKLOAD, with families where FAMILIES says so."""
+    module, cache = request.module, request.config.getoption("--reference-cache")
+    scenarios = (PREFIX_HITS,) if module.FAMILIES else ()
+    return PlainReference(servers, module.WORKLOAD, scenarios, announce, cache)
+
+
+@pytest.fixture(scope="module")
+def pair(
+    request: pytest.FixtureRequest,
+    servers: ServerSwitch,
+    tmp_path_factory: pytest.TempPathFactory,
+    announce: Announce,
+) -> Iterator[Pair]:
+    """A prefill and a decode server as the module's PAIR says."""
+    servers.release()
+    with running_pair(request.module.PAIR, tmp_path_factory.mktemp("pair"), announce) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

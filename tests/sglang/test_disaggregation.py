@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import requests
 from harness.client import Output
 from harness.comparison import compare
+from harness.feature_answers import CHAT_TEMPLATE, SEEDS, answer_to, assert_same, sample
+from harness.features import CASES, generate
 from harness.models import DEMO_MODEL
-from harness.pair import Pair, PairClient, PairSpec, running_pair, wait_until
+from harness.pair import Pair, PairClient, PairSpec, open_door, wait_until
 from harness.references import PlainReference, Workload
-from harness.scenarios import FORCED_RETRACTION, PREFIX_HITS, STRICT_CHECKS
-from harness.servers import Announce, ServerSwitch
+from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
+from harness.servers import Announce
 from harness.soak import Soak
 from harness.suite import Suite, Task, run_one_by_one
 
@@ -24,33 +27,27 @@ POOL = "--max-total-tokens=24576"
 SLOW_LINK = "--kvspec-link-gbps=0.006"
 LENGTHS = (64, 127, 1500, 300, 192, 1025, 65, 700)
 WORKLOAD = Workload(DEMO_MODEL, LENGTHS, max_new_tokens=48)
+FAMILIES = True
+# Two servers that check their memory at every step; one retracts now and then.
+PAIR = PairSpec(
+    DEMO_MODEL,
+    (POOL, "--chunked-prefill-size=512", CHAT_TEMPLATE),
+    prefill=(SLOW_LINK,),
+    environment=dict(STRICT_CHECKS.environment + FORCED_RETRACTION.environment),
+)
+# What users do to one server; but for what the door refuses, or has no path for.
+REFUSED = ("logprobs", "several_samples", "prompt_only")
+WITHOUT_PATH = ("cached_prefix", "session", "pause_and_continue")
+# Many prompts, each with a second of residuals on the slow link.
+LONG = ("stop_string_at_length_limit", "stop_token_at_length_limit")
+SAME = [name for name in CASES if name not in (*REFUSED, *WITHOUT_PATH, *LONG)]
 
 
 @pytest.fixture(scope="module")
-def reference(
-    request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
-) -> PlainReference:
-    cache = request.config.getoption("--reference-cache")
-    return PlainReference(servers, WORKLOAD, (PREFIX_HITS,), announce, cache)
-
-
-@pytest.fixture(scope="module")
-def pair(
-    reference: PlainReference,
-    servers: ServerSwitch,
-    tmp_path_factory: pytest.TempPathFactory,
-    announce: Announce,
-) -> Iterator[Pair]:
-    """Two servers that check their memory at every step; one retracts now and then."""
-    servers.release()
-    spec = PairSpec(
-        DEMO_MODEL,
-        (POOL, "--chunked-prefill-size=512"),
-        prefill=(SLOW_LINK,),
-        environment=dict(STRICT_CHECKS.environment + FORCED_RETRACTION.environment),
-    )
-    with running_pair(spec, tmp_path_factory.mktemp("pair"), announce) as running:
-        yield running
+def url(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a door to both servers."""
+    with open_door(pair, tmp_path_factory.mktemp("door") / "door.log") as door_url:
+        yield door_url
 
 
 @pytest.fixture
@@ -115,6 +112,84 @@ def test_requests_that_come_and_go(
     assert soak.result.cut_short > 0
     client.flush_cache()
     wait_until(lambda: allocated_pages(client) == 0, "pages of the prefill server are free")
+
+
+@pytest.fixture(scope="module")
+def answers(url: str) -> Iterator[dict[str, Future[Any]]]:
+    """To every case; cases are asked side by side, the requests of each one after the other."""
+    with ThreadPoolExecutor(len(SAME)) as pool:
+        yield {name: pool.submit(answer_to, name, url) for name in SAME}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_same_as_plain(
+    name: str, answers: dict[str, Future[Any]], plain_answers: dict[str, Any]
+) -> None:
+    assert_same(answers[name].result(), plain_answers[name], name)
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("name", LONG)
+def test_same_as_plain_in_full(name: str, url: str, plain_answers: dict[str, Any]) -> None:
+    assert_same(answer_to(name, url), plain_answers[name], name)
+
+
+def test_seeds_repeat_and_differ(url: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda seed: sample(url, seed), (1, 2, 3, 4)))
+    assert sample(url, 1) == together[0], "a seed must not depend on what runs beside it"
+    assert len(set(map(tuple, together))) == 4
+
+
+@pytest.mark.identity
+def test_seeds_give_what_they_give_on_one_server(
+    url: str, seeded_answers: dict[int, list[int]]
+) -> None:
+    assert {seed: sample(url, seed) for seed in SEEDS} == seeded_answers
+
+
+def test_other_prompts_of_the_same_length_fail(client: PairClient) -> None:
+    """Also where they part on a page that was sent before the last."""
+    for place in (0, 99):
+        body = {"sampling_params": {"max_new_tokens": 4}, **client.room()}
+        prompt, other = list(range(20, 120)), list(range(20, 120))
+        other[place] += 1
+        client.prefill_only({**body, "input_ids": prompt})
+        reply = requests.post(
+            f"{client.base_url}/generate", json={**body, "input_ids": other}, timeout=60
+        )
+        assert reply.status_code == 500
+        assert "was given another prompt of the same length" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bootstrap_host": None}, "bootstrap_host is missing"),
+        ({"session_params": {"id": "unknown"}}, "session_params cannot be served"),
+        ({"sampling_params": {"n": 2}}, "n > 1 needs a transfer for each sample"),
+        ({"return_logprob": True, "token_ids_logprob": [5]}, "token_ids_logprob cannot be had"),
+        ({"return_logprob": True, "top_logprobs_num": 129}, "top_logprobs_num must be at most 128"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_refuses_what_it_cannot_serve(
+    client: PairClient, fields: dict[str, Any], words: str
+) -> None:
+    """On either server, whoever sent it there. Most of it would end SGLang's own."""
+    body = {"input_ids": [20, 21, 22], **client.room(), **fields}
+    for server in (client, client.prefill):
+        reply = requests.post(f"{server.base_url}/generate", json=body, timeout=60)
+        assert reply.status_code == 400, reply.text
+        assert words in reply.text
+
+
+def test_a_grammar_that_cannot_be_compiled(url: str) -> None:
+    body = {"text": "x", "sampling_params": {"regex": "(["}}
+    reply = requests.post(f"{url}/generate", json=body, timeout=60)
+    assert reply.status_code == 500
+    assert "Failed to compile regex grammar" in reply.text
+    assert generate(url, "x", regex="yes")["text"] == "yes"
 
 
 def allocated_pages(client: PairClient) -> int:

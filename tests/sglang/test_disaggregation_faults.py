@@ -34,33 +34,14 @@ POOL = "--max-total-tokens=24576"
 # Residuals of 1000 tokens take about three seconds: time for things to go wrong.
 SLOW_LINK = "--kvspec-link-gbps=0.002"
 WORKLOAD = Workload(DEMO_MODEL, (64, 127, 1500, 300, 1025, 65), max_new_tokens=48)
+FAMILIES = False
+PAIR = PairSpec(
+    DEMO_MODEL,
+    (POOL, "--chunked-prefill-size=512"),
+    prefill=(SLOW_LINK,),
+    environment=dict(STRICT_CHECKS.environment),
+)
 TIMING = Timing()
-
-
-@pytest.fixture(scope="module")
-def reference(
-    request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
-) -> PlainReference:
-    cache = request.config.getoption("--reference-cache")
-    return PlainReference(servers, WORKLOAD, (), announce, cache)
-
-
-@pytest.fixture(scope="module")
-def pair(
-    reference: PlainReference,
-    servers: ServerSwitch,
-    tmp_path_factory: pytest.TempPathFactory,
-    announce: Announce,
-) -> Iterator[Pair]:
-    servers.release()
-    spec = PairSpec(
-        DEMO_MODEL,
-        (POOL, "--chunked-prefill-size=512"),
-        prefill=(SLOW_LINK,),
-        environment=dict(STRICT_CHECKS.environment),
-    )
-    with running_pair(spec, tmp_path_factory.mktemp("pair"), announce) as running:
-        yield running
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@ link is: minutes that CI does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from harness.client import Output
@@ -30,37 +31,8 @@ WORKLOAD = Workload(DEMO_MODEL, LENGTHS, NEW_TOKENS)
 SLOW_GBPS = 0.001
 SLOW_WORKLOAD = Workload(DEMO_MODEL, tuple(range(1024, 2049, 146)), NEW_TOKENS)
 SETTING = "apart-split-uniform4"
-
-
-@pytest.fixture(scope="module")
-def reference(
-    request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
-) -> PlainReference:
-    cache = request.config.getoption("--reference-cache")
-    return PlainReference(servers, WORKLOAD, (PREFIX_HITS,), announce, cache)
-
-
-def start(
-    link_gbps: float | None,
-    servers: ServerSwitch,
-    tmp_path_factory: pytest.TempPathFactory,
-    announce: Announce,
-) -> Iterator[Pair]:
-    servers.release()
-    link = () if link_gbps is None else (f"--kvspec-link-gbps={link_gbps}",)
-    spec = PairSpec(DEMO_MODEL, (POOL,), prefill=link)
-    with running_pair(spec, tmp_path_factory.mktemp("pair"), announce) as pair:
-        yield pair
-
-
-@pytest.fixture(scope="module")
-def pair(
-    reference: PlainReference,
-    servers: ServerSwitch,
-    tmp_path_factory: pytest.TempPathFactory,
-    announce: Announce,
-) -> Iterator[Pair]:
-    yield from start(None, servers, tmp_path_factory, announce)
+FAMILIES = True
+PAIR = PairSpec(DEMO_MODEL, (POOL,))
 
 
 def report(
@@ -137,7 +109,9 @@ def test_a_link_of_a_hundredth_of_the_speed(
     """All of them at once: their residuals wait for each other, too."""
     reference = PlainReference(servers, SLOW_WORKLOAD, (), announce)
     progress = Progress("slow link", announce)
-    for slow in start(SLOW_GBPS, servers, tmp_path_factory, announce):
+    servers.release()
+    spec = replace(PAIR, prefill=(f"--kvspec-link-gbps={SLOW_GBPS}",))
+    with running_pair(spec, tmp_path_factory.mktemp("pair"), announce) as slow:
         answers = run_at_once(slow.client, reference.suite.prompts, progress)
         mismatches = compare(answers, [reference.answer(task) for task, _ in answers])
         report(identity_report, "slow link", answers, mismatches, progress.elapsed_s)

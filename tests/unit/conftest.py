@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.codecs.base import Codec
@@ -150,3 +151,15 @@ def _parts(
         binding="KV memory",
     )
     return geometry, bound, plan
+
+
+@pytest.fixture
+def run_machine(make_kv: Callable[..., TieredKV]) -> Callable[..., None]:
+    """Runs a state machine that is made of make_kv."""
+
+    def run(machine: Callable[..., Any], steps: int, **options: Any) -> None:
+        run_state_machine_as_test(
+            partial(machine, make_kv), settings=settings(stateful_step_count=steps, **options)
+        )
+
+    return run

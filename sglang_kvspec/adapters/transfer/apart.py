@@ -37,6 +37,10 @@ class Apart:
             return links
         return links | {"drafts_on_anchors": self.decoding.drafts_on_anchors}
 
+    def note_prompt(self, req: Any) -> None:
+        """The prompt of a prefill server's request is complete with this forward."""
+        self._serving.manager.departures.note_prompt(req.bootstrap_room, req.origin_input_ids)
+
     def withhold(self, req: Any) -> None:
         """What was computed of a request that failed while it was prefilled is not the KV that its
         decode server asked for."""

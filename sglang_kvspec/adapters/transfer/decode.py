@@ -15,7 +15,7 @@ from sglang.srt.environ import envs
 from sglang_kvspec.adapters.transfer.directory import Directory
 from sglang_kvspec.adapters.transfer.links import PrefillLinks
 from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED, Serving, write_fields, wrong_room
-from sglang_kvspec.adapters.transfer.report import link_report
+from sglang_kvspec.adapters.transfer.report import link_report, live_counters
 from sglang_kvspec.core.errors import ConfigError, TransportError
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.transport import Receiver, ReceiverLoop, ZmqPort
@@ -69,7 +69,7 @@ class DecodeManager:
         return {addr: link_report(loop) for addr, loop in self.links.by_address().items()}
 
     def link_counters(self) -> list[LinkCounters]:
-        return [loop.counters() for loop in self.links.loops()]
+        return live_counters(self.links.loops())
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """What a prefill server is, it says in the handshake."""

@@ -73,7 +73,7 @@ def admit(batch: Any) -> KVSpecDraftInput:
     page_size = batch.token_to_kv_pool_allocator.page_size
     states = []
     for req, committed_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-        if (wrong := why_not(req, committed_len, arrivals, page_size)) is not None:
+        if (wrong := why_not(req, arrivals, page_size)) is not None:
             logger.error("%s (request %s)", wrong, req.rid)
             fail(req, wrong)
         state = resumed_state(req, committed_len)
@@ -90,12 +90,12 @@ def admit(batch: Any) -> KVSpecDraftInput:
     return KVSpecDraftInput(states)
 
 
-def why_not(req: Any, num_tokens: int, arrivals: Arrivals, page_size: int) -> str | None:
+def why_not(req: Any, arrivals: Arrivals, page_size: int) -> str | None:
     """Why a request must not run; None if it may. SGLang's warm-up, whose answers mean nothing,
     sends a few tokens whose KV comes from nowhere: whoever says that host asks for the same."""
     if req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
-        return arrivals.wrong_length(req.bootstrap_room, num_tokens)
-    if num_tokens < page_size:
+        return arrivals.wrong_prompt(req.bootstrap_room, req.origin_input_ids)
+    if len(req.origin_input_ids) < page_size:
         return None
     return f"bootstrap_host {FAKE_BOOTSTRAP_HOST} is for warm-ups of less than {page_size} tokens"
 

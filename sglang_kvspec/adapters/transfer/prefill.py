@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.environ import envs
 
 from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED, Serving, read_fields, wrong_room
-from sglang_kvspec.adapters.transfer.report import link_report
+from sglang_kvspec.adapters.transfer.report import link_report, live_counters
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.runtime.disaggregation.departures import Departures
 from sglang_kvspec.transport import Sender, SenderLoop, TokenBucket, ZmqPort
@@ -65,7 +65,7 @@ class PrefillManager:
         return link_report(self.loop)
 
     def link_counters(self) -> list[LinkCounters]:
-        return [self.loop.counters()]
+        return live_counters([self.loop])
 
     def _register(self, server_args: Any) -> None:
         """Tell SGLang's bootstrap server, which runs in another process of this server, where

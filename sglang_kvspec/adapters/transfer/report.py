@@ -1,21 +1,21 @@
-"""What a link did, for /server_info."""
+"""What a link did, for /server_info and metrics."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.transport import ReceiverLoop, SenderLoop
-from sglang_kvspec.transport.counters import Durations
+from sglang_kvspec.transport.counters import Durations, LinkCounters
 
 
 def link_report(loop: SenderLoop | ReceiverLoop) -> dict[str, Any]:
     """Totals since the link's end was made; times in seconds. Of one that has ended, why."""
-    try:
-        counters = loop.counters()
-    except TransportError as error:
-        return {"ended": str(error)}
+    counters = _counters_or_end(loop)
+    if isinstance(counters, str):
+        return {"ended": counters}
     return {
         "streams": {
             stream.name.lower(): {
@@ -35,6 +35,20 @@ def link_report(loop: SenderLoop | ReceiverLoop) -> dict[str, Any]:
         "to_anchors": _durations(counters.to_anchors),
         "to_residuals": _durations(counters.to_residuals),
     }
+
+
+def live_counters(loops: Iterable[SenderLoop | ReceiverLoop]) -> list[LinkCounters]:
+    """Of those that have not ended."""
+    found = map(_counters_or_end, loops)
+    return [counters for counters in found if isinstance(counters, LinkCounters)]
+
+
+def _counters_or_end(loop: SenderLoop | ReceiverLoop) -> LinkCounters | str:
+    """Why a loop has ended, if it has."""
+    try:
+        return loop.counters()
+    except TransportError as error:
+        return str(error)
 
 
 def _durations(durations: Durations) -> dict[str, Any]:

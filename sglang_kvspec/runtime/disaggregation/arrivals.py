@@ -12,7 +12,7 @@ from sglang_kvspec.core.errors import KVSpecError, TransportError
 from sglang_kvspec.pools.page_records import PageRecords, copy_in
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
-from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
+from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat, digest_of
 from sglang_kvspec.runtime.disaggregation.landing import Landing, ReceivingLink, Staging
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.runtime.disaggregation.timeline import Timeline
@@ -112,8 +112,8 @@ class Arrivals:
         landing.has_run = True
         return Timeline(landing.handover.prefill_ended_at)
 
-    def wrong_length(self, room: int, num_tokens: int) -> str | None:
-        """Why a draftable request of so many prompt tokens must not run: the prefill server was
+    def wrong_prompt(self, room: int, token_ids: Sequence[int]) -> str | None:
+        """Why a draftable request of these prompt tokens must not run: the prefill server was
         given, or computed, another prompt. None where it may, or ran before."""
         landing = self._landings.get(room)
         if landing is None or landing.has_run:
@@ -121,9 +121,13 @@ class Arrivals:
         assert landing.handover is not None
         full_tokens = landing.num_pages * self._kv.geometry.page_size
         num_sent = full_tokens + landing.handover.num_tail_tokens
-        if num_sent == num_tokens:
-            return None
-        return f"the prefill server sent KV of {num_sent} tokens for a prompt of {num_tokens}"
+        if num_sent != len(token_ids):
+            return (
+                f"the prefill server sent KV of {num_sent} tokens for a prompt of {len(token_ids)}"
+            )
+        if landing.handover.prompt != digest_of(token_ids):
+            return "the prefill server was given another prompt of the same length"
+        return None
 
     def keep_tail(self, page: int, tail: torch.Tensor) -> None:
         """Until the request whose last page this is runs."""

@@ -11,7 +11,7 @@ import torch
 
 from sglang_kvspec.pools.page_records import copy_out
 from sglang_kvspec.pools.tiered_kv import KV, TieredKV
-from sglang_kvspec.runtime.disaggregation.handover import Handover, HandoverFormat
+from sglang_kvspec.runtime.disaggregation.handover import Handover, HandoverFormat, digest_of
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import (
     SegmentKey,
@@ -40,9 +40,11 @@ class SendingLink(Protocol):
 
 @dataclass(slots=True)
 class Departure:
-    """One request. num_pages: that it will send; None until its prefill starts. ended: why it is
-    over, "" for well, None while it is not."""
+    """One request. prompt: digest of its token ids, once they are computed. num_pages: that it will
+    send; None until its prefill starts. ended: why it is over, "" for well, None while it is
+    not."""
 
+    prompt: bytes | None = None
     num_pages: int | None = None
     num_sent: int = 0
     is_open: bool = False
@@ -84,6 +86,13 @@ class Departures:
     def of(self, room: int) -> Departure:
         return self._departures[room]
 
+    def note_prompt(self, room: int, token_ids: Sequence[int]) -> None:
+        """Say before send_last() of which tokens a request's KV is. Nothing happens where the room
+        is unknown, as those of SGLang's warm-up are."""
+        departure = self._departures.get(room)
+        if departure is not None:
+            departure.prompt = digest_of(token_ids)
+
     def send(self, room: int, pages: Sequence[int]) -> None:
         """Send the next full pages of a request, unless it was given up."""
         departure = self._departures[room]
@@ -111,7 +120,9 @@ class Departures:
             is_encoded, tail = False, self._tail(self._kv.read_target, page, num_tokens)
         else:
             tail = torch.cat([part.reshape(-1) for part in copy_out(self._kv, [page])])
-        handover = Handover(fields, self._clock(), num_tokens, is_encoded)
+        assert departure.prompt is not None, "its receiver is to know what was computed"
+        now_s = self._clock()
+        handover = Handover(fields, departure.prompt, now_s, num_tokens, is_encoded)
         data = self._handovers.encode(handover, tail)
         self._offer(departure, SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
         departure.num_sent += 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -13,15 +16,24 @@ from sglang_kvspec.pools.geometry import KVGeometry
 # Beside the fields of SGLang: names, lengths and a time.
 _HEADER_SLACK_BYTES = 1024
 _LENGTH_BYTES = 4
+_DIGEST_BYTES = 16
+
+
+def digest_of(token_ids: Sequence[int]) -> bytes:
+    """16 bytes by which two servers know that they were given the same prompt."""
+    ids = array("q", token_ids).tobytes()
+    return hashlib.blake2b(ids, digest_size=_DIGEST_BYTES).digest()
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """fields: SGLang's state of the request after its first token, one entry a buffer.
-    prefill_ended_at: seconds since the epoch, of the prefill server's clock. num_tail_tokens: on
-    the request's last page, which goes in full precision whether it is full or not; only where it
-    was encoded already, and full precision is lost, its records go (is_encoded)."""
+    """fields: SGLang's state of the request after its first token, one entry a buffer. prompt:
+    digest of the token ids that were computed. prefill_ended_at: seconds since the epoch, of the
+    prefill server's clock. num_tail_tokens: on the request's last page, which goes in full
+    precision whether it is full or not; only where it was encoded already, and full precision is
+    lost, its records go (is_encoded)."""
 
     fields: tuple[bytes, ...]
+    prompt: bytes
     prefill_ended_at: float
     num_tail_tokens: int
     is_encoded: bool = False

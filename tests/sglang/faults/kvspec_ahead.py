@@ -37,7 +37,7 @@ def register() -> None:
         worker._side = LateSide(worker.kv)
         worker._graphs = ImmediateStepper(worker)
         worker._begins_ahead = True
-        worker.lens_rng = random.Random(int(os.environ["KVSPEC_AHEAD_SEED"]))
+        worker._lengths = AnyLengths(worker, int(os.environ["KVSPEC_AHEAD_SEED"]))
 
     def iterate_with_batch(worker: Any, batch: Any) -> Any:
         worker._graphs.batch = batch
@@ -51,18 +51,23 @@ def register() -> None:
     RoundWorker.kvspec_report = lambda worker: report(worker) | {"ahead": dict(counts)}
     RoundWorker.init_cuda_graphs = init
     RoundWorker._iterate = iterate_with_batch
-    RoundWorker._draft_lens = any_lens
 
 
-def any_lens(worker: Any, states: Sequence[Any]) -> tuple[list[int], RoundBudget]:
-    """A third of the rounds without drafts, and the others as uneven as they may be. No residual
-    moves."""
-    assert not worker.kv.plan.host_pages, "only a server without a store begins rounds ahead"
-    rng = worker.lens_rng
-    most = rng.choice((1, 4, worker.config.max_draft_len))
-    if rng.random() < 1 / 3:
-        most = 0
-    return [rng.randint(0, state.cap_len(most)) for state in states], RoundBudget(0, 0)
+class AnyLengths:
+    """In place of RoundLengths: a third of the rounds without drafts, and the others as uneven as
+    they may be. No residual moves."""
+
+    def __init__(self, worker: Any, seed: int) -> None:
+        assert not worker.kv.plan.host_pages, "only a server without a store begins rounds ahead"
+        self._max_draft_len = worker.config.max_draft_len
+        self._rng = random.Random(seed)
+
+    def plan(self, states: Sequence[Any]) -> tuple[list[int], RoundBudget]:
+        rng = self._rng
+        most = rng.choice((1, 4, self._max_draft_len))
+        if rng.random() < 1 / 3:
+            most = 0
+        return [rng.randint(0, state.cap_len(most)) for state in states], RoundBudget(0, 0)
 
 
 class LateSide:

@@ -128,19 +128,14 @@ class GenerateClient:
         rid: str | None = None,
         priority: int | None = None,
     ) -> requests.Response:
+        params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        ids = {"input_ids": list(input_ids), "rid": rid, "priority": priority}
+        return self._send({**ids, "sampling_params": params}, stream=stream)
+
+    def _send(self, body: dict[str, Any], *, stream: bool) -> requests.Response:
         reply = requests.post(
             f"{self.base_url}/generate",
-            json={
-                "input_ids": list(input_ids),
-                "sampling_params": {
-                    "temperature": 0,
-                    "max_new_tokens": max_new_tokens,
-                    "ignore_eos": True,
-                },
-                "stream": stream,
-                "rid": rid,
-                "priority": priority,
-            },
+            json={**body, "stream": stream},
             stream=stream,
             timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
         )

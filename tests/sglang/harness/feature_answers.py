@@ -12,12 +12,12 @@ from harness.features import CASES, generate
 from harness.models import DEMO_MODEL
 from harness.servers import ServerSpec
 
-_CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja")
+CHAT_TEMPLATE = f"--chat-template={Path(__file__).with_name('chat.jinja')}"
 _SHARED = (
     "--max-total-tokens=24576",
     "--enable-metrics",
     "--grammar-backend=xgrammar",
-    f"--chat-template={_CHAT_TEMPLATE}",
+    CHAT_TEMPLATE,
     "--enable-return-hidden-states",
     "--enable-custom-logit-processor",
 )

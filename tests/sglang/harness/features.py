@@ -148,7 +148,8 @@ def logprobs(url: str) -> Any:
 def logprobs_with_stop_and_penalty(url: str) -> Any:
     request = {"return_logprob": True, "top_logprobs_num": 2}
     answer = generate(url, stop=["self"], presence_penalty=0.5, request=request)
-    return {**essence(answer), "logprobs": answer["meta_info"]["output_token_logprobs"]}
+    names = ("output_token_logprobs", "output_top_logprobs")
+    return {**essence(answer), **{name: answer["meta_info"][name] for name in names}}
 
 
 @case
@@ -188,6 +189,22 @@ def batch_of_prompts(url: str) -> Any:
     params = [{"temperature": 0, "max_new_tokens": n} for n in (64, 1, 90, 17)]
     answers = post(url, "/generate", {"text": texts, "sampling_params": params})
     return [essence(answer) for answer in answers]
+
+
+@case
+def token_ids_around_a_page(url: str) -> Any:
+    ids = [20 + place * 37 % 500 for place in range(200)]
+    prompts = [ids[:length] for length in (1, 2, 63, 64, 65, 128, 129) for _ in (1, 40)]
+    params = [{"temperature": 0, "max_new_tokens": n} for n in (1, 40)] * 7
+    answers = post(url, "/generate", {"input_ids": prompts, "sampling_params": params})
+    return [essence(answer) for answer in answers]
+
+
+@case
+def first_token_ends_it(url: str) -> Any:
+    (first,) = generate(url, PROMPT, max_new_tokens=1)["output_ids"]
+    settings = [{"stop_token_ids": [first]}, {"stop_token_ids": [first], "min_new_tokens": 5}]
+    return [essence(generate(url, PROMPT, **setting)) for setting in settings]
 
 
 @case

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ import requests
 from harness.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, GenerateClient
 from harness.servers import START_TIMEOUT_S, Announce
 
+from sglang_kvspec.testing.http_process import HttpProcess
+from sglang_kvspec.testing.port_lease import PortLease
 from sglang_kvspec.testing.server_pair import ServerPair
 from sglang_kvspec.testing.server_process import CPU_ARGUMENTS
 
@@ -31,6 +34,10 @@ class PairSpec:
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.model.name, *self.arguments, *self.prefill])
 
 
 class PairClient(GenerateClient):
@@ -89,38 +96,10 @@ class PairClient(GenerateClient):
 
         threading.Thread(target=post, daemon=True).start()
 
-    def _post(
-        self,
-        input_ids: Sequence[int],
-        max_new_tokens: int,
-        *,
-        stream: bool,
-        rid: str | None = None,
-        priority: int | None = None,
-    ) -> requests.Response:
-        body = {
-            "input_ids": list(input_ids),
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": max_new_tokens,
-                "ignore_eos": True,
-            },
-            "rid": rid,
-            "priority": priority,
-            **self.room(),
-        }
+    def _send(self, body: dict[str, Any], *, stream: bool) -> requests.Response:
+        body = {**body, **self.room()}
         self.prefill_only(body)
-        reply = requests.post(
-            f"{self.base_url}/generate",
-            json={**body, "stream": stream},
-            stream=stream,
-            timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
-        )
-        if not reply.ok:
-            raise requests.HTTPError(
-                f"{self.base_url} answered {reply.status_code}: {reply.text[:500]}"
-            )
-        return reply
+        return super()._send(body, stream=stream)
 
 
 class Pair(ServerPair):
@@ -160,9 +139,26 @@ def running_pair(spec: PairSpec, log_folder: Path, announce: Announce) -> Iterat
     )
     with pair:
         pair.wait_healthy(START_TIMEOUT_S)
-        label = " ".join([spec.model.name, *spec.arguments, *spec.prefill])
-        announce(f"two servers up in {time.monotonic() - started:.0f} s: {label}")
+        announce(f"two servers up in {time.monotonic() - started:.0f} s: {spec.label}")
         yield pair
+
+
+@contextmanager
+def open_door(pair: Pair, log_path: Path) -> Iterator[str]:
+    """URL of a door to both."""
+    ports = PortLease()
+    command = (
+        *(sys.executable, "-m", "sglang_kvspec.door", f"--port={ports.http}"),
+        f"--prefill={pair.prefill.base_url}",
+        f"--decode={pair.decode.base_url}",
+    )
+    url = f"http://127.0.0.1:{ports.http}"
+    try:
+        with HttpProcess(command, base_url=url, log_path=log_path) as door:
+            door.wait_healthy(START_TIMEOUT_S)
+            yield url
+    finally:
+        ports.release()
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from harness.feature_answers import PLAIN
 from harness.progress import Progress
 from harness.prompts import cut_prompts
 from harness.reference_cache import ReferenceCache
@@ -78,7 +79,7 @@ class PlainReference:
         announce: Announce,
         cache_folder: Path | None = None,
     ) -> None:
-        plain = ServerSpec(workload.model, (_POOL,))
+        plain = replace(PLAIN, model=workload.model)
         cache = ReferenceCache(cache_folder, plain.label)
         progress = Progress(f"{workload.model.name} plain", announce)
         self._output_of: dict[TokenIds, TokenIds] = {}

@@ -1,4 +1,4 @@
-"""Which server a test needs, and the one server that is alive at a time."""
+"""Which server a test needs, and the servers that are alive at a time."""
 
 from __future__ import annotations
 
@@ -35,9 +35,24 @@ class ServerSpec:
         settings = [f"{name}={value}" for name, value in self.environment]
         return " ".join([self.model.name, *self.arguments, *settings])
 
+    @property
+    def is_plain(self) -> bool:
+        return "--kvspec" not in self.arguments
+
+
+@dataclass(frozen=True)
+class _Running:
+    spec: ServerSpec
+    server: ServerProcess
+
+    @property
+    def is_alive(self) -> bool:
+        return self.server.returncode is None
+
 
 class ServerSwitch:
-    """Keeps at most one server alive: memory for one is all that may be there.
+    """Keeps at most one server with --kvspec alive, and one plain server, which other tests will
+    want to compare with again: it sleeps meanwhile.
 
     use(spec) returns a client of a healthy server of that spec, the running one where it fits.
     """
@@ -45,8 +60,8 @@ class ServerSwitch:
     def __init__(self, log_folder: Path, announce: Announce) -> None:
         self._log_folder = log_folder
         self._announce = announce
-        self._spec: ServerSpec | None = None
-        self._server: ServerProcess | None = None
+        self._plain: _Running | None = None
+        self._tested: _Running | None = None
         self._num_started = 0
 
     def __enter__(self) -> ServerSwitch:
@@ -59,35 +74,40 @@ class ServerSwitch:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+        _stop(self._plain)
+        self._plain = None
 
     @property
     def log_path(self) -> Path:
-        """Log of the server in use."""
-        assert self._server is not None, "no server is in use"
-        return self._server.log_path
+        """Log of the server with --kvspec."""
+        assert self._tested is not None, "no server is in use"
+        return self._tested.server.log_path
 
     def use(self, spec: ServerSpec) -> GenerateClient:
         """Raises ServerStartError, with the end of the log, where the server does not come up."""
-        running = self._server is not None and self._server.returncode is None
-        if not running or spec != self._spec:
-            self.release()
-            self._start(spec)
-        assert self._server is not None
-        return GenerateClient(self._server.base_url)
+        running = self._plain if spec.is_plain else self._tested
+        if running is None or not running.is_alive or running.spec != spec:
+            _stop(running)
+            running = _Running(spec, self._start(spec))
+        if spec.is_plain:
+            self._plain = running
+        else:
+            self._tested = running
+        return GenerateClient(running.server.base_url)
 
     def release(self) -> None:
-        """Stop the server in use, if any."""
-        if self._server is not None:
-            self._server.stop()
-        self._server = self._spec = None
+        """Stop the server with --kvspec, if there is one."""
+        _stop(self._tested)
+        self._tested = None
 
     def kill(self) -> None:
-        """End the server in use without a warning."""
-        assert self._server is not None, "no server is in use"
-        self._server.kill()
-        self._server = self._spec = None
+        """End the server with --kvspec without a warning."""
+        assert self._tested is not None, "no server is in use"
+        self._tested.server.kill()
+        self._tested = None
 
-    def _start(self, spec: ServerSpec) -> None:
+    def _start(self, spec: ServerSpec) -> ServerProcess:
+        """A healthy server. One that does not come up has been stopped."""
         self._num_started += 1
         slug = re.sub(r"[^a-zA-Z0-9]+", "-", spec.label)[:80]
         server = ServerProcess(
@@ -95,8 +115,13 @@ class ServerSwitch:
             environment=dict(spec.environment),
             log_path=self._log_folder / f"{self._num_started:02d}-{slug}.log",
         )
-        self._spec, self._server = spec, server
         started = time.monotonic()
         server.start()
         server.wait_healthy(START_TIMEOUT_S)
         self._announce(f"server up in {time.monotonic() - started:.0f} s: {spec.label}")
+        return server
+
+
+def _stop(running: _Running | None) -> None:
+    if running is not None:
+        running.server.stop()

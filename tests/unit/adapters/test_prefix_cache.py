@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
@@ -250,14 +249,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert not any(self.kv.is_encoded(page) for page in free)
 
 
-def run_machine(make_kv, **options):
-    run_state_machine_as_test(
-        partial(PrefixCacheMachine, make_kv), settings=settings(stateful_step_count=30, **options)
-    )
-
-
-def test_every_hit_reads_what_its_tokens_were_computed_to(make_kv):
-    run_machine(make_kv, max_examples=40)
+def test_every_hit_reads_what_its_tokens_were_computed_to(run_machine):
+    run_machine(PrefixCacheMachine, 30, max_examples=40)
 
 
 def loads_into_the_wrong_pages(monkeypatch):
@@ -290,10 +283,10 @@ def keeps_pages_that_could_not_be_loaded(monkeypatch):
         keeps_pages_that_could_not_be_loaded,
     ],
 )
-def test_the_machine_finds(make_kv, monkeypatch, fault):
+def test_the_machine_finds(run_machine, monkeypatch, fault):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        run_machine(make_kv, max_examples=100, phases=[Phase.generate])
+        run_machine(PrefixCacheMachine, 30, max_examples=100, phases=[Phase.generate])
 
 
 def test_tiers_below_the_tree_are_all_used(make_kv):

@@ -12,9 +12,10 @@ from sglang_kvspec.adapters.transfer import decode, decoding
 from sglang_kvspec.adapters.transfer.decode import DecodeManager, KVSpecReceiver
 from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED
 from sglang_kvspec.adapters.transfer.prefill import KVSpecSender, PrefillManager
-from sglang_kvspec.core.errors import ConfigError, HandshakeRefused
+from sglang_kvspec.core.errors import ConfigError, HandshakeRefused, TransportError
 from sglang_kvspec.runtime.disaggregation.departures import Departures
 from sglang_kvspec.transport import TransferOpened
+from sglang_kvspec.transport.counters import LinkCounters
 
 ADDR, ROOM = "127.0.0.1:8998", 7
 WRONG_ROOMS = (0, -1, 1 << 63, 1 << 70, "7", True)
@@ -129,8 +130,23 @@ def test_a_refusal_fails_a_receiver_at_once(decode_manager) -> None:
 @pytest.mark.parametrize(("num_tokens", "may_run"), [(4, True), (63, True), (64, False)])
 def test_only_warm_ups_may_come_from_nowhere(num_tokens, may_run) -> None:
     """Of a longer one, whole pages would be read that nobody ever wrote."""
-    req = SimpleNamespace(bootstrap_host="2.2.2.2", bootstrap_room=0)
-    assert (decoding.why_not(req, num_tokens, None, 64) is None) is may_run
+    ids = [5] * num_tokens
+    req = SimpleNamespace(bootstrap_host="2.2.2.2", bootstrap_room=0, origin_input_ids=ids)
+    assert (decoding.why_not(req, None, 64) is None) is may_run
+
+
+def test_a_loop_that_has_ended_is_reported_and_not_counted(prefill, decode_manager) -> None:
+    """Nothing that is asked for metrics may end the server."""
+
+    def counters() -> LinkCounters:
+        raise TransportError("the sender's loop has failed: a defect")
+
+    ended, alive = SimpleNamespace(counters=counters), SimpleNamespace(counters=LinkCounters)
+    prefill.loop = ended
+    assert prefill.link_counters() == []
+    assert prefill.report() == {"ended": "the sender's loop has failed: a defect"}
+    decode_manager.links.loops = lambda: [ended, alive]
+    assert decode_manager.link_counters() == [LinkCounters()]
 
 
 def test_a_decode_server_knows_one_key(decode_manager) -> None:

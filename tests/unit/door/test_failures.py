@@ -9,6 +9,7 @@ import pytest
 from aiohttp import ClientPayloadError, web
 
 REQUEST = {"text": "a"}
+either = pytest.mark.parametrize("failing", ["prefill", "decode"])
 
 
 def refusing(status, message):
@@ -33,7 +34,7 @@ def sides(house, failing):
     return bad, good
 
 
-@pytest.mark.parametrize("failing", ["prefill", "decode"])
+@either
 def test_a_failure_of_one_side_ends_the_other(open_house, run, failing):
     async def scenario():
         async with open_house() as house:
@@ -49,7 +50,7 @@ def test_a_failure_of_one_side_ends_the_other(open_house, run, failing):
     run(scenario())
 
 
-@pytest.mark.parametrize("failing", ["prefill", "decode"])
+@either
 def test_what_is_wrong_with_a_request_is_said_in_the_servers_words(open_house, run, failing):
     async def scenario():
         async with open_house() as house:
@@ -62,7 +63,7 @@ def test_what_is_wrong_with_a_request_is_said_in_the_servers_words(open_house, r
     run(scenario())
 
 
-@pytest.mark.parametrize("failing", ["prefill", "decode"])
+@either
 def test_a_server_that_dies_ends_the_request(open_house, run, failing):
     async def scenario():
         async with open_house() as house:
@@ -82,7 +83,7 @@ def test_a_server_that_dies_ends_the_request(open_house, run, failing):
     run(scenario())
 
 
-@pytest.mark.parametrize("failing", ["prefill", "decode"])
+@either
 def test_a_server_that_is_not_there_ends_the_request(open_house, run, failing):
     async def scenario():
         async with open_house() as house:
@@ -96,7 +97,7 @@ def test_a_server_that_is_not_there_ends_the_request(open_house, run, failing):
     run(scenario())
 
 
-@pytest.mark.parametrize("failing", ["prefill", "decode"])
+@either
 def test_a_stream_that_has_begun_ends_with_an_error_and_without_its_end(open_house, run, failing):
     async def scenario():
         async with open_house() as house:
@@ -146,22 +147,8 @@ def test_a_prefill_that_breaks_off_is_no_answer(open_house, run):
     run(scenario())
 
 
-def test_a_client_that_hangs_up_ends_both(open_house, run):
-    async def scenario():
-        async with open_house() as house:
-            prefill, decode = house.prefill[0], house.decode[0]
-            prefill.behave, decode.behave = prefill.wait, decode.wait
-            asking = asyncio.create_task(house.door.post("/generate", json=REQUEST))
-            await prefill.asked.wait()
-            await decode.asked.wait()
-            asking.cancel()
-            await prefill.cancelled.wait()
-            await decode.cancelled.wait()
-
-    run(scenario())
-
-
-def test_a_client_that_hangs_up_in_a_stream_ends_both(open_house, run):
+@pytest.mark.parametrize("in_a_stream", [False, True])
+def test_a_client_that_hangs_up_ends_both(open_house, run, in_a_stream):
     async def scenario():
         async with open_house() as house:
             prefill, decode = house.prefill[0], house.decode[0]
@@ -170,10 +157,18 @@ def test_a_client_that_hangs_up_in_a_stream_ends_both(open_house, run):
                 await begin_stream(request)
                 return await decode.wait(request)
 
-            prefill.behave, decode.behave = prefill.wait, stream
-            reply = await house.door.post("/generate", json={**REQUEST, "stream": True})
-            await reply.content.readuntil(b"\n\n")
-            reply.close()
+            prefill.behave, decode.behave = prefill.wait, stream if in_a_stream else decode.wait
+            asking = asyncio.create_task(
+                house.door.post("/generate", json={**REQUEST, "stream": in_a_stream})
+            )
+            await prefill.asked.wait()
+            await decode.asked.wait()
+            if in_a_stream:
+                reply = await asking
+                await reply.content.readuntil(b"\n\n")
+                reply.close()
+            else:
+                asking.cancel()
             await prefill.cancelled.wait()
             await decode.cancelled.wait()
 
@@ -192,23 +187,21 @@ def test_a_server_that_takes_too_long_ends_the_request(open_house, run):
     run(scenario())
 
 
-def test_a_request_that_is_too_large_reaches_no_server(open_house, run):
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"prompt": "a" * 1000}, 413, ""),
+        ({"prompt": "a", "n": 2}, 400, "n > 1"),
+    ],
+    ids=["too large", "refused"],
+)
+def test_what_the_door_does_not_take_reaches_no_server(open_house, run, body, status, words):
     async def scenario():
         async with open_house(request_bytes=1000) as house:
-            reply = await house.door.post("/generate", json={"text": "a" * 1000})
-            assert reply.status == 413
+            reply = await house.door.post("/v1/completions", json=body)
+            assert reply.status == status
+            assert words in await reply.text()
             assert not house.prefill[0].asked.is_set()
-            assert not house.decode[0].asked.is_set()
-
-    run(scenario())
-
-
-def test_a_refused_request_reaches_no_server(open_house, run):
-    async def scenario():
-        async with open_house() as house:
-            reply = await house.door.post("/v1/completions", json={"prompt": "a", "n": 2})
-            assert reply.status == 400
-            assert "n > 1" in (await reply.json())["error"]["message"]
             assert not house.decode[0].asked.is_set()
 
     run(scenario())
@@ -234,7 +227,7 @@ def test_a_server_that_is_not_what_the_door_was_told_is_not_used(open_house, run
     run(scenario())
 
 
-@pytest.mark.parametrize("failing", ["prefill", "decode"])
+@either
 def test_a_prefill_server_that_came_back_is_met_where_it_is_now(open_house, run, failing):
     """A decode server that cannot meet it any more is the first to notice."""
 

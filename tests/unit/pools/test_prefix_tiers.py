@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from sglang_kvspec.pools import prefix_tiers
@@ -353,14 +352,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.kv.check_integrity()
 
 
-def run_machine(make_kv, **options):
-    run_state_machine_as_test(
-        partial(TiersMachine, make_kv), settings=settings(stateful_step_count=25, **options)
-    )
-
-
-def test_whatever_comes_back_is_what_was_computed(make_kv):
-    run_machine(make_kv, max_examples=25)
+def test_whatever_comes_back_is_what_was_computed(run_machine):
+    run_machine(TiersMachine, 25, max_examples=25)
 
 
 def counts_anchors_alone(monkeypatch):
@@ -379,10 +372,10 @@ def copies_the_wrong_residual(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [counts_anchors_alone, copies_the_wrong_residual])
-def test_the_machine_finds(make_kv, monkeypatch, fault):
+def test_the_machine_finds(run_machine, monkeypatch, fault):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        run_machine(make_kv, max_examples=60, phases=[Phase.generate])
+        run_machine(TiersMachine, 25, max_examples=60, phases=[Phase.generate])
 
 
 def test_mixed_versions_are_found(make_kv, open_tiers, monkeypatch):

@@ -9,40 +9,15 @@ from sglang_kvspec.planning.link_estimate import GUESSED_BYTES_PER_S
 from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.planning.rounds import RoundCost
 from sglang_kvspec.pools.residual_table import ResidualState
-from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_stepper import RoundStepper
-from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.testing.states import request_state
 
 SIZE = 32
 PLENTY = RoundBudget(100, 100)
 
 
-def make_state(rid, num_pages, num_drafts=0):
-    return RequestState(
-        rid=rid,
-        committed_len=num_pages * SIZE,
-        pending=0,
-        output=[0],
-        params=SamplingParams(top_k=1),
-        remaining=100,
-        drafts=[0] * num_drafts,
-    )
-
-
-@pytest.fixture
-def encoded(make_kv):
-    """A pool whose pages 1..num_encoded are encoded; the first ones are in the cache."""
-
-    def make(num_encoded, **options):
-        kv = make_kv(**options)
-        pages = list(range(1, num_encoded + 1))
-        data = torch.zeros((num_encoded, SIZE, 2, 16))
-        kv.begin_encode(pages)
-        kv.encode(0, torch.tensor(pages), data, data)
-        kv.finish_encode(pages)
-        return kv
-
-    return make
+def of_pages(rid, num_pages, num_drafts=0):
+    return request_state(rid, committed_len=num_pages * SIZE, num_drafts=num_drafts)
 
 
 def pages(*ids):
@@ -52,7 +27,7 @@ def pages(*ids):
 @pytest.mark.parametrize("pools", [{"store": False}, {"cache_pages": 0}, {"cache_pages": 12}])
 def test_everybody_verifies_where_nothing_moves(encoded, pools):
     kv = encoded(6, **pools)
-    states = [make_state("a", 3), make_state("b", 3)]
+    states = [of_pages("a", 3), of_pages("b", 3)]
     plan = RoundStepper(kv).plan(states, [pages(1, 2, 3, 7), pages(4, 5, 6, 8)], [4, 4], PLENTY)
     assert plan.verify == (0, 1)
     assert kv.residuals.bytes_fetched == 0
@@ -61,7 +36,7 @@ def test_everybody_verifies_where_nothing_moves(encoded, pools):
 def test_pages_are_fetched_and_others_make_room(encoded):
     kv = encoded(6, cache_pages=4)
     stepper, ids = RoundStepper(kv), [pages(5, 6, 7), pages(1, 2, 3, 4, 8)]
-    states = [make_state("a", 2), make_state("b", 4)]
+    states = [of_pages("a", 2), of_pages("b", 4)]
     # Four slots hold one of both at a time. Only verified pages count: 7 and 8 have no residual.
     plan = stepper.plan(states, ids, [4, 4], PLENTY)
     assert len(plan.verify) == 1
@@ -75,7 +50,7 @@ def test_pages_are_fetched_and_others_make_room(encoded):
 
 def test_ranks_plan_alike_whose_fetches_end_at_different_times(encoded, monkeypatch):
     """The last pages that were away are on their way; on one rank they have arrived."""
-    states, ids = [make_state("a", 1), make_state("b", 3)], [pages(1, 5), pages(2, 3, 4, 6)]
+    states, ids = [of_pages("a", 1), of_pages("b", 3)], [pages(1, 5), pages(2, 3, 4, 6)]
     budgets = [RoundBudget(0, 1), RoundBudget(0, 1), RoundBudget(0, 0)]
     plans = []
     for is_slow in (False, True):
@@ -93,7 +68,7 @@ def test_ranks_plan_alike_whose_fetches_end_at_different_times(encoded, monkeypa
 def test_room_is_kept_for_pages_that_verifications_fill(encoded):
     kv = encoded(4, cache_pages=4)
     ids = [pages(1, 2, 5, 6), pages(3, 4, 7, 8)]
-    short = [make_state("a", 2, num_drafts=3), make_state("b", 2)]
+    short = [of_pages("a", 2, num_drafts=3), of_pages("b", 2)]
     assert RoundStepper(kv).plan(short, ids, [27, 4], PLENTY).verify == (0, 1)
     # One more draft and the pending token's page is full.
     assert len(RoundStepper(kv).plan(short, ids, [28, 4], PLENTY).verify) == 1

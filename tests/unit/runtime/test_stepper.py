@@ -8,38 +8,9 @@ import torch
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.ranks import Ranks
-from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.runtime.speeds import Speeds
 from sglang_kvspec.runtime.stepper import Stepper
-
-
-def make_state(remaining=100, num_drafts=0, rid="r"):
-    return RequestState(
-        rid=rid,
-        committed_len=64,
-        pending=0,
-        output=[0],
-        params=SamplingParams(top_k=1),
-        remaining=remaining,
-        drafts=[0] * num_drafts,
-    )
-
-
-@pytest.fixture
-def encoded(make_kv):
-    """A pool whose pages 1..num_encoded are encoded; the first ones are in the cache."""
-
-    def make(num_encoded, **options):
-        kv = make_kv(**options)
-        pages = list(range(1, num_encoded + 1))
-        k = torch.randn((num_encoded, 32, 2, 16), generator=torch.Generator().manual_seed(0))
-        kv.begin_encode(pages)
-        kv.encode(0, torch.tensor(pages), k, k)
-        kv.finish_encode(pages)
-        return kv
-
-    return make
+from sglang_kvspec.runtime.testing.states import request_state
 
 
 def pages(*ids):
@@ -61,11 +32,11 @@ def until_verified(stepper, state, ids, most=100):
 def test_a_cycle_ends_before_every_cap(make_kv, draft_len):
     config = KVSpecConfig(draft_len=draft_len)
     for remaining in (100, 6, 3, 2):
-        state = make_state(remaining)
+        state = request_state(remaining=remaining)
         until_verified(Stepper(config, make_kv()), state, pages())
         assert 1 <= len(state.drafts) <= min(config.max_draft_len, remaining - 1)
     if draft_len != "auto":
-        lone = make_state()
+        lone = request_state()
         until_verified(Stepper(config, make_kv()), lone, pages())
         assert len(lone.drafts) == draft_len
 
@@ -73,11 +44,11 @@ def test_a_cycle_ends_before_every_cap(make_kv, draft_len):
 @pytest.mark.parametrize(("draft_len", "remaining"), [(0, 100), ("auto", 1), (8, 1)])
 def test_with_nothing_to_draft_it_verifies_at_once(make_kv, draft_len, remaining):
     stepper = Stepper(KVSpecConfig(draft_len=draft_len), make_kv())
-    assert stepper.plan([make_state(remaining)], [pages()]).verify == (0,)
+    assert stepper.plan([request_state(remaining=remaining)], [pages()]).verify == (0,)
 
 
 def test_a_poor_drafter_verifies_sooner(make_kv):
-    good, poor = make_state(), make_state()
+    good, poor = request_state(), request_state()
     for _ in range(20):
         good.acceptance.observe(8, 8)
         poor.acceptance.observe(8, 0)
@@ -90,7 +61,7 @@ def test_missing_pages_are_fetched_before_the_verification(encoded):
     kv = encoded(3, cache_pages=3)
     kv.residuals.evict([1, 2, 3])
     stepper = Stepper(KVSpecConfig(draft_len=4), kv)
-    state = make_state()
+    state = request_state()
     assert until_verified(stepper, state, pages(1, 2, 3)) == 4
     assert kv.residuals.bytes_fetched == 3 * kv.plan.page_bytes.residual
     assert [kv.residuals.table.state(page) for page in (1, 2, 3)] == [ResidualState.RESIDENT] * 3
@@ -100,7 +71,7 @@ def test_missing_pages_are_fetched_before_the_verification(encoded):
 def test_cached_pages_of_finished_requests_make_way(encoded):
     kv = encoded(4, cache_pages=2)
     stepper = Stepper(KVSpecConfig(draft_len=1), kv)
-    until_verified(stepper, make_state(), pages(3, 4))
+    until_verified(stepper, request_state(), pages(3, 4))
     assert sorted(kv.residuals.cache_slots) == [3, 4]
     kv.check_integrity()
 
@@ -109,14 +80,14 @@ def test_cached_pages_of_finished_requests_make_way(encoded):
 def test_where_pages_cannot_move_nothing_is_planned(encoded, options):
     kv = encoded(4, **options)
     stepper = Stepper(KVSpecConfig(draft_len=1), kv)
-    assert until_verified(stepper, make_state(), pages(1, 2, 3, 4)) == 1
+    assert until_verified(stepper, request_state(), pages(1, 2, 3, 4)) == 1
     assert kv.residuals.bytes_fetched == 0
 
 
 def test_more_pages_than_the_cache_holds_are_streamed(encoded):
     kv = encoded(4, cache_pages=3)
     stepper = Stepper(KVSpecConfig(draft_len=1), kv)
-    assert until_verified(stepper, make_state(), pages(1, 2, 3, 4)) == 1
+    assert until_verified(stepper, request_state(), pages(1, 2, 3, 4)) == 1
     assert kv.residuals.bytes_fetched == 0
 
 
@@ -124,7 +95,7 @@ def test_pages_in_the_window_need_no_residuals(encoded):
     kv = encoded(1, cache_pages=1)
     kv.open_pages([5, 6])
     stepper = Stepper(KVSpecConfig(draft_len=1), kv)
-    assert until_verified(stepper, make_state(), pages(1, 5, 6)) == 1
+    assert until_verified(stepper, request_state(), pages(1, 5, 6)) == 1
     assert kv.residuals.bytes_fetched == 0
 
 
@@ -141,7 +112,7 @@ def test_a_verification_is_placed_where_the_link_can_serve_it(encoded):
     """Three pages over a link of one an iteration: three iterations, not the one asked for."""
     kv = encoded(3, cache_pages=3)
     kv.residuals.evict([1, 2, 3])
-    state = make_state()
+    state = request_state()
     state.acceptance.accepted, state.acceptance.rejected = 0.0, 100.0
     stepper = Stepper(KVSpecConfig(), kv)
     link_of(kv, stepper, 1)
@@ -162,7 +133,7 @@ def test_the_link_of_the_first_rank_counts(encoded):
     """This rank sees a link of nine pages an iteration, the first rank one of one."""
     kv = encoded(3, cache_pages=3)
     kv.residuals.evict([1, 2, 3])
-    state = make_state()
+    state = request_state()
     state.acceptance.accepted, state.acceptance.rejected = 0.0, 100.0
     sent = []
 
@@ -190,7 +161,7 @@ def test_small_changes_of_the_link_move_nothing(encoded):
     for speed in (100, 104, 96, 200):
         stepper.speeds = Speeds(kv.residuals)
         link_of(kv, stepper, speed)
-        stepper.plan([make_state()], [pages(1)])
+        stepper.plan([request_state()], [pages(1)])
     assert seen == [100, 100, 100, 200]
 
 
@@ -198,9 +169,9 @@ def test_pages_freed_while_they_are_fetched_do_not_come_back(encoded):
     kv = encoded(2, cache_pages=2)
     kv.residuals.evict([1, 2])
     stepper = Stepper(KVSpecConfig(draft_len=1), kv)
-    stepper.plan([make_state(rid="a"), make_state(rid="b")], [pages(1), pages(2)])
+    stepper.plan([request_state(rid="a"), request_state(rid="b")], [pages(1), pages(2)])
     kv.free_pages([1])
-    assert until_verified(stepper, make_state(rid="b"), pages(2)) <= 1
+    assert until_verified(stepper, request_state(rid="b"), pages(2)) <= 1
     assert kv.residuals.cache_slots.num_free == 1
     kv.check_integrity()
 
@@ -209,7 +180,7 @@ def test_two_requests_that_crowd_the_cache_both_go_on(encoded):
     """Neither may evict the other's pages while both are due: one streams in the end."""
     kv = encoded(4, cache_pages=3)
     stepper = Stepper(KVSpecConfig(draft_len=0), kv)
-    states = [make_state(rid="a"), make_state(rid="b")]
+    states = [request_state(rid="a"), request_state(rid="b")]
     for _ in range(20):
         assert stepper.plan(states, [pages(1, 2), pages(3, 4)]).verify == (0, 1)
         kv.check_integrity()
@@ -223,7 +194,7 @@ def test_late_residuals_are_verified_with_as_soon_as_they_are_there(make_kv, num
     kv.begin_encode([1, 2])
     kv.encode(0, torch.tensor([1, 2]), k, k)
     kv.finish_anchors([1, 2])
-    stepper, state = Stepper(KVSpecConfig(draft_len=64), kv), make_state()
+    stepper, state = Stepper(KVSpecConfig(draft_len=64), kv), request_state()
     for _ in range(num_drafts):
         assert stepper.plan([state], [pages(1, 2)]).draft == (0,)
         state.drafts.append(0)

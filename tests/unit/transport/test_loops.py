@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -298,3 +299,17 @@ def test_a_refusal_reaches_the_thread_that_calls(stack: ExitStack) -> None:
 def test_threads_switch_often_while_there_are_loops(stack: ExitStack) -> None:
     Pair(stack)
     assert sys.getswitchinterval() <= SWITCH_INTERVAL_S
+
+
+def test_whoever_waits_for_several_loops_hears_that_one_has_failed(stack: ExitStack) -> None:
+    news = threading.Event()
+    port = ZmqPort(ANY, bind=True)
+    sender = Sender(port, IDENTITY, timing=SLOW)
+    stack.callback(port.close)
+    loop = SenderLoop(sender, on_news=news.set)
+    assert not news.is_set()
+    # Nothing of it is for take_events().
+    loop._post(lambda: 1 // 0)
+    assert news.wait(DEADLINE_S)
+    with pytest.raises(TransportError, match="ZeroDivision"):
+        loop.take_events()

@@ -121,6 +121,10 @@ class Request:
     def num_tokens(self) -> int:
         return self.k.shape[1]
 
+    @property
+    def token_ids(self) -> range:
+        return range(self.num_tokens)
+
 
 class Lab:
     """`prefill` and `decode` are TieredKVs; departures and arrivals are joined by `link`."""
@@ -189,6 +193,7 @@ class Lab:
         self.departures.send(room, pages[:middle])
         self.departures.send(room, pages[middle:-1])
         tail = request.num_tokens - SIZE * (len(pages) - 1)
+        self.departures.note_prompt(room, request.token_ids)
         self.departures.send_last(room, pages[-1], tail, FIELDS)
 
     def expect(self, request: Request, room: int = ROOM) -> None:

@@ -19,10 +19,14 @@ def assert_equal(actual, expected) -> None:
         torch.testing.assert_close(a, e, rtol=0, atol=0)
 
 
-def run(lab, request, room=ROOM) -> None:
-    lab.departures.add(room)
-    lab.expect(request, room)
-    lab.send(request, room)
+def begin(lab, request) -> None:
+    lab.departures.add(ROOM)
+    lab.expect(request)
+    lab.send(request)
+
+
+def run(lab, request) -> None:
+    begin(lab, request)
     lab.link.deliver()
     lab.pump()
 
@@ -60,9 +64,7 @@ def test_lossy_modes_lose_little(make_lab, mode, loss) -> None:
 def test_drafts_begin_on_anchors_alone(make_lab, target) -> None:
     lab = make_lab(target=target)
     request = lab.request(4 * SIZE + 5)
-    lab.departures.add(ROOM)
-    lab.expect(request)
-    lab.send(request)
+    begin(lab, request)
     lab.link.deliver([Stream.ANCHOR], at=[0, 1, 2])
     lab.pump()
     assert not lab.arrivals.is_draftable(ROOM)
@@ -98,9 +100,7 @@ def test_a_last_page_that_is_encoded_already(make_lab, target, num_pages) -> Non
 
 def test_residuals_may_come_before_anchors(lab) -> None:
     request = lab.request(4 * SIZE)
-    lab.departures.add(ROOM)
-    lab.expect(request)
-    lab.send(request)
+    begin(lab, request)
     lab.link.deliver([Stream.RESIDUAL])
     lab.pump()
     assert not lab.arrivals.is_draftable(ROOM)
@@ -113,9 +113,7 @@ def test_residuals_may_come_before_anchors(lab) -> None:
 def test_freed_pages_end_a_transfer_unharmed(lab) -> None:
     """What arrives for a request that is over lands nowhere, whoever has its pages now."""
     request = lab.request(4 * SIZE + 5)
-    lab.departures.add(ROOM)
-    lab.expect(request)
-    lab.send(request)
+    begin(lab, request)
     lab.link.deliver([Stream.ANCHOR])
     lab.pump()
     lab.arrivals.admit(ROOM, request.decode_pages[-1])
@@ -128,22 +126,19 @@ def test_freed_pages_end_a_transfer_unharmed(lab) -> None:
     assert lab.decode.residuals.table.num_in(ResidualState.ABSENT) == 13
     assert lab.arrivals.failure(ROOM) is None
     # The same room and pages, again.
-    again = lab.request_again = request
     lab.link.offers.clear()
     lab.link.to_sender.append(TransferEnded(ROOM, NOT_NEEDED))
     lab.departures.pump()
     assert lab.departures.of(ROOM).ended == ""
     lab.departures.forget(ROOM)
-    run(lab, again)
-    lab.arrivals.admit(ROOM, again.decode_pages[-1])
-    assert_equal(lab.target(again), (again.k, again.v))
+    run(lab, request)
+    lab.arrivals.admit(ROOM, request.decode_pages[-1])
+    assert_equal(lab.target(request), (request.k, request.v))
 
 
 def test_a_failure_is_told_and_leaves_nothing(lab) -> None:
     request = lab.request(4 * SIZE + 5)
-    lab.departures.add(ROOM)
-    lab.expect(request)
-    lab.send(request)
+    begin(lab, request)
     lab.link.deliver([Stream.ANCHOR])
     lab.pump()
     lab.link.to_receiver.append(TransferFailed(ROOM, "the sender was silent for 31.0 s"))
@@ -158,11 +153,8 @@ def test_a_failure_is_told_and_leaves_nothing(lab) -> None:
 
 @pytest.mark.parametrize("stream", list(Stream))
 def test_a_page_of_another_size_fails_its_request_alone(lab, stream) -> None:
-    requests = {room: lab.request(2 * SIZE + 5, seed=room) for room in (ROOM,)}
-    request = requests[ROOM]
-    lab.departures.add(ROOM)
-    lab.expect(request)
-    lab.send(request)
+    request = lab.request(2 * SIZE + 5)
+    begin(lab, request)
     key = SegmentKey(ROOM, stream, 0, 0)
     lab.link.offers[key] = lab.link.offers[key][:-1]
     lab.link.deliver()
@@ -199,15 +191,33 @@ def test_handovers_of_others_are_refused(lab) -> None:
             lab.format.decode(spoiled)
 
 
-def test_another_prompt_is_noticed_by_its_length(lab) -> None:
-    """A request that failed on the prefill server alone is computed there as a prompt of one token.
-    Nothing else of it need differ: both have one page."""
-    request = lab.request(1)
+OTHER = "the prefill server was given another prompt of the same length"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "asked", "wrong"),
+    [
+        # A request that failed on the prefill server alone is computed there as a prompt of one
+        # token. Nothing else of it need differ: both have one page.
+        (1, range(SIZE), f"the prefill server sent KV of 1 tokens for a prompt of {SIZE}"),
+        (SIZE + 3, [99, *range(1, SIZE + 3)], OTHER),
+        (SIZE + 3, [*range(SIZE), 99, *range(SIZE + 1, SIZE + 3)], OTHER),
+        (SIZE + 3, [*range(SIZE + 2), 99], OTHER),
+    ],
+    ids=["length", "first token", "last page", "last token"],
+)
+def test_another_prompt_is_noticed(lab, num_tokens, asked, wrong) -> None:
+    request = lab.request(num_tokens)
     run(lab, request)
     assert lab.arrivals.is_draftable(ROOM)
-    assert lab.arrivals.wrong_length(ROOM, 1) is None
-    wrong = lab.arrivals.wrong_length(ROOM, SIZE)
-    assert wrong == f"the prefill server sent KV of 1 tokens for a prompt of {SIZE}"
+    assert lab.arrivals.wrong_prompt(ROOM, request.token_ids) is None
+    assert lab.arrivals.wrong_prompt(ROOM, asked) == wrong
+
+
+def test_prompts_of_unknown_rooms_are_not_noted(lab) -> None:
+    """Those of SGLang's warm-up."""
+    lab.departures.note_prompt(ROOM, [1, 2])
+    assert lab.departures.add(ROOM).prompt is None
 
 
 def test_nothing_is_sent_of_a_request_that_was_given_up(lab) -> None:
@@ -223,9 +233,7 @@ def test_nothing_is_sent_of_a_request_that_was_given_up(lab) -> None:
 
 def test_what_is_not_complete_can_be_failed_together(lab) -> None:
     request = lab.request(2 * SIZE + 1)
-    lab.departures.add(ROOM)
-    lab.expect(request)
-    lab.send(request)
+    begin(lab, request)
     lab.link.deliver([Stream.ANCHOR])
     lab.pump()
     lab.arrivals.fail_all("the weights changed")
