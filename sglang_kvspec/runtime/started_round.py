@@ -17,9 +17,9 @@ from sglang_kvspec.runtime.request_state import RequestState
 class StartedRound:
     """Request i is states[i] and drafts lens[i] tokens more. timer: runs while it does. begun_at:
     time.perf_counter() when the device was first told of its steps. between_s: for which it had
-    waited for that since the last round, None where that is not known. num_steps: what the timer's seconds
-    are of, also where the requests with the most have left. is_held_up: other forwards came before
-    it could end. plan: who verifies and what is fetched for that, None where everybody does.
+    waited for that since the last round, None where that is not known. num_steps: what the timer's
+    seconds are of, also where the requests with the most have left. is_held_up: other forwards came
+    before it could end. plan: who verifies and what is fetched for that, None where everybody does.
     num_verified: of a round that is over, drafts that each request had verified.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
