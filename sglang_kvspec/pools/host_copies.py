@@ -1,15 +1,16 @@
 """Pages of residuals between the cache on a GPU and the pinned store on its host.
 
-One copy moves all layers of a page, since both sides hold them in one run of memory: the copy
-engines do it at the speed of the link, beside the kernels and without taking multiprocessors from
-them, and the CPU makes one call a page. A forward that need not wait for whole pages has them layer
-by layer, by a small kernel that reads the pinned memory, all pages of a layer in one launch.
+One copy moves all layers of a page, and of pages that are neighbours on both sides, since all that
+lies in one run of memory: the copy engines do it at the speed of the link, beside the kernels and
+without taking multiprocessors from them, and the CPU makes one call a run. A forward that need not
+wait for whole pages has them layer by layer, by a small kernel that reads the pinned memory, all
+pages of a layer in one launch.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -49,7 +50,12 @@ class HostCopies:
         # A fetch may still read one of these rows: of a page that was freed meanwhile, for nobody.
         lane = self._lanes.to_host
         lane.wait(self._lanes.main.mark())
-        lane.copy([(self._store.page(page), self._cache.page(slot)) for page, slot in pairs])
+        lane.copy(
+            [
+                (self._store.run(page, count), self._cache.run(slot, count))
+                for page, slot, count in _runs(pairs)
+            ]
+        )
         done = lane.mark()
         for page, slot in pairs:
             self._row_written[page] = done
@@ -61,10 +67,14 @@ class HostCopies:
         lane = self._fetching_lane(pairs)
         # Behind the fences: waiting for them is not the link's time.
         begun = lane.mark(timed=True)
-        lane.copy([(self._cache.page(slot), self._store.page(page)) for page, slot in pairs])
+        lane.copy(
+            [
+                (self._cache.run(slot, count), self._store.run(page, count))
+                for page, slot, count in _runs(pairs)
+            ]
+        )
         done = lane.mark(timed=True)
-        num_bytes = sum(self._cache.page(slot).nbytes for _, slot in pairs)
-        self._timed.append((num_bytes, begun, done))
+        self._timed.append((len(pairs) * self._cache.run(0, 1).nbytes, begun, done))
         self._slot_uses |= {slot: [done] for _, slot in pairs}
         return done
 
@@ -110,6 +120,21 @@ class HostCopies:
 
     def _pop_uses(self, slots: Iterable[int]) -> list[Event]:
         return [event for slot in slots for event in self._slot_uses.pop(slot, ())]
+
+
+def _runs(pairs: Iterable[Pair]) -> Iterator[tuple[int, int, int]]:
+    """(page, slot, count) for the longest runs of pages that are neighbours like their slots."""
+    first: Pair | None = None
+    count = 0
+    for page, slot in sorted(pairs):
+        if first is not None and (page, slot) == (first[0] + count, first[1] + count):
+            count += 1
+            continue
+        if first is not None:
+            yield (*first, count)
+        first, count = (page, slot), 1
+    if first is not None:
+        yield (*first, count)
 
 
 def _wait(lane: Lane, events: Iterable[Event | None]) -> None:

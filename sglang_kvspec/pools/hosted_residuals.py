@@ -148,12 +148,13 @@ class HostedResiduals(ResidualTiers):
 
     def _claim(self, pages: Sequence[int]) -> list[tuple[int, int]]:
         """These pages, whose copy is about to start, with their slots."""
+        pages = sorted(pages)
         for page in pages:
             self.table.advance(page, ResidualState.FETCHING)
             self._last_use[page] = self._now
         self._moved.update(pages)
         self.bytes_fetched += self.page_bytes * len(pages)
-        return [(page, self.cache_slots.acquire(page)) for page in pages]
+        return list(zip(pages, self.cache_slots.acquire_all(pages), strict=True))
 
     def finish_fetches(self) -> None:
         """Make pages RESIDENT whose copy is done; others stay on their way."""
@@ -171,9 +172,11 @@ class HostedResiduals(ResidualTiers):
             self._wait_for([page for page in dict.fromkeys(pages) if page in self._arrivals])
 
     def evict(self, pages: Iterable[int]) -> None:
-        for page in set(pages):
+        pages = set(pages)
+        for page in pages:
             self.table.advance(page, ResidualState.STORED)
-            self._take_slot(page)
+            self._arrivals.pop(page, None)
+        self.cache_slots.release_all(pages)
 
     def release(self, page: int) -> None:
         self.table.release(page)
@@ -189,7 +192,7 @@ class HostedResiduals(ResidualTiers):
 
     def _give_slots(self, pages: Sequence[int]) -> None:
         self._make_room(len(pages))
-        slots = [self.cache_slots.acquire(page) for page in pages]
+        slots = self.cache_slots.acquire_all(sorted(pages))
         self._moved.update(pages)
         for page in pages:
             self._last_use[page] = self._now

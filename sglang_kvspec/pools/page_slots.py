@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -47,6 +47,30 @@ class PageSlots:
         self.table[page] = slot
         return slot
 
+    def acquire_all(self, pages: Sequence[int]) -> list[int]:
+        """Give each of these pages a slot, in ascending order, so that neighbours among the pages
+        are neighbours in memory where that is possible. Raises CapacityError, and gives none, when
+        too few are free."""
+        if len(pages) > self.num_free:
+            raise CapacityError(
+                f"no free slot for {len(pages) - self.num_free} of {len(pages)} pages: all "
+                f"{self.num_slots} are taken"
+            )
+        assert self._slot_of_page.keys().isdisjoint(pages), "a page has a slot already"
+        assert len(set(pages)) == len(pages), "a page is named twice"
+        first = self.num_free - len(pages)
+        slots = sorted(self._free[first:])
+        del self._free[first:]
+        self._slot_of_page.update(zip(pages, slots, strict=True))
+        self.table[list(pages)] = torch.tensor(slots, dtype=torch.int64, device=self.table.device)
+        return slots
+
+    def release_all(self, pages: Iterable[int]) -> None:
+        """Take back the slots of these pages, those that have one."""
+        held = [page for page in dict.fromkeys(pages) if page in self._slot_of_page]
+        self._free += [self._slot_of_page.pop(page) for page in held]
+        self.table[held] = -1
+
     def release(self, page: int) -> bool:
         """Take the slot of `page` back; False when it had none."""
         slot = self._slot_of_page.pop(page, None)
@@ -84,8 +108,15 @@ class OwnSlots(PageSlots):
         self._slot_of_page[page] = page - 1
         return page - 1
 
+    def acquire_all(self, pages: Sequence[int]) -> list[int]:
+        return [self.acquire(page) for page in pages]
+
     def release(self, page: int) -> bool:
         return self._slot_of_page.pop(page, None) is not None
+
+    def release_all(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self.release(page)
 
     def check_integrity(self) -> None:
         assert all(slot == page - 1 for page, slot in self._slot_of_page.items())

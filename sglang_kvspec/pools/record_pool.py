@@ -68,6 +68,12 @@ class RecordPool:
         assert self._pages is not None, "the pool is not by page"
         return self._pages[slot]
 
+    def run(self, slot: int, count: int) -> torch.Tensor:
+        """page() of `count` slots from `slot` on, as one: [count, num_layers, num_kv_heads,
+        record_bytes]."""
+        assert self._pages is not None, "the pool is not by page"
+        return self._pages[slot : slot + count]
+
     def write(self, layer: int, slots: torch.Tensor, records: torch.Tensor) -> None:
         """Store records [N, num_kv_heads, record_bytes] at slots [N] of a layer."""
         self._layers[layer].index_copy_(0, slots, records)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from sglang_kvspec.pools.host_copies import HostCopies
-from sglang_kvspec.pools.lanes import PromptLane, make_lanes
+from sglang_kvspec.pools.lanes import Lanes, PromptLane, make_lanes
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.testing.streams import ModelStreams
 
@@ -24,6 +24,33 @@ def pool(num_slots):
     for slot in range(num_slots):
         made.page(slot).fill_(255)
     return made
+
+
+class Watched(PromptLane):
+    """Remembers how much each copy moved."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def copy(self, copies):
+        super().copy(copies)
+        self.sizes += [target.shape[0] for target, _ in copies]
+
+
+def test_neighbours_are_copied_at_once():
+    lanes = Lanes(PromptLane(), Watched(), Watched())
+    cache, store = pool(8), pool(8)
+    for page in range(8):
+        store.page(page).fill_(page)
+    copies = HostCopies(cache, store, lanes)
+    copies.fetch([(4, 1), (2, 5), (3, 6), (5, 2), (7, 0), (6, 3)])
+    assert lanes.to_device.sizes == [2, 3, 1]
+    found = [int(cache.page(slot)[0, 0, 0]) for slot in range(7)]
+    assert found == [7, 4, 5, 6, 255, 2, 3]
+    assert copies.take_fetch_times()[0][0] == 6 * cache.page(0).nbytes
+    copies.copy_out([(0, 5), (1, 6)])
+    assert lanes.to_host.sizes == [2]
+    assert int(store.page(1)[0, 0, 0]) == 3
 
 
 class CopyMachine(RuleBasedStateMachine):
@@ -196,7 +223,7 @@ def test_fetches_are_timed_without_their_fences_and_only_once_they_are_over():
     # A step of the model's lanes takes a second; the fetch waits for seven of them.
     for _ in range(7):
         streams.main.do(lambda: None)
-    copies.fetch([(0, 0), (1, 1)])
+    copies.fetch([(0, 1), (1, 0)])
     copies.fetch([(2, 2)])
     assert copies.take_fetch_times() == []
     while streams.main.step():

@@ -39,6 +39,39 @@ def test_behaves_like_an_ordered_dict_of_bounded_size(num_slots, steps):
         assert slots.table.tolist() == [model.get(page, -1) for page in range(9)]
 
 
+@pytest.mark.parametrize("make", [PageSlots, lambda n, _, device: OwnSlots(n, device)])
+@given(groups=st.lists(st.tuples(st.booleans(), st.sets(st.integers(1, 8))), max_size=20))
+def test_many_at_once_are_as_many_one_by_one(make, groups):
+    slots = make(8, 5, CPU)
+    held: set[int] = set()
+    for acquire, group in groups:
+        pages = sorted(group)
+        if not acquire:
+            slots.release_all(pages)
+            held -= group
+        elif group & held:
+            continue
+        elif len(pages) > slots.num_free:
+            with pytest.raises(CapacityError, match="are taken"):
+                slots.acquire_all(pages)
+        else:
+            given_out = slots.acquire_all(pages)
+            assert given_out == sorted(given_out) == [slots.slot_of(page) for page in pages]
+            held |= group
+        slots.check_integrity()
+        assert set(slots) == held
+
+
+def test_a_page_that_has_a_slot_gets_no_other():
+    slots = PageSlots(8, 5, CPU)
+    slots.acquire(3)
+    with pytest.raises(AssertionError, match="has a slot already"):
+        slots.acquire_all([2, 3])
+    with pytest.raises(AssertionError, match="named twice"):
+        slots.acquire_all([2, 2])
+    slots.check_integrity()
+
+
 def test_slots_are_distinct_and_in_range():
     slots = PageSlots(10, 4, CPU)
     assert sorted(slots.acquire(page) for page in (0, 10, 3, 7)) == [0, 1, 2, 3]
