@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from serving.systems import SYSTEMS
+
+MOST_COLUMNS = 4
 # Place and system to (concurrency, tokens/s, half width of its 95% interval).
 Curves = dict[str, dict[str, list[tuple[int, float, float]]]]
 
@@ -17,16 +20,24 @@ def draw_curves(curves: Curves, note: str, path: Path) -> None:
 
     if not curves:
         return
-    size = (1 + 3.2 * len(curves), 3.6)
-    figure, axes = plt.subplots(1, len(curves), figsize=size, dpi=150, squeeze=False)
-    for axis, (place, systems) in zip(axes[0], curves.items(), strict=True):
+    columns = min(len(curves), MOST_COLUMNS)
+    rows = -(-len(curves) // columns)
+    size = (1 + 3.2 * columns, 0.4 + 3.2 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False)
+    # One colour a system in all panels, whichever of them a panel has.
+    colours = {system: f"C{index}" for index, system in enumerate(SYSTEMS)}
+    for axis in axes.flat[len(curves) :]:
+        axis.remove()
+    for axis, (place, systems) in zip(axes.flat, curves.items(), strict=False):
         for system, found in systems.items():
             at, rates, spreads = zip(*found, strict=True)
-            axis.errorbar(at, rates, spreads, marker="o", markersize=3, capsize=2, label=system)
+            style = {"marker": "o", "markersize": 3, "capsize": 2, "color": colours[system]}
+            axis.errorbar(at, rates, spreads, label=system, **style)
         axis.set(title=place, xlabel="requests at once", xlim=(0, None), ylim=(0, None))
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, loc="lower right")
-    axes[0][0].set_ylabel("decode tokens/s")
+    for row in axes:
+        row[0].set_ylabel("decode tokens/s")
     figure.suptitle(note, fontsize=7)
     figure.tight_layout()
     figure.savefig(path)
