@@ -47,6 +47,10 @@ LAYERS: Mapping[str, Layer] = {
     "sglang_kvspec.compressors": Layer(_CODECS, None),
     "sglang_kvspec.pools": Layer(_MEMORY, None),
     "sglang_kvspec.transport": Layer(_MEMORY, None),
+    # A command above the wire: pools' prefix stores behind a socket.
+    "sglang_kvspec.transport.prefix_server": Layer(
+        (*_MEMORY, "sglang_kvspec.pools", "sglang_kvspec.transport"), None
+    ),
     "sglang_kvspec.runtime": Layer(_RUNTIME, None),
     "sglang_kvspec.adapters": Layer(_ADAPTERS, None, sglang=True),
     "sglang_kvspec.plugin": Layer(("sglang_kvspec", "kvspec_patches"), None, sglang=True),
