@@ -53,8 +53,8 @@ def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         )
     if config.keeps_prefixes and mode == "decode":
         raise UnsupportedError(
-            "--kvspec-prefix-host-gb and --kvspec-prefix-dir have no effect on a decode server, "
-            "which keeps no prefixes: give them to the prefill server"
+            "--kvspec-prefix-host-gb, --kvspec-prefix-dir and --kvspec-prefix-server have no "
+            "effect on a decode server, which keeps no prefixes: give them to the prefill server"
         )
 
 

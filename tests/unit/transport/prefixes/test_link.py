@@ -1,4 +1,4 @@
-"""What one server publishes another fetches as it was, whatever happens to the link or the store."""
+"""What one server publishes another fetches as it was, whatever happens to link and store."""
 
 from __future__ import annotations
 
