@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from kvspec_kernels.formats import FORMAT_VERSION
+from kvspec_kernels.format_version import FORMAT_VERSION
 from sglang_kvspec.core.errors import ConfigError, PrefixStoreError
 from sglang_kvspec.pools.prefix_store import PrefixStore, StoreIdentity, StoreLimits, open_store
 from sglang_kvspec.pools.prefix_store.identity import IDENTITY_FILE, STORE_VERSION
