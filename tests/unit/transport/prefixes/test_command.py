@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -60,10 +60,29 @@ class Process:
         self.port = self.address.rpartition(":")[2]
 
     def end(self, number: signal.Signals) -> str:
-        """What it said before it ended."""
+        """What it said before it ended; nothing where it had ended before."""
+        if self._process.returncode is not None:
+            return ""
         self._process.send_signal(number)
         said, _ = self._process.communicate(timeout=DEADLINE_S)
         return said
+
+
+StartProcess = Callable[..., Process]
+
+
+@pytest.fixture
+def start() -> Iterator[StartProcess]:
+    """Starts prefix servers that end with the test."""
+    started: list[Process] = []
+
+    def make(*arguments: object, **options: str) -> Process:
+        started.append(Process(*arguments, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.end(signal.SIGKILL)
 
 
 def connected(loop: StoreLoop) -> StoreLoop:
@@ -112,8 +131,8 @@ def num_fetched(loop: StoreLoop) -> int:
     return len(pages)
 
 
-def test_prefixes_outlive_the_process_that_kept_them(tmp_path: Path) -> None:
-    server = Process(tmp_path)
+def test_prefixes_outlive_the_process_that_kept_them(tmp_path: Path, start: StartProcess) -> None:
+    server = start(tmp_path)
     with dial(server.address) as loop:
         publish(connected(loop))
         fetch(connected(loop))
@@ -124,13 +143,12 @@ def test_prefixes_outlive_the_process_that_kept_them(tmp_path: Path) -> None:
         while loop.is_live:
             assert monotonic() < deadline_s
             loop.take_events(0.01)
-        server = Process(tmp_path, port=server.port)
+        server = start(tmp_path, port=server.port)
         fetch(connected(loop))
         server.end(signal.SIGKILL)
-        server = Process(tmp_path, port=server.port)
+        server = start(tmp_path, port=server.port)
         assert num_fetched(loop) in (0, 3)
         fetch(connected(loop))
-        server.end(signal.SIGKILL)
 
 
 @pytest.fixture
@@ -147,14 +165,15 @@ def keys(tmp_path: Path) -> Iterator[dict[str, Path]]:
 
 
 @pytest.mark.skipif(not zmq.has("curve"), reason="libzmq without CURVE")
-def test_only_servers_whose_keys_are_listed_get_in(tmp_path: Path, keys: dict[str, Path]) -> None:
-    server = Process(tmp_path / "prefixes", "--keys", str(keys["store"]))
+def test_only_servers_whose_keys_are_listed_get_in(
+    tmp_path: Path, keys: dict[str, Path], start: StartProcess
+) -> None:
+    server = start(tmp_path / "prefixes", "--keys", str(keys["store"]))
     known, stranger = (load_keys("--x", str(keys[name])) for name in ("server", "stranger"))
     with dial(server.address, stranger) as outside, dial(server.address, known) as inside:
         publish(connected(inside))
         fetch(inside)
         assert not outside.is_live
-    server.end(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +196,13 @@ def test_bad_arguments(
     assert expected in capsys.readouterr().err
 
 
-def test_a_folder_has_one_prefix_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    server = Process(tmp_path)
+def test_a_folder_has_one_prefix_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: StartProcess
+) -> None:
+    start(tmp_path)
     with pytest.raises(SystemExit):
         command.main(["--dir", str(tmp_path), "--port", "0"])
     assert "is being written by process" in capsys.readouterr().err
-    server.end(signal.SIGKILL)
 
 
 def test_keys_need_a_secret_and_a_peer(keys: dict[str, Path]) -> None:
