@@ -269,6 +269,12 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
         ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
         ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
         ({}, {}, (8, 0), "this one has 8.0"),
+        (
+            {"prefix_server": "tcp://127.0.0.1:5"},
+            {},
+            (9, 0),
+            "--kvspec-prefix-server keep prefixes of a server on the CPU only",
+        ),
     ],
 )
 def test_what_a_gpu_cannot_serve_yet(
