@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from sglang_kvspec.transport.frames import Stream
+from sglang_kvspec.transport.prefix_server.outbox import MAX_UNSENT_BYTES
 from sglang_kvspec.transport.prefix_server.testing import (
     LAYOUT,
     TICK_S,
@@ -19,11 +20,20 @@ from sglang_kvspec.transport.prefix_server.testing import (
     residual_of,
 )
 from sglang_kvspec.transport.prefixes import LookupEnded, PageFetched, PublishEnded
-from sglang_kvspec.transport.prefixes.frames import STORE_WIRE, Gone, Piece, Seek
+from sglang_kvspec.transport.prefixes.frames import (
+    STORE_PIECE_BYTES,
+    STORE_WIRE,
+    Admit,
+    Deny,
+    Fetch,
+    Gone,
+    Piece,
+    Seek,
+)
 from sglang_kvspec.transport.session import LinkState
 from sglang_kvspec.transport.shaping import TokenBucket
 from sglang_kvspec.transport.testing.network import SENDER
-from sglang_kvspec.transport.wire import Drop
+from sglang_kvspec.transport.wire import Drop, FrameError
 
 PAGE_BYTES = LAYOUT.anchor_page_bytes + LAYOUT.residual_page_bytes
 
@@ -242,3 +252,71 @@ def test_answers_that_nobody_asked_for_change_nothing(stocked: Rig) -> None:
     assert fetched(stocked, "a", links) == (3, None)
     dropped = client.counters.dropped
     assert dropped == {Drop.UNKNOWN: 4, Drop.FOREIGN: 2}
+
+
+def test_a_store_believes_no_other_session(stocked: Rig) -> None:
+    client = stocked.clients["a"]
+    client._session += 1
+    stocked.seek("a", 1, links_of(1))
+    stocked.run(4)
+    assert stocked.take("a") == [LookupEnded(1, 0, "the store has started anew")]
+    assert stocked.server.counters.lookups == 0
+    assert stocked.server.link_counters.dropped == {Drop.FOREIGN: 1}
+    assert client.state is LinkState.LIVE
+
+
+def test_an_answer_to_an_older_greeting_is_not_taken(rig: Rig) -> None:
+    client = rig.add("a")
+    for frame in (Admit(client._nonce + 1, 77), Deny(client._nonce + 1, "no")):
+        rig.network.ports[b"a"].inbox.append((b"", [STORE_WIRE.encode(frame)]))
+        client.step()
+        assert client.state is LinkState.GREETING
+    assert client.counters.dropped == {Drop.FOREIGN: 2}
+
+
+def test_pages_are_published_one_by_one_and_whole(stocked: Rig) -> None:
+    """What is not, is dropped without an answer, and known by that of the next."""
+    links, client = links_of(8, 9), stocked.clients["a"]
+    content = memoryview(anchor_of(links[0]) + residual_of(links[0]))
+    two, half = chain_of(links), chain_of(links[:1])._replace(tokens=links[0].tokens[:-8])
+    for number, chain in ((10, two), (11, half), (12, chain_of(links[:1]))):
+        client.publish(number, chain, content)
+    stocked.run()
+    kept = [(event.upload, event.is_kept) for event in stocked.take("a")]  # type: ignore[union-attr]
+    assert kept == [(10, False), (11, False), (12, True)]
+    assert stocked.server.link_counters.dropped[Drop.MISPLACED] == 2
+    assert stocked.server.counters.pages_kept == 6 + 1
+
+
+def test_a_server_that_asks_for_too_much_is_not_served(stocked: Rig) -> None:
+    peer = stocked.server._peers.items()[0][1]
+    pages = ((links_of(1)[0].key, 0),) * 256
+    frame = Fetch(peer.session, 1, Stream.ANCHOR, 0, pages)
+    for _ in range(16):
+        peer.outbox.ask(frame)
+    with pytest.raises(FrameError) as caught:
+        peer.outbox.ask(frame)
+    assert caught.value.drop is Drop.NO_ROOM
+
+
+def test_what_the_network_does_not_take_waits_in_the_store(stocked: Rig) -> None:
+    """Of six pages no more is handed over than may be unsent, anchors first."""
+    stocked.seek("a", 1, links_of(1, 2, 3, 4, 5, 6))
+    for _ in range(4):
+        stocked.clients["a"].step()
+        for message in list(stocked.network.ports[b"a"].outbox):
+            stocked.network.ports[SENDER].inbox.append((b"a", [message.head]))
+        stocked.network.ports[b"a"].outbox.clear()
+        for _ in range(10):
+            stocked.server.step()
+        found = [m for m in stocked.network.ports[SENDER].outbox if m.payload is None]
+        for message in found:
+            stocked.network.ports[SENDER].outbox.remove(message)
+            stocked.network.ports[b"a"].inbox.append((b"", [message.head]))
+    handed = [m for m in stocked.network.ports[SENDER].outbox if m.payload is not None]
+    frames = [STORE_WIRE.decode([m.head, bytes(m.payload)])[0] for m in handed]
+    unsent = sum(len(m.payload) for m in handed)
+    assert MAX_UNSENT_BYTES <= unsent < MAX_UNSENT_BYTES + STORE_PIECE_BYTES
+    streams = [frame.stream for frame in frames]  # type: ignore[union-attr]
+    assert streams == sorted(streams)
+    assert streams.count(Stream.ANCHOR) == 6 * 2
