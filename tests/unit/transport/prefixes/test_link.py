@@ -286,6 +286,10 @@ def test_pages_are_published_one_by_one_and_whole(stocked: Rig) -> None:
     assert kept == [(10, False), (11, False), (12, True)]
     assert stocked.server.link_counters.dropped[Drop.MISPLACED] == 2
     assert stocked.server.counters.pages_kept == 6 + 1
+    client.seek(1, chain_of(links)._replace(tokens=links[0].tokens + b"8 bytes."), [links[0].key])
+    stocked.run(2)
+    assert stocked.server.link_counters.dropped[Drop.MISPLACED] == 3
+    assert stocked.server.counters.lookups == 0
 
 
 def test_a_server_that_asks_for_too_much_is_not_served(stocked: Rig) -> None:
