@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ LAYERS: Mapping[str, Layer] = {
     "sglang_kvspec.compressors": Layer(_CODECS, None),
     "sglang_kvspec.pools": Layer(_MEMORY, None),
     "sglang_kvspec.transport": Layer(_MEMORY, None),
+    # A command above the wire: pools' prefix stores behind a socket.
+    "sglang_kvspec.transport.prefix_server": Layer(
+        (*_MEMORY, "sglang_kvspec.pools", "sglang_kvspec.transport"), None
+    ),
     "sglang_kvspec.runtime": Layer(_RUNTIME, None),
     "sglang_kvspec.adapters": Layer(_ADAPTERS, None, sglang=True),
     "sglang_kvspec.plugin": Layer(("sglang_kvspec", "kvspec_patches"), None, sglang=True),
@@ -204,6 +209,16 @@ def test_pure_layers_do_not_reach_torch_or_sglang(layer: str) -> None:
     for module in (name for name in imports if _is_within(name, layer)):
         loaded = {name.partition(".")[0] for name in reachable(module, imports)}
         assert not loaded & {"torch", "triton", "sglang"}, module
+
+
+def test_a_prefix_server_starts_without_torch() -> None:
+    """Its imports reach torch, for types only; the command must start at once, anywhere."""
+    code = "import sys, sglang_kvspec.transport.prefix_server.__main__; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "sglang_kvspec.pools.prefix_store.store" in loaded
+    assert not {"torch", "triton", "sglang"} & set(loaded)
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,6 @@ from typing import Literal, get_args
 
 import torch
 
-# Raised by one whenever the bytes of a record change meaning; transports exchange it on connect.
-FORMAT_VERSION = 2
-
 PAGE_STEP = 32
 MAX_PAGE_SIZE = 256
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16

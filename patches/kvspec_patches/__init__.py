@@ -47,6 +47,7 @@ MANIFEST = (
     "internal_state",
     "request_check",
     "spec_meta_info",
+    "cached_tokens",
 )
 
 _registered: set[str] = set()

@@ -1,4 +1,4 @@
-"""Scheduler.on_idle: a prefill or decode server that only waits for its links does not spin.
+"""Scheduler.on_idle: a server that only waits for its links does not spin.
 
 SGLang 0.5.17 polls transfers as fast as it can while no batch runs, which takes the core from the
 thread that moves the bytes. Remove when it waits for transfer backends.
@@ -14,6 +14,8 @@ SCOPE = "kvspec"
 
 
 def hook(result: None, self: Any) -> None:
-    from sglang_kvspec.adapters.transfer.decoding import wait_when_idle
+    from sglang_kvspec.adapters import prefix_link
+    from sglang_kvspec.adapters.transfer import decoding
 
-    wait_when_idle(self)
+    decoding.wait_when_idle(self)
+    prefix_link.wait_when_idle(self)

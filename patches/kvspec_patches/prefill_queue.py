@@ -1,18 +1,23 @@
-"""Scheduler.get_new_batch_prefill: notes how many requests wait.
+"""Scheduler.get_new_batch_prefill: requests wait for prefixes on their way, and are counted.
 
-SGLang 0.5.17. Remove when SGLang says what its queue waits for.
+SGLang 0.5.17 waits so for its own hierarchical cache only. Remove when prefix caches can say whom
+to wait for, and SGLang what its queue waits for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 TARGET = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
-KIND = "after"
+KIND = "around"
 SCOPE = "kvspec"
 
 
-def hook(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def hook(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_kvspec.adapters.prefix_link import new_batch
     from sglang_kvspec.adapters.scheduling import pressure_of
 
+    result = new_batch(original, self, args, kwargs)
     pressure_of(self.token_to_kv_pool_allocator).note_queue(len(self.waiting_queue))
+    return result

@@ -58,8 +58,10 @@ def _transfer(state: Any, meta_info: dict[str, Any]) -> dict[str, Any]:
 def _hit_tokens(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, int]:
     """By tier. SGLang has no entry of requests without a hit."""
     found = (details and details[i]) or {}
+    remote = found.get("remote", 0)
     return {
         "resident": found.get("device", 0),
         "host": found.get("host", 0),
-        "disk": found.get("storage", 0),
+        "disk": found.get("storage", 0) - remote,
+        "remote": remote,
     }

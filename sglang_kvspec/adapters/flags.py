@@ -9,6 +9,8 @@ from typing import Any
 from sglang_kvspec.core.config import (
     AUTO_DRAFT_LEN,
     DEFAULT_PREFIX_GB,
+    DEFAULT_PREFIX_WAIT_MS,
+    DEFAULT_PUBLISH_GBPS,
     MAX_DRAFT_LEN,
     KVSpecConfig,
 )
@@ -86,7 +88,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="GiB that a model's prefixes may take in --kvspec-prefix-dir "
         f"(default: {DEFAULT_PREFIX_GB:g})",
     )
+    _add_prefix_server_flags(group)
     _add_transfer_flags(group)
+
+
+def _add_prefix_server_flags(group: argparse._ArgumentGroup) -> None:
+    """What matters where several servers share prefixes."""
+    group.add_argument(
+        "--kvspec-prefix-server",
+        metavar="tcp://HOST:PORT",
+        help="where `python -m sglang_kvspec.transport.prefix_server` keeps prefixes of several "
+        "servers of the same model (default: none)",
+    )
+    group.add_argument(
+        "--kvspec-prefix-server-keys",
+        metavar="DIR",
+        help="folder with this server's CURVE certificate, own.key_secret, and the prefix "
+        "server's, peers/*.key; needed off loopback (default: none)",
+    )
+    group.add_argument(
+        "--kvspec-prefix-publish-gbps",
+        metavar="G",
+        help="GB/s (1e9 bytes) of its finished prefixes that a server sends there at most; 0 for "
+        f"none (default: {DEFAULT_PUBLISH_GBPS:g})",
+    )
+    group.add_argument(
+        "--kvspec-prefix-wait-ms",
+        metavar="MS",
+        help="how long a request waits for pages from there at most "
+        f"(default: {DEFAULT_PREFIX_WAIT_MS:g})",
+    )
 
 
 def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
@@ -154,6 +185,8 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "residual_hbm_fraction": float,
     "prefix_host_gb": float,
     "prefix_gb": float,
+    "prefix_publish_gbps": float,
+    "prefix_wait_ms": float,
     "link_gbps": float,
 }
 

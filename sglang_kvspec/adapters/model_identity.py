@@ -32,6 +32,25 @@ def fingerprint(model_config: Any, model: torch.nn.Module) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+def portable_fingerprint(model_config: Any, model: torch.nn.Module) -> str:
+    """The same of a model wherever it lies, and whatever computes it: see versions_of_kv()."""
+    config = model_config.hf_config.to_dict()
+    config.pop("_name_or_path", None)
+    facts = {
+        "config": config,
+        "dtype": str(model_config.dtype),
+        "weights": hash_of_weights(model),
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def versions_of_kv() -> str:
+    """What two servers that use each other's KV must have alike."""
+    names = ("sglang-kvspec", *_VERSIONED)
+    return ", ".join(f"{name} {metadata.version(name)}" for name in names)
+
+
 def hash_of_weights(model: torch.nn.Module) -> str:
     """Of names, shapes and bytes of all that a model is saved with. Buffers that it computes for
     itself follow from its configuration, and some are as long as a server's drafts want them."""

@@ -17,7 +17,8 @@ from sglang.srt.mem_cache.registry import (
 from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.model_identity import fingerprint
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
-from sglang_kvspec.adapters.server_args import PREFIX_CACHE
+from sglang_kvspec.adapters.prefix_flags import PREFIX_CACHE
+from sglang_kvspec.adapters.prefix_link import connect
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.units import GIB
 from sglang_kvspec.pools.prefix_store import (
@@ -56,17 +57,17 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     if not config.keeps_prefixes:
         return KVSpecRadixCache(ctx.params, pool.kv, PrefixTiers(pool.kv))
-    identity = StoreIdentity.of(
-        pool.kv.codec,
-        pool.kv.geometry,
-        model=fingerprint(ctx.model_config, ctx.tp_worker.model_runner.model),
-    )
-    pool.prefix_tiers = PrefixTiers(
-        pool.kv,
-        make_host=_host_maker(config, identity) if config.prefix_host_gb else None,
-        disk=_open_disk(config, identity) if config.prefix_dir else None,
-    )
-    return KVSpecRadixCache(ctx.params, pool.kv, pool.prefix_tiers)
+    runner = ctx.tp_worker.model_runner
+    host_maker = disk = remote = None
+    if config.prefix_host_gb or config.prefix_dir:
+        model = fingerprint(ctx.model_config, runner.model)
+        identity = StoreIdentity.of(pool.kv.codec, pool.kv.geometry, model=model)
+        host_maker = _host_maker(config, identity) if config.prefix_host_gb else None
+        disk = _open_disk(config, identity) if config.prefix_dir else None
+    if config.prefix_server is not None:
+        remote = connect(config, pool.kv, ctx.model_config, runner.model)
+    pool.prefix_tiers = PrefixTiers(pool.kv, host_maker, disk, remote)
+    return KVSpecRadixCache(ctx.params, pool.kv, pool.prefix_tiers, remote)
 
 
 def _host_maker(config: KVSpecConfig, identity: StoreIdentity) -> Callable[[], MemoryStore]:

@@ -17,9 +17,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sglang_kvspec.adapters import remote_hits
 from sglang_kvspec.pools.prefix_store import PageLink, chain_links
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
 
 # A server that is told to end waits this long for what is on its way to disk.
 CLOSE_TIMEOUT_S = 3.0
@@ -32,8 +34,16 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     SGLang has it loaded into pages of its own, which then are a node like any other.
     """
 
-    def __init__(self, params: Any, kv: TieredKV, tiers: PrefixTiers) -> None:
+    def __init__(
+        self,
+        params: Any,
+        kv: TieredKV,
+        tiers: PrefixTiers,
+        remote: RemotePrefixes | None = None,
+    ) -> None:
+        """remote: one of the tiers."""
         assert not params.is_eagle, "keys are tokens, not pairs of them"
+        self.remote = remote
         self._kv = kv
         self._tiers = tiers
         super().__init__(params)
@@ -53,6 +63,18 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         num_pages = self._tiers.num_loadable(links)
         return result._replace(host_hit_length=num_pages * self.page_size)
 
+    def ask_remote(self, req: Any) -> None:
+        """A request has come into the queue: have what no tier has of its prompt fetched."""
+        assert self.remote is not None
+        tokens = array("q", req.origin_input_ids) + array("q", req.output_ids)
+        # SGLang computes at least the last token.
+        key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
+        resident = super().match_prefix(MatchPrefixParams(key=key)).device_indices
+        links = self._links(key, skip=len(resident))
+        # With overridden embeddings its tokens do not say what its KV is.
+        is_plain = req.positional_embed_overrides is None
+        self.remote.ask(req.rid, links[self._tiers.num_local(links) :] if is_plain else [])
+
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
         """Bring back what match_prefix() found for a request, as far as it is still there and
         whole. Called with the node above locked, and room in SGLang's budget of tokens.
@@ -71,7 +93,9 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         slots = slots[:num_tokens]
         # What SGLang says of this request's hits, by tier.
         req.host_hit_length = num_tokens
-        req.storage_hit_length = loaded.num_from_disk * self.page_size
+        num_stored = loaded.num_from_disk + loaded.num_from_remote
+        req.storage_hit_length = num_stored * self.page_size
+        remote_hits.note(req, loaded.num_from_remote * self.page_size)
         node = params.best_match_node
         if num_tokens:
             inserted = self.insert(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.flags import PREFIX, parse_config, pending_flags
+from sglang_kvspec.adapters.prefix_flags import PREFIX_CACHE, check_prefix_tiers
 from sglang_kvspec.adapters.transfer_flags import check_plain_transfer, check_transfer_flags
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.core.units import GIB
 
 ATTENTION_BACKEND = "kvspec"
-PREFIX_CACHE = "kvspec"
 
 # What SGLang itself falls back to for speculative decoding; the recent window is sized by it.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -124,7 +122,7 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     _check_host_budget(config)
     check_transfer_flags(config, kwargs)
     if config.keeps_prefixes:
-        _check_prefix_tiers(config, kwargs)
+        check_prefix_tiers(config, kwargs)
 
 
 def check_cpu_flags(kwargs: dict[str, Any]) -> None:
@@ -156,8 +154,8 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         )
     if config.keeps_prefixes:
         raise UnsupportedError(
-            "--kvspec-prefix-host-gb and --kvspec-prefix-dir keep prefixes of a server on the CPU "
-            "only in this version"
+            "--kvspec-prefix-host-gb, --kvspec-prefix-dir and --kvspec-prefix-server keep prefixes "
+            "of a server on the CPU only in this version"
         )
     if kwargs.get("disaggregation_mode") not in (None, "null"):
         raise UnsupportedError(
@@ -208,35 +206,6 @@ def _check_host_budget(config: KVSpecConfig) -> None:
             raise ConfigError(
                 f"--kvspec-{name}-gb {asked_gb:g} is more than this machine's {total_gb:.1f} GiB"
             )
-
-
-def _check_prefix_tiers(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """For what the tiers of the prefix cache cannot be combined with."""
-    flag = "--kvspec-prefix-dir" if config.prefix_dir else "--kvspec-prefix-host-gb"
-    for name, fine in (
-        ("disable_radix_cache", (None, False)),
-        ("radix_cache_backend", (None, PREFIX_CACHE)),
-        # Ranks would have to agree on what each of them can still read.
-        ("tp_size", (None, 1)),
-    ):
-        value = kwargs.get(name)
-        if value not in fine:
-            raise UnsupportedError(
-                f"{_flag(name)} {value} cannot be combined with {flag} (allowed: "
-                f"{'leave it unset' if fine[1] is False else fine[1]})"
-            )
-    if config.prefix_dir is not None:
-        _check_folder("--kvspec-prefix-dir", Path(config.prefix_dir))
-
-
-def _check_folder(flag: str, folder: Path) -> None:
-    """Make it if there is none, before any weight is read."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{flag} {folder}: {error.strerror} (allowed: a folder)") from error
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {folder}: Permission denied (allowed: a folder to write to)")
 
 
 def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -51,10 +51,15 @@ def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--kvspec-schedule rounds cannot be combined with --disaggregation-mode {mode} "
             "(allowed: auto, staggered): requests whose residuals are late must not hold up others"
         )
+    if config.prefix_server is not None and mode == "prefill":
+        raise UnsupportedError(
+            "--kvspec-prefix-server cannot be combined with --disaggregation-mode prefill in this "
+            "version (allowed: --kvspec-prefix-host-gb, --kvspec-prefix-dir)"
+        )
     if config.keeps_prefixes and mode == "decode":
         raise UnsupportedError(
-            "--kvspec-prefix-host-gb and --kvspec-prefix-dir have no effect on a decode server, "
-            "which keeps no prefixes: give them to the prefill server"
+            "--kvspec-prefix-host-gb, --kvspec-prefix-dir and --kvspec-prefix-server have no "
+            "effect on a decode server, which keeps no prefixes: give them to the prefill server"
         )
 
 

@@ -15,6 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from sglang_kvspec.adapters import remote_hits
 from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.first_tokens import first_tokens
 from sglang_kvspec.adapters.grammar import allowed_by, masks_along
@@ -32,6 +33,7 @@ from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.remote_prefixes import RemoteMetrics
 from sglang_kvspec.runtime.report import build_report
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_stepper import RoundStepper
@@ -67,6 +69,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
         self._exporter: MetricsExporter | None = None
+        self._remote_exporter: RemoteMetrics | None = None
         # Of a prefill or a decode server.
         self.apart: Apart | None = None
         self.ranks = ranks_of(target_worker.model_runner.tp_group)
@@ -91,6 +94,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             self.apart = Apart(self.config, self._pool, runner, self.server_args)
         if self.server_args.enable_metrics and self.ranks.is_first:
             self._exporter = MetricsExporter(self.server_args.served_model_name)
+            if self.config.prefix_server is not None:
+                self._remote_exporter = RemoteMetrics(self.server_args.served_model_name)
 
     @property
     def decoding(self) -> Decoding | None:
@@ -116,6 +121,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             self._exporter.publish(self.counters, self.kv, self.stepper.speeds, self.pressure)
         if self.apart is not None:
             self.apart.publish()
+        if self._remote_exporter is not None:
+            self._remote_exporter.publish(self._pool.prefix_tiers.remote_report)
         return result
 
     # Prefill
@@ -172,10 +179,12 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         """Of requests whose prompt is complete with this forward, for the first time."""
         for req in reqs:
             if req.inflight_middle_chunks == 0 and not req.retracted_stain:
+                remote = remote_hits.tokens_of(req)
                 self.counters.observe_hits(
                     resident=req.cached_tokens_device,
                     host=req.cached_tokens_host,
-                    disk=req.cached_tokens_storage,
+                    disk=req.cached_tokens_storage - remote,
+                    remote=remote,
                 )
 
     # Drafting and verifying

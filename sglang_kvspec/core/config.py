@@ -18,6 +18,8 @@ DEFAULT_PAGE_SIZE = 64
 # Far beyond any machine, whose own memory is checked where the server starts.
 MAX_HOST_GB = 1e12
 DEFAULT_PREFIX_GB = 16.0
+DEFAULT_PUBLISH_GBPS = 0.1
+DEFAULT_PREFIX_WAIT_MS = 1000.0
 # What arrives is not what was computed, so there is nothing to verify against.
 LOSSY_TRANSFERS: tuple[Transfer, ...] = ("int8", "int4", "cachegen")
 LOOPBACK = "127.0.0.1"
@@ -36,6 +38,10 @@ class KVSpecConfig:
     all requests draft and then all verify; auto is the first on a CPU and the second on a GPU.
     prefix_host_gb: GiB of host memory for prefixes that the KV cache had no more room for.
     prefix_dir: folder that keeps prefixes over restarts, in up to prefix_gb GiB; None for none.
+    prefix_server: address of a prefix server, tcp://host:port, that several servers share; None for
+    none. Off loopback it needs prefix_server_keys, a folder of CURVE certificates.
+    prefix_publish_gbps: GB/s (1e9 bytes) of finished prefixes that it is sent at most; 0 for none.
+    prefix_wait_ms: how long a request stays in the queue at most for pages that it may send.
     transfer: how KV goes from a prefill to a decode server; all but split are to compare with.
     link_gbps: GB/s (1e9 bytes) that a prefill server sends at most; None for no limit.
     transfer_host: address that a prefill server sends from; off loopback it needs transfer_keys, a
@@ -52,6 +58,10 @@ class KVSpecConfig:
     prefix_host_gb: float = 0
     prefix_dir: str | None = None
     prefix_gb: float | None = None
+    prefix_server: str | None = None
+    prefix_server_keys: str | None = None
+    prefix_publish_gbps: float | None = None
+    prefix_wait_ms: float | None = None
     transfer: Transfer = "split"
     link_gbps: float | None = None
     transfer_host: str = LOOPBACK
@@ -98,7 +108,28 @@ class KVSpecConfig:
             )
         if self.prefix_dir is not None and not (self.prefix_dir and type(self.prefix_dir) is str):
             raise ConfigError(f"--kvspec-prefix-dir must be a folder, got {self.prefix_dir!r}")
+        self._check_prefix_server()
         self._check_transfer()
+
+    def _check_prefix_server(self) -> None:
+        for name in ("prefix_server", "prefix_server_keys"):
+            value = getattr(self, name)
+            if value is not None and not (value and type(value) is str):
+                flag = "--kvspec-" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must not be empty, got {value!r}")
+        for name, unit in (("prefix_publish_gbps", "GB/s"), ("prefix_wait_ms", "ms")):
+            value = getattr(self, name)
+            if value is not None and not _is_between(value, 0, MAX_HOST_GB):
+                flag = "--kvspec-" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be >= 0 and finite ({unit}), got {value!r}")
+        if self.prefix_server is not None:
+            return
+        for name in ("prefix_server_keys", "prefix_publish_gbps", "prefix_wait_ms"):
+            if getattr(self, name) is not None:
+                flag = "--kvspec-" + name.replace("_", "-")
+                raise ConfigError(
+                    f"{flag} {getattr(self, name)} has no effect without --kvspec-prefix-server"
+                )
 
     def _check_transfer(self) -> None:
         _check_choice("--kvspec-transfer", self.transfer, get_args(Transfer))
@@ -129,11 +160,21 @@ class KVSpecConfig:
     @property
     def keeps_prefixes(self) -> bool:
         """Whether prefixes outlive their place in the KV cache."""
-        return bool(self.prefix_host_gb) or self.prefix_dir is not None
+        return bool(self.prefix_host_gb) or bool(self.prefix_dir or self.prefix_server)
 
     @property
     def prefix_disk_gb(self) -> float:
         return DEFAULT_PREFIX_GB if self.prefix_gb is None else self.prefix_gb
+
+    @property
+    def publish_gbps(self) -> float:
+        asked = self.prefix_publish_gbps
+        return DEFAULT_PUBLISH_GBPS if asked is None else asked
+
+    @property
+    def prefix_wait_s(self) -> float:
+        asked = self.prefix_wait_ms
+        return (DEFAULT_PREFIX_WAIT_MS if asked is None else asked) / 1000
 
     @property
     def drafts(self) -> bool:

@@ -1,4 +1,4 @@
-"""Prefixes that have left the KV cache, or will outlive it: in host memory and on disk."""
+"""Prefixes that are not in the KV cache, or will outlive it: in host memory, on disk, elsewhere."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sglang_kvspec.pools.prefix_store import (
     PrefixStore,
     page_rows,
 )
+from sglang_kvspec.pools.remote_tier import RemoteTier
 from sglang_kvspec.pools.tiered_kv import TieredKV
 
 # Pages copied at once: what a copy needs of memory beside the tiers.
@@ -24,12 +25,15 @@ _NO_HIT = PrefixHit([], 0)
 
 
 class Loaded(NamedTuple):
-    """num_pages were brought back; the residuals of num_from_disk of them from disk."""
+    """num_pages were brought back; the residuals of num_from_disk of them from disk, and
+    num_from_remote of them from another machine."""
 
     num_pages: int
     num_from_disk: int
+    num_from_remote: int = 0
 
 
+_Source = PrefixReader | RemoteTier
 # Takes a page's link, anchor and residual; False where it takes no more for now.
 _Put = Callable[[PageLink, memoryview, memoryview], bool]
 
@@ -38,7 +42,8 @@ class PrefixTiers:
     """Anchors and residuals live apart below the KV cache: a tier that is short of room for
     residuals gives up those first, of the prefix used longest ago, and keeps the anchors. A page
     counts as there once an anchor and the residual encoded with it can be had, from either tier;
-    a prefix ends before the first page of which that is not so, and the rest is computed.
+    a prefix ends before the first page of which that is not so, and the rest is computed. What a
+    remote tier has sent here goes on where these two end.
     """
 
     def __init__(
@@ -46,18 +51,20 @@ class PrefixTiers:
         kv: TieredKV,
         make_host: Callable[[], MemoryStore] | None = None,
         disk: PrefixStore | None = None,
+        remote: RemoteTier | None = None,
     ) -> None:
         """make_host: opens an empty tier in host memory; None for no such tier."""
         self._kv = kv
         self._make_host = make_host
         self._host = make_host() if make_host else None
         self._disk = disk
+        self._remote = remote
         # What the present weights compute no longer belongs there.
         self._disk_is_stale = False
 
     @property
     def are_none(self) -> bool:
-        return self._host is None and self._disk is None
+        return self._host is None and self._disk is None and self._remote is None
 
     @property
     def disk(self) -> PrefixStore | None:
@@ -68,6 +75,13 @@ class PrefixTiers:
 
     def num_loadable(self, links: Sequence[PageLink]) -> int:
         """How many of these pages, from the first on, can be brought back. Counts as their use."""
+        num_local = self.num_local(links)
+        if self._remote is None:
+            return num_local
+        return num_local + self._remote.num_landed(links[num_local:])
+
+    def num_local(self, links: Sequence[PageLink]) -> int:
+        """The same without what came from another machine."""
         return max(hit.num_complete for hit in self._hits(links))
 
     def load(self, links: Sequence[PageLink], pages: Sequence[int]) -> Loaded:
@@ -75,16 +89,17 @@ class PrefixTiers:
 
         Of `pages` the first num_pages are encoded afterwards, the others still free.
         """
-        num_pages = num_from_disk = 0
+        num_pages = num_from_disk = num_from_remote = 0
         for first in range(0, len(pages), BATCH_PAGES):
             batch = slice(first, min(first + BATCH_PAGES, len(pages)))
             records, sources = self._read(links[batch])
             copy_in(self._kv, pages[first : first + len(records)], records)
             num_pages += len(records)
             num_from_disk += sum(source is self._disk for source in sources)
+            num_from_remote += sum(source is self._remote for source in sources)
             if len(records) < batch.stop - batch.start:
                 break
-        return Loaded(num_pages, num_from_disk)
+        return Loaded(num_pages, num_from_disk, num_from_remote)
 
     def _hits(self, links: Sequence[PageLink]) -> tuple[PrefixHit, PrefixHit]:
         host, disk = self._host, self.disk
@@ -93,12 +108,12 @@ class PrefixTiers:
             disk.lookup_links(links) if disk else _NO_HIT,
         )
 
-    def _read(self, links: Sequence[PageLink]) -> tuple[PageRecords, list[PrefixReader]]:
+    def _read(self, links: Sequence[PageLink]) -> tuple[PageRecords, list[_Source]]:
         """The longest whole run of these pages, and which tier each residual came from."""
         records = PageRecords.empty(self._kv.geometry, self._kv.codec, len(links))
         anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
         in_host, on_disk = self._hits(links)
-        sources: dict[int, PrefixReader] = {}
+        sources: dict[int, _Source] = {}
         if self._host is not None:
             wanted = range(in_host.num_complete)
             whole = _read_whole(self._host, in_host, wanted, anchors, residuals)
@@ -108,6 +123,11 @@ class PrefixTiers:
             paired = self._read_host_anchors(in_host, on_disk, wanted_from_disk, anchors)
             whole = _read_whole(self.disk, on_disk, wanted_from_disk, anchors, residuals, paired)
             sources |= dict.fromkeys(whole, self.disk)
+        if self._remote is not None:
+            for i in (i for i in range(len(links)) if i not in sources):
+                if not self._remote.read(links[i], anchors[i], residuals[i]):
+                    break
+                sources[i] = self._remote
         length = next((i for i in range(len(links)) if i not in sources), len(links))
         found = PageRecords(records.anchors[:length], records.residuals[:length])
         return found, [sources[i] for i in range(length)]
@@ -129,25 +149,23 @@ class PrefixTiers:
     # Leaving
 
     def spill(self, links: Sequence[PageLink], pages: Sequence[int]) -> None:
-        """Copy what the disk lacks of a prefix that stays in the KV cache: page i, encoded, holds
-        links[i]. Takes no longer than copying; where the disk is behind, the rest is left out."""
+        """Copy what the disk and the remote tier lack of a prefix that stays in the KV cache: page
+        i, encoded, holds links[i]. Takes no longer than copying; where one of them is behind, the
+        rest is left out."""
         if self.disk is not None:
-            self._keep(self.disk, self.disk.put, links, pages)
+            first = self.disk.lookup_links(links).num_complete
+            self._keep(first, self.disk.put, links, pages)
+        if self._remote is not None:
+            self._keep(self._remote.first_to_publish(links), self._remote.put, links, pages)
 
     def demote(self, links: Sequence[PageLink], pages: Sequence[int]) -> None:
         """The same for a prefix of which the KV cache is about to drop a part."""
         self.spill(links, pages)
         if self._host is not None:
-            self._keep(self._host, self._host.put, links, pages)
+            first = self._host.lookup_links(links).num_complete
+            self._keep(first, self._host.put, links, pages)
 
-    def _keep(
-        self,
-        tier: PrefixReader,
-        put: _Put,
-        links: Sequence[PageLink],
-        pages: Sequence[int],
-    ) -> None:
-        first = tier.lookup_links(links).num_complete
+    def _keep(self, first: int, put: _Put, links: Sequence[PageLink], pages: Sequence[int]) -> None:
         for start in range(first, len(pages), BATCH_PAGES):
             batch = slice(start, start + BATCH_PAGES)
             records = copy_out(self._kv, pages[batch])
@@ -166,14 +184,19 @@ class PrefixTiers:
             self._host = self._make_host()
 
     def weights_will_change(self) -> None:
-        """The disk was opened for the weights so far, and has nothing for the next ones."""
+        """The disk and the remote tier were opened for the weights so far, and have nothing for the
+        next ones."""
         self._disk_is_stale = True
+        if self._remote is not None:
+            self._remote.weights_will_change()
 
     def close(self, timeout_s: float) -> None:
         """Finish what is on its way to disk, for at most this long."""
         if self._disk is not None:
             self._disk.flush(timeout_s)
             self._disk.close(timeout_s)
+        if self._remote is not None:
+            self._remote.close()
 
     def report(self) -> dict[str, Any]:
         """By tier: pages, and of how many the residual is there; counters."""
@@ -184,7 +207,13 @@ class PrefixTiers:
                 "is_stale": self._disk_is_stale,
                 "waiting_bytes": self._disk.waiting_bytes,
             }
+        if self._remote is not None:
+            report["remote"] = self.remote_report()
         return report
+
+    def remote_report(self) -> dict[str, Any]:
+        assert self._remote is not None, "there is no remote tier"
+        return self._remote.report()
 
 
 def _describe(tier: PrefixReader) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.pressure import REASONS, Pressure
 from sglang_kvspec.runtime.speeds import Speeds
 
-# Where a cached prefix can be: in the KV cache, in host memory outside of it, on disk.
-HIT_TIERS = ("resident", "host", "disk")
+# Where a cached prefix can be: in the KV cache, in host memory outside of it, on disk, at a prefix
+# server.
+HIT_TIERS = ("resident", "host", "disk", "remote")
 
 
 @dataclass(slots=True)
@@ -52,8 +53,8 @@ class SpecCounters:
         self.plain += num_tokens
         self.emitted += num_tokens
 
-    def observe_hits(self, resident: int, host: int, disk: int) -> None:
-        for tier, num_tokens in zip(HIT_TIERS, (resident, host, disk), strict=True):
+    def observe_hits(self, resident: int, host: int, disk: int, remote: int = 0) -> None:
+        for tier, num_tokens in zip(HIT_TIERS, (resident, host, disk, remote), strict=True):
             self.hit_tokens[tier] += num_tokens
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from sglang_kvspec.transport.counters import LinkCounters
 from sglang_kvspec.transport.frames import Frame
 from sglang_kvspec.transport.port import Port
-from sglang_kvspec.transport.wire import Buffer, Drop, FrameError, decode
+from sglang_kvspec.transport.wire import KV_WIRE, AnyFrame, Buffer, Drop, FrameError, Wire
 
 # Messages read before this end does anything else.
 BATCH = 64
@@ -23,13 +23,24 @@ def take_in(
 ) -> int:
     """Read what is there, up to a batch. `handle` may raise FrameError to have a frame counted as
     dropped. Returns how many messages there were."""
+    return take_in_of(KV_WIRE, port, counters, handle, wrong_protocol)
+
+
+def take_in_of(
+    wire: Wire[AnyFrame],
+    port: Port,
+    counters: LinkCounters,
+    handle: Callable[[bytes, AnyFrame, Buffer | None], None],
+    wrong_protocol: Callable[[bytes, int], None] | None = None,
+) -> int:
+    """The same for frames of any protocol."""
     for num_read in range(BATCH):
         message = port.receive()
         if message is None:
             return num_read
         peer, parts = message
         try:
-            handle(peer, *decode(parts))
+            handle(peer, *wire.decode(parts))
         except FrameError as error:
             counters.dropped[error.drop] += 1
             if error.hello_protocol is not None and wrong_protocol is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import zmq
+import zmq.auth
 from zmq.utils import z85
 
-from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.core.errors import ConfigError, TransportError
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _KEY_CHARS = 40
@@ -44,6 +46,23 @@ class CurveKeys:
         if len(self.peers) != 1:
             raise TransportError(f"a receiver dials one sender, got {len(self.peers)} peer keys")
         (socket.curve_serverkey,) = self.peers
+
+
+def load_keys(flag: str, folder: str) -> CurveKeys:
+    """own.key_secret and peers/*.key, as zmq.auth.create_certificates() writes them. Raises
+    ConfigError, which names the flag, for a folder without them."""
+    own = Path(folder) / "own.key_secret"
+    try:
+        public, secret = zmq.auth.load_certificate(own)
+        peers = [
+            zmq.auth.load_certificate(path)[0] for path in sorted(own.parent.glob("peers/*.key"))
+        ]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {folder}: {error}") from None
+    if secret is None or not peers:
+        lacking = f"no secret key in {own.name}" if secret is None else "no peers/*.key"
+        raise ConfigError(f"{flag} {folder}: {lacking}")
+    return CurveKeys(public, secret, frozenset(peers))
 
 
 def check_address(address: str, keys: CurveKeys | None, *, bind: bool) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.transport.frames import Stream
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PageMemory:
@@ -38,6 +40,9 @@ class PageMemory:
 
 
 def _rows(tensor: torch.Tensor) -> tuple[memoryview, int]:
+    # Late: a prefix server starts without torch.
+    import torch
+
     if tensor.dtype != torch.uint8 or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise TransportError(
             f"registered memory must be contiguous uint8 on the host, got {tensor.dtype} on "

@@ -1,8 +1,8 @@
 """Frames to messages of one or two parts and back. Whatever is not a frame raises FrameError.
 
 Part 0: magic, protocol, kind, checksum (16 bytes, little endian), then the frame in msgpack. Part
-1: the payload, of Data alone. The checksum is XXH3 with 64 bits over everything but the magic: it
-finds damage, a forger is CURVE's business.
+1: the payload, of a frame that says its length. The checksum is XXH3 with 64 bits over everything
+but the magic: it finds damage, a forger is CURVE's business.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from struct import Struct as Layout
+from typing import Generic, TypeVar
 
-from msgspec import DecodeError
+from msgspec import DecodeError, Struct
 from msgspec.msgpack import Decoder, Encoder
 from xxhash import xxh3_64_intdigest
 
@@ -31,32 +32,15 @@ from sglang_kvspec.transport.frames import (
     Welcome,
 )
 
-MAGIC = b"KVSP"
 # An Open of MAX_PAGES pages with the largest ids and generations fits.
 MAX_HEAD_BYTES = 1 << 19
 # libzmq hangs up on a peer whose message part is larger.
 MAX_PART_BYTES = max(MAX_HEAD_BYTES, MAX_PIECE_BYTES)
 
 Buffer = bytes | bytearray | memoryview
+AnyFrame = TypeVar("AnyFrame", bound=Struct)
 
 _PREFIX = Layout("<4sHHQ")
-# Magic, prefix, checksum and the numbers of Hello and Refuse never change, so that ends of two
-# protocols can still tell each other so.
-_KINDS: tuple[type[Frame], ...] = (
-    Hello,
-    Welcome,
-    Refuse,
-    Bye,
-    Ping,
-    Ack,
-    Open,
-    Accept,
-    Abort,
-    Data,
-)
-_NUMBERS = {frame_type: number for number, frame_type in enumerate(_KINDS)}
-_DECODERS: tuple[Decoder[Frame], ...] = tuple(Decoder(frame_type) for frame_type in _KINDS)
-_encode = Encoder().encode
 
 
 class Drop(StrEnum):
@@ -89,48 +73,81 @@ class FrameError(Exception):
         self.hello_protocol = hello_protocol
 
 
-def encode(frame: Frame, payload: Buffer | None = None) -> bytes:
-    """Part 0 of a frame's message; `payload`, of Data alone, becomes part 1 as it is."""
-    return seal(PROTOCOL, _NUMBERS[type(frame)], _encode(frame), payload)
+class Wire(Generic[AnyFrame]):
+    """The frames of one protocol. kinds: their types in the order of their numbers, the first one
+    a greeting. Magic, prefix, checksum and the numbers of greetings and refusals never change, so
+    that ends of two protocols can still tell each other so."""
 
+    def __init__(
+        self, magic: bytes, protocol: int, kinds: Sequence[type[AnyFrame]], max_head_bytes: int
+    ) -> None:
+        self.magic, self.protocol = magic, protocol
+        self._kinds, self._max_head_bytes = tuple(kinds), max_head_bytes
+        self._numbers = {kind: number for number, kind in enumerate(kinds)}
+        self._decoders: list[Decoder[AnyFrame]] = [Decoder(kind) for kind in kinds]
+        self._has_payload = ["length" in kind.__struct_fields__ for kind in kinds]
+        self._encode = Encoder().encode
 
-def seal(protocol: int, kind: int, body: bytes, payload: Buffer | None) -> bytes:
-    """Part 0 with the checksum that fits, whatever the body is."""
-    return _PREFIX.pack(MAGIC, protocol, kind, _checksum(protocol, kind, body, payload)) + body
+    def encode(self, frame: AnyFrame, payload: Buffer | None = None) -> bytes:
+        """Part 0 of a frame's message; `payload`, where it has one, becomes part 1 as it is."""
+        kind = self._numbers[type(frame)]
+        return self.seal(self.protocol, kind, self._encode(frame), payload)
 
+    def seal(self, protocol: int, kind: int, body: bytes, payload: Buffer | None) -> bytes:
+        """Part 0 with the checksum that fits, whatever the body is."""
+        checksum = _checksum(protocol, kind, body, payload)
+        return _PREFIX.pack(self.magic, protocol, kind, checksum) + body
 
-def decode(parts: Sequence[Buffer]) -> tuple[Frame, Buffer | None]:
-    """The frame of a message and, for Data, its payload: a view of the part, not a copy."""
-    if not 1 <= len(parts) <= 2:
-        raise FrameError(Drop.MALFORMED, f"{len(parts)} parts, expected 1 or 2")
-    head = memoryview(parts[0])
-    payload = parts[1] if len(parts) == 2 else None
-    if len(head) > MAX_HEAD_BYTES:
-        raise FrameError(Drop.OVERSIZED, f"head of {len(head)} bytes, limit {MAX_HEAD_BYTES}")
-    if payload is not None and len(payload) > MAX_PIECE_BYTES:
-        raise FrameError(Drop.OVERSIZED, f"payload of {len(payload)}, limit {MAX_PIECE_BYTES}")
-    if len(head) < _PREFIX.size:
-        raise FrameError(Drop.MALFORMED, f"head of {len(head)} bytes, least {_PREFIX.size}")
-    magic, protocol, kind, checksum = _PREFIX.unpack_from(head)
-    if magic != MAGIC:
-        raise FrameError(Drop.MALFORMED, f"magic {magic!r}")
-    body = head[_PREFIX.size :]
-    if _checksum(protocol, kind, body, payload) != checksum:
-        raise FrameError(Drop.CHECKSUM, f"kind {kind}, {len(body)} bytes")
-    if protocol != PROTOCOL:
-        detail = f"protocol {protocol}, this end {PROTOCOL}"
-        raise FrameError(Drop.VERSION, detail, protocol if kind == _NUMBERS[Hello] else None)
-    if kind >= len(_KINDS) or (payload is not None) != (_KINDS[kind] is Data):
-        raise FrameError(Drop.MALFORMED, f"kind {kind} in {len(parts)} parts")
-    try:
-        frame = _DECODERS[kind].decode(body)
-    except (DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FrameError(Drop.MALFORMED, f"{_KINDS[kind].__name__}: {error}") from None
-    if isinstance(frame, Data) and len(payload or b"") != frame.length:
-        raise FrameError(Drop.MALFORMED, f"{len(payload or b'')} bytes, said {frame.length}")
-    return frame, payload
+    def decode(self, parts: Sequence[Buffer]) -> tuple[AnyFrame, Buffer | None]:
+        """The frame of a message and its payload, if any: a view of the part, not a copy."""
+        if not 1 <= len(parts) <= 2:
+            raise FrameError(Drop.MALFORMED, f"{len(parts)} parts, expected 1 or 2")
+        head = memoryview(parts[0])
+        payload = parts[1] if len(parts) == 2 else None
+        if len(head) > self._max_head_bytes:
+            detail = f"head of {len(head)} bytes, limit {self._max_head_bytes}"
+            raise FrameError(Drop.OVERSIZED, detail)
+        if payload is not None and len(payload) > MAX_PIECE_BYTES:
+            raise FrameError(Drop.OVERSIZED, f"payload of {len(payload)}, limit {MAX_PIECE_BYTES}")
+        if len(head) < _PREFIX.size:
+            raise FrameError(Drop.MALFORMED, f"head of {len(head)} bytes, least {_PREFIX.size}")
+        magic, protocol, kind, checksum = _PREFIX.unpack_from(head)
+        if magic != self.magic:
+            raise FrameError(Drop.MALFORMED, f"magic {magic!r}")
+        body = head[_PREFIX.size :]
+        if _checksum(protocol, kind, body, payload) != checksum:
+            raise FrameError(Drop.CHECKSUM, f"kind {kind}, {len(body)} bytes")
+        if protocol != self.protocol:
+            detail = f"protocol {protocol}, this end {self.protocol}"
+            raise FrameError(Drop.VERSION, detail, protocol if kind == 0 else None)
+        if kind >= len(self._kinds) or (payload is not None) != self._has_payload[kind]:
+            raise FrameError(Drop.MALFORMED, f"kind {kind} in {len(parts)} parts")
+        try:
+            frame = self._decoders[kind].decode(body)
+        except (DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise FrameError(Drop.MALFORMED, f"{self._kinds[kind].__name__}: {error}") from None
+        if payload is not None and len(payload) != frame.length:
+            detail = f"{len(payload)} bytes of {type(frame).__name__}, which said otherwise"
+            raise FrameError(Drop.MALFORMED, detail)
+        return frame, payload
 
 
 def _checksum(protocol: int, kind: int, body: Buffer, payload: Buffer | None) -> int:
     digest = xxh3_64_intdigest(body, seed=protocol << 16 | kind)
     return digest if payload is None else xxh3_64_intdigest(payload, seed=digest)
+
+
+_KINDS: tuple[type[Frame], ...] = (
+    Hello,
+    Welcome,
+    Refuse,
+    Bye,
+    Ping,
+    Ack,
+    Open,
+    Accept,
+    Abort,
+    Data,
+)
+KV_WIRE: Wire[Frame] = Wire(b"KVSP", PROTOCOL, _KINDS, MAX_HEAD_BYTES)
+encode, seal, decode = KV_WIRE.encode, KV_WIRE.seal, KV_WIRE.decode

@@ -25,6 +25,8 @@ BASE = ("--model-path", str(DEMO_MODEL), "--device", "cpu")
 
 DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend kvspec"
 
+PREFIX_SERVER = "--kvspec-prefix-server tcp://127.0.0.1:5"
+
 DETERMINISTIC = {"enable_deterministic_inference": True}
 
 
@@ -108,6 +110,35 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         (
             "--kvspec-prefix-dir x --tp-size 2",
             ["--tp-size 2", "--kvspec-prefix-dir", "allowed: 1"],
+        ),
+        ("--kvspec-prefix-server 127.0.0.1:5", ["--kvspec-prefix-server", "tcp://host:port"]),
+        ("--kvspec-prefix-server tcp://127.0.0.1", ["--kvspec-prefix-server", "tcp://host:port"]),
+        ("--kvspec-prefix-server tcp://10.0.0.1:5", ["10.0.0.1:5", "without CURVE keys"]),
+        (
+            "--kvspec-prefix-server tcp://10.0.0.1:5 --kvspec-prefix-server-keys /nowhere",
+            ["--kvspec-prefix-server-keys", "/nowhere"],
+        ),
+        (
+            "--kvspec-prefix-publish-gbps 1",
+            ["--kvspec-prefix-publish-gbps 1", "no effect without --kvspec-prefix-server"],
+        ),
+        (
+            f"{PREFIX_SERVER} --kvspec-prefix-publish-gbps -1",
+            ["--kvspec-prefix-publish-gbps", "-1", ">= 0"],
+        ),
+        (f"{PREFIX_SERVER} --kvspec-prefix-wait-ms soon", ["--kvspec-prefix-wait-ms", "a number"]),
+        (
+            f"{PREFIX_SERVER} --tp-size 2",
+            ["--tp-size 2", "--kvspec-prefix-server", "allowed: 1"],
+        ),
+        (
+            f"{PREFIX_SERVER} --disable-radix-cache",
+            ["--disable-radix-cache", "--kvspec-prefix-server", "leave it unset"],
+        ),
+        (f"{DECODE} {PREFIX_SERVER}", ["--kvspec-prefix-server", "keeps no prefixes"]),
+        (
+            f"{DECODE.replace('decode', 'prefill')} {PREFIX_SERVER}",
+            ["--kvspec-prefix-server", "--disaggregation-mode prefill", "in this version"],
         ),
         ("--enable-streaming-session", ["--enable-streaming-session", "partial pages"]),
         ("--enable-deterministic-inference", ["--enable-deterministic-inference", "needs a GPU"]),
@@ -238,6 +269,12 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
         ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
         ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
         ({}, {}, (8, 0), "this one has 8.0"),
+        (
+            {"prefix_server": "tcp://127.0.0.1:5"},
+            {},
+            (9, 0),
+            "--kvspec-prefix-server keep prefixes of a server on the CPU only",
+        ),
     ],
 )
 def test_what_a_gpu_cannot_serve_yet(

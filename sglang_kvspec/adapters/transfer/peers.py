@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from dataclasses import dataclass, field
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-import zmq.auth
 
-from sglang_kvspec.adapters.model_identity import hash_of_weights
+from sglang_kvspec.adapters.model_identity import portable_fingerprint, versions_of_kv
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.codecs.wire import make_wire_codec
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
 from sglang_kvspec.transport import PROTOCOL, CurveKeys, Identity
-
-# What computes KV, and what reads the other end's.
-_VERSIONED = ("sglang-kvspec", "sglang", "torch")
+from sglang_kvspec.transport.keys import load_keys
 
 
 @dataclass(slots=True)
@@ -50,25 +42,13 @@ class Serving:
         geometry = self.kv.geometry
         return Identity(
             protocol=PROTOCOL,
-            package=", ".join(f"{name} {metadata.version(name)}" for name in _VERSIONED),
+            package=versions_of_kv(),
             codec=f"{self.config.codec}, --kvspec-transfer {self.config.transfer}",
             target=self.config.target,
             page_size=geometry.page_size,
-            fingerprint=self._fingerprint(),
+            fingerprint=portable_fingerprint(self.model_config, self.model),
             tp_shape=(1, geometry.num_kv_heads),
         )
-
-    def _fingerprint(self) -> str:
-        """Of the model wherever it lies."""
-        config = self.model_config.hf_config.to_dict()
-        config.pop("_name_or_path", None)
-        facts = {
-            "config": config,
-            "dtype": str(self.model_config.dtype),
-            "weights": hash_of_weights(self.model),
-        }
-        text = json.dumps(facts, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def wire(self) -> PageWire:
         if self.config.transfer == "split":
@@ -83,7 +63,8 @@ class Serving:
 
     def keys(self) -> CurveKeys | None:
         """Raises ConfigError for a folder without them."""
-        return None if self.config.transfer_keys is None else load_keys(self.config.transfer_keys)
+        folder = self.config.transfer_keys
+        return None if folder is None else load_keys("--kvspec-transfer-keys", folder)
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Until something has happened on a link since the last call."""
@@ -118,22 +99,6 @@ def install(serving: Serving) -> None:
 def serving() -> Serving:
     assert _serving, "SGLang made a transfer manager before the pools"
     return _serving[0]
-
-
-def load_keys(folder: str) -> CurveKeys:
-    """own.key_secret and peers/*.key, as zmq.auth.create_certificates() writes them."""
-    own = Path(folder) / "own.key_secret"
-    try:
-        public, secret = zmq.auth.load_certificate(own)
-        peers = [
-            zmq.auth.load_certificate(path)[0] for path in sorted(own.parent.glob("peers/*.key"))
-        ]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--kvspec-transfer-keys {folder}: {error}") from None
-    if secret is None or not peers:
-        lacking = f"no secret key in {own.name}" if secret is None else "no peers/*.key"
-        raise ConfigError(f"--kvspec-transfer-keys {folder}: {lacking}")
-    return CurveKeys(public, secret, frozenset(peers))
 
 
 def read_fields(kv_args: Any, index: int) -> tuple[bytes, ...]:

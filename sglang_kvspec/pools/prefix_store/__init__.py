@@ -3,7 +3,12 @@
 from sglang_kvspec.pools.prefix_store.budget import StoreLimits
 from sglang_kvspec.pools.prefix_store.identity import StoreIdentity
 from sglang_kvspec.pools.prefix_store.memory_store import MemoryStore, open_memory_store
-from sglang_kvspec.pools.prefix_store.page_keys import PageLink, StoredPage, chain_links
+from sglang_kvspec.pools.prefix_store.page_keys import (
+    PageLink,
+    StoredPage,
+    chain_links,
+    extend_chain,
+)
 from sglang_kvspec.pools.prefix_store.reader import PrefixHit, PrefixReader
 from sglang_kvspec.pools.prefix_store.rows import page_rows
 from sglang_kvspec.pools.prefix_store.store import PrefixStore, open_reader, open_store
@@ -18,6 +23,7 @@ __all__ = [
     "StoreLimits",
     "StoredPage",
     "chain_links",
+    "extend_chain",
     "open_memory_store",
     "open_reader",
     "open_store",

@@ -7,12 +7,15 @@ import json
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvspec_kernels.formats import FORMAT_VERSION
-from sglang_kvspec.codecs.base import Codec
+from kvspec_kernels.format_version import FORMAT_VERSION
 from sglang_kvspec.core.errors import PrefixStoreError
-from sglang_kvspec.pools.geometry import KVGeometry
+
+if TYPE_CHECKING:
+    # They import torch, without which a prefix server starts.
+    from sglang_kvspec.codecs.base import Codec
+    from sglang_kvspec.pools.geometry import KVGeometry
 
 # Raised by one whenever the files of a store change meaning.
 STORE_VERSION = 1

@@ -39,13 +39,18 @@ def chain_links(
     """
     num_pages = len(tokens) // page_size
     ids = np.asarray(tokens[: num_pages * page_size], dtype="<i8").tobytes()
-    parent = _digest(b"kvspec root", namespace)
+    return extend_chain(_digest(b"kvspec root", namespace), 0, ids, page_size)
+
+
+def extend_chain(parent: bytes, position: int, tokens: bytes, page_size: int) -> Iterator[PageLink]:
+    """Links of the pages that `tokens`, ids as in PageLink, fill after `parent`, the first one
+    after `position` pages."""
     page_bytes = page_size * TOKEN_BYTES
-    for position in range(num_pages):
-        own = ids[position * page_bytes : (position + 1) * page_bytes]
+    for start in range(0, len(tokens) - page_bytes + 1, page_bytes):
+        own = tokens[start : start + page_bytes]
         key = _digest(b"kvspec page", parent + own)
         yield PageLink(key, parent, position, own)
-        parent = key
+        parent, position = key, position + 1
 
 
 def _digest(purpose: bytes, content: bytes) -> bytes:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def page_rows(pages: torch.Tensor) -> list[memoryview]:
     """The bytes of each page of `pages` [N, ...] uint8 on the CPU, pinned or not, sharing its
     memory. Every page must be contiguous: [N, num_layers, num_kv_heads, record_bytes]."""
+    # Late: a prefix server starts without torch.
+    import torch
+
     if pages.device.type != "cpu" or pages.dtype != torch.uint8:
         raise ValueError(f"pages must be uint8 on the CPU, got {pages.dtype} on {pages.device}")
     if len(pages) and not pages[0].is_contiguous():

@@ -59,7 +59,7 @@ def forged_messages(seed: int) -> Iterator[list[bytes]]:
     """Endless messages whose checksum is right and whose body is noise in msgpack."""
     random = Random(seed)
     while True:
-        body = [_value(random, 0) for _ in range(random.randrange(12))]
+        body = [noise_value(random, 0) for _ in range(random.randrange(12))]
         payload = random.randbytes(random.randrange(1, 300)) if random.random() < 0.4 else None
         kind = random.randrange(12)
         head = seal(
@@ -132,7 +132,7 @@ _DAMAGES: tuple[_Damage, ...] = (
 )
 
 
-def _value(random: Random, depth: int) -> object:
+def noise_value(random: Random, depth: int) -> object:
     kind = random.randrange(10 if depth < 3 else 7)
     if kind < 4:
         return random.choice((0, 1, 2, 3, 7, 5, 1 << 31, (1 << 63) - 1, (1 << 64) - 1, -1, 130))
@@ -142,4 +142,4 @@ def _value(random: Random, depth: int) -> object:
         return "x" * random.randrange(600)
     if kind == 6:
         return random.choice((None, True, 1.5, float("nan")))
-    return [_value(random, depth + 1) for _ in range(random.randrange(4))]
+    return [noise_value(random, depth + 1) for _ in range(random.randrange(4))]

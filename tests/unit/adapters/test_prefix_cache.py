@@ -46,6 +46,8 @@ NUM_REQUESTS = 3
 class Request(SimpleNamespace):
     """What the cache knows of SGLang's requests."""
 
+    __hash__ = object.__hash__
+
     def get_fill_ids(self):
         return self.full_untruncated_fill_ids
 
@@ -119,6 +121,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             req_pool_idx=min(free_rows),
             priority=None,
             positional_embed_overrides=None,
+            retracted_stain=False,
+            cached_tokens_storage=0,
         )
         key = RadixKey(tokens, salt, limit=len(tokens) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))

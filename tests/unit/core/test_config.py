@@ -24,6 +24,10 @@ configs = st.builds(
     prefix_host_gb=st.floats(0, 1e6),
     prefix_dir=st.just("prefixes"),
     prefix_gb=st.none() | st.floats(0.001, 1e6),
+    prefix_server=st.just("tcp://127.0.0.1:5"),
+    prefix_server_keys=st.none() | st.just("keys"),
+    prefix_publish_gbps=st.none() | st.floats(0, 1e6),
+    prefix_wait_ms=st.none() | st.floats(0, 1e6),
 )
 
 # (option, bad value, what the message must say is allowed)
@@ -48,6 +52,12 @@ BAD = [
     ("prefix_gb", 4, ["no effect without --kvspec-prefix-dir"]),
     ("prefix_dir", "", ["folder"]),
     ("prefix_dir", 3, ["folder"]),
+    ("prefix_server", "", ["empty"]),
+    ("prefix_server_keys", 3, ["empty"]),
+    ("prefix_publish_gbps", -0.5, [">= 0", "GB/s"]),
+    ("prefix_publish_gbps", 1.5, ["no effect without --kvspec-prefix-server"]),
+    ("prefix_wait_ms", math.nan, [">= 0", "ms"]),
+    ("prefix_wait_ms", 5, ["no effect without --kvspec-prefix-server"]),
     ("recent_pages", 0, ["1", "64"]),
     ("recent_pages", 65, ["1", "64"]),
     ("recent_pages", 1.5, ["integer"]),

@@ -90,7 +90,12 @@ def test_report_is_plain_json_and_agrees_with_its_sources(counters, kv):
     assert report["bytes_streamed"] == kv.plan.page_bytes.residual
     assert report["counters"]["accept_histogram"] == {"0": 1, "2": 2, "5": 1}
     assert report["counters"]["rejected"] == 4
-    assert report["counters"]["hit_tokens"] == {"resident": 128, "host": 192, "disk": 128}
+    assert report["counters"]["hit_tokens"] == {
+        "resident": 128,
+        "host": 192,
+        "disk": 128,
+        "remote": 0,
+    }
     assert report["counters"]["verification_wait_iterations"] == 3
     assert report["anchor_bits_per_element"] == kv.codec.anchor_bits_per_element
 

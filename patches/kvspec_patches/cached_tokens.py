@@ -1,0 +1,22 @@
+"""SchedulerOutputStreamer.get_cached_tokens_details: which hits came from a prefix server.
+
+SGLang 0.5.17 has three tiers, and counts these as storage's. Remove when caches can name theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TARGET = (
+    "sglang.srt.managers.scheduler_components.output_streamer."
+    "SchedulerOutputStreamer.get_cached_tokens_details"
+)
+KIND = "after"
+SCOPE = "kvspec"
+
+
+def hook(result: dict[str, Any] | None, self: Any, req: Any) -> dict[str, Any] | None:
+    from sglang_kvspec.adapters import remote_hits
+
+    num_tokens = remote_hits.tokens_of(req)
+    return {**(result or {}), "remote": num_tokens} if num_tokens else result

@@ -1,0 +1,82 @@
+"""Start-up checks of the flags of the prefix cache's tiers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import ConfigError, TransportError, UnsupportedError
+
+if TYPE_CHECKING:
+    from sglang_kvspec.transport.keys import CurveKeys
+
+PREFIX_CACHE = "kvspec"
+
+
+def check_prefix_tiers(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError or UnsupportedError for what the tiers of the prefix cache cannot be
+    combined with, or cannot use."""
+    if config.prefix_server is not None:
+        flag = "--kvspec-prefix-server"
+    else:
+        flag = "--kvspec-prefix-dir" if config.prefix_dir else "--kvspec-prefix-host-gb"
+    for name, fine in (
+        ("disable_radix_cache", (None, False)),
+        ("radix_cache_backend", (None, PREFIX_CACHE)),
+        # Ranks would have to agree on what each of them can still read.
+        ("tp_size", (None, 1)),
+    ):
+        value = kwargs.get(name)
+        if value not in fine:
+            raise UnsupportedError(
+                f"--{name.replace('_', '-')} {value} cannot be combined with {flag} (allowed: "
+                f"{'leave it unset' if fine[1] is False else fine[1]})"
+            )
+    if config.prefix_dir is not None:
+        _check_folder("--kvspec-prefix-dir", Path(config.prefix_dir))
+    if config.prefix_server is not None:
+        _check_server(config, config.prefix_server)
+
+
+def _check_server(config: KVSpecConfig, address: str) -> None:
+    """Whether it answers is no matter of the start: it may come later."""
+    # Imported late: a plain server loads no transport.
+    from sglang_kvspec.transport.keys import check_address
+
+    keys = prefix_server_keys(config)
+    try:
+        check_address(address, keys, bind=False)
+        has_port = urlsplit(address).port
+    except (TransportError, ValueError) as error:
+        raise ConfigError(f"--kvspec-prefix-server {address}: {error}") from None
+    if not has_port:
+        raise ConfigError(f"--kvspec-prefix-server {address}: expected tcp://host:port")
+
+
+def prefix_server_keys(config: KVSpecConfig) -> CurveKeys | None:
+    """Raises ConfigError for a folder without them."""
+    from sglang_kvspec.transport.keys import load_keys
+
+    folder = config.prefix_server_keys
+    if folder is None:
+        return None
+    keys = load_keys("--kvspec-prefix-server-keys", folder)
+    if len(keys.peers) != 1:
+        raise ConfigError(
+            f"--kvspec-prefix-server-keys {folder}: peers/*.key must be the prefix server's alone, "
+            f"got {len(keys.peers)}"
+        )
+    return keys
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    """Make it if there is none, before any weight is read."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder}: {error.strerror} (allowed: a folder)") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {folder}: Permission denied (allowed: a folder to write to)")

@@ -1,0 +1,8 @@
+"""Prefixes that a prefix server keeps for several servers."""
+
+from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
+from sglang_kvspec.runtime.remote_prefixes.link import StoreLink
+from sglang_kvspec.runtime.remote_prefixes.metrics import RemoteMetrics
+from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
+
+__all__ = ["RemoteCounters", "RemoteMetrics", "RemotePrefixes", "StoreLink"]

@@ -1,0 +1,113 @@
+"""Requests that wait for pages of their prompts, and what has come of them. Times are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_kvspec.pools.prefix_store import PageLink
+
+
+class LandedPage(NamedTuple):
+    link: PageLink
+    anchor: bytearray
+    residual: bytearray
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One question to the store. Requests with the same first page that they lack share it."""
+
+    number: int
+    links: Sequence[PageLink]
+    rids: set[str] = field(default_factory=set)
+    landed: dict[bytes, LandedPage] = field(default_factory=dict)
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    lookup: Lookup
+    until_s: float
+
+
+class Dropped(NamedTuple):
+    """A lookup that is nobody's any more, before its end; is_late: it took all its time."""
+
+    lookup: Lookup
+    is_late: bool
+
+
+class Lookups:
+    """By request. What a lookup brought is kept until the last of its requests is forgotten."""
+
+    def __init__(self, max_pages: int) -> None:
+        """max_pages: in all lookups together, whether they have landed or not."""
+        self._max_pages = max_pages
+        self._waiting: dict[str, _Waiting | None] = {}
+        self._lookups: dict[int, Lookup] = {}
+        self._last_number = 0
+
+    def __contains__(self, rid: str) -> bool:
+        """Whether it was decided what to ask for a request."""
+        return rid in self._waiting
+
+    @property
+    def num_landed(self) -> int:
+        return sum(len(lookup.landed) for lookup in self._lookups.values())
+
+    @property
+    def rids(self) -> list[str]:
+        return list(self._waiting)
+
+    def skip(self, rid: str) -> None:
+        """Nothing is asked for this request."""
+        self._waiting[rid] = None
+
+    def join(self, rid: str, links: Sequence[PageLink], until_s: float) -> bool:
+        """Wait for what another request is asking for; False where none asks for such pages."""
+        for lookup in self._lookups.values():
+            if not lookup.is_over and lookup.links[0] == links[0]:
+                lookup.rids.add(rid)
+                self._waiting[rid] = _Waiting(lookup, until_s)
+                return True
+        return False
+
+    def begin(self, rid: str, links: Sequence[PageLink], until_s: float) -> Lookup | None:
+        """Of as many pages as there is room for; None where there is none."""
+        room = self._max_pages - sum(len(lookup.links) for lookup in self._lookups.values())
+        if room < 1:
+            return None
+        self._last_number += 1
+        lookup = Lookup(self._last_number, links[:room], {rid})
+        self._lookups[lookup.number] = lookup
+        self._waiting[rid] = _Waiting(lookup, until_s)
+        return lookup
+
+    def of(self, number: int) -> Lookup | None:
+        return self._lookups.get(number)
+
+    def is_awaited(self, rid: str, now_s: float) -> bool:
+        """Whether more may come for a request before its time is up."""
+        waiting = self._waiting.get(rid)
+        return waiting is not None and not waiting.lookup.is_over and now_s < waiting.until_s
+
+    def find(self, link: PageLink) -> LandedPage | None:
+        for lookup in self._lookups.values():
+            page = lookup.landed.get(link.key)
+            if page is not None and page.link == link:
+                return page
+        return None
+
+    def forget(self, rid: str, now_s: float) -> Dropped | None:
+        """A request has started, or is gone. Returns a lookup that goes with it."""
+        waiting = self._waiting.pop(rid, None)
+        if waiting is None:
+            return None
+        lookup = waiting.lookup
+        lookup.rids.discard(rid)
+        if lookup.rids:
+            return None
+        del self._lookups[lookup.number]
+        return None if lookup.is_over else Dropped(lookup, now_s >= waiting.until_s)

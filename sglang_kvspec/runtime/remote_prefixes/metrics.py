@@ -1,0 +1,72 @@
+"""What a server and its prefix server did for each other, for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+# The link has many counters, and iterations are short.
+PERIOD_S = 0.5
+
+
+class RemoteMetrics:
+    """Publishes totals to prometheus_client's default registry, as runtime.metrics.MetricsExporter
+    does."""
+
+    def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        # Late: prometheus_client fixes its storage when first imported.
+        from prometheus_client import Counter as PromCounter
+        from prometheus_client import Gauge
+
+        def counter(name: str, text: str, label: str) -> PromCounter:
+            return PromCounter(f"sglang:kvspec_prefix_server_{name}", text, ["model_name", label])
+
+        self._model_name, self._clock = model_name, clock
+        self._due_s = clock()
+        self._counters = {
+            "lookups": counter("lookups", "Prompts by what became of asking for them", "outcome"),
+            "pages": counter("pages", "Pages by what became of them", "outcome"),
+            "bytes": counter("bytes", "Bytes of records that crossed", "direction"),
+            "dropped": counter("dropped_frames", "Frames that were not trusted", "reason"),
+        }
+        self._is_live = Gauge(
+            "sglang:kvspec_prefix_server_is_live",
+            "Whether there is a link to the prefix server",
+            ["model_name"],
+            multiprocess_mode="mostrecent",
+        )
+        self._last: Counter[tuple[str, str]] = Counter()
+
+    def publish(self, make_report: Callable[[], dict[str, Any]]) -> None:
+        """Add what happened since the last call, some time ago at least. make_report: that of
+        RemotePrefixes, asked only then."""
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + PERIOD_S
+        report = make_report()
+        now = _totals(report)
+        for (name, label), value in now.items():
+            risen = max(0, value - self._last[name, label])
+            self._counters[name].labels(self._model_name, label).inc(risen)
+        self._last |= now
+        self._is_live.labels(self._model_name).set(report["is_live"])
+
+
+def _totals(report: dict[str, Any]) -> Counter[tuple[str, str]]:
+    counters = report["counters"]
+    totals: Counter[tuple[str, str]] = Counter()
+    for outcome in ("hits", "expired", "unasked"):
+        totals["lookups", outcome] = counters[outcome]
+    totals["lookups", "asked"] = counters["lookups"]
+    for outcome in ("found", "fetched", "published", "unkept", "dropped"):
+        totals["pages", outcome] = counters[f"pages_{outcome}"]
+    # A link that has failed says no more what it did.
+    if "fetched_bytes" in report:
+        totals["bytes", "fetched"] = sum(report["fetched_bytes"].values())
+        totals["bytes", "published"] = report["published_bytes"]
+        for reason, number in report["dropped_frames"].items():
+            totals["dropped", reason] = number
+    return totals

@@ -1,0 +1,244 @@
+"""The tier of the prefix cache that is another process's: asked ahead, never waited for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.pools.prefix_store import PageLink
+from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
+from sglang_kvspec.runtime.remote_prefixes.link import StoreLink, link_report
+from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage, Lookup, Lookups
+from sglang_kvspec.runtime.remote_prefixes.publisher import Publisher
+from sglang_kvspec.runtime.remote_prefixes.trust import Trust
+from sglang_kvspec.transport.prefixes import (
+    Chain,
+    LookupEnded,
+    PageFetched,
+    PublishEnded,
+    StoreEvent,
+)
+from sglang_kvspec.transport.prefixes.frames import MAX_SEEK_PAGES, MAX_SEEK_TOKENS, TOKEN_BYTES
+
+logger = logging.getLogger(__name__)
+
+
+class RemotePrefixes:
+    """Owned by the scheduler's thread, which is never held up: a request is asked for when it is
+    first seen in the queue, stays there until its pages have come or wait_s have passed, and finds
+    what has come among the tiers. A store that makes a request wait for nothing is not asked for a
+    while; one that is lost is not asked until it is back."""
+
+    def __init__(
+        self,
+        link: StoreLink,
+        *,
+        page_bytes: int,
+        wait_s: float,
+        landing_bytes: int,
+        queue_bytes: int,
+        news: threading.Event | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """page_bytes: of an anchor and a residual. landing_bytes: of pages that were asked for and
+        whose requests have not started. queue_bytes: of pages that wait to be published; 0 for a
+        server that publishes nothing. news: set by the link whenever there is something to take."""
+        self._link, self._wait_s, self._clock = link, wait_s, clock
+        self._news = news or threading.Event()
+        self._lookups = Lookups(max(1, landing_bytes // page_bytes))
+        self._publisher = Publisher(max(queue_bytes, page_bytes)) if queue_bytes else None
+        self._trust = Trust()
+        self._is_stale = False
+        self._failure: str | None = None
+        self.counters = RemoteCounters()
+
+    # Requests in the queue
+
+    def has_asked(self, rid: str) -> bool:
+        return rid in self._lookups
+
+    def ask(self, rid: str, links: Sequence[PageLink]) -> None:
+        """A request that lacks these pages of its prompt has come: have them fetched."""
+        if not links:
+            self._lookups.skip(rid)
+            return
+        now_s = self._clock()
+        until_s = now_s + self._wait_s
+        if self._lookups.join(rid, links, until_s):
+            return
+        lookup = None
+        if self._is_usable and self._trust.allows(now_s):
+            room = min(MAX_SEEK_PAGES, MAX_SEEK_TOKENS * TOKEN_BYTES // len(links[0].tokens))
+            lookup = self._lookups.begin(rid, links[:room], until_s)
+        if lookup is None:
+            self.counters.unasked += 1
+            self._lookups.skip(rid)
+            return
+        self.counters.lookups += 1
+        keys = [link.key for link in lookup.links]
+        self._tell(self._link.seek, lookup.number, _chain(lookup.links), keys)
+
+    def is_awaited(self, rid: str) -> bool:
+        """Whether a request had better wait a little longer."""
+        self.pump()
+        return self._lookups.is_awaited(rid, self._clock())
+
+    def retain(self, rids: Collection[str]) -> None:
+        """Other requests than these have started, or are gone."""
+        now_s = self._clock()
+        for rid in self._lookups.rids:
+            dropped = None if rid in rids else self._lookups.forget(rid, now_s)
+            if dropped is None:
+                continue
+            self.counters.expired += dropped.is_late
+            if dropped.is_late and not dropped.lookup.landed:
+                self._trust.disappoint(now_s)
+            if self._failure is None:
+                self._tell(self._link.cancel, dropped.lookup.number)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """For who has nothing else to do: until something has come since the last call."""
+        self._news.wait(timeout_s)
+        self._news.clear()
+
+    # A tier
+
+    def num_landed(self, links: Sequence[PageLink]) -> int:
+        self.pump()
+        return next((i for i, link in enumerate(links) if not self._find(link)), len(links))
+
+    def read(self, link: PageLink, anchor: memoryview, residual: memoryview) -> bool:
+        page = self._find(link)
+        if page is None:
+            return False
+        anchor[:], residual[:] = page.anchor, page.residual
+        return True
+
+    def first_to_publish(self, links: Sequence[PageLink]) -> int:
+        self.pump()
+        if self._publisher is None or not self._is_usable:
+            return len(links)
+        return self._publisher.num_known(links)
+
+    def put(self, link: PageLink, anchor: memoryview, residual: memoryview) -> bool:
+        if self._publisher is None or not self._is_usable:
+            return False
+        if self._publisher.is_known(link):
+            return True
+        upload = self._publisher.begin(link, len(anchor) + len(residual))
+        if upload is None:
+            self.counters.pages_dropped += 1
+            return False
+        content = memoryview(b"".join((anchor, residual)))
+        self._tell(self._link.publish, upload, _chain([link]), content)
+        return True
+
+    def _find(self, link: PageLink) -> LandedPage | None:
+        return None if self._is_stale else self._lookups.find(link)
+
+    # The link
+
+    @property
+    def _is_usable(self) -> bool:
+        if self._is_stale or self._failure is not None:
+            return False
+        try:
+            return self._link.is_live
+        except TransportError as error:
+            self._fail(error)
+            return False
+
+    def _tell(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            call(*args)
+        except TransportError as error:
+            self._fail(error)
+
+    def pump(self) -> None:
+        """Take note of what has come."""
+        if self._failure is not None:
+            return
+        try:
+            events = self._link.take_events()
+        except TransportError as error:
+            self._fail(error)
+            return
+        for event in events:
+            self._note(event)
+
+    def _note(self, event: StoreEvent) -> None:
+        if isinstance(event, PublishEnded):
+            assert self._publisher is not None
+            self._publisher.end(event.upload, event.is_kept)
+            self.counters.pages_published += event.is_kept
+            self.counters.pages_unkept += not event.is_kept
+            return
+        lookup = self._lookups.of(event.lookup)
+        if lookup is None:
+            return
+        if isinstance(event, PageFetched):
+            link = lookup.links[event.page]
+            lookup.landed[link.key] = LandedPage(link, event.anchor, event.residual)
+            self.counters.pages_fetched += 1
+            self._trust.please()
+        elif isinstance(event, LookupEnded):
+            lookup.is_over = True
+            self.counters.hits += event.num_found > 0
+            self.counters.pages_found += event.num_found
+            self._learn(lookup, event)
+
+    def _learn(self, lookup: Lookup, ended: LookupEnded) -> None:
+        if self._publisher is None:
+            return
+        if ended.reason is not None:
+            self._publisher.learn(lookup.landed)
+            return
+        keys = [link.key for link in lookup.links]
+        self._publisher.learn(keys[: ended.num_found])
+        self._publisher.unlearn(keys[ended.num_found :])
+
+    def _fail(self, error: TransportError) -> None:
+        """Its thread is over; the server goes on without."""
+        logger.error("KVSpec: %s; prompts are computed without the prefix server", error)
+        self._failure = str(error)
+        for rid in self._lookups.rids:
+            self._lookups.forget(rid, self._clock())
+            self._lookups.skip(rid)
+
+    # Control plane
+
+    def weights_will_change(self) -> None:
+        """What the store has was computed with other weights; and so was what waits to be
+        published, but that is what it says."""
+        self._is_stale = True
+
+    def close(self) -> None:
+        if self._failure is None:
+            self._failure = "closed"
+            self._link.close()
+
+    def report(self) -> dict[str, Any]:
+        """For /server_info."""
+        self.pump()
+        report: dict[str, Any] = {
+            "is_live": self._is_usable,
+            "is_stale": self._is_stale,
+            "failure": self._failure,
+            "landed_pages": self._lookups.num_landed,
+            "waiting_bytes": 0 if self._publisher is None else self._publisher.waiting_bytes,
+            "counters": asdict(self.counters),
+        }
+        try:
+            return report | link_report(self._link)
+        except TransportError:
+            return report
+
+
+def _chain(links: Sequence[PageLink]) -> Chain:
+    first = links[0]
+    return Chain(first.parent, first.position, b"".join(link.tokens for link in links))

@@ -1,0 +1,112 @@
+"""`python -m sglang_kvspec.transport.prefix_server --dir D`: prefixes for several servers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from sglang_kvspec.core.config import DEFAULT_PREFIX_GB, LOOPBACK
+from sglang_kvspec.core.errors import KVSpecError
+from sglang_kvspec.transport.keys import load_keys
+from sglang_kvspec.transport.port import ZmqPort
+from sglang_kvspec.transport.prefix_server.server import PrefixServer
+from sglang_kvspec.transport.prefix_server.shelves import Shelves
+
+GIB = 2**30
+DEFAULT_PORT = 30500
+# A server that is told to end waits this long for what is on its way to disk.
+CLOSE_TIMEOUT_S = 10.0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = _parser().parse_args(arguments)
+    try:
+        keys = None if args.keys is None else load_keys("--keys", args.keys)
+        shelves = Shelves(args.dir, int(args.gb * GIB), args.models)
+        port = ZmqPort(f"tcp://{args.host}:{args.port}", bind=True, keys=keys)
+    except KVSpecError as error:
+        print(f"sglang-kvspec: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(f"prefixes of {args.dir} on {port.address}", flush=True)
+    _serve(PrefixServer(port, shelves), shelves)
+
+
+def _serve(server: PrefixServer, shelves: Shelves) -> None:
+    """Until SIGTERM or Ctrl-C."""
+    is_over = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal is_over
+        is_over = True
+        server.wake()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    while not is_over:
+        server.step(timeout_s=1.0)
+    for line in shelves.report():
+        print(line)
+    print(server.counters, flush=True)
+    server.close()
+    shelves.close(CLOSE_TIMEOUT_S)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_kvspec.transport.prefix_server",
+        description="Keep encoded prefixes on disk for servers that were started with "
+        "--kvspec-prefix-server.",
+    )
+    parser.add_argument("--dir", type=Path, required=True, help="folder that keeps them")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen on (%(default)s)")
+    parser.add_argument(
+        "--port", type=_port, default=DEFAULT_PORT, help="0 chooses a free one (%(default)s)"
+    )
+    parser.add_argument(
+        "--gb",
+        type=_positive,
+        default=DEFAULT_PREFIX_GB,
+        help="GiB on disk for each model and setting (%(default)g)",
+    )
+    parser.add_argument(
+        "--models",
+        type=_count,
+        default=8,
+        help="models and settings that are kept, at most (%(default)s)",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="DIR",
+        help="folder with this end's CURVE certificate, own.key_secret, and those of the servers "
+        "that may connect, peers/*.key; needed off loopback",
+    )
+    return parser
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text} is no port")
+    return number
+
+
+if __name__ == "__main__":
+    main()

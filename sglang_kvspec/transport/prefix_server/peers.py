@@ -1,0 +1,129 @@
+"""Who uses a prefix server: in which session, which store, and what they are publishing."""
+
+from __future__ import annotations
+
+from secrets import randbits
+
+from sglang_kvspec.core.errors import PrefixStoreError
+from sglang_kvspec.pools.prefix_store import PageLink, PrefixStore, extend_chain
+from sglang_kvspec.transport.prefix_server.outbox import Outbox
+from sglang_kvspec.transport.prefix_server.shelves import Shelves
+from sglang_kvspec.transport.prefixes.frames import (
+    MAX_SEEK_PAGES,
+    TOKEN_BYTES,
+    Found,
+    Greet,
+    Kept,
+    Part,
+    Publish,
+    Seek,
+)
+from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
+
+MAX_PEERS = 256
+# Without a word for that long a server is forgotten; its links probe every half second.
+GONE_S = 30.0
+
+
+class _Upload:
+    """One page that is arriving."""
+
+    def __init__(self, number: int, link: PageLink, num_bytes: int) -> None:
+        self.number, self.link = number, link
+        self.content = bytearray(num_bytes)
+        self.num_arrived = 0
+
+
+class Peer:
+    """A server that was let in."""
+
+    def __init__(self, greeting: Greet, store: PrefixStore, now_s: float) -> None:
+        self.nonce, self.session = greeting.nonce, randbits(62)
+        self.heard_s = now_s
+        self._layout, self._store = greeting.layout, store
+        self._upload: _Upload | None = None
+        self.outbox = Outbox(store, greeting.layout, self.session)
+
+    def seek(self, frame: Seek) -> Found:
+        links = self._links(frame)
+        if len(links) > MAX_SEEK_PAGES:
+            raise FrameError(Drop.OVERSIZED, f"{len(links)} pages, limit {MAX_SEEK_PAGES}")
+        hit = self._store.lookup_links(links)
+        stamps = tuple(page.stamp for page in hit.pages)
+        return Found(self.session, frame.lookup, stamps, hit.num_complete)
+
+    def publish(self, frame: Publish) -> None:
+        """The last page's Parts must be complete: what was not is dropped."""
+        self._upload = None
+        links = self._links(frame)
+        if len(links) != 1:
+            raise FrameError(Drop.MISPLACED, f"{len(links)} pages in one, expected 1")
+        num_bytes = self._layout.anchor_page_bytes + self._layout.residual_page_bytes
+        self._upload = _Upload(frame.upload, links[0], num_bytes)
+
+    def part(self, frame: Part, payload: Buffer) -> Kept | None:
+        """The answer to the last part of a page."""
+        upload, end = self._upload, frame.offset + len(payload)
+        if upload is None or upload.number != frame.upload:
+            raise FrameError(Drop.UNKNOWN, f"upload {frame.upload}")
+        if frame.offset != upload.num_arrived or end > len(upload.content):
+            self._upload = None
+            raise FrameError(Drop.MISPLACED, f"{frame.offset} to {end}")
+        upload.content[frame.offset : end] = payload
+        upload.num_arrived = end
+        if end < len(upload.content):
+            return None
+        self._upload = None
+        content = memoryview(upload.content)
+        split = self._layout.anchor_page_bytes
+        is_kept = self._store.put(upload.link, content[:split], content[split:])
+        return Kept(self.session, upload.number, is_kept)
+
+    def _links(self, chain: Seek | Publish) -> list[PageLink]:
+        page_bytes = self._layout.page_size * TOKEN_BYTES
+        if len(chain.tokens) % page_bytes:
+            raise FrameError(Drop.MISPLACED, f"{len(chain.tokens)} bytes, pages of {page_bytes}")
+        return list(
+            extend_chain(chain.parent, chain.position, chain.tokens, self._layout.page_size)
+        )
+
+
+class Peers:
+    """By the name that ZMQ routes by."""
+
+    def __init__(self, shelves: Shelves) -> None:
+        self._shelves = shelves
+        self._peers: dict[bytes, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def greet(self, name: bytes, frame: Greet, now_s: float) -> Peer:
+        """A greeting may be repeated. Raises PrefixStoreError with the reason to deny it."""
+        peer = self._peers.get(name)
+        if peer is not None and peer.nonce == frame.nonce:
+            return peer
+        if peer is None and len(self._peers) >= MAX_PEERS:
+            raise PrefixStoreError(f"the prefix server has {MAX_PEERS} servers, and no more")
+        peer = Peer(frame, self._shelves.open(frame.layout), now_s)
+        self._peers[name] = peer
+        return peer
+
+    def of(self, name: bytes, session: int, now_s: float) -> Peer | None:
+        """Who is in this session."""
+        peer = self._peers.get(name)
+        if peer is None or peer.session != session:
+            return None
+        peer.heard_s = now_s
+        return peer
+
+    def items(self) -> list[tuple[bytes, Peer]]:
+        return list(self._peers.items())
+
+    def forget(self, name: bytes) -> None:
+        self._peers.pop(name, None)
+
+    def forget_gone(self, now_s: float) -> None:
+        for name, peer in self.items():
+            if now_s - peer.heard_s >= GONE_S:
+                self.forget(name)

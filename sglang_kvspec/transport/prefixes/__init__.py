@@ -1,0 +1,23 @@
+"""A server's link to a store of prefixes: look up, fetch, publish."""
+
+from sglang_kvspec.transport.prefixes.client import StoreClient, StoreTiming
+from sglang_kvspec.transport.prefixes.events import (
+    LookupEnded,
+    PageFetched,
+    PublishEnded,
+    StoreEvent,
+)
+from sglang_kvspec.transport.prefixes.frames import Chain, StoreLayout
+from sglang_kvspec.transport.prefixes.loop import StoreLoop
+
+__all__ = [
+    "Chain",
+    "LookupEnded",
+    "PageFetched",
+    "PublishEnded",
+    "StoreClient",
+    "StoreEvent",
+    "StoreLayout",
+    "StoreLoop",
+    "StoreTiming",
+]

@@ -1,0 +1,225 @@
+"""The end of a link that looks prefixes up, fetches them and publishes its own: dials a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from secrets import randbits
+
+from sglang_kvspec.transport.counters import LinkCounters
+from sglang_kvspec.transport.frames import Stream
+from sglang_kvspec.transport.intake import take_in_of
+from sglang_kvspec.transport.port import Port
+from sglang_kvspec.transport.prefixes.events import LookupEnded, PublishEnded, StoreEvent
+from sglang_kvspec.transport.prefixes.fetching import Fetching
+from sglang_kvspec.transport.prefixes.frames import (
+    STORE_PROTOCOL,
+    STORE_WIRE,
+    Admit,
+    AnyStoreFrame,
+    Chain,
+    Deny,
+    Found,
+    Gone,
+    Greet,
+    Kept,
+    Piece,
+    Probe,
+    Seek,
+    StoreLayout,
+    Unknown,
+)
+from sglang_kvspec.transport.prefixes.publishing import Publishing
+from sglang_kvspec.transport.session import LinkState
+from sglang_kvspec.transport.shaping import TokenBucket
+from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
+
+_STORE = b""
+# Frames of a published page handed over before this end reads again.
+_PARTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTiming:
+    """probe_s: without a word for that long, the store is asked whether it is there. silence_s:
+    without one for that long, it counts as lost, and so does all that it was asked. retry_s:
+    between greetings; denied_s: after it would not have this server."""
+
+    probe_s: float = 0.5
+    silence_s: float = 1.5
+    retry_s: float = 0.5
+    denied_s: float = 10.0
+
+
+class StoreClient:
+    """One link to one store. Owned by one thread, which calls step() again and again."""
+
+    def __init__(
+        self,
+        port: Port,
+        layout: StoreLayout,
+        *,
+        bucket: TokenBucket | None = None,
+        timing: StoreTiming | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """bucket: the bandwidth that publishing may use."""
+        self._port, self._layout, self._bucket, self._clock = port, layout, bucket, clock
+        self._timing = timing or StoreTiming()
+        self.counters = LinkCounters(since_s=clock())
+        self.published_bytes = 0
+        self.state = LinkState.GREETING
+        # Why the store would not have this server, the last time that it was asked.
+        self.denial: str | None = None
+        self._session, self._nonce = 0, randbits(62)
+        self._greet_at_s = self._heard_s = self._probed_s = clock()
+        self._fetching, self._publishing = Fetching(layout), Publishing()
+        self._events: list[StoreEvent] = []
+
+    def seek(self, lookup: int, chain: Chain, keys: Sequence[bytes]) -> None:
+        """Fetch what the store has of these pages. keys: theirs. Ends at once without a store."""
+        if self.state is not LinkState.LIVE:
+            self._events.append(LookupEnded(lookup, 0, "no link to the store"))
+            return
+        self._fetching.seek(lookup, keys)
+        if not self._send(Seek(self._session, lookup, *chain)):
+            self._fetching.cancel(lookup)
+            self._events.append(LookupEnded(lookup, 0, "the store takes no more lookups"))
+
+    def cancel(self, lookup: int) -> None:
+        """Nothing more is told of it."""
+        self._fetching.cancel(lookup)
+
+    def publish(self, upload: int, chain: Chain, content: memoryview) -> None:
+        """chain: of one page; content: its anchor and, behind it, residual."""
+        if self.state is LinkState.LIVE:
+            self._publishing.add(upload, chain, content)
+        else:
+            self._events.append(PublishEnded(upload, is_kept=False))
+
+    def step(self, timeout_s: float = 0.0) -> list[StoreEvent]:
+        """Wait for something to do, and do it. timeout_s: the longest wait."""
+        num_read = take_in_of(STORE_WIRE, self._port, self.counters, self._handle, self._other)
+        self._keep_up()
+        is_sending = self._send_what_is_due()
+        if not (num_read or is_sending or self._events):
+            self._port.wait(min(timeout_s, self._next_s()))
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        """From any thread: ends the wait of the present or the next step()."""
+        self._port.wake()
+
+    def close(self) -> None:
+        self._port.close()
+
+    # The link
+
+    def _keep_up(self) -> None:
+        now_s = self._clock()
+        if self.state is LinkState.LIVE:
+            if now_s - self._heard_s >= self._timing.silence_s:
+                self._lose("the store has fallen silent")
+            elif now_s - max(self._heard_s, self._probed_s) >= self._timing.probe_s:
+                self._probed_s = now_s
+                self._send(Probe(self._session))
+        elif now_s >= self._greet_at_s:
+            self._greet_at_s = now_s + self._timing.retry_s
+            self._send(Greet(self._nonce, self._layout))
+
+    def _lose(self, reason: str) -> None:
+        self.counters.lost_sessions += 1
+        self.state, self._greet_at_s = LinkState.GREETING, self._clock()
+        self._nonce = randbits(62)
+        self._events += self._fetching.end_all(reason)
+        self._events += self._publishing.end_all()
+        # What was sent and not read yet is of no use to whoever comes up there next.
+        self._port.reset()
+
+    def _deny(self, reason: str) -> None:
+        self.counters.refusals += 1
+        self.state, self.denial = LinkState.REFUSED, reason
+        self._greet_at_s = self._clock() + self._timing.denied_s
+
+    def _next_s(self) -> float:
+        now_s = self._clock()
+        if self.state is not LinkState.LIVE:
+            return max(0.0, self._greet_at_s - now_s)
+        due_s = max(self._heard_s, self._probed_s) + self._timing.probe_s
+        waits = [due_s - now_s, self._heard_s + self._timing.silence_s - now_s]
+        if self._bucket is not None and self._publishing.next_frame(self._session) is not None:
+            waits.append(self._bucket.delay_s(now_s))
+        return max(0.0, min(waits))
+
+    # Frames
+
+    def _send(self, frame: AnyStoreFrame, payload: memoryview | None = None) -> bool:
+        head = STORE_WIRE.encode(frame, payload)
+        return self._port.send(_STORE, head, payload) is not None
+
+    def _send_what_is_due(self) -> bool:
+        if self.state is not LinkState.LIVE:
+            return False
+        for fetch in self._fetching.next_fetches(self._session):
+            if not self._send(fetch):
+                self._lose("the store takes no more frames")
+                return False
+        for num_sent in range(_PARTS_AT_ONCE):
+            if not self._send_part():
+                return num_sent > 0
+        return True
+
+    def _send_part(self) -> bool:
+        now_s = self._clock()
+        outgoing = self._publishing.next_frame(self._session)
+        if outgoing is None or (self._bucket is not None and self._bucket.delay_s(now_s) > 0):
+            return False
+        frame, payload = outgoing
+        if not self._send(frame, payload):
+            return False
+        self._publishing.sent(outgoing)
+        if payload is not None:
+            self.published_bytes += len(payload)
+            if self._bucket is not None:
+                self._bucket.spend(len(payload), now_s)
+        return True
+
+    def _other(self, _: bytes, theirs: int) -> None:
+        self._deny(f"it speaks protocol {theirs}, this server {STORE_PROTOCOL}")
+
+    def _handle(self, _: bytes, frame: AnyStoreFrame, payload: Buffer | None) -> None:
+        if isinstance(frame, Admit | Deny):
+            self._greeted(frame)
+            return
+        session = getattr(frame, "session", None)
+        if self.state is not LinkState.LIVE or session != self._session:
+            raise FrameError(Drop.FOREIGN, f"session {session}, expected {self._session}")
+        if isinstance(frame, Unknown):
+            self._lose("the store has started anew")
+            return
+        self._heard_s = self._clock()
+        if isinstance(frame, Found):
+            self._events += self._fetching.found(frame)
+        elif isinstance(frame, Piece) and payload is not None:
+            self._events += self._fetching.piece(frame, payload)
+            counted = self.counters.streams[Stream(frame.stream)]
+            counted.frames += 1
+            counted.payload_bytes += len(payload)
+        elif isinstance(frame, Gone):
+            self._events += self._fetching.gone(frame)
+        elif isinstance(frame, Kept):
+            self._events += self._publishing.kept(frame)
+        elif not isinstance(frame, Probe):
+            raise FrameError(Drop.FOREIGN, f"{type(frame).__name__} is not sent to this end")
+
+    def _greeted(self, frame: Admit | Deny) -> None:
+        if self.state is LinkState.LIVE or frame.nonce not in (0, self._nonce):
+            raise FrameError(Drop.FOREIGN, f"an answer to {frame.nonce}, which was not asked")
+        if isinstance(frame, Deny):
+            self._deny(frame.reason)
+            return
+        self.state, self.denial = LinkState.LIVE, None
+        self._session, self._heard_s = frame.session, self._clock()
+        self.counters.sessions += 1

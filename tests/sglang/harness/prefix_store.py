@@ -1,0 +1,62 @@
+"""A prefix server's process, for servers to share."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_EXIT_S = 20.0
+
+
+class PrefixStore:
+    """Keeps its port when it is started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._port = folder, "0"
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Returns once it listens."""
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "sglang_kvspec.transport.prefix_server"),
+                *("--dir", str(self._folder), "--port", self._port, "--gb", "0.5"),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        first = self._process.stdout.readline()
+        assert "tcp://" in first, f"the prefix server says {first!r}"
+        self._port = first.strip().rpartition(":")[2]
+
+    def stall(self) -> None:
+        """Its sockets stay, and nobody reads them."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate(timeout=_EXIT_S)
+            self._process = None

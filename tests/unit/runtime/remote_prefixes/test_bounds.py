@@ -1,0 +1,57 @@
+"""What is remembered, asked for and forgiven has bounds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_kvspec.pools.prefix_store import chain_links
+from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes, publisher
+from sglang_kvspec.runtime.remote_prefixes.publisher import Publisher
+from sglang_kvspec.runtime.remote_prefixes.trust import FIRST_PAUSE_S, LONGEST_PAUSE_S, Trust
+from sglang_kvspec.transport.prefixes.frames import MAX_SEEK_TOKENS
+
+
+def test_pauses_double_up_to_the_longest_and_one_page_ends_them() -> None:
+    trust, now_s = Trust(), 0.0
+    pauses = []
+    for _ in range(8):
+        trust.disappoint(now_s)
+        # Of a request that was asked for before the pause.
+        trust.disappoint(now_s)
+        pause_s = next(s for s in range(1, 100) if trust.allows(now_s + s))
+        pauses.append(pause_s)
+        now_s += pause_s
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
+    assert (pauses[0], pauses[-1]) == (FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    trust.disappoint(now_s)
+    assert not trust.allows(now_s)
+    trust.please()
+    assert trust.allows(now_s)
+    trust.disappoint(now_s)
+    assert trust.allows(now_s + FIRST_PAUSE_S)
+
+
+def test_pages_mentioned_longest_ago_are_forgotten(monkeypatch: Any) -> None:
+    monkeypatch.setattr(publisher, "_MAX_KNOWN", 3)
+    links = list(chain_links(range(4), 1))
+    known = Publisher(100)
+    known.learn([link.key for link in links[:3]])
+    known.learn([links[0].key, links[3].key])
+    assert [known.is_known(link) for link in links] == [True, False, True, True]
+
+
+def test_no_more_tokens_are_looked_up_than_a_frame_takes() -> None:
+    calls: list[tuple[Any, ...]] = []
+    link = SimpleNamespace(is_live=True, seek=lambda *args: calls.append(args))
+    remote = RemotePrefixes(
+        link,  # type: ignore[arg-type]
+        page_bytes=1,
+        wait_s=1.0,
+        landing_bytes=10**6,
+        queue_bytes=0,
+    )
+    remote.ask("r", list(chain_links(range(MAX_SEEK_TOKENS + 640), 64)))
+    ((_, chain, keys),) = calls
+    assert len(keys) == MAX_SEEK_TOKENS // 64
+    assert len(chain.tokens) == 8 * MAX_SEEK_TOKENS
