@@ -12,12 +12,7 @@ from sglang_kvspec.testing.port_lease import PortLease
 __all__ = ["CPU_ARGUMENTS", "CPU_ENVIRONMENT", "ServerProcess", "ServerStartError"]
 
 # Two SGLang processes with a thread pool each on a small machine slow one another down tenfold.
-CPU_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # SGLang compiles a penalty when it is first used, which takes longer than all that it saves.
-    "TORCH_COMPILE_DISABLE": "1",
-}
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # fp32: bf16 near-ties flip with the shape of an attention call, plain or not.
 CPU_ARGUMENTS = (
     "--device=cpu",

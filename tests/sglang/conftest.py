@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,10 @@ from harness.servers import Announce, ServerSwitch
 from harness.shard import WHOLE, Shard
 from harness.soak import CROWD_LENGTHS
 from harness.suite import Task, TokenIds
+
+# SGLang compiles a penalty when it is first used, which takes longer than all that it saves here.
+# Of tests alone: benchmarks measure servers as users start them.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
