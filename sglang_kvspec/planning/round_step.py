@@ -21,7 +21,7 @@ from sglang_kvspec.planning.step import CacheView
 
 PATIENCE = 8
 # Of a cache that does not hold every residual, at least this share is kept for fetches.
-FETCH_SHARE = 0.5
+FETCH_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)

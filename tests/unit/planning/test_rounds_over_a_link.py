@@ -14,6 +14,7 @@ from functools import cache
 import pytest
 
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.planning import round_step
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
 from sglang_kvspec.planning.round_clock import RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget, RoundPlan, RoundPlanner, RoundView
@@ -155,7 +156,7 @@ def best_fixed_rate(cache_pages, pages_per_s):
     return max(rate(cache_pages, length, pages_per_s) for length in fixed)
 
 
-@pytest.mark.parametrize(("link", "least"), [(0.5, 0.85), (1.0, 0.94), (2.0, 0.94)])
+@pytest.mark.parametrize(("link", "least"), [(0.5, 0.85), (1.0, 0.9), (2.0, 0.9)])
 @pytest.mark.parametrize("share", [0.2, 0.37, 0.65])
 def test_auto_comes_near_the_best_fixed_length(share, link, least):
     """Half the link binds: longer rounds would fetch more, which the policy does not weigh."""
@@ -164,7 +165,7 @@ def test_auto_comes_near_the_best_fixed_length(share, link, least):
 
 
 def test_a_third_of_the_cache_keeps_most_of_the_speed():
-    assert rate(int(0.37 * ALL_PAGES)) >= 0.75 * rate(ALL_PAGES)
+    assert rate(int(0.37 * ALL_PAGES)) >= 0.85 * rate(ALL_PAGES)
 
 
 def test_a_slow_first_round_does_not_stop_drafting():
@@ -177,8 +178,13 @@ def test_a_slow_first_round_does_not_stop_drafting():
 
 def test_counting_everybody_as_verifying_at_once_would_be_seen(monkeypatch):
     monkeypatch.setattr(RoundPlanner, "interval", lambda *_: 1)
-    where = (int(0.2 * ALL_PAGES), 2 * PAGES_PER_S)
+    where = (int(0.14 * ALL_PAGES), 2 * PAGES_PER_S)
     assert rate.__wrapped__(where[0], None, where[1]) < 0.9 * best_fixed_rate(*where)
+
+
+def test_a_cache_that_half_the_requests_keep_would_be_seen(monkeypatch):
+    monkeypatch.setattr(round_step, "FETCH_SHARE", 0.2)
+    assert rate.__wrapped__(int(0.37 * ALL_PAGES)) < 0.85 * rate(ALL_PAGES)
 
 
 def test_forgetting_the_cpu_would_be_seen(monkeypatch):
