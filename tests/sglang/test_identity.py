@@ -138,6 +138,8 @@ def test_exact_log4(assert_identical: Check, scenario: Scenario) -> None:
     assert_identical(SAMPLE, LOG4, scenario)
 
 
+# CI sees uniform4 in small chunks and retracted in rounds, ahead and through two servers.
+@pytest.mark.identity
 def test_exact_uniform4_retracted_in_small_chunks(assert_identical: Check) -> None:
     assert_identical(SAMPLE, UNIFORM4, scenarios.CHUNKED_RETRACTION)
 
