@@ -16,6 +16,7 @@ from typing import Any
 from serving.identity import PREFIX, read_identity
 from serving.plots import Curves, draw_curves
 from serving.profile_table import profile_lines
+from serving.systems import SYSTEMS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "serving_h200.json"
@@ -24,7 +25,6 @@ PROFILE = ROOT / "benchmarks" / "results" / "profile_8b_32k_exact.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- serving:begin -->", "<!-- serving:end -->"
 WIDTH = 104
-SYSTEMS = ("bf16", "fp8", "exact", "int8")
 
 # Name of the figure: what it is, and what it should be.
 HEADLINES = {
@@ -219,7 +219,9 @@ def measured(figures: Figures) -> Iterator[tuple[str, int, str, str]]:
     found = [match for name in figures if (match := _POINT.fullmatch(name))]
     places = list(dict.fromkeys(match["place"] for match in found))
     keys = {(m["place"], int(m["at"]), m["system"]) for m in found}
-    order = sorted(keys, key=lambda key: (places.index(key[0]), key[1], SYSTEMS.index(key[2])))
+    order = sorted(
+        keys, key=lambda key: (places.index(key[0]), key[1], list(SYSTEMS).index(key[2]))
+    )
     for place, at, system in order:
         yield place, at, system, f"serve.{place}.bs{at}.{system}"
 
