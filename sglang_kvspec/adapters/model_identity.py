@@ -16,30 +16,27 @@ _VERSIONED = ("sglang", "torch")
 _PART = 64 * 2**20
 
 
-def fingerprint(model_config: Any, model: torch.nn.Module) -> str:
-    """Of a model as it is in memory on the CPU: path, configuration, versions, and every weight.
-
-    Reads all weights once, at several GB/s.
-    """
+def fingerprint(model_config: Any, weights: str) -> str:
+    """Of a model where it lies: path, configuration, versions, and weights, by their hash."""
     facts = {
         "path": str(model_config.model_path),
         "revision": model_config.revision,
         "config": model_config.hf_config.to_json_string(),
         "dtype": str(model_config.dtype),
         "versions": {name: metadata.version(name) for name in _VERSIONED},
-        "weights": hash_of_weights(model),
+        "weights": weights,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def portable_fingerprint(model_config: Any, model: torch.nn.Module) -> str:
+def portable_fingerprint(model_config: Any, weights: str) -> str:
     """The same of a model wherever it lies, and whatever computes it: see versions_of_kv()."""
     config = model_config.hf_config.to_dict()
     config.pop("_name_or_path", None)
     facts = {
         "config": config,
         "dtype": str(model_config.dtype),
-        "weights": hash_of_weights(model),
+        "weights": weights,
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -52,8 +49,10 @@ def versions_of_kv() -> str:
 
 
 def hash_of_weights(model: torch.nn.Module) -> str:
-    """Of names, shapes and bytes of all that a model is saved with. Buffers that it computes for
-    itself follow from its configuration, and some are as long as a server's drafts want them."""
+    """Of names, shapes and bytes of all that a model, on the CPU, is saved with. Buffers that it
+    computes for itself follow from its configuration, and some are as long as a server's drafts
+    want them. Reads all weights, at several GB/s.
+    """
     found = xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

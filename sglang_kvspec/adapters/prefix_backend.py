@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.registry import (
 )
 
 from sglang_kvspec.adapters.activation import config_of
-from sglang_kvspec.adapters.model_identity import fingerprint
+from sglang_kvspec.adapters.model_identity import fingerprint, hash_of_weights
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.adapters.prefix_flags import PREFIX_CACHE
 from sglang_kvspec.adapters.prefix_link import connect
@@ -57,15 +57,15 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     if not config.keeps_prefixes:
         return KVSpecRadixCache(ctx.params, pool.kv, PrefixTiers(pool.kv))
-    runner = ctx.tp_worker.model_runner
+    weights = hash_of_weights(ctx.tp_worker.model_runner.model)
     host_maker = disk = remote = None
     if config.prefix_host_gb or config.prefix_dir:
-        model = fingerprint(ctx.model_config, runner.model)
+        model = fingerprint(ctx.model_config, weights)
         identity = StoreIdentity.of(pool.kv.codec, pool.kv.geometry, model=model)
         host_maker = _host_maker(config, identity) if config.prefix_host_gb else None
         disk = _open_disk(config, identity) if config.prefix_dir else None
     if config.prefix_server is not None:
-        remote = connect(config, pool.kv, ctx.model_config, runner.model)
+        remote = connect(config, pool.kv, ctx.model_config, weights)
     pool.prefix_tiers = PrefixTiers(pool.kv, host_maker, disk, remote)
     return KVSpecRadixCache(ctx.params, pool.kv, pool.prefix_tiers, remote)
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from sglang_kvspec.adapters.model_identity import portable_fingerprint, versions_of_kv
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.adapters.prefix_flags import prefix_server_keys
@@ -31,12 +29,10 @@ BURST_BYTES = 1 << 20
 _WAIT_S = 0.005
 
 
-def connect(
-    config: KVSpecConfig, kv: TieredKV, model_config: Any, model: torch.nn.Module
-) -> RemotePrefixes:
-    """Dial the prefix server, which need not be there yet. Reads all weights once."""
+def connect(config: KVSpecConfig, kv: TieredKV, model_config: Any, weights: str) -> RemotePrefixes:
+    """Dial the prefix server, which need not be there yet. weights: their hash."""
     assert config.prefix_server is not None
-    name = f"{portable_fingerprint(model_config, model)}, {versions_of_kv()}"
+    name = f"{portable_fingerprint(model_config, weights)}, {versions_of_kv()}"
     identity = StoreIdentity.of(kv.codec, kv.geometry, model=name)
     rate, bucket = config.publish_gbps * 1e9, None
     if rate:

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
-from sglang_kvspec.adapters.model_identity import portable_fingerprint, versions_of_kv
+from sglang_kvspec.adapters.model_identity import (
+    hash_of_weights,
+    portable_fingerprint,
+    versions_of_kv,
+)
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.codecs.wire import make_wire_codec
 from sglang_kvspec.core.config import KVSpecConfig
@@ -46,7 +50,7 @@ class Serving:
             codec=f"{self.config.codec}, --kvspec-transfer {self.config.transfer}",
             target=self.config.target,
             page_size=geometry.page_size,
-            fingerprint=portable_fingerprint(self.model_config, self.model),
+            fingerprint=portable_fingerprint(self.model_config, hash_of_weights(self.model)),
             tp_shape=(1, geometry.num_kv_heads),
         )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_kvspec.adapters import model_identity
-from sglang_kvspec.adapters.model_identity import fingerprint, hash_of_weights
+from sglang_kvspec.adapters.model_identity import hash_of_weights
 
 
 @pytest.fixture
@@ -33,6 +33,10 @@ def config(**changes):
         "dtype": torch.bfloat16,
     }
     return SimpleNamespace(**(values | changes))
+
+
+def fingerprint(model_config, model):
+    return model_identity.fingerprint(model_config, hash_of_weights(model))
 
 
 def test_the_same_model_has_the_same_fingerprint(make_model):
