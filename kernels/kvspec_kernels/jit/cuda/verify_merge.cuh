@@ -15,63 +15,96 @@ __device__ __forceinline__ i64 out_row(const Segment& s, int column, int num_kv_
            global % GROUP;
 }
 
-// Merges the parts of workers first .. last. scales: [2][COLS] in shared memory, overwritten.
-template <int THREADS>
-__device__ __forceinline__ void merge_parts(
-    const float* partial_out, const float* partial_stat, int first, int last, int first_slot,
-    const Segment& segment, int num_kv_heads, float* scales, void* out, float* lse) {
-    // Latency is all that counts here: many loads are under way at a time.
-    constexpr int VECTORS = HEAD_DIM / 4, AT_ONCE = 4;
-    float *tops = scales, *inverses = scales + COLS;
-    auto part_of = [&](int worker) {
-        return (i64)(2 * worker + (worker == first ? first_slot : 0)) * COLS;
-    };
-    for (int c = threadIdx.x; c < segment.num_columns; c += THREADS) {
-        float top = NEG_INF, sum = 0.0f;
-#pragma unroll 4
-        for (int w = first; w <= last; ++w)
-            top = fmaxf(top, __ldcg(partial_stat + (part_of(w) + c) * 2));
-        top = top == NEG_INF ? 0.0f : top;
-#pragma unroll 4
-        for (int w = first; w <= last; ++w) {
-            const float* stat = partial_stat + (part_of(w) + c) * 2;
-            sum += exp2_approx(__ldcg(stat) - top) * __ldcg(stat + 1);
-        }
-        tops[c] = top;
-        inverses[c] = sum > 0.0f ? 1.0f / sum : 0.0f;
-        lse[out_row(segment, c, num_kv_heads)] = top + log2f(sum);
-    }
-    __syncthreads();
-    int num_vectors = segment.num_columns * VECTORS;
+// Adds up AT_ONCE vectors of 4 channels a thread, and more in turn, over workers first .. last.
+// weight(w, c): of worker w's part in column c. finish(c, i, x): takes vector i of column c.
+template <int THREADS, int AT_ONCE, class Part, class Weight, class Finish>
+__device__ __forceinline__ void add_parts(
+    const float* partial_out, int first, int last, int num_vectors, Part part_of, Weight weight,
+    Finish finish) {
+    // Loads under way at a time, of 16 bytes each.
+    constexpr int VECTORS = HEAD_DIM / 4, UNROLL = 8 / AT_ONCE;
 #pragma unroll 1
     for (int begin = threadIdx.x; begin < num_vectors; begin += AT_ONCE * THREADS) {
         float4 x[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 2
+#pragma unroll UNROLL
         for (int w = first; w <= last; ++w) {
-            i64 part = part_of(w);
+            const float* part = partial_out + part_of(w) * HEAD_DIM;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
-                int at = min(begin + i * THREADS, num_vectors - 1), c = at / VECTORS;
-                float weight = exp2_approx(__ldcg(partial_stat + (part + c) * 2) - tops[c]);
-                float4 y = __ldcg(reinterpret_cast<const float4*>(partial_out + part * HEAD_DIM) + at);
-                x[i].x += weight * y.x;
-                x[i].y += weight * y.y;
-                x[i].z += weight * y.z;
-                x[i].w += weight * y.w;
+                int at = min(begin + i * THREADS, num_vectors - 1);
+                float share = weight(w, at / VECTORS);
+                float4 y = __ldcg(reinterpret_cast<const float4*>(part) + at);
+                x[i].x += share * y.x;
+                x[i].y += share * y.y;
+                x[i].z += share * y.z;
+                x[i].w += share * y.w;
             }
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            int at = begin + i * THREADS, c = at / VECTORS;
-            if (at >= num_vectors) break;
-            i64 index = out_row(segment, c, num_kv_heads) * HEAD_DIM + at % VECTORS * 4;
-            float inverse = inverses[c];
-            store_output(out, index, x[i].x * inverse);
-            store_output(out, index + 1, x[i].y * inverse);
-            store_output(out, index + 2, x[i].z * inverse);
-            store_output(out, index + 3, x[i].w * inverse);
+            int at = begin + i * THREADS;
+            if (at < num_vectors) finish(at / VECTORS, at % VECTORS, x[i]);
         }
     }
+}
+
+// Merges the parts of workers first .. last, of which one request alone has as many as there are
+// blocks for a KV head. scales: [2][COLS] in shared memory, overwritten.
+template <int THREADS>
+__device__ __forceinline__ void merge_parts(
+    const float* partial_out, const float* partial_stat, int first, int last, int first_slot,
+    const Segment& segment, int num_kv_heads, float* scales, void* out, float* lse) {
+    // Latency is all that counts here: many loads are under way at a time.
+    float *tops = scales, *inverses = scales + COLS;
+    auto part_of = [&](int worker) {
+        return (i64)(2 * worker + (worker == first ? first_slot : 0)) * COLS;
+    };
+    // Threads that share a column, of one warp.
+    int sharing = 32;
+    while (sharing > 1 && sharing * segment.num_columns > THREADS) sharing /= 2;
+#pragma unroll 1
+    for (int begin = 0; begin < segment.num_columns; begin += THREADS / sharing) {
+        int c = begin + threadIdx.x / sharing;
+        bool is_column = c < segment.num_columns;
+        int from = first + (int)(threadIdx.x % sharing), to = is_column ? last : from - 1;
+        float top = NEG_INF, sum = 0.0f;
+#pragma unroll 4
+        for (int w = from; w <= to; w += sharing)
+            top = fmaxf(top, __ldcg(partial_stat + (part_of(w) + c) * 2));
+        for (int hop = 1; hop < sharing; hop *= 2)
+            top = fmaxf(top, __shfl_xor_sync(FULL, top, hop));
+        top = top == NEG_INF ? 0.0f : top;
+#pragma unroll 4
+        for (int w = from; w <= to; w += sharing) {
+            float2 stat = __ldcg(reinterpret_cast<const float2*>(partial_stat) + part_of(w) + c);
+            sum += exp2_approx(stat.x - top) * stat.y;
+        }
+        for (int hop = 1; hop < sharing; hop *= 2) sum += __shfl_xor_sync(FULL, sum, hop);
+        if (is_column && threadIdx.x % sharing == 0) {
+            tops[c] = top;
+            inverses[c] = sum > 0.0f ? 1.0f / sum : 0.0f;
+            lse[out_row(segment, c, num_kv_heads)] = top + log2f(sum);
+        }
+    }
+    __syncthreads();
+    auto weight = [&](int worker, int c) {
+        return exp2_approx(__ldcg(partial_stat + (part_of(worker) + c) * 2) - tops[c]);
+    };
+    auto finish = [&](int c, int vector, float4 x) {
+        i64 index = out_row(segment, c, num_kv_heads) * HEAD_DIM + vector * 4;
+        float inverse = inverses[c];
+        store_output(out, index, x.x * inverse);
+        store_output(out, index + 1, x.y * inverse);
+        store_output(out, index + 2, x.z * inverse);
+        store_output(out, index + 3, x.w * inverse);
+    };
+    int num_vectors = segment.num_columns * (HEAD_DIM / 4);
+    if (num_vectors <= THREADS)
+        add_parts<THREADS, 1>(partial_out, first, last, num_vectors, part_of, weight, finish);
+    else if (COLUMNS > 1 && num_vectors > 2 * THREADS)
+        add_parts<THREADS, 4>(partial_out, first, last, num_vectors, part_of, weight, finish);
+    else
+        add_parts<THREADS, 2>(partial_out, first, last, num_vectors, part_of, weight, finish);
 }
