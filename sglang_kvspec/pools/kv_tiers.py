@@ -96,6 +96,37 @@ class KVTiers(ABC):
         IN_FLIGHT, may come later: `residuals.finish()` says when they have."""
         self._encoded.update(pages)
 
+    # Records from elsewhere
+
+    def begin_landing(self, pages: Sequence[int]) -> None:
+        """These free pages will be written whole, by write_anchors() and finish_anchors(), then
+        write_residuals() and `residuals.finish()`: at once, or residuals later."""
+        assert not any(page in self.window.slots for page in pages), "a window page is not free"
+        assert self._encoded.isdisjoint(pages), "a page is encoded once"
+        self.residuals.begin_landing(pages)
+
+    @abstractmethod
+    def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        """records: [num_pages, num_layers, num_kv_heads, anchor_bytes] uint8 on the CPU, which are
+        not to change any more. The pages are distinct."""
+
+    @abstractmethod
+    def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        """The same for residuals."""
+
+    @abstractmethod
+    def read_anchors(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy of the anchors of encoded pages, as write_anchors() takes them, behind all that
+        the device was given so far. The CPU waits for it."""
+
+    @abstractmethod
+    def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
+        """The same for the residuals, wherever they are, of pages that have them."""
+
+    @abstractmethod
+    def encode_committed(self, pages: Iterable[int]) -> None:
+        """Encode those of these pages that are full and verified and that are not encoded yet."""
+
     def await_residuals(self, pages: Iterable[int]) -> None:
         """What is enqueued from now on may read the residuals of these pages, whose fetch was
         started."""

@@ -31,7 +31,7 @@ class SetAside:
         elsewhere = {*self._lacking_at, *self._recent_at}
         self._whole_at = [at for at in places if at not in elsewhere]
         self._whole = copy_out(kv, [pages[at] for at in self._whole_at])
-        self._lacking = _anchors(kv, [pages[at] for at in self._lacking_at])
+        self._lacking = kv.read_anchors([pages[at] for at in self._lacking_at])
         self._recent = _recent(kv, [pages[at] for at in self._recent_at])
         self._room = arrivals.set_aside(pages[self._lacking_at[0]]) if self._lacking_at else None
         self._abandoned = weakref.finalize(self, _abandon, arrivals, self._room)
@@ -43,8 +43,8 @@ class SetAside:
         kv = self._kv
         copy_in(kv, [pages[at] for at in self._whole_at], self._whole)
         lacking = [pages[at] for at in self._lacking_at]
-        kv.begin_encode(lacking)
-        _write_anchors(kv, lacking, self._lacking)
+        kv.begin_landing(lacking)
+        kv.write_anchors(lacking, self._lacking)
         kv.finish_anchors(lacking)
         size = kv.geometry.page_size
         for index, at in enumerate(self._recent_at):
@@ -65,18 +65,6 @@ class SetAside:
 def _abandon(arrivals: Arrivals, room: int | None) -> None:
     if room is not None:
         arrivals.drop(room, NOT_NEEDED)
-
-
-def _anchors(kv: TieredKV, pages: list[int]) -> torch.Tensor:
-    """[num_layers, num_pages, num_kv_heads, anchor_bytes]"""
-    ids = torch.tensor(pages, dtype=torch.int64)
-    return torch.stack([kv.anchors.read(n, ids) for n in range(kv.geometry.num_layers)])
-
-
-def _write_anchors(kv: TieredKV, pages: list[int], records: torch.Tensor) -> None:
-    ids = torch.tensor(pages, dtype=torch.int64)
-    for layer in range(kv.geometry.num_layers):
-        kv.anchors.write(layer, ids, records[layer])
 
 
 def _recent(kv: TieredKV, pages: list[int]) -> torch.Tensor:
