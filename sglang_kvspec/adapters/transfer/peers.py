@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,8 @@ from sglang_kvspec.transport.keys import load_keys
 @dataclass(slots=True)
 class Serving:
     """The server of this process. manager: SGLang's of this side, once there is one. news: set
-    whenever something has happened on a link."""
+    whenever something has happened on a link. join_rounds: makes writes to the recent window wait
+    for rounds that run beside the main stream."""
 
     config: KVSpecConfig
     pool: KVSpecPool
@@ -34,6 +36,7 @@ class Serving:
     model: torch.nn.Module
     manager: Any = None
     news: threading.Event = field(default_factory=threading.Event)
+    join_rounds: Callable[[], None] = lambda: None
 
     @property
     def kv(self) -> TieredKV:
