@@ -168,6 +168,9 @@ class DeviceKV(KVTiers):
     def encode_committed(self, pages: Iterable[int]) -> None:
         """They were published as they became full."""
 
+    def _complete(self, page: int) -> None:
+        self.publish([page])
+
     # Records from elsewhere
 
     def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:

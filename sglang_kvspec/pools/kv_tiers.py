@@ -14,6 +14,7 @@ from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.recent_window import RecentWindow
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
+from sglang_kvspec.pools.transfers import sent_to
 
 
 class KVTiers(ABC):
@@ -95,6 +96,35 @@ class KVTiers(ABC):
         """All anchors of these pages are there and drafts may read them; their residuals, still
         IN_FLIGHT, may come later: `residuals.finish()` says when they have."""
         self._encoded.update(pages)
+
+    # The newest tokens
+
+    def read_plain(self, page: int, num_tokens: int) -> torch.Tensor | None:
+        """K and V of a page's first tokens as the model gave them: a copy [num_layers, 2,
+        num_tokens, num_kv_heads, head_dim] on the CPU, which waits for it. None where that is lost:
+        a page outside of the window has records."""
+        if page not in self.window.slots:
+            return None
+        slot = self.window.slots.slot_of(page)
+        layers = map(self.window.layer, range(self.geometry.num_layers))
+        tokens = [torch.stack([part[slot, :num_tokens] for part in layer]) for layer in layers]
+        return torch.stack(tokens).cpu()
+
+    def write_plain(self, page: int, tokens: torch.Tensor) -> None:
+        """Put the first tokens of a free page, as read_plain() gives them, into the window. Raises
+        CapacityError where that is full."""
+        self.open_pages([page])
+        slot, num_tokens = self.window.slots.slot_of(page), tokens.shape[2]
+        on_device = sent_to(self.device, tokens)
+        for layer in range(self.geometry.num_layers):
+            for part, values in zip(self.window.layer(layer), on_device[layer], strict=True):
+                part[slot, :num_tokens] = values
+        if num_tokens == self.geometry.page_size:
+            self._complete(page)
+
+    def _complete(self, page: int) -> None:
+        """All tokens of a window page are verified."""
+        self.window.mark_committed(page)
 
     # Records from elsewhere
 

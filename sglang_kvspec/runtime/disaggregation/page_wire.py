@@ -67,7 +67,10 @@ class SplitWire:
         shape = self._anchor_shape if is_anchor else self._residual_shape
         if any(payload.numel() != shape.numel() for payload in payloads):
             raise TransportError(f"a page of another size than {shape.numel()} bytes")
-        records = torch.stack([payload.view(shape) for payload in payloads])
+        # What goes to a GPU from pinned memory nobody waits for.
+        is_pinned = self._kv.device.type == "cuda"
+        records = torch.empty((len(pages), *shape), dtype=torch.uint8, pin_memory=is_pinned)
+        torch.stack([payload.view(shape) for payload in payloads], out=records)
         if is_anchor:
             self._kv.begin_landing(pages)
             self._kv.write_anchors(pages, records)
