@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,8 @@ class EagerDrafter:
             for i, logits in zip(rows, result.logits_output.next_token_logits, strict=True):
                 mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits[None])
                 worker.chooser.draft(states[i], logits[None], mask)
+                if worker.decoding is not None:
+                    worker.decoding.note_drafts(states[i], 1)
             agree_on_drafts(worker.ranks, [states[i] for i in rows])
 
 
@@ -157,17 +159,23 @@ class GraphStepper:
         return None
 
     def advance(
-        self, states: Sequence[RequestState], pages: Sequence[torch.Tensor], max_steps: int
+        self,
+        states: Sequence[RequestState],
+        pages: Sequence[torch.Tensor],
+        max_steps: int,
+        late: Collection[int] = (),
     ) -> tuple[DraftedTokens, torch.Tensor]:
-        """Let every request take up to max_steps tokens, each the most likely one. pages[i]: page
-        ids on the CPU, up to the last token's.
+        """Let every request take up to max_steps tokens, each the most likely one, but for those
+        that are late, whose residuals are not all here: there are others. pages[i]: page ids on the
+        CPU, up to the last token's.
 
-        Returns the tokens and the logits [>= num_states, vocab] of the last step.
+        Returns the tokens and the logits of the last step, whose first rows are those of the
+        tokens' order.
         """
         size = self._kv.geometry.page_size
         counts = []
-        for state in states:
-            count = max(min(max_steps, state.remaining), 0)
+        for i, state in enumerate(states):
+            count = 0 if i in late else max(min(max_steps, state.remaining), 0)
             if self._kv.codec.target == "int8":
                 # The next page's tokens are to see this one at 8 bits, once it is encoded.
                 count = min(count, size - state.committed_len % size)

@@ -49,7 +49,7 @@ def versions_of_kv() -> str:
 
 
 def hash_of_weights(model: torch.nn.Module) -> str:
-    """Of names, shapes and bytes of all that a model, on the CPU, is saved with. Buffers that it
+    """Of names, shapes and bytes of all that a model is saved with. Buffers that it
     computes for itself follow from its configuration, and some are as long as a server's drafts
     want them. Reads all weights, at several GB/s.
     """
@@ -58,5 +58,5 @@ def hash_of_weights(model: torch.nn.Module) -> str:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         content = tensor.contiguous().view(-1).view(torch.uint8)
         for part in content.split(_PART):
-            found.update(part.numpy())
+            found.update(part.cpu().numpy())
     return found.hexdigest()

@@ -60,14 +60,16 @@ class RoundWorker(KVSpecWorker):
                 self.req_to_token_pool.req_to_token,
                 runner.max_running_requests,
             )
-            self._graphs = GraphStepper(
-                runner,
-                self.attention,
-                self.kv,
-                self.config.max_draft_len,
-                self.chooser,
-                self.ranks,
-            )
+            # A prefill server makes no steps.
+            if self.server_args.disaggregation_mode != "prefill":
+                self._graphs = GraphStepper(
+                    runner,
+                    self.attention,
+                    self.kv,
+                    self.config.max_draft_len,
+                    self.chooser,
+                    self.ranks,
+                )
         self._eager = EagerDrafter(self)
         self._begins_ahead = self._graphs is not None and not self.kv.plan.host_pages
         page = self.kv.plan.page_bytes
@@ -96,6 +98,8 @@ class RoundWorker(KVSpecWorker):
         # Of the round after the one that runs, decided while the device is still busy with that.
         self._next_lens: list[int] = []
         self._fetch_wait_s = 0.0
+        if self.apart is not None:
+            self.apart.write_behind(self._side.join)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -111,23 +115,33 @@ class RoundWorker(KVSpecWorker):
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         states = batch.spec_info.states
         self._check_states(batch, states)
+        if self.decoding is not None:
+            self.decoding.receive(batch.reqs)
         # SGLang has reserved slots for this round and the next one.
         pages = self._page_table(batch, states, 2 * self.speculative_num_draft_tokens)
+        late = self.stepper.find_late(states, pages)
         ahead, self._ahead = self._ahead, None
         started = None if ahead is None else ahead.for_batch(states)
         if started is None:
-            started = self._start(batch, states, pages, *self._lengths.plan(states))
+            lens, budget = self._lengths.plan(states, late)
+            started = self._start(batch, states, pages, lens, late, budget)
         self._side.join()
+        # Of a round that was begun ahead, what was late then may be here.
+        started.late = late
         context = mean_context(states)
         finish = self._finish_plain if started.is_plain else self._finish_round
         verified, logits_output = finish(batch, states, pages, started)
         self._over_at = time.perf_counter()
         self.pages.flush()
-        self._observe(started, verified, context)
+        if started.is_idle:
+            self._wait(states)
+        else:
+            self._observe(started, verified, context)
         if self._can_start_ahead(batch, states):
             caps = [state.cap_len(self.config.max_draft_len) for state in states]
-            lens = [min(pair) for pair in zip(self._next_lens, caps, strict=True)]
-            self._ahead = self._start(batch, states, pages, lens)
+            rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
+            lens = [min(pair) for pair in zip(self._next_lens, rooms, strict=True)]
+            self._ahead = self._start(batch, states, pages, lens, late)
         num_verified = None if started.is_plain else started.num_verified
         return self._result(batch, states, verified, num_verified, logits_output)
 
@@ -156,6 +170,13 @@ class RoundWorker(KVSpecWorker):
         idle = (n == 0 and entry is None for n, entry in zip(started.lens, verified, strict=True))
         self.counters.waits += sum(idle)
 
+    def _wait(self, states: list[RequestState]) -> None:
+        """In a round in which nobody can go on before something arrives."""
+        assert self.decoding is not None, "only residuals on the network keep all from going on"
+        self.counters.waits += len(states)
+        self._over_at = None
+        self.decoding.wait()
+
     # Beginning a round
 
     def _can_start_ahead(self, batch: Any, states: list[RequestState]) -> bool:
@@ -172,18 +193,21 @@ class RoundWorker(KVSpecWorker):
         states: list[RequestState],
         pages: list[torch.Tensor],
         lens: list[int],
+        late: frozenset[int],
         budget: RoundBudget | None = None,
     ) -> StartedRound:
         """Tell the device what to do next.
 
         pages: as _page_table gives them. lens: drafts that each request adds to those it has; where
-        nobody drafts, a GPU that holds all residuals takes tokens without. budget: what the link
-        moves meanwhile, needed where residuals move.
+        nobody drafts, a GPU that holds all residuals takes tokens without. late: requests that
+        cannot do that, as residuals of theirs are still on the network. budget: what the link moves
+        meanwhile, needed where residuals move.
         """
         timer = PhaseTimer(self.kv.device)
-        started = StartedRound(list(states), lens, timer, num_steps=max(lens))
+        started = StartedRound(list(states), lens, timer, num_steps=max(lens), late=late)
         if budget is not None and self.kv.plan.host_pages:
-            started.plan = self.stepper.plan(states, pages, lens, budget)
+            started.plan = self.stepper.plan(states, pages, lens, budget, late)
+        ready = [state for i, state in enumerate(states) if i not in late]
         started.begun_at = time.perf_counter()
         if self._over_at is not None and not self._begins_ahead:
             started.between_s = started.begun_at - self._over_at
@@ -192,7 +216,7 @@ class RoundWorker(KVSpecWorker):
             if any(lens):
                 drafter = self._eager if self._graphs is None else self._graphs
                 started.made = drafter.draft(batch, states, pages, lens)
-            elif self._begins_ahead:
+            elif self._begins_ahead and ready and not any(state.drafts for state in ready):
                 assert self._graphs is not None
                 # Others than these wait for their tokens' log-probabilities or choice.
                 at_once = not batch.return_logprob and all(
@@ -200,16 +224,16 @@ class RoundWorker(KVSpecWorker):
                 )
                 steps = min(PLAIN_STEPS, self.speculative_num_draft_tokens) if at_once else 1
                 started.is_plain = True
-                started.made, logits = self._graphs.advance(states, pages, steps)
+                started.made, logits = self._graphs.advance(states, pages, steps, late)
                 started.num_steps = len(started.made.tokens)
                 started.logits = None if at_once else logits
             timer.mark()
         return started
 
-    def _plan_next(self, states: list[RequestState]) -> None:
+    def _plan_next(self, states: list[RequestState], late: frozenset[int]) -> None:
         """Before the CPU waits for the device, which is not to wait for this."""
         if self._begins_ahead:
-            self._next_lens, _ = self._lengths.plan(states)
+            self._next_lens, _ = self._lengths.plan(states, late)
 
     def _page_table(
         self, batch: Any, states: list[RequestState], num_ahead: int
@@ -255,10 +279,13 @@ class RoundWorker(KVSpecWorker):
         self._timer.mark()
         enqueue_s = time.perf_counter() - started.begun_at
         self._enqueue_s = None if started.is_held_up else enqueue_s
-        self._plan_next(states)
+        self._plan_next(states, started.late)
         if started.made is not None:
             for i, tokens in started.made.deliver().items():
                 states[i].drafts.extend(tokens)
+        if self.decoding is not None and self._graphs is not None:
+            for state, num_made in zip(states, started.lens, strict=True):
+                self.decoding.note_drafts(state, num_made)
         verified = self._judge(batch, states, rows, logits_output.next_token_logits)
         if not batch.return_logprob:
             # Nobody reads them any more, and they are large.
@@ -310,18 +337,18 @@ class RoundWorker(KVSpecWorker):
     ) -> tuple[list[Verified | None], Any]:
         """Take over tokens that were not drafted. A request that came meanwhile has none."""
         assert started.made is not None
-        self._plan_next(states)
+        self._plan_next(states, started.late)
         if started.logits is not None:
-            logits = started.logits[: len(states)]
-            rows = {
-                i: Row(RowKind.VERIFY, state.committed_len, 1, pages[i])
-                for i, state in enumerate(states)
-            }
+            order = started.made.order
+            logits = started.logits[: len(order)]
+            rows = {i: Row(RowKind.VERIFY, states[i].committed_len, 1, pages[i]) for i in order}
             verified = self._judge(batch, states, rows, logits)
             return verified, LogitsProcessorOutput(next_token_logits=logits)
         emitted: list[Verified | None] = [None] * len(states)
         for i, tokens in started.made.deliver().items():
             before = states[i].committed_len
+            for _ in tokens if self.decoding is not None else ():
+                self.decoding.note_verification(states[i], 1)
             states[i].commit(tokens)
             self.pages.commit(pages[i], before, states[i].committed_len)
             self.counters.observe_plain(len(tokens))

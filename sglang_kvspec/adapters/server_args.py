@@ -157,10 +157,10 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             "--kvspec-prefix-host-gb, --kvspec-prefix-dir and --kvspec-prefix-server keep prefixes "
             "of a server on the CPU only in this version"
         )
-    if kwargs.get("disaggregation_mode") not in (None, "null"):
+    if config.transfer != "split":
         raise UnsupportedError(
-            f"--disaggregation-mode {kwargs['disaggregation_mode']} cannot be combined with "
-            "--kvspec on a GPU in this version"
+            f"--kvspec-transfer {config.transfer}: on a GPU anchors are sent before residuals in "
+            "this version (allowed: split)"
         )
     if config.schedule == "staggered":
         raise UnsupportedError(

@@ -46,11 +46,6 @@ def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--tp-size {kwargs['tp_size']} cannot be combined with --disaggregation-mode {mode} "
             "in this version of KVSpec (allowed: 1)"
         )
-    if config.schedule == "rounds":
-        raise UnsupportedError(
-            f"--kvspec-schedule rounds cannot be combined with --disaggregation-mode {mode} "
-            "(allowed: auto, staggered): requests whose residuals are late must not hold up others"
-        )
     if config.prefix_server is not None and mode == "prefill":
         raise UnsupportedError(
             "--kvspec-prefix-server cannot be combined with --disaggregation-mode prefill in this "

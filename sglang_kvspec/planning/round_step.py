@@ -30,7 +30,8 @@ class RoundView:
 
     key: names it for as long as it runs. missing: encoded pages whose residual is in the store
     only; cached: those in the cache or on their way into it. spill: cache slots that its
-    verification may need besides.
+    verification may need besides. is_lacking: other residuals are still on the network, so that it
+    cannot verify, and its turn has not begun.
     """
 
     key: str
@@ -38,6 +39,7 @@ class RoundView:
     cached: tuple[int, ...] = ()
     spill: int = 0
     priority: int = 0
+    is_lacking: bool = False
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -133,6 +135,8 @@ class RoundPlanner:
         verify, later = [], []
         for index in self._in_order(requests):
             request = requests[index]
+            if request.is_lacking:
+                continue
             if request.num_slots > cache.num_slots:
                 verify.append(index)
             elif not filling.holds(request):
@@ -160,7 +164,7 @@ class RoundPlanner:
                 self._waited[key] = 0
             else:
                 intervals[key] = self._intervals.get(key, 1)
-                self._waited[key] += 1
+                self._waited[key] += not request.is_lacking
         self._intervals = intervals
 
     def _choose_staying(self, requests: Sequence[RoundView], num_slots: int) -> None:

@@ -15,6 +15,7 @@ from sglang_kvspec.pools.hosted_residuals import HostedResiduals
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.lanes import Lanes, make_lanes
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
+from sglang_kvspec.pools.staged_records import StagedRecords
 from sglang_kvspec.pools.transfers import sent_to
 
 # Pages that publish() encodes at once.
@@ -41,7 +42,8 @@ class DeviceKV(KVTiers):
             raise UnsupportedError(
                 f"--kvspec on a GPU serves bf16 and fp16 KV caches, got {geometry.dtype}"
             )
-        self._lanes = lanes
+        self._lanes = lanes or make_lanes(device)
+        self._staged = StagedRecords(device, self._lanes.main)
         self._hosted: HostedResiduals | None = None
         super().__init__(geometry, codec, plan, device, torch.device("cpu"))
         own = torch.arange(-1, plan.num_pages, dtype=torch.int32, device=device).clamp_(min=0)
@@ -54,9 +56,8 @@ class DeviceKV(KVTiers):
     def _make_residuals(self) -> ResidualTiers:
         if not self.plan.host_pages:
             return super()._make_residuals()
-        lanes = self._lanes or make_lanes(self.device)
         parts = (self.geometry, self.plan, self.codec.residual_bytes, self.device)
-        self._hosted = HostedResiduals(*parts, lanes)
+        self._hosted = HostedResiduals(*parts, self._lanes)
         return self._hosted
 
     def warm_up(self) -> None:
@@ -163,6 +164,35 @@ class DeviceKV(KVTiers):
         with torch.cuda.graph(graph):
             self._encode_published()
         self._publishing = graph
+
+    def encode_committed(self, pages: Iterable[int]) -> None:
+        """They were published as they became full."""
+
+    def _complete(self, page: int) -> None:
+        self.publish([page])
+
+    # Records from elsewhere
+
+    def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        self._staged.write(self.anchors, pages, records)
+
+    def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        if self._hosted is not None:
+            self._hosted.write_pages(pages, records)
+        else:
+            self._staged.write(self.residuals.cache, self._slots_of(pages), records)
+
+    def read_anchors(self, pages: Sequence[int]) -> torch.Tensor:
+        return self._staged.read(self.anchors, pages)
+
+    def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
+        if self._hosted is not None:
+            return self._hosted.read_pages(pages)
+        self.residuals.check_readable(pages)
+        return self._staged.read(self.residuals.cache, self._slots_of(pages))
+
+    def _slots_of(self, pages: Sequence[int]) -> list[int]:
+        return [self.residuals.cache_slots.slot_of(page) for page in pages]
 
     def move_out_of_window(self, pages: Sequence[int]) -> None:
         assert self._encoded.issuperset(pages), "only a published page may leave the window"

@@ -30,7 +30,7 @@ class HostCopies:
 
     A slot may get another page, and a page another generation, while copies of the former are under
     way: the lane that would write waits on the device for whatever still reads or writes there, and
-    the one that would read for what writes. The CPU never waits.
+    the one that would read for what writes. The CPU waits in await_rows() alone.
     """
 
     def __init__(self, cache: RecordPool, store: RecordPool, lanes: Lanes) -> None:
@@ -77,6 +77,13 @@ class HostCopies:
         self._timed.append((len(pairs) * self._cache.run(0, 1).nbytes, begun, done))
         self._slot_uses |= {slot: [done] for _, slot in pairs}
         return done
+
+    def await_rows(self, pages: Iterable[int]) -> None:
+        """The CPU waits for what is being written to these rows of the store, so that it may read
+        or write them itself. A fetch may read one of them still, for nobody."""
+        events = [self._row_written.get(page) for page in pages]
+        for event in {id(event): event for event in events if event is not None}.values():
+            event.synchronize()
 
     def take_fetch_times(self) -> list[tuple[int, float]]:
         """(bytes, seconds) of whole fetches that are over and were not told yet. Waits for none."""

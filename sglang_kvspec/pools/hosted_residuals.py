@@ -102,6 +102,28 @@ class HostedResiduals(ResidualTiers):
             self.table.advance(page, ResidualState.IN_FLIGHT)
         self._give_slots(pages)
 
+    def begin_landing(self, pages: Iterable[int]) -> None:
+        """These pages come from elsewhere: into the store, and into the cache once they are
+        required, so that there is room for them whatever forwards need."""
+        for page in pages:
+            self.table.advance(page, ResidualState.IN_FLIGHT)
+
+    def write_pages(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        """Records [N, num_layers, num_kv_heads, record_bytes] on the CPU of landing pages."""
+        assert self._store is not None
+        assert not any(page in self.cache_slots for page in pages), "a kernel writes this page"
+        # The copy of a page that was freed may be under way to the same row.
+        self._copies.await_rows(pages)
+        self._store.write_pages(torch.tensor(pages, dtype=torch.int64), records)
+
+    def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """Records of pages that have them, as write_pages() takes them, from the store, which has
+        all. The CPU waits for what is on its way there."""
+        assert self._store is not None
+        self.check_readable(pages)
+        self._copies.await_rows(pages)
+        return self._store.read_pages(torch.tensor(pages, dtype=torch.int64))
+
     def lend(self, pages: Iterable[int]) -> None:
         """Slots for pages that the next forward encodes and reads, but that may change again: they
         have a residual for this forward only."""
@@ -118,11 +140,12 @@ class HostedResiduals(ResidualTiers):
             self._moved.clear()
 
     def finish(self, pages: Iterable[int]) -> None:
-        """All layers of these pages are being written; they follow into the store."""
+        """All layers of these pages are being written: those in the cache follow into the store,
+        and those that landed are there."""
         pages = list(pages)
-        for page in pages:
-            self.table.advance(page, ResidualState.RESIDENT)
-        self._copies.copy_out([(page, self.cache_slots.slot_of(page)) for page in pages])
+        super().finish(pages)
+        encoded = [page for page in pages if page in self.cache_slots]
+        self._copies.copy_out([(page, self.cache_slots.slot_of(page)) for page in encoded])
 
     def take_back(self) -> None:
         """The forward that was prepared is given to the device."""

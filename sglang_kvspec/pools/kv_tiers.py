@@ -14,6 +14,7 @@ from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.recent_window import RecentWindow
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
+from sglang_kvspec.pools.transfers import sent_to
 
 
 class KVTiers(ABC):
@@ -95,6 +96,66 @@ class KVTiers(ABC):
         """All anchors of these pages are there and drafts may read them; their residuals, still
         IN_FLIGHT, may come later: `residuals.finish()` says when they have."""
         self._encoded.update(pages)
+
+    # The newest tokens
+
+    def read_plain(self, page: int, num_tokens: int) -> torch.Tensor | None:
+        """K and V of a page's first tokens as the model gave them: a copy [num_layers, 2,
+        num_tokens, num_kv_heads, head_dim] on the CPU, which waits for it. None where that is lost:
+        a page outside of the window has records."""
+        if page not in self.window.slots:
+            return None
+        slot = self.window.slots.slot_of(page)
+        layers = map(self.window.layer, range(self.geometry.num_layers))
+        tokens = [torch.stack([part[slot, :num_tokens] for part in layer]) for layer in layers]
+        return torch.stack(tokens).cpu()
+
+    def write_plain(self, page: int, tokens: torch.Tensor) -> None:
+        """Put the first tokens of a free page, as read_plain() gives them, into the window. Raises
+        CapacityError where that is full."""
+        self.open_pages([page])
+        slot, num_tokens = self.window.slots.slot_of(page), tokens.shape[2]
+        on_device = sent_to(self.device, tokens)
+        for layer in range(self.geometry.num_layers):
+            for part, values in zip(self.window.layer(layer), on_device[layer], strict=True):
+                part[slot, :num_tokens] = values
+        if num_tokens == self.geometry.page_size:
+            self._complete(page)
+
+    def _complete(self, page: int) -> None:
+        """All tokens of a window page are verified."""
+        self.window.mark_committed(page)
+
+    # Records from elsewhere
+
+    def begin_landing(self, pages: Sequence[int]) -> None:
+        """These free pages will be written whole, by write_anchors() and finish_anchors(), then
+        write_residuals() and `residuals.finish()`: at once, or residuals later."""
+        assert not any(page in self.window.slots for page in pages), "a window page is not free"
+        assert self._encoded.isdisjoint(pages), "a page is encoded once"
+        self.residuals.begin_landing(pages)
+
+    @abstractmethod
+    def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        """records: [num_pages, num_layers, num_kv_heads, anchor_bytes] uint8 on the CPU, which are
+        not to change any more. The pages are distinct."""
+
+    @abstractmethod
+    def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        """The same for residuals."""
+
+    @abstractmethod
+    def read_anchors(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy of the anchors of encoded pages, as write_anchors() takes them, behind all that
+        the device was given so far. The CPU waits for it."""
+
+    @abstractmethod
+    def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
+        """The same for the residuals, wherever they are, of pages that have them."""
+
+    @abstractmethod
+    def encode_committed(self, pages: Iterable[int]) -> None:
+        """Encode those of these pages that are full and verified and that are not encoded yet."""
 
     def await_residuals(self, pages: Iterable[int]) -> None:
         """What is enqueued from now on may read the residuals of these pages, whose fetch was

@@ -20,6 +20,10 @@ class Event(Protocol):
         """Whether all work before it is done. Does not wait."""
         ...
 
+    def synchronize(self) -> None:
+        """The CPU waits until it is."""
+        ...
+
 
 class Lane(Protocol):
     """Does its work in the order given. Nothing here makes the CPU wait."""
@@ -123,6 +127,9 @@ class _Past:
 
     def query(self) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        pass
 
 
 class PromptLane:

@@ -9,7 +9,7 @@ import torch
 
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.pools.kv_tiers import KVTiers
 
 
 class PageRecords(NamedTuple):
@@ -40,23 +40,17 @@ class PageRecords(NamedTuple):
         return cls(anchors.view(shape), residuals.view(shape))
 
 
-def copy_out(kv: TieredKV, pages: Sequence[int]) -> PageRecords:
-    """The records of encoded pages, wherever their residuals are."""
+def copy_out(kv: KVTiers, pages: Sequence[int]) -> PageRecords:
+    """The records of encoded pages, wherever their residuals are. Waits for those of a device."""
     assert all(map(kv.is_encoded, pages)), "only an encoded page has records"
-    ids = torch.tensor(pages, dtype=torch.int64)
-    records = PageRecords.empty(kv.geometry, kv.codec, len(pages))
-    for layer in range(kv.geometry.num_layers):
-        records.anchors[:, layer] = kv.anchors.read(layer, ids)
-        records.residuals[:, layer] = kv.residuals.peek(layer, ids)
-    return records
+    return PageRecords(kv.read_anchors(pages), kv.read_residuals(pages))
 
 
-def copy_in(kv: TieredKV, pages: Sequence[int], records: PageRecords) -> None:
+def copy_in(kv: KVTiers, pages: Sequence[int], records: PageRecords) -> None:
     """Make free pages encoded ones, with records that copy_out() gave of pages of this geometry and
-    codec. Their residuals are born in the cache while it has room."""
-    ids = torch.tensor(pages, dtype=torch.int64)
-    kv.begin_encode(pages)
-    for layer in range(kv.geometry.num_layers):
-        kv.anchors.write(layer, ids, records.anchors[:, layer])
-        kv.residuals.write(layer, ids, records.residuals[:, layer])
+    codec, and that are not to change any more. Their residuals are in the cache while it has room,
+    on a GPU with a store in that."""
+    kv.begin_landing(pages)
+    kv.write_anchors(pages, records.anchors)
+    kv.write_residuals(pages, records.residuals)
     kv.finish_encode(pages)

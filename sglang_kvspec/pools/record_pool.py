@@ -58,6 +58,11 @@ class RecordPool:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def page_shape(self) -> torch.Size:
+        """Of all layers of a slot: (num_layers, num_kv_heads, record_bytes)."""
+        return torch.Size((self.num_layers, *self._layers[0].shape[1:]))
+
     def layer(self, layer: int) -> torch.Tensor:
         """All records of a layer: [num_slots, num_kv_heads, record_bytes] uint8."""
         return self._layers[layer]
@@ -81,6 +86,21 @@ class RecordPool:
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Records of slots [N] of a layer: a new [N, num_kv_heads, record_bytes]."""
         return self._layers[layer].index_select(0, slots)
+
+    def write_pages(self, slots: torch.Tensor, records: torch.Tensor) -> None:
+        """Store records [N, num_layers, num_kv_heads, record_bytes] at slots [N]."""
+        if self._pages is not None:
+            self._pages.index_copy_(0, slots, records)
+            return
+        for layer in range(self.num_layers):
+            self.write(layer, slots, records[:, layer])
+
+    def read_pages(self, slots: torch.Tensor) -> torch.Tensor:
+        """A copy of all layers of slots [N]: contiguous [N, num_layers, num_kv_heads,
+        record_bytes]."""
+        if self._pages is not None:
+            return self._pages.index_select(0, slots)
+        return torch.stack([self.read(n, slots) for n in range(self.num_layers)], dim=1)
 
 
 def _pin(owner: RecordPool, memory: torch.Tensor) -> None:

@@ -79,6 +79,10 @@ class ResidualTiers:
     def host_nbytes(self) -> int:
         return self._store.nbytes if self._store else 0
 
+    @property
+    def cache(self) -> RecordPool:
+        return self._cache
+
     def cache_layer(self, layer: int) -> torch.Tensor:
         """The cache's records of a layer: [cache_pages, num_kv_heads, record_bytes] uint8."""
         return self._cache.layer(layer)
@@ -126,6 +130,10 @@ class ResidualTiers:
             self.table.advance(page, ResidualState.IN_FLIGHT)
             if self.cache_slots.num_free:
                 self.cache_slots.acquire(page)
+
+    def begin_landing(self, pages: Iterable[int]) -> None:
+        """The same for records that come from elsewhere."""
+        self.begin(pages)
 
     def write(self, layer: int, pages: torch.Tensor, records: torch.Tensor) -> None:
         """Records [N, num_kv_heads, record_bytes] of one layer of pages [N] that are IN_FLIGHT."""
@@ -218,12 +226,17 @@ class ResidualTiers:
         """The same for whoever keeps a copy: no forward waits for it, so it does not count."""
         return self._gather(layer, pages)[0]
 
+    def check_readable(self, pages: Iterable[int]) -> None:
+        """Raise AssertionError for a page whose residual is nowhere, or not there yet."""
+        lacking = {ResidualState.ABSENT, ResidualState.IN_FLIGHT}
+        states = {self.table.state(page) for page in pages}
+        assert lacking.isdisjoint(states), "a page without a residual was read"
+
     def _gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Records, and how many of them came from the store."""
         slots = self.cache_slots.table[pages]
+        self.check_readable(pages.tolist())
         states = [self.table.state(page) for page in pages.tolist()]
-        lacking = {ResidualState.ABSENT, ResidualState.IN_FLIGHT}
-        assert lacking.isdisjoint(states), "a page without a residual was read"
         resident = torch.tensor(
             [state is ResidualState.RESIDENT for state in states],
             dtype=torch.bool,

@@ -72,6 +72,39 @@ class TieredKV(KVTiers):
     def prefetch_residuals(self, pages: Iterable[int]) -> None:
         self.residuals.prefetch(pages)
 
+    def encode_committed(self, pages: Iterable[int]) -> None:
+        self.encode_window_pages([page for page in pages if self.window.is_committed(page)])
+
+    def read_plain(self, page: int, num_tokens: int) -> torch.Tensor | None:
+        tokens = super().read_plain(page, num_tokens)
+        if tokens is None and self.codec.target == "exact":
+            # All of it is in the record.
+            ids, layers = self._ids([page]), range(self.geometry.num_layers)
+            pairs = [torch.cat(self.read_target(layer, ids)) for layer in layers]
+            tokens = torch.stack(pairs)[:, :, :num_tokens].cpu()
+        return tokens
+
+    # Records from elsewhere
+
+    def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        self.anchors.write_pages(self._ids(pages), records.to(self.device))
+
+    def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        ids, records = self._ids(pages), records.to(self.device)
+        for layer in range(self.geometry.num_layers):
+            self.residuals.write(layer, ids, records[:, layer])
+
+    def read_anchors(self, pages: Sequence[int]) -> torch.Tensor:
+        return self.anchors.read_pages(self._ids(pages)).cpu()
+
+    def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
+        layers = range(self.geometry.num_layers)
+        ids = self._ids(pages)
+        return torch.stack([self.residuals.peek(layer, ids) for layer in layers], dim=1).cpu()
+
+    def _ids(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self.device)
+
     # Reading
 
     def read_draft(self, layer: int, pages: torch.Tensor) -> KV:

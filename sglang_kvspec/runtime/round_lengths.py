@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN, KVSpecConfig
 from sglang_kvspec.planning.round_clock import RoundClock
@@ -14,6 +14,9 @@ from sglang_kvspec.runtime.round_stepper import RoundStepper
 
 # Drafts of the first round, before anything was measured.
 FIRST_DRAFT_LEN = 8
+# Steps of a round for requests that cannot verify yet, where nobody else wants more: few, so that
+# what arrives meanwhile is soon noticed.
+LATE_STEPS = 4
 
 
 class RoundLengths:
@@ -25,9 +28,13 @@ class RoundLengths:
         self._config, self._clock = config, clock
         self._stepper, self._ranks = stepper, ranks
 
-    def plan(self, states: Sequence[RequestState]) -> tuple[list[int], RoundBudget]:
-        """Drafts that each request adds to those it has, and what the link moves meanwhile."""
-        caps = [state.cap_len(self._config.max_draft_len) for state in states]
+    def plan(
+        self, states: Sequence[RequestState], late: Collection[int] = ()
+    ) -> tuple[list[int], RoundBudget]:
+        """Drafts that each request adds to those it has, and what the link moves meanwhile. late:
+        requests whose residuals are still on the network, which draft along up to their caps and
+        have no say in how much the others do."""
+        caps = [self._cap(state, i in late) for i, state in enumerate(states)]
         rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
         cost = self._clock.cost(mean_context(states))
         if self._config.draft_len != AUTO_DRAFT_LEN:
@@ -35,16 +42,19 @@ class RoundLengths:
         elif not self._clock.has_measured:
             lens = [min(FIRST_DRAFT_LEN, room) for room in rooms]
         else:
+            ready = [i for i in range(len(states)) if i not in late]
             requests = [
                 RoundRequest(
-                    state.acceptance.probability,
-                    cap,
-                    len(state.drafts),
-                    self._stepper.interval(state),
+                    states[i].acceptance.probability,
+                    caps[i],
+                    len(states[i].drafts),
+                    self._stepper.interval(states[i]),
                 )
-                for state, cap in zip(states, caps, strict=True)
+                for i in ready
             ]
-            lens = plan_round(requests, cost)
+            chosen = dict(zip(ready, plan_round(requests, cost), strict=True)) if ready else {}
+            steps = max([LATE_STEPS, *chosen.values()])
+            lens = [chosen.get(i, min(steps, room)) for i, room in enumerate(rooms)]
         budget = self._stepper.budget(lens, cost)
         # Ranks measure different times and must do the same.
         *lens, drafting_pages, round_pages = self._ranks.numbers(
@@ -52,6 +62,13 @@ class RoundLengths:
             about=[(state.rid, state.committed_len) for state in states],
         )
         return lens, RoundBudget(drafting_pages, round_pages)
+
+    def _cap(self, state: RequestState, is_late: bool) -> int:
+        """Most drafts it is to have at the end of the round."""
+        if state.has_waited and not is_late and state.drafts:
+            # More drafts would only keep the user waiting (Lynx section 4.2).
+            return len(state.drafts)
+        return state.cap_len(self._config.max_draft_len)
 
 
 def mean_context(states: Sequence[RequestState]) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -31,18 +32,24 @@ class RoundStepper:
         pages: Sequence[torch.Tensor],
         lens: Sequence[int],
         budget: RoundBudget,
+        late: Collection[int] = (),
     ) -> RoundPlan:
         """Plan a round in which request i adds lens[i] drafts, and start to move pages for it.
 
-        pages: page ids of each request from position 0 on, at least of its verified tokens.
+        pages: page ids of each request from position 0 on, at least of its verified tokens. late:
+        as find_late() says.
         """
         residuals = self._kv.residuals
         residuals.finish_fetches()
         spills = [self._spill(state, n) for state, n in zip(states, lens, strict=True)]
         if self._nothing_can_move(sum(spills)):
-            self._planner.all_verify(state.rid for state in states)
-            return RoundPlan(tuple(range(len(states))))
-        views = [self._view(*parts) for parts in zip(states, pages, spills, strict=True)]
+            ready = [i for i in range(len(states)) if i not in late]
+            self._planner.all_verify(states[i].rid for i in ready)
+            return RoundPlan(tuple(ready))
+        views = [
+            replace(self._view(*parts), is_lacking=i in late)
+            for i, parts in enumerate(zip(states, pages, spills, strict=True))
+        ]
         slots = residuals.cache_slots
         cached = [page for page in slots if residuals.table.state(page) in IN_CACHE]
         cache = CacheView(slots.num_slots, slots.num_free, tuple(cached))
@@ -52,6 +59,23 @@ class RoundStepper:
         residuals.start_fetch(plan.fetch)
         residuals.start_fetch(plan.ahead)
         return plan
+
+    def find_late(
+        self, states: Sequence[RequestState], pages: Sequence[torch.Tensor]
+    ) -> frozenset[int]:
+        """Requests that cannot verify, since another server has yet to send some of their
+        residuals; notes of each that it has waited. pages: as in plan()."""
+        table = self._kv.residuals.table
+        if not table.num_in(ResidualState.IN_FLIGHT):
+            return frozenset()
+        late = frozenset(
+            i
+            for i, (state, ids) in enumerate(zip(states, pages, strict=True))
+            if table.pages_in(self._full_pages(state, ids), ResidualState.IN_FLIGHT)
+        )
+        for i in late:
+            states[i].has_waited = True
+        return late
 
     def interval(self, state: RequestState) -> int:
         """Rounds from one verification of it to the next: more than one where residuals move."""
@@ -87,7 +111,7 @@ class RoundStepper:
 
     def _view(self, state: RequestState, pages: torch.Tensor, spill: int) -> RoundView:
         table = self._kv.residuals.table
-        ids = pages[: state.committed_len // self._kv.geometry.page_size].tolist()
+        ids = self._full_pages(state, pages)
         return RoundView(
             key=state.rid,
             missing=tuple(table.pages_in(ids, ResidualState.STORED)),
@@ -95,3 +119,7 @@ class RoundStepper:
             spill=spill,
             priority=state.priority,
         )
+
+    def _full_pages(self, state: RequestState, pages: torch.Tensor) -> list[int]:
+        """Those that hold verified tokens only."""
+        return pages[: state.committed_len // self._kv.geometry.page_size].tolist()

@@ -20,11 +20,12 @@ class StartedRound:
     waited for that since the last round, None where that is not known. num_steps: what the timer's
     seconds are of, also where the requests with the most have left. is_held_up: other forwards came
     before it could end. plan: who verifies and what is fetched for that, None where everybody does.
-    num_verified: of a round that is over, drafts that each request had verified.
+    late: requests that cannot verify whatever the plan, as residuals of theirs are still on the
+    network. num_verified: of a round that is over, drafts that each request had verified.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
-    device only. logits: [>= num_states, vocab], of a plain round whose one token is to be chosen
-    from them.
+    device only. logits: of a plain round whose one token is to be chosen from them, a row for each
+    of made.order.
     """
 
     states: Sequence[RequestState]
@@ -38,6 +39,7 @@ class StartedRound:
     made: DraftedTokens | None = None
     logits: torch.Tensor | None = None
     plan: RoundPlan | None = None
+    late: frozenset[int] = frozenset()
     num_verified: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -46,7 +48,13 @@ class StartedRound:
     @property
     def verify(self) -> Sequence[int]:
         """Requests that verify at the end."""
-        return range(len(self.states)) if self.plan is None else self.plan.verify
+        planned = range(len(self.states)) if self.plan is None else self.plan.verify
+        return [i for i in planned if i not in self.late]
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody drafts in it, and nobody can verify."""
+        return not self.is_plain and not any(self.lens) and not self.verify
 
     def step_seconds(self) -> float:
         """Of each of its steps; 0 where it has none. Waits for the device to make them."""
@@ -71,4 +79,5 @@ class StartedRound:
             for before, now in places.items():
                 counts[now] = made.lens[before]
             made = made.rearranged(places, counts)
-        return replace(self, states=states, lens=lens, made=made, num_verified=[])
+        fresh = {"late": frozenset[int](), "num_verified": list[int]()}
+        return replace(self, states=states, lens=lens, made=made, **fresh)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_kvspec.adapters.transfer.decoding import Decoding
@@ -23,6 +24,10 @@ class Apart:
         self._metrics: TransferMetrics | None = None
         if server_args.enable_metrics:
             self._metrics = TransferMetrics(server_args.served_model_name)
+
+    def write_behind(self, join: Callable[[], None]) -> None:
+        """join: makes what writes from now on wait for rounds that run beside the scheduler."""
+        self._serving.join_rounds = join
 
     def publish(self) -> None:
         """Once an iteration."""

@@ -51,11 +51,13 @@ class Decoding:
         """Nobody can go on before something arrives."""
         self._serving.wait_for_news(_WAIT_S)
 
-    def note_draft(self, state: RequestState) -> None:
+    def note_drafts(self, state: RequestState, num_drafts: int) -> None:
+        """A request has made so many more."""
         if state.timeline is not None:
-            state.timeline.note_draft(time.time())
+            for _ in range(num_drafts):
+                state.timeline.note_draft(time.time())
         if state.room is not None:
-            self.drafts_on_anchors += self._arrivals.is_lacking(state.room)
+            self.drafts_on_anchors += num_drafts * self._arrivals.is_lacking(state.room)
 
     def note_verification(self, state: RequestState, num_emitted: int) -> None:
         timeline, now = state.timeline, time.time()
@@ -70,6 +72,8 @@ class Decoding:
 def admit(batch: Any) -> KVSpecDraftInput:
     """States of requests that SGLang adds to the running batch."""
     arrivals: Arrivals = serving().manager.arrivals
+    # A request that left may still be drafting in a slot of the window that a tail is put into.
+    serving().join_rounds()
     page_size = batch.token_to_kv_pool_allocator.page_size
     states = []
     for req, committed_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):

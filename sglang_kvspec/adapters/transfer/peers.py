@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang_kvspec.adapters.model_identity import (
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.codecs.wire import make_wire_codec
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
@@ -26,7 +28,8 @@ from sglang_kvspec.transport.keys import load_keys
 @dataclass(slots=True)
 class Serving:
     """The server of this process. manager: SGLang's of this side, once there is one. news: set
-    whenever something has happened on a link."""
+    whenever something has happened on a link. join_rounds: makes writes to the recent window wait
+    for rounds that run beside the main stream."""
 
     config: KVSpecConfig
     pool: KVSpecPool
@@ -34,12 +37,11 @@ class Serving:
     model: torch.nn.Module
     manager: Any = None
     news: threading.Event = field(default_factory=threading.Event)
+    join_rounds: Callable[[], None] = lambda: None
 
     @property
-    def kv(self) -> TieredKV:
-        kv = self.pool.kv
-        assert isinstance(kv, TieredKV), "a GPU's server is refused at the start"
-        return kv
+    def kv(self) -> KVTiers:
+        return self.pool.kv
 
     def identity(self) -> Identity:
         """Reads all weights once."""
@@ -57,8 +59,10 @@ class Serving:
     def wire(self) -> PageWire:
         if self.config.transfer == "split":
             return SplitWire(self.kv)
-        codec = make_wire_codec(self.config.transfer, self.kv.geometry)
-        return WholeWire(self.kv, codec, drafts=self.config.drafts)
+        kv = self.kv
+        assert isinstance(kv, TieredKV), "a GPU's server is refused at the start"
+        codec = make_wire_codec(self.config.transfer, kv.geometry)
+        return WholeWire(kv, codec, drafts=self.config.drafts)
 
     def handovers(self, kv_args: Any) -> HandoverFormat:
         page = self.kv.plan.page_bytes

@@ -22,6 +22,10 @@ class ModelEvent:
     def query(self) -> bool:
         return self.is_over
 
+    def synchronize(self) -> None:
+        while not self.is_over:
+            assert any([lane.step() for lane in self.lane.beside]), "it is never over"
+
 
 class ModelLane:
     """Nothing given to it happens before step(), which takes a second by its clock. `deaf_to`:
@@ -31,6 +35,8 @@ class ModelLane:
         self._work: deque[Work] = deque()
         self._now = 0.0
         self.deaf_to: tuple[ModelLane, ...] = ()
+        # All lanes of the device, which go on while the CPU waits for this one.
+        self.beside: tuple[ModelLane, ...] = (self,)
 
     def do(self, action: Callable[[], object]) -> None:
         def work() -> bool:
@@ -91,6 +97,8 @@ class ModelStreams:
     def __init__(self) -> None:
         self.main, self.to_host, self.to_device = ModelLane(), ModelLane(), ModelLane()
         self.lanes = Lanes(self.main, self.to_host, self.to_device)
+        for lane in self.all:
+            lane.beside = self.all
 
     @property
     def all(self) -> tuple[ModelLane, ...]:

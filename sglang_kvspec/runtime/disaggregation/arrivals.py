@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sglang_kvspec.core.errors import KVSpecError, TransportError
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import PageRecords, copy_in
-from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat, digest_of
 from sglang_kvspec.runtime.disaggregation.landing import Landing, ReceivingLink, Staging
@@ -26,7 +26,7 @@ class Arrivals:
 
     def __init__(
         self,
-        kv: TieredKV,
+        kv: KVTiers,
         wire: PageWire,
         handovers: HandoverFormat,
         *,
@@ -104,7 +104,7 @@ class Arrivals:
         window is full."""
         tail = self._tails.pop(last_page, None)
         if tail is not None:
-            _write_tail(self._kv, last_page, tail)
+            self._kv.write_plain(last_page, tail)
         landing = self._landings.get(room)
         if landing is None or landing.has_run:
             return None
@@ -259,14 +259,3 @@ class Arrivals:
 
     def _may_land(self, stream: Stream, page: int) -> bool:
         return stream is Stream.ANCHOR or self._kv.is_encoded(page)
-
-
-def _write_tail(kv: TieredKV, page: int, tail: torch.Tensor) -> None:
-    kv.open_pages([page])
-    num_tokens = tail.shape[2]
-    pages = torch.full((num_tokens,), page, dtype=torch.int64)
-    offsets = torch.arange(num_tokens)
-    for layer in range(kv.geometry.num_layers):
-        kv.window.write(layer, pages, offsets, tail[layer, 0], tail[layer, 1])
-    if num_tokens == kv.geometry.page_size:
-        kv.window.mark_committed(page)

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import copy_out
-from sglang_kvspec.pools.tiered_kv import KV, TieredKV
 from sglang_kvspec.runtime.disaggregation.handover import Handover, HandoverFormat, digest_of
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import (
@@ -60,7 +60,7 @@ class Departures:
 
     def __init__(
         self,
-        kv: TieredKV,
+        kv: KVTiers,
         wire: PageWire,
         link: SendingLink,
         handovers: HandoverFormat,
@@ -98,7 +98,7 @@ class Departures:
         departure = self._departures[room]
         if departure.ended is not None:
             return
-        self._kv.encode_window_pages([p for p in pages if self._kv.window.is_committed(p)])
+        self._kv.encode_committed(pages)
         for packed in self._wire.pack(pages) if pages else ():
             index = departure.num_sent + packed.place
             self._offer(departure, SegmentKey(room, packed.stream, index, 0), packed.payload)
@@ -111,14 +111,10 @@ class Departures:
         departure = self._departures[room]
         if departure.ended is not None:
             return
-        is_encoded = self._kv.is_encoded(page)
+        tail = self._kv.read_plain(page, num_tokens)
+        is_encoded = tail is None
         assert not is_encoded or num_tokens == self._kv.geometry.page_size
-        if not is_encoded:
-            tail = self._tail(self._kv.window.read, page, num_tokens)
-        elif self._kv.codec.target == "exact":
-            # All of it is there.
-            is_encoded, tail = False, self._tail(self._kv.read_target, page, num_tokens)
-        else:
+        if tail is None:
             tail = torch.cat([part.reshape(-1) for part in copy_out(self._kv, [page])])
         assert departure.prompt is not None, "its receiver is to know what was computed"
         now_s = self._clock()
@@ -164,11 +160,3 @@ class Departures:
     def _offer(self, departure: Departure, key: SegmentKey, payload: torch.Tensor) -> None:
         departure.num_bytes += payload.nbytes
         self._link.offer(key, payload.numpy().data)
-
-    def _tail(self, read: Callable[..., KV], page: int, num_tokens: int) -> torch.Tensor:
-        ids = torch.tensor([page], dtype=torch.int64)
-        layers = [
-            torch.stack([part[0, :num_tokens] for part in read(layer, ids)])
-            for layer in range(self._kv.geometry.num_layers)
-        ]
-        return torch.stack(layers)

@@ -9,6 +9,7 @@ import torch
 
 from sglang_kvspec.codecs.wire import WireCodec
 from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import PageRecords, copy_out
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.transport import Stream
@@ -43,7 +44,7 @@ class PageWire(Protocol):
 class SplitWire:
     """Anchors as they are, and residuals behind them (Lynx section 4.2)."""
 
-    def __init__(self, kv: TieredKV) -> None:
+    def __init__(self, kv: KVTiers) -> None:
         self._kv = kv
         sample = PageRecords.empty(kv.geometry, kv.codec, 1)
         self._anchor_shape, self._residual_shape = (
@@ -66,16 +67,16 @@ class SplitWire:
         shape = self._anchor_shape if is_anchor else self._residual_shape
         if any(payload.numel() != shape.numel() for payload in payloads):
             raise TransportError(f"a page of another size than {shape.numel()} bytes")
-        records = torch.stack([payload.view(shape) for payload in payloads])
-        ids = torch.tensor(pages, dtype=torch.int64)
+        # What goes to a GPU from pinned memory nobody waits for.
+        is_pinned = self._kv.device.type == "cuda"
+        records = torch.empty((len(pages), *shape), dtype=torch.uint8, pin_memory=is_pinned)
+        torch.stack([payload.view(shape) for payload in payloads], out=records)
         if is_anchor:
-            self._kv.begin_encode(pages)
-        pool = self._kv.anchors if is_anchor else self._kv.residuals
-        for layer in range(self._kv.geometry.num_layers):
-            pool.write(layer, ids, records[:, layer])
-        if is_anchor:
+            self._kv.begin_landing(pages)
+            self._kv.write_anchors(pages, records)
             self._kv.finish_anchors(pages)
         else:
+            self._kv.write_residuals(pages, records)
             self._kv.residuals.finish(pages)
 
 

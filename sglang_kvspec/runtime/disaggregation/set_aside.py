@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import copy_in, copy_out
 from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.pools.tiered_kv import TieredKV
@@ -20,21 +21,31 @@ class SetAside:
     back, its request is over."""
 
     def __init__(
-        self, kv: TieredKV, arrivals: Arrivals, pages: Sequence[int], num_tokens: int
+        self, kv: KVTiers, arrivals: Arrivals, pages: Sequence[int], num_tokens: int
     ) -> None:
         """pages: of the request's first num_tokens tokens, in order."""
         self._kv, self._arrivals, self._num_tokens = kv, arrivals, num_tokens
         in_flight = set(kv.residuals.table.pages_in(pages, ResidualState.IN_FLIGHT))
         places = dict(enumerate(pages))
         self._lacking_at = [at for at, page in places.items() if page in in_flight]
-        self._recent_at = [at for at, page in places.items() if page in kv.window.slots]
-        elsewhere = {*self._lacking_at, *self._recent_at}
+        # On a GPU full pages of the window are encoded, too.
+        self._recent = {
+            at: self._recent_page(page, at)
+            for at, page in places.items()
+            if page in kv.window.slots and not kv.is_encoded(page)
+        }
+        elsewhere = {*self._lacking_at, *self._recent}
         self._whole_at = [at for at in places if at not in elsewhere]
         self._whole = copy_out(kv, [pages[at] for at in self._whole_at])
-        self._lacking = _anchors(kv, [pages[at] for at in self._lacking_at])
-        self._recent = _recent(kv, [pages[at] for at in self._recent_at])
+        self._lacking = kv.read_anchors([pages[at] for at in self._lacking_at])
         self._room = arrivals.set_aside(pages[self._lacking_at[0]]) if self._lacking_at else None
         self._abandoned = weakref.finalize(self, _abandon, arrivals, self._room)
+
+    def _recent_page(self, page: int, at: int) -> torch.Tensor:
+        size = self._kv.geometry.page_size
+        tokens = self._kv.read_plain(page, min(size, self._num_tokens - at * size))
+        assert tokens is not None, "the window has it"
+        return tokens
 
     def bring_back(self, pages: Sequence[int]) -> None:
         """Put all of it into free pages, but for a partial last page, which goes into the recent
@@ -43,21 +54,14 @@ class SetAside:
         kv = self._kv
         copy_in(kv, [pages[at] for at in self._whole_at], self._whole)
         lacking = [pages[at] for at in self._lacking_at]
-        kv.begin_encode(lacking)
-        _write_anchors(kv, lacking, self._lacking)
+        kv.begin_landing(lacking)
+        kv.write_anchors(lacking, self._lacking)
         kv.finish_anchors(lacking)
-        size = kv.geometry.page_size
-        for index, at in enumerate(self._recent_at):
-            k, v = self._recent[:, :, index].unbind(1)
-            num_tokens = min(size, self._num_tokens - at * size)
-            if num_tokens < size:
-                tail = self._recent[:, :, index, :num_tokens].clone()
-                self._arrivals.keep_tail(pages[at], tail)
-                continue
-            kv.begin_encode([pages[at]])
-            for layer in range(kv.geometry.num_layers):
-                kv.encode(layer, torch.tensor([pages[at]]), k[layer][None], v[layer][None])
-            kv.finish_encode([pages[at]])
+        for at, tokens in self._recent.items():
+            if tokens.shape[2] < kv.geometry.page_size:
+                self._arrivals.keep_tail(pages[at], tokens)
+            else:
+                _encode(kv, pages[at], tokens)
         if self._room is not None:
             self._arrivals.bring_back(self._room, pages)
 
@@ -67,20 +71,10 @@ def _abandon(arrivals: Arrivals, room: int | None) -> None:
         arrivals.drop(room, NOT_NEEDED)
 
 
-def _anchors(kv: TieredKV, pages: list[int]) -> torch.Tensor:
-    """[num_layers, num_pages, num_kv_heads, anchor_bytes]"""
-    ids = torch.tensor(pages, dtype=torch.int64)
-    return torch.stack([kv.anchors.read(n, ids) for n in range(kv.geometry.num_layers)])
-
-
-def _write_anchors(kv: TieredKV, pages: list[int], records: torch.Tensor) -> None:
-    ids = torch.tensor(pages, dtype=torch.int64)
+def _encode(kv: KVTiers, page: int, tokens: torch.Tensor) -> None:
+    """A free page from all its tokens, as KVTiers.read_plain() gives them."""
+    assert isinstance(kv, TieredKV), "a GPU encodes a page as soon as it is full"
+    kv.begin_encode([page])
     for layer in range(kv.geometry.num_layers):
-        kv.anchors.write(layer, ids, records[layer])
-
-
-def _recent(kv: TieredKV, pages: list[int]) -> torch.Tensor:
-    """[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]"""
-    ids = torch.tensor(pages, dtype=torch.int64)
-    layers = (kv.window.read(layer, ids) for layer in range(kv.geometry.num_layers))
-    return torch.stack([torch.stack(layer) for layer in layers])
+        kv.encode(layer, torch.tensor([page]), *tokens[layer][:, None])
+    kv.finish_encode([page])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,12 +62,15 @@ class AnyLengths:
         self._max_draft_len = worker.config.max_draft_len
         self._rng = random.Random(seed)
 
-    def plan(self, states: Sequence[Any]) -> tuple[list[int], RoundBudget]:
+    def plan(
+        self, states: Sequence[Any], late: Collection[int] = ()
+    ) -> tuple[list[int], RoundBudget]:
         rng = self._rng
         most = rng.choice((1, 4, self._max_draft_len))
         if rng.random() < 1 / 3:
             most = 0
-        return [rng.randint(0, state.cap_len(most)) for state in states], RoundBudget(0, 0)
+        rooms = [max(state.cap_len(most) - len(state.drafts), 0) for state in states]
+        return [rng.randint(0, room) for room in rooms], RoundBudget(0, 0)
 
 
 class LateSide:
@@ -127,13 +130,19 @@ class ImmediateStepper:
             eager.draft(batch, states, pages, lens)
             self._note_writes(states, pages, lens)
             return None
-        shadows = [replace(state, drafts=[], draft_probs=[]) for state in states]
+        # A request whose residuals are late has drafts already.
+        shadows = [replace(s, drafts=list(s.drafts), draft_probs=[]) for s in states]
         eager.draft(batch, shadows, pages, lens)
         self._note_writes(states, pages, lens)
-        return DraftedTokens(_columns([shadows[i].drafts for i in order]), order, lens)
+        made = [shadows[i].drafts[len(states[i].drafts) :] for i in order]
+        return DraftedTokens(_columns(made), order, lens)
 
     def advance(
-        self, states: Sequence[Any], pages: Sequence[torch.Tensor], max_steps: int
+        self,
+        states: Sequence[Any],
+        pages: Sequence[torch.Tensor],
+        max_steps: int,
+        late: Collection[int] = (),
     ) -> tuple[Any, torch.Tensor]:
         from sglang_kvspec.runtime.draft_rows import DraftedTokens
         from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
@@ -141,6 +150,7 @@ class ImmediateStepper:
         worker, batch = self._worker, self.batch
         size = worker.kv.geometry.page_size
         counts = [max(min(max_steps, state.remaining), 0) for state in states]
+        counts = [0 if i in late else count for i, count in enumerate(counts)]
         if worker.kv.codec.target == "int8":
             room = [size - state.committed_len % size for state in states]
             counts = [min(pair) for pair in zip(counts, room, strict=True)]
@@ -175,7 +185,7 @@ class ImmediateStepper:
     ) -> None:
         size = self._worker.kv.geometry.page_size
         for state, ids, count in zip(states, pages, lens, strict=True):
-            for position in range(state.committed_len, state.committed_len + count):
+            for position in range(state.next_position, state.next_position + count):
                 self._worker._side.wrote(int(ids[position // size]))
 
 

@@ -238,3 +238,8 @@ def make_lab(make_kv: Callable[..., TieredKV]) -> Callable[..., Lab]:
 @pytest.fixture
 def lab(make_lab: Callable[..., Lab]) -> Lab:
     return make_lab()
+
+
+@pytest.fixture
+def make_link() -> type[Link]:
+    return Link

@@ -1,0 +1,104 @@
+"""A decode server that drafts and verifies in rounds, as a GPU does, and what comes late to it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from harness.client import Output
+from harness.comparison import compare
+from harness.faults import fault_environment
+from harness.models import DEMO_MODEL
+from harness.pair import Pair, PairSpec, running_pair
+from harness.pair_faults import assert_nothing_left
+from harness.references import PlainReference, Workload
+from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
+from harness.servers import Announce, ServerSwitch
+from harness.soak import Soak
+from harness.suite import Task
+
+from sglang_kvspec.testing.transfer_report import TransferReport, read_transfer_report
+
+pytestmark = pytest.mark.server
+
+POOL = "--max-total-tokens=24576"
+# A second for the residuals of 1000 tokens.
+SLOW_LINK = "--kvspec-link-gbps=0.006"
+ROUNDS = "--kvspec-schedule=rounds"
+WORKLOAD = Workload(DEMO_MODEL, (127, 1025, 65, 300, 700, 190), max_new_tokens=48)
+FAMILIES = False
+PAIR = PairSpec(
+    DEMO_MODEL,
+    (POOL, "--chunked-prefill-size=512"),
+    prefill=(SLOW_LINK,),
+    decode=(ROUNDS,),
+    environment=dict(STRICT_CHECKS.environment),
+)
+RETRACTING = replace(PAIR, environment={**PAIR.environment, **dict(FORCED_RETRACTION.environment)})
+# Residuals go into a store, of which the cache holds a part, and rounds are planned by that.
+SMALL_CACHE = replace(
+    RETRACTING,
+    environment={**RETRACTING.environment, **dict(fault_environment(KVSPEC_CACHE_PAGES=20))},
+)
+# Rounds begun before SGLang hears of the last one; tokens without drafts: faults/kvspec_ahead.py.
+AHEAD = replace(
+    RETRACTING,
+    decode=(ROUNDS, "--kvspec-host-gb=0"),
+    environment={**RETRACTING.environment, **dict(fault_environment(KVSPEC_AHEAD_SEED=7))},
+)
+
+
+def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[TransferReport]:
+    """Raises AssertionError for an answer that is not plain SGLang's."""
+    tasks, client = reference.suite.prompts, pair.client
+
+    def send(task: Task) -> Output:
+        return client.generate(task.input_ids, task.max_new_tokens)
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        outputs = list(pool.map(send, tasks))
+    answers = list(zip(tasks, outputs, strict=True))
+    mismatches = compare(answers, [reference.answer(task) for task in tasks])
+    assert not mismatches, "\n".join(map(str, mismatches))
+    assert_nothing_left(client)
+    reports = [read_transfer_report(output.meta) for output in outputs]
+    for report, output in zip(reports, outputs, strict=True):
+        assert len(report.token_s) == len(output.output_ids)
+    return reports
+
+
+def test_requests_whose_residuals_are_late(pair: Pair, reference: PlainReference) -> None:
+    """They draft, and nobody waits for them."""
+    reports = ask_all_at_once(pair, reference)
+    seconds = [report.transfer.seconds for report in reports]
+    assert all(s.residuals <= s.first_verification for s in seconds)
+    assert max(report.transfer.drafts_before_residuals for report in reports) > 4
+    soonest = min(report.token_s[-1] + report.transfer.prefill_ended_at for report in reports)
+    residuals = [r.transfer.seconds.residuals + r.transfer.prefill_ended_at for r in reports]
+    assert soonest < max(residuals), "nobody was done before the last residuals came"
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("spec", [RETRACTING, SMALL_CACHE, AHEAD], ids=["all", "cache", "ahead"])
+def test_requests_that_come_and_go(
+    spec: PairSpec,
+    reference: PlainReference,
+    servers: ServerSwitch,
+    tmp_path_factory: pytest.TempPathFactory,
+    announce: Announce,
+) -> None:
+    """Some are aborted, some hang up and some are retracted, wherever their KV is."""
+    answers = [(task, reference.answer(task)) for task in reference.suite.prompts]
+    servers.release()
+    with running_pair(spec, tmp_path_factory.mktemp("pair"), announce) as pair:
+        ask_all_at_once(pair, reference)
+        soak = Soak(pair.client, answers, concurrent=8, seed=3)
+        for _ in range(2):
+            soak.random_round(24)
+        announce(f"two servers: {soak.result}")
+        announce(f"{pair.client.kvspec_report().get('ahead')}")
+        assert not soak.result.mismatches, "\n".join(soak.result.mismatches)
+        assert not soak.result.leaks, "\n".join(soak.result.leaks)
+        assert soak.result.cut_short > 0
+        assert_nothing_left(pair.client)
