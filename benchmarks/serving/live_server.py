@@ -132,6 +132,7 @@ class LiveServer:
             output_len=output_len,
             counters=counters_between(before.get("counters", {}), after.get("counters", {})),
             draft_iter_ms=draft_iter_ms(after, point.concurrency),
+            timing=timing_of(after, point.concurrency),
             max_total_num_tokens=info.get("max_total_num_tokens"),
             hbm_gib=hbm_used_gib(),
             compiled=self._newly_compiled(),

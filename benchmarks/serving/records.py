@@ -43,10 +43,11 @@ class Record:
     """One point on one system. decode: prompts were cached; end_to_end: they were not.
 
     acceptance: "replayed", "real", or "" for plain SGLang. counters: what KVSpec's counters rose by
-    during the passes. start_s: from launch to healthy; first_start: nothing had been read or
-    compiled yet. compiled: kernels that were compiled while the server served, since the point
-    before or, at a server's first, since it was healthy; None where nobody looked. versions: of
-    what was installed there, empty where nobody wrote them down.
+    during the passes. timing: what KVSpec measured of its rounds lately, in ms. start_s: from
+    launch to healthy; first_start: nothing had been read or compiled yet. compiled: kernels that
+    were compiled while the server served, since the point before or, at a server's first, since it
+    was healthy; None where nobody looked. versions: of what was installed there, empty where nobody
+    wrote them down.
     """
 
     model: str
@@ -61,6 +62,7 @@ class Record:
     decode_rate: DecodeRate | None = None
     counters: dict[str, Any] = field(default_factory=dict)
     draft_iter_ms: float | None = None
+    timing: dict[str, float] = field(default_factory=dict)
     max_total_num_tokens: int | None = None
     hbm_gib: float | None = None
     start_s: float = 0.0

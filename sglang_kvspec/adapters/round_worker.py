@@ -42,10 +42,10 @@ class RoundWorker(KVSpecWorker):
     """draft_len auto: each round's lengths are those with the most expected tokens a second, by
     every request's acceptance so far and by what rounds took.
 
-    A GPU that holds every residual begins the next round before SGLang hears of the last one, so
-    that it works while SGLang sends tokens and schedules. That round runs beside the main stream,
-    which waits for it before any other forward; what it wrote for requests that have left meanwhile
-    is overwritten. Where residuals move, what to fetch is only known when the round begins.
+    A GPU begins the next round before SGLang hears of the last one, so that it works while SGLang
+    sends tokens and schedules. That round runs beside the main stream, which waits for it before
+    any other forward; what it wrote for requests that have left meanwhile is overwritten. Where
+    residuals move, who verifies at its end, and what is fetched for that, is decided while it runs.
     """
 
     def init_cuda_graphs(self) -> None:
@@ -71,7 +71,7 @@ class RoundWorker(KVSpecWorker):
                     self.ranks,
                 )
         self._eager = EagerDrafter(self)
-        self._begins_ahead = self._graphs is not None and not self.kv.plan.host_pages
+        self._holds_all = self._graphs is not None and not self.kv.plan.host_pages
         page = self.kv.plan.page_bytes
         both = page.residual if self.config.target == "exact" else page.anchor + page.residual
         step_s, row_per_token = CPU_STEP_S, None
@@ -83,12 +83,12 @@ class RoundWorker(KVSpecWorker):
         self.clock = RoundClock(
             step_s,
             both / page.anchor,
-            has_plain=self._begins_ahead,
+            has_plain=self._holds_all,
             row_per_token=row_per_token,
         )
         self._lengths = RoundLengths(self.config, self.clock, self.stepper, self.ranks)
         self._timer = PhaseTimer(self.kv.device)
-        self._side = SideStream(self.kv.device if self._begins_ahead else torch.device("cpu"))
+        self._side = SideStream(self.kv.device)
         self._ahead: StartedRound | None = None
         # From the first step of the last round until its verification was enqueued; None where a
         # prefill came in between.
@@ -97,6 +97,7 @@ class RoundWorker(KVSpecWorker):
         self._over_at: float | None = None
         # Of the round after the one that runs, decided while the device is still busy with that.
         self._next_lens: list[int] = []
+        self._next_budget: RoundBudget | None = None
         self._fetch_wait_s = 0.0
         if self.apart is not None:
             self.apart.write_behind(self._side.join)
@@ -125,6 +126,10 @@ class RoundWorker(KVSpecWorker):
         if started is None:
             lens, budget = self._lengths.plan(states, late)
             started = self._start(batch, states, pages, lens, late, budget)
+        elif self.kv.plan.host_pages:
+            # The device drafts already, which leaves the CPU time to choose who verifies.
+            assert self._next_budget is not None
+            started.plan = self.stepper.plan(states, pages, started.lens, self._next_budget, late)
         self._side.join()
         # Of a round that was begun ahead, what was late then may be here.
         started.late = late
@@ -181,7 +186,7 @@ class RoundWorker(KVSpecWorker):
 
     def _can_start_ahead(self, batch: Any, states: list[RequestState]) -> bool:
         return (
-            self._begins_ahead
+            self._graphs is not None
             and not batch.return_logprob
             and any(state.remaining > 0 for state in states)
             and all(takes_argmax(req, state) for req, state in self._zip(batch, states))
@@ -209,14 +214,14 @@ class RoundWorker(KVSpecWorker):
             started.plan = self.stepper.plan(states, pages, lens, budget, late)
         ready = [state for i, state in enumerate(states) if i not in late]
         started.begun_at = time.perf_counter()
-        if self._over_at is not None and not self._begins_ahead:
+        if self._over_at is not None and not self._holds_all:
             started.between_s = started.begun_at - self._over_at
         with self._side:
             timer.start()
             if any(lens):
                 drafter = self._eager if self._graphs is None else self._graphs
                 started.made = drafter.draft(batch, states, pages, lens)
-            elif self._begins_ahead and ready and not any(state.drafts for state in ready):
+            elif self._holds_all and ready and not any(state.drafts for state in ready):
                 assert self._graphs is not None
                 # Others than these wait for their tokens' log-probabilities or choice.
                 at_once = not batch.return_logprob and all(
@@ -232,8 +237,8 @@ class RoundWorker(KVSpecWorker):
 
     def _plan_next(self, states: list[RequestState], late: frozenset[int]) -> None:
         """Before the CPU waits for the device, which is not to wait for this."""
-        if self._begins_ahead:
-            self._next_lens, _ = self._lengths.plan(states, late)
+        if self._graphs is not None:
+            self._next_lens, self._next_budget = self._lengths.plan(states, late)
 
     def _page_table(
         self, batch: Any, states: list[RequestState], num_ahead: int

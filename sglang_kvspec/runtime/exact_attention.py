@@ -8,6 +8,7 @@ import torch
 
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.target_rows import TargetRows
 
 WORKSPACE_BYTES = 384 * 2**20
@@ -36,6 +37,8 @@ class ExactAttention:
             *(num_qo_heads, geometry.num_kv_heads),
             *(geometry.head_dim, geometry.page_size),
         )
+        # For what a step has to attend to besides.
+        self.beside = SideStream(kv.device)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.device)
         self._few = (self.make_wrapper("HND"), self.make_wrapper("NHD"))
         self._many = (

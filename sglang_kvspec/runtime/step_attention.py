@@ -105,8 +105,11 @@ class ExactStep:
         self._target.plan_past(self._past, self._every, begins, pages)
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
+        # Neither fills the device on its own where requests are few.
+        with self._target.beside:
+            recent = self._tail.run(q, self._target.kv.anchors.layer(layer), tail)
         past = self._past.run(q, self._target.kv.exact_pages(layer), return_lse=True)
-        recent = self._tail.run(q, self._target.kv.anchors.layer(layer), tail)
+        self._target.beside.join()
         return self._target.merge(past, recent)
 
 

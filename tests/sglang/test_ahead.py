@@ -26,7 +26,6 @@ from harness.servers import Announce, ServerSwitch
 pytestmark = pytest.mark.server
 
 AHEAD = fault_environment(KVSPEC_AHEAD_SEED=5)
-# Rounds begin ahead where no residual moves.
 NO_STORE = "--kvspec-host-gb=0"
 # A round is many tokens, and a tenth of the others' iterations.
 HARSH = replace(
@@ -40,6 +39,8 @@ SERVER = HARSH.server(
         environment=AHEAD,
     )
 )
+# The cache of this one is far smaller than the prompts.
+HOSTED = HARSH.server(replace(KVSPEC_ROUNDS, environment=AHEAD))
 
 # Around a page's end, so that answers begin at every place of it.
 LENGTHS = (61, 62, 63, 64, 65, 66, 127, 128, 300, 513, 1500)
@@ -96,13 +97,20 @@ SPECIAL = ("penalty", "grammar", "logprobs", "sampled")
 
 # Where few run, rounds are often left to those who drafted nothing in them.
 @pytest.mark.parametrize(
-    ("seed", "concurrent"),
-    [(0, 10), pytest.param(1, 6, marks=pytest.mark.identity), (2, 4), (3, 2)],
+    ("server", "seed", "concurrent"),
+    [
+        pytest.param(HOSTED, 4, 6, id="residuals move-4-6"),
+        pytest.param(HOSTED, 5, 3, id="residuals move-5-3", marks=pytest.mark.identity),
+        pytest.param(SERVER, 0, 10, id="0-10"),
+        pytest.param(SERVER, 1, 6, id="1-6", marks=pytest.mark.identity),
+        pytest.param(SERVER, 2, 4, id="2-4"),
+        pytest.param(SERVER, 3, 2, id="3-2"),
+    ],
 )
 def test_whoever_joins_or_leaves(
-    servers: ServerSwitch, plain_asks: dict[str, Any], seed: int, concurrent: int
+    servers: ServerSwitch, plain_asks: dict[str, Any], server: Any, seed: int, concurrent: int
 ) -> None:
-    url = servers.use(SERVER).base_url
+    url = servers.use(server).base_url
     sampled_alone = generate(url, **SAMPLED)["output_ids"]
     rng = random.Random(seed)
     greedy = [name for name in ASKS if name not in SPECIAL] + ["aborted", "hung up"]

@@ -3,6 +3,7 @@ verify runs in the same kernel."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -105,13 +106,19 @@ class CudaAttention:
             self._run_kernel(q, records, tail, out, lse)
             return
         past_out, past_lse = self._state(0, q)
-        self._run_kernel(q, records, tail, past_out, past_lse)
         if tail is None or self._draft_tail is None:
+            self._run_kernel(q, records, tail, past_out, past_lse)
             out.copy_(past_out)
             lse.copy_(past_lse)
             return
         tail_out, tail_lse = self._state(1, q)
-        self._draft_tail.run(q, records, tail, tail_out, tail_lse)
+        # The tail's kernels fill few multiprocessors and need not wait for the past's.
+        current, beside = torch.cuda.current_stream(q.device), _beside(q.device)
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
+            self._draft_tail.run(q, records, tail, tail_out, tail_lse)
+        self._run_kernel(q, records, tail, past_out, past_lse)
+        current.wait_stream(beside)
         plan = self._plan
         merge_states_kernel[(len(q), plan.num_qo_heads)](
             past_out,
@@ -162,6 +169,12 @@ class CudaAttention:
             )
         pages = (records.anchors, records.residuals, records.residual_slots)
         kernel.run(q, *pages, plan.qo_indptr, *index, tail, scale, self._scratch, out, lse)
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """For what runs beside the current stream for a moment; it joins the capture of a graph."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _shape(plan: AttentionPlan) -> AttentionShape:

@@ -36,7 +36,7 @@ def register() -> None:
         init_cuda_graphs(worker)
         worker._side = LateSide(worker.kv)
         worker._graphs = ImmediateStepper(worker)
-        worker._begins_ahead = True
+        worker._holds_all = not worker.kv.plan.host_pages
         worker._lengths = AnyLengths(worker, int(os.environ["KVSPEC_AHEAD_SEED"]))
 
     def iterate_with_batch(worker: Any, batch: Any) -> Any:
@@ -55,11 +55,11 @@ def register() -> None:
 
 class AnyLengths:
     """In place of RoundLengths: a third of the rounds without drafts, and the others as uneven as
-    they may be. No residual moves."""
+    they may be. Where residuals move, so is what the link has time for."""
 
     def __init__(self, worker: Any, seed: int) -> None:
-        assert not worker.kv.plan.host_pages, "only a server without a store begins rounds ahead"
         self._max_draft_len = worker.config.max_draft_len
+        self._cache_pages = worker.kv.plan.cache_pages if worker.kv.plan.host_pages else 0
         self._rng = random.Random(seed)
 
     def plan(
@@ -70,7 +70,8 @@ class AnyLengths:
         if rng.random() < 1 / 3:
             most = 0
         rooms = [max(state.cap_len(most) - len(state.drafts), 0) for state in states]
-        return [rng.randint(0, room) for room in rooms], RoundBudget(0, 0)
+        pages = rng.randint(0, self._cache_pages)
+        return [rng.randint(0, room) for room in rooms], RoundBudget(pages, 2 * pages)
 
 
 class LateSide:
@@ -126,14 +127,15 @@ class ImmediateStepper:
 
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
         eager = EagerDrafter(self._worker)
+        starts = [state.next_position for state in states]
         if not all(takes_argmax(batch.reqs[i], states[i]) for i in order):
             eager.draft(batch, states, pages, lens)
-            self._note_writes(states, pages, lens)
+            self._note_writes(starts, pages, lens)
             return None
         # A request whose residuals are late has drafts already.
         shadows = [replace(s, drafts=list(s.drafts), draft_probs=[]) for s in states]
         eager.draft(batch, shadows, pages, lens)
-        self._note_writes(states, pages, lens)
+        self._note_writes(starts, pages, lens)
         made = [shadows[i].drafts[len(states[i].drafts) :] for i in order]
         return DraftedTokens(_columns(made), order, lens)
 
@@ -177,15 +179,15 @@ class ImmediateStepper:
                 taken[i].append(int(row.argmax()))
                 shadows[i].committed_len += 1
                 shadows[i].pending = taken[i][-1]
-        self._note_writes(states, pages, counts)
+        self._note_writes([state.next_position for state in states], pages, counts)
         return DraftedTokens(_columns([taken[i] for i in order]), order, counts), logits
 
     def _note_writes(
-        self, states: Sequence[Any], pages: Sequence[torch.Tensor], lens: Sequence[int]
+        self, starts: Sequence[int], pages: Sequence[torch.Tensor], lens: Sequence[int]
     ) -> None:
         size = self._worker.kv.geometry.page_size
-        for state, ids, count in zip(states, pages, lens, strict=True):
-            for position in range(state.next_position, state.next_position + count):
+        for start, ids, count in zip(starts, pages, lens, strict=True):
+            for position in range(start, start + count):
                 self._worker._side.wrote(int(ids[position // size]))
 
 
