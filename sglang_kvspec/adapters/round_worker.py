@@ -377,5 +377,8 @@ class RoundWorker(KVSpecWorker):
             "fetch_wait_ms": self._fetch_wait_s * 1e3,
             "verify_ms": clock.verify_s * 1e3,
             "plain_step_ms": clock.plain_step_s * 1e3,
+            # From a round to the next, as far as it is known; least of a round that verifies.
+            "between_ms": clock.between_s * 1e3,
+            "enqueue_ms": clock.enqueue_s * 1e3,
         }
         return super().kvspec_report() | {"timing": timing}

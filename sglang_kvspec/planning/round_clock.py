@@ -18,8 +18,9 @@ FAR_WEIGHT = 0.05
 ROUNDS_BEFORE_RETRY = 64
 # Of what makes steps without drafts seem dear, forgotten in a round with drafts.
 PLAIN_FADE = 0.02
-# A round that took hardly longer than enqueuing it waited for the CPU.
-ENQUEUED_SHARE = 0.9
+# Of a verification, what is left of it once all is enqueued: where less is, the device waited for
+# the CPU. Otherwise it was the CPU that waited, for room among what the device has yet to do.
+LEAST_LEFT = 0.15
 
 
 class RoundClock:
@@ -60,6 +61,14 @@ class RoundClock:
         context or by accident, must not stop them for good."""
         return self._draft.weight > 0 and self._rounds_without_drafts < ROUNDS_BEFORE_RETRY
 
+    @property
+    def between_s(self) -> float:
+        return self._between or 0.0
+
+    @property
+    def enqueue_s(self) -> float:
+        return self._enqueue or 0.0
+
     def observe(
         self,
         draft_lens: Sequence[int],
@@ -91,10 +100,15 @@ class RoundClock:
         self._rounds_without_drafts = 0 if steps else self._rounds_without_drafts + 1
         if between_s is not None:
             self._between = _mean(self._between, between_s)
-        if enqueue_s is not None and (steps or verified_lens):
-            self._enqueue = _mean(self._enqueue, enqueue_s)
         if not verified_lens:
             return
+        had_to_wait = False
+        if enqueue_s is not None:
+            had_to_wait = draft_s + verify_s - enqueue_s < LEAST_LEFT * verify_s
+            if had_to_wait:
+                self._enqueue = _mean(self._enqueue, enqueue_s)
+            elif self._enqueue is not None:
+                self._enqueue = min(self._enqueue, enqueue_s)
         self.verify_s = _mean(self.verify_s or None, verify_s)
         if self._draft.weight:
             cost = replace(self.cost(context), token=0.0, plain=None)
@@ -102,7 +116,7 @@ class RoundClock:
             known = without_tokens.seconds([0] * len(verified_lens))
             num_tokens = sum(verified_lens) + len(verified_lens)
             per_token = max(0.0, verify_s - known) / num_tokens
-            if enqueue_s is not None and enqueue_s < ENQUEUED_SHARE * (draft_s + verify_s):
+            if enqueue_s is not None and not had_to_wait:
                 self._token = _mean(self._token, per_token)
             elif self._token is not None:
                 # It may have waited for the CPU: tokens cost no more than this, or nothing.
@@ -114,7 +128,7 @@ class RoundClock:
         row = per_token * context
         request = row * self._request_reads
         costs = (step, row, request, self._token or 0.0)
-        return RoundCost(*costs, self._plain, self._enqueue or 0.0, self._between or 0.0)
+        return RoundCost(*costs, self._plain, self.enqueue_s, self.between_s)
 
     def observe_plain(self, num_requests: int, context: float, step_s: float) -> None:
         """A step without drafts of so many requests over a mean context took so long."""

@@ -238,6 +238,25 @@ def test_rounds_that_a_prefill_held_up_do_not_stop_drafting():
     assert plan_round(requests, after) == wanted
 
 
+def test_a_cpu_that_waited_for_the_device_made_no_draft_free():
+    """Enqueuing took nearly all of long rounds, as the device takes only so much at a time."""
+    clock = RoundClock(STEP_S, READS)
+    for _ in range(8):
+        play(clock, [20] * 16, 32768)
+    wanted = clock.cost(32768)
+    cost = true_cost(32768)
+    draft_s = cost.step * 20 + cost.row * 20 * 16
+    verify_s = cost.seconds([20] * 16) - draft_s
+    for _ in range(8):
+        clock.observe([20] * 16, 32768, draft_s, verify_s, draft_s + 0.5 * verify_s)
+    assert clock.cost(32768).enqueue == wanted.enqueue
+    # What the CPU needs shows where the device is done as soon as it is told all.
+    clock.observe([20] * 16, 32768, draft_s, verify_s, draft_s + verify_s)
+    assert clock.cost(32768).enqueue == pytest.approx(draft_s + verify_s)
+    clock.observe([20] * 16, 32768, draft_s, verify_s, 0.5 * draft_s)
+    assert clock.cost(32768).enqueue == pytest.approx(0.5 * draft_s)
+
+
 @pytest.mark.parametrize("wrong", [0.5, 1.0, 2.0])
 def test_a_guessed_slope_counts_until_long_contexts_are_seen(wrong):
     clock = RoundClock(STEP_S, READS, row_per_token=wrong * ROW_S)
