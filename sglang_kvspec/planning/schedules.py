@@ -63,10 +63,10 @@ class Drafting(Schedule):
         return min(self.rooms * max(residuals, default=0), sum(residuals))
 
     def join(self, request: RunningRequest) -> None:
-        """Residuals are born in HBM: a request that is chosen keeps them from the start."""
+        """Residuals are born in HBM: who joins has them, and loses them if others keep theirs."""
         super().join(request)
+        request.is_resident = True
         self.choose_residents()
-        request.is_resident = self.keeps(request)
 
     def leave(self, request: RunningRequest) -> None:
         super().leave(request)
