@@ -14,7 +14,7 @@ from sglang_kvspec.planning.operating_point import Loading, choose_operating_poi
 WAYS: Mapping[str, tuple[Loading, ...]] = {
     "own": (Loading(),),
     "longer_loads": (Loading(span=2),),
-    "load_serves_several": tuple(Loading(verifications=n) for n in (2, 3, 4, 8)),
+    "load_serves_several": tuple(Loading(verifications=n) for n in (2, 4)),
     "keeps_pages": (Loading(keeps_pages=True),),
 }
 # A gain that counts: draft lengths are tried in steps that cost as much.
