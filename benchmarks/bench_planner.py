@@ -20,11 +20,12 @@ from statistics import mean, median
 import torch
 from acceptance.report import Figure, write_json
 from planner.cases import OUTPUT_LEN, PROMPT_SPREAD, Case, Outcome, run_case, run_link_bound
+from planner.loads import load_figures
 from planner.plots import draw_sweep
 from rich.console import Console
 from rich.table import Table
 
-from sglang_kvspec.planning.operating_point import choose_operating_point
+from sglang_kvspec.planning.operating_point import LINK_SHARE, choose_operating_point
 from sglang_kvspec.planning.schedules import LockStep, PlainDecoding, Sequential
 from sglang_kvspec.planning.simulation import simulate
 from sglang_kvspec.planning.staggered import Staggered
@@ -100,7 +101,10 @@ def main() -> None:
                 outcomes += runs
                 plots.append(plot)
         grid = [] if args.quick else run_grid(pool)
-        figures = [*summary(outcomes + grid), *link_figures(pool), *figures]
+        outcomes += grid
+        cases = dict.fromkeys(outcome.case for outcome in outcomes)
+        loads = load_figures(pool, cases)
+        figures = [*summary(outcomes), *link_figures(pool), *loads, *figures]
     settings = {
         "simulated": "planner code in simulated time; costs from shares measured on one H200",
         "devices": "budget sweep: RTX-PRO-6000 at its own ratio; the others: H200",
@@ -109,6 +113,9 @@ def main() -> None:
         "acceptance": "log4 on eval-31m (acceptance.json); no larger model has been measured",
         "trace": f"all at once, outputs {OUTPUT_LEN} tokens +-50%, prompts +-{PROMPT_SPREAD:.0%}; "
         "throughput between 20% and 80% of all tokens; prefill not counted",
+        "link": "enough for every plan: no point is chosen that asks for more than "
+        f"{LINK_SHARE:.0%} of it; link_utilisation and link_stall are of servers made to ask for "
+        "more",
         "spread": f"half the range over {len(seeds)} seeds",
         "baseline": "of a sweep: the better of lock-step and sequential verification, each with "
         "its best draft length and batch; of link_utilisation: the demand, over what the link has",
@@ -229,6 +236,7 @@ def summary(outcomes: Iterable[Outcome]) -> list[Figure]:
     least = min(outcomes, key=lambda outcome: outcome.speed_up)
     fallen_back = sum(outcome.point is None for outcome in outcomes)
     hidden = [outcome.stall_share for outcome in outcomes if outcome.link_suffices]
+    stalls = [outcome.stall_share for outcome in outcomes]
     errors = [abs(o.plan / o.point.tokens_per_s - 1) for o in outcomes if o.point]
     peak = max(outcome.peak_share for outcome in outcomes)
     console.print(f"least speed-up {least.speed_up:.3f}: {least.case}")
@@ -236,8 +244,10 @@ def summary(outcomes: Iterable[Outcome]) -> list[Figure]:
         Figure("plan.points", len(outcomes), "simulated servers"),
         Figure("plan.min_vs_plain", least.speed_up, "x plain decoding", None, 1.0),
         Figure("plan.fallbacks", fallen_back, "of these servers decode plainly"),
-        Figure("plan.stall_share", max(hidden), "of step time, most of all points", None, 0.03),
+        Figure("plan.stall_share", max(hidden), "of step time, most where fetched", None, 0.03),
+        Figure("plan.stall_share.points", len(hidden), "of these servers fetch residuals"),
         Figure("plan.stall_share.median", median(hidden), "of step time", None, 0.03),
+        Figure("plan.stall_share.all", max(stalls), "of step time, most of all points"),
         Figure("plan.peak_hbm_share", peak, "of the KV budget, most of all points", None, 1.0),
         Figure("plan.expected_error.median", median(errors), "of the expected throughput"),
         Figure("plan.expected_error.most", max(errors), "of the expected throughput"),
@@ -245,7 +255,8 @@ def summary(outcomes: Iterable[Outcome]) -> list[Figure]:
 
 
 def link_figures(pool: ProcessPoolExecutor) -> list[Figure]:
-    """Where requests ask for more than the link has: how much of it is used."""
+    """Where requests ask for more than the link has: how much of it is used, and how much of step
+    time waits for it all the same."""
     cases = {
         f"{target}.{context_len // 1024}k": Case("H200", context_len, 0.5, 80, target)
         for target in ("exact", "int8")
@@ -256,11 +267,9 @@ def link_figures(pool: ProcessPoolExecutor) -> list[Figure]:
     for name, job in jobs.items():
         run = job.result()
         console.print(f"link bound {name}: {run}")
-        figures.append(
-            Figure(
-                f"plan.link_utilisation.{name}", run.utilisation, "of the link", None, run.demand
-            )
-        )
+        used = (f"plan.link_utilisation.{name}", run.utilisation, "of the link")
+        figures.append(Figure(*used, baseline=run.demand))
+        figures.append(Figure(f"plan.link_stall.{name}", run.stall_share, "of step time"))
         if run.demand > 1:
             bound.append(run.utilisation)
     return [Figure("plan.link_utilisation", min(bound), "of the link, least", None, 0.9), *figures]

@@ -8,7 +8,7 @@ iteration before the verification, whose forward pass needs all of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from sglang_kvspec.core.errors import ConfigError
@@ -104,6 +104,19 @@ def find_place(
         if moves is not None:
             at = tuple((now + when, amount) for when, amount in moves)
             return Place(ask.request_id, now + offset, ask.fetch_bytes, at)
+    return None
+
+
+def find_again(rings: Rings, place: Place, now: int) -> Place | None:
+    """Where a reservation that was released fits again: where it was, or as soon after as every
+    ring has room."""
+    for offset in range(max(place.verify_at - now, 0), rings.horizon):
+        if rings.slots.free(offset) < 1:
+            continue
+        moves = moves_before(rings, offset, place.fetch_bytes)
+        if moves is not None:
+            at = tuple((now + when, amount) for when, amount in moves)
+            return replace(place, verify_at=now + offset, moves=at)
     return None
 
 

@@ -24,13 +24,14 @@ from sglang_kvspec.planning.admission import (
     Decision,
     Outcome,
     Place,
+    find_again,
     find_place,
     is_too_large,
     release,
     reserve,
     shortest_fetch,
 )
-from sglang_kvspec.planning.rings import ReservationRing, Rings
+from sglang_kvspec.planning.rings import Rings
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +154,8 @@ class VerificationPlanner:
         return True
 
     def resize(self, budget: IterationBudget) -> tuple[int, ...]:
-        """Change the budgets. Places that no longer fit are taken back and those requests wait
-        again, with their age; fetches that have not started go first.
+        """Change the budgets. Where places no longer fit, what has not started moves to later ones;
+        who finds none, and whose started fetch HBM no longer holds, waits again with its age.
 
         Returns the requests whose started fetches must be dropped because HBM no longer holds them.
         What started fetches still move may exceed a smaller link budget: it arrives late.
@@ -162,15 +163,14 @@ class VerificationPlanner:
         self.rings.link.capacity = budget.link_bytes
         self.rings.hbm.capacity = budget.hbm_bytes
         self.rings.slots.capacity = budget.verifications
-        for ring in self.rings.each():
-            self._make_room(ring, started=False)
-        return self._make_room(self.rings.hbm, started=True)
+        self._shift()
+        return self._drop_started()
 
     def advance(self, late: Collection[int] = ()) -> IterationPlan:
         """Decide the current iteration and slide on to the next.
 
-        late: requests whose fetch is due but not complete. They verify one iteration later, for
-        which fetches that have not started may lose their places.
+        late: requests whose fetch is due but not complete. They verify one iteration later, and
+        what has not started makes room for that by moving later, too.
         """
         self._postpone(late)
         decisions = self._admit()
@@ -250,17 +250,35 @@ class VerificationPlanner:
             self._placed[request_id] = replace(entry, place=place)
         if late:
             # What has started held its HBM beside the late ones already, so this always suffices.
-            self._make_room(self.rings.hbm, started=False)
+            self._shift()
             assert not self.rings.hbm.is_over(), "started fetches exceed HBM"
 
-    def _make_room(self, ring: ReservationRing, *, started: bool) -> tuple[int, ...]:
-        """Take places back, last in order first, while `ring` is over; only of fetches that have
-        started, or only of those that have not. Returns the requests that lost theirs."""
+    def _shift(self) -> None:
+        """Where a ring is over, place anew what has not started, soonest first: where it was, or as
+        soon after as the rings allow. So lateness moves who comes after and costs nobody the turn.
+        Who finds no place waits again."""
+        if not self.rings.is_over():
+            return
+        coming = [e for e in self._placed.values() if e.place.first >= self.now]
+        for entry in coming:
+            release(self.rings, entry.place, self.now)
+        for entry in sorted(coming, key=lambda e: (e.place.verify_at, *self._order(e))):
+            place = find_again(self.rings, entry.place, self.now)
+            if place is None:
+                self._lose_place(entry)
+                continue
+            reserve(self.rings, place, self.now)
+            self._placed[entry.ask.request_id] = replace(entry, place=place)
+
+    def _drop_started(self) -> tuple[int, ...]:
+        """Take places of started fetches back, last in order first, while they exceed HBM. Returns
+        the requests that lost theirs."""
+        ring = self.rings.hbm
         if not ring.is_over():
             return ()
         lost = []
-        candidates = [e for e in self._placed.values() if (e.place.first < self.now) == started]
-        for entry in sorted(candidates, key=self._order, reverse=True):
+        started = [e for e in self._placed.values() if e.place.first < self.now]
+        for entry in sorted(started, key=self._order, reverse=True):
             before = ring.amounts()
             release(self.rings, entry.place, self.now)
             helps = any(
@@ -270,9 +288,12 @@ class VerificationPlanner:
             if not helps:
                 reserve(self.rings, entry.place, self.now)
                 continue
-            del self._placed[entry.ask.request_id]
-            self._waiting[entry.ask.request_id] = _Waiting(entry.ask, entry.since)
+            self._lose_place(entry)
             lost.append(entry.ask.request_id)
             if not ring.is_over():
                 break
         return tuple(lost)
+
+    def _lose_place(self, entry: _Placed) -> None:
+        del self._placed[entry.ask.request_id]
+        self._waiting[entry.ask.request_id] = _Waiting(entry.ask, entry.since)

@@ -50,6 +50,8 @@ class Drafting(Schedule):
         self.num_requests = min(num_requests, machine.max_requests)
         self.rooms = max(rooms, 1)
         self._to_keep: frozenset[int] = frozenset()
+        # Until requests or residents change.
+        self._steady_bytes: float | None = None
 
     def has_room(self, request: TraceRequest) -> bool:
         if len(self.running) >= self.num_requests:
@@ -63,13 +65,15 @@ class Drafting(Schedule):
         return min(self.rooms * max(residuals, default=0), sum(residuals))
 
     def join(self, request: RunningRequest) -> None:
-        """Residuals are born in HBM: a request that is chosen keeps them from the start."""
+        """Residuals are born in HBM: who joins has them, and loses them if others keep theirs."""
         super().join(request)
+        request.is_resident = True
+        self._steady_bytes = None
         self.choose_residents()
-        request.is_resident = self.keeps(request)
 
     def leave(self, request: RunningRequest) -> None:
         super().leave(request)
+        self._steady_bytes = None
         self.choose_residents()
 
     def always_bytes(self, request: TraceRequest) -> float:
@@ -83,8 +87,11 @@ class Drafting(Schedule):
 
     def steady_bytes(self) -> float:
         """HBM that does not depend on what is being verified."""
-        resident = sum(self.residual_bytes(r.trace) for r in self.running if r.is_resident)
-        return sum(self.always_bytes(r.trace) for r in self.running) + resident
+        if self._steady_bytes is None:
+            resident = sum(self.residual_bytes(r.trace) for r in self.running if r.is_resident)
+            always = sum(self.always_bytes(r.trace) for r in self.running)
+            self._steady_bytes = always + resident
+        return self._steady_bytes
 
     def next_use(self, request: RunningRequest) -> int:
         return max(self.draft_len - request.num_drafts, 0)
@@ -115,6 +122,7 @@ class Drafting(Schedule):
 
     def evict(self, request: RunningRequest) -> None:
         request.is_resident = False
+        self._steady_bytes = None
 
     def seconds(
         self, drafting: Iterable[RunningRequest], verifying: Iterable[RunningRequest]
@@ -130,7 +138,9 @@ class Drafting(Schedule):
 
     def verify(self, request: RunningRequest) -> float:
         """Returns the tokens emitted."""
-        request.is_resident = self.keeps(request)
+        if request.is_resident != self.keeps(request):
+            request.is_resident = self.keeps(request)
+            self._steady_bytes = None
         tokens = request.emit(self.machine.curve.expected_tokens(request.num_drafts))
         request.num_drafts = 0
         return tokens

@@ -169,10 +169,14 @@ def simulate(schedule: Schedule, trace: Sequence[TraceRequest]) -> Report:
     pending = deque(enumerate(sorted(trace, key=lambda request: request.arrival_s)))
     totals, peak = Totals(), 0.0
     progress = []
+    # Whether the first of `pending` found no room among those that run.
+    is_full = False
     while pending or schedule.running:
         arrived = totals.now_s
-        while pending and pending[0][1].arrival_s <= arrived and schedule.has_room(pending[0][1]):
-            schedule.join(RunningRequest(*pending.popleft()))
+        while pending and pending[0][1].arrival_s <= arrived and not is_full:
+            is_full = not schedule.has_room(pending[0][1])
+            if not is_full:
+                schedule.join(RunningRequest(*pending.popleft()))
         if not schedule.running:
             request = pending[0][1]
             if request.arrival_s <= arrived:
@@ -183,6 +187,9 @@ def simulate(schedule: Schedule, trace: Sequence[TraceRequest]) -> Report:
         totals = totals.after(step)
         peak = max(peak, step.held_bytes)
         progress.append(totals)
+        if not step.tokens:
+            continue
         for done in [r for r in schedule.running if r.is_done]:
             schedule.leave(done)
+            is_full = False
     return Report(len(trace), peak, tuple(progress))

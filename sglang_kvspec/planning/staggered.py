@@ -47,8 +47,6 @@ class Staggered(Drafting):
 
     # Budgets follow the length of iterations once it has changed by this share.
     DRIFT = 0.05
-    # Verifications allowed in an iteration, over an even spread.
-    SLACK = 1.25
 
     def __init__(self, machine: Machine, draft_len: int, num_requests: int, rooms: int = 2) -> None:
         super().__init__(machine, draft_len, num_requests, rooms)
@@ -67,7 +65,8 @@ class Staggered(Drafting):
         # A first guess, before any iteration ran.
         self.iteration_s = self.iteration_s or self.seconds((request,), ())
         super().join(request)
-        self.ask(request)
+        if not self.planner.knows(request.request_id):
+            self.ask(request)
 
     def leave(self, request: RunningRequest) -> None:
         self.forget(request)
@@ -131,7 +130,9 @@ class Staggered(Drafting):
         budget = IterationBudget(
             link_bytes=int(self.machine.link_bytes_per_s * self._budget_s),
             hbm_bytes=max(int(self.machine.kv_bytes - self.steady_bytes()), 0),
-            verifications=ceil(self.SLACK * len(self.running) / (self.draft_len + 1)),
+            # No more than an even spread: iterations with many take longer than those with few
+            # take less, once their tokens cost more than reading the weights.
+            verifications=ceil(len(self.running) / (self.draft_len + 1)),
         )
         for request_id in self.planner.resize(budget):
             self.link.drop(request_id)

@@ -84,7 +84,7 @@ class Cycle:
     """One way to run: x drafts a verification, so many requests with residuals resident or fetched.
 
     iteration_s: an average iteration, the longer of gpu_s and link_s. cycles_per_load: iterations
-    that one request's residuals are on the link.
+    that one request's residuals are on the link; each load serves one verification.
     """
 
     draft_len: int

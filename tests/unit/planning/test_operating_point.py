@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
-from sglang_kvspec.planning.operating_point import choose_operating_point, plain_tokens_per_s
+from sglang_kvspec.planning.operating_point import (
+    Loading,
+    choose_operating_point,
+    operating_points,
+    plain_tokens_per_s,
+)
 from sglang_kvspec.planning.simulation import Machine, Report, simulate
 from sglang_kvspec.planning.staggered import Staggered
 from sglang_kvspec.planning.traces import TraceRequest, generate_trace
@@ -75,7 +80,16 @@ def test_the_simulated_server_reaches_what_was_expected(kv_bytes, residual_bytes
     report = run(machine)
     # Lengths vary where the estimate has means, and requests are whole.
     assert report.tokens_per_s() == pytest.approx(point.tokens_per_s, rel=0.2)
-    assert report.stall_share() < 0.05
+    assert report.stall_share() < 0.03
+
+
+def test_nobody_waits_for_a_fetch_where_the_link_suffices():
+    machine = replace(MACHINE, kv_bytes=16_000_000, residual_bytes=140, link_bytes_per_s=1e8)
+    point = choose_operating_point(machine, CONTEXT_LEN + OUTPUT_LEN, OUTPUT_LEN)
+    assert point is not None
+    assert point.num_fetching
+    assert 0.9 < point.link_load < 1
+    assert run(machine).stall_share() < 0.005
 
 
 def test_where_nothing_is_accepted_plain_decoding_is_chosen():
@@ -98,3 +112,50 @@ def test_more_of_anything_is_never_slower():
     assert speed(replace(MACHINE, kv_bytes=2 * MACHINE.kv_bytes)) >= base
     assert speed(replace(MACHINE, link_bytes_per_s=2 * MACHINE.link_bytes_per_s)) >= base
     assert speed(replace(MACHINE, max_requests=96)) >= base
+
+
+def machines() -> st.SearchStrategy[Machine]:
+    return st.builds(
+        replace,
+        st.just(MACHINE),
+        kv_bytes=st.integers(8_000_000, 60_000_000),
+        residual_bytes=st.sampled_from([50, 140, 200]),
+        link_bytes_per_s=st.sampled_from([2e8, 1e9, 5e9]),
+    )
+
+
+def fastest(machine: Machine, loading: Loading) -> float:
+    points = operating_points(machine, CONTEXT_LEN, OUTPUT_LEN, loading)
+    return max((point.tokens_per_s for point in points), default=0.0)
+
+
+@settings(max_examples=25)
+@given(machine=machines(), span=st.floats(1, 8))
+def test_longer_loads_bring_nothing(machine, span):
+    assert fastest(machine, Loading(span=span)) <= fastest(machine, Loading())
+
+
+@settings(max_examples=25)
+@given(machine=machines(), verifications=st.integers(2, 8))
+def test_loads_for_several_verifications_bring_no_more_than_rounding(machine, verifications):
+    own = choose_operating_point(machine, CONTEXT_LEN, OUTPUT_LEN)
+    if own is None:
+        return
+    several = fastest(machine, Loading(verifications=verifications))
+    assert several <= own.tokens_per_s * (1 + 1 / own.num_requests)
+
+
+def test_a_load_for_several_verifications_takes_the_link_once():
+    points = operating_points(MACHINE, CONTEXT_LEN, OUTPUT_LEN, Loading(verifications=4))
+    point = next(point for point in points if point.num_fetching)
+    load_s = CONTEXT_LEN * MACHINE.residual_bytes / MACHINE.link_bytes_per_s
+    cycle_s = (point.draft_len + 1) * point.iteration_s
+    assert point.link_load == pytest.approx(point.num_fetching * load_s / (4 * cycle_s))
+    # Each holds a room but for the drafts before its load begins.
+    assert point.rooms == point.num_fetching
+
+
+@settings(max_examples=25)
+@given(machine=machines())
+def test_keeping_pages_in_what_is_left_of_hbm_is_never_slower(machine):
+    assert fastest(machine, Loading(keeps_pages=True)) >= fastest(machine, Loading())

@@ -317,6 +317,33 @@ def test_a_request_that_loses_its_place_keeps_its_age():
     assert [d.request_id for d in planner.advance().decisions] == [0, 1]
 
 
+def test_a_late_fetch_moves_those_after_it_and_costs_nobody_the_turn():
+    # HBM holds one of them at a time.
+    planner = make_planner(IterationBudget(link_bytes=10, hbm_bytes=20, verifications=4), 16)
+    for request_id, best_len in enumerate((2, 5, 8)):
+        planner.submit(Ask(request_id, fetch_bytes=20, best_len=best_len))
+    assert places_of(planner) == {0: 2, 1: 5, 2: 8}
+    planner.advance()
+    planner.advance(late=[0])
+    moved = {p.request_id: (p.first, p.verify_at) for p in planner.placed}
+    assert moved == {0: (0, 3), 1: (4, 6), 2: (7, 9)}
+
+
+def test_a_slower_link_keeps_the_order_of_turns():
+    planner = make_planner(IterationBudget(link_bytes=20, hbm_bytes=20, verifications=4), 16)
+    planner.submit(Ask(0, fetch_bytes=20, best_len=8, priority=1))
+    planner.submit(Ask(1, fetch_bytes=20, best_len=4))
+    assert places_of(planner) == {0: 8, 1: 4}
+    planner.resize(IterationBudget(link_bytes=4, hbm_bytes=20, verifications=4))
+    # Five iterations each instead of one, of which the second begins in the third: its own 4th
+    # and 8th come too soon.
+    assert {p.request_id: (p.first, p.verify_at) for p in planner.placed} == {
+        1: (1, 6),
+        0: (7, 12),
+    }
+    assert not planner.waiting
+
+
 def test_a_deadline_brings_the_verification_forward():
     planner = make_planner(IterationBudget(0, 0, 1))
     planner.submit(Ask(0, 0, best_len=8, deadline=2))

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from sglang_kvspec.core.errors import CapacityError, ConfigError
 from sglang_kvspec.planning.schedules import LockStep, PlainDecoding, Sequential
-from sglang_kvspec.planning.simulation import Machine, Report, Schedule, simulate
+from sglang_kvspec.planning.simulation import (
+    Machine,
+    Report,
+    RunningRequest,
+    Schedule,
+    simulate,
+)
 from sglang_kvspec.planning.staggered import Staggered
 from sglang_kvspec.planning.traces import TraceRequest, generate_trace, read_trace, write_trace
 
@@ -76,6 +82,40 @@ def test_fetches_hide_where_the_link_suffices():
     report = simulate(Staggered(machine, 12, 28, rooms=5), TRACE)
     assert report.end.moved_bytes > 0
     assert report.stall_share() < 0.03
+
+
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_who_joins_keeps_residuals_that_a_resident_leaves_room_for(kind):
+    """They are in HBM already, where those of others would have to be fetched."""
+    # Anchors of three, the residuals of one, and room to fetch those of another.
+    schedule = kind(replace(MACHINE, kv_bytes=7_500_000), 8, 3, rooms=1)
+    requests = [RunningRequest(n, TraceRequest(0.0, 15_000, 500)) for n in range(4)]
+    for request in requests[:3]:
+        schedule.join(request)
+    (resident,) = (r for r in requests[:3] if r.is_resident)
+    schedule.leave(resident)
+    schedule.join(requests[3])
+    assert [r for r in schedule.running if r.is_resident] == [requests[3]]
+    assert schedule.steady_bytes() <= schedule.machine.kv_bytes
+
+
+def test_verifications_are_spread_evenly():
+    class Counting(Staggered):
+        most = now = 0
+
+        def step(self):
+            self.now = 0
+            done = super().step()
+            self.most = max(self.most, self.now)
+            return done
+
+        def verify(self, request):
+            self.now += 1
+            return super().verify(request)
+
+    schedule = Counting(replace(MACHINE, kv_bytes=10**9), 8, 36)
+    simulate(schedule, TRACE)
+    assert schedule.most == 36 / (8 + 1)
 
 
 def test_a_link_that_does_not_suffice_is_kept_busy():

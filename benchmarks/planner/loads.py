@@ -1,0 +1,51 @@
+"""What other ways to load residuals would bring, by the model that chooses operating points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
+
+from acceptance.report import Figure
+
+from planner.cases import OUTPUT_LEN, Case
+from sglang_kvspec.planning.operating_point import Loading, choose_operating_point
+
+# Name in the figures, and the ways of which the best counts.
+WAYS: Mapping[str, tuple[Loading, ...]] = {
+    "own": (Loading(),),
+    "longer_loads": (Loading(span=2),),
+    "load_serves_several": tuple(Loading(verifications=n) for n in (2, 4)),
+    "keeps_pages": (Loading(keeps_pages=True),),
+}
+# A gain that counts: draft lengths are tried in steps that cost as much.
+LEAST_GAIN = 1e-3
+
+
+def weigh_loads(case: Case) -> dict[str, float] | None:
+    """Expected tokens/s by way, 0 where it is no better than plain decoding; None where the
+    schedule's own is not."""
+    machine = case.machine()
+
+    def expected(loading: Loading) -> float:
+        point = choose_operating_point(machine, case.context_len + OUTPUT_LEN, OUTPUT_LEN, loading)
+        return point.tokens_per_s if point else 0.0
+
+    speeds = {name: max(expected(loading) for loading in ways) for name, ways in WAYS.items()}
+    return speeds if speeds["own"] else None
+
+
+def load_figures(pool: Executor, cases: Iterable[Case]) -> list[Figure]:
+    weighed = [speeds for speeds in pool.map(weigh_loads, cases) if speeds is not None]
+    figures = [Figure("plan.loads.points", len(weighed), "servers that speculate")]
+    for name in WAYS:
+        if name == "own":
+            continue
+        gains = [speeds[name] / speeds["own"] - 1 for speeds in weighed]
+        pays = sum(gain > LEAST_GAIN for gain in gains)
+        unit = "of the expected throughput gained, most of these servers"
+        figures.append(Figure(f"plan.loads.{name}", max(gains), unit))
+        figures.append(Figure(f"plan.loads.{name}.pays", pays, "of these servers, by over 0.1 %"))
+    beyond = max(s["load_serves_several"] / max(s["own"], s["keeps_pages"]) - 1 for s in weighed)
+    unit = "of the expected throughput gained on top of keeping pages, most of these servers"
+    figures.append(Figure("plan.loads.load_serves_several.beyond_pages", beyond, unit))
+    return figures
