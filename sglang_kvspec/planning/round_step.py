@@ -16,10 +16,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
+from sglang_kvspec.planning.link_rounds import Turns
 from sglang_kvspec.planning.residency import ResidencyView, choose_resident
 from sglang_kvspec.planning.step import CacheView
 
 PATIENCE = 8
+# Of a round in running means.
+WEIGHT = 0.1
 # Of a cache that does not hold every residual, at least this share is kept for fetches.
 FETCH_SHARE = 0.7
 
@@ -101,6 +104,10 @@ class RoundPlanner:
         self._waited: dict[str, int] = {}
         self._intervals: dict[str, int] = {}
         self._staying: frozenset[str] = frozenset()
+        # How many requests beside those that stay the cache holds, and running means of what is
+        # fetched and of how many of them verify in a round; None where nothing has to move.
+        self._most: float | None = None
+        self._fetched = self._turns = 0.0
 
     @staticmethod
     def wait_bound(num_running: int) -> int:
@@ -115,6 +122,15 @@ class RoundPlanner:
         """A round in which nothing has to move, and which was not planned here."""
         self._waited = dict.fromkeys(keys, 0)
         self._intervals = dict.fromkeys(self._waited, 1)
+        self._most = None
+
+    def turns(self, pages_per_s: float) -> Turns | None:
+        """What rounds like the last ones need of a link of this speed; None where all residuals
+        are in the cache."""
+        if self._most is None:
+            return None
+        pages = self._fetched / max(self._turns, 1e-6)
+        return Turns(len(self._staying), self._most, max(pages / pages_per_s, 1e-9))
 
     def plan(
         self,
@@ -152,8 +168,31 @@ class RoundPlanner:
             filling.add(requests[verify[0]])
         ahead = self._ahead([requests[i] for i in later], filling, budget.round_pages)
         evict = self._victims(requests, cache, filling, ahead)
+        self._note_turns(requests, cache, verify, len(filling.fetch) + len(ahead))
         self._count(requests, verify)
         return RoundPlan(tuple(sorted(verify)), tuple(filling.fetch), ahead, evict)
+
+    def _note_turns(
+        self,
+        requests: Sequence[RoundView],
+        cache: CacheView,
+        verify: Collection[int],
+        num_fetched: int,
+    ) -> None:
+        staying = [request for request in requests if request.key in self._staying]
+        others = [request for request in requests if request.key not in self._staying]
+        if not others:
+            self._most = None
+            return
+        each = sum(request.num_slots for request in others) / len(others)
+        room = cache.num_slots - sum(request.num_slots for request in staying)
+        num_turns = sum(requests[i].key not in self._staying for i in verify)
+        if self._most is None:
+            # As if one had been fetched whole.
+            self._fetched, self._turns = each, 1.0
+        self._most = max(room // max(each, 1), 1.0)
+        self._fetched += WEIGHT * (num_fetched - self._fetched)
+        self._turns += WEIGHT * (num_turns - self._turns)
 
     def _count(self, requests: Sequence[RoundView], verify: Collection[int]) -> None:
         intervals = {}

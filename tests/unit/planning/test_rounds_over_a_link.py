@@ -16,6 +16,7 @@ import pytest
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.planning import round_step
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
+from sglang_kvspec.planning.link_rounds import plan_turns
 from sglang_kvspec.planning.round_clock import RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget, RoundPlan, RoundPlanner, RoundView
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
@@ -94,7 +95,8 @@ class Simulated:
             RoundRequest(estimate.probability, CAP_LEN, drafts, self._planner.interval(str(i)))
             for i, (estimate, drafts) in enumerate(zip(self._estimates, self._drafts, strict=True))
         ]
-        return plan_round(requests, cost)
+        turns = self._planner.turns(self.pages_per_s)
+        return plan_round(requests, cost) if turns is None else plan_turns(requests, cost, turns)
 
     def _plan(self, lens, cost):
         keys = [str(i) for i in range(NUM_REQUESTS)]

@@ -1,0 +1,77 @@
+"""How long requests draft before they verify where a link brings residuals for it, turn by turn.
+
+The longer a round, the more requests can have verified by its end, until the cache holds no more of
+their residuals; and the more drafts each of them has by then. So its length decides how often a
+request verifies, other than where everybody always does (rounds.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_kvspec.planning.rounds import RoundCost, RoundRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What a round's verifications need of the link. staying: requests whose residuals stay in the
+    cache, and which verify in every round. most: others that it holds beside them. fetch_s: seconds
+    that the link needs for one of these."""
+
+    staying: int
+    most: float
+    fetch_s: float
+
+
+def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) -> list[int]:
+    """How many drafts each request adds to those it has: the same number for all, with the most
+    expected tokens a second, less for those to whom so many are worth less than they cost."""
+    longest = max((request.cap_len for request in requests), default=0)
+    rates = [_rate(requests, cost, turns, length) for length in range(longest + 1)]
+    rate = max(rates, default=0.0)
+    length = rates.index(rate) if rates else 0
+    price = rate * (cost.row + cost.token)
+    return [_worth_while(request, length, price) for request in requests]
+
+
+def _rate(
+    requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns, length: int
+) -> float:
+    """Expected tokens a second of all requests together where each adds `length` drafts a round."""
+    staying = min(turns.staying, len(requests))
+    others = len(requests) - staying
+    lens = [length] * len(requests)
+    # Who verifies makes a round longer, which gives the link time for more.
+    seconds = cost.seconds(lens, staying)
+    fetching = 0.0
+    for _ in range(3):
+        fetching = min(others, turns.most, seconds / turns.fetch_s)
+        seconds = max(cost.seconds(lens, staying + fetching), fetching * turns.fetch_s)
+    if not others:
+        return sum(_tokens(request, length) for request in requests) / seconds
+    # Nobody waits for ever, whatever the link.
+    interval = others / max(fetching, 1e-6)
+    share_staying = staying / len(requests)
+    tokens = 0.0
+    for request in requests:
+        tokens += share_staying * _tokens(request, length)
+        tokens += (1 - share_staying) * _tokens(request, length * interval) / interval
+    return tokens / seconds
+
+
+def _tokens(request: RoundRequest, num_drafts: float) -> float:
+    """Expected of a verification of so many drafts, as far as its cap allows them (Leviathan et al.
+    2023, equation 1)."""
+    p = request.probability
+    return (1 - p ** (min(num_drafts, request.cap_len) + 1)) / (1 - p)
+
+
+def _worth_while(request: RoundRequest, length: int, price: float) -> int:
+    room = min(length, request.cap_len - request.num_drafts)
+    worth = request.probability ** (request.num_drafts + 1)
+    for count in range(room):
+        if worth <= price:
+            return count
+        worth *= request.probability
+    return max(room, 0)
