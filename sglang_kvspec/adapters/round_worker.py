@@ -153,7 +153,8 @@ class RoundWorker(KVSpecWorker):
         step_s = started.step_seconds()
         if started.is_plain:
             self.stepper.speeds.note_iteration(step_s * started.num_steps)
-            self.clock.observe_plain(len(verified), context, step_s)
+            assert started.made is not None
+            self.clock.observe_plain(len(started.made.order), context, step_s)
             return
         wait_s, verify_s = self._timer.seconds()
         self._fetch_wait_s += WEIGHT * (wait_s - self._fetch_wait_s)

@@ -52,7 +52,9 @@ class RoundStepper:
         ]
         slots = residuals.cache_slots
         cached = [page for page in slots if residuals.table.state(page) in IN_CACHE]
-        cache = CacheView(slots.num_slots, slots.num_free, tuple(cached))
+        # The other slots are of pages that land, whose residuals have nowhere else to go.
+        num_slots = len(cached) + slots.num_free
+        cache = CacheView(num_slots, slots.num_free, tuple(cached))
         plan = self._planner.plan(views, cache, budget, drafts=any(lens))
         residuals.evict(plan.evict)
         # Two fetches, so that this round's verifications do not wait for what comes ahead.

@@ -74,6 +74,20 @@ def test_one_page_of_many_is_enough_to_wait_for(arrived):
     assert RoundStepper(kv).find_late([of_pages("b", 1)], [pages(1, 4)]) == frozenset()
 
 
+def test_slots_of_pages_that_land_are_nobodys(encoded):
+    """They cannot make room for a fetch."""
+    kv = encoded(5, cache_pages=5)
+    kv.residuals.evict([1, 2, 3, 4, 5])
+    land_anchors(kv, [6])
+    states = [of_pages("a", 3), of_pages("b", 2), of_pages("c", 1)]
+    ids = [pages(1, 2, 3, 7), pages(4, 5, 8), pages(6, 9)]
+    stepper = RoundStepper(kv)
+    late = stepper.find_late(states, ids)
+    assert late == {2}
+    assert len(stepper.plan(states, ids, [4, 4, 4], PLENTY, late).verify) == 1
+    kv.check_integrity()
+
+
 def make_lengths(kv, measured, draft_len="auto"):
     # Where verifying reads much more than drafting.
     cost = RoundCost(step=4e-3, row=0.3e-3, request=1.2e-3, token=0.02e-3)

@@ -1,4 +1,4 @@
-"""KV from the pools of one GPU to those of another, where full pages of the window are encoded, too:
+"""KV from the pools of one GPU to those of another, where full pages in the window are encoded too:
 records, and the newest tokens. Nothing is computed here; encoding is writing some records."""
 
 from __future__ import annotations
