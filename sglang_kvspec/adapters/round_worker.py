@@ -99,7 +99,7 @@ class RoundWorker(KVSpecWorker):
         self._next_lens: list[int] = []
         self._fetch_wait_s = 0.0
         if self.apart is not None:
-            self.apart.write_behind(self._side.join)
+            self.apart.write_behind(lambda: self._side.join())
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)

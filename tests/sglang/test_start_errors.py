@@ -28,6 +28,10 @@ DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend kvspec"
 PREFIX_SERVER = "--kvspec-prefix-server tcp://127.0.0.1:5"
 
 DETERMINISTIC = {"enable_deterministic_inference": True}
+PREFILL = {
+    "disaggregation_mode": "prefill",
+    "disaggregation_transfer_backend": "kvspec",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -268,6 +272,7 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
         ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
         ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
         ({}, {}, (8, 0), "this one has 8.0"),
+        ({"transfer": "full"}, PREFILL, (9, 0), "--kvspec-transfer full: .*allowed: split"),
         (
             {"prefix_server": "tcp://127.0.0.1:5"},
             {},
@@ -291,6 +296,7 @@ def test_what_a_gpu_cannot_serve_yet(
     check_gpu_flags(KVSpecConfig(), {"page_size": 64, "prefill_max_requests": 2})
     check_gpu_flags(KVSpecConfig(host_gb=4), {"prefill_max_requests": 1})
     check_gpu_flags(KVSpecConfig(), DETERMINISTIC)
+    check_gpu_flags(KVSpecConfig(), PREFILL | DETERMINISTIC)
 
 
 def test_unsupported_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:
