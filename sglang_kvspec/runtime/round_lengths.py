@@ -65,7 +65,8 @@ class RoundLengths:
 
     def _cap(self, state: RequestState, is_late: bool) -> int:
         """Most drafts it is to have at the end of the round."""
-        if state.has_waited and not is_late and state.drafts:
+        is_due = state.has_waited and not is_late and self._stepper.interval(state) == 1
+        if is_due and state.drafts:
             # More drafts would only keep the user waiting (Lynx section 4.2).
             return len(state.drafts)
         return state.cap_len(self._config.max_draft_len)

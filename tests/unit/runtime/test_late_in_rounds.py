@@ -125,6 +125,16 @@ def test_once_all_is_here_it_verifies_what_it_has(encoded, measured, draft_len):
     assert min(lengths.plan(states)[0]) > 0
 
 
+def test_one_that_takes_turns_with_others_drafts_on(encoded, monkeypatch):
+    """All of its residuals are here, but not all in the cache."""
+    lengths = make_lengths(encoded(1), measured=False)
+    state = of_pages("a", 4, num_drafts=5)
+    state.has_waited = True
+    assert lengths.plan([state])[0] == [0]
+    monkeypatch.setattr(RoundStepper, "interval", lambda self, state: 2)
+    assert lengths.plan([state])[0] == [FIRST_DRAFT_LEN]
+
+
 def test_before_anything_was_measured_it_drafts_as_others_do(encoded):
     lengths = make_lengths(encoded(1), measured=False)
     states = [of_pages("a", 4), of_pages("b", 4)]
