@@ -167,7 +167,9 @@ def ask_pair(
     pair: ServerPair, prompts: Sequence[list[int]], new_tokens: int, at_once: int
 ) -> list[Answer]:
     """The prefill server has nothing cached before."""
-    requests.post(f"{pair.prefill.base_url}/flush_cache", timeout=TIMEOUT_S).raise_for_status()
+    requests.post(
+        f"{pair.prefill.base_url}/flush_cache?timeout=30", timeout=TIMEOUT_S
+    ).raise_for_status()
     with ThreadPoolExecutor(at_once) as pool:
         answers = list(pool.map(lambda prompt: ask(pair, prompt, new_tokens), prompts))
     console.print(f"the pair has answered, {at_once} at a time")
