@@ -75,15 +75,15 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
     def _outside_bytes(self) -> int:
         """What a GPU needs beside its pools and SGLang does not know of: FlashInfer's workspace,
         the logits of the largest verification, in the model's dtype and in fp32, and what copies of
-        prefixes go through."""
+        pages go through that leave or land."""
         if self._kvc.device == "cpu":
             return 0
-        requests = self._kvc.server_args.max_running_requests
-        tokens = requests * (self._config.max_draft_len + 1)
+        args = self._kvc.server_args
+        tokens = args.max_running_requests * (self._config.max_draft_len + 1)
         itemsize = self._kvc.model_config.dtype.itemsize + torch.float32.itemsize
         logits_bytes = tokens * int(self._kvc.model_config.vocab_size) * itemsize
         buffer = 0
-        if self._config.keeps_prefixes:
+        if self._config.keeps_prefixes or args.disaggregation_mode != "null":
             page = page_bytes_of(geometry_of(self._kvc), codec_of(self._kvc, self._config))
             buffer = buffer_bytes(max(page.anchor, page.residual))
         return WORKSPACE_BYTES + logits_bytes + buffer

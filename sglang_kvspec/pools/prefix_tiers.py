@@ -110,7 +110,9 @@ class PrefixTiers:
 
     def _read(self, links: Sequence[PageLink]) -> tuple[PageRecords, list[_Source]]:
         """The longest whole run of these pages, and which tier each residual came from."""
-        records = PageRecords.empty(self._kv.geometry, self._kv.codec, len(links))
+        kv = self._kv
+        is_pinned = kv.device.type == "cuda"
+        records = PageRecords.empty(kv.geometry, kv.codec, len(links), pinned=is_pinned)
         anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
         in_host, on_disk = self._hits(links)
         sources: dict[int, _Source] = {}

@@ -40,23 +40,24 @@ def plan_on_gpu(monkeypatch):
     return make
 
 
-def test_copies_of_prefixes_need_memory_of_a_gpu(plan_on_gpu, monkeypatch):
+def test_copies_of_pages_need_memory_of_a_gpu(plan_on_gpu, monkeypatch):
     sizes = []
-    for options, page in (
-        ({}, PAGE),
-        ({"prefix_host_gb": 1}, PAGE),
-        ({"prefix_host_gb": 1}, replace(PAGE, residual=GIB)),
+    for options, mode, page in (
+        ({}, "null", PAGE),
+        ({}, "decode", PAGE),
+        ({"prefix_host_gb": 1}, "null", PAGE),
+        ({"prefix_host_gb": 1}, "null", replace(PAGE, residual=GIB)),
     ):
         monkeypatch.setattr(pool_sizing, "page_bytes_of", lambda g, codec, page=page: page)
         kvc = SimpleNamespace(
             device="cuda",
-            server_args=SimpleNamespace(max_running_requests=8),
+            server_args=SimpleNamespace(max_running_requests=8, disaggregation_mode=mode),
             model_config=SimpleNamespace(dtype=torch.bfloat16, vocab_size=1000),
         )
         sizing = object.__new__(pool_sizing.KVSpecPoolConfigurator)
         sizing._kvc, sizing._config = kvc, KVSpecConfig(**options)
         sizes.append(sizing._outside_bytes())
-    assert [size - sizes[0] for size in sizes] == [0, 64 * 2**20, GIB]
+    assert [size - sizes[0] for size in sizes] == [0, 64 * 2**20, 64 * 2**20, GIB]
 
 
 def test_without_a_store_all_residuals_are_cached(plan_on_gpu):
