@@ -209,6 +209,8 @@ class RoundWorker(KVSpecWorker):
         if budget is not None and self.kv.plan.host_pages:
             started.plan = self.stepper.plan(states, pages, lens, budget, late)
         ready = [state for i, state in enumerate(states) if i not in late]
+        # One that has nothing left to take is about to leave.
+        advances = any(state.remaining > 0 for state in ready)
         started.begun_at = time.perf_counter()
         if self._over_at is not None and not self._begins_ahead:
             started.between_s = started.begun_at - self._over_at
@@ -217,7 +219,7 @@ class RoundWorker(KVSpecWorker):
             if any(lens):
                 drafter = self._eager if self._graphs is None else self._graphs
                 started.made = drafter.draft(batch, states, pages, lens)
-            elif self._begins_ahead and ready and not any(state.drafts for state in ready):
+            elif self._begins_ahead and advances and not any(state.drafts for state in ready):
                 assert self._graphs is not None
                 # Others than these wait for their tokens' log-probabilities or choice.
                 at_once = not batch.return_logprob and all(
