@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
@@ -72,17 +70,3 @@ class KVSpecAllocator(TorchPagedAllocator):
     def clear(self) -> None:
         super().clear()
         self._kvcache.on_all_pages_freed()
-
-    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
-        """A decode server retracts a request, whose slots these are."""
-        from sglang_kvspec.adapters.transfer.decoding import set_aside
-
-        return set_aside(self._pages_of(indices), len(indices))
-
-    def load_cpu_copy(self, copy: Any, indices: torch.Tensor, mamba_indices: Any = None) -> None:
-        """It goes on, in other slots."""
-        copy.bring_back(self._pages_of(indices))
-
-    def _pages_of(self, indices: torch.Tensor) -> list[int]:
-        pages: list[int] = (indices[:: self.page_size] // self.page_size).tolist()
-        return pages

@@ -166,8 +166,8 @@ class GraphStepper:
         late: Collection[int] = (),
     ) -> tuple[DraftedTokens, torch.Tensor]:
         """Let every request take up to max_steps tokens, each the most likely one, but for those
-        that are late, whose residuals are not all here: there are others. pages[i]: page ids on the
-        CPU, up to the last token's.
+        that are late, whose residuals are not all here: some other has tokens left to take.
+        pages[i]: page ids on the CPU, up to the last token's.
 
         Returns the tokens and the logits of the last step, whose first rows are those of the
         tokens' order.

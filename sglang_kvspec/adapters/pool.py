@@ -64,6 +64,22 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
             listener(list(range(1, self.kv.plan.num_pages + 1)))
         self.kv.free_all()
 
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
+        """A decode server retracts a request, whose slots these are."""
+        from sglang_kvspec.adapters.transfer.decoding import set_aside
+
+        return set_aside(self._pages_of(indices), len(indices))
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
+    ) -> None:
+        """It goes on, in other slots."""
+        kv_cache_cpu.bring_back(self._pages_of(indices))
+
+    def _pages_of(self, indices: torch.Tensor) -> list[int]:
+        pages: list[int] = (indices[:: self.page_size] // self.page_size).tolist()
+        return pages
+
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """None: our transfer backend asks for pages, not for addresses."""
         return [], [], []

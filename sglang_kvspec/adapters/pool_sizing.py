@@ -29,6 +29,7 @@ from sglang_kvspec.planning.capacity import (
     window_pages_for,
 )
 from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.staged_records import buffer_bytes
 from sglang_kvspec.runtime.exact_attention import WORKSPACE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -73,13 +74,19 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
 
     def _outside_bytes(self) -> int:
         """What a GPU needs beside its pools and SGLang does not know of: FlashInfer's workspace,
-        and the logits of the largest verification, in the model's dtype and in fp32."""
+        the logits of the largest verification, in the model's dtype and in fp32, and what copies of
+        pages go through that leave or land."""
         if self._kvc.device == "cpu":
             return 0
-        requests = self._kvc.server_args.max_running_requests
-        tokens = requests * (self._config.max_draft_len + 1)
+        args = self._kvc.server_args
+        tokens = args.max_running_requests * (self._config.max_draft_len + 1)
         itemsize = self._kvc.model_config.dtype.itemsize + torch.float32.itemsize
-        return WORKSPACE_BYTES + tokens * int(self._kvc.model_config.vocab_size) * itemsize
+        logits_bytes = tokens * int(self._kvc.model_config.vocab_size) * itemsize
+        buffer = 0
+        if self._config.keeps_prefixes or args.disaggregation_mode != "null":
+            page = page_bytes_of(geometry_of(self._kvc), codec_of(self._kvc, self._config))
+            buffer = buffer_bytes(max(page.anchor, page.residual))
+        return WORKSPACE_BYTES + logits_bytes + buffer
 
     def _plan(self, max_pages: int | None) -> MemoryPoolConfig:
         config, geometry = self._config, geometry_of(self._kvc)

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.registry import (
 )
 
 from sglang_kvspec.adapters.activation import config_of
-from sglang_kvspec.adapters.model_identity import fingerprint, hash_of_weights
+from sglang_kvspec.adapters.model_identity import arithmetic_of, fingerprint, hash_of_weights
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.adapters.prefix_flags import PREFIX_CACHE
 from sglang_kvspec.adapters.prefix_link import connect
@@ -58,14 +58,16 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     if not config.keeps_prefixes:
         return KVSpecRadixCache(ctx.params, pool.kv, PrefixTiers(pool.kv))
     weights = hash_of_weights(ctx.tp_worker.model_runner.model)
+    arithmetic = arithmetic_of(ctx.server_args)
     host_maker = disk = remote = None
     if config.prefix_host_gb or config.prefix_dir:
-        model = fingerprint(ctx.model_config, weights)
+        model = fingerprint(ctx.model_config, weights, arithmetic)
         identity = StoreIdentity.of(pool.kv.codec, pool.kv.geometry, model=model)
         host_maker = _host_maker(config, identity) if config.prefix_host_gb else None
         disk = _open_disk(config, identity) if config.prefix_dir else None
     if config.prefix_server is not None:
-        remote = connect(config, pool.kv, ctx.model_config, weights)
+        remote = connect(config, pool.kv, ctx.model_config, weights, arithmetic)
+    pool.kv.warm_up_records()
     pool.prefix_tiers = PrefixTiers(pool.kv, host_maker, disk, remote)
     return KVSpecRadixCache(ctx.params, pool.kv, pool.prefix_tiers, remote)
 

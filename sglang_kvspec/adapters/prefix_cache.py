@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_kvspec.adapters import remote_hits
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.prefix_store import PageLink, chain_links
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
-from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
 
 # A server that is told to end waits this long for what is on its way to disk.
@@ -37,7 +37,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     def __init__(
         self,
         params: Any,
-        kv: TieredKV,
+        kv: KVTiers,
         tiers: PrefixTiers,
         remote: RemotePrefixes | None = None,
     ) -> None:
@@ -174,7 +174,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         """Links and pages of a prefix in the tree, as far as it is encoded and as it was
         written."""
         pages = self._pages(slots)
-        self._kv.encode_window_pages([p for p in pages if self._kv.window.is_committed(p)])
+        self._kv.encode_committed(pages)
         length = next((i for i, p in enumerate(pages) if not self._kv.is_encoded(p)), len(pages))
         if spoiled := self._kv.residuals.find_spoiled(pages[:length]):
             length = pages.index(spoiled[0])

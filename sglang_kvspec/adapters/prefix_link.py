@@ -12,8 +12,8 @@ from sglang_kvspec.adapters.model_identity import portable_fingerprint, versions
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.adapters.prefix_flags import prefix_server_keys
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.prefix_store import StoreIdentity
-from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
 from sglang_kvspec.transport import TokenBucket, ZmqPort
 from sglang_kvspec.transport.prefixes import StoreClient, StoreLayout, StoreLoop
@@ -29,10 +29,13 @@ BURST_BYTES = 1 << 20
 _WAIT_S = 0.005
 
 
-def connect(config: KVSpecConfig, kv: TieredKV, model_config: Any, weights: str) -> RemotePrefixes:
-    """Dial the prefix server, which need not be there yet. weights: their hash."""
+def connect(
+    config: KVSpecConfig, kv: KVTiers, model_config: Any, weights: str, arithmetic: str
+) -> RemotePrefixes:
+    """Dial the prefix server, which need not be there yet. weights: their hash. arithmetic: see
+    arithmetic_of()."""
     assert config.prefix_server is not None
-    name = f"{portable_fingerprint(model_config, weights)}, {versions_of_kv()}"
+    name = f"{portable_fingerprint(model_config, weights)}, {versions_of_kv()}, {arithmetic}"
     identity = StoreIdentity.of(kv.codec, kv.geometry, model=name)
     rate, bucket = config.publish_gbps * 1e9, None
     if rate:

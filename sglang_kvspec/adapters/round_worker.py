@@ -100,7 +100,7 @@ class RoundWorker(KVSpecWorker):
         self._next_budget: RoundBudget | None = None
         self._fetch_wait_s = 0.0
         if self.apart is not None:
-            self.apart.write_behind(self._side.join)
+            self.apart.write_behind(lambda: self._side.join())
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -158,7 +158,8 @@ class RoundWorker(KVSpecWorker):
         step_s = started.step_seconds()
         if started.is_plain:
             self.stepper.speeds.note_iteration(step_s * started.num_steps)
-            self.clock.observe_plain(len(verified), context, step_s)
+            assert started.made is not None
+            self.clock.observe_plain(len(started.made.order), context, step_s)
             return
         wait_s, verify_s = self._timer.seconds()
         self._fetch_wait_s += WEIGHT * (wait_s - self._fetch_wait_s)
@@ -213,6 +214,8 @@ class RoundWorker(KVSpecWorker):
         if budget is not None and self.kv.plan.host_pages:
             started.plan = self.stepper.plan(states, pages, lens, budget, late)
         ready = [state for i, state in enumerate(states) if i not in late]
+        # One that has nothing left to take is about to leave.
+        advances = any(state.remaining > 0 for state in ready)
         started.begun_at = time.perf_counter()
         if self._over_at is not None and not self._holds_all:
             started.between_s = started.begun_at - self._over_at
@@ -221,7 +224,7 @@ class RoundWorker(KVSpecWorker):
             if any(lens):
                 drafter = self._eager if self._graphs is None else self._graphs
                 started.made = drafter.draft(batch, states, pages, lens)
-            elif self._holds_all and ready and not any(state.drafts for state in ready):
+            elif self._holds_all and advances and not any(state.drafts for state in ready):
                 assert self._graphs is not None
                 # Others than these wait for their tokens' log-probabilities or choice.
                 at_once = not batch.return_logprob and all(

@@ -152,11 +152,6 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             "--kvspec-host-gb on a GPU (allowed: 1): the residual cache holds the prefix of one "
             "request for sure"
         )
-    if config.keeps_prefixes:
-        raise UnsupportedError(
-            "--kvspec-prefix-host-gb, --kvspec-prefix-dir and --kvspec-prefix-server keep prefixes "
-            "of a server on the CPU only in this version"
-        )
     if config.transfer != "split":
         raise UnsupportedError(
             f"--kvspec-transfer {config.transfer}: on a GPU anchors are sent before residuals in "
@@ -212,8 +207,8 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
     """ServerArgs fields that follow from --kvspec."""
     on_gpu = not activation.cpu_platform_is_active()
     hosted_on_gpu = config.host_gb and on_gpu
-    # Its tiers copy pages on the CPU only.
-    prefix_cache = None if on_gpu else PREFIX_CACHE
+    # Without tiers a GPU has SGLang's own.
+    prefix_cache = None if on_gpu and not config.keeps_prefixes else PREFIX_CACHE
     return {
         "speculative_algorithm": activation.ALGORITHM_NAME,
         "speculative_num_draft_tokens": config.max_draft_len + 1,

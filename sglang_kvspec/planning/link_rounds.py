@@ -35,9 +35,7 @@ def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) 
     return [_worth_while(request, length, price) for request in requests]
 
 
-def _rate(
-    requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns, length: int
-) -> float:
+def _rate(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns, length: int) -> float:
     """Expected tokens a second of all requests together where each adds `length` drafts a round."""
     staying = min(turns.staying, len(requests))
     others = len(requests) - staying
@@ -64,14 +62,13 @@ def _tokens(request: RoundRequest, num_drafts: float) -> float:
     """Expected of a verification of so many drafts, as far as its cap allows them (Leviathan et al.
     2023, equation 1)."""
     p = request.probability
-    return (1 - p ** (min(num_drafts, request.cap_len) + 1)) / (1 - p)
+    return float((1 - p ** (min(num_drafts, request.cap_len) + 1)) / (1 - p))
 
 
 def _worth_while(request: RoundRequest, length: int, price: float) -> int:
-    room = min(length, request.cap_len - request.num_drafts)
-    worth = request.probability ** (request.num_drafts + 1)
+    room, worth = min(length, request.room), request.next_worth
     for count in range(room):
         if worth <= price:
             return count
         worth *= request.probability
-    return max(room, 0)
+    return room

@@ -97,12 +97,11 @@ class _Filling:
 
 
 class RoundPlanner:
-    """Remembers how many rounds ago every running request has verified, how many had passed then,
-    and whose residuals stay in the cache."""
+    """Remembers how many rounds ago every running request has verified, whose residuals stay in the
+    cache, and what the last rounds needed of the link."""
 
     def __init__(self) -> None:
         self._waited: dict[str, int] = {}
-        self._intervals: dict[str, int] = {}
         self._staying: frozenset[str] = frozenset()
         # How many requests beside those that stay the cache holds, and running means of what is
         # fetched and of how many of them verify in a round; None where nothing has to move.
@@ -114,14 +113,9 @@ class RoundPlanner:
         """Most rounds in a row without a verification of one of num_running requests."""
         return PATIENCE + num_running
 
-    def interval(self, key: str) -> int:
-        """Rounds from one verification of a request to the next, as far as is known of it."""
-        return max(self._intervals.get(key, 1), self._waited.get(key, 0) + 1)
-
     def all_verify(self, keys: Iterable[str]) -> None:
         """A round in which nothing has to move, and which was not planned here."""
         self._waited = dict.fromkeys(keys, 0)
-        self._intervals = dict.fromkeys(self._waited, 1)
         self._most = None
 
     def turns(self, pages_per_s: float) -> Turns | None:
@@ -195,16 +189,11 @@ class RoundPlanner:
         self._turns += WEIGHT * (num_turns - self._turns)
 
     def _count(self, requests: Sequence[RoundView], verify: Collection[int]) -> None:
-        intervals = {}
         for index, request in enumerate(requests):
-            key = request.key
             if index in verify:
-                intervals[key] = self._waited[key] + 1
-                self._waited[key] = 0
+                self._waited[request.key] = 0
             else:
-                intervals[key] = self._intervals.get(key, 1)
-                self._waited[key] += not request.is_lacking
-        self._intervals = intervals
+                self._waited[request.key] += not request.is_lacking
 
     def _choose_staying(self, requests: Sequence[RoundView], num_slots: int) -> None:
         fitting = [r for r in requests if r.num_slots <= num_slots]

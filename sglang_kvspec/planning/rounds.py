@@ -47,42 +47,35 @@ class RoundCost:
 @dataclass(frozen=True, slots=True)
 class RoundRequest:
     """probability: that the target agrees with one more draft. cap_len: most drafts. num_drafts:
-    those it has from rounds at whose end it did not verify. interval: rounds from one of its
-    verifications to the next."""
+    those it has from rounds at whose end it did not verify."""
 
     probability: float
     cap_len: int
     num_drafts: int = 0
-    interval: float = 1.0
 
     def __post_init__(self) -> None:
         assert 0 <= self.probability < 1, self.probability
-        assert self.interval >= 1, self.interval
 
     @property
-    def first_worth(self) -> float:
-        """Tokens that one draft in every round adds to a round."""
-        p, rounds = self.probability, self.interval
-        return p * (1 - self.fading) / ((1 - p) * rounds)
+    def room(self) -> int:
+        """Drafts that it may add."""
+        return max(self.cap_len - self.num_drafts, 0)
 
     @property
-    def fading(self) -> float:
-        """Worth of a draft in every round over that of the one before it in the round."""
-        return float(self.probability**self.interval)
+    def next_worth(self) -> float:
+        """Chance that one more draft is accepted, as all before it have to be."""
+        return float(self.probability ** (self.num_drafts + 1))
 
 
 def plan_round(requests: Sequence[RoundRequest], cost: RoundCost) -> list[int]:
     """How many drafts each request adds to those it has, with the most expected tokens a second;
     all 0 where drafting does not pay.
 
-    A request that verifies every m rounds, and makes j drafts in each, expects the sum of
-    probability^k over k = 0 .. m j of every verification, a token of its own included: per round
-    that is 1 / m, and for each of the j drafts probability^m times as much as for the one before.
-    At a rate of r tokens a second a draft pays while it is worth more than r times its row and its
-    verified token, and a step while what its rows gain exceeds r times what it costs whatever their
-    number. Both worths fall with j, so the best lengths for a given rate are found one step after
-    the other; the rate they reach is the next one to try (Dinkelbach 1967), until it no longer
-    rises.
+    The j-th draft of a request is worth probability^j tokens. At a rate of r tokens a second it
+    pays while that exceeds r times its row and its verified token, and a step while what its rows
+    gain exceeds r times what it costs whatever their number. Both worths fall with j, so the best
+    lengths for a given rate are found one step after the other; the rate they reach is the next
+    one to try (Dinkelbach 1967), until it no longer rises.
     """
     best = [0] * len(requests)
     rate = expected_rate(requests, best, cost)
@@ -101,22 +94,23 @@ def plan_round(requests: Sequence[RoundRequest], cost: RoundCost) -> list[int]:
 def expected_rate(
     requests: Sequence[RoundRequest], draft_lens: Sequence[int], cost: RoundCost
 ) -> float:
-    """Tokens a second that all requests together may expect where every round adds such drafts."""
-    tokens = num_verify = 0.0
+    """Tokens a second that all requests together may expect of a round that adds such drafts, at
+    whose end all verify."""
+    tokens = 0.0
     for request, length in zip(requests, draft_lens, strict=True):
-        num_verify += 1 / request.interval
-        worth = request.first_worth
+        tokens += 1.0
+        worth = request.next_worth
         for _ in range(length):
             tokens += worth
-            worth *= request.fading
-    return (tokens + num_verify) / cost.seconds(draft_lens, num_verify)
+            worth *= request.probability
+    return tokens / cost.seconds(draft_lens)
 
 
 def _best_lens(requests: Sequence[RoundRequest], cost: RoundCost, rate: float) -> list[int]:
     price, step_price = rate * (cost.row + cost.token), rate * cost.step
     lens = [0] * len(requests)
-    worths = [request.first_worth for request in requests]
-    rooms = [request.cap_len - request.num_drafts for request in requests]
+    worths = [request.next_worth for request in requests]
+    rooms = [request.room for request in requests]
     going = [i for i, room in enumerate(rooms) if room > 0]
     while True:
         going = [i for i in going if worths[i] > price and lens[i] < rooms[i]]
@@ -124,4 +118,4 @@ def _best_lens(requests: Sequence[RoundRequest], cost: RoundCost, rate: float) -
             return lens
         for i in going:
             lens[i] += 1
-            worths[i] *= requests[i].fading
+            worths[i] *= requests[i].probability

@@ -173,6 +173,11 @@ class DeviceKV(KVTiers):
 
     # Records from elsewhere
 
+    def warm_up_records(self) -> None:
+        pools = [self.anchors] if self._hosted is not None else [self.anchors, self.residuals.cache]
+        for pool in pools:
+            self._staged.write(pool, [0], self._staged.read(pool, [0]))
+
     def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
         self._staged.write(self.anchors, pages, records)
 

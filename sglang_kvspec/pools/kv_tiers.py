@@ -154,6 +154,11 @@ class KVTiers(ABC):
         """The same for the residuals, wherever they are, of pages that have them."""
 
     @abstractmethod
+    def warm_up_records(self) -> None:
+        """Before the first request: compile what copies of records run, and take the memory that
+        they need."""
+
+    @abstractmethod
     def encode_committed(self, pages: Iterable[int]) -> None:
         """Encode those of these pages that are full and verified and that are not encoded yet."""
 

@@ -23,12 +23,16 @@ class PageRecords(NamedTuple):
         return len(self.anchors)
 
     @classmethod
-    def empty(cls, geometry: KVGeometry, codec: Codec, num_pages: int) -> PageRecords:
+    def empty(
+        cls, geometry: KVGeometry, codec: Codec, num_pages: int, *, pinned: bool = False
+    ) -> PageRecords:
+        """pinned: a GPU copies from there by itself."""
         shape = (num_pages, geometry.num_layers, geometry.num_kv_heads)
-        return cls(
-            torch.empty((*shape, codec.anchor_bytes), dtype=torch.uint8),
-            torch.empty((*shape, codec.residual_bytes), dtype=torch.uint8),
+        anchors, residuals = (
+            torch.empty((*shape, num_bytes), dtype=torch.uint8, pin_memory=pinned)
+            for num_bytes in (codec.anchor_bytes, codec.residual_bytes)
         )
+        return cls(anchors, residuals)
 
     @classmethod
     def of_bytes(cls, geometry: KVGeometry, codec: Codec, data: torch.Tensor) -> PageRecords:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import PageRecords, copy_in, copy_out
 from sglang_kvspec.pools.prefix_store import (
     MemoryStore,
@@ -16,7 +17,6 @@ from sglang_kvspec.pools.prefix_store import (
     page_rows,
 )
 from sglang_kvspec.pools.remote_tier import RemoteTier
-from sglang_kvspec.pools.tiered_kv import TieredKV
 
 # Pages copied at once: what a copy needs of memory beside the tiers.
 BATCH_PAGES = 16
@@ -48,7 +48,7 @@ class PrefixTiers:
 
     def __init__(
         self,
-        kv: TieredKV,
+        kv: KVTiers,
         make_host: Callable[[], MemoryStore] | None = None,
         disk: PrefixStore | None = None,
         remote: RemoteTier | None = None,
@@ -110,7 +110,9 @@ class PrefixTiers:
 
     def _read(self, links: Sequence[PageLink]) -> tuple[PageRecords, list[_Source]]:
         """The longest whole run of these pages, and which tier each residual came from."""
-        records = PageRecords.empty(self._kv.geometry, self._kv.codec, len(links))
+        kv = self._kv
+        is_pinned = kv.device.type == "cuda"
+        records = PageRecords.empty(kv.geometry, kv.codec, len(links), pinned=is_pinned)
         anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
         in_host, on_disk = self._hits(links)
         sources: dict[int, _Source] = {}

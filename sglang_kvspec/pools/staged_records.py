@@ -10,8 +10,13 @@ from sglang_kvspec.pools.lanes import Lane
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.transfers import sent_to
 
-# Of the buffer, unless a single page has more.
+# Of the buffer, unless the records of a single page are more.
 BUFFER_BYTES = 64 * 2**20
+
+
+def buffer_bytes(page_bytes: int) -> int:
+    """GPU memory that copying takes, where a page has so many bytes of anchors or of residuals."""
+    return max(BUFFER_BYTES, page_bytes)
 
 
 class StagedRecords:
@@ -57,7 +62,7 @@ class StagedRecords:
         """As much as the buffer holds at a time: which of the slots, their room in the buffer, and
         the rows of pool and buffer."""
         page_bytes = pool.page_shape.numel()
-        room = max(BUFFER_BYTES, page_bytes)
+        room = buffer_bytes(page_bytes)
         if slots and len(self._buffer) < room:
             self._buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
         step = room // page_bytes

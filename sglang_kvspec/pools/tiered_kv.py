@@ -86,6 +86,9 @@ class TieredKV(KVTiers):
 
     # Records from elsewhere
 
+    def warm_up_records(self) -> None:
+        """They are copied as they lie."""
+
     def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
         self.anchors.write_pages(self._ids(pages), records.to(self.device))
 

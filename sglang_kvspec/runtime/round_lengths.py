@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN, KVSpecConfig
+from sglang_kvspec.planning.link_rounds import plan_turns
 from sglang_kvspec.planning.round_clock import RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.planning.rounds import RoundRequest, plan_round
@@ -34,7 +35,11 @@ class RoundLengths:
         """Drafts that each request adds to those it has, and what the link moves meanwhile. late:
         requests whose residuals are still on the network, which draft along up to their caps and
         have no say in how much the others do."""
-        caps = [self._cap(state, i in late) for i, state in enumerate(states)]
+        turns = self._stepper.turns()
+        caps = [
+            self._cap(state, is_due=turns is None and i not in late)
+            for i, state in enumerate(states)
+        ]
         rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
         cost = self._clock.cost(mean_context(states))
         if self._config.draft_len != AUTO_DRAFT_LEN:
@@ -48,11 +53,11 @@ class RoundLengths:
                     states[i].acceptance.probability,
                     caps[i],
                     len(states[i].drafts),
-                    self._stepper.interval(states[i]),
                 )
                 for i in ready
             ]
-            chosen = dict(zip(ready, plan_round(requests, cost), strict=True)) if ready else {}
+            best = plan_turns(requests, cost, turns) if turns else plan_round(requests, cost)
+            chosen = dict(zip(ready, best, strict=True))
             steps = max([LATE_STEPS, *chosen.values()])
             lens = [chosen.get(i, min(steps, room)) for i, room in enumerate(rooms)]
         budget = self._stepper.budget(lens, cost)
@@ -63,9 +68,9 @@ class RoundLengths:
         )
         return lens, RoundBudget(drafting_pages, round_pages)
 
-    def _cap(self, state: RequestState, is_late: bool) -> int:
-        """Most drafts it is to have at the end of the round."""
-        if state.has_waited and not is_late and state.drafts:
+    def _cap(self, state: RequestState, *, is_due: bool) -> int:
+        """Most drafts it is to have at the end of the round. is_due: it verifies then."""
+        if is_due and state.has_waited and state.drafts:
             # More drafts would only keep the user waiting (Lynx section 4.2).
             return len(state.drafts)
         return state.cap_len(self._config.max_draft_len)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from sglang_kvspec.planning.link_rounds import Turns
 from sglang_kvspec.planning.round_step import RoundBudget, RoundPlan, RoundPlanner, RoundView
 from sglang_kvspec.planning.rounds import RoundCost
 from sglang_kvspec.planning.step import CacheView
@@ -52,7 +53,9 @@ class RoundStepper:
         ]
         slots = residuals.cache_slots
         cached = [page for page in slots if residuals.table.state(page) in IN_CACHE]
-        cache = CacheView(slots.num_slots, slots.num_free, tuple(cached))
+        # The other slots are of pages that land, whose residuals have nowhere else to go.
+        num_slots = len(cached) + slots.num_free
+        cache = CacheView(num_slots, slots.num_free, tuple(cached))
         plan = self._planner.plan(views, cache, budget, drafts=any(lens))
         residuals.evict(plan.evict)
         # Two fetches, so that this round's verifications do not wait for what comes ahead.
@@ -77,17 +80,23 @@ class RoundStepper:
             states[i].has_waited = True
         return late
 
-    def interval(self, state: RequestState) -> int:
-        """Rounds from one verification of it to the next: more than one where residuals move."""
-        return self._planner.interval(state.rid)
+    def turns(self) -> Turns | None:
+        """What verifications need of the link, by what it was seen to move; None where all
+        residuals are in the cache."""
+        self.speeds.note_fetches()
+        return self._planner.turns(self._pages_per_s)
 
     def budget(self, lens: Sequence[int], cost: RoundCost) -> RoundBudget:
         """What the link moves in a round that adds such drafts, by what it was seen to move. Ranks
         measure different times: the first one's is to count."""
         self.speeds.note_fetches()
         drafting_s = cost.step * max(lens, default=0) + cost.row * sum(lens)
-        pages_per_s = self.speeds.link_bytes_per_s / self._kv.plan.page_bytes.residual
-        return RoundBudget(int(drafting_s * pages_per_s), int(cost.seconds(lens) * pages_per_s))
+        round_s = cost.seconds(lens)
+        return RoundBudget(int(drafting_s * self._pages_per_s), int(round_s * self._pages_per_s))
+
+    @property
+    def _pages_per_s(self) -> float:
+        return self.speeds.link_bytes_per_s / self._kv.plan.page_bytes.residual
 
     def await_fetches(self, plan: RoundPlan, pages: Sequence[torch.Tensor]) -> None:
         """What is enqueued from now on follows the fetches of requests that verify. pages: as in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import add, le
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
 from harness.servers import Announce
 from harness.soak import Soak
 from harness.suite import Suite, Task, run_one_by_one
+
+from sglang_kvspec.testing.transfer_report import read_transfer_report
 
 pytestmark = pytest.mark.server
 
@@ -195,3 +198,26 @@ def test_a_grammar_that_cannot_be_compiled(url: str) -> None:
 
 def allocated_pages(client: PairClient) -> int:
     return int(client.prefill.kvspec_report()["pools"]["num_pages_allocated"])
+
+
+def test_a_decode_server_that_works_in_rounds(pair: Pair, reference: PlainReference) -> None:
+    """As a GPU's does. The last test of this module, whose servers are others afterwards."""
+    pair.restart_decode("--kvspec-schedule=rounds")
+    client, tasks = pair.client, reference.suite.prompts
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        outputs = pool.map(lambda t: client.generate(t.input_ids, t.max_new_tokens), tasks)
+        answers = list(zip(tasks, outputs, strict=True))
+    check(answers, reference)
+    # One that was retracted does not know any more how its KV came.
+    reports = [
+        read_transfer_report(output.meta)
+        for task, output in answers
+        if len(task.input_ids) > 64 and not output.num_retractions
+    ]
+    residuals = [report.transfer.seconds.residuals for report in reports]
+    verified = [report.transfer.seconds.first_verification for report in reports]
+    assert all(map(le, residuals, verified))
+    assert max(report.transfer.drafts_before_residuals for report in reports) > 4
+    begun = [report.transfer.prefill_ended_at for report in reports]
+    soonest = min(map(add, begun, verified))
+    assert soonest < max(map(add, begun, residuals)), "all have waited for the last residuals"

@@ -13,10 +13,11 @@ from harness.arrival import run_staggered
 from harness.client import GenerateClient
 from harness.comparison import compare
 from harness.models import DEMO_MODEL
-from harness.prefix_store import PrefixStore
 from harness.scenarios import STRICT_CHECKS
 from harness.servers import Announce, ServerSpec, ServerSwitch
 from harness.suite import Answers, Task, TokenIds, run_one_by_one
+
+from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
 
 pytestmark = pytest.mark.server
 
@@ -34,13 +35,13 @@ def expected(crowd_answers: list[tuple[Task, TokenIds]]) -> list[tuple[Task, Tok
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixStore]:
-    with PrefixStore(tmp_path_factory.mktemp("prefixes")) as store:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixServerProcess]:
+    with PrefixServerProcess(tmp_path_factory.mktemp("prefixes")) as store:
         yield store
 
 
 @pytest.fixture(scope="module")
-def spec(store: PrefixStore) -> ServerSpec:
+def spec(store: PrefixServerProcess) -> ServerSpec:
     arguments = (POOL, "--kvspec", WAIT, f"--kvspec-prefix-server={store.address}")
     return ServerSpec(DEMO_MODEL, arguments, STRICT_CHECKS.environment)
 
@@ -109,7 +110,7 @@ def test_a_fresh_server_finds_what_another_computed(
 
 
 def test_a_store_that_stalls_or_dies_costs_hits_and_no_answer(
-    client: GenerateClient, store: PrefixStore, expected: list[tuple[Task, TokenIds]]
+    client: GenerateClient, store: PrefixServerProcess, expected: list[tuple[Task, TokenIds]]
 ) -> None:
     tasks = tasks_of(expected)
     wait_until_live(client, True)

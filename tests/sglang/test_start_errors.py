@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.model_check import check_model, model_config_of
-from sglang_kvspec.adapters.server_args import check_gpu_flags
+from sglang_kvspec.adapters.server_args import _implied, check_gpu_flags
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, UnsupportedError
 
@@ -28,6 +28,10 @@ DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend kvspec"
 PREFIX_SERVER = "--kvspec-prefix-server tcp://127.0.0.1:5"
 
 DETERMINISTIC = {"enable_deterministic_inference": True}
+PREFILL = {
+    "disaggregation_mode": "prefill",
+    "disaggregation_transfer_backend": "kvspec",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -268,12 +272,7 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
         ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
         ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
         ({}, {}, (8, 0), "this one has 8.0"),
-        (
-            {"prefix_server": "tcp://127.0.0.1:5"},
-            {},
-            (9, 0),
-            "--kvspec-prefix-server keep prefixes of a server on the CPU only",
-        ),
+        ({"transfer": "full"}, PREFILL, (9, 0), "--kvspec-transfer full: .*allowed: split"),
     ],
 )
 def test_what_a_gpu_cannot_serve_yet(
@@ -291,6 +290,16 @@ def test_what_a_gpu_cannot_serve_yet(
     check_gpu_flags(KVSpecConfig(), {"page_size": 64, "prefill_max_requests": 2})
     check_gpu_flags(KVSpecConfig(host_gb=4), {"prefill_max_requests": 1})
     check_gpu_flags(KVSpecConfig(), DETERMINISTIC)
+    check_gpu_flags(KVSpecConfig(), PREFILL | DETERMINISTIC)
+    check_gpu_flags(KVSpecConfig(prefix_server="tcp://127.0.0.1:5", prefix_host_gb=1), {})
+
+
+def test_which_prefix_cache_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    without, with_tiers = KVSpecConfig(), KVSpecConfig(prefix_host_gb=1, host_gb=1)
+    for on_cpu, expected in ((True, ("kvspec", "kvspec")), (False, (None, "kvspec"))):
+        monkeypatch.setattr(activation, "cpu_platform_is_active", lambda is_so=on_cpu: is_so)
+        fields = [_implied(config, {}) for config in (without, with_tiers)]
+        assert tuple(field["radix_cache_backend"] for field in fields) == expected
 
 
 def test_unsupported_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:

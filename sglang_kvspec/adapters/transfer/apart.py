@@ -19,6 +19,7 @@ class Apart:
     ) -> None:
         self._serving = Serving(config, pool, model_runner.model_config, model_runner.model)
         install(self._serving)
+        self._serving.kv.warm_up_records()
         is_decode = server_args.disaggregation_mode == "decode"
         self.decoding = Decoding(self._serving) if is_decode else None
         self._metrics: TransferMetrics | None = None

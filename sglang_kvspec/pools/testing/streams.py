@@ -23,8 +23,10 @@ class ModelEvent:
         return self.is_over
 
     def synchronize(self) -> None:
+        """Other lanes go on only where this one waits for them."""
         while not self.is_over:
-            assert any([lane.step() for lane in self.lane.beside]), "it is never over"
+            if not self.lane.step():
+                assert any([lane.step() for lane in self.lane.beside]), "it is never over"
 
 
 class ModelLane:

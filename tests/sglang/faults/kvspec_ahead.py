@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,7 @@ def register() -> None:
         worker._lengths = AnyLengths(worker, int(os.environ["KVSPEC_AHEAD_SEED"]))
 
     def iterate_with_batch(worker: Any, batch: Any) -> Any:
-        worker._graphs.batch = batch
+        worker._graphs.begin(batch)
         return iterate(worker, batch)
 
     def counted(started: Any, states: Sequence[Any]) -> Any:
@@ -117,6 +118,21 @@ class ImmediateStepper:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self.batch: Any = None
+        self._fields: dict[str, Any] = {}
+
+    def begin(self, batch: Any) -> None:
+        """An iteration. A verification of some of its requests leaves only those in the batch."""
+        self.batch = batch
+        self._fields = {name: getattr(batch, name) for name in self._worker.FORWARD_FIELDS}
+
+    @contextmanager
+    def _whole_batch(self) -> Iterator[None]:
+        left = {name: getattr(self.batch, name) for name in self._fields}
+        for name, value in self._fields.items():
+            setattr(self.batch, name, value)
+        yield
+        for name, value in left.items():
+            setattr(self.batch, name, value)
 
     def draft(
         self, batch: Any, states: Sequence[Any], pages: Sequence[torch.Tensor], lens: Sequence[int]
@@ -127,14 +143,16 @@ class ImmediateStepper:
 
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
         eager = EagerDrafter(self._worker)
+        # A request whose residuals are late has drafts already.
         starts = [state.next_position for state in states]
         if not all(takes_argmax(batch.reqs[i], states[i]) for i in order):
             eager.draft(batch, states, pages, lens)
             self._note_writes(starts, pages, lens)
             return None
-        # A request whose residuals are late has drafts already.
-        shadows = [replace(s, drafts=list(s.drafts), draft_probs=[]) for s in states]
-        eager.draft(batch, shadows, pages, lens)
+        apart = {"draft_probs": [], "timeline": None, "room": None}
+        shadows = [replace(s, drafts=list(s.drafts), **apart) for s in states]
+        with self._whole_batch():
+            eager.draft(batch, shadows, pages, lens)
         self._note_writes(starts, pages, lens)
         made = [shadows[i].drafts[len(states[i].drafts) :] for i in order]
         return DraftedTokens(_columns(made), order, lens)
@@ -159,7 +177,6 @@ class ImmediateStepper:
         order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
         shadows = [replace(state, drafts=[], draft_probs=[]) for state in states]
         taken: list[list[int]] = [[] for _ in states]
-        kept = {name: getattr(batch, name) for name in worker.FORWARD_FIELDS}
         logits = torch.empty(0)
         for step in range(max(counts)):
             rows = {}
@@ -168,18 +185,17 @@ class ImmediateStepper:
                 ids = pages[i][: start // size + 1]
                 assert len(ids) == start // size + 1, "beyond the pages of the round"
                 rows[i] = Row(RowKind.VERIFY, start, 1, ids)
-            result = worker._forward(
-                ForwardPlan(tuple(rows.values())),
-                forward_batch=worker._ragged_batch(batch, shadows, rows),
-            )
-            for name, value in kept.items():
-                setattr(batch, name, value)
+            with self._whole_batch():
+                result = worker._forward(
+                    ForwardPlan(tuple(rows.values())),
+                    forward_batch=worker._ragged_batch(batch, shadows, rows),
+                )
             logits = result.logits_output.next_token_logits
             for i, row in zip(rows, logits, strict=True):
                 taken[i].append(int(row.argmax()))
                 shadows[i].committed_len += 1
                 shadows[i].pending = taken[i][-1]
-        self._note_writes([state.next_position for state in states], pages, counts)
+        self._note_writes([state.committed_len for state in states], pages, counts)
         return DraftedTokens(_columns([taken[i] for i in order]), order, counts), logits
 
     def _note_writes(

@@ -26,6 +26,9 @@ class FakeGraphs:
     def time_empty_step(self):
         return 1e-3
 
+    def plan(self, rows):
+        pass
+
     def replay(self, batch):
         self.rows.begin_step(batch)
         tokens, positions = self.rows.input_ids[:batch], self.rows.positions[:batch]
@@ -85,3 +88,12 @@ def test_a_request_that_did_not_verify_drafts_on(drafter, params):
         [slots.slot_of(9), slots.slot_of(2)],
         [slots.slot_of(9)],
     ]
+
+
+def test_tokens_without_drafts_leave_out_whoever_is_late(drafter):
+    """Its residuals are not all here, and it may have drafts."""
+    late, ready = state_of(5, 30), state_of(20, 3)
+    late.drafts = [6, 7]
+    made, _ = drafter.advance([late, ready], [torch.tensor([7, 2]), torch.tensor([9])], 3, {0})
+    assert made.deliver() == {1: [21, 22, 23]}
+    assert list(drafter._kv.window.slots) == [9]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_kvspec.adapters import model_identity
-from sglang_kvspec.adapters.model_identity import hash_of_weights
+from sglang_kvspec.adapters.model_identity import arithmetic_of, hash_of_weights
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def config(**changes):
     return SimpleNamespace(**(values | changes))
 
 
-def fingerprint(model_config, model):
-    return model_identity.fingerprint(model_config, hash_of_weights(model))
+def fingerprint(model_config, model, arithmetic="cpu"):
+    return model_identity.fingerprint(model_config, hash_of_weights(model), arithmetic)
 
 
 def test_the_same_model_has_the_same_fingerprint(make_model):
@@ -61,6 +61,27 @@ def test_versions_differ(make_model, monkeypatch):
     before = fingerprint(config(), make_model())
     monkeypatch.setattr(model_identity.metadata, "version", lambda name: "0.0.1")
     assert fingerprint(config(), make_model()) != before
+
+
+def test_arithmetic_differs(make_model):
+    before = fingerprint(config(), make_model())
+    assert fingerprint(config(), make_model(), "another GPU") != before
+
+
+def test_what_rounds_otherwise_is_said(monkeypatch):
+    def said(device="cuda", deterministic=False):
+        args = {"device": device, "enable_deterministic_inference": deterministic}
+        return arithmetic_of(SimpleNamespace(**args))
+
+    assert said(device="cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU 1")
+    monkeypatch.setattr(model_identity.metadata, "version", lambda name: "1.0")
+    found = {said(), said(deterministic=True), said(device="cpu")}
+    monkeypatch.setattr(model_identity.metadata, "version", lambda name: "1.1")
+    found.add(said())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU 2")
+    found.add(said())
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize(

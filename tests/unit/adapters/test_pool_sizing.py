@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_kvspec.adapters import pool_sizing
 from sglang_kvspec.core.config import KVSpecConfig
@@ -36,6 +38,26 @@ def plan_on_gpu(monkeypatch):
         return pool_sizing.take_plan(kvc)
 
     return make
+
+
+def test_copies_of_pages_need_memory_of_a_gpu(plan_on_gpu, monkeypatch):
+    sizes = []
+    for options, mode, page in (
+        ({}, "null", PAGE),
+        ({}, "decode", PAGE),
+        ({"prefix_host_gb": 1}, "null", PAGE),
+        ({"prefix_host_gb": 1}, "null", replace(PAGE, residual=GIB)),
+    ):
+        monkeypatch.setattr(pool_sizing, "page_bytes_of", lambda g, codec, page=page: page)
+        kvc = SimpleNamespace(
+            device="cuda",
+            server_args=SimpleNamespace(max_running_requests=8, disaggregation_mode=mode),
+            model_config=SimpleNamespace(dtype=torch.bfloat16, vocab_size=1000),
+        )
+        sizing = object.__new__(pool_sizing.KVSpecPoolConfigurator)
+        sizing._kvc, sizing._config = kvc, KVSpecConfig(**options)
+        sizes.append(sizing._outside_bytes())
+    assert [size - sizes[0] for size in sizes] == [0, 64 * 2**20, 64 * 2**20, GIB]
 
 
 def test_without_a_store_all_residuals_are_cached(plan_on_gpu):

@@ -17,6 +17,8 @@ from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.host_copies import HostCopies
 from sglang_kvspec.pools.hosted_residuals import HostedResiduals
+from sglang_kvspec.pools.page_records import copy_in, copy_out
+from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.testing import paged_prefill
 from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
@@ -67,6 +69,29 @@ def test_pages_are_fetched_for_whoever_reads_them(pair):
     both.verify(c=2)
     assert both.kv.residuals.bytes_fetched >= 8
     assert len(both.encoded("bc")) > both.kv.plan.cache_pages
+
+
+@pytest.mark.parametrize(("codec", "target"), [("log4", "exact"), ("uniform4", "int8")])
+def test_pages_that_were_away_read_as_before(pair, codec, target):
+    both = pair(codec, target, cache_pages=5)
+    both.prefill(a=3 * PAGE + 7)
+    both.prefill(b=2 * PAGE + 60)
+    kv = both.kv
+    pages = [page for page in both.encoded("ab") if page not in kv.window.slots]
+    records = copy_out(kv, pages)
+    kv.free_pages(pages)
+    # Once the others are in the store, too, what the cache holds no longer matters.
+    kv.read_residuals(both.encoded("ab"))
+    kv.residuals.evict(kv.residuals.table.pages_in(both.encoded("ab"), ResidualState.RESIDENT))
+    for layer in range(both.geometry.num_layers):
+        kv.anchors.layer(layer)[torch.tensor(pages, device=kv.device)] = 255
+        kv.residuals.cache_layer(layer).fill_(255)
+    copy_in(kv, pages, records)
+    both.verify(a=3)
+    both.prefill(b=PAGE)
+    rows = DraftRows(2, 1, 8, PAGE, kv.device)
+    both.draft(rows, 0, a=1, b=1)
+    both.verify(b=2)
 
 
 def test_int8_has_slots_for_pages_that_a_verification_fills_on_the_way(pair):

@@ -189,24 +189,6 @@ def test_a_request_larger_than_the_cache_reads_the_store_and_takes_no_room():
     assert plan.fetch == (50, 51)
 
 
-def test_intervals_are_those_between_verifications():
-    """Two rooms for four requests: one takes part in every second round, or less often."""
-    pages = {key: tuple(range(10 * n, 10 * n + 4)) for n, key in enumerate("abcd", 1)}
-    toy = Toy(8, {key: ToyRequest(own) for key, own in pages.items()})
-    assert toy.planner.interval("a") == 1
-    last, interval = dict.fromkeys("abcd", -1), dict.fromkeys("abcd", 1)
-    for number in range(12):
-        verified = toy.round(RoundBudget(4, 4)).verify
-        for index, key in enumerate("abcd"):
-            if index in verified:
-                interval[key] = number - last[key]
-                last[key] = number
-            assert toy.planner.interval(key) == max(interval[key], number - last[key] + 1)
-    assert max(interval.values()) > 1
-    toy.planner.all_verify("abcd")
-    assert [toy.planner.interval(key) for key in "abcd"] == [1, 1, 1, 1]
-
-
 def test_pages_of_nobody_make_room_first_and_then_those_of_who_verified_last():
     toy = Toy(
         12,

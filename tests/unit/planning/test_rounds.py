@@ -18,10 +18,8 @@ from sglang_kvspec.planning.rounds import (
 )
 
 probabilities = st.one_of(st.floats(0, 0.999), st.sampled_from([0.0, 0.5, 0.95, 0.999]))
-intervals = st.integers(1, 5)
 batches = st.lists(
-    st.builds(RoundRequest, probabilities, st.integers(0, 4), st.integers(0, 3), intervals),
-    max_size=4,
+    st.builds(RoundRequest, probabilities, st.integers(0, 4), st.integers(0, 3)), max_size=4
 )
 # Only a step may not be free: it is what a round of nothing costs.
 shares = st.one_of(st.just(0.0), st.floats(1e-4, 3))
@@ -34,29 +32,26 @@ def every_plan(requests):
 
 
 def tokens_of(requests, lens):
-    """A round's share of what each verification keeps, and of the token that it adds."""
+    """A token of its own for each, and drafts that count while all before them do."""
     return math.fsum(
-        request.probability**k / request.interval
-        for request, length in zip(requests, lens, strict=True)
-        for k in range(request.interval * length + 1)
+        1.0 + math.fsum(r.probability ** (r.num_drafts + k) for k in range(1, length + 1))
+        for r, length in zip(requests, lens, strict=True)
     )
 
 
-def seconds_of(cost, lens, intervals=None):
+def seconds_of(cost, lens):
     """A round played step by step."""
     spent = []
     for step in range(max(lens, default=0)):
         rows = sum(length > step for length in lens)
         spent += [cost.step, cost.row * rows]
-    shares = [1 / interval for interval in intervals or [1] * len(lens)]
-    spent += [cost.step, *(cost.request * share for share in shares)]
-    spent += [cost.token * (length + share) for length, share in zip(lens, shares, strict=True)]
+    spent += [cost.step, *(cost.request for _ in lens)]
+    spent += [cost.token * (length + 1) for length in lens]
     return math.fsum(spent)
 
 
 def rate_of(requests, cost, lens):
-    intervals = [request.interval for request in requests]
-    return tokens_of(requests, lens) / seconds_of(cost, lens, intervals)
+    return tokens_of(requests, lens) / seconds_of(cost, lens)
 
 
 @given(cost=costs, lens=st.lists(st.integers(0, 9), max_size=6))
@@ -131,18 +126,10 @@ def test_of_two_requests_the_better_one_drafts_no_less(requests, cost):
     lens = plan_round(requests, cost)
     pairs = itertools.permutations(zip(requests, lens, strict=True), 2)
     for (better, longer), (worse, shorter) in pairs:
-        if better.probability < worse.probability or better.interval > worse.interval:
+        if better.probability < worse.probability or better.num_drafts > worse.num_drafts:
             continue
-        if better.cap_len - better.num_drafts >= worse.cap_len - worse.num_drafts:
+        if better.room >= worse.room:
             assert longer >= shorter
-
-
-def test_those_who_verify_seldom_draft_less_in_each_round():
-    # Rows and tokens alone decide: no step is shared.
-    cost = RoundCost(step=1e-9, row=0.3, request=9.0, token=0.02)
-    lens = plan_round([RoundRequest(0.95, 64)] * 4 + [RoundRequest(0.95, 64, 0, 4.0)] * 12, cost)
-    assert max(lens[4:]) < min(lens[:4])
-    assert min(lens[4:]) > 0
 
 
 def test_one_that_drafts_badly_is_better_left_out_and_one_alone_carries_no_step():
@@ -173,7 +160,10 @@ def test_drafts_from_earlier_rounds_leave_less_room():
     fresh = RoundRequest(0.8, 32)
     lens = plan_round([*[fresh] * 7, RoundRequest(0.8, 32, num_drafts=30)], cost)
     assert 4 < lens[0] < 32
-    assert lens[-1] == 2
+    # As good as its last ones is none that it could add.
+    assert lens[-1] == 0
+    sure = RoundRequest(0.999, 32, num_drafts=30)
+    assert plan_round([*[fresh] * 7, sure], cost)[-1] == 2
 
 
 def test_a_batch_of_nobody():

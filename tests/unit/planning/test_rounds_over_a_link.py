@@ -92,8 +92,8 @@ class Simulated:
         if not self._clock.has_measured:
             return [min(FIRST_DRAFT_LEN, room) for room in rooms]
         requests = [
-            RoundRequest(estimate.probability, CAP_LEN, drafts, self._planner.interval(str(i)))
-            for i, (estimate, drafts) in enumerate(zip(self._estimates, self._drafts, strict=True))
+            RoundRequest(estimate.probability, CAP_LEN, drafts)
+            for estimate, drafts in zip(self._estimates, self._drafts, strict=True)
         ]
         turns = self._planner.turns(self.pages_per_s)
         return plan_round(requests, cost) if turns is None else plan_turns(requests, cost, turns)
@@ -158,12 +158,11 @@ def best_fixed_rate(cache_pages, pages_per_s):
     return max(rate(cache_pages, length, pages_per_s) for length in fixed)
 
 
-@pytest.mark.parametrize(("link", "least"), [(0.5, 0.85), (1.0, 0.9), (2.0, 0.9)])
+@pytest.mark.parametrize("link", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("share", [0.2, 0.37, 0.65])
-def test_auto_comes_near_the_best_fixed_length(share, link, least):
-    """Half the link binds: longer rounds would fetch more, which the policy does not weigh."""
+def test_auto_comes_near_the_best_fixed_length(share, link):
     where = (int(share * ALL_PAGES), PAGES_PER_S * link)
-    assert rate(where[0], None, where[1]) >= least * best_fixed_rate(*where)
+    assert rate(where[0], None, where[1]) >= 0.9 * best_fixed_rate(*where)
 
 
 def test_a_third_of_the_cache_keeps_most_of_the_speed():
@@ -178,9 +177,9 @@ def test_a_slow_first_round_does_not_stop_drafting():
         assert any(simulated.lens)
 
 
-def test_counting_everybody_as_verifying_at_once_would_be_seen(monkeypatch):
-    monkeypatch.setattr(RoundPlanner, "interval", lambda *_: 1)
-    where = (int(0.14 * ALL_PAGES), 2 * PAGES_PER_S)
+def test_lengths_that_know_nothing_of_the_link_would_be_seen(monkeypatch):
+    where = (int(0.2 * ALL_PAGES), 2 * PAGES_PER_S)
+    monkeypatch.setattr(RoundPlanner, "turns", lambda *_: None)
     assert rate.__wrapped__(where[0], None, where[1]) < 0.9 * best_fixed_rate(*where)
 
 

@@ -273,6 +273,15 @@ def test_no_page_at_all(device, store):
     assert [part.shape for part in records] == [part.shape for part in empty]
 
 
+@pytest.mark.parametrize("store", [False, True])
+def test_warming_up_leaves_pages_as_they_are(device, store):
+    gpu = device(store=store)
+    gpu.encode(1, 2)
+    gpu.kv.warm_up_records()
+    gpu.forward(1, 2)
+    gpu.finish()
+
+
 class RecordsMachine(RuleBasedStateMachine):
     def __init__(self, make, fault=None):
         super().__init__()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.planning.link_rounds import Turns
 from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.planning.rounds import RoundCost
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
@@ -59,7 +60,6 @@ def test_whoever_lacks_residuals_does_not_verify(arrived, pools):
     assert [state.has_waited for state in states] == [False, False, True]
     for _ in range(30):
         assert 2 not in stepper.plan(states, ids, [4, 4, 4], PLENTY, late).verify
-    assert stepper.interval(states[2]) == 1, "it will not wait as long again"
     kv.residuals.finish([4, 5])
     assert stepper.find_late(states, ids) == frozenset()
     assert states[2].has_waited
@@ -72,6 +72,20 @@ def test_one_page_of_many_is_enough_to_wait_for(arrived):
     state = of_pages("a", 3)
     assert RoundStepper(kv).find_late([state], [pages(1, 4, 2)]) == {0}
     assert RoundStepper(kv).find_late([of_pages("b", 1)], [pages(1, 4)]) == frozenset()
+
+
+def test_slots_of_pages_that_land_are_nobodys(encoded):
+    """They cannot make room for a fetch."""
+    kv = encoded(5, cache_pages=5)
+    kv.residuals.evict([1, 2, 3, 4, 5])
+    land_anchors(kv, [6])
+    states = [of_pages("a", 3), of_pages("b", 2), of_pages("c", 1)]
+    ids = [pages(1, 2, 3, 7), pages(4, 5, 8), pages(6, 9)]
+    stepper = RoundStepper(kv)
+    late = stepper.find_late(states, ids)
+    assert late == {2}
+    assert len(stepper.plan(states, ids, [4, 4, 4], PLENTY, late).verify) == 1
+    kv.check_integrity()
 
 
 def make_lengths(kv, measured, draft_len="auto"):
@@ -109,6 +123,16 @@ def test_once_all_is_here_it_verifies_what_it_has(encoded, measured, draft_len):
     assert lengths.plan(states)[0][0] == 0
     states[0].commit([1])
     assert min(lengths.plan(states)[0]) > 0
+
+
+def test_one_that_takes_turns_with_others_drafts_on(encoded, monkeypatch):
+    """All of its residuals are here, but not all in the cache."""
+    lengths = make_lengths(encoded(1), measured=False)
+    state = of_pages("a", 4, num_drafts=5)
+    state.has_waited = True
+    assert lengths.plan([state])[0] == [0]
+    monkeypatch.setattr(RoundStepper, "turns", lambda self: Turns(0, 1.0, 1.0))
+    assert lengths.plan([state])[0] == [FIRST_DRAFT_LEN]
 
 
 def test_before_anything_was_measured_it_drafts_as_others_do(encoded):

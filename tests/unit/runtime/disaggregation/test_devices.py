@@ -1,5 +1,5 @@
-"""KV from the pools of one GPU to those of another, where full pages of the window are encoded,
-too: records, and the newest tokens. Nothing is computed here; encoding is writing some records."""
+"""KV from the pools of one GPU to those of another, where full pages in the window are encoded too:
+records, and the newest tokens. Nothing is computed here; encoding is writing some records."""
 
 from __future__ import annotations
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 _EXIT_S = 20.0
 
 
-class PrefixStore:
-    """Keeps its port when it is started again."""
+class PrefixServerProcess:
+    """One `python -m sglang_kvspec.transport.prefix_server`. Keeps its port when it is started
+    again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        """environment: laid over the caller's."""
         self._folder, self._port = folder, "0"
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
         self.start()
 
@@ -38,6 +43,7 @@ class PrefixStore:
             ],
             stdout=subprocess.PIPE,
             text=True,
+            env=self._environment,
         )
         assert self._process.stdout is not None
         first = self._process.stdout.readline()

@@ -1,0 +1,229 @@
+"""Does a GPU server answer the same whether a prompt's prefix is computed, still resident, or comes
+back from host memory, from disk or from a prefix server?
+
+    python benchmarks/check_prefix_tiers_gpu.py --out prefix_tiers_h200.json
+    python benchmarks/check_prefix_tiers_gpu.py --hosted --int8
+    python benchmarks/check_prefix_tiers_gpu.py --cpu
+
+All servers run on one GPU, those of a phase at the same time. The first phase has one without
+tiers, whose answers count, and one with all of them and so small a KV memory that prefixes are
+evicted and come back; the second has fresh servers, one with the first one's folder and one with
+its prefix server. --hosted: and one that keeps residuals in pinned host memory. They run with
+--enable-deterministic-inference, under which a token does not depend on what runs beside it or on
+what is cached, so that every difference is wrong; so is a tier that nothing was found in.
+
+--int8: the same for the target int8, which has no such order. There prompts are sent one by one, a
+fixed number of tokens is drafted, and only answers over cached prefixes are compared: both servers
+then compute the same rows over the same bytes. --cpu: a dry run on the CPU, in float32.
+
+Without an installed checkout, call it with PYTHONPATH=.:kernels:patches. Exits with 1 where an
+answer differs or a tier was not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from acceptance.report import Figure, write_json
+from bench_gpu_identity import prompts_of_all_lengths
+from rich.console import Console
+from serving.environment import ROOT, server_environment
+from serving.tier_server import TierServer
+
+from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
+
+FAULTS = ROOT / "tests" / "sglang" / "faults"
+# Together the prompts are several times as much as the small one holds, and of a prompt's residuals
+# the cache of --hosted holds no more than those of the longest.
+LARGE_POOL, SMALL_POOL, CACHE_PAGES = 32768, 4096, 40
+
+console = Console(width=110)
+
+
+class Check:
+    """What was compared so far. Prints a line a comparison."""
+
+    def __init__(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        self.prompts, self.new_tokens = prompts, new_tokens
+        self.figures: list[Figure] = []
+        self.num_wrong = 0
+
+    def ask(self, server: TierServer, *, at_once: bool) -> list[list[int]]:
+        return server.ask(self.prompts, self.new_tokens, at_once=at_once)
+
+    def same(self, name: str, found: list[list[int]], expected: list[list[int]]) -> None:
+        differ = sum(a != b for a, b in zip(found, expected, strict=True))
+        self._note(f"{name}.differences", differ, f"of {len(expected)} answers", 0, differ > 0)
+
+    def hits(self, name: str, server: TierServer, *tiers: str) -> None:
+        """Tokens found in each of these tiers so far, which is to be some."""
+        reported = server.report()["counters"]["hit_tokens"]
+        for tier in tiers:
+            num_tokens = server.hits[tier]
+            is_wrong = min(num_tokens, reported[tier]) == 0
+            self._note(f"{name}.hits.{tier}", num_tokens, "tokens", None, is_wrong)
+
+    def _note(
+        self, name: str, value: float, unit: str, baseline: float | None, is_wrong: bool
+    ) -> None:
+        self.figures.append(Figure(f"prefix_tiers.gpu.{name}", value, unit, None, baseline))
+        self.num_wrong += is_wrong
+        console.print(f"{'WRONG' if is_wrong else 'fine '} {name}: {value} {unit}")
+
+
+def main() -> None:
+    args = parse_arguments()
+    begin = time.monotonic()
+    check = Check(prompts_of_all_lengths(args.model, args.prompts, args.longest), args.new_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        environment = server_environment(scratch, None)
+        with PrefixServerProcess(scratch / "shared", environment) as store:
+            run(args, check, scratch, environment, store.address)
+    seconds = round(time.monotonic() - begin, 1)
+    console.print(f"{check.num_wrong} checks failed, after {seconds:.0f} s")
+    if args.out is not None:
+        write_json(
+            args.out,
+            "check_prefix_tiers",
+            torch.device("cpu" if args.cpu else "cuda"),
+            {
+                "model": args.model.name,
+                "prompts": [len(prompt) for prompt in check.prompts],
+                "new_tokens": args.new_tokens,
+                "codec": args.codec,
+                "max_total_tokens": [LARGE_POOL, SMALL_POOL],
+                "deterministic": not args.cpu,
+                "seconds": seconds,
+            },
+            check.figures,
+            commit=args.commit or None,
+        )
+    sys.exit(check.num_wrong > 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-5m")
+    parser.add_argument("--cpu", action="store_true", help="a dry run on this machine's CPU")
+    parser.add_argument("--hosted", action="store_true", help="a server with --kvspec-host-gb, too")
+    parser.add_argument("--int8", action="store_true", help="two servers with that target, too")
+    parser.add_argument("--codec", default="uniform4")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--longest", type=int, default=2000, help="tokens of the longest prompt")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--logs", type=Path, default=ROOT / ".kvspec" / "check_prefix_tiers")
+    parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def run(
+    args: argparse.Namespace,
+    check: Check,
+    scratch: Path,
+    environment: dict[str, str],
+    address: str,
+) -> None:
+    exact = () if args.cpu else ("--enable-deterministic-inference",)
+    int8 = ("--kvspec-target=int8", "--kvspec-draft-len=8")
+    disk = f"--kvspec-prefix-dir={scratch / 'disk'}"
+    shared = (f"--kvspec-prefix-server={address}", "--kvspec-prefix-wait-ms=20000")
+    host = "--kvspec-prefix-host-gb=1"
+
+    def server(name: str, pool: int, *arguments: str, **more: str) -> TierServer:
+        return TierServer(
+            name,
+            (f"--model-path={args.model}", f"--kvspec-codec={args.codec}", *arguments),
+            pool,
+            on_gpu=not args.cpu,
+            log_path=args.logs / f"{name.replace(' ', '_')}.log",
+            environment=environment | more,
+        )
+
+    with ExitStack() as running:
+        start(
+            running,
+            plain := server("no tiers", LARGE_POOL, *exact),
+            tiers := server(
+                "tiers", SMALL_POOL, *exact, host, disk, *shared, "--kvspec-prefix-publish-gbps=10"
+            ),
+            *(others := int8_servers(server, *int8, host) if args.int8 else ()),
+        )
+        expected = check.ask(plain, at_once=True)
+        check.same("exact.no_tiers_again", check.ask(plain, at_once=False), expected)
+        tiers.wait_until_live()
+        check.same("exact.cold", check.ask(tiers, at_once=True), expected)
+        check.same("exact.again", check.ask(tiers, at_once=False), expected)
+        last = tiers.ask(check.prompts[-1:], check.new_tokens, at_once=False)
+        check.same("exact.last_again", last, expected[-1:])
+        check.same("exact.all_at_once", check.ask(tiers, at_once=True), expected)
+        check.hits("exact", tiers, "resident", "host")
+        tiers.wait_until_spilled()
+        if others:
+            compare_int8(check, *others)
+    fresh = {
+        "disk": server("disk", LARGE_POOL, *exact, disk),
+        "remote": server("remote", LARGE_POOL, *exact, *shared),
+    }
+    if args.hosted:
+        paths = f"{FAULTS}:{environment['PYTHONPATH']}"
+        fresh["host"] = server(
+            "hosted",
+            SMALL_POOL,
+            *(*exact, host, "--kvspec-host-gb=1"),
+            PYTHONPATH=paths,
+            KVSPEC_CACHE_PAGES=str(CACHE_PAGES),
+        )
+    with ExitStack() as running:
+        start(running, *fresh.values())
+        fresh["remote"].wait_until_live()
+        for tier, one in fresh.items():
+            name = "hosted" if tier == "host" else f"fresh.{tier}"
+            check.same(f"exact.{name}", check.ask(one, at_once=False), expected)
+            check.same(f"exact.{name}.all_at_once", check.ask(one, at_once=True), expected)
+            check.hits(f"exact.{name}", one, tier)
+        if args.hosted:
+            pages = fresh["host"].report()["pools"]
+            in_use = (pages["residual_store_pages"], pages["residual_cache_pages"])
+            assert in_use == (SMALL_POOL // 64, CACHE_PAGES), f"residuals are elsewhere: {pages}"
+
+
+def int8_servers(make, *arguments: str) -> tuple[TierServer, TierServer]:
+    *target, host = arguments
+    return (
+        make("int8 no tiers", LARGE_POOL, *target),
+        make("int8 tiers", SMALL_POOL, *target, host),
+    )
+
+
+def compare_int8(check: Check, plain: TierServer, tiers: TierServer) -> None:
+    for server in (plain, tiers):
+        check.ask(server, at_once=False)
+    expected = check.ask(plain, at_once=False)
+    check.same("int8.again", check.ask(tiers, at_once=False), expected)
+    check.hits("int8", tiers, "host")
+
+
+def start(running: ExitStack, *servers: TierServer) -> None:
+    """All of them, which end with `running`."""
+    begin = time.monotonic()
+    for server in servers:
+        running.enter_context(server)
+    for server in servers:
+        server.wait_healthy()
+    names = ", ".join(server.name for server in servers)
+    console.print(f"started in {time.monotonic() - begin:.0f} s: {names}")
+
+
+if __name__ == "__main__":
+    main()

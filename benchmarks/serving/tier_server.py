@@ -1,0 +1,95 @@
+"""A server whose prefix cache has tiers, asked in token ids."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
+
+START_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 300.0
+POLL_S = 0.05
+# Several servers share a GPU: what one takes while another measures what is left is far less.
+ON_GPU = (
+    *("--dtype=bfloat16", "--mem-fraction-static=0.3", "--random-seed=0"),
+    *("--sampling-backend=pytorch", "--disable-prefill-cuda-graph"),
+)
+
+
+class TierServer(ServerProcess):
+    """hits: tokens found in each tier, as answers say. A context manager, as its base is."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        pool_tokens: int,
+        *,
+        on_gpu: bool,
+        log_path: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        super().__init__(
+            (
+                *(ON_GPU if on_gpu else CPU_ARGUMENTS),
+                *("--kvspec", "--grammar-backend=none", "--page-size=64"),
+                *("--max-running-requests=8", f"--max-total-tokens={pool_tokens}", *arguments),
+            ),
+            log_path=log_path,
+            environment=environment,
+        )
+        self.name = name
+        self.hits: Counter[str] = Counter()
+
+    def wait_healthy(
+        self, timeout_s: float = START_TIMEOUT_S, on_wait: Callable[[float], None] | None = None
+    ) -> float:
+        return super().wait_healthy(timeout_s, on_wait)
+
+    def ask(
+        self, prompts: Sequence[list[int]], new_tokens: int, *, at_once: bool
+    ) -> list[list[int]]:
+        """Greedy answers; all prompts are sent at once, or one after the other."""
+        with ThreadPoolExecutor(len(prompts) if at_once else 1) as pool:
+            answers = list(pool.map(lambda prompt: self._answer(prompt, new_tokens), prompts))
+        self.hits += sum((hits for _, hits in answers), Counter())
+        return [tokens for tokens, _ in answers]
+
+    def _answer(self, prompt: list[int], new_tokens: int) -> tuple[list[int], Counter[str]]:
+        params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        reply = requests.post(
+            f"{self.base_url}/generate",
+            json={"input_ids": prompt, "sampling_params": params},
+            timeout=REQUEST_TIMEOUT_S,
+        )
+        reply.raise_for_status()
+        answer = reply.json()
+        return list(answer["output_ids"]), Counter(answer["meta_info"]["kvspec"]["hit_tokens"])
+
+    def report(self) -> dict[str, Any]:
+        reply = requests.get(f"{self.base_url}/server_info", timeout=REQUEST_TIMEOUT_S)
+        reply.raise_for_status()
+        return dict(reply.json()["internal_states"][0]["kvspec"])
+
+    def wait_until_live(self) -> None:
+        """There is a link to the prefix server."""
+        self._wait(lambda tiers: tiers["remote"]["is_live"])
+
+    def wait_until_spilled(self) -> None:
+        """Nothing is on its way to disk or to the prefix server."""
+        self._wait(
+            lambda tiers: not any(tiers[name]["waiting_bytes"] for name in ("disk", "remote"))
+        )
+
+    def _wait(self, is_so: Callable[[dict[str, Any]], bool]) -> None:
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        while not is_so(self.report()["prefix_tiers"]):
+            assert time.monotonic() < deadline, f"{self.name}: {self.report()['prefix_tiers']}"
+            time.sleep(POLL_S)

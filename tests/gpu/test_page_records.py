@@ -1,0 +1,137 @@
+"""Records of pages that leave a GPU's KV cache and land in it, beside kernels that are still busy.
+
+A kernel that only spins holds the main stream up, so that what does not wait for it finds or leaves
+other bytes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
+from sglang_kvspec.pools import staged_records
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.pools.lanes import StreamLane
+from sglang_kvspec.pools.page_records import PageRecords, copy_in, copy_out
+
+DEVICE = torch.device("cuda:0")
+NUM_PAGES = 24
+GEOMETRY = KVGeometry(4, 8, 128, 64, torch.bfloat16)
+# About 10 ms, many times what a few pages take.
+SPIN_CYCLES = 20_000_000
+KINDS = [(target, store) for target in ("exact", "int8") for store in (False, True)]
+
+
+class Rig:
+    """A DeviceKV whose pages hold random bytes, written by its main stream."""
+
+    def __init__(self, target: str = "exact", store: bool = False) -> None:
+        codec = make_codec(
+            "uniform4", target=target, page_size=64, head_dim=128, dtype=torch.bfloat16
+        )
+        cached, hosted = (16, NUM_PAGES) if store else (NUM_PAGES, 0)
+        plan = CapacityPlan(NUM_PAGES, 4, cached, hosted, PageBytes(1, 1, 1), "test")
+        self.kv = DeviceKV(GEOMETRY, codec, plan, DEVICE)
+        self.kv.warm_up_records()
+        self.kv.warm_up()
+        torch.cuda.synchronize()
+
+    def new_records(self, count: int) -> PageRecords:
+        empty = PageRecords.empty(GEOMETRY, self.kv.codec, count)
+        return PageRecords(*(torch.randint_like(part, 256) for part in empty))
+
+    def encode(self, pages: list[int]) -> PageRecords:
+        """Behind a kernel that spins."""
+        records, kv = self.new_records(len(pages)), self.kv
+        anchors, residuals = (part.to(DEVICE) for part in records)
+        kv.require_residuals(())
+        kv.begin_encode(pages)
+        kv.place_residuals(())
+        slots = kv.residual_slots[pages].long()
+        ids = torch.tensor(pages, device=DEVICE)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SPIN_CYCLES)
+        for layer in range(GEOMETRY.num_layers):
+            kv.anchors.layer(layer).index_copy_(0, ids, anchors[:, layer])
+            kv.residuals.cache_layer(layer).index_copy_(0, slots, residuals[:, layer])
+        kv.finish_encode(pages)
+        kv.end_forward()
+        return records
+
+    def found(self, pages: list[int]) -> PageRecords:
+        """Where kernels find these pages, once the main stream is there."""
+        kv = self.kv
+        kv.require_residuals(pages, by_layer=True)
+        kv.place_residuals(())
+        ids = torch.tensor(pages, device=DEVICE)
+        slots = kv.residual_slots[pages].long()
+        anchors, residuals = [], []
+        for layer in range(GEOMETRY.num_layers):
+            kv.await_layer(layer)
+            anchors.append(kv.anchors.layer(layer)[ids])
+            residuals.append(kv.residuals.cache_layer(layer)[slots])
+        kv.end_forward()
+        return PageRecords(torch.stack(anchors, 1).cpu(), torch.stack(residuals, 1).cpu())
+
+
+def same(one: PageRecords, other: PageRecords) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+
+
+@pytest.mark.parametrize(("target", "store"), KINDS)
+def test_pages_leave_behind_what_still_writes_them(target: str, store: bool) -> None:
+    rig = Rig(target, store)
+    records = rig.encode([7, 3, 12, 1])
+    assert same(copy_out(rig.kv, [7, 3, 12, 1]), records) == [True, True]
+
+
+@pytest.mark.parametrize(("target", "store"), KINDS)
+def test_what_lands_is_found_and_leaves_again(target: str, store: bool) -> None:
+    rig = Rig(target, store)
+    # More than the buffer holds at once.
+    pages = list(range(NUM_PAGES, NUM_PAGES - 14, -1))
+    records = rig.new_records(len(pages))
+    old = rig.encode(pages[:5])
+    # They are still being encoded when they are freed and others land there.
+    rig.kv.free_pages(pages[:5])
+    copy_in(rig.kv, pages, records)
+    assert same(rig.found(pages), records) == [True, True]
+    assert same(copy_out(rig.kv, pages), records) == [True, True]
+    assert same(PageRecords(*(part[:5] for part in records)), old) == [False, False]
+
+
+@pytest.mark.parametrize("pages_at_once", [1, 3])
+def test_a_small_buffer(monkeypatch: pytest.MonkeyPatch, pages_at_once: int) -> None:
+    rig = Rig()
+    page_bytes = rig.new_records(1).residuals.nbytes
+    monkeypatch.setattr(staged_records, "BUFFER_BYTES", pages_at_once * page_bytes)
+    records = rig.encode([4, 9, 2, 17, 5, 1, 8])
+    found = copy_out(rig.kv, [4, 9, 2, 17, 5, 1, 8])
+    assert same(found, records) == [True, True]
+    rig.kv.free_pages([4, 9, 2, 17, 5, 1, 8])
+    copy_in(rig.kv, [3, 4, 5, 6, 7, 8, 9], found)
+    assert same(rig.found([3, 4, 5, 6, 7, 8, 9]), records) == [True, True]
+
+
+def test_landing_waits_for_nothing_and_leaving_is_pinned() -> None:
+    rig = Rig()
+    rig.encode([20])
+    assert all(part.is_pinned() for part in copy_out(rig.kv, [20]))
+    assert len(copy_out(rig.kv, [])) == 0
+    records = PageRecords(*(part.pin_memory() for part in rig.new_records(6)))
+    torch.cuda._sleep(SPIN_CYCLES)
+    end_of_spin = torch.cuda.Event()
+    end_of_spin.record()
+    copy_in(rig.kv, [1, 2, 3, 4, 5, 6], records)
+    assert not end_of_spin.query(), "landing waited for the GPU"
+    assert same(rig.found([1, 2, 3, 4, 5, 6]), records) == [True, True]
+
+
+def test_on_another_stream_it_would_go_wrong() -> None:
+    rig = Rig()
+    rig.kv._staged._lane = StreamLane(DEVICE, torch.cuda.Stream(DEVICE))
+    records = rig.encode([7, 3, 12])
+    assert same(copy_out(rig.kv, [7, 3, 12]), records) == [False, False]

@@ -1,0 +1,260 @@
+"""SGLang's scheduler as the prefix cache sees it, with a KV cache that is not computed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from array import array
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+)
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_kvspec.adapters.allocator import KVSpecAllocator
+from sglang_kvspec.adapters.pool import KVSpecPool
+from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
+from sglang_kvspec.pools.prefix_store import (
+    StoreIdentity,
+    StoreLimits,
+    chain_links,
+    open_memory_store,
+    open_store,
+)
+from sglang_kvspec.pools.prefix_tiers import PrefixTiers
+
+SIZE = 32
+NUM_PAGES = 10
+NUM_REQUESTS = 3
+
+
+class Request(SimpleNamespace):
+    """What the cache knows of SGLang's requests."""
+
+    __hash__ = object.__hash__
+
+    def get_fill_ids(self):
+        return self.full_untruncated_fill_ids
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    """Requests of a few pages and a rest are admitted, cached, and finished or dropped, as
+    SGLang's scheduler does it. KV of a page is a function of its tokens and all before them."""
+
+    # Pages of which a prompt is made, and how many tokens of another follow.
+    prompts = st.lists(st.integers(0, 1), max_size=4).map(tuple)
+    salts = st.sampled_from([None, "", "salt"])
+
+    def __init__(self, make_kv, residual_share=0.4):
+        super().__init__()
+        self.kv = self.make_cache(make_kv)
+        self.identity = StoreIdentity.of(self.kv.codec, self.kv.geometry, model="toy")
+        page = self.kv.plan.page_bytes
+        self.host_limits = StoreLimits(
+            disk_bytes=4000 + 6 * (page.anchor + page.residual), residual_share=residual_share
+        )
+        self.disk_limits = StoreLimits(disk_bytes=4000 + 8 * (page.anchor + page.residual))
+        self.folder = Path(tempfile.mkdtemp())
+        self.disk = None
+        self.hits = {"resident": 0, "host": 0, "disk": 0}
+        self.start_process()
+
+    def make_cache(self, make_kv):
+        return make_kv(num_pages=NUM_PAGES, cache_pages=3, window_pages=2 * NUM_REQUESTS)
+
+    def start_process(self):
+        self.running: list[Request] = []
+        self.kv.free_all()
+        if self.disk is not None:
+            self.disk.close()
+        self.disk = open_store(self.folder, self.identity, self.disk_limits, threaded=False)
+        make_host = partial(open_memory_store, self.identity, self.host_limits)
+        self.tiers = PrefixTiers(self.kv, make_host, self.disk)
+        pool = KVSpecPool(self.kv, start_layer=0, end_layer=0, device="cpu")
+        self.allocator = KVSpecAllocator(
+            NUM_PAGES * SIZE, SIZE, torch.float32, "cpu", pool, need_sort=False
+        )
+        self.req_to_token = torch.zeros((NUM_REQUESTS + 1, NUM_PAGES * SIZE), dtype=torch.int32)
+        params = SimpleNamespace(
+            disable=False,
+            req_to_token_pool=SimpleNamespace(
+                req_to_token=self.req_to_token, write=self.req_to_token.__setitem__
+            ),
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=SIZE,
+            enable_kv_cache_events=False,
+            is_eagle=False,
+            disable_finished_insert=False,
+            eviction_policy="lru",
+            enable_metrics=False,
+        )
+        self.tree = KVSpecRadixCache(params, self.kv, self.tiers)
+
+    def teardown(self):
+        self.disk.close()
+        shutil.rmtree(self.folder)
+
+    # What the scheduler does
+
+    @precondition(lambda self: len(self.running) < NUM_REQUESTS)
+    @rule(prompt=prompts, rest=st.integers(1, SIZE), salt=salts)
+    def admit(self, prompt, rest, salt):
+        tokens = array("q", [page for page in prompt for _ in range(SIZE)] + [7] * rest)
+        free_rows = set(range(1, NUM_REQUESTS + 1)) - {r.req_pool_idx for r in self.running}
+        req = Request(
+            full_untruncated_fill_ids=tokens,
+            origin_input_ids=tokens,
+            output_ids=array("q"),
+            extra_key=salt,
+            req_pool_idx=min(free_rows),
+            priority=None,
+            positional_embed_overrides=None,
+            retracted_stain=False,
+            cached_tokens_storage=0,
+        )
+        key = RadixKey(tokens, salt, limit=len(tokens) - 1)
+        match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
+        room = self.allocator.available_size() + self.tree.evictable_size()
+        if len(tokens) - len(match.device_indices) + 2 * SIZE > room:
+            return
+        req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
+        req.host_hit_length = match.host_hit_length
+        req.storage_hit_length = 0
+        resident = len(req.prefix_indices)
+        self.tree.inc_lock_ref(match.last_device_node)
+        if req.host_hit_length:
+            slots, req.last_node = self.tree.init_load_back(
+                InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req)
+            )
+            assert len(slots) == req.host_hit_length
+            req.prefix_indices = torch.cat([req.prefix_indices, slots])
+        self.tree.inc_lock_ref(req.last_node)
+        self.tree.dec_lock_ref(match.last_device_node)
+        self.hits["resident"] += resident
+        self.hits["disk"] += req.storage_hit_length
+        self.hits["host"] += req.host_hit_length - req.storage_hit_length
+        cached = len(req.prefix_indices)
+        req.cache_protected_len = cached
+        self.check_content(req, req.prefix_indices)
+        needed = -(-(len(tokens) - cached) // SIZE) * SIZE
+        if needed > self.allocator.available_size():
+            self.tree.evict(EvictParams(num_tokens=needed - self.allocator.available_size()))
+        new = self.allocator.alloc(needed)
+        assert new is not None
+        row = torch.cat([req.prefix_indices, new])[: len(tokens)]
+        self.req_to_token[req.req_pool_idx, : len(tokens)] = row.int()
+        self.prefill(req, row, cached)
+        self.running.append(req)
+
+    def prefill(self, req, row, cached):
+        """The newest full page stays in the window, as the rest does."""
+        pages = (row[::SIZE] // SIZE).tolist()
+        links = self.links(req)
+        for i in range(cached // SIZE, len(pages)):
+            is_full, is_newest = i < len(links), i >= len(links) - 1
+            if not is_full or is_newest:
+                self.kv.open_pages([pages[i]])
+            if not is_full:
+                continue
+            k, v = self.content(links[i])
+            if is_newest:
+                ids = torch.full((SIZE,), pages[i])
+                self.kv.window.write(0, ids, torch.arange(SIZE), k, v)
+                self.kv.window.mark_committed(pages[i])
+            else:
+                self.kv.begin_encode([pages[i]])
+                self.kv.encode(0, torch.tensor([pages[i]]), k[None], v[None])
+                self.kv.finish_encode([pages[i]])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def cache_unfinished(self, data):
+        req = data.draw(st.sampled_from(self.running))
+        self.tree.cache_unfinished_req(req)
+        self.req_to_token[req.req_pool_idx, : len(req.prefix_indices)] = req.prefix_indices.int()
+        self.check_content(req, req.prefix_indices)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), is_insert=st.booleans(), in_group=st.booleans())
+    def finish(self, data, is_insert, in_group):
+        req = data.draw(st.sampled_from(self.running))
+        self.running.remove(req)
+        if in_group:
+            self.allocator.free_group_begin()
+        length = len(req.full_untruncated_fill_ids)
+        self.tree.cache_finished_req(req, is_insert, kv_len_to_handle=length)
+        if in_group:
+            self.allocator.free_group_end()
+
+    @rule(num_pages=st.integers(1, NUM_PAGES))
+    def evict(self, num_pages):
+        self.tree.evict(EvictParams(num_tokens=num_pages * SIZE))
+
+    @rule()
+    def write(self):
+        self.disk.write_due()
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def flush(self):
+        self.tree.reset()
+        self.allocator.clear()
+        assert self.allocator.available_size() == NUM_PAGES * SIZE
+
+    @rule()
+    def die_and_start_again(self):
+        self.start_process()
+
+    # What must hold
+
+    def links(self, req):
+        salt = b"" if req.extra_key is None else b"=" + req.extra_key.encode()
+        return list(chain_links(req.full_untruncated_fill_ids, SIZE, salt))
+
+    def content(self, link):
+        g = self.kv.geometry
+        rng = torch.Generator().manual_seed(int.from_bytes(link.key[:6], "little"))
+        return torch.randn((2, SIZE, g.num_kv_heads, g.head_dim), generator=rng).to(g.dtype)
+
+    def check_content(self, req, slots):
+        """Of the full pages of a request's first slots."""
+        pages = (slots[::SIZE] // SIZE)[: len(slots) // SIZE]
+        if len(pages):
+            k, v = self.kv.read_target(0, pages)
+            for i, link in enumerate(self.links(req)[: len(pages)]):
+                assert torch.equal(torch.stack((k[i], v[i])), self.content(link)), "foreign KV"
+
+    @invariant()
+    def no_page_is_lost(self):
+        held = sum(
+            -(-len(r.full_untruncated_fill_ids) // SIZE) * SIZE - r.cache_protected_len
+            for r in self.running
+        )
+        known = self.tree.evictable_size() + self.tree.protected_size()
+        assert self.allocator.available_size() + known + held == NUM_PAGES * SIZE
+        assert known == self.tree.total_size()
+
+    @invariant()
+    def pools_are_consistent(self):
+        self.kv.check_integrity()
+        free = set((self.allocator.free_pages).tolist())
+        assert not any(self.kv.is_encoded(page) for page in free)
+
+
+@pytest.fixture(scope="session")
+def prefix_cache_machine() -> type[PrefixCacheMachine]:
+    return PrefixCacheMachine

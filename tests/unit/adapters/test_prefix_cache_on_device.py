@@ -1,0 +1,167 @@
+"""The prefix cache over a DeviceKV, whose streams advance in any order: every hit reads, where
+kernels do, what its tokens were computed to."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from sglang_kvspec.pools.lanes import PromptLane
+from sglang_kvspec.pools.testing.streams import ModelStreams
+
+SIZE = 32
+NUM_PAGES = 10
+# Of the longest request, which are all read at once.
+CACHE_PAGES = 5
+KINDS = [(target, store) for target in ("exact", "int8") for store in (False, True)]
+
+
+@pytest.fixture
+def device_machine(prefix_cache_machine, make_device_kv):
+    class DeviceMachine(prefix_cache_machine):
+        def __init__(self, kind, fault=None, **options):
+            self.target, self.store = kind
+            self.fault = fault
+            super().__init__(make_device_kv, **options)
+
+        def make_cache(self, make_kv):
+            self.streams = ModelStreams()
+            kv = make_kv(
+                num_pages=NUM_PAGES,
+                cache_pages=CACHE_PAGES if self.store else None,
+                window_pages=6,
+                target=self.target,
+                store=self.store,
+                lanes=self.streams.lanes,
+            )
+            kv.encode_from = self.encode_from
+            if self.fault is not None:
+                self.fault(kv)
+            return kv
+
+        @rule(lanes=st.lists(st.integers(0, 2), max_size=8))
+        def advance(self, lanes):
+            for lane in lanes:
+                self.streams.all[lane].step()
+
+        def teardown(self):
+            self.streams.drain()
+            super().teardown()
+
+        # What kernels do
+
+        def encode_from(self, layer, k, v, source, pages):
+            for place, page in zip(source.tolist(), pages.tolist(), strict=True):
+                if page >= 0:
+                    slot = int(self.kv.residual_slots[page])
+                    self.streams.main.do(partial(self.encode, k, v, place, page, slot))
+
+        def encode(self, k, v, place, page, slot):
+            record = self.kv.codec.encode(k[place][None], v[place][None])
+            self.kv.anchors.layer(0)[page] = record.anchor[0]
+            self.kv.residuals.cache_layer(0)[slot] = record.residual[0]
+
+        def prefill(self, req, row, cached):
+            kv, links = self.kv, self.links(req)
+            pages = (row[::SIZE] // SIZE).tolist()
+            new = range(cached // SIZE, len(pages))
+            direct = [i for i in new if i < len(links) - 1]
+            kv.require_residuals(pages[: cached // SIZE], by_layer=True)
+            kv.open_pages(pages[i] for i in new if i not in direct)
+            kv.begin_encode([pages[i] for i in direct])
+            kv.place_residuals(())
+            kv.await_layer(0)
+            for i in direct:
+                k, v = self.content(links[i])
+                self.encode_from(0, k[None], v[None], torch.tensor([0]), torch.tensor([pages[i]]))
+            kv.finish_encode([pages[i] for i in direct])
+            kv.end_forward()
+            if links and len(links) - 1 in new:
+                newest = pages[len(links) - 1]
+                slot = kv.window.slots.slot_of(newest)
+                for part, content in zip(kv.window.layer(0), self.content(links[-1]), strict=True):
+                    self.streams.main.do(partial(part[slot].copy_, content))
+                kv.publish([newest])
+
+        def check_content(self, req, slots):
+            pages = (slots[::SIZE] // SIZE)[: len(slots) // SIZE].tolist()
+            self.kv.require_residuals(pages, by_layer=True)
+            self.kv.place_residuals(())
+            self.kv.await_layer(0)
+            for page, link in zip(pages, self.links(req), strict=False):
+                slot = int(self.kv.residual_slots[page])
+                self.streams.main.do(partial(self.check_page, page, slot, self.content(link)))
+            self.kv.end_forward()
+
+        def check_page(self, page, slot, content):
+            record = self.kv.codec.encode(*content[:, None])
+            for found, expected in (
+                (self.kv.anchors.layer(0)[page], record.anchor[0]),
+                (self.kv.residuals.cache_layer(0)[slot], record.residual[0]),
+            ):
+                assert torch.equal(found, expected), "foreign KV"
+
+    return DeviceMachine
+
+
+@pytest.mark.parametrize(("target", "store"), KINDS)
+def test_every_hit_reads_what_its_tokens_were_computed_to(device_machine, target, store):
+    limits = settings(max_examples=20, stateful_step_count=30)
+    run_state_machine_as_test(partial(device_machine, (target, store)), settings=limits)
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_tiers_below_the_tree_are_all_used(device_machine, store):
+    """A scripted run, in which the device is as late as can be."""
+    machine = device_machine(("exact", store), residual_share=1.0)
+
+    def run_one():
+        before = dict(machine.hits)
+        machine.admit((0, 1, 0), 5, None)
+        machine.finish(SimpleNamespace(draw=lambda _: machine.running[0]), True, False)
+        return {tier for tier, num_tokens in machine.hits.items() if num_tokens > before[tier]}
+
+    assert run_one() == set()
+    assert run_one() == {"resident"}
+    machine.evict(NUM_PAGES)
+    assert run_one() == {"host"}
+    machine.write()
+    machine.flush()
+    assert run_one() == {"disk"}
+    machine.teardown()
+
+
+def copies_of_the_device_are_early(kv):
+    kv._staged._lane = PromptLane()
+
+
+def rows_of_the_store_are_not_awaited(kv):
+    if kv._hosted is not None:
+        kv._hosted._copies.await_rows = lambda pages: None
+
+
+def residuals_land_in_other_slots(kv):
+    right = kv.write_residuals
+    kv.write_residuals = lambda pages, records: right(pages[::-1], records)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        copies_of_the_device_are_early,
+        rows_of_the_store_are_not_awaited,
+        residuals_land_in_other_slots,
+    ],
+)
+def test_a_fault_is_found(device_machine, fault):
+    limits = settings(
+        max_examples=200, stateful_step_count=40, phases=[Phase.generate], print_blob=False
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(partial(device_machine, ("exact", True), fault), settings=limits)
