@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from kvspec_patches import spec_tokens, weight_load
 from sglang_kvspec.adapters.round_worker import RoundWorker
 from sglang_kvspec.adapters.worker import KVSpecWorker
+from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.started_round import StartedRound
+from sglang_kvspec.runtime.testing.states import request_state
 
 
 class Fence:
@@ -109,3 +112,31 @@ def test_verified_drafts_are_counted() -> None:
     result = SimpleNamespace(cap_lens=torch.tensor([8]), num_correct_drafts_per_req_cpu=[7])
     spec_tokens.hook([], None, result, SimpleNamespace(reqs=[req]))
     assert counts(req) == counts(make_req())
+
+
+@pytest.mark.parametrize(
+    ("remaining", "drafts", "takes"), [(9, [], True), (0, [], False), (9, [4], False)]
+)
+def test_tokens_without_drafts_are_taken_by_who_can(
+    worker: Any, remaining: int, drafts: list[int], takes: bool
+) -> None:
+    """Beside a request whose residuals are late: not where the other has no token left to take, or
+    drafts, made while its own were late, that are to be verified."""
+    late, ready = (request_state(rid, num_drafts=2) for rid in "ab")
+    ready.remaining, ready.drafts = remaining, drafts
+    asked: list[Any] = []
+
+    def advance(states: Any, pages: Any, steps: int, late: Any) -> Any:
+        asked.append(late)
+        return DraftedTokens(torch.zeros((1, 1)), [1], [0, 1]), None
+
+    plan = SimpleNamespace(host_pages=0)
+    worker.kv = SimpleNamespace(device=torch.device("cpu"), plan=plan)
+    worker._begins_ahead, worker._over_at = True, None
+    worker._side, worker._graphs = nullcontext(), SimpleNamespace(advance=advance)
+    worker.speculative_num_draft_tokens = 33
+    batch = SimpleNamespace(return_logprob=False, reqs=[SimpleNamespace(grammar=None)] * 2)
+    started = worker._start(batch, [late, ready], [None, None], [0, 0], frozenset({0}))
+    assert asked == ([frozenset({0})] if takes else [])
+    assert started.is_plain == takes
+    assert started.verify == [1]
