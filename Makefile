@@ -14,6 +14,9 @@ PYTEST_ARGS ?=
 
 PYTHON := $(VENV)/bin/python
 UNIT_TESTS = $(filter-out tests/__pycache__ tests/sglang,$(wildcard tests/*))
+# Tests of servers that share none with the others, behind the unit tests, so that both lanes take
+# about as long.
+SECOND_LANE := $(addprefix tests/sglang/,test_disaggregation.py test_prefix_server.py)
 INSTALLED := $(VENV)/.installed
 # pyenv leaves commands behind for versions that are not active, so candidates are run, not found.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -42,16 +45,18 @@ serve: $(INSTALLED) ## serve MODEL with --kvspec on PORT until Ctrl-C; more serv
 	$(PYTHON) -m sglang.launch_server --model-path $(MODEL) --port $(PORT) \
 		$(CPU_SERVER) --kvspec $(ARGS)
 
-# Side by side: servers wait for one core most of the time. What unit tests say comes at the end.
+# In two lanes: servers wait for one core most of the time. What the second says comes at the end.
 test: $(INSTALLED) ## unit tests beside tests on the real server; one after the other with PYTEST_ARGS
 ifeq ($(strip $(PYTEST_ARGS)),)
 	@mkdir -p .kvspec; \
-	$(PYTHON) -m pytest $(UNIT_TESTS) > .kvspec/unit-tests.log 2>&1 & unit=$$!; \
-	trap "kill $$unit" INT TERM; \
-	$(PYTHON) -m pytest tests/sglang && server=0 || server=$$?; \
-	wait $$unit && unit=0 || unit=$$?; \
-	cat .kvspec/unit-tests.log; \
-	test $$server -eq 0 -a $$unit -eq 0
+	(failed=0; $(PYTHON) -m pytest $(UNIT_TESTS) || failed=1; \
+		$(PYTHON) -m pytest $(SECOND_LANE) || failed=1; \
+		exit $$failed) > .kvspec/second-lane.log 2>&1 & second=$$!; \
+	trap "kill $$second" INT TERM; \
+	$(PYTHON) -m pytest tests/sglang $(addprefix --ignore=,$(SECOND_LANE)) && first=0 || first=$$?; \
+	wait $$second && second=0 || second=$$?; \
+	cat .kvspec/second-lane.log; \
+	test $$first -eq 0 -a $$second -eq 0
 else
 	$(PYTHON) -m pytest $(UNIT_TESTS) tests/sglang $(PYTEST_ARGS)
 endif
