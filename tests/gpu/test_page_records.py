@@ -14,7 +14,6 @@ from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.pools import staged_records
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.lanes import StreamLane
 from sglang_kvspec.pools.page_records import PageRecords, copy_in, copy_out
 
 DEVICE = torch.device("cuda:0")
@@ -128,10 +127,3 @@ def test_landing_waits_for_nothing_and_leaving_is_pinned() -> None:
     copy_in(rig.kv, [1, 2, 3, 4, 5, 6], records)
     assert not end_of_spin.query(), "landing waited for the GPU"
     assert same(rig.found([1, 2, 3, 4, 5, 6]), records) == [True, True]
-
-
-def test_on_another_stream_it_would_go_wrong() -> None:
-    rig = Rig()
-    rig.kv._staged._lane = StreamLane(DEVICE, torch.cuda.Stream(DEVICE))
-    records = rig.encode([7, 3, 12])
-    assert same(copy_out(rig.kv, [7, 3, 12]), records) == [False, False]

@@ -1,0 +1,95 @@
+"""How much speed is left where residuals lie in host memory, from points of bench_serving.py.
+
+python benchmarks/collect_pressure.py --resident R.points.jsonl --hosted H.points.jsonl \
+    --plain B.points.jsonl --hosted-large L.points.jsonl
+
+The 8B shape with all residuals in GPU memory (R) and with few of them there (H), at as many
+requests; and the 32B shape on plain SGLang (B) and with residuals in host memory (L), each with as
+many requests as fit. Take the two of a pair from machines of one kind; `settings` has the commit,
+the arguments and the counters of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from acceptance.report import Figure, write_json
+from serving import records
+from serving.records import Record
+
+OUT = Path(__file__).parent / "results" / "pressure_h200.json"
+HOSTED, RESIDENT, LARGE, PLAIN = "hosted", "resident", "hosted_large", "plain"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in (RESIDENT, HOSTED, PLAIN, LARGE):
+        parser.add_argument("--" + name.replace("_", "-"), type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    points = {name: _last(getattr(args, name), parser) for name in (RESIDENT, HOSTED, PLAIN, LARGE)}
+    if len({point.machine for point in points.values()}) > 1:
+        parser.error("points of different machines cannot be compared")
+    last = max(points.values(), key=lambda point: point.date)
+    write_json(
+        args.out,
+        "pressure",
+        torch.device("cuda"),
+        {name: _described(point) for name, point in points.items()},
+        figures_of(points),
+        machine=last.machine,
+        commit=last.commit,
+        measured_with=last.versions,
+    )
+
+
+def figures_of(points: dict[str, Record]) -> list[Figure]:
+    """Rates of each, and the two ratios with both spreads."""
+    figures = [
+        Figure(f"pressure.{name}.tokens_per_s", *_rate(point)) for name, point in points.items()
+    ]
+    return [
+        *figures,
+        _ratio("pressure.vs_resident", "all resident", points[HOSTED], points[RESIDENT], 0.8),
+        _ratio("pressure.32b.32k.vs_bf16", "bf16", points[LARGE], points[PLAIN], 2.2),
+    ]
+
+
+def _ratio(name: str, what: str, ours: Record, base: Record, goal: float) -> Figure:
+    (rate, _, spread), (base_rate, _, base_spread) = _rate(ours), _rate(base)
+    ratio = rate / base_rate
+    unit = f"x {what}, decode tokens/s, at {ours.concurrency} against {base.concurrency} requests"
+    return Figure(name, ratio, unit, ratio * (spread / rate + base_spread / base_rate), goal)
+
+
+def _rate(point: Record) -> tuple[float, str, float]:
+    rate = point.decode_rate
+    assert rate is not None, "only decode rates are compared"
+    return rate.tokens_per_s, "tokens/s", rate.spread or 0.0
+
+
+def _last(path: Path, parser: argparse.ArgumentParser) -> Record:
+    found = [record for record in records.read(path) if record.decode_rate is not None]
+    if not found:
+        parser.error(f"{path} has no point with a decode rate")
+    # Of a file with several, the most requests at once.
+    return max(found, key=lambda record: (record.context_len, record.concurrency, record.date))
+
+
+def _described(point: Record) -> dict[str, Any]:
+    return {
+        "point": f"{point.model}, {point.context_len} tokens, {point.concurrency} requests",
+        "system": point.system,
+        "commit": point.commit,
+        "server_arguments": point.server_arguments,
+        "tokens_fit": point.max_total_num_tokens,
+        "timing_ms": point.timing,
+        "counters": {k: v for k, v in point.counters.items() if isinstance(v, int)},
+    }
+
+
+if __name__ == "__main__":
+    main()
