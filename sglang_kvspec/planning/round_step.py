@@ -269,5 +269,7 @@ class RoundPlanner:
             value = inf if request.key in self._staying else self._waited[request.key]
             for page in request.cached:
                 worth[page] = max(worth.get(page, -1.0), value)
-        loose = [page for page in cache.cached if page not in filling.pages]
-        return tuple(sorted(loose, key=lambda page: (worth.get(page, -1.0), page))[:lacking])
+        loose = sorted(
+            [(worth.get(page, -1.0), page) for page in cache.cached if page not in filling.pages]
+        )
+        return tuple([page for _, page in loose[:lacking]])

@@ -172,8 +172,8 @@ class HostedResiduals(ResidualTiers):
     def _claim(self, pages: Sequence[int]) -> list[tuple[int, int]]:
         """These pages, whose copy is about to start, with their slots."""
         pages = sorted(pages)
+        self.table.advance_all(pages, ResidualState.FETCHING)
         for page in pages:
-            self.table.advance(page, ResidualState.FETCHING)
             self._last_use[page] = self._now
         self._moved.update(pages)
         self.bytes_fetched += self.page_bytes * len(pages)
@@ -196,9 +196,9 @@ class HostedResiduals(ResidualTiers):
 
     def evict(self, pages: Iterable[int]) -> None:
         pages = set(pages)
-        for page in pages:
-            self.table.advance(page, ResidualState.STORED)
-            self._arrivals.pop(page, None)
+        self.table.advance_all(pages, ResidualState.STORED)
+        for page in pages & self._arrivals.keys():
+            del self._arrivals[page]
         self.cache_slots.release_all(pages)
 
     def release(self, page: int) -> None:
@@ -227,8 +227,7 @@ class HostedResiduals(ResidualTiers):
 
     def _wait_for(self, pages: Sequence[int]) -> None:
         self._copies.main_waits([self._arrivals.pop(page) for page in pages])
-        for page in pages:
-            self.table.advance(page, ResidualState.RESIDENT)
+        self.table.advance_all(pages, ResidualState.RESIDENT)
 
     def _make_room(self, num_pages: int) -> None:
         lacking = num_pages - self.cache_slots.num_free

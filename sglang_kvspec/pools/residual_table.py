@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -28,6 +28,13 @@ _ALLOWED: dict[ResidualState, frozenset[ResidualState]] = {
     ResidualState.STORED: frozenset({ResidualState.FETCHING}),
     ResidualState.FETCHING: frozenset({ResidualState.RESIDENT, ResidualState.STORED}),
     ResidualState.RESIDENT: frozenset({ResidualState.STORED}),
+}
+
+
+# From where a state is reached.
+_FROM = {
+    new: frozenset(old for old, allowed in _ALLOWED.items() if new in allowed)
+    for new in ResidualState
 }
 
 
@@ -57,13 +64,21 @@ class ResidualTable:
 
     def advance(self, page: int, new: ResidualState) -> None:
         """Move a page to `new`. Raises PageStateError on a transition that is not allowed."""
-        old = self._states[page]
-        if new not in _ALLOWED[old]:
-            raise PageStateError(
-                f"page {page}: {old.name} -> {new.name} is not allowed "
-                f"(allowed: {', '.join(state.name for state in sorted(_ALLOWED[old]))})"
-            )
+        self._check(page, new)
         self._set(page, new)
+
+    def advance_all(self, pages: Collection[int], new: ResidualState) -> None:
+        """advance() of distinct pages, of all or, where it raises, of none."""
+        states, sources = self._states, _FROM[new]
+        olds = [states[page] for page in pages]
+        if not sources.issuperset(olds):
+            for page in pages:
+                self._check(page, new)
+        for old, count in Counter(olds).items():
+            self._counts[old] -= count
+            self._counts[new] += count
+        for page in pages:
+            states[page] = new
 
     def release(self, page: int) -> ResidualState:
         """The page was freed: start its next generation as ABSENT. Returns the state it had."""
@@ -75,12 +90,31 @@ class ResidualTable:
     def pages_in(self, pages: Iterable[int], state: ResidualState) -> list[int]:
         return [page for page in pages if self._states[page] is state]
 
+    def split(
+        self, pages: Iterable[int], state: ResidualState, others: Collection[ResidualState]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Pages in `state`, and those in one of `others`."""
+        states = self._states
+        known = [(page, states[page]) for page in pages]
+        return (
+            tuple([page for page, found in known if found is state]),
+            tuple([page for page, found in known if found in others]),
+        )
+
     def num_in(self, state: ResidualState) -> int:
         return self._counts[state]
 
     def counts(self) -> dict[str, int]:
         """Number of pages by state name, the padding page included."""
         return {state.name: self._counts[state] for state in ResidualState}
+
+    def _check(self, page: int, new: ResidualState) -> None:
+        old = self._states[page]
+        if new not in _ALLOWED[old]:
+            raise PageStateError(
+                f"page {page}: {old.name} -> {new.name} is not allowed "
+                f"(allowed: {', '.join(state.name for state in sorted(_ALLOWED[old]))})"
+            )
 
     def _set(self, page: int, new: ResidualState) -> None:
         self._counts[self._states[page]] -= 1

@@ -52,10 +52,10 @@ class RoundStepper:
             for i, parts in enumerate(zip(states, pages, spills, strict=True))
         ]
         slots = residuals.cache_slots
-        cached = [page for page in slots if residuals.table.state(page) in IN_CACHE]
+        _, cached = residuals.table.split(slots, ResidualState.STORED, IN_CACHE)
         # The other slots are of pages that land, whose residuals have nowhere else to go.
         num_slots = len(cached) + slots.num_free
-        cache = CacheView(num_slots, slots.num_free, tuple(cached))
+        cache = CacheView(num_slots, slots.num_free, cached)
         plan = self._planner.plan(views, cache, budget, drafts=any(lens))
         residuals.evict(plan.evict)
         # Two fetches, so that this round's verifications do not wait for what comes ahead.
@@ -121,10 +121,11 @@ class RoundStepper:
     def _view(self, state: RequestState, pages: torch.Tensor, spill: int) -> RoundView:
         table = self._kv.residuals.table
         ids = self._full_pages(state, pages)
+        missing, cached = table.split(ids, ResidualState.STORED, IN_CACHE)
         return RoundView(
             key=state.rid,
-            missing=tuple(table.pages_in(ids, ResidualState.STORED)),
-            cached=tuple(page for page in ids if table.state(page) in IN_CACHE),
+            missing=missing,
+            cached=cached,
             spill=spill,
             priority=state.priority,
         )

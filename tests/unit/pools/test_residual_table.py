@@ -42,11 +42,33 @@ class TableMachine(RuleBasedStateMachine):
             with pytest.raises(PageStateError, match=f"page {page}: {old} -> {new.name}"):
                 self.table.advance(page, new)
 
+    @rule(several=st.sets(pages), new=st.sampled_from(ResidualState))
+    def advance_all(self, several, new):
+        if all(new.name in MOVES[self.states[page]] for page in several):
+            self.table.advance_all(several, new)
+            for page in several:
+                self.states[page] = new.name
+        else:
+            with pytest.raises(PageStateError, match="is not allowed"):
+                self.table.advance_all(several, new)
+
     @rule(page=pages)
     def release(self, page):
         assert self.table.release(page).name == self.states[page]
         self.states[page] = "ABSENT"
         self.generations[page] += 1
+
+    @rule(
+        chosen=st.lists(pages),
+        state=st.sampled_from(ResidualState),
+        others=st.sets(st.sampled_from(ResidualState)),
+    )
+    def split(self, chosen, state, others):
+        names = {other.name for other in others}
+        assert self.table.split(chosen, state, others) == (
+            tuple(page for page in chosen if self.states[page] == state.name),
+            tuple(page for page in chosen if self.states[page] in names),
+        )
 
     @rule(page=pages)
     def remember(self, page):

@@ -1,0 +1,63 @@
+"""How long rounds are where a link brings residuals, against a round played request by request."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_kvspec.planning.link_rounds import Turns, plan_turns
+from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
+
+COST = RoundCost(step=4.7e-3, row=0.36e-3, request=0.6e-3, token=0.05e-3)
+GOOD = RoundRequest(0.985, 64)
+ENDLESS = 1e-9
+
+requests = st.builds(RoundRequest, st.floats(0, 0.999), st.integers(0, 16), st.integers(0, 16))
+turns = st.builds(Turns, st.integers(0, 12), st.floats(1, 12), st.floats(1e-6, 1))
+
+
+def rate_of(num, length, turns):
+    """Of requests like GOOD, all of whom fetch: the rounds of one turn of everybody are played."""
+    seconds, verified = 0.0, 0.0
+    for _ in range(200):
+        seconds = max(COST.seconds([length] * num, verified), verified * turns.fetch_s)
+        verified = min(num, turns.most, seconds / turns.fetch_s)
+    kept = sum(0.985**k for k in range(min(round(length * num / verified), 64) + 1))
+    return verified * kept / seconds
+
+
+@pytest.mark.parametrize("fetch_s", [5e-3, 22e-3, 60e-3])
+@pytest.mark.parametrize("most", [2, 5])
+def test_about_the_best_length_of_all(most, fetch_s):
+    link = Turns(0, most, fetch_s)
+    chosen = plan_turns([GOOD] * 16, COST, link)
+    assert len(set(chosen)) == 1
+    best = max(rate_of(16, length, link) for length in range(65))
+    assert rate_of(16, chosen[0], link) >= 0.97 * best
+
+
+def test_a_slower_link_lets_everybody_draft_longer():
+    lens = [plan_turns([GOOD] * 16, COST, Turns(0, 5, s))[0] for s in (5e-3, 20e-3, 40e-3)]
+    assert lens == sorted(lens)
+    assert lens[0] < lens[-1]
+
+
+def test_where_all_stay_it_is_a_round_like_any_other():
+    chosen = plan_turns([GOOD] * 16, COST, Turns(16, 1, ENDLESS))
+    assert chosen == plan_round([GOOD] * 16, COST)
+
+
+def test_to_whom_more_drafts_are_worth_nothing_adds_none():
+    poor = RoundRequest(0.3, 64)
+    tired = RoundRequest(0.9, 64, num_drafts=60)
+    chosen = plan_turns([GOOD] * 12 + [poor, tired], COST, Turns(2, 3, 22e-3))
+    assert chosen[0] > chosen[-2] >= 0
+    assert chosen[-1] == 0
+
+
+@given(st.lists(requests, max_size=5), turns)
+def test_lengths_are_possible(batch, link):
+    chosen = plan_turns(batch, COST, link)
+    assert len(chosen) == len(batch)
+    assert all(0 <= n <= request.room for n, request in zip(chosen, batch, strict=True))
