@@ -100,18 +100,23 @@ class RoundWorker(KVSpecWorker):
         self._next_budget: RoundBudget | None = None
         self._fetch_wait_s = 0.0
         if self.apart is not None:
-            self.apart.write_behind(lambda: self._side.join())
+            self.apart.write_behind(self._hold_up)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
         self.stepper = RoundStepper(self.kv)
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
+        self._hold_up()
+        self._over_at = None
+        return super()._prefill(batch)
+
+    def _hold_up(self) -> None:
+        """Something else comes before the end of a round that was begun ahead, and waits for it as
+        far as that has been enqueued."""
         self._side.join()
         if self._ahead is not None:
             self._ahead.is_held_up = True
-        self._over_at = None
-        return super()._prefill(batch)
 
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         states = batch.spec_info.states
@@ -238,10 +243,16 @@ class RoundWorker(KVSpecWorker):
             timer.mark()
         return started
 
-    def _plan_next(self, states: list[RequestState], late: frozenset[int]) -> None:
-        """Before the CPU waits for the device, which is not to wait for this."""
+    def _plan_next(
+        self,
+        states: list[RequestState],
+        late: frozenset[int],
+        num_drafts: Sequence[int] | None = None,
+    ) -> None:
+        """Before the CPU waits for the device, which is not to wait for this. num_drafts: those
+        that requests will have then."""
         if self._graphs is not None:
-            self._next_lens, self._next_budget = self._lengths.plan(states, late)
+            self._next_lens, self._next_budget = self._lengths.plan(states, late, num_drafts)
 
     def _page_table(
         self, batch: Any, states: list[RequestState], num_ahead: int
@@ -287,7 +298,8 @@ class RoundWorker(KVSpecWorker):
         self._timer.mark()
         enqueue_s = time.perf_counter() - started.begun_at
         self._enqueue_s = None if started.is_held_up else enqueue_s
-        self._plan_next(states, started.late)
+        left = [0 if i in rows else n for i, n in enumerate(num_drafts)]
+        self._plan_next(states, started.late, left)
         if started.made is not None:
             for i, tokens in started.made.deliver().items():
                 states[i].drafts.extend(tokens)

@@ -30,17 +30,22 @@ class RoundLengths:
         self._stepper, self._ranks = stepper, ranks
 
     def plan(
-        self, states: Sequence[RequestState], late: Collection[int] = ()
+        self,
+        states: Sequence[RequestState],
+        late: Collection[int] = (),
+        num_drafts: Sequence[int] | None = None,
     ) -> tuple[list[int], RoundBudget]:
         """Drafts that each request adds to those it has, and what the link moves meanwhile. late:
         requests whose residuals are still on the network, which draft along up to their caps and
-        have no say in how much the others do."""
+        have no say in how much the others do. num_drafts: drafts that each will have when the round
+        begins, those it has now unless given."""
+        have = [len(state.drafts) for state in states] if num_drafts is None else num_drafts
         turns = self._stepper.turns()
         caps = [
-            self._cap(state, is_due=turns is None and i not in late)
+            self._cap(state, have[i], is_due=turns is None and i not in late)
             for i, state in enumerate(states)
         ]
-        rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
+        rooms = [max(cap - count, 0) for cap, count in zip(caps, have, strict=True)]
         cost = self._clock.cost(mean_context(states))
         if self._config.draft_len != AUTO_DRAFT_LEN:
             lens = rooms
@@ -49,12 +54,7 @@ class RoundLengths:
         else:
             ready = [i for i in range(len(states)) if i not in late]
             requests = [
-                RoundRequest(
-                    states[i].acceptance.probability,
-                    caps[i],
-                    len(states[i].drafts),
-                )
-                for i in ready
+                RoundRequest(states[i].acceptance.probability, caps[i], have[i]) for i in ready
             ]
             best = plan_turns(requests, cost, turns) if turns else plan_round(requests, cost)
             chosen = dict(zip(ready, best, strict=True))
@@ -68,11 +68,12 @@ class RoundLengths:
         )
         return lens, RoundBudget(drafting_pages, round_pages)
 
-    def _cap(self, state: RequestState, *, is_due: bool) -> int:
-        """Most drafts it is to have at the end of the round. is_due: it verifies then."""
-        if is_due and state.has_waited and state.drafts:
+    def _cap(self, state: RequestState, num_drafts: int, *, is_due: bool) -> int:
+        """Most drafts it is to have at the end of the round, which it begins with num_drafts.
+        is_due: it verifies then."""
+        if is_due and state.has_waited and num_drafts:
             # More drafts would only keep the user waiting (Lynx section 4.2).
-            return len(state.drafts)
+            return num_drafts
         return state.cap_len(self._config.max_draft_len)
 
 

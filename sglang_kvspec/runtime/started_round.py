@@ -19,7 +19,8 @@ class StartedRound:
     time.perf_counter() when the device was first told of its steps. between_s: for which it had
     waited for that since the last round, None where that is not known. num_steps: what the timer's
     seconds are of, also where the requests with the most have left. is_held_up: other forwards came
-    before it could end. plan: who verifies and what is fetched for that, None where everybody does.
+    before it could end. plan: who verifies and what is fetched for that, None where everybody does
+    or it is yet to be decided.
     late: requests that cannot verify whatever the plan, as residuals of theirs are still on the
     network. num_verified: of a round that is over, drafts that each request had verified.
 

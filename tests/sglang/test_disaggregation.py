@@ -217,7 +217,7 @@ def test_a_decode_server_that_works_in_rounds(pair: Pair, reference: PlainRefere
     residuals = [report.transfer.seconds.residuals for report in reports]
     verified = [report.transfer.seconds.first_verification for report in reports]
     assert all(map(le, residuals, verified))
-    assert max(report.transfer.drafts_before_residuals for report in reports) > 4
+    assert max(report.transfer.drafts_before_residuals for report in reports) > 0
     begun = [report.transfer.prefill_ended_at for report in reports]
     soonest = min(map(add, begun, verified))
     assert soonest < max(map(add, begun, residuals)), "all have waited for the last residuals"

@@ -85,7 +85,7 @@ def test_requests_that_come_and_go(
         reports = ask_all_at_once(pair, reference)
         seconds = [report.transfer.seconds for report in reports]
         assert all(s.residuals <= s.first_verification for s in seconds)
-        assert max(report.transfer.drafts_before_residuals for report in reports) > 4
+        assert max(report.transfer.drafts_before_residuals for report in reports) > 0
         soak = Soak(pair.client, answers, concurrent=8, seed=3)
         for _ in range(2):
             soak.random_round(24)

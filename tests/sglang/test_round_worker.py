@@ -132,7 +132,7 @@ def test_tokens_without_drafts_are_taken_by_who_can(
 
     plan = SimpleNamespace(host_pages=0)
     worker.kv = SimpleNamespace(device=torch.device("cpu"), plan=plan)
-    worker._begins_ahead, worker._over_at = True, None
+    worker._holds_all, worker._over_at = True, None
     worker._side, worker._graphs = nullcontext(), SimpleNamespace(advance=advance)
     worker.speculative_num_draft_tokens = 33
     batch = SimpleNamespace(return_logprob=False, reqs=[SimpleNamespace(grammar=None)] * 2)

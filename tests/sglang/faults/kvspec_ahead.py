@@ -64,7 +64,10 @@ class AnyLengths:
         self._rng = random.Random(seed)
 
     def plan(
-        self, states: Sequence[Any], late: Collection[int] = ()
+        self,
+        states: Sequence[Any],
+        late: Collection[int] = (),
+        num_drafts: Sequence[int] | None = None,
     ) -> tuple[list[int], RoundBudget]:
         rng = self._rng
         most = rng.choice((1, 4, self._max_draft_len))

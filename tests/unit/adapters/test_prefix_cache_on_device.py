@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
@@ -116,10 +116,8 @@ def test_every_hit_reads_what_its_tokens_were_computed_to(device_machine, target
     run_state_machine_as_test(partial(device_machine, (target, store)), settings=limits)
 
 
-@pytest.mark.parametrize("store", [False, True])
-def test_tiers_below_the_tree_are_all_used(device_machine, store):
+def use_all_tiers(machine):
     """A scripted run, in which the device is as late as can be."""
-    machine = device_machine(("exact", store), residual_share=1.0)
 
     def run_one():
         before = dict(machine.hits)
@@ -135,6 +133,11 @@ def test_tiers_below_the_tree_are_all_used(device_machine, store):
     machine.flush()
     assert run_one() == {"disk"}
     machine.teardown()
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_tiers_below_the_tree_are_all_used(device_machine, store):
+    use_all_tiers(device_machine(("exact", store), residual_share=1.0))
 
 
 def copies_of_the_device_are_early(kv):
@@ -160,8 +163,5 @@ def residuals_land_in_other_slots(kv):
     ],
 )
 def test_a_fault_is_found(device_machine, fault):
-    limits = settings(
-        max_examples=200, stateful_step_count=40, phases=[Phase.generate], print_blob=False
-    )
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(partial(device_machine, ("exact", True), fault), settings=limits)
+    with pytest.raises(AssertionError, match="foreign KV"):
+        use_all_tiers(device_machine(("exact", True), residual_share=1.0, fault=fault))

@@ -125,6 +125,16 @@ def test_once_all_is_here_it_verifies_what_it_has(encoded, measured, draft_len):
     assert min(lengths.plan(states)[0]) > 0
 
 
+@pytest.mark.parametrize("draft_len", ["auto", 8])
+def test_lengths_chosen_before_drafts_are_verified_are_those_of_after(encoded, draft_len):
+    lengths = make_lengths(encoded(1), True, draft_len)
+    states = [of_pages("a", 4, num_drafts=30), of_pages("b", 4)]
+    before, _ = lengths.plan(states, num_drafts=[0, 0])
+    assert before != lengths.plan(states)[0]
+    states[0].drafts.clear()
+    assert before == lengths.plan(states)[0]
+
+
 def test_one_that_takes_turns_with_others_drafts_on(encoded, monkeypatch):
     """All of its residuals are here, but not all in the cache."""
     lengths = make_lengths(encoded(1), measured=False)
