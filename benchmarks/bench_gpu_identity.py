@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from acceptance.prompts import cut_prompts
+from acceptance.prompts import cut_prompts, even_lengths
 from acceptance.report import Figure, write_json
 from rich.console import Console
 
@@ -124,8 +124,8 @@ def main() -> None:
 def prompts_of_all_lengths(model: Path, count: int, longest: int) -> list[list[int]]:
     """Every length from SHORTEST to the longest, in even steps."""
     windows, _ = cut_prompts(model, count, longest)
-    step = (longest - SHORTEST) / max(count - 1, 1)
-    return [w[: SHORTEST + round(i * step)] for i, w in enumerate(windows.tolist())]
+    lengths = even_lengths(count, SHORTEST, longest)
+    return [w[:n] for w, n in zip(windows.tolist(), lengths, strict=True)]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -27,10 +27,11 @@ from typing import Any
 
 import requests
 import torch
-from acceptance.prompts import cut_prompts
+from acceptance.prompts import cut_prompts, even_lengths
 from acceptance.report import Estimate, Figure, write_json
 from rich.console import Console
 from serving.environment import server_environment
+from serving.live_server import kvspec_of
 from ttkt.requests_apart import TIMEOUT_S, Answer, ask
 
 from sglang_kvspec.testing.server_pair import ServerPair
@@ -63,7 +64,7 @@ console = Console(width=110)
 
 def main() -> None:
     args = parse_arguments()
-    prompts = prompts_of_all_lengths(args.model, args.prompts, args.shortest, args.longest)
+    prompts = mixed_prompts(args.model, args.prompts, args.shortest, args.longest)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch, running(args, Path(scratch)) as (pair, single):
         console.print(f"three servers up in {time.perf_counter() - begun:.0f} s")
@@ -118,11 +119,10 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def prompts_of_all_lengths(model: Path, count: int, shortest: int, longest: int) -> list[list[int]]:
+def mixed_prompts(model: Path, count: int, shortest: int, longest: int) -> list[list[int]]:
     """In even steps, long and short ones in turn."""
     windows, _ = cut_prompts(model, count, longest)
-    step = (longest - shortest) / max(count - 1, 1)
-    lengths = [shortest + round(i * step) for i in range(count)]
+    lengths = even_lengths(count, shortest, longest)
     mixed = [lengths[i * 7 % count] for i in range(count)] if count % 7 else lengths
     return [w[:n] for w, n in zip(windows.tolist(), mixed, strict=True)]
 
@@ -225,7 +225,7 @@ def pages_left(pair: ServerPair) -> int:
 def kvspec_report(server: ServerProcess) -> dict[str, Any]:
     reply = requests.get(f"{server.base_url}/server_info", timeout=TIMEOUT_S)
     reply.raise_for_status()
-    return dict(reply.json()["internal_states"][0]["kvspec"])
+    return kvspec_of(reply.json())
 
 
 if __name__ == "__main__":

@@ -45,6 +45,12 @@ def cut_prompts(
     return torch.tensor([tokens for _, tokens in chosen]), sources
 
 
+def even_lengths(count: int, shortest: int, longest: int) -> list[int]:
+    """Every length from the shortest to the longest, in even steps."""
+    step = (longest - shortest) / max(count - 1, 1)
+    return [shortest + round(i * step) for i in range(count)]
+
+
 def _tokens_of(package: str, tokenizer: Tokenizer) -> list[int]:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import requests
 
+from serving.live_server import kvspec_of
 from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
 
 START_TIMEOUT_S = 300.0
@@ -76,7 +77,7 @@ class TierServer(ServerProcess):
     def report(self) -> dict[str, Any]:
         reply = requests.get(f"{self.base_url}/server_info", timeout=REQUEST_TIMEOUT_S)
         reply.raise_for_status()
-        return dict(reply.json()["internal_states"][0]["kvspec"])
+        return kvspec_of(reply.json())
 
     def wait_until_live(self) -> None:
         """There is a link to the prefix server."""

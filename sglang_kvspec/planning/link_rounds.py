@@ -29,8 +29,8 @@ def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) 
     expected tokens a second, less for those to whom so many are worth less than they cost."""
     longest = max((request.cap_len for request in requests), default=0)
     rates = [_rate(requests, cost, turns, length) for length in range(longest + 1)]
-    rate = max(rates, default=0.0)
-    length = rates.index(rate) if rates else 0
+    rate = max(rates)
+    length = rates.index(rate)
     price = rate * (cost.row + cost.token)
     return [_worth_while(request, length, price) for request in requests]
 

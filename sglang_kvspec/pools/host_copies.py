@@ -10,7 +10,7 @@ pages of a layer in one launch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -81,8 +81,7 @@ class HostCopies:
     def await_rows(self, pages: Iterable[int]) -> None:
         """The CPU waits for what is being written to these rows of the store, so that it may read
         or write them itself. A fetch may read one of them still, for nobody."""
-        events = [self._row_written.get(page) for page in pages]
-        for event in {id(event): event for event in events if event is not None}.values():
+        for event in _distinct(self._row_written.get(page) for page in pages):
             event.synchronize()
 
     def take_fetch_times(self) -> list[tuple[int, float]]:
@@ -144,8 +143,13 @@ def _runs(pairs: Iterable[Pair]) -> Iterator[tuple[int, int, int]]:
         yield (*first, count)
 
 
+def _distinct(events: Iterable[Event | None]) -> Collection[Event]:
+    """Copies given together share an event: each once."""
+    return {id(event): event for event in events if event is not None}.values()
+
+
 def _wait(lane: Lane, events: Iterable[Event | None]) -> None:
-    """Copies given together share an event: wait for each once, and for none that is over."""
-    for event in {id(event): event for event in events if event is not None}.values():
+    """Wait for each once, and for none that is over."""
+    for event in _distinct(events):
         if not event.query():
             lane.wait(event)

@@ -226,17 +226,18 @@ class ResidualTiers:
         """The same for whoever keeps a copy: no forward waits for it, so it does not count."""
         return self._gather(layer, pages)[0]
 
-    def check_readable(self, pages: Iterable[int]) -> None:
-        """Raise AssertionError for a page whose residual is nowhere, or not there yet."""
+    def check_readable(self, pages: Iterable[int]) -> list[ResidualState]:
+        """The states of these pages. Raises AssertionError for one whose residual is nowhere, or
+        not there yet."""
         lacking = {ResidualState.ABSENT, ResidualState.IN_FLIGHT}
-        states = {self.table.state(page) for page in pages}
+        states = [self.table.state(page) for page in pages]
         assert lacking.isdisjoint(states), "a page without a residual was read"
+        return states
 
     def _gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Records, and how many of them came from the store."""
         slots = self.cache_slots.table[pages]
-        self.check_readable(pages.tolist())
-        states = [self.table.state(page) for page in pages.tolist()]
+        states = self.check_readable(pages.tolist())
         resident = torch.tensor(
             [state is ResidualState.RESIDENT for state in states],
             dtype=torch.bool,

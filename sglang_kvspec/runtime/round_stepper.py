@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -48,7 +47,7 @@ class RoundStepper:
             self._planner.all_verify(states[i].rid for i in ready)
             return RoundPlan(tuple(ready))
         views = [
-            replace(self._view(*parts), is_lacking=i in late)
+            self._view(*parts, is_lacking=i in late)
             for i, parts in enumerate(zip(states, pages, spills, strict=True))
         ]
         slots = residuals.cache_slots
@@ -118,7 +117,9 @@ class RoundStepper:
         end = state.next_position + num_new + 1
         return end // size - state.committed_len // size
 
-    def _view(self, state: RequestState, pages: torch.Tensor, spill: int) -> RoundView:
+    def _view(
+        self, state: RequestState, pages: torch.Tensor, spill: int, *, is_lacking: bool
+    ) -> RoundView:
         table = self._kv.residuals.table
         ids = self._full_pages(state, pages)
         missing, cached = table.split(ids, ResidualState.STORED, IN_CACHE)
@@ -128,6 +129,7 @@ class RoundStepper:
             cached=cached,
             spill=spill,
             priority=state.priority,
+            is_lacking=is_lacking,
         )
 
     def _full_pages(self, state: RequestState, pages: torch.Tensor) -> list[int]:

@@ -20,9 +20,9 @@ class StartedRound:
     waited for that since the last round, None where that is not known. num_steps: what the timer's
     seconds are of, also where the requests with the most have left. is_held_up: other forwards came
     before it could end. plan: who verifies and what is fetched for that, None where everybody does
-    or it is yet to be decided.
-    late: requests that cannot verify whatever the plan, as residuals of theirs are still on the
-    network. num_verified: of a round that is over, drafts that each request had verified.
+    or it is yet to be decided. late: requests that cannot verify whatever the plan, as residuals of
+    theirs are still on the network. num_verified: of a round that is over, drafts that each request
+    had verified.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
     device only. logits: of a plain round whose one token is to be chosen from them, a row for each
@@ -80,5 +80,5 @@ class StartedRound:
             for before, now in places.items():
                 counts[now] = made.lens[before]
             made = made.rearranged(places, counts)
-        fresh = {"late": frozenset[int](), "num_verified": list[int]()}
-        return replace(self, states=states, lens=lens, made=made, **fresh)  # type: ignore[arg-type]
+        none: frozenset[int] = frozenset()
+        return replace(self, states=states, lens=lens, made=made, late=none, num_verified=[])

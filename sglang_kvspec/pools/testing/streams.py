@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -106,7 +106,17 @@ class ModelStreams:
     def all(self) -> tuple[ModelLane, ...]:
         return (self.main, self.to_host, self.to_device)
 
-    def drain(self) -> None:
-        while any([lane.step() for lane in self.all]):
+    def advance(self, lanes: Iterable[int]) -> None:
+        """These lanes go on, by their place in `all`, a step each in this order."""
+        for lane in lanes:
+            self.all[lane].step()
+
+    def exhaust(self, held: int | None = None) -> None:
+        """All lanes, or all but this one, go on as far as they can."""
+        others = [lane for place, lane in enumerate(self.all) if place != held]
+        while any([lane.step() for lane in others]):
             pass
+
+    def drain(self) -> None:
+        self.exhaust()
         assert not any(lane.num_left for lane in self.all), "lanes wait for each other"

@@ -47,8 +47,7 @@ def device_machine(prefix_cache_machine, make_device_kv):
 
         @rule(lanes=st.lists(st.integers(0, 2), max_size=8))
         def advance(self, lanes):
-            for lane in lanes:
-                self.streams.all[lane].step()
+            self.streams.advance(lanes)
 
         def teardown(self):
             self.streams.drain()

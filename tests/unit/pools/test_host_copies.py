@@ -131,14 +131,11 @@ class CopyMachine(RuleBasedStateMachine):
 
     @rule(lanes=st.lists(st.integers(0, 2), max_size=8))
     def advance(self, lanes):
-        for lane in lanes:
-            self.streams.all[lane].step()
+        self.streams.advance(lanes)
 
     @rule(held=st.integers(0, 2))
     def all_but_one_go_on(self, held):
-        others = [lane for lane in self.streams.all if lane is not self.streams.all[held]]
-        while any([lane.step() for lane in others]):
-            pass
+        self.streams.exhaust(held)
 
     def teardown(self):
         self.streams.drain()

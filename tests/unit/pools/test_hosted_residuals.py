@@ -282,14 +282,11 @@ class HostedMachine(RuleBasedStateMachine):
 
     @rule(lanes=st.lists(st.integers(0, 2), max_size=8))
     def advance(self, lanes):
-        for lane in lanes:
-            self.gpu.streams.all[lane].step()
+        self.gpu.streams.advance(lanes)
 
     @rule(held=st.integers(0, 2))
     def all_but_one_go_on(self, held):
-        others = [lane for i, lane in enumerate(self.gpu.streams.all) if i != held]
-        while any([lane.step() for lane in others]):
-            pass
+        self.gpu.streams.exhaust(held)
 
     @invariant()
     def pools_agree(self):
