@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.grammar import mask_after
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.step_graphs import StepGraphs
@@ -81,6 +82,7 @@ class GraphStepper:
     def __init__(
         self,
         runner: Any,
+        forward: ForwardCapture,
         attention: DeviceAttention,
         kv: DeviceKV,
         max_draft_len: int,
@@ -99,20 +101,15 @@ class GraphStepper:
             size,
             kv.device,
         )
-        pool = torch.cuda.graph_pool_handle()
 
-        def capture(
-            make_attention: Callable[[DraftRows, int], StepAttention],
-            logits: torch.Tensor | None = None,
-        ) -> StepGraphs:
-            return StepGraphs(runner, attention, self._rows, make_attention, pool, logits)
+        def capture(make_attention: Callable[[DraftRows, int], StepAttention]) -> StepGraphs:
+            return StepGraphs(forward, attention, self._rows, make_attention)
 
         self._target = capture(attention.make_target_step)
-        logits = self._target.logits
         self._short_target = self._target
         if attention.short_steps_differ:
-            self._short_target = capture(attention.make_short_target_step, logits)
-        self._drafts = capture(attention.make_draft_step, logits) if max_draft_len else None
+            self._short_target = capture(attention.make_short_target_step)
+        self._drafts = capture(attention.make_draft_step) if max_draft_len else None
         self.empty_step_s = self._short_target.time_empty_step()
         # The first message between devices sets up their link, which takes long.
         ranks.tensor(self._rows.drafts)

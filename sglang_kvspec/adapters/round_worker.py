@@ -18,13 +18,16 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_kvspec.adapters.allocation_warm_up import warm_up_allocation
 from sglang_kvspec.adapters.drafters import PLAIN_STEPS, EagerDrafter, GraphStepper
+from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.requests import takes_argmax
+from sglang_kvspec.adapters.verify_graphs import VerifyGraphs
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.planning.round_clock import WEIGHT, RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import agree
@@ -33,6 +36,7 @@ from sglang_kvspec.runtime.round_lengths import RoundLengths, mean_context
 from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.started_round import StartedRound
+from sglang_kvspec.runtime.verify_sizes import TOKEN_COUNTS
 
 # A guess for the CPU, where no graph is timed at the start.
 CPU_STEP_S = 1e-3
@@ -52,6 +56,7 @@ class RoundWorker(KVSpecWorker):
         """On a GPU this captures the graphs of a step."""
         runner = self._target_worker.model_runner
         self._graphs: GraphStepper | None = None
+        self._verify_graphs: VerifyGraphs | None = None
         if isinstance(self.kv, DeviceKV):
             assert isinstance(self.attention, DeviceAttention)
             self.attention.warm_up(self.config.max_draft_len)
@@ -62,14 +67,7 @@ class RoundWorker(KVSpecWorker):
             )
             # A prefill server makes no steps.
             if self.server_args.disaggregation_mode != "prefill":
-                self._graphs = GraphStepper(
-                    runner,
-                    self.attention,
-                    self.kv,
-                    self.config.max_draft_len,
-                    self.chooser,
-                    self.ranks,
-                )
+                self._capture(runner)
         self._eager = EagerDrafter(self)
         self._holds_all = self._graphs is not None and not self.kv.plan.host_pages
         page = self.kv.plan.page_bytes
@@ -101,6 +99,15 @@ class RoundWorker(KVSpecWorker):
         self._fetch_wait_s = 0.0
         if self.apart is not None:
             self.apart.write_behind(self._hold_up)
+
+    def _capture(self, runner: Any) -> None:
+        longest = self.config.max_draft_len
+        most = max(runner.max_running_requests, TOKEN_COUNTS[-1])
+        forward = ForwardCapture(runner, most)
+        parts = (self.kv, longest, self.chooser, self.ranks)
+        self._graphs = GraphStepper(runner, forward, self.attention, *parts)
+        if longest:
+            self._verify_graphs = VerifyGraphs(runner, forward, self.attention, longest)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -291,10 +298,7 @@ class RoundWorker(KVSpecWorker):
         self._timer.mark()
         logits_output = LogitsProcessorOutput(next_token_logits=None)
         if rows:
-            logits_output = self._forward(
-                ForwardPlan(tuple(rows.values())),
-                forward_batch=self._ragged_batch(batch, states, rows, started.made),
-            ).logits_output
+            logits_output = self._verify_rows(batch, states, rows, started.made)
         self._timer.mark()
         enqueue_s = time.perf_counter() - started.begun_at
         self._enqueue_s = None if started.is_held_up else enqueue_s
@@ -311,6 +315,23 @@ class RoundWorker(KVSpecWorker):
             # Nobody reads them any more, and they are large.
             logits_output.next_token_logits = None
         return verified, logits_output
+
+    def _verify_rows(
+        self,
+        batch: Any,
+        states: list[RequestState],
+        rows: dict[int, Row],
+        made: DraftedTokens | None,
+    ) -> LogitsProcessorOutput:
+        """Logits of every token of these rows, which the next round overwrites."""
+        plan = ForwardPlan(tuple(rows.values()))
+        if self._verify_graphs is not None:
+            tokens, positions, firsts = self._tokens_of(states, rows)
+            logits = self._verify_graphs.run(plan, tokens, positions, made, firsts)
+            if logits is not None:
+                return LogitsProcessorOutput(next_token_logits=logits)
+        forward_batch = self._ragged_batch(batch, states, rows, made)
+        return self._forward(plan, forward_batch=forward_batch).logits_output
 
     def _verify_row(self, start: int, length: int, pages: torch.Tensor) -> Row:
         num_pages = -(-(start + length) // self.kv.geometry.page_size)

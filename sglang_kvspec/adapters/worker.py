@@ -264,17 +264,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     ) -> ForwardBatch:
         """A TARGET_VERIFY batch of the given rows. Verified are the states' drafts, and behind them
         those of `drafted` where it is given. SGLang restores `batch` after the iteration."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        firsts = [-1] * len(states)
-        for i, row in rows.items():
-            state = states[i]
-            given = [state.last_token] if row.kind is RowKind.DRAFT else [state.pending]
-            if row.kind is RowKind.VERIFY:
-                given += state.drafts
-            firsts[i] = len(tokens) + len(given)
-            tokens += given + [0] * (row.length - len(given))
-            positions += range(row.start, row.end)
+        tokens, positions, firsts = self._tokens_of(states, rows)
         device = batch.seq_lens.device
 
         def on_device(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -308,6 +298,25 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         forward_batch.extend_seq_lens_cpu = lengths
         forward_batch.extend_prefix_lens_cpu = starts
         return forward_batch
+
+    @staticmethod
+    def _tokens_of(
+        states: Sequence[RequestState], rows: dict[int, Row]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Tokens of a ragged forward, their positions, and for every request where behind its
+        states' drafts those follow that are only on the device, or -1 for one without a row."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        firsts = [-1] * len(states)
+        for i, row in rows.items():
+            state = states[i]
+            given = [state.last_token] if row.kind is RowKind.DRAFT else [state.pending]
+            if row.kind is RowKind.VERIFY:
+                given += state.drafts
+            firsts[i] = len(tokens) + len(given)
+            tokens += given + [0] * (row.length - len(given))
+            positions += range(row.start, row.end)
+        return tokens, positions, firsts
 
     # Requests
 

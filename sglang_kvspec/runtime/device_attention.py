@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 
-from kvspec_kernels.ops.append import append
-from kvspec_kernels.ops.attention import Tail, VerifyAttention, workspace_nbytes
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.runtime.captured_layers import CapturedLayers, StepLayers, VerifyLayers
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.ordered_attention import OrderedAttention, OrderedStep
+from sglang_kvspec.runtime.refined_attention import RefinedAttention
 from sglang_kvspec.runtime.step_attention import (
-    REFINED_BATCH,
     AnchorStep,
     ExactStep,
     RecordStep,
     StepAttention,
 )
 from sglang_kvspec.runtime.target_rows import TargetRows, target_rows
+from sglang_kvspec.runtime.verify_attention import CapturedTarget, Verifications
+from sglang_kvspec.runtime.verify_rows import VerifyRows
 
 KV = tuple[torch.Tensor, torch.Tensor]
-
-
-class TargetAttention(Protocol):
-    """Attends to encoded past pages at the target precision and to a full-precision tail."""
-
-    def plan(self, rows: TargetRows) -> None: ...
-
-    def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor: ...
 
 
 class DeviceAttention:
     """Writes the KV of a planned forward and attends, layer by layer, as ReferenceAttention does.
 
-    begin(plan), forward(layer, ...) once for every layer, finish(). Between begin_steps() and
-    end_steps() forward() is one step over DraftRows instead, which a CUDA graph may capture.
+    begin(plan), forward(layer, ...) once for every layer, finish(). Between begin_steps() or
+    begin_verification() and end_captured() forward() works on DraftRows or VerifyRows instead,
+    which a CUDA graph may capture. open(plan) and finish() enclose the replay of a verification.
     """
 
     def __init__(self, kv: DeviceKV, num_qo_heads: int, *, in_order: bool = False) -> None:
@@ -48,7 +41,7 @@ class DeviceAttention:
         depends neither on chunks and batches nor on what was drafted."""
         self.kv = kv
         self._num_qo_heads = num_qo_heads
-        self._target: TargetAttention
+        self._target: ExactAttention | OrderedAttention | RefinedAttention
         if in_order:
             self._target = OrderedAttention(kv)
         elif kv.codec.target == "exact":
@@ -59,12 +52,31 @@ class DeviceAttention:
         self._rows: TargetRows | None = None
         self._scratch: KV | None = None
         self._index: dict[str, torch.Tensor] = {}
-        self._steps: tuple[DraftRows, StepAttention] | None = None
+        self._captured: CapturedLayers | None = None
 
     # Target
 
     def begin(self, plan: ForwardPlan) -> None:
         """Open the window pages this forward writes to, announce the pages it encodes, and plan."""
+        rows = self._rows = self.open(plan)
+        self._index = {
+            name: sent_to(self.kv.device, getattr(rows, name))
+            for name in (
+                *("token_slots", "token_offsets", "encode_source", "encode_pages"),
+                *("fill_scratch", "fill_window", "keep_scratch", "keep_window"),
+            )
+        }
+        if rows.num_scratch:
+            geometry = self.kv.geometry
+            heads = (geometry.num_kv_heads, geometry.head_dim)
+            shape = (2, rows.num_scratch, geometry.page_size, *heads)
+            k, v = torch.empty(shape, dtype=geometry.dtype, device=self.kv.device)
+            self._scratch = (k, v)
+        self._target.plan(rows)
+
+    def open(self, plan: ForwardPlan) -> TargetRows:
+        """The same without the plan of its attention, for which the caller cares: what the forward
+        reads and writes is in its place."""
         assert self._plan is None, "the previous forward was not finished"
         kv, size = self.kv, self.kv.geometry.page_size
         # Prefill hides what it fetches; a verification's pages come whole, as a rule beforehand.
@@ -79,24 +91,9 @@ class DeviceAttention:
             kv.open_pages(page for i, page in placed if i not in row.direct)
             kv.begin_encode([page for i, page in placed if i in row.direct])
         self._plan = plan
-        rows = target_rows(
-            plan, size, kv.window.slots.slot_of, split_by_page=kv.codec.target == "int8"
-        )
-        self._rows = rows
+        rows = target_rows(plan, size, kv.window.slots.slot_of, split_by_page=self.splits_by_page)
         kv.place_residuals(rows.encode_pages.tolist())
-        self._index = {
-            name: sent_to(kv.device, getattr(rows, name))
-            for name in (
-                *("token_slots", "token_offsets", "encode_source", "encode_pages"),
-                *("fill_scratch", "fill_window", "keep_scratch", "keep_window"),
-            )
-        }
-        if rows.num_scratch:
-            geometry = kv.geometry
-            shape = (rows.num_scratch, size, geometry.num_kv_heads, geometry.head_dim)
-            k, v = torch.empty((2, *shape), dtype=geometry.dtype, device=kv.device)
-            self._scratch = (k, v)
-        self._target.plan(rows)
+        return rows
 
     def finish(self) -> None:
         """All layers ran: pages encoded on the way are complete."""
@@ -119,8 +116,8 @@ class DeviceAttention:
             raise UnsupportedError(
                 f"--kvspec on a GPU needs attention scaled by 1/sqrt(head size), got {scale}"
             )
-        if self._steps is not None:
-            return self._forward_step(layer, q, k, v)
+        if self._captured is not None:
+            return self._captured.forward(layer, q, k, v)
         assert self._rows is not None, "forward() without begin()"
         # Prefill may be padded for a graph or a collective; padding attends to nothing.
         num_tokens = self._rows.num_tokens
@@ -205,136 +202,29 @@ class DeviceAttention:
         return RecordStep(self.kv, self._num_qo_heads, rows, batch)
 
     def begin_steps(self, rows: DraftRows, step: StepAttention) -> None:
-        self._steps = (rows, step)
+        self._captured = StepLayers(self.kv, rows, step)
 
-    def end_steps(self) -> None:
-        self._steps = None
+    # Captured verifications
 
-    def _forward_step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        assert self._steps is not None
-        rows, step = self._steps
-        kv, batch = self.kv, len(q)
-        window_k, window_v = kv.window.layer(layer)
-        if k.stride() != v.stride():
-            k, v = k.contiguous(), v.contiguous()
-        append(
-            k,
-            v,
-            window_k,
-            window_v,
-            rows.slots[:batch],
-            rows.offsets[:batch],
-            rows.no_page[:batch],
-            kv.anchors.layer(layer),
-            rows.no_page[:batch],
-            kv.residuals.cache_layer(layer),
-            rows.no_page[:batch],
-            kv.codec.settings,
-            kv.codec.target,  # type: ignore[arg-type]
-        )
-        tail = Tail(
-            window_k,
-            window_v,
-            rows.tail_indptr[: batch + 1],
-            rows.tail_slots,
-            rows.tail_lens[:batch],
-        )
-        return step.run(layer, q, tail)
+    def make_verifications(self, rows: VerifyRows) -> Verifications:
+        """What captured verifications over `rows` attend with."""
+        return Verifications(self.kv, self._num_qo_heads, self._target, rows)
 
+    @property
+    def query_counts(self) -> list[int]:
+        """Tokens of a request up to which a verification takes one kernel, and beyond which it
+        takes another."""
+        group = self._num_qo_heads // self.kv.geometry.num_kv_heads
+        return [count for tile in self._target.query_tiles if (count := tile // group)]
 
-class RefinedAttention:
-    """The int8 target: VerifyAttention over anchors and corrections, in batches."""
+    @property
+    def splits_by_page(self) -> bool:
+        """Whether every page that a request's tokens are on is a part of its own."""
+        return self.kv.codec.target == "int8"
 
-    def __init__(self, kv: DeviceKV, num_qo_heads: int) -> None:
-        geometry = kv.geometry
-        if geometry.page_size != REFINED_BATCH:
-            raise UnsupportedError(
-                f"--kvspec-target int8 on a GPU needs --page-size 64, got {geometry.page_size}"
-            )
-        self._kv = kv
-        self._heads = (
-            *(num_qo_heads, geometry.num_kv_heads),
-            *(geometry.head_dim, geometry.page_size),
-        )
-        # One for full batches and one for the rest: where the counters of one size end, the scratch
-        # of another begins, and the kernel relies on finding its counters as it left them.
-        self._workspaces = [torch.zeros(0, dtype=torch.uint8, device=kv.device) for _ in range(2)]
-        self._batches: list[tuple[slice, VerifyAttention, tuple[torch.Tensor, ...]]] = []
+    def begin_verification(self, rows: VerifyRows, attention: CapturedTarget) -> None:
+        self._captured = VerifyLayers(self.kv, rows, attention)
 
-    def plan(self, rows: TargetRows) -> None:
-        self._batches = []
-        num_rows = len(rows.tail_lens)
-        device = self._kv.device
-        on_device = {
-            name: sent_to(device, getattr(rows, name))
-            for name in ("past_pages", "tail_slots", "tail_lens", "tail_indptr", "past_indptr")
-        }
-        for first in range(0, num_rows, REFINED_BATCH):
-            stop = min(first + REFINED_BATCH, num_rows)
-            begin = int(rows.qo_indptr[first])
-            end = int(rows.qo_indptr[stop])
-            qo_indptr = sent_to(device, rows.qo_indptr[first : stop + 1] - begin)
-            attention = self._planned(qo_indptr, on_device, slice(first, stop), rows.max_qo_len)
-            tail = (
-                on_device["tail_indptr"][first : stop + 1],
-                on_device["tail_slots"],
-                on_device["tail_lens"][first:stop],
-            )
-            self._batches.append((slice(begin, end), attention, tail))
-
-    def _planned(
-        self,
-        qo_indptr: torch.Tensor,
-        index: dict[str, torch.Tensor],
-        part: slice,
-        max_qo_len: int,
-    ) -> VerifyAttention:
-        kv, geometry = self._kv, self._kv.geometry
-        heads, head_kv, head_dim, page_size = self._heads
-        nbytes = workspace_nbytes(
-            batch_size=part.stop - part.start,
-            num_qo_heads=heads,
-            num_kv_heads=head_kv,
-            head_dim=head_dim,
-            page_size=page_size,
-            settings=kv.codec.settings,
-            device=kv.device,
-            q_dtype=geometry.dtype,
-            source="int8",
-            max_qo_len=max_qo_len,
-        )
-        count = part.stop - part.start
-        which = int(count < REFINED_BATCH)
-        if len(self._workspaces[which]) < nbytes:
-            self._workspaces[which] = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
-        attention = VerifyAttention(self._workspaces[which])
-        attention.plan(
-            qo_indptr,
-            index["past_indptr"][part.start : part.stop + 1],
-            index["past_pages"],
-            torch.full((count,), page_size, dtype=torch.int32, device=kv.device),
-            *self._heads,
-            settings=kv.codec.settings,
-            target="int8",
-            q_dtype=geometry.dtype,
-            max_qo_len=max_qo_len,
-        )
-        return attention
-
-    def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
-        kv = self._kv
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for span, attention, index in self._batches:
-            attention.run(
-                q[span],
-                kv.anchors.layer(layer),
-                kv.residuals.cache_layer(layer),
-                kv.residual_slots,
-                Tail(*tail, *index),
-                out=out[span],
-                lse=lse[span],
-            )
-        return out
+    def end_captured(self) -> None:
+        """Forwards are planned ones again."""
+        self._captured = None

@@ -71,6 +71,10 @@ class DraftRows:
         # No row encodes a page while it drafts.
         self.no_page = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
 
+    def clear(self) -> None:
+        """No row has a request."""
+        self.load([])
+
     def load(self, rows: Sequence[DraftRow]) -> None:
         """Set the first len(rows) rows and clear the others, for a round that starts at step 0."""
         spare = self.max_batch - len(rows)

@@ -26,6 +26,9 @@ class ExactAttention:
     """Past pages are read where they lie in the residual cache: exact records are FlashInfer's HND
     layout with strides of their own. The tail is a second state, and both are merged."""
 
+    # Tokens of a request times query heads of a KV head up to which FlashInfer takes one kernel.
+    query_tiles = (16, 64)
+
     def __init__(self, kv: DeviceKV, num_qo_heads: int) -> None:
         # Late: FlashInfer asks for a GPU when it is imported.
         import flashinfer
@@ -39,11 +42,11 @@ class ExactAttention:
         )
         # For what a step has to attend to besides.
         self.beside = SideStream(kv.device)
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.device)
+        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.device)
         self._few = (self.make_wrapper("HND"), self.make_wrapper("NHD"))
         self._many = (
             self.make_wrapper("HND", backend="fa3"),
-            flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD", backend="fa3"),
+            flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD", backend="fa3"),
         )
         self._past, self._tail = self._few
         self._has_past = self._many_queries = False
@@ -51,7 +54,7 @@ class ExactAttention:
     def make_wrapper(self, layout: str, backend: str = "fa2", **options: Any) -> Any:
         """A FlashInfer wrapper on the workspace that all of them share, one at a time."""
         return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, layout, backend=backend, **options
+            self.workspace, layout, backend=backend, **options
         )
 
     def plan(self, rows: TargetRows) -> None:
@@ -71,15 +74,19 @@ class ExactAttention:
             )
             return
         last = rows.tail_lens - (rows.tail_indptr.diff() - 1) * size
-        self._tail.plan(
-            rows.qo_indptr,
-            rows.tail_indptr,
-            rows.tail_slots,
-            last.int(),
-            *self._heads,
-            causal=True,
-            **self._dtypes,
-        )
+        self.plan_tail(self._tail, rows.qo_indptr, rows.tail_indptr, rows.tail_slots, last.int())
+
+    def plan_tail(
+        self,
+        wrapper: Any,
+        qo_indptr: torch.Tensor,
+        begins: torch.Tensor,
+        slots: torch.Tensor,
+        last: torch.Tensor,
+    ) -> None:
+        """Let the tokens of request b, its newest, see window pages slots[begins[b] : begins[b +
+        1]] causally, of which the last has last[b] tokens. All int32 on the CPU."""
+        wrapper.plan(qo_indptr, begins, slots, last, *self._heads, causal=True, **self._dtypes)
 
     def plan_past(
         self, wrapper: Any, qo_indptr: torch.Tensor, begins: torch.Tensor, pages: torch.Tensor

@@ -20,7 +20,10 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class OrderedAttention:
-    """Of planned forwards: a TargetAttention."""
+    """Of planned forwards, as ExactAttention."""
+
+    # Query rows of a program.
+    query_tiles = (64,)
 
     def __init__(self, kv: DeviceKV) -> None:
         self._kv = kv

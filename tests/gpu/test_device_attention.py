@@ -158,7 +158,7 @@ class Steps:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self._step()
-        pair.device.end_steps()
+        pair.device.end_captured()
 
     def _step(self) -> None:
         self.rows.begin_step(4)
@@ -287,7 +287,7 @@ def test_in_order_prefill_verification_and_steps_give_the_same_bits() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    parts.device.end_steps()
+    parts.device.end_captured()
     for first, last in ((start, 3 * PAGE), (3 * PAGE, end)):
         loaded = [target_row(kv, 0, first, parts.page_ids("a", last + 1), last - first)]
         rows.load(loaded)

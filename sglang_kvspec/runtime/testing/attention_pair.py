@@ -39,8 +39,9 @@ class AttentionPair:
         cache_pages: int,
         tolerance: float,
         lanes: Lanes | None = None,
+        in_order: bool = False,
     ) -> None:
-        """tolerance: of outputs, relative in the norm over a head."""
+        """tolerance: of outputs, relative in the norm over a head. in_order: as DeviceAttention."""
         codec = make_codec(
             codec_name,
             target=target,
@@ -58,7 +59,7 @@ class AttentionPair:
         self.reference_kv = TieredKV(geometry, codec, plan(num_pages, 0), cpu)
         self.kv = DeviceKV(geometry, codec, plan(cache_pages, num_pages), device, lanes)
         self.reference = ReferenceAttention(self.reference_kv)
-        self.attention = DeviceAttention(self.kv, num_qo_heads)
+        self.attention = DeviceAttention(self.kv, num_qo_heads, in_order=in_order)
         self._keepers = (PageKeeper(self.reference_kv, RECENT), DevicePageKeeper(self.kv, RECENT))
         self._rng = torch.Generator().manual_seed(1)
         self._free = (torch.randperm(num_pages, generator=self._rng) + 1).tolist()
@@ -76,11 +77,15 @@ class AttentionPair:
 
     def verify(self, accepted: dict[str, int] | None = None, **lengths: int) -> None:
         """Verify so many tokens of each request, of which `accepted` are committed, or all."""
+        self._forward(self.verify_rows(lengths), lengths | (accepted or {}))
+
+    def verify_rows(self, lengths: dict[str, int]) -> dict[str, Row]:
+        """Of so many tokens behind those that each request has."""
         rows = {}
         for name, length in lengths.items():
             start = self.committed[name]
             rows[name] = Row(RowKind.VERIFY, start, length, self.page_ids(name, start + length))
-        self._forward(rows, lengths | (accepted or {}))
+        return rows
 
     def draft(self, rows: DraftRows, done: int, **lengths: int) -> None:
         """Add so many drafts to each request, longest first, behind `done` that each has. rows: of
@@ -108,7 +113,7 @@ class AttentionPair:
                 self._attend(layer, len(lengths), len(going))
             rows.end_step(torch.zeros(len(lengths), 10, device=self.kv.device))
             self.reference.finish()
-        self.attention.end_steps()
+        self.attention.end_captured()
 
     def free(self, *names: str) -> None:
         """These requests are gone, and so are their pages."""
@@ -138,6 +143,10 @@ class AttentionPair:
             self._attend(layer, plan.num_tokens, plan.num_tokens)
         self.reference.finish()
         self.attention.finish()
+        self.commit(rows, committed)
+
+    def commit(self, rows: dict[str, Row], committed: dict[str, int]) -> None:
+        """Of what a forward over these rows added, so many tokens stay."""
         for name, row in rows.items():
             end = row.start + committed[name]
             for keeper in self._keepers:
@@ -151,12 +160,12 @@ class AttentionPair:
     def _attend(self, layer: int, num_tokens: int, num_real: int) -> None:
         """Both sides on new tokens, of which the reference gets and is compared in the first."""
         scale = self.geometry.head_dim**-0.5
-        q, k, v = self._draw(num_tokens)
+        q, k, v = self.draw(num_tokens)
         want = self.reference.forward(layer, q[:num_real], k[:num_real], v[:num_real], scale)
         q, k, v = (part.to(self.kv.device) for part in (q, k, v))
-        self._compare(self.attention.forward(layer, q, k, v, scale)[:num_real], want)
+        self.compare(self.attention.forward(layer, q, k, v, scale)[:num_real], want)
 
-    def _draw(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def draw(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # As a model's projection gives them: slices of one tensor.
         heads, kv_heads = self.num_qo_heads, self.geometry.num_kv_heads
         shape = (num_tokens, heads + 2 * kv_heads, self.geometry.head_dim)
@@ -164,7 +173,7 @@ class AttentionPair:
         v_first = heads + kv_heads
         return every[:, :heads], every[:, heads:v_first], every[:, v_first:]
 
-    def _compare(self, got: torch.Tensor, want: torch.Tensor) -> None:
+    def compare(self, got: torch.Tensor, want: torch.Tensor) -> None:
         difference = (got.cpu().float() - want.float()).norm(dim=-1)
         error = difference / want.float().norm(dim=-1)
         worst = float(error.max())

@@ -11,10 +11,15 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """layout: "HND", pages [slots, num_kv_heads, page_size, head_dim], or "NHD"."""
+    """layout: "HND", pages [slots, num_kv_heads, page_size, head_dim], or "NHD". buffers: what the
+    runs of a CUDA graph read, instead of what plan() was given."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str, **buffers: Any) -> None:
-        self._layout = layout
+        self._layout, self._buffers = layout, buffers
+        self._max_rows: int | None = None
+
+    def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
+        """Nothing is computed in either."""
 
     def plan(
         self,
@@ -30,21 +35,38 @@ class BatchPrefillWithPagedKVCacheWrapper:
         causal: bool,
         **dtypes: torch.dtype,
     ) -> None:
-        self._qo, self._kv = qo_indptr.tolist(), kv_indptr.tolist()
-        self._indices, self._last = kv_indices.clone(), last_page_len.tolist()
+        if self._buffers:
+            self._fill(qo_indptr, kv_indptr, kv_indices, last_page_len)
+        else:
+            self._index = (qo_indptr, kv_indptr, kv_indices.clone(), last_page_len)
         self._group, self._size, self._causal = num_qo_heads // num_kv_heads, page_size, causal
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, ...], return_lse: bool = False) -> Any:
-        """Outputs like q, and with return_lse their LSE [num_tokens, heads] in base 2."""
-        out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
-        for i, last in enumerate(self._last):
-            span = slice(self._qo[i], self._qo[i + 1])
-            ids = self._indices[self._kv[i] : self._kv[i + 1]].long()
+        """Outputs like q, and with return_lse their LSE [num_tokens, heads] in base 2. Of tokens
+        that the plan does not have they may be anything."""
+        qo, begins, indices, lasts = self._index
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+        out[: int(qo[-1])], lse[: int(qo[-1])] = 0, -torch.inf
+        for i, last in enumerate(lasts.tolist()):
+            span = slice(int(qo[i]), int(qo[i + 1]))
+            ids = indices[begins[i] : begins[i + 1]].long()
             if len(ids) and span.stop > span.start:
                 num_tokens = (len(ids) - 1) * self._size + last
                 k, v = (self._tokens(part, ids)[:num_tokens] for part in kv)
                 out[span], lse[span] = _attend(q[span], k, v, self._causal)
         return (out, lse) if return_lse else out
+
+    def _fill(self, qo_indptr: torch.Tensor, *others: torch.Tensor) -> None:
+        """Tell later runs; the launches of a graph are made for the first plan's sizes."""
+        num_rows = int(qo_indptr[-1])
+        self._max_rows = num_rows if self._max_rows is None else self._max_rows
+        assert num_rows <= self._max_rows, "more tokens than the first plan had"
+        names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+        self._index = tuple(self._buffers[f"{name}_buf"] for name in names)
+        for name, values, place in zip(names, (qo_indptr, *others), self._index, strict=True):
+            fixed = name != "paged_kv_indices"
+            assert len(values) == len(place) or not fixed, f"{name} has another batch size"
+            place[: len(values)].copy_(values)
 
     def _tokens(self, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         chosen = pages[ids] if self._layout == "NHD" else pages[ids].transpose(1, 2)

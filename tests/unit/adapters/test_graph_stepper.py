@@ -20,8 +20,8 @@ PENALISED = SamplingParams(temperature=0, top_k=1, presence_penalty=0.1)
 class FakeGraphs:
     """A step's most likely token is the number after the row's input. Notes what rows read."""
 
-    def __init__(self, runner, attention, rows, make_attention, pool, logits=None):
-        self.rows, self.batch_sizes, self.seen, self.logits = rows, [4], [], None
+    def __init__(self, forward, attention, rows, make_attention):
+        self.rows, self.batch_sizes, self.seen = rows, [4], []
 
     def time_empty_step(self):
         return 1e-3
@@ -43,7 +43,6 @@ def drafter(make_device_kv, monkeypatch):
     from sglang_kvspec.adapters import drafters
 
     monkeypatch.setattr(drafters, "StepGraphs", FakeGraphs)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     makers = ("make_draft_step", "make_target_step", "make_short_target_step")
     attention = SimpleNamespace(**dict.fromkeys(makers), short_steps_differ=True)
     kv = make_device_kv(page_size=SIZE)
@@ -52,7 +51,7 @@ def drafter(make_device_kv, monkeypatch):
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8 * SIZE)),
     )
     chooser = Chooser(0, torch.device("cpu"))
-    return drafters.GraphStepper(runner, attention, kv, MAX_STEPS, chooser, Ranks())
+    return drafters.GraphStepper(runner, None, attention, kv, MAX_STEPS, chooser, Ranks())
 
 
 def state_of(pending, committed_len, params=GREEDY):

@@ -1,0 +1,105 @@
+"""Captures the model's forward over tensors that stay where they are into CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.layers.dp_attention import (
+    DpPaddingMode,
+    set_dp_buffer_len,
+    set_is_extend_in_batch,
+)
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+
+class StaticRows(Protocol):
+    """What forwards read whose addresses do not change. input_ids, positions: [max_tokens]
+    int64."""
+
+    device: torch.device
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+
+    def clear(self) -> None:
+        """Let a forward do nothing for anyone."""
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Part of a graph, before the model."""
+
+    def end_step(self, logits: torch.Tensor) -> None:
+        """Part of a graph, after the model: logits [num_tokens, vocab]."""
+
+
+class ForwardCapture:
+    """Graphs that share memory and one place for logits, so no two of them are replayed at once.
+
+    logits: [max_tokens, vocab], once something was captured.
+    """
+
+    def __init__(self, runner: Any, max_tokens: int) -> None:
+        self._runner, self._max_tokens = runner, max_tokens
+        self._pool = torch.cuda.graph_pool_handle()
+        # One for all: graphs keep their own outputs apart, which for many sizes are gigabytes.
+        self.logits: torch.Tensor | None = None
+        # A graph knows addresses only: what lies there must live as long.
+        self._kept: list[ForwardBatch] = []
+
+    def capture(
+        self, rows: StaticRows, num_tokens: int, stream: torch.cuda.Stream, warm_ups: int
+    ) -> torch.cuda.CUDAGraph:
+        """The forward of the first num_tokens tokens of `rows`, with the attention that was begun.
+        Its logits go to the first rows of self.logits."""
+        runner, batch = self._runner, self._forward_batch(rows, num_tokens)
+        model = runner.model
+        self._kept.append(batch)
+
+        def step() -> torch.Tensor:
+            set_dp_buffer_len(None, num_tokens, batch.dp_padding_mode.is_max_len(), None)
+            set_is_extend_in_batch(False)
+            rows.begin_step(num_tokens)
+            output = model.forward(batch.input_ids, batch.positions, batch)
+            logits: torch.Tensor = output.next_token_logits
+            rows.end_step(logits)
+            return logits
+
+        with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
+            for _ in range(warm_ups):
+                rows.clear()
+                torch.cuda.synchronize()
+                runner.tp_group.barrier()
+                logits = step()
+            if self.logits is None:
+                self.logits = logits.new_empty(self._max_tokens, logits.shape[1])
+            del logits
+            torch.cuda.synchronize()
+            runner.tp_group.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                self.logits[:num_tokens].copy_(step())
+        return graph
+
+    def _forward_batch(self, rows: StaticRows, num_tokens: int) -> ForwardBatch:
+        """What models read of a decode batch; where KV lies is the attention backend's to know."""
+        ones = torch.ones(num_tokens, dtype=torch.int64, device=rows.device)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=num_tokens,
+            input_ids=rows.input_ids[:num_tokens],
+            req_pool_indices=torch.zeros_like(ones),
+            seq_lens=ones,
+            seq_lens_cpu=ones.cpu(),
+            out_cache_loc=torch.zeros_like(ones),
+            seq_lens_sum=num_tokens,
+            orig_seq_lens=ones,
+            positions=rows.positions[:num_tokens],
+            spec_algorithm=self._runner.spec_algorithm,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            dp_padding_mode=DpPaddingMode.get_default_mode_in_cuda_graph(),
+            global_forward_mode=ForwardMode.DECODE,
+        )

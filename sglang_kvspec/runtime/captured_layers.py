@@ -1,0 +1,84 @@
+"""The layers of a forward that a CUDA graph holds: KV into the window, then attention."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvspec_kernels.ops.append import append
+from kvspec_kernels.ops.attention import Tail
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.runtime.draft_rows import DraftRows
+from sglang_kvspec.runtime.step_attention import StepAttention
+from sglang_kvspec.runtime.verify_attention import CapturedTarget
+from sglang_kvspec.runtime.verify_rows import VerifyRows
+
+
+class CapturedLayers(Protocol):
+    """Of one forward over rows whose addresses do not change."""
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Store k, v [num_tokens, num_kv_heads, head_dim] and attend from q [num_tokens, num_heads,
+        head_dim]: like q."""
+
+
+class StepLayers:
+    """One token of each of the first rows of a DraftRows."""
+
+    def __init__(self, kv: DeviceKV, rows: DraftRows, attention: StepAttention) -> None:
+        self._kv, self._rows, self._attention = kv, rows, attention
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        rows, batch = self._rows, len(q)
+        window = _store(self._kv, layer, rows, k, v)
+        index = (rows.tail_indptr[: batch + 1], rows.tail_slots, rows.tail_lens[:batch])
+        return self._attention.run(layer, q, Tail(*window, *index))
+
+
+class VerifyLayers:
+    """The first tokens of a VerifyRows, which may be several of a request."""
+
+    def __init__(self, kv: DeviceKV, rows: VerifyRows, attention: CapturedTarget) -> None:
+        self._kv, self._rows, self._attention = kv, rows, attention
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        rows, parts = self._rows, self._attention.num_parts
+        window = _store(self._kv, layer, rows, k, v)
+        if rows.max_encoded:
+            # Tokens behind such a page see it as it is encoded.
+            self._kv.encode_from(layer, *window, rows.encode_source, rows.encode_pages)
+        index = (rows.tail_indptr[: parts + 1], rows.tail_slots, rows.tail_lens[:parts])
+        return self._attention.run(layer, q, Tail(*window, *index))
+
+
+def _store(
+    kv: DeviceKV, layer: int, rows: DraftRows | VerifyRows, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the tokens to their places in the layer's window, which is returned."""
+    num_tokens = len(k)
+    window_k, window_v = kv.window.layer(layer)
+    if k.stride() != v.stride():
+        k, v = k.contiguous(), v.contiguous()
+    append(
+        k,
+        v,
+        window_k,
+        window_v,
+        rows.slots[:num_tokens],
+        rows.offsets[:num_tokens],
+        rows.no_page[:num_tokens],
+        kv.anchors.layer(layer),
+        rows.no_page[:num_tokens],
+        kv.residuals.cache_layer(layer),
+        rows.no_page[:num_tokens],
+        kv.codec.settings,
+        kv.codec.target,  # type: ignore[arg-type]
+    )
+    return window_k, window_v

@@ -1,0 +1,104 @@
+"""Rows of a verification that a CUDA graph reads: who has which tokens, and what they attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.runtime.target_rows import TargetRows
+
+
+class VerifyRows:
+    """Index tensors of up to max_tokens tokens of up to max_parts requests, or of their parts where
+    rows are split by page. Their addresses never change, so that a CUDA graph captured over the
+    first of them can be replayed for every verification that has room there.
+
+    Tokens beyond those that were loaded write nothing and belong to no part; parts beyond have no
+    tokens.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_parts: int,
+        max_past: int,
+        max_tail: int,
+        max_encoded: int,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        """max_past, max_tail: pages of all parts together. max_encoded: pages that requests fill on
+        the way to the last one they write to."""
+        self.max_tokens, self.max_parts, self.max_encoded = max_tokens, max_parts, max_encoded
+        self.page_size, self.device = page_size, device
+
+        def ints(count: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full((count,), value, dtype=dtype, device=device)
+
+        self.input_ids = ints(max_tokens, dtype=torch.int64)
+        self.positions = ints(max_tokens, dtype=torch.int64)
+        self.slots = ints(max_tokens, -1)
+        self.offsets = ints(max_tokens)
+        # No token encodes a page as it is written: the pages below are encoded when all are.
+        self.no_page = ints(max_tokens, -1)
+        self.qo_indptr = ints(max_parts + 1)
+        self.past_indptr = ints(max_parts + 1)
+        self.past_pages = ints(max_past)
+        self.past_last = ints(max_parts, page_size)
+        self.tail_indptr = ints(max_parts + 1)
+        self.tail_slots = ints(max_tail)
+        self.tail_lens = ints(max_parts)
+        self.encode_source = ints(max_encoded, -1)
+        self.encode_pages = ints(max_encoded, -1)
+
+    def has_room(self, rows: TargetRows) -> bool:
+        return (
+            rows.num_tokens <= self.max_tokens
+            and len(rows.tail_lens) <= self.max_parts
+            and len(rows.past_pages) <= len(self.past_pages)
+            and len(rows.tail_slots) <= len(self.tail_slots)
+            and len(rows.encode_pages) <= self.max_encoded
+        )
+
+    def clear(self) -> None:
+        """No token, no part."""
+        for ends in (self.qo_indptr, self.past_indptr, self.tail_indptr, self.tail_lens):
+            ends.zero_()
+        for places in (self.slots, self.encode_source, self.encode_pages):
+            places.fill_(-1)
+
+    def load(self, rows: TargetRows, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Set the first tokens and parts and clear the others. rows: of a plan whose rows are all
+        VERIFY, and that has room; tokens, positions: of each of its tokens. Nobody waits."""
+        assert self.has_room(rows), "a verification that was not captured"
+        assert len(tokens) == len(positions) == rows.num_tokens
+        self._put(self.input_ids, torch.tensor(tokens))
+        self._put(self.positions, torch.tensor(positions))
+        self._put(self.slots, filled(rows.token_slots, self.max_tokens, -1))
+        self._put(self.offsets, rows.token_offsets)
+        for name in ("qo_indptr", "past_indptr", "tail_indptr"):
+            ends = getattr(rows, name)
+            self._put(getattr(self, name), filled(ends, self.max_parts + 1, int(ends[-1])))
+        self._put(self.past_pages, rows.past_pages)
+        self._put(self.tail_slots, rows.tail_slots)
+        self._put(self.tail_lens, filled(rows.tail_lens, self.max_parts, 0))
+        self._put(self.encode_source, filled(rows.encode_source, self.max_encoded, -1))
+        self._put(self.encode_pages, filled(rows.encode_pages, self.max_encoded, -1))
+
+    def _put(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        target[: len(values)].copy_(sent_to(self.device, values), non_blocking=True)
+
+    # What a captured forward calls
+
+    def begin_step(self, num_tokens: int) -> None:
+        """All was said by load()."""
+
+    def end_step(self, logits: torch.Tensor) -> None:
+        """What follows from logits is decided outside."""
+
+
+def filled(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
+    """`values` [N], and `value` up to this length."""
+    return torch.cat((values, values.new_full((length - len(values),), value)))

@@ -1,0 +1,133 @@
+"""Verifications over tensors that stay where they are, against ReferenceAttention.
+
+In Triton's interpreter, with a stand-in for FlashInfer; on a GPU from CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from kvspec_kernels.testing.interpreter import teach_interpreter
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.runtime.testing import paged_prefill
+from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
+from sglang_kvspec.runtime.testing.captured_verification import CapturedVerification
+from sglang_kvspec.runtime.verify_rows import VerifyRows
+from sglang_kvspec.runtime.verify_sizes import VerifySize
+
+PAGE, NUM_PAGES, MAX_TOKENS, MAX_ROWS = 64, 12, 16, 3
+# Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16; a wrong page, slot or
+# length gives errors of the order of 1.
+TOLERANCE = 0.02
+TARGETS = pytest.mark.parametrize("target", ["exact", "int8", "in order"])
+
+
+@pytest.fixture(autouse=True)
+def taught(device):
+    if device.type == "cpu":
+        teach_interpreter()
+
+
+@pytest.fixture
+def make_pair(monkeypatch, device):
+    if device.type == "cpu":
+        monkeypatch.setitem(sys.modules, "flashinfer", paged_prefill)
+
+    def make(target, cache_pages=NUM_PAGES):
+        # Small for the interpreter, and one that FlashInfer has on a GPU.
+        head_dim, num_layers = (32, 1) if device.type == "cpu" else (128, 2)
+        in_order = target == "in order"
+        return AttentionPair(
+            "uniform4",
+            "exact" if in_order else target,
+            KVGeometry(num_layers, 1, head_dim, PAGE, torch.bfloat16),
+            device,
+            num_qo_heads=2,
+            num_pages=NUM_PAGES,
+            cache_pages=cache_pages,
+            tolerance=TOLERANCE,
+            in_order=in_order,
+        )
+
+    return make
+
+
+def captured(pair, *sizes):
+    """Verifications of these sizes over one VerifyRows."""
+    splits = pair.attention.splits_by_page
+    rows = VerifyRows(
+        MAX_TOKENS,
+        2 * MAX_ROWS if splits else MAX_TOKENS,
+        max_past=2 * NUM_PAGES,
+        max_tail=2 * MAX_ROWS,
+        max_encoded=MAX_ROWS if splits else 0,
+        page_size=PAGE,
+        device=pair.kv.device,
+    )
+    made = pair.attention.make_verifications(rows)
+    return [CapturedVerification(pair, rows, made.make(size), size) for size in sizes]
+
+
+@TARGETS
+def test_verifications_one_after_another(make_pair, target):
+    pair = make_pair(target)
+    large, small = captured(pair, VerifySize(16, 12), VerifySize(4, 2))
+    pair.prefill(a=PAGE + 60, b=PAGE, c=3)
+    # a fills a page and begins the next, b begins one, c stays in its first.
+    large.verify({"a": 7}, a=9, b=2, c=5)
+    # Fewer requests and tokens: what the larger one left behind has no effect.
+    small.verify(b=2)
+    pair.verify(a=2, b=3)
+    small.verify({"c": 1}, c=2, a=1)
+
+
+@TARGETS
+def test_residuals_that_come_from_the_host(make_pair, target):
+    pair = make_pair(target, cache_pages=3)
+    (both,) = captured(pair, VerifySize(16, 12))
+    pair.prefill(a=PAGE + 60)
+    pair.prefill(b=2 * PAGE + 3)
+    both.verify({"a": 6}, a=9)
+    both.verify(b=2)
+    both.verify(a=3)
+    assert pair.kv.residuals.bytes_fetched
+
+
+def test_nothing_happens_once_cleared(make_pair):
+    pair = make_pair("exact")
+    (one,) = captured(pair, VerifySize(4, 4))
+    pair.prefill(a=70)
+    one.verify(a=3)
+    layers = range(pair.geometry.num_layers)
+    before = [part.clone() for layer in layers for part in pair.kv.window.layer(layer)]
+    one.run_cleared()
+    after = [part for layer in layers for part in pair.kv.window.layer(layer)]
+    assert all(same_bits(*both) for both in zip(before, after, strict=True))
+
+
+def same_bits(one, other):
+    """Memory that was never written may hold NaN."""
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def slots_are_not_cleared(monkeypatch):
+    monkeypatch.setattr("sglang_kvspec.runtime.verify_rows.filled", lambda values, *_: values)
+
+
+def pages_are_not_encoded_on_the_way(monkeypatch):
+    monkeypatch.setattr(DeviceKV, "encode_from", lambda *arguments: None)
+
+
+@pytest.mark.parametrize("fault", [slots_are_not_cleared, pages_are_not_encoded_on_the_way])
+def test_a_fault_is_found(make_pair, monkeypatch, fault):
+    pair = make_pair("int8")
+    (one,) = captured(pair, VerifySize(16, 12))
+    pair.prefill(a=PAGE + 60, b=2)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=r"relative error|not 0"):  # noqa: PT012
+        one.verify({"a": 6}, a=9, b=5)
+        one.verify(b=2)
