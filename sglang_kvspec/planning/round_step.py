@@ -25,6 +25,8 @@ PATIENCE = 8
 WEIGHT = 0.1
 # Of a cache that does not hold every residual, at least this share is kept for fetches.
 FETCH_SHARE = 0.7
+# A link that fills what is shared of the cache in fewer rounds would stand still for want of room.
+ROUNDS_TO_FILL = 1.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,9 @@ class _Filling:
     fetch: dict[int, None] = field(default_factory=dict)
     spill: int = 0
 
-    def holds(self, request: RoundView) -> bool:
+    def holds(self, request: RoundView, reserved: int = 0) -> bool:
         together = len(self.pages.union(request.pages)) + self.spill + request.spill
-        return together <= self.num_slots
+        return together + reserved <= self.num_slots
 
     def can_bring(self, request: RoundView) -> bool:
         new = set(request.missing) - self.fetch.keys()
@@ -106,6 +108,8 @@ class RoundPlanner:
         # How many requests beside those that stay the cache holds, and running means of what is
         # fetched and of how many of them verify in a round; None where nothing has to move.
         self._most: float | None = None
+        # Running mean of the pages that the link moves in a round.
+        self._pace: float | None = None
         self._fetched = self._turns = 0.0
 
     @staticmethod
@@ -141,21 +145,27 @@ class RoundPlanner:
         """
         self._waited = {request.key: self._waited.get(request.key, 0) for request in requests}
         self._choose_staying(requests, cache.num_slots)
+        fills_soon = self._fills_soon(requests, cache.num_slots, budget.round_pages)
         filling = _Filling(cache.num_slots, budget.drafting_pages)
         verify, later = [], []
+        reserved = 0
         for index in self._in_order(requests):
             request = requests[index]
             if request.is_lacking:
                 continue
             if request.num_slots > cache.num_slots:
                 verify.append(index)
-            elif not filling.holds(request):
+            elif not filling.holds(request, reserved):
                 later.append(index)
             elif filling.can_bring(request) or self._is_forced(request, verify, later):
                 filling.add(request)
                 verify.append(index)
             else:
                 later.append(index)
+            if later and fills_soon:
+                lacking = sum(len(requests[i].missing) for i in later)
+                left = budget.round_pages - len(filling.fetch)
+                reserved = max(min(lacking, left), 0)
         if not verify and not drafts and later:
             # Nothing would happen otherwise.
             verify.append(later.pop(0))
@@ -187,6 +197,15 @@ class RoundPlanner:
         self._most = max(room // max(each, 1), 1.0)
         self._fetched += WEIGHT * (num_fetched - self._fetched)
         self._turns += WEIGHT * (num_turns - self._turns)
+
+    def _fills_soon(self, requests: Sequence[RoundView], num_slots: int, round_pages: int) -> bool:
+        """Whether the link could fill within ROUNDS_TO_FILL rounds what requests share that take
+        turns: those whose residuals are still there then do not verify again before it has brought
+        others'."""
+        pace = round_pages if self._pace is None else self._pace
+        self._pace = pace + WEIGHT * (round_pages - pace)
+        shared = num_slots - sum(r.num_slots for r in requests if r.key in self._staying)
+        return shared < ROUNDS_TO_FILL * self._pace
 
     def _count(self, requests: Sequence[RoundView], verify: Collection[int]) -> None:
         for index, request in enumerate(requests):
