@@ -37,14 +37,15 @@ class VerifyGraphs:
         self._forward, self._attention = forward, attention
         kv = attention.kv
         page, max_rows = kv.geometry.page_size, runner.max_running_requests
-        self.sizes = sizes_to_capture(max_rows, max_draft_len + 1, attention.query_counts)
-        max_tokens = max(size.num_tokens for size in self.sizes)
+        sizes = sizes_to_capture(max_rows, max_draft_len + 1, attention.query_counts)
+        max_tokens = max(size.num_tokens for size in sizes)
         # Beyond the first one, a request writes to so many pages at most.
         more = -(-max_draft_len // page)
         splits = attention.splits_by_page
         width = -(-runner.req_to_token_pool.req_to_token.shape[1] // page)
         self._rows = VerifyRows(
             max_tokens,
+            max_rows,
             min(max_rows * (1 + more), max_tokens) if splits else max_tokens,
             max_past=max_rows * width * (1 + more if splits else 1),
             max_tail=max_rows * (1 + more),
@@ -53,6 +54,7 @@ class VerifyGraphs:
             device=kv.device,
         )
         verifications = attention.make_verifications(self._rows)
+        self.sizes = [size for size in sizes if verifications.has_room(size)]
         self._graphs: dict[VerifySize, torch.cuda.CUDAGraph] = {}
         self._attended: dict[VerifySize, CapturedTarget] = {}
         with graph_capture() as context:

@@ -10,12 +10,17 @@ from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.target_rows import TargetRows
+from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 WORKSPACE_BYTES = 384 * 2**20
 
 # Query tokens of a request from which on FA3 is quicker: it does not split contexts over
 # multiprocessors, which few tokens need, and multiplies faster.
 MANY_QUERIES = 128
+
+# Of FlashInfer's kernels, each for more query rows: tokens times query heads of a KV head.
+TILES = (16, 64, 128)
+BLOCKS_OF_MULTIPROCESSOR = 2
 
 # Attention output and log-sum-exp to base 2.
 State = tuple[torch.Tensor, torch.Tensor]
@@ -26,8 +31,7 @@ class ExactAttention:
     """Past pages are read where they lie in the residual cache: exact records are FlashInfer's HND
     layout with strides of their own. The tail is a second state, and both are merged."""
 
-    # Tokens of a request times query heads of a KV head up to which FlashInfer takes one kernel.
-    query_tiles = (16, 64)
+    query_tiles = TILES[:-1]
 
     def __init__(self, kv: DeviceKV, num_qo_heads: int) -> None:
         # Late: FlashInfer asks for a GPU when it is imported.
@@ -102,6 +106,29 @@ class ExactAttention:
             causal=False,
             **self._dtypes,
         )
+
+    # Launches that are fixed before a graph is captured
+
+    def num_captured_parts(self, size: VerifySize, max_rows: int) -> int:
+        """Requests that a captured verification has room for, some of which are never there: from
+        how many tokens one has if all others have one, FlashInfer chooses its kernel."""
+        most = size.num_tokens - size.max_qo_len + 1
+        return most if self._tile(size.max_qo_len) < TILES[-1] else min(most, max_rows)
+
+    def captured_bytes(self, size: VerifySize, num_parts: int) -> int:
+        """Of the workspace, for outputs of parts of contexts before they are merged."""
+        num_heads, num_kv_heads, head_dim, _ = self._heads
+        tile = self._tile(size.num_tokens - num_parts + 1)
+        tiles = -(-size.num_tokens * num_heads // num_kv_heads // tile) + num_parts
+        properties = torch.cuda.get_device_properties(self.kv.device)
+        blocks = BLOCKS_OF_MULTIPROCESSOR * properties.multi_processor_count
+        tiles = max(tiles, blocks // num_kv_heads)
+        return num_heads * tiles * tile * (head_dim + 1) * torch.float32.itemsize
+
+    def _tile(self, max_qo_len: int) -> int:
+        """Tokens times query heads of a KV head that a block of FlashInfer's kernel takes."""
+        rows = max_qo_len * self._heads[0] // self._heads[1]
+        return next((tile for tile in TILES if rows <= tile), TILES[-1])
 
     @property
     def _dtypes(self) -> dict[str, torch.dtype]:

@@ -144,9 +144,8 @@ class ExactVerification:
         tail: PlanBuffers,
     ) -> None:
         """Shares the workspace of `target`, so neither may run beside the other."""
-        self._target, self._size = target, size
-        # FlashInfer's kernel follows from how many tokens one row has if all others have one.
-        self.num_parts = min(size.num_tokens - size.max_qo_len + 1, rows.max_parts)
+        self._target = target
+        self.num_parts = target.num_captured_parts(size, rows.max_rows)
         self._past = past.make_wrapper("HND", self.num_parts)
         self._tail = tail.make_wrapper("NHD", self.num_parts)
         device = target.kv.device
@@ -215,6 +214,14 @@ class Verifications:
         if isinstance(target, ExactAttention):
             pages = (len(rows.past_pages), len(rows.tail_slots))
             self._buffers = [PlanBuffers(target, rows.max_parts, count) for count in pages]
+
+    def has_room(self, size: VerifySize) -> bool:
+        """Whether a verification of this size can be captured."""
+        target = self._target
+        if not isinstance(target, ExactAttention):
+            return True
+        num_parts = target.num_captured_parts(size, self._rows.max_rows)
+        return target.captured_bytes(size, num_parts) <= len(target.workspace)
 
     def make(self, size: VerifySize) -> CapturedTarget:
         target = self._target

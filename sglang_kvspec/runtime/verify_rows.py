@@ -11,7 +11,7 @@ from sglang_kvspec.runtime.target_rows import TargetRows
 
 
 class VerifyRows:
-    """Index tensors of up to max_tokens tokens of up to max_parts requests, or of their parts where
+    """Index tensors of up to max_tokens tokens of up to max_rows requests, or of their parts where
     rows are split by page. Their addresses never change, so that a CUDA graph captured over the
     first of them can be replayed for every verification that has room there.
 
@@ -22,6 +22,7 @@ class VerifyRows:
     def __init__(
         self,
         max_tokens: int,
+        max_rows: int,
         max_parts: int,
         max_past: int,
         max_tail: int,
@@ -29,9 +30,11 @@ class VerifyRows:
         page_size: int,
         device: torch.device,
     ) -> None:
-        """max_past, max_tail: pages of all parts together. max_encoded: pages that requests fill on
+        """max_parts: at least max_rows; launches may be made for more than there ever are.
+        max_past, max_tail: pages of all parts together. max_encoded: pages that requests fill on
         the way to the last one they write to."""
-        self.max_tokens, self.max_parts, self.max_encoded = max_tokens, max_parts, max_encoded
+        self.max_tokens, self.max_rows = max_tokens, max_rows
+        self.max_parts, self.max_encoded = max_parts, max_encoded
         self.page_size, self.device = page_size, device
 
         def ints(count: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -61,6 +61,7 @@ def captured(pair, *sizes):
     splits = pair.attention.splits_by_page
     rows = VerifyRows(
         MAX_TOKENS,
+        MAX_ROWS,
         2 * MAX_ROWS if splits else MAX_TOKENS,
         max_past=2 * NUM_PAGES,
         max_tail=2 * MAX_ROWS,
@@ -125,9 +126,9 @@ def pages_are_not_encoded_on_the_way(monkeypatch):
 @pytest.mark.parametrize("fault", [slots_are_not_cleared, pages_are_not_encoded_on_the_way])
 def test_a_fault_is_found(make_pair, monkeypatch, fault):
     pair = make_pair("int8")
-    (one,) = captured(pair, VerifySize(16, 12))
     pair.prefill(a=PAGE + 60, b=2)
     fault(monkeypatch)
+    (one,) = captured(pair, VerifySize(16, 12))
     with pytest.raises(AssertionError, match=r"relative error|not 0"):  # noqa: PT012
         one.verify({"a": 6}, a=9, b=5)
         one.verify(b=2)
