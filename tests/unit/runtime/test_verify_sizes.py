@@ -1,0 +1,69 @@
+"""Which verifications have a captured one, and that it is large enough."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_kvspec.runtime.verify_sizes import (
+    TOKEN_COUNTS,
+    VerifySize,
+    find_size,
+    sizes_to_capture,
+)
+
+QUERY_COUNTS = ([4, 16], [2, 8], [4, 8, 16, 32], [16])
+
+
+@st.composite
+def servers(draw):
+    """Requests at once, tokens of one, and where kernels change; then a verification there."""
+    max_rows, longest = draw(st.integers(1, 300)), draw(st.integers(2, 65))
+    num_rows = draw(st.integers(1, min(max_rows, 40)))
+    lengths = draw(st.lists(st.integers(1, longest), min_size=num_rows, max_size=num_rows))
+    return max_rows, longest, draw(st.sampled_from(QUERY_COUNTS)), lengths
+
+
+@given(servers())
+def test_whatever_a_server_verifies_has_a_size_up_to_the_largest(server):
+    max_rows, longest, query_counts, lengths = server
+    size = find_size(sizes_to_capture(max_rows, longest, query_counts), lengths)
+    if size is not None:
+        assert size.num_tokens >= sum(lengths)
+        assert size.max_qo_len >= max(lengths)
+        assert size.num_tokens - size.max_qo_len + 1 >= len(lengths)
+    else:
+        # Of the longest requests there may be so many tokens that others have no room besides.
+        assert sum(lengths) + longest > TOKEN_COUNTS[-1]
+
+
+@given(servers())
+def test_the_kernel_is_the_one_of_its_longest_request(server):
+    max_rows, longest, query_counts, lengths = server
+    sizes = sizes_to_capture(max_rows, longest, query_counts)
+    size = find_size(sizes, lengths)
+    if size is not None:
+        smaller = [s for s in sizes if max(lengths) <= s.max_qo_len < size.max_qo_len]
+        assert all(
+            s.num_tokens < sum(lengths) or s.num_tokens - s.max_qo_len + 1 < len(lengths)
+            for s in smaller
+        )
+
+
+def test_a_server_for_one_request_captures_little():
+    assert sizes_to_capture(1, 33, [4, 16]) == (
+        VerifySize(8, 4),
+        VerifySize(16, 16),
+        VerifySize(48, 33),
+    )
+
+
+def test_no_size_is_beyond_what_requests_can_fill():
+    sizes = sizes_to_capture(4, 9, [4, 16])
+    assert sizes == (
+        VerifySize(8, 4),
+        VerifySize(16, 4),
+        VerifySize(16, 9),
+        VerifySize(32, 9),
+        VerifySize(48, 9),
+    )
