@@ -16,8 +16,12 @@ FAR = 100_000.0
 FAR_WEIGHT = 0.05
 # Rounds without drafts after which what drafts cost is measured anew.
 ROUNDS_BEFORE_RETRY = 64
-# Of what makes steps without drafts seem dear, forgotten in a round with drafts.
-PLAIN_FADE = 0.02
+# What steps without drafts take at best, over a draft step that reads the same bytes, and how fast
+# it is believed of them while they are not tried: a measurement at other contexts, or by accident,
+# must not stop them for good.
+PLAIN_BEST, PLAIN_FADE = 0.7, 0.02
+# The same of what verifications read, whose kernels may reach more of the memory's speed.
+READS_FADE = 0.02
 # Of a verification, what is left of it once all is enqueued: where less is, the device waited for
 # the CPU. Otherwise it was the CPU that waited, for room among what the device has yet to do.
 LEAST_LEFT = 0.15
@@ -27,7 +31,8 @@ class RoundClock:
     """Keeps running means of times, in seconds.
 
     step: seconds of a draft step without context, measured at the start or guessed. request_reads:
-    bytes that verifying reads of a context over those that a draft step reads. has_plain: whether
+    bytes that verifying reads of a context over those that a draft step reads, of which its kernels
+    may turn out to read more a second. has_plain: whether
     steps without drafts are not verifications, and are observed by observe_plain(). row_per_token:
     a guess of the seconds that a token of context adds to a draft step, which counts until longer
     contexts are seen.
@@ -43,7 +48,7 @@ class RoundClock:
     ) -> None:
         # Of a draft step, over the tokens of context that its rows read.
         self._draft = _FadingLine(step, row_per_token)
-        self._request_reads = request_reads
+        self._most_reads = self._request_reads = request_reads
         self._token: float | None = None
         self._enqueue: float | None = None
         self._between: float | None = None
@@ -92,9 +97,8 @@ class RoundClock:
                 self._draft.forget()
                 self._token = self._enqueue = None
             self._draft.observe(drafted * max(context, 1.0) / steps, draft_s / steps)
-            if self._plain is not None and self._plain > 1:
-                # One that stalled by accident must not stop them for good, either.
-                self._plain += PLAIN_FADE * (1 - self._plain)
+            if self._plain is not None and self._plain > PLAIN_BEST:
+                self._plain += PLAIN_FADE * (PLAIN_BEST - self._plain)
             rows = sum(length > 0 for length in draft_lens)
             self.draft_step_s[rows] = _mean(self.draft_step_s.get(rows), draft_s / steps)
         self._rounds_without_drafts = 0 if steps else self._rounds_without_drafts + 1
@@ -114,6 +118,7 @@ class RoundClock:
             cost = replace(self.cost(context), token=0.0, plain=None)
             without_tokens = replace(cost, enqueue=0.0, between=0.0)
             known = without_tokens.seconds([0] * len(verified_lens))
+            self._observe_reads(verify_s - known, cost.request * len(verified_lens))
             num_tokens = sum(verified_lens) + len(verified_lens)
             per_token = max(0.0, verify_s - known) / num_tokens
             if enqueue_s is not None and not had_to_wait:
@@ -121,6 +126,14 @@ class RoundClock:
             elif self._token is not None:
                 # It may have waited for the CPU: tokens cost no more than this, or nothing.
                 self._token = min(self._token, per_token)
+
+    def _observe_reads(self, excess_s: float, reads_s: float) -> None:
+        """A verification took so much more than it was to take, tokens aside, or less if negative;
+        of that, so much was for what it reads."""
+        self._request_reads += READS_FADE * (self._most_reads - self._request_reads)
+        if excess_s < 0 < reads_s:
+            share = max(0.0, 1 + excess_s / reads_s)
+            self._request_reads = _mean(self._request_reads, share * self._request_reads)
 
     def cost(self, context: float) -> RoundCost:
         """Of a round over a mean context of so many tokens."""

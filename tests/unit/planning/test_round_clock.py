@@ -153,8 +153,9 @@ def test_steps_without_drafts_that_are_no_verifications():
     clock = RoundClock(STEP_S, READS, has_plain=True)
     play(clock, [8] * 16, 8192)
     plain_s = STEP_S + 16 * READS * ROW_S * 8192
-    assert clock.cost(8192).seconds([0] * 16) == pytest.approx(plain_s)
-    for _ in range(40):
+    clock.observe_plain(16, 8192, plain_s)
+    assert clock.cost(8192).seconds([0] * 16) == pytest.approx(plain_s, rel=0.01)
+    for _ in range(80):
         clock.observe_plain(16, 8192, 1.2 * plain_s)
     assert clock.plain_step_s == pytest.approx(1.2 * plain_s)
     assert clock.cost(8192).seconds([0] * 16) == pytest.approx(1.2 * plain_s, rel=1e-3)
@@ -307,6 +308,44 @@ def test_a_stalled_step_without_drafts_does_not_make_drafting_go_on_for_good():
             clock.observe_plain(4, 1000, plain_s)
     assert 0 < drafted < 100
     assert not any(plan_round(requests, clock.cost(1000)))
+
+
+def test_verifications_that_read_faster_than_drafts():
+    """By the bytes they were to take twice as long."""
+    context, lens = 32768, [8] * 16
+    clock = RoundClock(STEP_S, 2 * READS, has_plain=True)
+    for _ in range(30):
+        play(clock, lens, context)
+    cost, true = clock.cost(context), true_cost(context)
+    assert cost.seconds(lens) == pytest.approx(true.seconds(lens), rel=0.01)
+    # What tokens take beside is not told apart from it as long as there are as many.
+    assert true.request < cost.request < 1.1 * (true.request + 9 * TOKEN_S)
+    # Where the kernels change, so does what is believed of them.
+    slow_s = true_cost(context).seconds([0] * 16) + 16 * READS * ROW_S * context
+    for _ in range(150):
+        clock.observe(lens, context, 8 * (STEP_S + 16 * ROW_S * context), slow_s)
+    assert clock.cost(context).request == pytest.approx(2 * READS * ROW_S * context, rel=0.1)
+
+
+def test_steps_without_drafts_are_tried_again_at_another_context():
+    """At the first one launches took half the time, so that drafting seemed to pay at all."""
+    context, requests = 32768, [RoundRequest(0.98, 32)]
+    # One request reads its context slowly while it drafts.
+    row_s = 1.3e-3
+    plain_s = STEP_S + 1.2e-3
+    clock = RoundClock(STEP_S, READS, has_plain=True)
+    clock.observe_plain(1, 100, STEP_S)
+    drafted = 0
+    for _ in range(200):
+        lens = plan_round(requests, clock.cost(context))
+        if not any(lens):
+            clock.observe_plain(1, context, plain_s)
+            continue
+        drafted += 1
+        clock.observe(lens, context, lens[0] * (STEP_S + row_s), STEP_S + 2.5e-3)
+    assert drafted < 80
+    cost = clock.cost(context)
+    assert cost.seconds([0]) == pytest.approx(plain_s, rel=0.02)
 
 
 def test_means_that_are_reported():
