@@ -182,7 +182,7 @@ def test_plain_answers_under_pressure(
     kept = client.kvspec_report()["prefix_tiers"]["kept_anchors"]
     announce(f"{schedule}: {kept}")
     # How many slots that share is, and so whether any page makes room, depends on the machine.
-    assert 0 < kept["counters"]["reused"]
+    assert kept["counters"]["reused"] > 0
     assert kept["pages"] <= kept["slots"]
 
 
