@@ -52,10 +52,10 @@ def check_kept_anchors(
             # The last prompts are in host memory, the first ones on disk.
             backwards = check.ask(server, at_once=False, backwards=True)
             check.same(f"{name}.backwards", backwards, case.expected)
+            note_kept_anchors(check, name, server)
             if case.is_deterministic:
                 check.same(f"{name}.cold", cold, case.expected)
                 check.same(f"{name}.all_at_once", check.ask(server, at_once=True), case.expected)
-            note_kept_anchors(check, name, server)
 
 
 def note_kept_anchors(check: Any, name: str, server: TierServer) -> None:
