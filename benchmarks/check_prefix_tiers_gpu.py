@@ -203,12 +203,14 @@ def run(
             in_use = (pages["residual_store_pages"], pages["residual_cache_pages"])
             assert in_use == (SMALL_POOL // 64, CACHE_PAGES), f"residuals are elsewhere: {pages}"
     if args.kept:
-        cases = {"exact.kept": KeptCase(exact, expected)}
+        cases = {"exact.kept": KeptCase(exact, expected, host_gb=0.03)}
         if args.hosted:
             arguments = (*exact, "--kvspec-host-gb=1")
-            cases["exact.kept_hosted"] = KeptCase(arguments, expected, environment=small_cache)
+            cases["exact.kept_hosted"] = KeptCase(
+                arguments, expected, host_gb=0.03, environment=small_cache
+            )
         if args.int8:
-            cases["int8.kept"] = KeptCase(int8, expected_int8, is_deterministic=False)
+            cases["int8.kept"] = KeptCase(int8, expected_int8, host_gb=0.01, is_deterministic=False)
         check_kept_anchors(check, server, start, cases, SMALL_POOL, scratch)
 
 
