@@ -3,6 +3,7 @@ back from host memory, from disk or from a prefix server?
 
     python benchmarks/check_prefix_tiers_gpu.py --out prefix_tiers_h200.json
     python benchmarks/check_prefix_tiers_gpu.py --hosted --int8
+    python benchmarks/check_prefix_tiers_gpu.py --kept --hosted --int8
     python benchmarks/check_prefix_tiers_gpu.py --cpu
 
 All servers run on one GPU, those of a phase at the same time. The first phase has one without
@@ -10,7 +11,9 @@ tiers, whose answers count, and one with all of them and so small a KV memory th
 evicted and come back; the second has fresh servers, one with the first one's folder and one with
 its prefix server. --hosted: and one that keeps residuals in pinned host memory. They run with
 --enable-deterministic-inference, under which a token does not depend on what runs beside it or on
-what is cached, so that every difference is wrong; so is a tier that nothing was found in.
+what is cached, so that every difference is wrong; so is a tier that nothing was found in. --kept:
+and servers whose anchors stay in GPU memory when residuals leave it, to which residuals alone are
+to come back, from host memory and from disk.
 
 --int8: the same for the target int8, which has no such order. There prompts are sent one by one, a
 fixed number of tokens is drafted, and only answers over cached prefixes are compared: both servers
@@ -35,6 +38,7 @@ from acceptance.report import Figure, write_json
 from bench_gpu_identity import prompts_of_all_lengths
 from rich.console import Console
 from serving.environment import ROOT, server_environment
+from serving.kept_check import KeptCase, check_kept_anchors
 from serving.tier_server import TierServer
 
 from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
@@ -55,12 +59,14 @@ class Check:
         self.figures: list[Figure] = []
         self.num_wrong = 0
 
-    def ask(self, server: TierServer, *, at_once: bool) -> list[list[int]]:
-        return server.ask(self.prompts, self.new_tokens, at_once=at_once)
+    def ask(self, server: TierServer, *, at_once: bool, backwards: bool = False) -> list[list[int]]:
+        """Answers in the order of prompts, which are sent from the last one on if backwards."""
+        step = -1 if backwards else 1
+        return server.ask(self.prompts[::step], self.new_tokens, at_once=at_once)[::step]
 
     def same(self, name: str, found: list[list[int]], expected: list[list[int]]) -> None:
         differ = sum(a != b for a, b in zip(found, expected, strict=True))
-        self._note(f"{name}.differences", differ, f"of {len(expected)} answers", 0, differ > 0)
+        self.note(f"{name}.differences", differ, f"of {len(expected)} answers", 0, differ > 0)
 
     def hits(self, name: str, server: TierServer, *tiers: str) -> None:
         """Tokens found in each of these tiers so far, which is to be some."""
@@ -68,9 +74,9 @@ class Check:
         for tier in tiers:
             num_tokens = server.hits[tier]
             is_wrong = min(num_tokens, reported[tier]) == 0
-            self._note(f"{name}.hits.{tier}", num_tokens, "tokens", None, is_wrong)
+            self.note(f"{name}.hits.{tier}", num_tokens, "tokens", None, is_wrong)
 
-    def _note(
+    def note(
         self, name: str, value: float, unit: str, baseline: float | None, is_wrong: bool
     ) -> None:
         self.figures.append(Figure(f"prefix_tiers.gpu.{name}", value, unit, None, baseline))
@@ -116,6 +122,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-5m")
     parser.add_argument("--cpu", action="store_true", help="a dry run on this machine's CPU")
     parser.add_argument("--hosted", action="store_true", help="a server with --kvspec-host-gb, too")
+    parser.add_argument("--kept", action="store_true", help="servers that keep anchors, too")
     parser.add_argument("--int8", action="store_true", help="two servers with that target, too")
     parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--prompts", type=int, default=12)
@@ -169,20 +176,19 @@ def run(
         check.same("exact.all_at_once", check.ask(tiers, at_once=True), expected)
         check.hits("exact", tiers, "resident", "host")
         tiers.wait_until_spilled()
-        if others:
-            compare_int8(check, *others)
+        expected_int8 = compare_int8(check, *others) if others else []
     fresh = {
         "disk": server("disk", LARGE_POOL, *exact, disk),
         "remote": server("remote", LARGE_POOL, *exact, *shared),
     }
+    paths = f"{FAULTS}:{environment['PYTHONPATH']}"
+    small_cache = (("PYTHONPATH", paths), ("KVSPEC_CACHE_PAGES", str(CACHE_PAGES)))
     if args.hosted:
-        paths = f"{FAULTS}:{environment['PYTHONPATH']}"
         fresh["host"] = server(
             "hosted",
             SMALL_POOL,
             *(*exact, host, "--kvspec-host-gb=1"),
-            PYTHONPATH=paths,
-            KVSPEC_CACHE_PAGES=str(CACHE_PAGES),
+            **dict(small_cache),
         )
     with ExitStack() as running:
         start(running, *fresh.values())
@@ -196,6 +202,16 @@ def run(
             pages = fresh["host"].report()["pools"]
             in_use = (pages["residual_store_pages"], pages["residual_cache_pages"])
             assert in_use == (SMALL_POOL // 64, CACHE_PAGES), f"residuals are elsewhere: {pages}"
+    if args.kept:
+        cases = {"exact.kept": KeptCase(exact, expected, host_gb=0.03)}
+        if args.hosted:
+            arguments = (*exact, "--kvspec-host-gb=1")
+            cases["exact.kept_hosted"] = KeptCase(
+                arguments, expected, host_gb=0.03, environment=small_cache
+            )
+        if args.int8:
+            cases["int8.kept"] = KeptCase(int8, expected_int8, host_gb=0.01, is_deterministic=False)
+        check_kept_anchors(check, server, start, cases, SMALL_POOL, scratch)
 
 
 def int8_servers(make, *arguments: str) -> tuple[TierServer, TierServer]:
@@ -206,12 +222,14 @@ def int8_servers(make, *arguments: str) -> tuple[TierServer, TierServer]:
     )
 
 
-def compare_int8(check: Check, plain: TierServer, tiers: TierServer) -> None:
+def compare_int8(check: Check, plain: TierServer, tiers: TierServer) -> list[list[int]]:
+    """Returns the answers over cached prefixes."""
     for server in (plain, tiers):
         check.ask(server, at_once=False)
     expected = check.ask(plain, at_once=False)
     check.same("int8.again", check.ask(tiers, at_once=False), expected)
     check.hits("int8", tiers, "host")
+    return expected
 
 
 def start(running: ExitStack, *servers: TierServer) -> None:

@@ -86,7 +86,11 @@ class TierServer(ServerProcess):
     def wait_until_spilled(self) -> None:
         """Nothing is on its way to disk or to the prefix server."""
         self._wait(
-            lambda tiers: not any(tiers[name]["waiting_bytes"] for name in ("disk", "remote"))
+            lambda tiers: (
+                not any(
+                    tiers[name]["waiting_bytes"] for name in ("disk", "remote") if name in tiers
+                )
+            )
         )
 
     def _wait(self, is_so: Callable[[dict[str, Any]], bool]) -> None:

@@ -1,6 +1,8 @@
-"""SchedulerOutputStreamer.get_cached_tokens_details: which hits came from a prefix server.
+"""SchedulerOutputStreamer.get_cached_tokens_details: which hits came from a prefix server, and of
+which the anchors were in GPU memory still.
 
-SGLang 0.5.17 has three tiers, and counts these as storage's. Remove when caches can name theirs.
+SGLang 0.5.17 has three tiers, and counts the first as storage's. Remove when caches can name
+theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ SCOPE = "kvspec"
 
 
 def hook(result: dict[str, Any] | None, self: Any, req: Any) -> dict[str, Any] | None:
-    from sglang_kvspec.adapters import remote_hits
+    from sglang_kvspec.adapters import loaded_hits
 
-    num_tokens = remote_hits.tokens_of(req)
-    return {**(result or {}), "remote": num_tokens} if num_tokens else result
+    loaded = loaded_hits.tokens_of(req)._asdict()
+    return {**(result or {}), **loaded} if any(loaded.values()) else result

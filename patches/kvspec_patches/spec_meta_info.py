@@ -38,7 +38,7 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
             "accepted": accepted,
             "verified": verified,
             "accept_histogram": list(recv_obj.spec_correct_drafts_histogram[i]),
-            "hit_tokens": _hit_tokens(recv_obj.cached_tokens_details, i),
+            **_hits(recv_obj.cached_tokens_details, i),
             **_transfer(self.rid_to_state.get(recv_obj.rids[i]), meta_info),
         },
     )
@@ -55,13 +55,17 @@ def _transfer(state: Any, meta_info: dict[str, Any]) -> dict[str, Any]:
     return {} if summary is None else {"transfer": summary}
 
 
-def _hit_tokens(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, int]:
-    """By tier. SGLang has no entry of requests without a hit."""
+def _hits(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, dict[str, int]]:
+    """By tier; kept_anchors: of how many tokens the anchors were in GPU memory still, and only
+    residuals came from there. SGLang has no entry of requests without a hit."""
     found = (details and details[i]) or {}
     remote = found.get("remote", 0)
     return {
-        "resident": found.get("device", 0),
-        "host": found.get("host", 0),
-        "disk": found.get("storage", 0) - remote,
-        "remote": remote,
+        "hit_tokens": {
+            "resident": found.get("device", 0),
+            "host": found.get("host", 0),
+            "disk": found.get("storage", 0) - remote,
+            "remote": remote,
+        },
+        "kept_anchors": {"host": found.get("kept_host", 0), "disk": found.get("kept_disk", 0)},
     }

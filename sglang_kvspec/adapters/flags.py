@@ -78,6 +78,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"(default: {default.prefix_host_gb:g})",
     )
     group.add_argument(
+        "--kvspec-prefix-hbm-fraction",
+        metavar="F",
+        help="share of the KV memory that keeps anchors of such prefixes, so that only residuals "
+        f"come back from host memory or disk, 0 to 0.9 (default: {default.prefix_hbm_fraction:g})",
+    )
+    group.add_argument(
         "--kvspec-prefix-dir",
         metavar="DIR",
         help="folder that keeps cached prefixes over restarts of the same model (default: none)",
@@ -184,6 +190,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "host_gb": float,
     "residual_hbm_fraction": float,
     "prefix_host_gb": float,
+    "prefix_hbm_fraction": float,
     "prefix_gb": float,
     "prefix_publish_gbps": float,
     "prefix_wait_ms": float,

@@ -23,6 +23,7 @@ from sglang_kvspec.core.units import GIB
 from sglang_kvspec.planning.capacity import (
     CapacityPlan,
     PageBytes,
+    kept_anchor_pages_for,
     pages_of_one_request,
     plan_capacity,
     split_shared_memory,
@@ -100,6 +101,9 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         assert self._budget_bytes is not None, "SGLang profiles memory before it caps tokens"
         num_sharing = ranks_on_a_machine(self._kvc.server_args)
         budget_bytes = self._budget_bytes
+        kept_pages = kept_anchor_pages_for(
+            budget_bytes, page_bytes, window_pages, config.prefix_hbm_fraction
+        )
         host_limit_bytes = least_of_all_ranks(available_host_bytes() // num_sharing)
         host_bytes = None if config.host_gb is None else int(config.host_gb * GIB) // num_sharing
         min_cache_pages = 0
@@ -110,9 +114,11 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
                 int(self._kvc.model_config.context_len), config.max_draft_len, geometry.page_size
             )
         elif host_bytes is None:
-            budget_bytes, host_limit_bytes = split_shared_memory(
-                budget_bytes, page_bytes, window_pages, config.residual_hbm_fraction
+            kept_bytes = kept_pages * page_bytes.anchor
+            kv_bytes, host_limit_bytes = split_shared_memory(
+                budget_bytes - kept_bytes, page_bytes, window_pages, config.residual_hbm_fraction
             )
+            budget_bytes = kv_bytes + kept_bytes
         make = partial(
             plan_capacity,
             budget_bytes,
@@ -121,6 +127,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             residual_fraction=config.residual_hbm_fraction,
             host_limit_bytes=host_limit_bytes,
             max_pages=max_pages,
+            kept_anchor_pages=kept_pages,
         )
         plan = make(host_bytes=host_bytes, min_cache_pages=min_cache_pages)
         if self._kvc.device != "cpu" and plan.host_pages:
@@ -175,6 +182,7 @@ def describe(
     """The plan in one line for a person."""
     fits, plain = plan.num_pages * page_size, plan.plain_pages * page_size
     draft_len = config.draft_len if config.drafts else "off"
+    kept = plan.kept_anchor_pages * plan.page_bytes.anchor / GIB
     return (
         f"KVSpec: {fits} tokens fit where plain KV holds {plain} ({fits / max(plain, 1):.2f}x, "
         f"limited by {plan.binding}); target {config.target}, codec {config.codec} "
@@ -183,6 +191,7 @@ def describe(
         f"KV memory {plan.hbm_bytes / GIB:.2f} GiB = anchors "
         f"{plan.num_pages * plan.page_bytes.anchor / GIB:.2f} + recent window "
         f"{plan.window_pages * plan.page_bytes.plain / GIB:.2f} + residual cache "
-        f"{plan.cache_pages * plan.page_bytes.residual / GIB:.2f}; "
+        f"{plan.cache_pages * plan.page_bytes.residual / GIB:.2f}"
+        f"{f' + kept anchors {kept:.2f}' if kept else ''}; "
         f"residual store {plan.host_bytes / GIB:.2f} GiB of host memory"
     )

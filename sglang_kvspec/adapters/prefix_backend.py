@@ -21,6 +21,7 @@ from sglang_kvspec.adapters.prefix_flags import PREFIX_CACHE
 from sglang_kvspec.adapters.prefix_link import connect
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.units import GIB
+from sglang_kvspec.pools.kept_anchors import KeptAnchors
 from sglang_kvspec.pools.prefix_store import (
     MemoryStore,
     PrefixStore,
@@ -68,7 +69,8 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     if config.prefix_server is not None:
         remote = connect(config, pool.kv, ctx.model_config, weights, arithmetic)
     pool.kv.warm_up_records()
-    pool.prefix_tiers = PrefixTiers(pool.kv, host_maker, disk, remote)
+    kept = KeptAnchors(pool.kv) if pool.kv.plan.kept_anchor_pages else None
+    pool.prefix_tiers = PrefixTiers(pool.kv, host_maker, disk, remote, kept)
     return KVSpecRadixCache(ctx.params, pool.kv, pool.prefix_tiers, remote)
 
 

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from sglang_kvspec.adapters import remote_hits
+from sglang_kvspec.adapters import loaded_hits
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.prefix_store import PageLink, chain_links
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
@@ -29,9 +29,10 @@ CLOSE_TIMEOUT_S = 3.0
 
 class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     """The tree is SGLang's and holds what is in the KV cache; order of eviction and locks are its
-    own. Nodes about to be evicted are copied to the tiers first, finished prefixes to disk. A
-    prefix that goes on in the tiers counts as SGLang's "host hit": when its request is admitted,
-    SGLang has it loaded into pages of its own, which then are a node like any other.
+    own. Nodes about to be evicted are copied to the tiers first, finished prefixes to disk; their
+    anchors may stay in GPU memory. A prefix that goes on in the tiers counts as SGLang's "host
+    hit": when its request is admitted, SGLang has it loaded into pages of its own, which then are a
+    node like any other.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         super().reset()
-        self._tiers.forget_host()
+        self._tiers.forget_memory()
 
     # Coming back
 
@@ -95,7 +96,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         req.host_hit_length = num_tokens
         num_stored = loaded.num_from_disk + loaded.num_from_remote
         req.storage_hit_length = num_stored * self.page_size
-        remote_hits.note(req, loaded.num_from_remote * self.page_size)
+        loaded_hits.note(req, loaded, self.page_size)
         node = params.best_match_node
         if num_tokens:
             inserted = self.insert(
@@ -136,7 +137,8 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         if keeps and not is_insert:
             # Retracted as a rule: it will be back, and the tree has no room for it.
             slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(key)]
-            self._tiers.demote(*self._encoded(key, slots))
+            num_staying = req.cache_protected_len // self.page_size
+            self._tiers.demote(*self._encoded(key, slots), num_staying)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         if keeps and is_insert and not self.disable_finished_insert:
             slots = super().match_prefix(MatchPrefixParams(key=key)).device_indices
@@ -168,7 +170,9 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         for each in path:
             tokens.extend(each.key.raw_token_ids())
         key = RadixKey(tokens, node.key.extra_key)
-        self._tiers.demote(*self._encoded(key, torch.cat([each.value for each in path])))
+        num_staying = (len(tokens) - len(node.value)) // self.page_size
+        slots = torch.cat([each.value for each in path])
+        self._tiers.demote(*self._encoded(key, slots), num_staying)
 
     def _encoded(self, key: RadixKey, slots: torch.Tensor) -> tuple[Sequence[PageLink], list[int]]:
         """Links and pages of a prefix in the tree, as far as it is encoded and as it was

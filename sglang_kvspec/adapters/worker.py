@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_kvspec.adapters import remote_hits
+from sglang_kvspec.adapters import loaded_hits
 from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.first_tokens import first_tokens
 from sglang_kvspec.adapters.grammar import allowed_by, masks_along
@@ -179,13 +179,14 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         """Of requests whose prompt is complete with this forward, for the first time."""
         for req in reqs:
             if req.inflight_middle_chunks == 0 and not req.retracted_stain:
-                remote = remote_hits.tokens_of(req)
+                loaded = loaded_hits.tokens_of(req)
                 self.counters.observe_hits(
                     resident=req.cached_tokens_device,
                     host=req.cached_tokens_host,
-                    disk=req.cached_tokens_storage - remote,
-                    remote=remote,
+                    disk=req.cached_tokens_storage - loaded.remote,
+                    remote=loaded.remote,
                 )
+                self.counters.observe_kept_anchors(host=loaded.kept_host, disk=loaded.kept_disk)
 
     # Drafting and verifying
 

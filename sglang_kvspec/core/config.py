@@ -37,6 +37,8 @@ class KVSpecConfig:
     schedule: whether verifications take turns, so that residual traffic hides behind drafting, or
     all requests draft and then all verify; auto is the first on a CPU and the second on a GPU.
     prefix_host_gb: GiB of host memory for prefixes that the KV cache had no more room for.
+    prefix_hbm_fraction: share in [0, 0.9] of the KV memory budget that keeps the anchors of such
+    prefixes, whose residuals come back from host memory or disk.
     prefix_dir: folder that keeps prefixes over restarts, in up to prefix_gb GiB; None for none.
     prefix_server: address of a prefix server, tcp://host:port, that several servers share; None for
     none. Off loopback it needs prefix_server_keys, a folder of CURVE certificates.
@@ -56,6 +58,7 @@ class KVSpecConfig:
     residual_hbm_fraction: float = 0.25
     schedule: Schedule = "auto"
     prefix_host_gb: float = 0
+    prefix_hbm_fraction: float = 0
     prefix_dir: str | None = None
     prefix_gb: float | None = None
     prefix_server: str | None = None
@@ -108,8 +111,19 @@ class KVSpecConfig:
             )
         if self.prefix_dir is not None and not (self.prefix_dir and type(self.prefix_dir) is str):
             raise ConfigError(f"--kvspec-prefix-dir must be a folder, got {self.prefix_dir!r}")
+        self._check_kept_anchors()
         self._check_prefix_server()
         self._check_transfer()
+
+    def _check_kept_anchors(self) -> None:
+        flag, share = "--kvspec-prefix-hbm-fraction", self.prefix_hbm_fraction
+        if not _is_between(share, 0, 0.9):
+            raise ConfigError(f"{flag} must be between 0 and 0.9, got {share!r}")
+        if share and not (self.prefix_host_gb or self.prefix_dir):
+            raise ConfigError(
+                f"{flag} {share:g} has no effect without --kvspec-prefix-host-gb or "
+                "--kvspec-prefix-dir, where residuals of kept anchors would be"
+            )
 
     def _check_prefix_server(self) -> None:
         for name in ("prefix_server", "prefix_server_keys"):

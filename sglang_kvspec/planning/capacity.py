@@ -21,7 +21,8 @@ class CapacityPlan:
     """Pages of each pool. num_pages: what SGLang may allocate (its padding page comes on top).
 
     host_pages is num_pages with a host store (write-through, one slot a page) and 0 without one,
-    when cache_pages is num_pages. binding: what limited num_pages.
+    when cache_pages is num_pages. binding: what limited num_pages. kept_anchor_pages: whose anchors
+    stay in KV memory once the pages have gone to others.
     """
 
     num_pages: int
@@ -30,12 +31,13 @@ class CapacityPlan:
     host_pages: int
     page_bytes: PageBytes
     binding: str
+    kept_anchor_pages: int = 0
 
     @property
     def hbm_bytes(self) -> int:
         page = self.page_bytes
         return (
-            self.num_pages * page.anchor
+            (self.num_pages + self.kept_anchor_pages) * page.anchor
             + self.window_pages * page.plain
             + self.cache_pages * page.residual
         )
@@ -68,6 +70,14 @@ def pages_of_one_request(context_len: int, max_draft_len: int, page_size: int) -
     return -(-context_len // page_size) + -(-(max_draft_len + 1) // page_size) + 1
 
 
+def kept_anchor_pages_for(
+    budget_bytes: int, page_bytes: PageBytes, window_pages: int, fraction: float
+) -> int:
+    """Pages whose anchors fit into this share of what the recent window leaves."""
+    rest = max(budget_bytes - window_pages * page_bytes.plain, 0)
+    return int(rest * fraction) // page_bytes.anchor
+
+
 def split_shared_memory(
     budget_bytes: int, page_bytes: PageBytes, window_pages: int, residual_fraction: float
 ) -> tuple[int, int]:
@@ -93,15 +103,16 @@ def plan_capacity(
     host_limit_bytes: int,
     max_pages: int | None = None,
     min_cache_pages: int = 0,
+    kept_anchor_pages: int = 0,
 ) -> CapacityPlan:
-    """Divide budget_bytes of KV memory.
+    """Divide budget_bytes of KV memory, of which kept anchors come first.
 
     host_bytes: size of the residual store, None for as much as needed up to host_limit_bytes, 0
     for no store. max_pages caps num_pages (--max-total-tokens). The cache gets min_cache_pages,
     whatever its share, or holds all num_pages where these are fewer. Raises ConfigError when not
     one page fits.
     """
-    rest = budget_bytes - window_pages * page_bytes.plain
+    rest = budget_bytes - window_pages * page_bytes.plain - kept_anchor_pages * page_bytes.anchor
     limits: dict[str, int] = {}
     all_cached = rest // (page_bytes.anchor + page_bytes.residual)
     if host_bytes == 0:
@@ -119,7 +130,8 @@ def plan_capacity(
     binding = min(limits, key=lambda name: limits[name])
     num_pages = limits[binding]
     if num_pages < 1:
-        raise ConfigError(_too_small(binding, budget_bytes, window_pages, page_bytes))
+        kept_bytes = kept_anchor_pages * page_bytes.anchor
+        raise ConfigError(_too_small(binding, budget_bytes - kept_bytes, window_pages, page_bytes))
     cache_pages = 0
     if host_bytes == 0:
         cache_pages = num_pages
@@ -134,6 +146,7 @@ def plan_capacity(
         host_pages=0 if host_bytes == 0 else num_pages,
         page_bytes=page_bytes,
         binding=binding,
+        kept_anchor_pages=kept_anchor_pages,
     )
 
 

@@ -14,6 +14,7 @@ from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.hosted_residuals import HostedResiduals
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.lanes import Lanes, make_lanes
+from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
 from sglang_kvspec.pools.staged_records import StagedRecords
 from sglang_kvspec.pools.transfers import sent_to
@@ -177,6 +178,8 @@ class DeviceKV(KVTiers):
         pools = [self.anchors] if self._hosted is not None else [self.anchors, self.residuals.cache]
         for pool in pools:
             self._staged.write(pool, [0], self._staged.read(pool, [0]))
+        if self.plan.kept_anchor_pages:
+            self._staged.copy(self.anchors, [0], self.kept_anchors, [0])
 
     def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
         self._staged.write(self.anchors, pages, records)
@@ -195,6 +198,15 @@ class DeviceKV(KVTiers):
             return self._hosted.read_pages(pages)
         self.residuals.check_readable(pages)
         return self._staged.read(self.residuals.cache, self._slots_of(pages))
+
+    def _copy_anchors(
+        self,
+        source: RecordPool,
+        source_slots: Sequence[int],
+        target: RecordPool,
+        target_slots: Sequence[int],
+    ) -> None:
+        self._staged.copy(source, source_slots, target, target_slots)
 
     def _slots_of(self, pages: Sequence[int]) -> list[int]:
         return [self.residuals.cache_slots.slot_of(page) for page in pages]

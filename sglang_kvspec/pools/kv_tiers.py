@@ -36,12 +36,11 @@ class KVTiers(ABC):
         self.codec = codec
         self.plan = plan
         self.device = device
-        self.anchors = RecordPool(
-            geometry.num_layers,
-            plan.num_pages + 1,
-            geometry.num_kv_heads,
-            codec.anchor_bytes,
-            device,
+        self.anchors, self.kept_anchors = (
+            RecordPool(
+                geometry.num_layers, num_slots, geometry.num_kv_heads, codec.anchor_bytes, device
+            )
+            for num_slots in (plan.num_pages + 1, plan.kept_anchor_pages)
         )
         self.window = RecentWindow(
             geometry, plan.num_pages, plan.window_pages, device, table_device
@@ -153,6 +152,27 @@ class KVTiers(ABC):
     def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
         """The same for the residuals, wherever they are, of pages that have them."""
 
+    def keep_anchors(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy the anchors of encoded pages into slots of `kept_anchors`, where they stay when the
+        pages are freed."""
+        assert self._encoded.issuperset(pages), "only an encoded page has anchors"
+        self._copy_anchors(self.anchors, pages, self.kept_anchors, slots)
+
+    def restore_anchors(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """In place of write_anchors(), from such slots, which may be used again at once."""
+        self._copy_anchors(self.kept_anchors, slots, self.anchors, pages)
+
+    @abstractmethod
+    def _copy_anchors(
+        self,
+        source: RecordPool,
+        source_slots: Sequence[int],
+        target: RecordPool,
+        target_slots: Sequence[int],
+    ) -> None:
+        """Within the device's memory, behind all that the device was given so far. The target slots
+        are distinct."""
+
     @abstractmethod
     def warm_up_records(self) -> None:
         """Before the first request: compile what copies of records run, and take the memory that
@@ -186,7 +206,8 @@ class KVTiers(ABC):
 
     @property
     def hbm_nbytes(self) -> int:
-        return self.anchors.nbytes + self.window.nbytes + self.residuals.hbm_nbytes
+        anchors = self.anchors.nbytes + self.kept_anchors.nbytes
+        return anchors + self.window.nbytes + self.residuals.hbm_nbytes
 
     def check_integrity(self) -> None:
         """Raise AssertionError when pools and tables disagree."""

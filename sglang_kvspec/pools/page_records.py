@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,9 @@ import torch
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.kv_tiers import KVTiers
+
+# Pages copied at once: what a copy needs of memory beside pools and tiers.
+BATCH_PAGES = 16
 
 
 class PageRecords(NamedTuple):
@@ -50,11 +53,24 @@ def copy_out(kv: KVTiers, pages: Sequence[int]) -> PageRecords:
     return PageRecords(kv.read_anchors(pages), kv.read_residuals(pages))
 
 
-def copy_in(kv: KVTiers, pages: Sequence[int], records: PageRecords) -> None:
+def copy_in(
+    kv: KVTiers,
+    pages: Sequence[int],
+    records: PageRecords,
+    kept_slots: Mapping[int, int] | None = None,
+) -> None:
     """Make free pages encoded ones, with records that copy_out() gave of pages of this geometry and
     codec, and that are not to change any more. Their residuals are in the cache while it has room,
-    on a GPU with a store in that."""
+    on a GPU with a store in that.
+
+    kept_slots: of pages[i] by i, slots of kept anchors, which are taken in place of records'.
+    """
     kv.begin_landing(pages)
-    kv.write_anchors(pages, records.anchors)
+    if kept_slots:
+        lacking = [i for i in range(len(pages)) if i not in kept_slots]
+        kv.write_anchors([pages[i] for i in lacking], records.anchors[lacking])
+        kv.restore_anchors(list(kept_slots.values()), [pages[i] for i in kept_slots])
+    else:
+        kv.write_anchors(pages, records.anchors)
     kv.write_residuals(pages, records.residuals)
     kv.finish_encode(pages)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from sglang_kvspec.pools.kept_anchors import KeptAnchors
 from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.page_records import PageRecords, copy_in, copy_out
+from sglang_kvspec.pools.page_records import BATCH_PAGES, copy_in, copy_out
+from sglang_kvspec.pools.prefix_reads import Found, read_prefix
 from sglang_kvspec.pools.prefix_store import (
     MemoryStore,
     PageLink,
@@ -18,22 +20,21 @@ from sglang_kvspec.pools.prefix_store import (
 )
 from sglang_kvspec.pools.remote_tier import RemoteTier
 
-# Pages copied at once: what a copy needs of memory beside the tiers.
-BATCH_PAGES = 16
-
 _NO_HIT = PrefixHit([], 0)
 
 
 class Loaded(NamedTuple):
     """num_pages were brought back; the residuals of num_from_disk of them from disk, and
-    num_from_remote of them from another machine."""
+    num_from_remote of them from another machine. kept_host, kept_disk: of how many the anchors were
+    in GPU memory still, while residuals came from there."""
 
     num_pages: int
     num_from_disk: int
     num_from_remote: int = 0
+    kept_host: int = 0
+    kept_disk: int = 0
 
 
-_Source = PrefixReader | RemoteTier
 # Takes a page's link, anchor and residual; False where it takes no more for now.
 _Put = Callable[[PageLink, memoryview, memoryview], bool]
 
@@ -52,15 +53,19 @@ class PrefixTiers:
         make_host: Callable[[], MemoryStore] | None = None,
         disk: PrefixStore | None = None,
         remote: RemoteTier | None = None,
+        kept: KeptAnchors | None = None,
     ) -> None:
-        """make_host: opens an empty tier in host memory; None for no such tier."""
+        """make_host: opens an empty tier in host memory; None for no such tier. kept: what stays
+        in GPU memory of prefixes that host memory or disk hold."""
         self._kv = kv
+        self._kept = kept
         self._make_host = make_host
         self._host = make_host() if make_host else None
         self._disk = disk
         self._remote = remote
         # What the present weights compute no longer belongs there.
         self._disk_is_stale = False
+        self._loaded_bytes = {"anchors": 0, "residuals": 0}
 
     @property
     def are_none(self) -> bool:
@@ -82,6 +87,8 @@ class PrefixTiers:
 
     def num_local(self, links: Sequence[PageLink]) -> int:
         """The same without what came from another machine."""
+        if self._kept is not None:
+            self._kept.touch(links)
         return max(hit.num_complete for hit in self._hits(links))
 
     def load(self, links: Sequence[PageLink], pages: Sequence[int]) -> Loaded:
@@ -89,17 +96,39 @@ class PrefixTiers:
 
         Of `pages` the first num_pages are encoded afterwards, the others still free.
         """
-        num_pages = num_from_disk = num_from_remote = 0
+        total = Loaded(0, 0)
         for first in range(0, len(pages), BATCH_PAGES):
             batch = slice(first, min(first + BATCH_PAGES, len(pages)))
-            records, sources = self._read(links[batch])
-            copy_in(self._kv, pages[first : first + len(records)], records)
-            num_pages += len(records)
-            num_from_disk += sum(source is self._disk for source in sources)
-            num_from_remote += sum(source is self._remote for source in sources)
-            if len(records) < batch.stop - batch.start:
+            found = self._read(links[batch])
+            own = pages[first : first + len(found)]
+            copy_in(self._kv, own, found.records, found.kept_slots)
+            self._note_loaded(links[first : first + len(found)], own, found)
+            total = Loaded(*map(sum, zip(total, self._count(found), strict=True)))
+            if len(found) < batch.stop - batch.start:
                 break
-        return Loaded(num_pages, num_from_disk, num_from_remote)
+        return total
+
+    def _read(self, links: Sequence[PageLink]) -> Found:
+        hits = self._hits(links)
+        return read_prefix(self._kv, links, hits, (self._host, self.disk), self._remote, self._kept)
+
+    def _count(self, found: Found) -> Loaded:
+        kept = [found.sources[i] for i in found.kept_slots]
+        return Loaded(
+            num_pages=len(found),
+            num_from_disk=sum(source is self._disk for source in found.sources),
+            num_from_remote=sum(source is self._remote for source in found.sources),
+            kept_host=sum(source is self._host for source in kept),
+            kept_disk=sum(source is self._disk for source in kept),
+        )
+
+    def _note_loaded(self, links: Sequence[PageLink], pages: Sequence[int], found: Found) -> None:
+        page = self._kv.plan.page_bytes
+        self._loaded_bytes["anchors"] += (len(found) - len(found.kept_slots)) * page.anchor
+        self._loaded_bytes["residuals"] += len(found) * page.residual
+        if self._kept is not None:
+            self._kept.note({pages[i]: stamp for i, stamp in found.stamps.items()})
+            self._kept.release(links[i] for i in found.kept_slots)
 
     def _hits(self, links: Sequence[PageLink]) -> tuple[PrefixHit, PrefixHit]:
         host, disk = self._host, self.disk
@@ -108,78 +137,53 @@ class PrefixTiers:
             disk.lookup_links(links) if disk else _NO_HIT,
         )
 
-    def _read(self, links: Sequence[PageLink]) -> tuple[PageRecords, list[_Source]]:
-        """The longest whole run of these pages, and which tier each residual came from."""
-        kv = self._kv
-        is_pinned = kv.device.type == "cuda"
-        records = PageRecords.empty(kv.geometry, kv.codec, len(links), pinned=is_pinned)
-        anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
-        in_host, on_disk = self._hits(links)
-        sources: dict[int, _Source] = {}
-        if self._host is not None:
-            wanted = range(in_host.num_complete)
-            whole = _read_whole(self._host, in_host, wanted, anchors, residuals)
-            sources = dict.fromkeys(whole, self._host)
-        if self.disk is not None:
-            wanted_from_disk = [i for i in range(on_disk.num_complete) if i not in sources]
-            paired = self._read_host_anchors(in_host, on_disk, wanted_from_disk, anchors)
-            whole = _read_whole(self.disk, on_disk, wanted_from_disk, anchors, residuals, paired)
-            sources |= dict.fromkeys(whole, self.disk)
-        if self._remote is not None:
-            for i in (i for i in range(len(links)) if i not in sources):
-                if not self._remote.read(links[i], anchors[i], residuals[i]):
-                    break
-                sources[i] = self._remote
-        length = next((i for i in range(len(links)) if i not in sources), len(links))
-        found = PageRecords(records.anchors[:length], records.residuals[:length])
-        return found, [sources[i] for i in range(length)]
-
-    def _read_host_anchors(
-        self,
-        in_host: PrefixHit,
-        on_disk: PrefixHit,
-        wanted: Sequence[int],
-        anchors: Sequence[memoryview],
-    ) -> set[int]:
-        """Of pages whose residuals are on disk: those whose very anchors are in host memory."""
-        if self._host is None:
-            return set()
-        same = [i for i in wanted if in_host.pages[i : i + 1] == on_disk.pages[i : i + 1]]
-        done = self._host.read_anchors([in_host.pages[i] for i in same], [anchors[i] for i in same])
-        return {i for i, good in zip(same, done, strict=True) if good}
-
     # Leaving
 
-    def spill(self, links: Sequence[PageLink], pages: Sequence[int]) -> None:
+    def spill(self, links: Sequence[PageLink], pages: Sequence[int]) -> int:
         """Copy what the disk and the remote tier lack of a prefix that stays in the KV cache: page
         i, encoded, holds links[i]. Takes no longer than copying; where one of them is behind, the
-        rest is left out."""
+        rest is left out. Returns how many of these pages the disk has, or will have."""
+        num_on_disk = 0
         if self.disk is not None:
             first = self.disk.lookup_links(links).num_complete
-            self._keep(first, self.disk.put, links, pages)
+            num_on_disk = self._put(first, self.disk.put, links, pages)
         if self._remote is not None:
-            self._keep(self._remote.first_to_publish(links), self._remote.put, links, pages)
+            self._put(self._remote.first_to_publish(links), self._remote.put, links, pages)
+        return num_on_disk
 
-    def demote(self, links: Sequence[PageLink], pages: Sequence[int]) -> None:
-        """The same for a prefix of which the KV cache is about to drop a part."""
-        self.spill(links, pages)
+    def demote(self, links: Sequence[PageLink], pages: Sequence[int], num_staying: int = 0) -> None:
+        """The same for a prefix of which the KV cache is about to drop a part, all but its first
+        num_staying pages."""
+        num_below = self.spill(links, pages)
         if self._host is not None:
             first = self._host.lookup_links(links).num_complete
-            self._keep(first, self._host.put, links, pages)
+            self._put(first, self._host.put, links, pages)
+            num_below = max(num_below, self._host.lookup_links(links).num_complete)
+        if self._kept is not None:
+            # Without a residual somewhere anchors are of no use: a prefill reads both.
+            going = slice(num_staying, num_below)
+            hits = [hit._replace(pages=hit.pages[going]) for hit in self._hits(links)]
+            self._kept.keep(links[going], pages[going], hits)
 
-    def _keep(self, first: int, put: _Put, links: Sequence[PageLink], pages: Sequence[int]) -> None:
+    def _put(self, first: int, put: _Put, links: Sequence[PageLink], pages: Sequence[int]) -> int:
+        """Returns how many pages are there then."""
         for start in range(first, len(pages), BATCH_PAGES):
             batch = slice(start, start + BATCH_PAGES)
             records = copy_out(self._kv, pages[batch])
-            rows = zip(page_rows(records.anchors), page_rows(records.residuals), strict=True)
-            for link, (anchor, residual) in zip(links[batch], rows, strict=True):
-                if not put(link, anchor, residual):
-                    return
+            anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
+            if self._kept is not None:
+                self._kept.note_rows(pages[batch], anchors)
+            for i, row in enumerate(zip(links[batch], anchors, residuals, strict=True), start):
+                if not put(*row):
+                    return i
+        return len(pages)
 
     # Control plane
 
-    def forget_host(self) -> None:
+    def forget_memory(self) -> None:
         """The prefix cache was flushed. What is on disk stays: it outlives the server."""
+        if self._kept is not None:
+            self._kept.forget()
         if self._make_host is not None:
             # One at a time: the old one's memory is given back first.
             self._host = None
@@ -201,9 +205,13 @@ class PrefixTiers:
             self._remote.close()
 
     def report(self) -> dict[str, Any]:
-        """By tier: pages, and of how many the residual is there; counters."""
+        """By tier: pages, and of how many the residual is there; counters. loaded_bytes: of what
+        came back into the KV cache from any of them."""
         tiers: dict[str, PrefixReader | None] = {"host": self._host, "disk": self._disk}
         report: dict[str, Any] = {name: _describe(tier) for name, tier in tiers.items() if tier}
+        report["loaded_bytes"] = dict(self._loaded_bytes)
+        if self._kept is not None:
+            report["kept_anchors"] = self._kept.report()
         if self._disk is not None:
             report["disk"] |= {
                 "is_stale": self._disk_is_stale,
@@ -224,21 +232,3 @@ def _describe(tier: PrefixReader) -> dict[str, Any]:
         "residuals": tier.num_residuals,
         "counters": asdict(tier.counters),
     }
-
-
-def _read_whole(
-    tier: PrefixReader,
-    hit: PrefixHit,
-    wanted: Sequence[int],
-    anchors: Sequence[memoryview],
-    residuals: Sequence[memoryview],
-    have_anchors: set[int] | frozenset[int] = frozenset(),
-) -> Iterator[int]:
-    """Read pages `wanted` of a hit into their rows; those of which both parts are there and
-    undamaged."""
-    lacking = [i for i in wanted if i not in have_anchors]
-    done = tier.read_anchors([hit.pages[i] for i in lacking], [anchors[i] for i in lacking])
-    good = have_anchors | {i for i, whole in zip(lacking, done, strict=True) if whole}
-    both = [i for i in wanted if i in good]
-    done = tier.read_residuals([hit.pages[i] for i in both], [residuals[i] for i in both])
-    return (i for i, whole in zip(both, done, strict=True) if whole)

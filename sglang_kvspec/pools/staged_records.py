@@ -56,6 +56,25 @@ class StagedRecords:
             for layer in range(pool.num_layers):
                 self._lane.copy_rows(pool.layer(layer), rows, buffer[:, layer], places)
 
+    def copy(
+        self,
+        source: RecordPool,
+        source_slots: Sequence[int],
+        target: RecordPool,
+        target_slots: Sequence[int],
+    ) -> None:
+        """Copy records from slots of a pool to slots of another, which are distinct, without the
+        buffer. Waits for nothing."""
+        assert len(source_slots) == len(target_slots), (source_slots, target_slots)
+        if not source_slots:
+            return
+        rows_from, rows_to = (
+            sent_to(self._device, torch.tensor(list(slots), dtype=torch.int32))
+            for slots in (source_slots, target_slots)
+        )
+        for layer in range(source.num_layers):
+            self._lane.copy_rows(target.layer(layer), rows_to, source.layer(layer), rows_from)
+
     def _parts(
         self, pool: RecordPool, slots: Sequence[int]
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:

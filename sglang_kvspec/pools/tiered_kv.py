@@ -12,6 +12,7 @@ from sglang_kvspec.pools.decoded_anchors import DecodedAnchors
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_memo import PageMemo
+from sglang_kvspec.pools.record_pool import RecordPool
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -104,6 +105,16 @@ class TieredKV(KVTiers):
         layers = range(self.geometry.num_layers)
         ids = self._ids(pages)
         return torch.stack([self.residuals.peek(layer, ids) for layer in layers], dim=1).cpu()
+
+    def _copy_anchors(
+        self,
+        source: RecordPool,
+        source_slots: Sequence[int],
+        target: RecordPool,
+        target_slots: Sequence[int],
+    ) -> None:
+        records = source.read_pages(self._ids(source_slots))
+        target.write_pages(self._ids(target_slots), records)
 
     def _ids(self, pages: Sequence[int]) -> torch.Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self.device)

@@ -13,6 +13,8 @@ from sglang_kvspec.runtime.speeds import Speeds
 # Where a cached prefix can be: in the KV cache, in host memory outside of it, on disk, at a prefix
 # server.
 HIT_TIERS = ("resident", "host", "disk", "remote")
+# From which of them residuals may come to anchors that have stayed in GPU memory.
+KEPT_TIERS = ("host", "disk")
 
 
 @dataclass(slots=True)
@@ -21,7 +23,8 @@ class SpecCounters:
 
     waits: request-iterations spent waiting for residuals. plain: tokens emitted without drafting
     or verifying, because drafts would not have paid. hit_tokens: of prompts, found in the prefix
-    cache, by the tier where their KV was. spoiled: requests that failed since a page in the
+    cache, by the tier where their KV was. kept_anchors: of these, whose anchors were in GPU memory
+    still, by the tier where their residuals were. spoiled: requests that failed since a page in the
     residual store was not as it was written.
     """
 
@@ -36,6 +39,7 @@ class SpecCounters:
     spoiled: int = 0
     accept_histogram: Counter[int] = field(default_factory=Counter)
     hit_tokens: Counter[str] = field(default_factory=Counter)
+    kept_anchors: Counter[str] = field(default_factory=Counter)
 
     def observe_step(self, plan: StepPlan) -> None:
         self.iterations += 1
@@ -56,6 +60,10 @@ class SpecCounters:
     def observe_hits(self, resident: int, host: int, disk: int, remote: int = 0) -> None:
         for tier, num_tokens in zip(HIT_TIERS, (resident, host, disk, remote), strict=True):
             self.hit_tokens[tier] += num_tokens
+
+    def observe_kept_anchors(self, host: int, disk: int) -> None:
+        for tier, num_tokens in zip(KEPT_TIERS, (host, disk), strict=True):
+            self.kept_anchors[tier] += num_tokens
 
     @property
     def rejected(self) -> int:
@@ -98,6 +106,9 @@ class MetricsExporter:
         }
         self._bytes = counter("residual_bytes", "Residual bytes read from the store", "path")
         self._hits = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache", "tier")
+        self._kept = counter(
+            "prefix_kept_anchor_tokens", "Of these, whose anchors were in GPU memory still", "tier"
+        )
         self._accept_len = Histogram(
             "sglang:kvspec_accept_length",
             "Accepted drafts per verification",
@@ -150,6 +161,9 @@ class MetricsExporter:
         for tier in HIT_TIERS:
             new = counters.hit_tokens[tier] - self._last.hit_tokens[tier]
             self._hits.labels(name, tier).inc(new)
+        for tier in KEPT_TIERS:
+            new = counters.kept_anchors[tier] - self._last.kept_anchors[tier]
+            self._kept.labels(name, tier).inc(new)
         bytes_now = (kv.residuals.bytes_fetched, kv.residuals.bytes_streamed)
         for path, now, before in zip(
             ("fetched", "streamed"), bytes_now, self._last_bytes, strict=True
@@ -173,4 +187,5 @@ class MetricsExporter:
             waits=counters.waits,
             accept_histogram=Counter(counters.accept_histogram),
             hit_tokens=Counter(counters.hit_tokens),
+            kept_anchors=Counter(counters.kept_anchors),
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.tiered_kv import TieredKV
-from sglang_kvspec.runtime.metrics import HIT_TIERS, SpecCounters
+from sglang_kvspec.runtime.metrics import HIT_TIERS, KEPT_TIERS, SpecCounters
 
 
 def build_report(
@@ -31,6 +31,7 @@ def build_report(
             "window_pages_used": len(kv.window.slots),
             "residual_cache_pages": plan.cache_pages,
             "residual_store_pages": plan.host_pages,
+            "kept_anchor_pages": plan.kept_anchor_pages,
             "kv_bytes": plan.hbm_bytes,
             "kv_bytes_allocated": kv.hbm_nbytes,
             "host_bytes": plan.host_bytes,
@@ -57,6 +58,7 @@ def build_report(
             "requests_with_spoiled_residuals": counters.spoiled,
             "mean_accept_len": counters.mean_accept_len,
             "hit_tokens": {tier: counters.hit_tokens[tier] for tier in HIT_TIERS},
+            "kept_anchors": {tier: counters.kept_anchors[tier] for tier in KEPT_TIERS},
             "accept_histogram": {str(n): c for n, c in sorted(counters.accept_histogram.items())},
         },
     }

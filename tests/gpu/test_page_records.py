@@ -17,7 +17,7 @@ from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.page_records import PageRecords, copy_in, copy_out
 
 DEVICE = torch.device("cuda:0")
-NUM_PAGES = 24
+NUM_PAGES, NUM_KEPT = 24, 6
 GEOMETRY = KVGeometry(4, 8, 128, 64, torch.bfloat16)
 # About 10 ms, many times what a few pages take.
 SPIN_CYCLES = 20_000_000
@@ -32,7 +32,8 @@ class Rig:
             "uniform4", target=target, page_size=64, head_dim=128, dtype=torch.bfloat16
         )
         cached, hosted = (16, NUM_PAGES) if store else (NUM_PAGES, 0)
-        plan = CapacityPlan(NUM_PAGES, 4, cached, hosted, PageBytes(1, 1, 1), "test")
+        page = PageBytes(1, 1, 1)
+        plan = CapacityPlan(NUM_PAGES, 4, cached, hosted, page, "test", kept_anchor_pages=NUM_KEPT)
         self.kv = DeviceKV(GEOMETRY, codec, plan, DEVICE)
         self.kv.warm_up_records()
         self.kv.warm_up()
@@ -127,3 +128,28 @@ def test_landing_waits_for_nothing_and_leaving_is_pinned() -> None:
     copy_in(rig.kv, [1, 2, 3, 4, 5, 6], records)
     assert not end_of_spin.query(), "landing waited for the GPU"
     assert same(rig.found([1, 2, 3, 4, 5, 6]), records) == [True, True]
+
+
+@pytest.mark.parametrize(("target", "store"), KINDS)
+def test_kept_anchors_outlive_their_pages(target: str, store: bool) -> None:
+    """All of it is enqueued while a kernel still holds up the first encoding."""
+    rig = Rig(target, store)
+    pages, slots = [7, 3, 12], [5, 0, 2]
+    records = rig.encode(pages)
+    end_of_spin = torch.cuda.Event()
+    end_of_spin.record()
+    rig.kv.keep_anchors(pages, slots)
+    rig.kv.free_pages(pages)
+    # Others come where they were, and back where others keep theirs.
+    others = rig.new_records(3)
+    copy_in(rig.kv, pages, others)
+    back = PageRecords(torch.zeros_like(records.anchors), records.residuals)
+    copy_in(rig.kv, [20, 21, 22], back, dict(enumerate(slots)))
+    rig.kv.keep_anchors(pages, slots)
+    assert store or not end_of_spin.query(), "keeping or restoring waited for the GPU"
+    assert same(rig.found([20, 21, 22]), records) == [True, True]
+    assert same(rig.found(pages), others) == [True, True]
+    rig.kv.free_pages([20])
+    half = PageRecords(*(part[1:2] for part in others))
+    copy_in(rig.kv, [20], half, {0: 0})
+    assert same(rig.found([20]), half) == [True, True]

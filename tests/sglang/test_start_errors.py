@@ -103,6 +103,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         ("--kvspec-prefix-gb 4", ["--kvspec-prefix-gb", "4", "--kvspec-prefix-dir"]),
         (
+            "--kvspec-prefix-hbm-fraction 0.1",
+            ["--kvspec-prefix-hbm-fraction 0.1", "no effect", "--kvspec-prefix-host-gb"],
+        ),
+        ("--kvspec-prefix-hbm-fraction half", ["--kvspec-prefix-hbm-fraction", "a number"]),
+        (
             "--kvspec-prefix-dir x --disable-radix-cache",
             ["--disable-radix-cache", "--kvspec-prefix-dir", "leave it unset"],
         ),

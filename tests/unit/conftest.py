@@ -133,6 +133,7 @@ def _parts(
     num_pages: int = 12,
     window_pages: int = 6,
     cache_pages: int | None = None,
+    kept_anchor_pages: int = 0,
     store: bool,
 ) -> tuple[KVGeometry, Codec, CapacityPlan]:
     geometry = KVGeometry(num_layers, num_kv_heads, head_dim, page_size, dtype)
@@ -149,6 +150,7 @@ def _parts(
             residual=records * bound.residual_bytes,
         ),
         binding="KV memory",
+        kept_anchor_pages=kept_anchor_pages,
     )
     return geometry, bound, plan
 

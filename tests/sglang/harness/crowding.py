@@ -19,7 +19,8 @@ HOST_GB = 0.06
 
 def crowded_server(schedule: str, fault_file: Path, prefix_folder: Path) -> ServerSpec:
     """It checks its memory at every step, and checksums of its store; retracts now and then; keeps
-    prefixes on the host and on disk; and has the faults that the file names."""
+    prefixes on the host and on disk, and the anchors of some; and has the faults that the file
+    names."""
     flags = (
         f"--max-running-requests={CROWD_SIZE}",
         f"--kvspec-host-gb={HOST_GB}",
@@ -30,6 +31,7 @@ def crowded_server(schedule: str, fault_file: Path, prefix_folder: Path) -> Serv
         "--enable-metrics",
         # After a flush prefixes are on disk only, and come back while others come and go.
         "--kvspec-prefix-host-gb=0.1",
+        "--kvspec-prefix-hbm-fraction=0.005",
         f"--kvspec-prefix-dir={prefix_folder}",
         # So that answers take many rounds.
         *(("--kvspec-draft-len=4",) if schedule == "rounds" else ()),

@@ -25,9 +25,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_kvspec.adapters import loaded_hits
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
+from sglang_kvspec.pools.kept_anchors import KeptAnchors
 from sglang_kvspec.pools.prefix_store import (
     StoreIdentity,
     StoreLimits,
@@ -59,8 +61,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     prompts = st.lists(st.integers(0, 1), max_size=4).map(tuple)
     salts = st.sampled_from([None, "", "salt"])
 
-    def __init__(self, make_kv, residual_share=0.4):
+    def __init__(self, make_kv, residual_share=0.4, num_kept=0):
+        """num_kept: pages whose anchors may stay in KV memory when they are evicted."""
         super().__init__()
+        self.num_kept = num_kept
         self.kv = self.make_cache(make_kv)
         self.identity = StoreIdentity.of(self.kv.codec, self.kv.geometry, model="toy")
         page = self.kv.plan.page_bytes
@@ -71,10 +75,16 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.disk = None
         self.hits = {"resident": 0, "host": 0, "disk": 0}
+        self.kept_hits = 0
         self.start_process()
 
     def make_cache(self, make_kv):
-        return make_kv(num_pages=NUM_PAGES, cache_pages=3, window_pages=2 * NUM_REQUESTS)
+        return make_kv(
+            num_pages=NUM_PAGES,
+            cache_pages=3,
+            window_pages=2 * NUM_REQUESTS,
+            kept_anchor_pages=self.num_kept,
+        )
 
     def start_process(self):
         self.running: list[Request] = []
@@ -83,7 +93,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.disk.close()
         self.disk = open_store(self.folder, self.identity, self.disk_limits, threaded=False)
         make_host = partial(open_memory_store, self.identity, self.host_limits)
-        self.tiers = PrefixTiers(self.kv, make_host, self.disk)
+        self.kept = KeptAnchors(self.kv) if self.num_kept else None
+        self.tiers = PrefixTiers(self.kv, make_host, self.disk, kept=self.kept)
         pool = KVSpecPool(self.kv, start_layer=0, end_layer=0, device="cpu")
         self.allocator = KVSpecAllocator(
             NUM_PAGES * SIZE, SIZE, torch.float32, "cpu", pool, need_sort=False
@@ -124,7 +135,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             priority=None,
             positional_embed_overrides=None,
             retracted_stain=False,
-            cached_tokens_storage=0,
+            cached_tokens_host=NUM_PAGES * SIZE,
+            cached_tokens_storage=NUM_PAGES * SIZE,
         )
         key = RadixKey(tokens, salt, limit=len(tokens) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
@@ -147,6 +159,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.hits["resident"] += resident
         self.hits["disk"] += req.storage_hit_length
         self.hits["host"] += req.host_hit_length - req.storage_hit_length
+        loaded = loaded_hits.tokens_of(req)
+        assert loaded.kept_host <= req.host_hit_length - req.storage_hit_length
+        assert loaded.kept_disk <= req.storage_hit_length
+        self.kept_hits += loaded.kept_host + loaded.kept_disk
         cached = len(req.prefix_indices)
         req.cache_protected_len = cached
         self.check_content(req, req.prefix_indices)
@@ -251,6 +267,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @invariant()
     def pools_are_consistent(self):
         self.kv.check_integrity()
+        if self.kept is not None:
+            self.kept.check_integrity()
         free = set((self.allocator.free_pages).tolist())
         assert not any(self.kv.is_encoded(page) for page in free)
 

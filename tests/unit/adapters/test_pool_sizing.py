@@ -84,3 +84,19 @@ def test_a_store_that_brings_nothing_is_not_made(plan_on_gpu, options):
     plan = plan_on_gpu(**options)
     assert plan.host_pages == 0
     assert plan.num_pages == plan_on_gpu(max_pages=options.get("max_pages")).num_pages
+
+
+@pytest.mark.parametrize("host_gb", [0, 80])
+def test_kept_anchors_come_out_of_the_kv_memory(plan_on_gpu, host_gb):
+    tiers = {"host_gb": host_gb, "prefix_host_gb": 1}
+    without = plan_on_gpu(**tiers)
+    made = plan_on_gpu(**tiers, prefix_hbm_fraction=0.1)
+    assert made.hbm_bytes <= 40 * GIB
+    assert 0.09 * 40 * GIB < made.kept_anchor_pages * PAGE.anchor < 0.1 * 40 * GIB
+    assert without.kept_anchor_pages == 0
+    if host_gb:
+        # The store limits pages still; the cache has less.
+        assert made.num_pages == without.num_pages
+        assert made.cache_pages < without.cache_pages
+    else:
+        assert 0.89 * without.num_pages < made.num_pages < 0.91 * without.num_pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,11 @@ SIZE = 32
 NUM_PAGES = 10
 
 
-def test_every_hit_reads_what_its_tokens_were_computed_to(run_machine, prefix_cache_machine):
-    run_machine(prefix_cache_machine, 30, max_examples=40)
+@pytest.mark.parametrize("num_kept", [0, 4])
+def test_every_hit_reads_what_its_tokens_were_computed_to(
+    run_machine, prefix_cache_machine, num_kept
+):
+    run_machine(partial(prefix_cache_machine, num_kept=num_kept), 30, max_examples=40)
 
 
 def loads_into_the_wrong_pages(monkeypatch):
@@ -42,23 +46,17 @@ def keeps_pages_that_could_not_be_loaded(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        loads_into_the_wrong_pages,
-        ignores_salts,
-        keeps_pages_that_could_not_be_loaded,
-    ],
-)
+@pytest.mark.parametrize("fault", [ignores_salts, keeps_pages_that_could_not_be_loaded])
 def test_the_machine_finds(run_machine, prefix_cache_machine, monkeypatch, fault):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        run_machine(prefix_cache_machine, 30, max_examples=100, phases=[Phase.generate])
+        run_machine(prefix_cache_machine, 30, max_examples=400, phases=[Phase.generate])
 
 
-def test_tiers_below_the_tree_are_all_used(make_kv, prefix_cache_machine):
+@pytest.mark.parametrize("num_kept", [0, 3])
+def test_tiers_below_the_tree_are_all_used(make_kv, prefix_cache_machine, num_kept):
     """A scripted run, which shows that the machine reaches them."""
-    machine = prefix_cache_machine(make_kv, residual_share=1.0)
+    machine = prefix_cache_machine(make_kv, residual_share=1.0, num_kept=num_kept)
     for expected in ("resident", "host", "disk"):
         machine.admit((0, 1, 0), 5, None)
         machine.finish(SimpleNamespace(draw=lambda _: machine.running[0]), True, False)
@@ -72,14 +70,22 @@ def test_tiers_below_the_tree_are_all_used(make_kv, prefix_cache_machine):
         gained = {tier: machine.hits[tier] - before[tier] for tier in before}
         assert gained == dict.fromkeys(gained, 0) | {expected: 3 * SIZE}
         machine.finish(SimpleNamespace(draw=lambda _: machine.running[0]), True, False)
+    # A flush forgets anchors, too, so that what comes from disk after it comes whole.
+    assert machine.kept_hits == num_kept * SIZE
     machine.teardown()
+
+
+def test_pages_loaded_into_others_are_found(make_kv, prefix_cache_machine, monkeypatch):
+    loads_into_the_wrong_pages(monkeypatch)
+    with pytest.raises(AssertionError, match="foreign KV"):
+        test_tiers_below_the_tree_are_all_used(make_kv, prefix_cache_machine, 0)
 
 
 def test_pages_are_copied_before_they_are_freed(make_kv, prefix_cache_machine, monkeypatch):
     """Without a group a node's pages have lost their content by then, and nothing is kept."""
     monkeypatch.setattr(KVSpecAllocator, "free_group_begin", lambda allocator: None)
     with pytest.raises(AssertionError, match="host"):
-        test_tiers_below_the_tree_are_all_used(make_kv, prefix_cache_machine)
+        test_tiers_below_the_tree_are_all_used(make_kv, prefix_cache_machine, 0)
 
 
 def test_a_retracted_request_finds_its_prefix_in_host_memory(make_kv, prefix_cache_machine):
@@ -89,4 +95,19 @@ def test_a_retracted_request_finds_its_prefix_in_host_memory(make_kv, prefix_cac
     assert machine.tree.total_size() == 0
     machine.admit((0, 1, 0), 5, None)
     assert machine.hits == {"resident": 0, "host": 3 * SIZE, "disk": 0}
+    machine.teardown()
+
+
+def test_of_an_evicted_leaf_the_pages_above_it_are_not_kept(make_kv, prefix_cache_machine):
+    """They are in the tree still."""
+    machine = prefix_cache_machine(make_kv, residual_share=1.0, num_kept=9)
+    for prompt in ((0, 1, 0), (0, 1, 1)):
+        machine.admit(prompt, 5, None)
+        machine.finish(SimpleNamespace(draw=lambda _: machine.running[0]), True, False)
+    machine.evict(1)
+    assert machine.kept.report()["pages"] == 1
+    # A retracted request's own pages leave, not those that it found in the tree.
+    machine.admit((0, 1, 1, 1), 5, None)
+    machine.finish(SimpleNamespace(draw=lambda _: machine.running[0]), False, False)
+    assert machine.kept.report()["pages"] == 2
     machine.teardown()

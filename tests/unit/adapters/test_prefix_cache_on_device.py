@@ -35,6 +35,7 @@ def device_machine(prefix_cache_machine, make_device_kv):
             kv = make_kv(
                 num_pages=NUM_PAGES,
                 cache_pages=CACHE_PAGES if self.store else None,
+                kept_anchor_pages=self.num_kept,
                 window_pages=6,
                 target=self.target,
                 store=self.store,
@@ -109,10 +110,12 @@ def device_machine(prefix_cache_machine, make_device_kv):
     return DeviceMachine
 
 
+@pytest.mark.parametrize("num_kept", [0, 4])
 @pytest.mark.parametrize(("target", "store"), KINDS)
-def test_every_hit_reads_what_its_tokens_were_computed_to(device_machine, target, store):
+def test_every_hit_reads_what_its_tokens_were_computed_to(device_machine, target, store, num_kept):
     limits = settings(max_examples=20, stateful_step_count=30)
-    run_state_machine_as_test(partial(device_machine, (target, store)), settings=limits)
+    machine = partial(device_machine, (target, store), num_kept=num_kept)
+    run_state_machine_as_test(machine, settings=limits)
 
 
 def use_all_tiers(machine):
@@ -131,12 +134,14 @@ def use_all_tiers(machine):
     machine.write()
     machine.flush()
     assert run_one() == {"disk"}
+    assert machine.kept_hits == machine.num_kept * SIZE
     machine.teardown()
 
 
+@pytest.mark.parametrize("num_kept", [0, 3])
 @pytest.mark.parametrize("store", [False, True])
-def test_tiers_below_the_tree_are_all_used(device_machine, store):
-    use_all_tiers(device_machine(("exact", store), residual_share=1.0))
+def test_tiers_below_the_tree_are_all_used(device_machine, store, num_kept):
+    use_all_tiers(device_machine(("exact", store), residual_share=1.0, num_kept=num_kept))
 
 
 def copies_of_the_device_are_early(kv):
@@ -148,19 +153,35 @@ def rows_of_the_store_are_not_awaited(kv):
         kv._hosted._copies.await_rows = lambda pages: None
 
 
+def kept_anchors_are_late(kv):
+    """Beside the main stream, by which time others write where they came from."""
+    right = kv.keep_anchors
+    main = kv._staged._lane
+
+    def keep_anchors(pages, slots):
+        kv._staged._lane = kv._lanes.to_host
+        right(pages, slots)
+        kv._staged._lane = main
+
+    kv.keep_anchors = keep_anchors
+
+
 def residuals_land_in_other_slots(kv):
     right = kv.write_residuals
     kv.write_residuals = lambda pages, records: right(pages[::-1], records)
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "num_kept"),
     [
-        copies_of_the_device_are_early,
-        rows_of_the_store_are_not_awaited,
-        residuals_land_in_other_slots,
+        (copies_of_the_device_are_early, 0),
+        (copies_of_the_device_are_early, 3),
+        (rows_of_the_store_are_not_awaited, 0),
+        (residuals_land_in_other_slots, 0),
+        (kept_anchors_are_late, 3),
     ],
 )
-def test_a_fault_is_found(device_machine, fault):
+def test_a_fault_is_found(device_machine, fault, num_kept):
+    options = {"residual_share": 1.0, "num_kept": num_kept}
     with pytest.raises(AssertionError, match="foreign KV"):
-        use_all_tiers(device_machine(("exact", True), residual_share=1.0, fault=fault))
+        use_all_tiers(device_machine(("exact", True), fault=fault, **options))

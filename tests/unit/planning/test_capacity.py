@@ -11,6 +11,7 @@ from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.capacity import (
     PageBytes,
+    kept_anchor_pages_for,
     pages_of_one_request,
     plan_capacity,
     split_shared_memory,
@@ -58,8 +59,12 @@ def plan_or_reject(*args, **kwargs):
     host_limit=st.integers(2**24, 2**42),
     max_pages=st.none() | st.integers(1, 10**6),
     least=st.integers(0, 10**4),
+    kept=fractions,
 )
-def test_no_limit_is_exceeded(budget, page, window, fraction, host, host_limit, max_pages, least):
+def test_no_limit_is_exceeded(
+    budget, page, window, fraction, host, host_limit, max_pages, least, kept
+):
+    kept_pages = kept_anchor_pages_for(budget, page, window, kept)
     made = plan_or_reject(
         budget,
         page,
@@ -69,8 +74,10 @@ def test_no_limit_is_exceeded(budget, page, window, fraction, host, host_limit, 
         host_limit=host_limit,
         max_pages=max_pages,
         min_cache_pages=least,
+        kept_anchor_pages=kept_pages,
     )
     assert made.num_pages >= 1
+    assert made.kept_anchor_pages == kept_pages
     assert made.hbm_bytes <= budget
     assert made.host_bytes <= (host_limit if host is None else host)
     assert made.host_pages == (0 if host == 0 else made.num_pages)
@@ -243,3 +250,18 @@ def test_the_window_holds_the_worst_case_of_every_request(
     assert pages >= num_requests * (recent + written)
     # One page a request of slack when nothing is drafted, none otherwise.
     assert pages - num_requests * (recent + written) <= (num_requests if max_draft_len == 0 else 0)
+
+
+@given(budget=st.integers(10**6, 2**40), page=page_sizes, window=st.integers(0, 9), share=fractions)
+def test_kept_anchors_take_their_share_of_what_the_window_leaves(budget, page, window, share):
+    rest = budget - window * page.plain
+    kept_bytes = kept_anchor_pages_for(budget, page, window, share) * page.anchor
+    assert kept_bytes <= max(rest, 0) * share
+    assert kept_bytes > rest * share - page.anchor - 1
+
+
+def test_memory_that_kept_anchors_leave_must_hold_a_page():
+    with pytest.raises(ConfigError, match="one page"):
+        plan(10_000, PageBytes(4000, 1000, 4000), host=0, kept_anchor_pages=6)
+    made = plan(10_000, PageBytes(4000, 1000, 4000), host=0, kept_anchor_pages=5)
+    assert (made.num_pages, made.hbm_bytes) == (1, 10_000)

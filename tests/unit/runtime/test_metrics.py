@@ -30,6 +30,7 @@ def counters():
         counters.observe_verification(num_drafts, num_accepted)
     for hits in ((64, 0, 128), (0, 192, 0), (64, 0, 0)):
         counters.observe_hits(*hits)
+    counters.observe_kept_anchors(host=64, disk=32)
     return counters
 
 
@@ -96,6 +97,7 @@ def test_report_is_plain_json_and_agrees_with_its_sources(counters, kv):
         "disk": 128,
         "remote": 0,
     }
+    assert report["counters"]["kept_anchors"] == {"host": 64, "disk": 32}
     assert report["counters"]["verification_wait_iterations"] == 3
     assert report["anchor_bits_per_element"] == kv.codec.anchor_bits_per_element
 
@@ -126,6 +128,8 @@ def test_published_values(exporter, counters, kv):
     assert value("prefix_hit_tokens_total", tier="resident") == 128
     assert value("prefix_hit_tokens_total", tier="host") == 192
     assert value("prefix_hit_tokens_total", tier="disk") == 128
+    assert value("prefix_kept_anchor_tokens_total", tier="host") == 64
+    assert value("prefix_kept_anchor_tokens_total", tier="disk") == 32
     assert value("link_bytes_per_second") == GUESSED_BYTES_PER_S
     assert value("iteration_seconds") == GUESSED_ITERATION_S
     assert value("pages", state="stored") == 1
@@ -143,11 +147,14 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
     counters.observe_verification(8, 5)
     counters.observe_step(plan(wait=(0,)))
     counters.observe_hits(0, 64, 0)
+    counters.observe_kept_anchors(host=0, disk=64)
     kv.residuals.evict([1])
     kv.residuals.start_fetch([2])
     exporter.publish(counters, kv, Speeds(kv.residuals), Pressure())
     assert value("prefix_hit_tokens_total", tier="host") == 256
     assert value("prefix_hit_tokens_total", tier="disk") == 128
+    assert value("prefix_kept_anchor_tokens_total", tier="host") == 64
+    assert value("prefix_kept_anchor_tokens_total", tier="disk") == 96
     assert value("accepted_tokens_total") == 14
     assert value("rejected_tokens_total") == 7
     assert value("accept_length_count") == 5
@@ -160,7 +167,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
 
 def test_metric_names_are_unique_and_ours(exporter):
     names = [metric.name for metric in REGISTRY.collect() if "kvspec" in metric.name]
-    assert len(names) == len(set(names)) == 14
+    assert len(names) == len(set(names)) == 15
     assert all(name.startswith("sglang:kvspec_") for name in names)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         MetricsExporter("toy")
