@@ -47,6 +47,7 @@ class PrefillManager:
         self.departures = Departures(
             serving.kv, serving.wire(), self.loop, serving.handovers(kv_args)
         )
+        serving.pool.freed_listeners.append(self.departures.release)
         self.bootstrap_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
         self.page_size = serving.kv.geometry.page_size
         # Why nothing is sent any more.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import copy_out
 from sglang_kvspec.runtime.disaggregation.handover import Handover, HandoverFormat, digest_of
+from sglang_kvspec.runtime.disaggregation.outbox import READY_BYTES, Outbox
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import (
     SegmentKey,
@@ -24,6 +25,7 @@ from sglang_kvspec.transport import (
 
 # Why a receiver ends a transfer whose request is over: nobody has to hear of it.
 NOT_NEEDED = "the receiver needs no more of it"
+FREED = "its KV was freed before it was sent"
 # A request that never came here; whoever opened its transfer has given up long before.
 MAX_UNCLAIMED = 4096
 
@@ -56,7 +58,8 @@ class Departure:
 
 class Departures:
     """Owned by the scheduler's thread. Rooms are SGLang's bootstrap rooms, and the transport's
-    transfer numbers."""
+    transfer numbers. SGLang keeps a request's pages until its transfer has ended: they lie there
+    until there is room for them in the outbox."""
 
     def __init__(
         self,
@@ -65,9 +68,14 @@ class Departures:
         link: SendingLink,
         handovers: HandoverFormat,
         clock: Callable[[], float] = time.time,
+        *,
+        ready_bytes: int = READY_BYTES,
     ) -> None:
-        self._kv, self._wire, self._link = kv, wire, link
+        """ready_bytes: of each stream, that lie in host memory for the link at most, beside a last
+        page of each request."""
+        self._kv, self._link = kv, link
         self._handovers, self._clock = handovers, clock
+        self.outbox = Outbox(wire, self._offer, ready_bytes)
         self._departures: dict[int, Departure] = {}
         # Rooms that a receiver has opened before their request was here.
         self._unclaimed: dict[int, None] = {}
@@ -99,10 +107,9 @@ class Departures:
         if departure.ended is not None:
             return
         self._kv.encode_committed(pages)
-        for packed in self._wire.pack(pages) if pages else ():
-            index = departure.num_sent + packed.place
-            self._offer(departure, SegmentKey(room, packed.stream, index, 0), packed.payload)
+        self.outbox.add(room, departure.num_sent, list(pages))
         departure.num_sent += len(pages)
+        self._pack()
 
     def send_last(self, room: int, page: int, num_tokens: int, fields: tuple[bytes, ...]) -> None:
         """Send a request's last page, of which num_tokens are computed, and what SGLang says of its
@@ -120,13 +127,14 @@ class Departures:
         now_s = self._clock()
         handover = Handover(fields, departure.prompt, now_s, num_tokens, is_encoded)
         data = self._handovers.encode(handover, tail)
-        self._offer(departure, SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
+        self._offer(SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
         departure.num_sent += 1
 
     def pump(self) -> None:
-        """Take note of what has happened on the link."""
+        """Take note of what has happened on the link, and give it what there is room for now."""
         for event in self._link.take_events():
             if isinstance(event, SegmentReleased):
+                self.outbox.released(event.key)
                 continue
             departure = self._departures.get(event.transfer)
             if isinstance(event, TransferOpened):
@@ -136,15 +144,23 @@ class Departures:
                     self._unclaimed[event.transfer] = None
             elif isinstance(event, TransferEnded):
                 self._unclaimed.pop(event.transfer, None)
+                self.outbox.drop(event.transfer)
                 if departure is not None:
                     departure.ended = "" if event.reason in (None, NOT_NEEDED) else event.reason
                     departure.took_s = self._clock() - departure.begun_s
+        self._pack()
+
+    def release(self, pages: Iterable[int]) -> None:
+        """SGLang freed these pages: requests that were to send them cannot."""
+        for room in self.outbox.rooms_of(pages):
+            self.abort(room, FREED)
 
     def abort(self, room: int, reason: str) -> None:
         """Give a request up, here and at its receiver."""
         departure = self._departures.get(room)
         if departure is not None and departure.ended is None:
             departure.ended = reason
+            self.outbox.drop(room)
             self._link.abort(room, reason)
 
     def abort_all(self, reason: str) -> None:
@@ -157,6 +173,10 @@ class Departures:
         self.abort(room, "the request is over")
         self._departures.pop(room, None)
 
-    def _offer(self, departure: Departure, key: SegmentKey, payload: torch.Tensor) -> None:
-        departure.num_bytes += payload.nbytes
+    def _pack(self) -> None:
+        for room, reason in self.outbox.pack().items():
+            self.abort(room, reason)
+
+    def _offer(self, key: SegmentKey, payload: torch.Tensor) -> None:
+        self._departures[key.transfer].num_bytes += payload.nbytes
         self._link.offer(key, payload.numpy().data)

@@ -18,6 +18,7 @@ from sglang_kvspec.transport import TransferOpened
 from sglang_kvspec.transport.counters import LinkCounters
 
 ADDR, ROOM = "127.0.0.1:8998", 7
+WIRE = SimpleNamespace(anchor_bytes=1, residual_bytes=0)
 WRONG_ROOMS = (0, -1, 1 << 63, 1 << 70, "7", True)
 
 
@@ -38,7 +39,7 @@ class Link:
 def prefill() -> PrefillManager:
     manager = object.__new__(PrefillManager)
     manager.loop, manager.refusal = Link(), None
-    manager.departures = Departures(None, None, manager.loop, None)
+    manager.departures = Departures(None, WIRE, manager.loop, None)
     manager.bootstrap_timeout_s = 300.0
     return manager
 

@@ -1,5 +1,6 @@
 """KV from the pools of one GPU to those of another, where full pages in the window are encoded too:
-records, and the newest tokens. Nothing is computed here; encoding is writing some records."""
+records, and the newest tokens. Nothing is computed here; encoding is writing some records. What
+crosses in one piece is in test_devices_in_one_piece.py."""
 
 from __future__ import annotations
 
