@@ -21,8 +21,8 @@ class StartedRound:
     seconds are of, also where the requests with the most have left. is_held_up: other forwards came
     before it could end. plan: who verifies and what is fetched for that, None where everybody does
     or it is yet to be decided. late: requests that cannot verify whatever the plan, as residuals of
-    theirs are still on the network. num_verified: of a round that is over, drafts that each request
-    had verified.
+    theirs are still on the network, by now; lacking: those of which that was so when it began.
+    num_verified: of a round that is over, drafts that each request had verified.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
     device only. logits: of a plain round whose one token is to be chosen from them, a row for each
@@ -41,6 +41,7 @@ class StartedRound:
     logits: torch.Tensor | None = None
     plan: RoundPlan | None = None
     late: frozenset[int] = frozenset()
+    lacking: frozenset[int] = frozenset()
     num_verified: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -81,4 +82,13 @@ class StartedRound:
                 counts[now] = made.lens[before]
             made = made.rearranged(places, counts)
         none: frozenset[int] = frozenset()
-        return replace(self, states=states, lens=lens, made=made, late=none, num_verified=[])
+        lacking = frozenset(now for before, now in places.items() if before in self.lacking)
+        return replace(
+            self,
+            states=states,
+            lens=lens,
+            made=made,
+            late=none,
+            lacking=lacking,
+            num_verified=[],
+        )
