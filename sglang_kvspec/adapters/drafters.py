@@ -68,7 +68,7 @@ class EagerDrafter:
                 worker.chooser.draft(states[i], logits[None], mask)
                 if worker.decoding is not None:
                     lacking = worker.decoding.is_lacking(states[i])
-                    worker.decoding.note_drafts(states[i], 1, on_anchors=lacking)
+                    worker.decoding.note_drafts(states[i], on_anchors=lacking)
             agree_on_drafts(worker.ranks, [states[i] for i in rows])
 
 

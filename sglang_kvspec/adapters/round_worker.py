@@ -307,8 +307,9 @@ class RoundWorker(KVSpecWorker):
             for i, tokens in started.made.deliver().items():
                 states[i].drafts.extend(tokens)
         if self.decoding is not None and self._graphs is not None:
-            for i, (state, num_made) in enumerate(zip(states, started.lens, strict=True)):
-                self.decoding.note_drafts(state, num_made, on_anchors=i in started.lacking)
+            for i, state in enumerate(states):
+                ages_s = started.draft_ages_s(i)
+                self.decoding.note_drafts(state, ages_s, on_anchors=i in started.lacking)
         verified = self._judge(batch, states, rows, logits_output.next_token_logits)
         if not batch.return_logprob:
             # Nobody reads them any more, and they are large.

@@ -53,7 +53,7 @@ class StaggeredWorker(KVSpecWorker):
                     self.chooser.draft(states[i], logits, mask)
                     if self.decoding is not None:
                         lacking = self.decoding.is_lacking(states[i])
-                        self.decoding.note_drafts(states[i], 1, on_anchors=lacking)
+                        self.decoding.note_drafts(states[i], on_anchors=lacking)
                     chosen.append(None)
                 else:
                     cap_lens[i] = len(states[i].drafts)

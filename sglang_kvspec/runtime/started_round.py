@@ -43,6 +43,7 @@ class StartedRound:
     late: frozenset[int] = frozenset()
     lacking: frozenset[int] = frozenset()
     num_verified: list[int] = field(default_factory=list)
+    _step_s: float | None = None
 
     def __post_init__(self) -> None:
         self.num_verified = self.num_verified or [0] * len(self.states)
@@ -60,8 +61,17 @@ class StartedRound:
 
     def step_seconds(self) -> float:
         """Of each of its steps; 0 where it has none. Waits for the device to make them."""
-        seconds = self.timer.seconds()[0]
-        return seconds / self.num_steps if self.num_steps else 0.0
+        if self._step_s is None:
+            seconds = self.timer.seconds()[0]
+            self._step_s = seconds / self.num_steps if self.num_steps else 0.0
+        return self._step_s
+
+    def draft_ages_s(self, index: int) -> list[float]:
+        """How long before its last step each draft of a request was made."""
+        if not self.lens[index]:
+            return []
+        step_s = self.step_seconds()
+        return [(self.num_steps - 1 - step) * step_s for step in range(self.lens[index])]
 
     def for_batch(self, states: Sequence[RequestState]) -> StartedRound | None:
         """The same for a batch of which some requests have left and others come, which have nothing

@@ -55,12 +55,16 @@ class Decoding:
         """Whether residuals of a request are still on their way."""
         return state.room is not None and self._arrivals.is_lacking(state.room)
 
-    def note_drafts(self, state: RequestState, num_drafts: int, *, on_anchors: bool) -> None:
-        """A request has made so many more. on_anchors: when they were begun, is_lacking() held."""
+    def note_drafts(
+        self, state: RequestState, ages_s: Sequence[float] = (0.0,), *, on_anchors: bool
+    ) -> None:
+        """A request has made more drafts. ages_s: how long ago, each, the oldest first. on_anchors:
+        when they were begun, is_lacking() held."""
         if state.timeline is not None:
-            for _ in range(num_drafts):
-                state.timeline.note_draft(time.time())
-        self.drafts_on_anchors += num_drafts * on_anchors
+            now = time.time()
+            for age_s in ages_s:
+                state.timeline.note_draft(now - age_s)
+        self.drafts_on_anchors += len(ages_s) * on_anchors
 
     def note_verification(self, state: RequestState, num_emitted: int) -> None:
         timeline, now = state.timeline, time.time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,8 +64,11 @@ def test_a_step_takes_as_long_whoever_leaves():
     assert now.lens == [2]
     assert now.step_seconds() == 0.1
     assert now.is_held_up
-    now.num_steps = 0
-    assert now.step_seconds() == 0
+    assert now.draft_ages_s(0) == pytest.approx([0.7, 0.6])
+    empty = make_round([0, 1])
+    empty.timer = Took(0.8)
+    assert empty.step_seconds() == 0
+    assert empty.draft_ages_s(0) == []
 
 
 def test_a_round_that_all_have_left_is_nobodys():
