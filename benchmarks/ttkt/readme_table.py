@@ -35,6 +35,9 @@ def gpu_lines(path: Path) -> str:
         _shares(figures),
         _times_table(points),
     ]
+    plot = path.with_suffix(".png")
+    if plot.exists():
+        parts.append(f"![the same as a picture](benchmarks/results/{plot.name})")
     return "\n\n".join(parts)
 
 

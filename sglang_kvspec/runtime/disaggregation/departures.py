@@ -42,12 +42,12 @@ class SendingLink(Protocol):
 
 @dataclass(slots=True)
 class Departure:
-    """One request. prompt: digest of its token ids, once they are computed. num_pages: that it will
-    send; None until its prefill starts. ended: why it is over, "" for well, None while it is
-    not."""
+    """One request. prompt: digest of its token ids, once they are computed; prefill_ended_at: when
+    they were. num_sent: pages that went to the outbox or the link. ended: why it is over, "" for
+    well, None while it is not."""
 
     prompt: bytes | None = None
-    num_pages: int | None = None
+    prefill_ended_at: float = 0.0
     num_sent: int = 0
     is_open: bool = False
     ended: str | None = None
@@ -95,11 +95,11 @@ class Departures:
         return self._departures[room]
 
     def note_prompt(self, room: int, token_ids: Sequence[int]) -> None:
-        """Say before send_last() of which tokens a request's KV is. Nothing happens where the room
-        is unknown, as those of SGLang's warm-up are."""
+        """Say before the last send() of which tokens a request's KV is, as soon as all of it is
+        computed. Nothing happens where the room is unknown, as those of SGLang's warm-up are."""
         departure = self._departures.get(room)
         if departure is not None:
-            departure.prompt = digest_of(token_ids)
+            departure.prompt, departure.prefill_ended_at = digest_of(token_ids), self._clock()
 
     def send(self, room: int, pages: Sequence[int]) -> None:
         """Send the next full pages of a request, unless it was given up."""
@@ -124,8 +124,8 @@ class Departures:
         if tail is None:
             tail = torch.cat([part.reshape(-1) for part in copy_out(self._kv, [page])])
         assert departure.prompt is not None, "its receiver is to know what was computed"
-        now_s = self._clock()
-        handover = Handover(fields, departure.prompt, now_s, num_tokens, is_encoded)
+        ended_at = departure.prefill_ended_at
+        handover = Handover(fields, departure.prompt, ended_at, num_tokens, is_encoded)
         data = self._handovers.encode(handover, tail)
         self._offer(SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
         departure.num_sent += 1

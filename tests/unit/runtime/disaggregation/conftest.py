@@ -155,7 +155,7 @@ class Lab:
         self.arrivals = Arrivals(
             self.decode, wire(self.decode, mode), self.format, mode=mode, clock=self.clock
         )
-        self.now = PREFILL_ENDED
+        self.now = PREFILL_ENDED - 1
 
     def clock(self) -> float:
         return self.now
@@ -201,13 +201,15 @@ class Lab:
             self.prefill.window.mark_committed(page)
 
     def send(self, request: Request, room: int = ROOM) -> None:
-        """All of it, in two chunks."""
+        """All of it, in two chunks; after the prefill everything takes a second."""
         pages = request.prefill_pages
         middle = (len(pages) - 1) // 2
         self.departures.send(room, pages[:middle])
+        self.now = PREFILL_ENDED
+        self.departures.note_prompt(room, request.token_ids)
+        self.now += 1
         self.departures.send(room, pages[middle:-1])
         tail = request.num_tokens - SIZE * (len(pages) - 1)
-        self.departures.note_prompt(room, request.token_ids)
         self.departures.send_last(room, pages[-1], tail, FIELDS)
 
     def expect(self, request: Request, room: int = ROOM) -> None:

@@ -40,6 +40,8 @@ def test_every_bit_arrives(make_lab, mode, num_tokens) -> None:
     assert lab.arrivals.is_draftable(ROOM)
     timeline = lab.arrivals.admit(ROOM, request.decode_pages[-1])
     assert timeline is not None
+    assert timeline.prefill_ended_at == 1000.0
+    assert lab.arrivals.summary(ROOM)["seconds"]["anchors"] == 1.0
     assert_equal(lab.target(request), (request.k, request.v))
     assert_equal(lab.draft(request), lab.prefill_draft(request))
     assert len(lab.arrivals) == 0
