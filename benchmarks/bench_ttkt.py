@@ -5,8 +5,9 @@
 
 A prefill and a decode server on this machine's CPU, or on one of its GPUs, joined by loopback at
 speeds at which the prompt's KV in full takes the given seconds. Prompts are cached on the prefill
-server, so that KV leaves as soon as the request is there. Token times are those of when a token was
-computed, if it was kept (TTKT, Lynx section 6); beside them, when a client had it. With --gpus all
+server, but for their last page, and KV is packed and leaves once that is computed, when the time
+begins. Token times are those of when a token was computed, if it was kept (TTKT, Lynx section 6);
+beside them, when a client had it. With --gpus all
 pairs start at once and share the GPUs; those on one GPU are measured one after the other. Every
 point is kept beside the results, in their name ending in .points.jsonl; a run goes on where that
 ends, and with no mode to measure it only draws.

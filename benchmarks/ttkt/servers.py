@@ -83,6 +83,8 @@ class LinkedPair:
         environment = server_environment(setup.scratch, None)
         environment["PYTHONPATH"] += os.pathsep + str(LINK_CONTROL)
         environment["KVSPEC_LINK_FILE"] = str(self._link)
+        # SGLang would send a cached prompt's KV before its prefill, which computes the last page.
+        environment["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "false"
         if gpu is not None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)

@@ -1,4 +1,4 @@
-"""Pages that cross in one piece, from the KV cache of one GPU server into another's, as the baselines
+"""Pages that cross in one piece, from the KV cache of one GPU server to another's, as the baselines
 of --kvspec-transfer send them: bytes and values are those of the codecs on a CPU."""
 
 from __future__ import annotations

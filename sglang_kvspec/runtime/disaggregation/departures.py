@@ -104,18 +104,23 @@ class Departures:
     def send(self, room: int, pages: Sequence[int]) -> None:
         """Send the next full pages of a request, unless it was given up."""
         departure = self._departures[room]
+        if departure.ended is None:
+            self._add(room, departure, pages)
+            self._pack()
+
+    def send_last(
+        self, room: int, pages: Sequence[int], num_tokens: int, fields: tuple[bytes, ...]
+    ) -> None:
+        """Send the rest of a request's pages, of the last of which num_tokens are computed, and
+        what SGLang says of its first token (fields), before residuals. Where an equal prefix was
+        cached already, SGLang has put that one's page, encoded, in the place of what the last chunk
+        wrote."""
+        departure = self._departures[room]
         if departure.ended is not None:
             return
-        self._kv.encode_committed(pages)
-        self.outbox.add(room, departure.num_sent, list(pages))
-        departure.num_sent += len(pages)
-        self._pack()
-
-    def send_last(self, room: int, page: int, num_tokens: int, fields: tuple[bytes, ...]) -> None:
-        """Send a request's last page, of which num_tokens are computed, and what SGLang says of its
-        first token (fields). Where an equal prefix was cached already, SGLang has put that one's
-        page, encoded, in the place of what the last chunk wrote."""
-        departure = self._departures[room]
+        *full_pages, page = pages
+        self._add(room, departure, full_pages)
+        self._pack([Stream.ANCHOR])
         if departure.ended is not None:
             return
         tail = self._kv.read_plain(page, num_tokens)
@@ -129,6 +134,7 @@ class Departures:
         data = self._handovers.encode(handover, tail)
         self._offer(SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
         departure.num_sent += 1
+        self._pack()
 
     def pump(self) -> None:
         """Take note of what has happened on the link, and give it what there is room for now."""
@@ -173,8 +179,13 @@ class Departures:
         self.abort(room, "the request is over")
         self._departures.pop(room, None)
 
-    def _pack(self) -> None:
-        for room, reason in self.outbox.pack().items():
+    def _add(self, room: int, departure: Departure, pages: Sequence[int]) -> None:
+        self._kv.encode_committed(pages)
+        self.outbox.add(room, departure.num_sent, pages)
+        departure.num_sent += len(pages)
+
+    def _pack(self, streams: Iterable[Stream] = Stream) -> None:
+        for room, reason in self.outbox.pack(streams).items():
             self.abort(room, reason)
 
     def _offer(self, key: SegmentKey, payload: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,9 @@ from sglang_kvspec.transport import SegmentKey, Stream
 # Of packed pages that the link has not taken, in each stream. Torch pins memory by powers of two,
 # so that beside a GPU this may take twice as much.
 READY_BYTES = 256 << 20
-# Pages are packed together, so many at a time that what lies ready never runs out meanwhile.
-PORTIONS = 4
+# Pages are packed together, of which each time costs a wait for the device: so many of them, and so
+# few that the link does not wait long for the first.
+PORTIONS = 16
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Outbox:
         """Of host memory."""
         return sum(self._num_ready.values())
 
-    def add(self, room: int, index: int, pages: list[int]) -> None:
+    def add(self, room: int, index: int, pages: Sequence[int]) -> None:
         """A request's pages from `index` on are to be sent."""
         if pages:
             for waiting in self._waiting.values():
@@ -74,11 +75,12 @@ class Outbox:
             if not portion.num_left:
                 self._num_ready[key.stream] -= portion.num_bytes
 
-    def pack(self) -> dict[int, str]:
-        """Pack what there is room for. Returns rooms of which a page cannot be carried, and why;
+    def pack(self, streams: Iterable[Stream] = Stream) -> dict[int, str]:
+        """Pack what there is room for in these streams. Returns rooms of which a page cannot be carried, and why;
         they are dropped."""
         spoiled: dict[int, str] = {}
-        for stream, waiting in self._waiting.items():
+        for stream in streams:
+            waiting = self._waiting.get(stream, [])
             while waiting:
                 first = waiting[0]
                 count = self._room_for(stream, len(first.pages))

@@ -208,9 +208,8 @@ class Lab:
         self.now = PREFILL_ENDED
         self.departures.note_prompt(room, request.token_ids)
         self.now += 1
-        self.departures.send(room, pages[middle:-1])
         tail = request.num_tokens - SIZE * (len(pages) - 1)
-        self.departures.send_last(room, pages[-1], tail, FIELDS)
+        self.departures.send_last(room, pages[middle:], tail, FIELDS)
 
     def expect(self, request: Request, room: int = ROOM) -> None:
         self.arrivals.expect(room, self.receiver_end, request.decode_pages, 60.0)

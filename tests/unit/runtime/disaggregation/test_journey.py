@@ -100,6 +100,15 @@ def test_a_last_page_that_is_encoded_already(make_lab, target, num_pages) -> Non
     assert len(lab.arrivals) == 0
 
 
+def test_all_that_drafts_need_is_packed_before_residuals(lab) -> None:
+    request = lab.request(4 * SIZE + 5)
+    lab.departures.add(ROOM)
+    lab.departures.note_prompt(ROOM, request.token_ids)
+    lab.departures.send_last(ROOM, request.prefill_pages, 5, (b"first token     ", b"a" * 17))
+    streams = [key.stream for key in lab.link.offers]
+    assert streams == [Stream.ANCHOR] * 5 + [Stream.RESIDUAL] * 4
+
+
 def test_residuals_may_come_before_anchors(lab) -> None:
     request = lab.request(4 * SIZE)
     begin(lab, request)

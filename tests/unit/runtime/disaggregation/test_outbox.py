@@ -11,6 +11,8 @@ from sglang_kvspec.runtime.disaggregation.outbox import PORTIONS, Outbox
 from sglang_kvspec.transport import SegmentKey, Stream
 
 SIZE, ROOM = 32, 7
+# Of each stream; 6 pages of anchors are packed together.
+READY = 960
 
 
 class Wire:
@@ -43,8 +45,8 @@ def offered():
 
 @pytest.fixture
 def outbox(wire, offered):
-    """Room for 24 pages of anchors, 8 of residuals."""
-    return Outbox(wire, offered.__setitem__, ready_bytes=240)
+    """Room for 96 pages of anchors, 32 of residuals."""
+    return Outbox(wire, offered.__setitem__, ready_bytes=READY)
 
 
 def keys(offered, stream):
@@ -52,11 +54,11 @@ def keys(offered, stream):
 
 
 def test_no_more_lies_ready_than_allowed(outbox, offered):
-    outbox.add(ROOM, 0, list(range(100, 150)))
+    outbox.add(ROOM, 0, list(range(100, 250)))
     assert outbox.pack() == {}
-    assert len(keys(offered, Stream.ANCHOR)) == 24
-    assert len(keys(offered, Stream.RESIDUAL)) == 8
-    assert outbox.num_ready_bytes == 2 * 240
+    assert len(keys(offered, Stream.ANCHOR)) == 96
+    assert len(keys(offered, Stream.RESIDUAL)) == 32
+    assert outbox.num_ready_bytes == 2 * READY
     for _ in range(200):
         if not offered:
             break
@@ -64,7 +66,7 @@ def test_no_more_lies_ready_than_allowed(outbox, offered):
             assert int(offered.pop(key)[0]) == 100 + key.page_index
             outbox.released(key)
         outbox.pack()
-        assert outbox.num_ready_bytes <= 2 * 240
+        assert outbox.num_ready_bytes <= 2 * READY
     assert not offered
     assert outbox.num_ready_bytes == 0
 
@@ -87,7 +89,7 @@ def _all(places):
 
 def test_anchors_do_not_wait_for_residuals(outbox, offered):
     """Of another request, which fill what they may."""
-    outbox.add(ROOM, 0, list(range(20)))
+    outbox.add(ROOM, 0, list(range(50)))
     outbox.pack()
     offered.clear()
     outbox.add(9, 0, [200, 201])
@@ -98,19 +100,19 @@ def test_anchors_do_not_wait_for_residuals(outbox, offered):
 
 def test_memory_counts_until_all_that_was_packed_with_it_is_released(outbox, offered):
     """It is one piece."""
-    outbox.add(ROOM, 0, list(range(24)))
+    outbox.add(ROOM, 0, list(range(96)))
     outbox.pack()
-    first, *others = keys(offered, Stream.ANCHOR)[: 24 // PORTIONS]
+    first, *others = keys(offered, Stream.ANCHOR)[: 96 // PORTIONS]
     for key in others:
         outbox.released(key)
-    assert outbox.num_ready_bytes == 2 * 240
+    assert outbox.num_ready_bytes == 2 * READY
     outbox.released(first)
-    assert outbox.num_ready_bytes == 2 * 240 - 60
+    assert outbox.num_ready_bytes == 2 * READY - 60
 
 
 def test_pages_are_packed_many_at_a_time(outbox, offered, wire):
     """Each time costs a wait for the device."""
-    outbox.add(ROOM, 0, list(range(48)))
+    outbox.add(ROOM, 0, list(range(120)))
     outbox.pack()
     wire.packed.clear()
     for key in keys(offered, Stream.ANCHOR)[:5]:
@@ -119,7 +121,7 @@ def test_pages_are_packed_many_at_a_time(outbox, offered, wire):
     assert wire.packed == []
     outbox.released(keys(offered, Stream.ANCHOR)[5])
     outbox.pack()
-    assert wire.packed == [(Stream.ANCHOR, list(range(24, 30)))]
+    assert wire.packed == [(Stream.ANCHOR, list(range(96, 102)))]
 
 
 def test_a_page_larger_than_all_room_goes_alone(wire, offered):
@@ -134,12 +136,12 @@ def test_a_page_larger_than_all_room_goes_alone(wire, offered):
 
 
 def test_of_a_dropped_request_no_more_is_packed(outbox, offered):
-    outbox.add(ROOM, 0, list(range(30)))
-    outbox.add(9, 0, [40])
+    outbox.add(ROOM, 0, list(range(100)))
+    outbox.add(9, 0, [140])
     outbox.pack()
-    assert outbox.rooms_of([29, 40]) == {ROOM, 9}
+    assert outbox.rooms_of([99, 140]) == {ROOM, 9}
     outbox.drop(ROOM)
-    assert outbox.rooms_of([29]) == set()
+    assert outbox.rooms_of([99]) == set()
     for key in list(offered):
         outbox.released(key)
     offered.clear()
