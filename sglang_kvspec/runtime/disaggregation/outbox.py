@@ -76,8 +76,8 @@ class Outbox:
                 self._num_ready[key.stream] -= portion.num_bytes
 
     def pack(self, streams: Iterable[Stream] = Stream) -> dict[int, str]:
-        """Pack what there is room for in these streams. Returns rooms of which a page cannot be carried, and why;
-        they are dropped."""
+        """Pack what there is room for in these streams. Returns rooms of which a page cannot be
+        carried, and why; they are dropped."""
         spoiled: dict[int, str] = {}
         for stream in streams:
             waiting = self._waiting.get(stream, [])
