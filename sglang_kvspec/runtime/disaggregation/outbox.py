@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,15 +12,16 @@ from sglang_kvspec.core.errors import CodecError
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import SegmentKey, Stream
 
-# Of packed pages that the link has not taken, in each stream. Torch pins memory by powers of two,
-# so that beside a GPU this may take twice as much.
+# Of packed pages that the link has not taken, in each stream; beyond that a portion of each
+# request, so that none waits for receivers of others. Torch pins memory by powers of two, so that
+# beside a GPU this may take twice as much.
 READY_BYTES = 256 << 20
-# Pages are packed together, of which each time costs a wait for the device: so many of them, and so
-# few that the link does not wait long for the first.
+# That READY_BYTES is: pages are packed together, of which each time costs a wait for the device: so
+# many of them, and so few that the link does not wait long for the first.
 PORTIONS = 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """pages: those not packed yet, the first of which is the request's page `index`."""
 
@@ -37,9 +39,9 @@ class _Portion:
 
 
 class Outbox:
-    """Owned by whoever owns the KV cache. Streams do not wait for each other, and a request's pages
-    are packed in the order in which they were added. What is added must stay as it is in the KV
-    cache, until its room is dropped at the latest."""
+    """Owned by whoever owns the KV cache. Streams do not wait for each other, and who came first is
+    packed first. What is added must stay as it is in the KV cache, until its room is dropped at the
+    latest."""
 
     def __init__(
         self,
@@ -55,6 +57,8 @@ class Outbox:
         self._waiting: dict[Stream, list[_Waiting]] = {stream: [] for stream in self._page_bytes}
         self._portions: dict[SegmentKey, _Portion] = {}
         self._num_ready = dict.fromkeys(self._page_bytes, 0)
+        # Pages of each request and stream.
+        self._ready_pages: Counter[tuple[int, Stream]] = Counter()
 
     @property
     def num_ready_bytes(self) -> int:
@@ -72,6 +76,9 @@ class Outbox:
         portion = self._portions.pop(key, None)
         if portion is not None:
             portion.num_left -= 1
+            self._ready_pages[key.transfer, key.stream] -= 1
+            if not self._ready_pages[key.transfer, key.stream]:
+                del self._ready_pages[key.transfer, key.stream]
             if not portion.num_left:
                 self._num_ready[key.stream] -= portion.num_bytes
 
@@ -80,29 +87,31 @@ class Outbox:
         carried, and why; they are dropped."""
         spoiled: dict[int, str] = {}
         for stream in streams:
-            waiting = self._waiting.get(stream, [])
-            while waiting:
-                first = waiting[0]
-                count = self._room_for(stream, len(first.pages))
-                if not count:
-                    break
+            for waiting in list(self._waiting.get(stream, ())):
                 try:
-                    self._pack(stream, first, count)
+                    self._pack_what_fits(stream, waiting)
                 except CodecError as error:
-                    spoiled[first.room] = str(error)
-                    self.drop(first.room)
-                if waiting and not waiting[0].pages:
-                    waiting.pop(0)
+                    spoiled[waiting.room] = str(error)
+                    self.drop(waiting.room)
         return spoiled
 
-    def _room_for(self, stream: Stream, num_pages: int) -> int:
-        """Of so many pages, those to be packed now: at least a portion, or all."""
-        page_bytes, num_ready = self._page_bytes[stream], self._num_ready[stream]
+    def _pack_what_fits(self, stream: Stream, waiting: _Waiting) -> None:
+        # It may be of a request that was dropped a moment ago.
+        while waiting in self._waiting[stream]:
+            count = self._room_for(stream, waiting)
+            if not count:
+                return
+            self._pack(stream, waiting, count)
+            if not waiting.pages:
+                self._waiting[stream].remove(waiting)
+
+    def _room_for(self, stream: Stream, waiting: _Waiting) -> int:
+        """Pages to be packed now: a portion, or the rest."""
+        page_bytes = self._page_bytes[stream]
         portion = max(1, self._ready_bytes // PORTIONS // page_bytes)
-        count = min(num_pages, portion)
-        fits = num_ready + count * page_bytes <= self._ready_bytes
-        # However large a page is, one can be sent.
-        return count if fits or not num_ready else 0
+        count = min(len(waiting.pages), portion)
+        fits = self._num_ready[stream] + count * page_bytes <= self._ready_bytes
+        return count if fits or not self._ready_pages[waiting.room, stream] else 0
 
     def _pack(self, stream: Stream, waiting: _Waiting, count: int) -> None:
         payloads = self._wire.pack(stream, waiting.pages[:count])
@@ -111,6 +120,7 @@ class Outbox:
         for place, payload in enumerate(payloads):
             key = SegmentKey(waiting.room, stream, waiting.index + place, 0)
             self._portions[key] = portion
+            self._ready_pages[waiting.room, stream] += 1
             self._offer(key, payload)
         waiting.index += count
         del waiting.pages[:count]

@@ -88,14 +88,35 @@ def _all(places):
 
 
 def test_anchors_do_not_wait_for_residuals(outbox, offered):
-    """Of another request, which fill what they may."""
+    """Which fill what they may."""
     outbox.add(ROOM, 0, list(range(50)))
     outbox.pack()
     offered.clear()
-    outbox.add(9, 0, [200, 201])
+    outbox.add(ROOM, 50, [200, 201])
     outbox.pack()
-    assert [key.transfer for key in offered] == [9, 9]
-    assert all(key.stream is Stream.ANCHOR for key in offered)
+    assert [(key.stream, key.page_index) for key in offered] == [
+        (Stream.ANCHOR, 50),
+        (Stream.ANCHOR, 51),
+    ]
+
+
+def test_nobody_waits_for_another_receiver(outbox, offered):
+    """One that takes nothing, while all that may lie ready is its own."""
+    outbox.add(ROOM, 0, list(range(150)))
+    outbox.pack()
+    assert len(keys(offered, Stream.ANCHOR)) == 96
+    outbox.add(9, 0, list(range(200, 210)))
+    outbox.pack()
+    stalled = dict(offered)
+    arrived = []
+    for _ in range(10):
+        for key in [key for key in offered if key.transfer == 9]:
+            arrived.append((key.stream, int(offered.pop(key)[0])))
+            outbox.released(key)
+        assert len(keys(offered, Stream.ANCHOR)) <= 96 + 6
+        outbox.pack()
+    assert sorted(arrived) == [(stream, page) for stream in Stream for page in range(200, 210)]
+    assert {key for key in offered} == {key for key in stalled if key.transfer == ROOM}
 
 
 def test_memory_counts_until_all_that_was_packed_with_it_is_released(outbox, offered):
@@ -137,9 +158,9 @@ def test_a_page_larger_than_all_room_goes_alone(wire, offered):
 
 def test_of_a_dropped_request_no_more_is_packed(outbox, offered):
     outbox.add(ROOM, 0, list(range(100)))
-    outbox.add(9, 0, [140])
+    outbox.add(9, 0, list(range(140, 150)))
     outbox.pack()
-    assert outbox.rooms_of([99, 140]) == {ROOM, 9}
+    assert outbox.rooms_of([99, 149]) == {ROOM, 9}
     outbox.drop(ROOM)
     assert outbox.rooms_of([99]) == set()
     for key in list(offered):
@@ -152,6 +173,7 @@ def test_of_a_dropped_request_no_more_is_packed(outbox, offered):
 def test_a_page_that_cannot_be_carried_ends_its_request_alone(outbox, offered, wire):
     wire.spoiled = {2}
     outbox.add(ROOM, 0, [1, 2, 3])
+    outbox.add(ROOM, 3, [5])
     outbox.add(9, 0, [4])
     assert outbox.pack() == {ROOM: "page 1 and on hold NaN"}
     assert {key.transfer for key in offered} == {9}
