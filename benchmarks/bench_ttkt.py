@@ -1,46 +1,50 @@
 """How soon does a decode server have the k-th token, by how KV crosses to it?
 
     python benchmarks/bench_ttkt.py [--lengths 4096 ...] [--seconds 0.5 1 2 5] [--modes split ...]
+    python benchmarks/bench_ttkt.py --gpus 1 --out benchmarks/results/ttkt_h200.json
 
-A prefill and a decode server on this machine's CPU, joined by loopback at speeds at which the
-prompt's KV in full takes the given seconds. Prompts are cached on the prefill server, so that KV
-leaves as soon as the request is there. Token times are those of when a token was computed, if it
-was kept (TTKT, Lynx section 6); beside them, when a client had it. Every point is kept in
---points; a run goes on where the file ends, and with no mode to measure it only draws.
+A prefill and a decode server on this machine's CPU, or on one of its GPUs, joined by loopback at
+speeds at which the prompt's KV in full takes the given seconds. Prompts are cached on the prefill
+server, but for their last page, and KV is packed and leaves once that is computed, when the time
+begins. Token times are those of when a token was computed, if it was kept (TTKT, Lynx section 6);
+beside them, when a client had it. With --gpus all
+pairs start at once and share the GPUs; those on one GPU are measured one after the other. Every
+point is kept beside the results, in their name ending in .points.jsonl; a run goes on where that
+ends, and with no mode to measure it only draws.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from acceptance.prompts import cut_prompts
 from acceptance.report import write_json
 from rich.console import Console
-from rich.progress import track
+from serving import machine
 from transformers import AutoConfig
 from ttkt.figures import MODES, draw, figures, table
 from ttkt.points import TOKENS, Point, append_point, read_points
 from ttkt.requests_apart import ask
-
-from sglang_kvspec.testing.server_pair import ServerPair
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS
+from ttkt.servers import CPU, GPU, NO_LIMIT_GBPS, LinkedPair, Platform, Setup, running
 
 ROOT = Path(__file__).resolve().parent
-RESULTS = ROOT / "results"
 MODEL = ROOT.parent.parent / "shared" / "models" / "eval-31m"
-# Faster than any loopback: nothing is held back.
-NO_LIMIT_GBPS = 1000.0
-START_TIMEOUT_S = 600.0
-PAGE_SIZE = 64
 # Of the longest prompts that the model takes, room for the answer.
 ROOM = 128
 
+# A prompt of a length, and how long the link takes for its KV in full.
+Wanted = tuple[int, int, float]
+
 console = Console(width=120)
+_points_file = threading.Lock()
 
 
 def parse() -> argparse.Namespace:
@@ -50,118 +54,131 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, nargs="+", default=[0.5, 1, 2, 5])
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
     parser.add_argument("--prompts", type=int, default=2, help="of each length")
-    parser.add_argument("--points", type=Path, default=RESULTS / "ttkt.points.jsonl")
-    parser.add_argument("--prefixes", type=Path, help="folder that keeps computed prompts")
+    parser.add_argument("--gpus", type=int, default=0, help="to share; 0: the CPU")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "ttkt.json")
+    parser.add_argument("--prefixes", type=Path, help="on a CPU: folder that keeps prompts")
+    parser.add_argument("--server-args", default="", help="more of every server's flags")
     parser.add_argument("--logs", type=Path, default=Path(".kvspec/ttkt"))
     parser.add_argument("--commit", help="that the points were measured at, if not here")
+    parser.add_argument("--machine", help="that they were measured on, if not here")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    known = {(p.mode, *p.key) for p in read_points(args.points)} if args.points.exists() else set()
-    args.points.parent.mkdir(parents=True, exist_ok=True)
+    path = args.out.with_suffix(".points.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = {(p.mode, *p.key) for p in read_points(path)} if path.exists() else set()
+    wanted = {mode: missing(args, mode, known) for mode in args.modes}
+    wanted = {mode: points for mode, points in wanted.items() if points}
+    platform = GPU if args.gpus else CPU
+    prompts = {
+        length: cut_prompts(args.model, args.prompts, _prompt_len(length))[0]
+        for length in {length for points in wanted.values() for length, _, _ in points}
+    }
     with tempfile.TemporaryDirectory() as scratch:
-        prefixes = args.prefixes or Path(scratch)
-        for mode in args.modes:
-            missing = [
-                (length, prompt, full_s)
-                for length in args.lengths
-                for prompt in range(args.prompts)
-                for full_s in args.seconds
-                if (mode, length, prompt, full_s) not in known
-            ]
-            if missing:
-                measure(args, mode, missing, prefixes)
-    points = read_points(args.points)
+        folder = Path(scratch)
+        # Of a CPU's, whose prompts take minutes, what one pair computed the next one reads.
+        prefixes = None if args.gpus else args.prefixes or folder
+        setup = Setup(
+            platform=platform,
+            model=args.model,
+            num_tokens=args.prompts * sum(args.lengths),
+            logs=args.logs,
+            scratch=folder,
+            prefixes=prefixes,
+            server_args=shlex.split(args.server_args),
+        )
+        # Servers on CPUs slow one another down.
+        groups = [list(wanted)] if args.gpus else [[mode] for mode in wanted]
+        for modes in filter(None, groups):
+            measure_all(setup, modes, wanted, prompts, range(args.gpus) or [None], path)
+    points = read_points(path)
     console.print(table(points))
     found = figures(points)
     for figure in found:
-        console.print(f"{figure.name} {figure.value:.3f} {figure.unit}, goal {figure.baseline}")
+        goal = "" if figure.baseline is None else f", goal {figure.baseline}"
+        console.print(f"{figure.name} {figure.value:.3f} {figure.unit}{goal}")
     settings = {
         "model": args.model.name,
-        "dtype": "float32",
+        "dtype": platform.dtype,
         "lengths": sorted({p.prompt_len for p in points}),
         "seconds_of_full": sorted({p.full_s for p in points}),
-        "prompts": args.prompts,
+        "prompts": len({p.prompt for p in points}),
         "draft_len": "auto for split, otherwise 0",
         "codec": "uniform4",
         "target": "exact",
+        "server_args": " ".join([*platform.arguments, *setup.server_args]),
         "ratios": "of times at which kept tokens were computed, since the prefill ended",
     }
+    names = machine.gpu_names()
+    where = args.machine or (names[0] if args.gpus and names else None)
     device = torch.device("cpu")
-    write_json(RESULTS / "ttkt.json", "bench_ttkt", device, settings, found, commit=args.commit)
-    draw(RESULTS / "ttkt.png", points)
+    write_json(args.out, "bench_ttkt", device, settings, found, machine=where, commit=args.commit)
+    draw(args.out.with_suffix(".png"), points)
+
+
+def missing(args: argparse.Namespace, mode: str, known: set) -> list[Wanted]:
+    """Points that are not in the file."""
+    return [
+        (length, prompt, full_s)
+        for length in args.lengths
+        for prompt in range(args.prompts)
+        for full_s in args.seconds
+        if (mode, length, prompt, full_s) not in known
+    ]
+
+
+def measure_all(
+    setup: Setup,
+    modes: Sequence[str],
+    wanted: dict[str, list[Wanted]],
+    prompts: dict[int, torch.Tensor],
+    gpus: Sequence[int | None],
+    path: Path,
+) -> None:
+    """Append all points of these modes, measured on all GPUs at once, on each one by one. prompts:
+    by length, [num_prompts, num_tokens]."""
+    begun = time.perf_counter()
+    with running(setup, modes, gpus) as pairs:
+        console.print(f"{2 * len(pairs)} servers up in {time.perf_counter() - begun:.0f} s")
+
+        def on(gpu: int | None) -> None:
+            for pair in pairs:
+                if pair.gpu == gpu:
+                    measure(setup, pair, wanted[pair.mode], prompts, path)
+
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            list(pool.map(on, gpus))
 
 
 def measure(
-    args: argparse.Namespace,
-    mode: str,
-    wanted: Sequence[tuple[int, int, float]],
-    prefixes: Path,
+    setup: Setup,
+    linked: LinkedPair,
+    wanted: Sequence[Wanted],
+    prompts: dict[int, torch.Tensor],
+    path: Path,
 ) -> None:
     """Append a point for each (length, prompt, seconds)."""
-    prompts = {
-        length: cut_prompts(args.model, args.prompts, _prompt_len(length))[0].tolist()
-        for length in sorted({length for length, _, _ in wanted})
-    }
-    link = prefixes / "link.gbps"
-    with running(args, mode, prefixes, link) as pair:
-        asked = sorted({(length, prompt) for length, prompt, _ in wanted})
-        for length, prompt in track(asked, f"{mode}: prompts", console=console):
-            ask(pair, prompts[length][prompt], 2)
-        for length, prompt, full_s in track(wanted, f"{mode}: links", console=console):
-            tokens = prompts[length][prompt]
-            set_link(link, len(tokens) * kv_bytes(args.model) / full_s / 1e9)
-            answer = ask(pair, tokens, max(TOKENS))
-            append_point(args.points, Point.of(answer, mode, length, prompt, full_s))
+    begun = time.perf_counter()
+    linked.set_link(NO_LIMIT_GBPS)
+    for length, prompt in sorted({(length, prompt) for length, prompt, _ in wanted}):
+        ask(linked.pair, prompts[length][prompt].tolist(), setup.platform.warm_up_tokens)
+    console.print(f"{linked.mode}: prompts computed in {time.perf_counter() - begun:.0f} s")
+    for length, prompt, full_s in wanted:
+        tokens = prompts[length][prompt].tolist()
+        linked.set_link(len(tokens) * kv_bytes(setup.model, setup.platform) / full_s / 1e9)
+        answer = ask(linked.pair, tokens, max(TOKENS))
+        with _points_file:
+            append_point(path, Point.of(answer, linked.mode, length, prompt, full_s))
+    console.print(f"{linked.mode}: measured in {time.perf_counter() - begun:.0f} s")
 
 
-@contextmanager
-def running(
-    args: argparse.Namespace, mode: str, prefixes: Path, link: Path
-) -> Iterator[ServerPair]:
-    num_tokens = args.prompts * sum(args.lengths) + 4096
-    set_link(link, NO_LIMIT_GBPS)
-    # What is not split is decoded plainly, as by servers without anchors.
-    draft_len = "auto" if mode == "split" else 0
-    pair = ServerPair(
-        (
-            *CPU_ARGUMENTS,
-            f"--model-path={args.model}",
-            f"--max-total-tokens={num_tokens // PAGE_SIZE * PAGE_SIZE}",
-            "--mem-fraction-static=0.3",
-            "--max-running-requests=4",
-            "--kvspec",
-            f"--kvspec-transfer={mode}",
-            f"--kvspec-draft-len={draft_len}",
-        ),
-        log_folder=args.logs / mode,
-        prefill=(
-            f"--kvspec-link-gbps={NO_LIMIT_GBPS}",
-            f"--kvspec-prefix-dir={prefixes / 'store'}",
-        ),
-        environment={
-            "PYTHONPATH": str(ROOT / "ttkt" / "link_control"),
-            "KVSPEC_LINK_FILE": str(link),
-        },
-    )
-    with pair, console.status(f"{mode}: two servers start"):
-        pair.wait_healthy(START_TIMEOUT_S)
-        yield pair
-
-
-def set_link(path: Path, gbps: float) -> None:
-    # The server may read it at any moment.
-    draft = path.with_suffix(".new")
-    draft.write_text(repr(gbps), encoding="ascii")
-    draft.replace(path)
-
-
-def kv_bytes(model: Path) -> int:
-    """Of a token, in float32."""
+def kv_bytes(model: Path, platform: Platform) -> int:
+    """Of a token."""
     config = AutoConfig.from_pretrained(model)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return int(numbers * platform.itemsize)
 
 
 def _prompt_len(length: int) -> int:

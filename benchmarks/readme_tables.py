@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from serving import tables
+from ttkt.readme_table import gpu_lines
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "README.md"
@@ -58,6 +59,7 @@ def main() -> None:
     text = README.read_text(encoding="utf-8")
     text = replace_between(text, "figures", table(figures))
     text = replace_between(text, "transfer", transfer_table(transfer))
+    text = replace_between(text, "ttkt_gpu", gpu_lines(RESULTS / "ttkt_h200.json"))
     README.write_text(text, encoding="utf-8")
     tables.main()
 

@@ -21,15 +21,20 @@ MODES = ("split", "full", "int8", "int4", "cachegen")
 
 
 def figures(points: Sequence[Point]) -> list[Figure]:
-    """Ratios of `split` to others over all prompts and links: median, half range, goal."""
+    """Ratios of `split` to others over all prompts and links: median, half range, goal; the same
+    for each link."""
     found = []
+    links = sorted({point.full_s for point in points})
     for token, mode, goal, name in _GOALS:
         ratios = _ratios(points, mode, token)
         if not ratios:
             continue
-        half = (max(ratios) - min(ratios)) / 2
-        found.append(Figure(name, median(ratios), "ratio, median", half, goal))
+        found.append(_spread(name, ratios, goal))
         found.append(Figure(f"{name}.worst", max(ratios), "ratio", None, goal))
+        for full_s in links:
+            at_link = [point for point in points if point.full_s == full_s]
+            if some := _ratios(at_link, mode, token):
+                found.append(_spread(f"{name}.at_{full_s:g}s", some, goal))
     for mode in MODES:
         shares = _identical(points, mode)
         if shares:
@@ -37,11 +42,19 @@ def figures(points: Sequence[Point]) -> list[Figure]:
             found.append(Figure(f"ttkt.identical.{mode}", share, f"of {len(shares)} answers"))
     firsts = [p for p in points if p.mode == "split"]
     if firsts:
-        kept = sum(p.accepted_first for p in firsts) / sum(p.drafted_first for p in firsts)
+        drafted = sum(p.drafted_first for p in firsts)
+        kept = sum(p.accepted_first for p in firsts) / max(drafted, 1)
         found.append(Figure("ttkt.accepted_at_first_verification", kept, "of drafts"))
+        mean = sum(p.drafted_first for p in firsts) / len(firsts)
+        found.append(Figure("ttkt.drafted_before_first_verification.mean", mean, "tokens"))
         mean = sum(p.accepted_first for p in firsts) / len(firsts)
         found.append(Figure("ttkt.accepted_at_first_verification.mean", mean, "tokens"))
     return found
+
+
+def _spread(name: str, ratios: Sequence[float], goal: float) -> Figure:
+    half = (max(ratios) - min(ratios)) / 2
+    return Figure(name, median(ratios), "ratio, median", half, goal)
 
 
 def _ratios(points: Sequence[Point], mode: str, token: int) -> list[float]:

@@ -42,6 +42,7 @@ MANIFEST = (
     "retract_decode",
     "retraction_order",
     "kv_class",
+    "abort_reason",
     "idle_wait",
     "weight_load",
     "internal_state",

@@ -68,7 +68,8 @@ class EagerDrafter:
                 mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits[None])
                 worker.chooser.draft(states[i], logits[None], mask)
                 if worker.decoding is not None:
-                    worker.decoding.note_drafts(states[i], 1)
+                    lacking = worker.decoding.is_lacking(states[i])
+                    worker.decoding.note_drafts(states[i], on_anchors=lacking)
             agree_on_drafts(worker.ranks, [states[i] for i in rows])
 
 

@@ -31,6 +31,7 @@ from sglang_kvspec.planning.capacity import (
 )
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.staged_records import buffer_bytes
+from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.exact_attention import WORKSPACE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
     def _outside_bytes(self) -> int:
         """What a GPU needs beside its pools and SGLang does not know of: FlashInfer's workspace,
         the logits of the largest verification, in the model's dtype and in fp32, and what copies of
-        pages go through that leave or land."""
+        pages go through that leave or land, and are converted in where they cross in one piece."""
         if self._kvc.device == "cpu":
             return 0
         args = self._kvc.server_args
@@ -87,6 +88,8 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         if self._config.keeps_prefixes or args.disaggregation_mode != "null":
             page = page_bytes_of(geometry_of(self._kvc), codec_of(self._kvc, self._config))
             buffer = buffer_bytes(max(page.anchor, page.residual))
+            if self._config.transfer != "split":
+                buffer += CODEC_WORK * max(AT_ONCE_BYTES, page.plain)
         return WORKSPACE_BYTES + logits_bytes + buffer
 
     def _plan(self, max_pages: int | None) -> MemoryPoolConfig:

@@ -228,6 +228,9 @@ class RoundWorker(KVSpecWorker):
         ready = [state for i, state in enumerate(states) if i not in late]
         # One that has nothing left to take is about to leave.
         advances = any(state.remaining > 0 for state in ready)
+        if self.decoding is not None:
+            lacking = (i for i, state in enumerate(states) if self.decoding.is_lacking(state))
+            started.lacking = frozenset(lacking)
         started.begun_at = time.perf_counter()
         if self._over_at is not None and not self._holds_all:
             started.between_s = started.begun_at - self._over_at
@@ -308,8 +311,9 @@ class RoundWorker(KVSpecWorker):
             for i, tokens in started.made.deliver().items():
                 states[i].drafts.extend(tokens)
         if self.decoding is not None and self._graphs is not None:
-            for state, num_made in zip(states, started.lens, strict=True):
-                self.decoding.note_drafts(state, num_made)
+            for i, state in enumerate(states):
+                ages_s = started.draft_ages_s(i)
+                self.decoding.note_drafts(state, ages_s, on_anchors=i in started.lacking)
         verified = self._judge(batch, states, rows, logits_output.next_token_logits)
         if not batch.return_logprob:
             # Nobody reads them any more, and they are large.

@@ -152,11 +152,6 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             "--kvspec-host-gb on a GPU (allowed: 1): the residual cache holds the prefix of one "
             "request for sure"
         )
-    if config.transfer != "split":
-        raise UnsupportedError(
-            f"--kvspec-transfer {config.transfer}: on a GPU anchors are sent before residuals in "
-            "this version (allowed: split)"
-        )
     if config.schedule == "staggered":
         raise UnsupportedError(
             "--kvspec-schedule staggered: on a GPU requests draft and verify in rounds in this "

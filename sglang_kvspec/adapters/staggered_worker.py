@@ -52,7 +52,8 @@ class StaggeredWorker(KVSpecWorker):
                     mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits)
                     self.chooser.draft(states[i], logits, mask)
                     if self.decoding is not None:
-                        self.decoding.note_drafts(states[i], 1)
+                        lacking = self.decoding.is_lacking(states[i])
+                        self.decoding.note_drafts(states[i], on_anchors=lacking)
                     chosen.append(None)
                 else:
                     cap_lens[i] = len(states[i].drafts)

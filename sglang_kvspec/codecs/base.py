@@ -67,6 +67,11 @@ class Codec(Protocol):
         """Residual records of encode() for the target `exact`, without anchors."""
         ...
 
+    def decode_exact(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What encode_exact() was given, of the target `exact`, wherever records are. Same shapes
+        as decode_anchor."""
+        ...
+
     def decode_anchor(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What a draft attends to: (k, v), each [N, page_size, num_kv_heads, head_dim] `dtype`."""
         ...

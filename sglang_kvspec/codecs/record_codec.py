@@ -71,15 +71,20 @@ class RecordCodec(ABC):
         check_pages(self, k_pages, v_pages, self.debug)
         return exact.encode(k_pages, v_pages, self.residual_layout)
 
+    def decode_exact(self, residual: torch.Tensor) -> KV:
+        assert self.target == "exact", "other residuals are relative to anchors"
+        check_records("residual", residual, self.residual_bytes)
+        return exact.decode(residual, self.residual_layout)
+
     def decode_anchor(self, anchor: torch.Tensor) -> KV:
         check_records("anchor", anchor, self.anchor_bytes)
         return self._decode_anchor(anchor)
 
     def decode_target(self, anchor: torch.Tensor, residual: torch.Tensor) -> KV:
         check_records("anchor", anchor, self.anchor_bytes)
-        check_records("residual", residual, self.residual_bytes)
         if self.target == "exact":
-            return exact.decode(residual, self.residual_layout)
+            return self.decode_exact(residual)
+        check_records("residual", residual, self.residual_bytes)
         return self._decode_refined(anchor, residual)
 
     @abstractmethod

@@ -208,6 +208,33 @@ class DeviceKV(KVTiers):
     ) -> None:
         self._staged.copy(source, source_slots, target, target_slots)
 
+    # Full precision from elsewhere
+
+    def read_whole(self, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.codec.target == "exact", "residuals are corrections, not values"
+        records = sent_to(self.device, self.read_residuals(pages))
+        k, v = self.codec.decode_exact(records.flatten(0, 1))
+        shape = (len(pages), self.geometry.num_layers, *k.shape[1:])
+        return k.view(shape), v.view(shape)
+
+    def write_whole(
+        self, pages: Sequence[int], k: torch.Tensor, v: torch.Tensor, *, anchors: bool = True
+    ) -> None:
+        """Writes anchors in any case, which takes no longer. With a host store the residual cache
+        must have room for PUBLISH_PAGES beside what is being encoded."""
+        for first in range(0, len(pages), PUBLISH_PAGES):
+            part = pages[first : first + PUBLISH_PAGES]
+            # Whatever the last forward read may make room.
+            self.require_residuals(())
+            self.begin_encode(part)
+            self.place_residuals(())
+            rows = torch.arange(first, first + len(part), dtype=torch.int32)
+            ids = torch.tensor(part, dtype=torch.int32)
+            source, places = sent_to(self.device, rows), sent_to(self.device, ids)
+            for layer in range(self.geometry.num_layers):
+                self.encode_from(layer, k[:, layer], v[:, layer], source, places)
+            self.finish_encode(part)
+
     def _slots_of(self, pages: Sequence[int]) -> list[int]:
         return [self.residuals.cache_slots.slot_of(page) for page in pages]
 

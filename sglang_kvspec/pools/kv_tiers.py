@@ -173,6 +173,20 @@ class KVTiers(ABC):
         """Within the device's memory, behind all that the device was given so far. The target slots
         are distinct."""
 
+    # Full precision from elsewhere
+
+    @abstractmethod
+    def read_whole(self, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of encoded pages at the target precision, wherever they are: new tensors on the
+        device, [N, num_layers, page_size, num_kv_heads, head_dim]."""
+
+    @abstractmethod
+    def write_whole(
+        self, pages: Sequence[int], k: torch.Tensor, v: torch.Tensor, *, anchors: bool = True
+    ) -> None:
+        """Make distinct free pages encoded ones from all their tokens, as read_whole() gives them,
+        in equal strides. anchors False: nobody drafts, so that anchors need not be written."""
+
     @abstractmethod
     def warm_up_records(self) -> None:
         """Before the first request: compile what copies of records run, and take the memory that

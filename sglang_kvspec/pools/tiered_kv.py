@@ -42,12 +42,6 @@ class TieredKV(KVTiers):
         self.anchors.write(layer, pages, record.anchor)
         self.residuals.write(layer, pages, record.residual)
 
-    def encode_exact(
-        self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """The same for the target `exact` where nobody drafts: anchors stay as they were."""
-        self.residuals.write(layer, pages, self.codec.encode_exact(k, v))
-
     def encode_window_pages(self, pages: Sequence[int]) -> None:
         """Encode committed window pages, all layers, and free their window slots."""
         if not pages:
@@ -115,6 +109,27 @@ class TieredKV(KVTiers):
     ) -> None:
         records = source.read_pages(self._ids(source_slots))
         target.write_pages(self._ids(target_slots), records)
+
+    # Full precision from elsewhere
+
+    def read_whole(self, pages: Sequence[int]) -> KV:
+        ids = self._ids(pages)
+        layers = [self.read_target(layer, ids) for layer in range(self.geometry.num_layers)]
+        k, v = (torch.stack(part, dim=1) for part in zip(*layers, strict=True))
+        return k, v
+
+    def write_whole(
+        self, pages: Sequence[int], k: torch.Tensor, v: torch.Tensor, *, anchors: bool = True
+    ) -> None:
+        ids = self._ids(pages)
+        self.begin_encode(pages)
+        for layer in range(self.geometry.num_layers):
+            if anchors:
+                self.encode(layer, ids, k[:, layer], v[:, layer])
+            else:
+                exact = self.codec.encode_exact(k[:, layer], v[:, layer])
+                self.residuals.write(layer, ids, exact)
+        self.finish_encode(pages)
 
     def _ids(self, pages: Sequence[int]) -> torch.Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self.device)

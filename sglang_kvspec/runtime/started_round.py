@@ -21,8 +21,8 @@ class StartedRound:
     seconds are of, also where the requests with the most have left. is_held_up: other forwards came
     before it could end. plan: who verifies and what is fetched for that, None where everybody does
     or it is yet to be decided. late: requests that cannot verify whatever the plan, as residuals of
-    theirs are still on the network. num_verified: of a round that is over, drafts that each request
-    had verified.
+    theirs are still on the network, by now; lacking: those of which that was so when it began.
+    num_verified: of a round that is over, drafts that each request had verified.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
     device only. logits: of a plain round whose one token is to be chosen from them, a row for each
@@ -41,7 +41,9 @@ class StartedRound:
     logits: torch.Tensor | None = None
     plan: RoundPlan | None = None
     late: frozenset[int] = frozenset()
+    lacking: frozenset[int] = frozenset()
     num_verified: list[int] = field(default_factory=list)
+    _step_s: float | None = None
 
     def __post_init__(self) -> None:
         self.num_verified = self.num_verified or [0] * len(self.states)
@@ -59,8 +61,17 @@ class StartedRound:
 
     def step_seconds(self) -> float:
         """Of each of its steps; 0 where it has none. Waits for the device to make them."""
-        seconds = self.timer.seconds()[0]
-        return seconds / self.num_steps if self.num_steps else 0.0
+        if self._step_s is None:
+            seconds = self.timer.seconds()[0]
+            self._step_s = seconds / self.num_steps if self.num_steps else 0.0
+        return self._step_s
+
+    def draft_ages_s(self, index: int) -> list[float]:
+        """How long before its last step each draft of a request was made."""
+        if not self.lens[index]:
+            return []
+        step_s = self.step_seconds()
+        return [(self.num_steps - 1 - step) * step_s for step in range(self.lens[index])]
 
     def for_batch(self, states: Sequence[RequestState]) -> StartedRound | None:
         """The same for a batch of which some requests have left and others come, which have nothing
@@ -81,4 +92,13 @@ class StartedRound:
                 counts[now] = made.lens[before]
             made = made.rearranged(places, counts)
         none: frozenset[int] = frozenset()
-        return replace(self, states=states, lens=lens, made=made, late=none, num_verified=[])
+        lacking = frozenset(now for before, now in places.items() if before in self.lacking)
+        return replace(
+            self,
+            states=states,
+            lens=lens,
+            made=made,
+            late=none,
+            lacking=lacking,
+            num_verified=[],
+        )

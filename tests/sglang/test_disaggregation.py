@@ -191,7 +191,7 @@ def test_refuses_what_it_cannot_serve(
 def test_a_grammar_that_cannot_be_compiled(url: str) -> None:
     body = {"text": "x", "sampling_params": {"regex": "(["}}
     reply = requests.post(f"{url}/generate", json=body, timeout=60)
-    assert reply.status_code == 500
+    assert reply.status_code == 400
     assert "Failed to compile regex grammar" in reply.text
     assert generate(url, "x", regex="yes")["text"] == "yes"
 

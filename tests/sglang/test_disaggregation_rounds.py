@@ -47,6 +47,8 @@ AHEAD = replace(
     decode=(ROUNDS, "--kvspec-host-gb=0"),
     environment={**RETRACTING.environment, **dict(fault_environment(KVSPEC_AHEAD_SEED=7))},
 )
+# What has come in one piece is drafted on and verified, as KV of a prompt computed here.
+IN_ONE_PIECE = replace(RETRACTING, arguments=(*RETRACTING.arguments, "--kvspec-transfer=full"))
 
 
 def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[TransferReport]:
@@ -95,3 +97,18 @@ def test_requests_that_come_and_go(
         assert not soak.result.leaks, "\n".join(soak.result.leaks)
         assert soak.result.cut_short > 0
         assert_nothing_left(pair.client)
+
+
+def test_kv_in_one_piece(
+    reference: PlainReference,
+    servers: ServerSwitch,
+    tmp_path_factory: pytest.TempPathFactory,
+    announce: Announce,
+) -> None:
+    servers.release()
+    with running_pair(IN_ONE_PIECE, tmp_path_factory.mktemp("pair"), announce) as pair:
+        reports = ask_all_at_once(pair, reference)
+        assert all(report.transfer.mode == "full" for report in reports)
+        assert all(report.transfer.seconds.residuals is None for report in reports)
+        assert all(report.transfer.bytes.residuals == 0 for report in reports)
+        assert sum(len(report.transfer.drafts_s) for report in reports) > 0

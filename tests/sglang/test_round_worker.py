@@ -140,3 +140,16 @@ def test_tokens_without_drafts_are_taken_by_who_can(
     assert asked == ([frozenset({0})] if takes else [])
     assert started.is_plain == takes
     assert started.verify == [1]
+    assert started.lacking == frozenset()
+
+
+def test_a_round_knows_whose_residuals_were_late_when_it_began(worker: Any) -> None:
+    """They may come while it drafts, and its drafts were made without them."""
+    here, lacking = (request_state(rid, num_drafts=2) for rid in "ab")
+    decoding = SimpleNamespace(is_lacking=lambda state: state is lacking)
+    worker.apart = SimpleNamespace(decoding=decoding)
+    worker.kv = SimpleNamespace(device=torch.device("cpu"), plan=SimpleNamespace(host_pages=0))
+    worker._holds_all, worker._over_at, worker._graphs = False, None, None
+    worker._side, worker._eager = nullcontext(), SimpleNamespace(draft=lambda *_: None)
+    started = worker._start(None, [here, lacking], [None, None], [1, 1], frozenset())
+    assert started.lacking == {1}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from harness.models import DEMO_MODEL
@@ -18,7 +18,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.model_check import check_model, model_config_of
 from sglang_kvspec.adapters.server_args import _implied, check_gpu_flags
-from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.config import KVSpecConfig, Transfer
 from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, UnsupportedError
 
 BASE = ("--model-path", str(DEMO_MODEL), "--device", "cpu")
@@ -277,7 +277,6 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
         ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
         ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
         ({}, {}, (8, 0), "this one has 8.0"),
-        ({"transfer": "full"}, PREFILL, (9, 0), "--kvspec-transfer full: .*allowed: split"),
     ],
 )
 def test_what_a_gpu_cannot_serve_yet(
@@ -296,6 +295,8 @@ def test_what_a_gpu_cannot_serve_yet(
     check_gpu_flags(KVSpecConfig(host_gb=4), {"prefill_max_requests": 1})
     check_gpu_flags(KVSpecConfig(), DETERMINISTIC)
     check_gpu_flags(KVSpecConfig(), PREFILL | DETERMINISTIC)
+    for mode in get_args(Transfer):
+        check_gpu_flags(KVSpecConfig(transfer=mode), PREFILL)
     check_gpu_flags(KVSpecConfig(prefix_server="tcp://127.0.0.1:5", prefix_host_gb=1), {})
 
 

@@ -75,9 +75,26 @@ def make_kv() -> Callable[..., TieredKV]:
 @pytest.fixture(scope="session")
 def make_device_kv() -> Callable[..., Any]:
     """Builds a DeviceKV of a few small pages that encodes nothing, options as for make_kv: its
-    `encodings` lists (layer, window slots, pages) of what it was to encode. lanes: what copies to
-    its store run in."""
+    `encodings` lists (layer, window slots, pages) of what it was to encode. encodes: instead, by
+    the codec in plain torch. lanes: what copies to its store run in."""
     from sglang_kvspec.pools.device_kv import DeviceKV
+
+    class EncodingKV(DeviceKV):
+        def encode_from(
+            self,
+            layer: int,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            source: torch.Tensor,
+            pages: torch.Tensor,
+        ) -> None:
+            assert k.stride() == v.stride()
+            assert source.dtype == pages.dtype == torch.int32
+            used = source >= 0
+            rows, ids = source[used].long(), pages[used].long()
+            record = self.codec.encode(k[rows], v[rows])
+            self.anchors.layer(layer)[ids] = record.anchor
+            self.residuals.cache_layer(layer)[self.residual_slots[ids].long()] = record.residual
 
     class RecordingKV(DeviceKV):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -104,10 +121,11 @@ def make_device_kv() -> Callable[..., Any]:
         dtype: torch.dtype = torch.bfloat16,
         store: bool = False,
         lanes: Any = None,
+        encodes: bool = False,
         **options: Any,
-    ) -> RecordingKV:
+    ) -> DeviceKV:
         parts = _parts(dtype=dtype, store=store, **options)
-        return _poisoned(partial(RecordingKV, lanes=lanes), parts)
+        return _poisoned(partial(EncodingKV if encodes else RecordingKV, lanes=lanes), parts)
 
     return make
 

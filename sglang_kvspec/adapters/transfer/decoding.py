@@ -29,7 +29,7 @@ class Decoding:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        # Tokens drafted by requests while their residuals were on their way.
+        # Tokens whose drafting began while residuals of their requests were on their way.
         self.drafts_on_anchors = 0
 
     @property
@@ -51,13 +51,20 @@ class Decoding:
         """Nobody can go on before something arrives."""
         self._serving.wait_for_news(_WAIT_S)
 
-    def note_drafts(self, state: RequestState, num_drafts: int) -> None:
-        """A request has made so many more."""
+    def is_lacking(self, state: RequestState) -> bool:
+        """Whether residuals of a request are still on their way."""
+        return state.room is not None and self._arrivals.is_lacking(state.room)
+
+    def note_drafts(
+        self, state: RequestState, ages_s: Sequence[float] = (0.0,), *, on_anchors: bool
+    ) -> None:
+        """A request has made more drafts. ages_s: how long ago, each, the oldest first. on_anchors:
+        when they were begun, is_lacking() held."""
         if state.timeline is not None:
-            for _ in range(num_drafts):
-                state.timeline.note_draft(time.time())
-        if state.room is not None:
-            self.drafts_on_anchors += num_drafts * self._arrivals.is_lacking(state.room)
+            now = time.time()
+            for age_s in ages_s:
+                state.timeline.note_draft(now - age_s)
+        self.drafts_on_anchors += len(ages_s) * on_anchors
 
     def note_verification(self, state: RequestState, num_emitted: int) -> None:
         timeline, now = state.timeline, time.time()

@@ -18,7 +18,6 @@ from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.codecs.wire import make_wire_codec
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
 from sglang_kvspec.transport import PROTOCOL, CurveKeys, Identity
@@ -59,10 +58,8 @@ class Serving:
     def wire(self) -> PageWire:
         if self.config.transfer == "split":
             return SplitWire(self.kv)
-        kv = self.kv
-        assert isinstance(kv, TieredKV), "a GPU's server is refused at the start"
-        codec = make_wire_codec(self.config.transfer, kv.geometry)
-        return WholeWire(kv, codec, drafts=self.config.drafts)
+        codec = make_wire_codec(self.config.transfer, self.kv.geometry)
+        return WholeWire(self.kv, codec, drafts=self.config.drafts)
 
     def handovers(self, kv_args: Any) -> HandoverFormat:
         page = self.kv.plan.page_bytes

@@ -47,6 +47,7 @@ class PrefillManager:
         self.departures = Departures(
             serving.kv, serving.wire(), self.loop, serving.handovers(kv_args)
         )
+        serving.pool.freed_listeners.append(self.departures.release)
         self.bootstrap_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
         self.page_size = serving.kv.geometry.page_size
         # Why nothing is sent any more.
@@ -161,13 +162,14 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         departures, pages = self.kv_mgr.departures, [int(page) for page in kv_indices]
         departure = departures.of(self._room)
         is_last = departure.num_sent + len(pages) == self._num_pages
-        departures.send(self._room, pages[:-1] if is_last else pages)
-        if is_last:
-            assert self._aux_index is not None
-            assert num_kv_tokens is not None
-            num_tail = num_kv_tokens - (len(pages) - 1) * self.kv_mgr.page_size
-            fields = read_fields(self.kv_mgr.kv_args, self._aux_index)
-            departures.send_last(self._room, pages[-1], num_tail, fields)
+        if not is_last:
+            departures.send(self._room, pages)
+            return
+        assert self._aux_index is not None
+        assert num_kv_tokens is not None
+        num_tail = num_kv_tokens - (len(pages) - 1) * self.kv_mgr.page_size
+        fields = read_fields(self.kv_mgr.kv_args, self._aux_index)
+        departures.send_last(self._room, pages, num_tail, fields)
 
     def poll(self) -> int:
         if self._failure is None:

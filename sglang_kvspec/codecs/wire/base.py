@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -69,4 +70,14 @@ class WireCodec(Protocol):
         """What a decode server computes with: fresh, contiguous (k, v) in the KV dtype, finite
         unless the codec is lossless. Raises CodecError for bytes that cannot be read as a page of
         this geometry, in a time and memory that depend on the geometry alone."""
+        ...
+
+    def encode_pages(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """encode() of N pages at once, k and v [N, num_layers, page_size, num_kv_heads, head_dim]
+        on any device: there as far as the codec can, which the CPU waits for."""
+        ...
+
+    def decode_pages(self, payloads: Sequence[torch.Tensor], device: torch.device) -> KV:
+        """decode() of N pages at once, at least one: (k, v), each [N, num_layers, page_size,
+        num_kv_heads, head_dim], of equal strides, on the device, which nobody waits for."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -10,7 +11,12 @@ import torch
 
 from sglang_kvspec.codecs.wire import symbols
 from sglang_kvspec.codecs.wire.base import KV, PageGeometry, page_shape
-from sglang_kvspec.codecs.wire.checks import check_magnitudes, check_page, owned_payload
+from sglang_kvspec.codecs.wire.checks import (
+    check_magnitudes,
+    check_page,
+    check_pages,
+    owned_payload,
+)
 from sglang_kvspec.codecs.wire.delta_record import Coding, DeltaRecord, DeltaRecordFormat
 from sglang_kvspec.codecs.wire.rounding import bf16_at_least
 from sglang_kvspec.core.errors import CodecError
@@ -92,6 +98,16 @@ class CacheGenWireCodec:
         k, v = x.clamp_(-limit, limit).to(self.geometry.dtype).unbind()
         return k, v
 
+    def encode_pages(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """One by one, on the CPU: so does the entropy coder."""
+        check_pages(self.geometry, k, v)
+        return [self.encode(*page) for page in zip(k.cpu(), v.cpu(), strict=True)]
+
+    def decode_pages(self, payloads: Sequence[torch.Tensor], device: torch.device) -> KV:
+        pairs = map(self.decode, payloads)
+        k, v = (torch.stack(part) for part in zip(*pairs, strict=True))
+        return _sent(k, device), _sent(v, device)
+
     def _other_tokens(self) -> torch.Tensor:
         """Positions in the page of all but the anchor tokens."""
         tokens = torch.arange(self.geometry.page_size)
@@ -108,6 +124,12 @@ class CacheGenWireCodec:
         step = torch.maximum(bins * rms, largest / symbols.MAX_SYMBOL)
         # Finer bins would code what the anchor tokens' own rounding left in the differences.
         return torch.maximum(step, anchor_scale.mean((2, 3, 4), keepdim=True))
+
+
+def _sent(pages: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        pages = pages.pin_memory()
+    return pages.to(device, non_blocking=True)
 
 
 def _divisor(step: torch.Tensor) -> torch.Tensor:

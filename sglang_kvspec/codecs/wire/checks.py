@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sglang_kvspec.codecs.wire.base import PageGeometry, page_shape
@@ -24,15 +26,31 @@ def check_page(geometry: PageGeometry, k: torch.Tensor, v: torch.Tensor) -> None
             )
 
 
+def check_pages(geometry: PageGeometry, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise CodecError unless both are as many pages of the geometry, on one device."""
+    for part, pages in (("K", k), ("V", v)):
+        if tuple(pages.shape) != (len(k), *page_shape(geometry)):
+            raise CodecError(
+                f"{part} of {len(k)} pages must be {[len(k), *page_shape(geometry)]}, "
+                f"got {list(pages.shape)}"
+            )
+        if pages.dtype != geometry.dtype or pages.device != k.device:
+            raise CodecError(
+                f"{part} of pages must be {geometry.dtype} on {k.device}, "
+                f"got {pages.dtype} on {pages.device}"
+            )
+
+
 def check_magnitudes(codec: str, part: str, page: torch.Tensor, limit: float) -> None:
-    """Raise CodecError for NaN and for magnitudes above `limit`, which may be the dtype's own."""
+    """Raise CodecError for NaN and for magnitudes above `limit`, which may be the dtype's own, in
+    a page or several."""
     # A NaN is not below anything.
     bad = ~(page.abs() <= limit)
     if bool(bad.any()):
         where = bad.nonzero()[0].tolist()
         raise CodecError(
-            f"{part} holds {page[tuple(where)].item()} at [layer, token, head, channel] {where}; "
-            f"{codec} carries finite numbers up to {limit:.3g}"
+            f"{part} holds {page[tuple(where)].item()} at [layer, token, head, channel] "
+            f"{where[-4:]}; {codec} carries finite numbers up to {limit:.3g}"
         )
 
 
@@ -40,6 +58,22 @@ def owned_payload(codec: str, payload: torch.Tensor, least: int, most: int) -> t
     """A contiguous copy of `payload`, whose memory may start anywhere and be written to again.
     Raises CodecError unless it is uint8 [nbytes] on the CPU and of at least `least`, at most `most`
     bytes."""
+    _check_payload(codec, payload, least, most)
+    return payload.clone(memory_format=torch.contiguous_format)
+
+
+def owned_payloads(
+    codec: str, payloads: Sequence[torch.Tensor], nbytes: int, device: torch.device
+) -> torch.Tensor:
+    """Such a copy [N, nbytes] of payloads of equal sizes, pinned where it is to go to a GPU."""
+    for payload in payloads:
+        _check_payload(codec, payload, nbytes, nbytes)
+    is_pinned = device.type == "cuda"
+    own = torch.empty((len(payloads), nbytes), dtype=torch.uint8, pin_memory=is_pinned)
+    return torch.stack(list(payloads), out=own)
+
+
+def _check_payload(codec: str, payload: torch.Tensor, least: int, most: int) -> None:
     if payload.dtype != torch.uint8 or payload.ndim != 1 or payload.device != CPU:
         raise CodecError(
             f"a payload must be uint8 [nbytes] on the CPU, "
@@ -48,4 +82,3 @@ def owned_payload(codec: str, payload: torch.Tensor, least: int, most: int) -> t
     if not least <= payload.numel() <= most:
         allowed = f"{least}" if least == most else f"from {least} to {most}"
         raise CodecError(f"a page of {codec} has {allowed} bytes, got {payload.numel()}")
-    return payload.clone(memory_format=torch.contiguous_format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,14 +11,19 @@ import torch
 from kvspec_kernels.formats import RecordLayout
 from kvspec_kernels.reference import nibbles
 from sglang_kvspec.codecs.wire.base import KV, PageGeometry, page_shape
-from sglang_kvspec.codecs.wire.checks import check_magnitudes, check_page, owned_payload
+from sglang_kvspec.codecs.wire.checks import (
+    check_magnitudes,
+    check_page,
+    check_pages,
+    owned_payloads,
+)
 from sglang_kvspec.codecs.wire.fields import lay_out
 from sglang_kvspec.codecs.wire.rounding import bf16_at_least, bf16_at_most
 from sglang_kvspec.core.errors import CodecError
 
 # The numbers that share a scale and a zero point run along this dimension of a part of a page:
 # a channel of K over the page's tokens, a token of V over the head's channels.
-GROUP_DIM = {"k": 1, "v": 3}
+GROUP_DIM = {"k": -3, "v": -1}
 
 
 @dataclass(frozen=True)
@@ -65,15 +71,26 @@ class UniformWireCodec:
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         check_page(self.geometry, k, v)
-        payload = self.layout.empty_records((), k.device)
-        for part, page in (("k", k), ("v", v)):
-            check_magnitudes(self.name, part.upper(), page, torch.finfo(page.dtype).max)
-            self._encode_part(part, page.float(), payload)
-        return payload
+        return self.encode_pages(k[None], v[None])[0]
 
     def decode(self, payload: torch.Tensor) -> KV:
-        own = owned_payload(self.name, payload, self.max_page_bytes, self.max_page_bytes)
-        return self._decode_part("k", own), self._decode_part("v", own)
+        k, v = self.decode_pages([payload], payload.device)
+        return k[0], v[0]
+
+    def encode_pages(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        check_pages(self.geometry, k, v)
+        payloads = self.layout.empty_records((len(k),), k.device)
+        for part, pages in (("k", k), ("v", v)):
+            check_magnitudes(self.name, part.upper(), pages, torch.finfo(pages.dtype).max)
+            self._encode_part(part, pages.float(), payloads)
+        return list(payloads.cpu())
+
+    def decode_pages(self, payloads: Sequence[torch.Tensor], device: torch.device) -> KV:
+        own = owned_payloads(self.name, payloads, self.max_page_bytes, device)
+        for part in ("k", "v"):
+            self._check_metadata(part, own)
+        there = own.to(device, non_blocking=True)
+        return self._decode_part("k", there), self._decode_part("v", there)
 
     def _encode_part(self, part: str, x: torch.Tensor, payload: torch.Tensor) -> None:
         low, high = x.aminmax(dim=GROUP_DIM[part], keepdim=True)
@@ -87,14 +104,19 @@ class UniformWireCodec:
         packed = codes if self.bits == 8 else nibbles.pack(codes)
         self.layout[f"{part}_codes"].view(payload).copy_(packed)
 
-    def _decode_part(self, part: str, payload: torch.Tensor) -> torch.Tensor:
-        scale = self.layout[f"{part}_scale"].view(payload).float()
-        zero = self.layout[f"{part}_zero"].view(payload).float()
+    def _check_metadata(self, part: str, payload: torch.Tensor) -> None:
+        """On the CPU: to ask a device would be to wait for it."""
+        scale = self.layout[f"{part}_scale"].view(payload)
+        zero = self.layout[f"{part}_zero"].view(payload)
         if not bool((scale.isfinite() & (scale >= 0) & zero.isfinite()).all()):
             raise CodecError(
                 f"{self.name} scales and zero points of {part.upper()} must be finite and scales "
                 "not negative"
             )
+
+    def _decode_part(self, part: str, payload: torch.Tensor) -> torch.Tensor:
+        scale = self.layout[f"{part}_scale"].view(payload).float()
+        zero = self.layout[f"{part}_zero"].view(payload).float()
         codes = self.layout[f"{part}_codes"].view(payload)
         codes = codes if self.bits == 8 else nibbles.unpack(codes)
         limit = torch.finfo(self.geometry.dtype).max

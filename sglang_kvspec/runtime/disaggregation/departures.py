@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import copy_out
 from sglang_kvspec.runtime.disaggregation.handover import Handover, HandoverFormat, digest_of
+from sglang_kvspec.runtime.disaggregation.outbox import READY_BYTES, Outbox
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import (
     SegmentKey,
@@ -24,6 +25,7 @@ from sglang_kvspec.transport import (
 
 # Why a receiver ends a transfer whose request is over: nobody has to hear of it.
 NOT_NEEDED = "the receiver needs no more of it"
+FREED = "its KV was freed before it was sent"
 # A request that never came here; whoever opened its transfer has given up long before.
 MAX_UNCLAIMED = 4096
 
@@ -40,12 +42,12 @@ class SendingLink(Protocol):
 
 @dataclass(slots=True)
 class Departure:
-    """One request. prompt: digest of its token ids, once they are computed. num_pages: that it will
-    send; None until its prefill starts. ended: why it is over, "" for well, None while it is
-    not."""
+    """One request. prompt: digest of its token ids, once they are computed; prefill_ended_at: when
+    they were. num_sent: pages that went to the outbox or the link. ended: why it is over, "" for
+    well, None while it is not."""
 
     prompt: bytes | None = None
-    num_pages: int | None = None
+    prefill_ended_at: float = 0.0
     num_sent: int = 0
     is_open: bool = False
     ended: str | None = None
@@ -56,7 +58,8 @@ class Departure:
 
 class Departures:
     """Owned by the scheduler's thread. Rooms are SGLang's bootstrap rooms, and the transport's
-    transfer numbers."""
+    transfer numbers. SGLang keeps a request's pages until its transfer has ended: they lie there
+    until there is room for them in the outbox."""
 
     def __init__(
         self,
@@ -65,9 +68,14 @@ class Departures:
         link: SendingLink,
         handovers: HandoverFormat,
         clock: Callable[[], float] = time.time,
+        *,
+        ready_bytes: int = READY_BYTES,
     ) -> None:
-        self._kv, self._wire, self._link = kv, wire, link
+        """ready_bytes: of each stream, that lie in host memory for the link at most, beside a last
+        page of each request."""
+        self._kv, self._link = kv, link
         self._handovers, self._clock = handovers, clock
+        self.outbox = Outbox(wire, self._offer, ready_bytes)
         self._departures: dict[int, Departure] = {}
         # Rooms that a receiver has opened before their request was here.
         self._unclaimed: dict[int, None] = {}
@@ -87,28 +95,32 @@ class Departures:
         return self._departures[room]
 
     def note_prompt(self, room: int, token_ids: Sequence[int]) -> None:
-        """Say before send_last() of which tokens a request's KV is. Nothing happens where the room
-        is unknown, as those of SGLang's warm-up are."""
+        """Say before the last send() of which tokens a request's KV is, as soon as all of it is
+        computed. Nothing happens where the room is unknown, as those of SGLang's warm-up are."""
         departure = self._departures.get(room)
         if departure is not None:
-            departure.prompt = digest_of(token_ids)
+            departure.prompt, departure.prefill_ended_at = digest_of(token_ids), self._clock()
 
     def send(self, room: int, pages: Sequence[int]) -> None:
         """Send the next full pages of a request, unless it was given up."""
         departure = self._departures[room]
+        if departure.ended is None:
+            self._add(room, departure, pages)
+            self._pack()
+
+    def send_last(
+        self, room: int, pages: Sequence[int], num_tokens: int, fields: tuple[bytes, ...]
+    ) -> None:
+        """Send the rest of a request's pages, of the last of which num_tokens are computed, and
+        what SGLang says of its first token (fields), before residuals. Where an equal prefix was
+        cached already, SGLang has put that one's page, encoded, in the place of what the last chunk
+        wrote."""
+        departure = self._departures[room]
         if departure.ended is not None:
             return
-        self._kv.encode_committed(pages)
-        for packed in self._wire.pack(pages) if pages else ():
-            index = departure.num_sent + packed.place
-            self._offer(departure, SegmentKey(room, packed.stream, index, 0), packed.payload)
-        departure.num_sent += len(pages)
-
-    def send_last(self, room: int, page: int, num_tokens: int, fields: tuple[bytes, ...]) -> None:
-        """Send a request's last page, of which num_tokens are computed, and what SGLang says of its
-        first token (fields). Where an equal prefix was cached already, SGLang has put that one's
-        page, encoded, in the place of what the last chunk wrote."""
-        departure = self._departures[room]
+        *full_pages, page = pages
+        self._add(room, departure, full_pages)
+        self._pack([Stream.ANCHOR])
         if departure.ended is not None:
             return
         tail = self._kv.read_plain(page, num_tokens)
@@ -117,16 +129,18 @@ class Departures:
         if tail is None:
             tail = torch.cat([part.reshape(-1) for part in copy_out(self._kv, [page])])
         assert departure.prompt is not None, "its receiver is to know what was computed"
-        now_s = self._clock()
-        handover = Handover(fields, departure.prompt, now_s, num_tokens, is_encoded)
+        ended_at = departure.prefill_ended_at
+        handover = Handover(fields, departure.prompt, ended_at, num_tokens, is_encoded)
         data = self._handovers.encode(handover, tail)
-        self._offer(departure, SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
+        self._offer(SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
         departure.num_sent += 1
+        self._pack()
 
     def pump(self) -> None:
-        """Take note of what has happened on the link."""
+        """Take note of what has happened on the link, and give it what there is room for now."""
         for event in self._link.take_events():
             if isinstance(event, SegmentReleased):
+                self.outbox.released(event.key)
                 continue
             departure = self._departures.get(event.transfer)
             if isinstance(event, TransferOpened):
@@ -136,15 +150,23 @@ class Departures:
                     self._unclaimed[event.transfer] = None
             elif isinstance(event, TransferEnded):
                 self._unclaimed.pop(event.transfer, None)
+                self.outbox.drop(event.transfer)
                 if departure is not None:
                     departure.ended = "" if event.reason in (None, NOT_NEEDED) else event.reason
                     departure.took_s = self._clock() - departure.begun_s
+        self._pack()
+
+    def release(self, pages: Iterable[int]) -> None:
+        """SGLang freed these pages: requests that were to send them cannot."""
+        for room in self.outbox.rooms_of(pages):
+            self.abort(room, FREED)
 
     def abort(self, room: int, reason: str) -> None:
         """Give a request up, here and at its receiver."""
         departure = self._departures.get(room)
         if departure is not None and departure.ended is None:
             departure.ended = reason
+            self.outbox.drop(room)
             self._link.abort(room, reason)
 
     def abort_all(self, reason: str) -> None:
@@ -157,6 +179,15 @@ class Departures:
         self.abort(room, "the request is over")
         self._departures.pop(room, None)
 
-    def _offer(self, departure: Departure, key: SegmentKey, payload: torch.Tensor) -> None:
-        departure.num_bytes += payload.nbytes
+    def _add(self, room: int, departure: Departure, pages: Sequence[int]) -> None:
+        self._kv.encode_committed(pages)
+        self.outbox.add(room, departure.num_sent, pages)
+        departure.num_sent += len(pages)
+
+    def _pack(self, streams: Iterable[Stream] = Stream) -> None:
+        for room, reason in self.outbox.pack(streams).items():
+            self.abort(room, reason)
+
+    def _offer(self, key: SegmentKey, payload: torch.Tensor) -> None:
+        self._departures[key.transfer].num_bytes += payload.nbytes
         self._link.offer(key, payload.numpy().data)

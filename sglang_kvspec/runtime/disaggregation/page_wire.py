@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from sglang_kvspec.codecs.wire import WireCodec
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.page_records import PageRecords, copy_out
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.pools.page_records import PageRecords
 from sglang_kvspec.transport import Stream
 
-
-class Packed(NamedTuple):
-    """place: of the page among those packed. payload: 1-D uint8 on the CPU."""
-
-    stream: Stream
-    place: int
-    payload: torch.Tensor
+# Of plain KV that a codec works on at a time, unless a single page is more: beside that it needs
+# CODEC_WORK times as much of the device.
+AT_ONCE_BYTES = 32 << 20
+CODEC_WORK = 8
 
 
 class PageWire(Protocol):
@@ -30,8 +26,9 @@ class PageWire(Protocol):
     anchor_bytes: int
     residual_bytes: int
 
-    def pack(self, pages: Sequence[int]) -> list[Packed]:
-        """What is sent of encoded pages, one entry a page and stream."""
+    def pack(self, stream: Stream, pages: Sequence[int]) -> list[torch.Tensor]:
+        """What is sent of encoded pages in a stream that is there: each 1-D uint8 on the CPU.
+        Raises CodecError for what the wire cannot carry."""
         ...
 
     def land(self, stream: Stream, pages: Sequence[int], payloads: Sequence[torch.Tensor]) -> None:
@@ -53,14 +50,11 @@ class SplitWire:
         )
         self.anchor_bytes, self.residual_bytes = sample.anchors.nbytes, sample.residuals.nbytes
 
-    def pack(self, pages: Sequence[int]) -> list[Packed]:
-        records = copy_out(self._kv, pages)
-        parts = ((Stream.ANCHOR, records.anchors), (Stream.RESIDUAL, records.residuals))
-        return [
-            Packed(stream, place, page.reshape(-1))
-            for stream, tensor in parts
-            for place, page in enumerate(tensor)
-        ]
+    def pack(self, stream: Stream, pages: Sequence[int]) -> list[torch.Tensor]:
+        assert all(map(self._kv.is_encoded, pages)), "only an encoded page has records"
+        is_anchor = stream is Stream.ANCHOR
+        records = self._kv.read_anchors(pages) if is_anchor else self._kv.read_residuals(pages)
+        return [page.reshape(-1) for page in records]
 
     def land(self, stream: Stream, pages: Sequence[int], payloads: Sequence[torch.Tensor]) -> None:
         is_anchor = stream is Stream.ANCHOR
@@ -87,27 +81,25 @@ class WholeWire:
 
     residual_bytes = 0
 
-    def __init__(self, kv: TieredKV, codec: WireCodec, *, drafts: bool) -> None:
+    def __init__(self, kv: KVTiers, codec: WireCodec, *, drafts: bool) -> None:
         assert kv.codec.target == "exact", "another target would lose what the wire did not"
-        self._kv, self._codec = kv, codec
-        self._encode = kv.encode if drafts else kv.encode_exact
+        self._kv, self._codec, self._drafts = kv, codec, drafts
         self.anchor_bytes = codec.max_page_bytes
+        self._pages_at_once = max(1, AT_ONCE_BYTES // kv.geometry.plain_page_bytes)
 
-    def pack(self, pages: Sequence[int]) -> list[Packed]:
-        ids = torch.tensor(pages, dtype=torch.int64)
-        layers = [self._kv.read_target(layer, ids) for layer in range(self._kv.geometry.num_layers)]
-        k, v = (torch.stack(part, dim=1) for part in zip(*layers, strict=True))
-        return [
-            Packed(Stream.ANCHOR, place, self._codec.encode(k[place], v[place]))
-            for place in range(len(pages))
-        ]
+    def pack(self, stream: Stream, pages: Sequence[int]) -> list[torch.Tensor]:
+        assert stream is Stream.ANCHOR, "a page in one piece has no residual"
+        payloads: list[torch.Tensor] = []
+        for part in self._parts(len(pages)):
+            payloads += self._codec.encode_pages(*self._kv.read_whole(pages[part]))
+        return payloads
 
     def land(self, stream: Stream, pages: Sequence[int], payloads: Sequence[torch.Tensor]) -> None:
         assert stream is Stream.ANCHOR, "a page in one piece has no residual"
-        decoded = [self._codec.decode(payload) for payload in payloads]
-        k, v = (torch.stack(part) for part in zip(*decoded, strict=True))
-        ids = torch.tensor(pages, dtype=torch.int64)
-        self._kv.begin_encode(pages)
-        for layer in range(self._kv.geometry.num_layers):
-            self._encode(layer, ids, k[:, layer], v[:, layer])
-        self._kv.finish_encode(pages)
+        for part in self._parts(len(pages)):
+            k, v = self._codec.decode_pages(payloads[part], self._kv.device)
+            self._kv.write_whole(pages[part], k, v, anchors=self._drafts)
+
+    def _parts(self, num_pages: int) -> Iterator[slice]:
+        for first in range(0, num_pages, self._pages_at_once):
+            yield slice(first, first + self._pages_at_once)

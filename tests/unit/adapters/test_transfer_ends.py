@@ -14,10 +14,12 @@ from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED
 from sglang_kvspec.adapters.transfer.prefill import KVSpecSender, PrefillManager
 from sglang_kvspec.core.errors import ConfigError, HandshakeRefused, TransportError
 from sglang_kvspec.runtime.disaggregation.departures import Departures
+from sglang_kvspec.runtime.disaggregation.timeline import Timeline
 from sglang_kvspec.transport import TransferOpened
 from sglang_kvspec.transport.counters import LinkCounters
 
 ADDR, ROOM = "127.0.0.1:8998", 7
+WIRE = SimpleNamespace(anchor_bytes=1, residual_bytes=0)
 WRONG_ROOMS = (0, -1, 1 << 63, 1 << 70, "7", True)
 
 
@@ -38,7 +40,7 @@ class Link:
 def prefill() -> PrefillManager:
     manager = object.__new__(PrefillManager)
     manager.loop, manager.refusal = Link(), None
-    manager.departures = Departures(None, None, manager.loop, None)
+    manager.departures = Departures(None, WIRE, manager.loop, None)
     manager.bootstrap_timeout_s = 300.0
     return manager
 
@@ -161,3 +163,19 @@ def test_a_decode_server_knows_one_key(decode_manager) -> None:
 @pytest.mark.parametrize(("token", "is_one"), [(0, True), (999, True), (1000, False), (-1, False)])
 def test_tokens_are_of_the_vocabulary(decode_manager, token, is_one) -> None:
     assert decode_manager.is_token(token.to_bytes(4, "little", signed=True) + b"...") is is_one
+
+
+def test_drafts_are_counted_by_when_they_began() -> None:
+    """Residuals may come before a round of them ends, and each was made in its own step."""
+    arrivals = SimpleNamespace(is_lacking=lambda room: room == ROOM)
+    there = decoding.Decoding(SimpleNamespace(manager=SimpleNamespace(arrivals=arrivals)))
+    state = SimpleNamespace(room=ROOM, timeline=Timeline(0.0))
+    assert there.is_lacking(state)
+    assert not there.is_lacking(SimpleNamespace(room=None))
+    there.note_drafts(state, [0.3, 0.1], on_anchors=True)
+    there.note_drafts(state, on_anchors=False)
+    assert there.drafts_on_anchors == 2
+    state.timeline.note_verification(0.0, 4)
+    first, second, third = state.timeline.token_s[1:4]
+    assert second - first == pytest.approx(0.2)
+    assert third >= second + 0.1

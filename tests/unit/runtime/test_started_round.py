@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ def make_round(lens):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any), st.data())
 def test_every_request_finds_what_it_started(lens, data):
     started = make_round(lens)
+    started.lacking = frozenset(i for i, n in enumerate(lens) if n % 2)
     stay = data.draw(st.sets(st.sampled_from(range(len(lens))), min_size=1))
     new = [make_state("new") for _ in range(data.draw(st.integers(0, 2)))]
     batch = data.draw(st.permutations([started.states[i] for i in stay] + new))
@@ -36,6 +38,8 @@ def test_every_request_finds_what_it_started(lens, data):
     known = {id(state): i for i, state in enumerate(started.states)}
     assert now is not None
     assert now.lens == [lens[known[id(s)]] if id(s) in known else 0 for s in batch]
+    odd = {place for place, s in enumerate(batch) if id(s) in known and lens[known[id(s)]] % 2}
+    assert now.lacking == odd
     tokens = now.made.deliver()
     for place, state in enumerate(batch):
         i = known.get(id(state))
@@ -60,8 +64,11 @@ def test_a_step_takes_as_long_whoever_leaves():
     assert now.lens == [2]
     assert now.step_seconds() == 0.1
     assert now.is_held_up
-    now.num_steps = 0
-    assert now.step_seconds() == 0
+    assert now.draft_ages_s(0) == pytest.approx([0.7, 0.6])
+    empty = make_round([0, 1])
+    empty.timer = Took(0.8)
+    assert empty.step_seconds() == 0
+    assert empty.draft_ages_s(0) == []
 
 
 def test_a_round_that_all_have_left_is_nobodys():

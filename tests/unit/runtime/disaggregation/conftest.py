@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,14 +11,16 @@ import pytest
 import torch
 
 from sglang_kvspec.codecs.wire import make_wire_codec
+from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.runtime.disaggregation.departures import Departures
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
-from sglang_kvspec.runtime.disaggregation.page_wire import SplitWire, WholeWire
+from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
 from sglang_kvspec.transport import (
     PageArrived,
     SegmentKey,
+    SegmentReleased,
     Stream,
     StreamArrived,
     TransferEnded,
@@ -41,6 +44,8 @@ class Link:
         self.to_receiver: list = []
         self.cancelled: dict[int, str] = {}
         self.aborted: dict[int, str] = {}
+        # Pages of each transfer and stream.
+        self.num_delivered: Counter = Counter()
 
     # As a sender's thread
 
@@ -55,6 +60,8 @@ class Link:
 
     def expect(self, transfer, pages, shape, destination, timeout_s) -> None:
         self.expected[transfer] = (list(pages), shape, destination)
+        for stream in Stream:
+            self.num_delivered.pop((transfer, stream), None)
         self.to_sender.append(TransferOpened(transfer))
 
     def cancel(self, transfer: int, reason: str) -> None:
@@ -95,17 +102,17 @@ class Link:
                 ]
                 for key in reversed(keys):
                     memory = self.offers.pop(key)
+                    self.to_sender.append(SegmentReleased(key))
                     page, generation = pages[key.page_index]
                     destination.view(stream, page, generation, 0)[: len(memory)] = memory
                     sizes = (len(memory),)
                     arrived = PageArrived(transfer, stream, key.page_index, sizes)
                     self.to_receiver.append(arrived)
-                if shape.num_segments(stream) and not any(
-                    key.stream is stream and key.transfer == transfer for key in self.offers
-                ):
+                    self.num_delivered[transfer, stream] += 1
+                if keys and self.num_delivered[transfer, stream] == shape.num_segments(stream):
                     self.to_receiver.append(StreamArrived(transfer, stream, 0.0))
-        if not self.offers:
-            self.to_sender += [TransferEnded(transfer, None) for transfer in self.expected]
+            if all(self.num_delivered[transfer, s] == shape.num_segments(s) for s in Stream):
+                self.to_sender.append(TransferEnded(transfer, None))
 
 
 @dataclass
@@ -129,19 +136,26 @@ class Request:
 class Lab:
     """`prefill` and `decode` are TieredKVs; departures and arrivals are joined by `link`."""
 
-    def __init__(self, make_kv: Callable[..., TieredKV], mode: str, target: str) -> None:
+    def __init__(
+        self, make_kv: Callable[..., TieredKV], mode: str, target: str, **limits: int
+    ) -> None:
         options = {"num_pages": 12, "num_layers": 2, "page_size": SIZE, "target": target}
         self.prefill = make_kv(window_pages=3, cache_pages=2, **options)
         self.decode = make_kv(window_pages=3, cache_pages=2, **options)
         self.link = Link()
         self.sender_end, self.receiver_end = self.link.end("sender"), self.link.end("receiver")
         self.departures = Departures(
-            self.prefill, wire(self.prefill, mode), self.sender_end, self.format, self.clock
+            self.prefill,
+            wire(self.prefill, mode),
+            self.sender_end,
+            self.format,
+            self.clock,
+            **limits,
         )
         self.arrivals = Arrivals(
             self.decode, wire(self.decode, mode), self.format, mode=mode, clock=self.clock
         )
-        self.now = PREFILL_ENDED
+        self.now = PREFILL_ENDED - 1
 
     def clock(self) -> float:
         return self.now
@@ -187,14 +201,15 @@ class Lab:
             self.prefill.window.mark_committed(page)
 
     def send(self, request: Request, room: int = ROOM) -> None:
-        """All of it, in two chunks."""
+        """All of it, in two chunks; after the prefill everything takes a second."""
         pages = request.prefill_pages
         middle = (len(pages) - 1) // 2
         self.departures.send(room, pages[:middle])
-        self.departures.send(room, pages[middle:-1])
-        tail = request.num_tokens - SIZE * (len(pages) - 1)
+        self.now = PREFILL_ENDED
         self.departures.note_prompt(room, request.token_ids)
-        self.departures.send_last(room, pages[-1], tail, FIELDS)
+        self.now += 1
+        tail = request.num_tokens - SIZE * (len(pages) - 1)
+        self.departures.send_last(room, pages[middle:], tail, FIELDS)
 
     def expect(self, request: Request, room: int = ROOM) -> None:
         self.arrivals.expect(room, self.receiver_end, request.decode_pages, 60.0)
@@ -223,7 +238,7 @@ class Lab:
         return k[:, : request.num_tokens], v[:, : request.num_tokens]
 
 
-def wire(kv: TieredKV, mode: str):
+def wire(kv: KVTiers, mode: str):
     if mode == "split":
         return SplitWire(kv)
     # Only what is lossless can be verified, and so drafted on.
@@ -232,12 +247,17 @@ def wire(kv: TieredKV, mode: str):
 
 @pytest.fixture
 def make_lab(make_kv: Callable[..., TieredKV]) -> Callable[..., Lab]:
-    return lambda mode="split", target="exact": Lab(make_kv, mode, target)
+    return lambda mode="split", target="exact", **limits: Lab(make_kv, mode, target, **limits)
 
 
 @pytest.fixture
 def lab(make_lab: Callable[..., Lab]) -> Lab:
     return make_lab()
+
+
+@pytest.fixture
+def make_wire() -> Callable[..., PageWire]:
+    return wire
 
 
 @pytest.fixture

@@ -40,6 +40,8 @@ def test_every_bit_arrives(make_lab, mode, num_tokens) -> None:
     assert lab.arrivals.is_draftable(ROOM)
     timeline = lab.arrivals.admit(ROOM, request.decode_pages[-1])
     assert timeline is not None
+    assert timeline.prefill_ended_at == 1000.0
+    assert lab.arrivals.summary(ROOM)["seconds"]["anchors"] == 1.0
     assert_equal(lab.target(request), (request.k, request.v))
     assert_equal(lab.draft(request), lab.prefill_draft(request))
     assert len(lab.arrivals) == 0
@@ -96,6 +98,15 @@ def test_a_last_page_that_is_encoded_already(make_lab, target, num_pages) -> Non
     lab.arrivals.admit(ROOM, request.decode_pages[-1])
     assert_equal(lab.target(request), lab.prefill_target(request))
     assert len(lab.arrivals) == 0
+
+
+def test_all_that_drafts_need_is_packed_before_residuals(lab) -> None:
+    request = lab.request(4 * SIZE + 5)
+    lab.departures.add(ROOM)
+    lab.departures.note_prompt(ROOM, request.token_ids)
+    lab.departures.send_last(ROOM, request.prefill_pages, 5, (b"first token     ", b"a" * 17))
+    streams = [key.stream for key in lab.link.offers]
+    assert streams == [Stream.ANCHOR] * 5 + [Stream.RESIDUAL] * 4
 
 
 def test_residuals_may_come_before_anchors(lab) -> None:
