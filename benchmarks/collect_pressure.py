@@ -6,7 +6,7 @@ python benchmarks/collect_pressure.py --resident R.points.jsonl --hosted H.point
 The 8B shape with all residuals in GPU memory (R) and with few of them there (H), at as many
 requests; and the 32B shape on plain SGLang (B) and with residuals in host memory (L), each with as
 many requests as fit. Take the two of a pair from machines of one kind; `settings` has the commit,
-the arguments and the counters of each.
+the arguments and the counters of each, and what the server says that its link allows.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def _described(point: Record) -> dict[str, Any]:
         "server_arguments": point.server_arguments,
         "tokens_fit": point.max_total_num_tokens,
         "timing_ms": point.timing,
+        "note": point.note,
         "counters": {k: v for k, v in point.counters.items() if isinstance(v, int)},
     }
 

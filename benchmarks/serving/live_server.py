@@ -124,6 +124,8 @@ class LiveServer:
                 found["decode_rate"] = decode_rate(result["ttfts"], result["itls"])
         info = self.info()
         after = kvspec_of(info)
+        if link := after.get("link"):
+            found["note"] = "; ".join(filter(None, (found.get("note"), link["reason"])))
         return Record(
             model=point.model.name,
             context_len=point.context_len,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -421,4 +422,8 @@ class RoundWorker(KVSpecWorker):
             "between_ms": clock.between_s * 1e3,
             "enqueue_ms": clock.enqueue_s * 1e3,
         }
-        return super().kvspec_report() | {"timing": timing}
+        link = self._lengths.link_share
+        return super().kvspec_report() | {
+            "timing": timing,
+            "link": None if link is None else asdict(link),
+        }

@@ -8,9 +8,9 @@ request verifies, other than where everybody always does (rounds.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sglang_kvspec.planning.rounds import RoundCost, RoundRequest
+from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, expected_rate, plan_round
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,15 @@ class Turns:
     fetch_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class LinkShare:
+    """share: of the speed that the same requests had with all residuals in the cache, what a link
+    lets them have. reason: why it is not more, in one line."""
+
+    share: float
+    reason: str
+
+
 def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) -> list[int]:
     """How many drafts each request adds to those it has: the same number for all, with the most
     expected tokens a second, less for those to whom so many are worth less than they cost."""
@@ -33,6 +42,29 @@ def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) 
     length = rates.index(rate)
     price = rate * (cost.row + cost.token)
     return [_worth_while(request, length, price) for request in requests]
+
+
+def share_of_speed(
+    requests: Sequence[RoundRequest], cost: RoundCost, held: float, fetch_s: float
+) -> LinkShare:
+    """Of rounds of the best length, with the best number of requests that stay, where the link
+    never stands still. held: requests, at least 1, whose residuals the cache holds at once.
+    fetch_s: seconds that the link needs for all residuals of one."""
+    fresh = [replace(request, num_drafts=0) for request in requests]
+    resident = expected_rate(fresh, plan_round(fresh, cost), cost)
+    longest = max((request.cap_len for request in fresh), default=0)
+    rate = max(
+        _rate(fresh, cost, Turns(staying, held - staying, fetch_s), length)
+        for staying in range(int(held))
+        for length in range(longest + 1)
+    )
+    share = min(rate / resident, 1.0)
+    reason = (
+        f"of {len(fresh)} requests the cache holds the residuals of {held:.1f}, and the link "
+        f"brings those of {1 / fetch_s:.0f} a second: {rate:.0f} tokens/s at most, {share:.2f} of "
+        f"the {resident:.0f} with all of them in GPU memory"
+    )
+    return LinkShare(share, reason)
 
 
 def _rate(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns, length: int) -> float:

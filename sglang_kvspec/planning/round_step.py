@@ -108,6 +108,8 @@ class RoundPlanner:
         # How many requests beside those that stay the cache holds, and running means of what is
         # fetched and of how many of them verify in a round; None where nothing has to move.
         self._most: float | None = None
+        # Cache slots, and those that a request needs on average.
+        self._slots = self._each = 0.0
         # Running mean of the pages that the link moves in a round.
         self._pace: float | None = None
         self._fetched = self._turns = 0.0
@@ -130,6 +132,13 @@ class RoundPlanner:
         pages = self._fetched / max(self._turns, 1e-6)
         return Turns(len(self._staying), self._most, max(pages / pages_per_s, 1e-9))
 
+    def room(self, pages_per_s: float) -> tuple[float, float] | None:
+        """(requests whose residuals the cache holds at once, at least 1, and seconds that a link of
+        this speed needs for those of one); None where all residuals are in the cache."""
+        if self._most is None or self._each < 1:
+            return None
+        return max(self._slots / self._each, 1.0), self._each / pages_per_s
+
     def plan(
         self,
         requests: Sequence[RoundView],
@@ -145,6 +154,8 @@ class RoundPlanner:
         """
         self._waited = {request.key: self._waited.get(request.key, 0) for request in requests}
         self._choose_staying(requests, cache.num_slots)
+        self._slots = float(cache.num_slots)
+        self._each = sum(request.num_slots for request in requests) / max(len(requests), 1)
         fills_soon = self._fills_soon(requests, cache.num_slots, budget.round_pages)
         filling = _Filling(cache.num_slots, budget.drafting_pages)
         verify, later = [], []

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN, KVSpecConfig
-from sglang_kvspec.planning.link_rounds import plan_turns
+from sglang_kvspec.planning.link_rounds import LinkShare, plan_turns, share_of_speed
 from sglang_kvspec.planning.round_clock import RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
-from sglang_kvspec.planning.rounds import RoundRequest, plan_round
+from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_stepper import RoundStepper
@@ -28,6 +28,13 @@ class RoundLengths:
     ) -> None:
         self._config, self._clock = config, clock
         self._stepper, self._ranks = stepper, ranks
+        self._last: tuple[list[RoundRequest], RoundCost] | None = None
+
+    @property
+    def link_share(self) -> LinkShare | None:
+        """What the link lets the requests of the last round reach; None where nothing moves."""
+        room = self._stepper.room()
+        return None if room is None or self._last is None else share_of_speed(*self._last, *room)
 
     def plan(
         self,
@@ -56,6 +63,7 @@ class RoundLengths:
             requests = [
                 RoundRequest(states[i].acceptance.probability, caps[i], have[i]) for i in ready
             ]
+            self._last = (requests, cost) if requests else None
             best = plan_turns(requests, cost, turns) if turns else plan_round(requests, cost)
             chosen = dict(zip(ready, best, strict=True))
             steps = max([LATE_STEPS, *chosen.values()])

@@ -85,6 +85,11 @@ class RoundStepper:
         self.speeds.note_fetches()
         return self._planner.turns(self._pages_per_s)
 
+    def room(self) -> tuple[float, float] | None:
+        """(requests whose residuals the cache holds at once, seconds that the link needs for those
+        of one), by what it was seen to move; None where all are in the cache."""
+        return self._planner.room(self._pages_per_s)
+
     def budget(self, lens: Sequence[int], cost: RoundCost) -> RoundBudget:
         """What the link moves in a round that adds such drafts, by what it was seen to move. Ranks
         measure different times: the first one's is to count."""

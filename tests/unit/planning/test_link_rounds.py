@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvspec.planning.link_rounds import Turns, plan_turns
+from sglang_kvspec.planning.link_rounds import Turns, plan_turns, share_of_speed
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 
 COST = RoundCost(step=4.7e-3, row=0.36e-3, request=0.6e-3, token=0.05e-3)
@@ -61,3 +61,20 @@ def test_lengths_are_possible(batch, link):
     chosen = plan_turns(batch, COST, link)
     assert len(chosen) == len(batch)
     assert all(0 <= n <= request.room for n, request in zip(chosen, batch, strict=True))
+
+
+def test_the_share_of_speed_falls_with_the_link():
+    found = [share_of_speed([GOOD] * 16, COST, 4.0, s) for s in (1e-6, 5e-3, 22e-3, 60e-3, 0.5)]
+    shares = [each.share for each in found]
+    assert shares == sorted(shares, reverse=True)
+    # Longer drafts between verifications cost something even where the link costs nothing; and
+    # three requests that stay are left of sixteen where it brings next to nothing.
+    assert 0.85 < shares[0] < 1
+    assert 3 / 16 < shares[-1] < 0.4
+    assert f"{found[2].share:.2f} of the" in found[2].reason
+    assert "those of 45 a second" in found[2].reason
+
+
+def test_drafts_that_requests_have_do_not_make_them_slow():
+    tired = [RoundRequest(0.985, 64, num_drafts=60)] * 16
+    assert share_of_speed(tired, COST, 4.0, 22e-3) == share_of_speed([GOOD] * 16, COST, 4.0, 22e-3)

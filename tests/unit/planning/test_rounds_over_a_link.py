@@ -16,7 +16,7 @@ import pytest
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.planning import round_step
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
-from sglang_kvspec.planning.link_rounds import plan_turns
+from sglang_kvspec.planning.link_rounds import plan_turns, share_of_speed
 from sglang_kvspec.planning.round_clock import RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget, RoundPlan, RoundPlanner, RoundView
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
@@ -98,6 +98,11 @@ class Simulated:
         turns = self._planner.turns(self.pages_per_s)
         return plan_round(requests, cost) if turns is None else plan_turns(requests, cost, turns)
 
+    def link_share(self):
+        requests = [RoundRequest(e.probability, CAP_LEN, 0) for e in self._estimates]
+        room = self._planner.room(self.pages_per_s)
+        return share_of_speed(requests, self._clock.cost(CONTEXT), *room)
+
     def _plan(self, lens, cost):
         keys = [str(i) for i in range(NUM_REQUESTS)]
         if len(self._cached) == ALL_PAGES:
@@ -172,6 +177,22 @@ def test_a_third_of_the_cache_keeps_most_of_the_speed():
 def test_a_quarter_of_the_cache_keeps_the_link_busy():
     """What the link needs for 16 requests lets them have 0.82 of the speed at most."""
     assert rate(int(0.25 * ALL_PAGES)) >= 0.78 * rate(ALL_PAGES)
+
+
+@pytest.mark.parametrize("link", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("cached", [0.2, 0.25, 0.37, 0.65])
+def test_what_the_link_is_said_to_allow_is_about_what_is_reached(cached, link):
+    pages, pages_per_s = int(cached * ALL_PAGES), PAGES_PER_S * link
+    simulated = Simulated(pages, pages_per_s=pages_per_s)
+    said = []
+    for number in range(160):
+        simulated.round()
+        if number >= 40:
+            said.append(simulated.link_share().share)
+    mean = sum(said) / len(said)
+    reached = rate(pages, None, pages_per_s) / rate(ALL_PAGES)
+    # It is of a link that never stands still; turns do not always fit that well.
+    assert 0.85 * mean < reached < 1.03 * mean
 
 
 def test_a_slow_first_round_does_not_stop_drafting():
