@@ -22,16 +22,14 @@ from sglang_kvspec.adapters.drafters import PLAIN_STEPS, EagerDrafter, GraphStep
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.verify_graphs import VerifyGraphs
-from sglang_kvspec.adapters.worker import KVSpecWorker
+from sglang_kvspec.adapters.verifying_worker import VerifyingWorker
 from sglang_kvspec.planning.round_clock import WEIGHT, RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
-from sglang_kvspec.runtime.ranks import agree
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_lengths import RoundLengths, mean_context
 from sglang_kvspec.runtime.round_stepper import RoundStepper
@@ -43,7 +41,7 @@ from sglang_kvspec.runtime.verify_sizes import TOKEN_COUNTS
 CPU_STEP_S = 1e-3
 
 
-class RoundWorker(KVSpecWorker):
+class RoundWorker(VerifyingWorker):
     """draft_len auto: each round's lengths are those with the most expected tokens a second, by
     every request's acceptance so far and by what rounds took.
 
@@ -57,7 +55,6 @@ class RoundWorker(KVSpecWorker):
         """On a GPU this captures the graphs of a step."""
         runner = self._target_worker.model_runner
         self._graphs: GraphStepper | None = None
-        self._verify_graphs: VerifyGraphs | None = None
         if isinstance(self.kv, DeviceKV):
             assert isinstance(self.attention, DeviceAttention)
             self.attention.warm_up(self.config.max_draft_len)
@@ -320,59 +317,6 @@ class RoundWorker(KVSpecWorker):
             # Nobody reads them any more, and they are large.
             logits_output.next_token_logits = None
         return verified, logits_output
-
-    def _verify_rows(
-        self,
-        batch: Any,
-        states: list[RequestState],
-        rows: dict[int, Row],
-        made: DraftedTokens | None,
-    ) -> LogitsProcessorOutput:
-        """Logits of every token of these rows, which the next round overwrites."""
-        plan = ForwardPlan(tuple(rows.values()))
-        if self._verify_graphs is not None:
-            tokens, positions, firsts = self._tokens_of(states, rows)
-            logits = self._verify_graphs.run(plan, tokens, positions, made, firsts)
-            if logits is not None:
-                return LogitsProcessorOutput(next_token_logits=logits)
-        forward_batch = self._ragged_batch(batch, states, rows, made)
-        return self._forward(plan, forward_batch=forward_batch).logits_output
-
-    def _verify_row(self, start: int, length: int, pages: torch.Tensor) -> Row:
-        num_pages = -(-(start + length) // self.kv.geometry.page_size)
-        return Row(RowKind.VERIFY, start, length, pages[:num_pages])
-
-    def _judge(
-        self,
-        batch: Any,
-        states: list[RequestState],
-        rows: dict[int, Row],
-        logits: torch.Tensor | None,
-    ) -> list[Verified | None]:
-        """Verify the requests of `rows` by their logits [num_tokens, vocab] and commit. None for
-        the others."""
-        verified: list[Verified | None] = [None] * len(states)
-        if logits is None:
-            return verified
-        likeliest: list[int] = []
-        if any(takes_argmax(batch.reqs[i], states[i]) for i in rows):
-            likeliest = logits.argmax(-1).tolist()
-        chosen: list[Verified | None] = []
-        first = 0
-        for i, row in rows.items():
-            req, state = batch.reqs[i], states[i]
-            span = slice(first, first + row.length)
-            first = span.stop
-            if takes_argmax(req, state):
-                kept = logits[span] if batch.return_logprob else None
-                chosen.append(Verified(self.chooser.judge(state, likeliest[span]), kept))
-            else:
-                chosen.append(self._verify(req, state, logits[span]))
-        agreed = agree(self.ranks, [states[i] for i in rows], chosen)
-        for (i, row), choice in zip(rows.items(), agreed, strict=True):
-            assert choice is not None
-            verified[i] = self._commit(states[i], row, choice)
-        return verified
 
     def _finish_plain(
         self,
