@@ -41,7 +41,7 @@ def make_pair(monkeypatch, device):
         # Small for the interpreter, and one that FlashInfer has on a GPU.
         head_dim, num_layers = (32, 1) if device.type == "cpu" else (128, 2)
         in_order = target == "in order"
-        return AttentionPair(
+        pair = AttentionPair(
             "uniform4",
             "exact" if in_order else target,
             KVGeometry(num_layers, 1, head_dim, PAGE, torch.bfloat16),
@@ -52,6 +52,11 @@ def make_pair(monkeypatch, device):
             tolerance=TOLERANCE,
             in_order=in_order,
         )
+        # On a GPU this memory may be that of a pair before, with the very same records.
+        for layer in range(num_layers):
+            pair.kv.anchors.layer(layer).fill_(255)
+            pair.kv.residuals.cache_layer(layer).fill_(255)
+        return pair
 
     return make
 
