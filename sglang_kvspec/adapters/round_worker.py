@@ -144,6 +144,7 @@ class RoundWorker(VerifyingWorker):
         # Of a round that was begun ahead, what was late then may be here.
         started.late = late
         context = mean_context(states)
+        self._from_graphs = self._graphs is not None
         finish = self._finish_plain if started.is_plain else self._finish_round
         verified, logits_output = finish(batch, states, pages, started)
         self._over_at = time.perf_counter()

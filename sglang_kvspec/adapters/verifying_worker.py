@@ -37,6 +37,7 @@ class VerifyingWorker(KVSpecWorker):
             logits = self._verify_graphs.run(plan, tokens, positions, made, firsts)
             if logits is not None:
                 return LogitsProcessorOutput(next_token_logits=logits)
+        self._from_graphs = False
         forward_batch = self._ragged_batch(batch, states, rows, made)
         return self._forward(plan, forward_batch=forward_batch).logits_output
 

@@ -50,6 +50,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     # Of the subclass, made once there are pools.
     stepper: Stepper | RoundStepper
 
+    # Whether all of the last iteration came from CUDA graphs, which SGLang logs.
+    _from_graphs = False
+
     # What _ragged_batch changes of a ScheduleBatch.
     FORWARD_FIELDS = (
         *("forward_mode", "input_ids", "out_cache_loc", "req_pool_indices", "seq_lens"),
@@ -240,7 +243,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             ).to(batch.seq_lens.device, non_blocking=True),
             next_draft_input=KVSpecDraftInput(states),
             speculative_num_draft_tokens=stride,
-            can_run_cuda_graph=False,
+            can_run_cuda_graph=self._from_graphs,
         )
 
     # Forward
