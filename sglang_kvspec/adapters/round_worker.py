@@ -21,7 +21,7 @@ from sglang_kvspec.adapters.allocation_warm_up import warm_up_allocation
 from sglang_kvspec.adapters.drafters import PLAIN_STEPS, EagerDrafter, GraphStepper
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.requests import takes_argmax
-from sglang_kvspec.adapters.verify_graphs import VerifyGraphs
+from sglang_kvspec.adapters.verify_graphs import VerifyGraphs, sizes_of
 from sglang_kvspec.adapters.verifying_worker import VerifyingWorker
 from sglang_kvspec.planning.round_clock import WEIGHT, RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
@@ -35,7 +35,6 @@ from sglang_kvspec.runtime.round_lengths import RoundLengths, mean_context
 from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.started_round import StartedRound
-from sglang_kvspec.runtime.verify_sizes import TOKEN_COUNTS
 
 # A guess for the CPU, where no graph is timed at the start.
 CPU_STEP_S = 1e-3
@@ -99,13 +98,14 @@ class RoundWorker(VerifyingWorker):
             self.apart.write_behind(self._hold_up)
 
     def _capture(self, runner: Any) -> None:
-        longest = self.config.max_draft_len
-        most = max(runner.max_running_requests, TOKEN_COUNTS[-1])
+        longest, attention = self.config.max_draft_len, self.attention
+        sizes = sizes_of(runner, attention, longest) if longest else ()
+        most = max([runner.max_running_requests, *(size.num_tokens for size in sizes)])
         forward = ForwardCapture(runner, most)
         parts = (self.kv, longest, self.chooser, self.ranks)
-        self._graphs = GraphStepper(runner, forward, self.attention, *parts)
-        if longest:
-            self._verify_graphs = VerifyGraphs(runner, forward, self.attention, longest)
+        self._graphs = GraphStepper(runner, forward, attention, *parts)
+        if sizes:
+            self._verify_graphs = VerifyGraphs(runner, forward, attention, longest, sizes)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -144,7 +144,7 @@ class RoundWorker(VerifyingWorker):
         # Of a round that was begun ahead, what was late then may be here.
         started.late = late
         context = mean_context(states)
-        self._from_graphs = self._graphs is not None
+        self._from_graphs = self._graphs is not None and not started.is_idle
         finish = self._finish_plain if started.is_plain else self._finish_round
         verified, logits_output = finish(batch, states, pages, started)
         self._over_at = time.perf_counter()
@@ -181,7 +181,7 @@ class RoundWorker(VerifyingWorker):
             step_s * max(started.lens),
             verify_s,
             self._enqueue_s,
-            [started.num_verified[i] for i in started.verify],
+            [n for n, entry in zip(started.num_verified, verified, strict=True) if entry],
             started.between_s,
         )
         idle = (n == 0 and entry is None for n, entry in zip(started.lens, verified, strict=True))

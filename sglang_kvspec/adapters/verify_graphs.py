@@ -23,6 +23,12 @@ logger = logging.getLogger(__name__)
 WARM_UPS = 1
 
 
+def sizes_of(runner: Any, attention: DeviceAttention, max_draft_len: int) -> tuple[VerifySize, ...]:
+    """For which verifications a server is to have graphs."""
+    longest, counts = max_draft_len + 1, attention.query_counts
+    return sizes_to_capture(runner.max_running_requests, longest, counts)
+
+
 class VerifyGraphs:
     """The model's forward over VerifyRows at the target precision, captured for some sizes. What
     has no room in them runs without a graph."""
@@ -33,11 +39,12 @@ class VerifyGraphs:
         forward: ForwardCapture,
         attention: DeviceAttention,
         max_draft_len: int,
+        sizes: Sequence[VerifySize],
     ) -> None:
+        """sizes: what sizes_of() gives."""
         self._forward, self._attention = forward, attention
         kv = attention.kv
         page, max_rows = kv.geometry.page_size, runner.max_running_requests
-        sizes = sizes_to_capture(max_rows, max_draft_len + 1, attention.query_counts)
         max_tokens = max(size.num_tokens for size in sizes)
         # Beyond the first one, a request writes to so many pages at most.
         more = -(-max_draft_len // page)
@@ -68,7 +75,12 @@ class VerifyGraphs:
                     attention.end_captured()
                 self._graphs[size] = graph
         self._rows.clear()
-        logger.info("KVSpec: captured verifications of %d sizes", len(self.sizes))
+        without = [size for size in sizes if size not in self.sizes]
+        logger.info(
+            "KVSpec: captured verifications of %d sizes%s",
+            len(self.sizes),
+            f"; larger than the workspace: {', '.join(map(str, without))}" if without else "",
+        )
 
     def run(
         self,

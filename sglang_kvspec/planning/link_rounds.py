@@ -8,9 +8,12 @@ request verifies, other than where everybody always does (rounds.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, expected_rate, plan_round
+from sglang_kvspec.planning.rounds import RoundCost, RoundRequest
+
+# Numbers of requests that stay, of which the best is looked for.
+MOST_TRIED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) 
     """How many drafts each request adds to those it has: the same number for all, with the most
     expected tokens a second, less for those to whom so many are worth less than they cost."""
     longest = max((request.cap_len for request in requests), default=0)
-    rates = [_rate(requests, cost, turns, length) for length in range(longest + 1)]
+    kinds = [(request, 1) for request in requests]
+    rates = [_rate(kinds, cost, turns, length) for length in range(longest + 1)]
     rate = max(rates)
     length = rates.index(rate)
     price = rate * (cost.row + cost.token)
@@ -48,30 +52,41 @@ def share_of_speed(
     requests: Sequence[RoundRequest], cost: RoundCost, held: float, fetch_s: float
 ) -> LinkShare:
     """Of rounds of the best length, with the best number of requests that stay, where the link
-    never stands still. held: requests, at least 1, whose residuals the cache holds at once.
-    fetch_s: seconds that the link needs for all residuals of one."""
-    fresh = [replace(request, num_drafts=0) for request in requests]
-    resident = expected_rate(fresh, plan_round(fresh, cost), cost)
-    longest = max((request.cap_len for request in fresh), default=0)
+    never stands still and every request is like the mean of them. held: requests, at least 1, whose
+    residuals the cache holds at once. fetch_s: seconds that the link needs for all residuals of
+    one. Quick enough to be asked for while requests wait."""
+    num = len(requests)
+    probability = sum(request.probability for request in requests) / num
+    longest = max(request.cap_len for request in requests)
+    alike = [(RoundRequest(probability, longest), num)]
+
+    def best_rate(turns: Turns) -> float:
+        return max(_rate(alike, cost, turns, length) for length in range(longest + 1))
+
+    resident = best_rate(Turns(num, 0.0, fetch_s))
+    whole = min(int(held), num)
     rate = max(
-        _rate(fresh, cost, Turns(staying, held - staying, fetch_s), length)
-        for staying in range(int(held))
-        for length in range(longest + 1)
+        best_rate(Turns(staying, held - staying, fetch_s))
+        for staying in range(0, whole, -(-whole // MOST_TRIED))
     )
     share = min(rate / resident, 1.0)
     reason = (
-        f"of {len(fresh)} requests the cache holds the residuals of {held:.1f}, and the link "
+        f"of {num} requests the cache holds the residuals of {held:.1f}, and the link "
         f"brings those of {1 / fetch_s:.0f} a second: {rate:.0f} tokens/s at most, {share:.2f} of "
         f"the {resident:.0f} with all of them in GPU memory"
     )
     return LinkShare(share, reason)
 
 
-def _rate(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns, length: int) -> float:
-    """Expected tokens a second of all requests together where each adds `length` drafts a round."""
-    staying = min(turns.staying, len(requests))
-    others = len(requests) - staying
-    lens = [length] * len(requests)
+def _rate(
+    kinds: Sequence[tuple[RoundRequest, int]], cost: RoundCost, turns: Turns, length: int
+) -> float:
+    """Expected tokens a second of all requests together where each adds `length` drafts a round.
+    kinds: requests, and how many there are like each."""
+    num = sum(count for _, count in kinds)
+    staying = min(turns.staying, num)
+    others = num - staying
+    lens = [length] * num
     # Who verifies makes a round longer, which gives the link time for more.
     seconds = cost.seconds(lens, staying)
     fetching = 0.0
@@ -79,14 +94,14 @@ def _rate(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns, lengt
         fetching = min(others, turns.most, seconds / turns.fetch_s)
         seconds = max(cost.seconds(lens, staying + fetching), fetching * turns.fetch_s)
     if not others:
-        return sum(_tokens(request, length) for request in requests) / seconds
+        return sum(count * _tokens(request, length) for request, count in kinds) / seconds
     # Nobody waits for ever, whatever the link.
     interval = others / max(fetching, 1e-6)
-    share_staying = staying / len(requests)
+    share_staying = staying / num
     tokens = 0.0
-    for request in requests:
-        tokens += share_staying * _tokens(request, length)
-        tokens += (1 - share_staying) * _tokens(request, length * interval) / interval
+    for request, count in kinds:
+        tokens += count * share_staying * _tokens(request, length)
+        tokens += count * (1 - share_staying) * _tokens(request, length * interval) / interval
     return tokens / seconds
 
 

@@ -20,14 +20,14 @@ class VerifySize(NamedTuple):
 def sizes_to_capture(
     max_rows: int, longest: int, query_counts: Iterable[int]
 ) -> tuple[VerifySize, ...]:
-    """Ascending by max_qo_len and then num_tokens; together they have room for all verifications of
-    up to max_rows requests, with up to `longest` tokens each, that are no larger than
-    TOKEN_COUNTS.
+    """Ascending by max_qo_len and then num_tokens; find_size() finds one among them for every
+    verification of up to max_rows requests, with up to `longest` tokens each, that together with
+    the longest possible one has no more than the last of TOKEN_COUNTS.
 
-    query_counts: tokens of a request at which the attention's kernel changes; those above `longest`
-    count as `longest`.
+    query_counts: tokens of a request at which the attention's kernel changes; those that are not
+    below `longest` by more than one count as `longest`.
     """
-    widest = sorted({min(count, longest) for count in query_counts} | {longest})
+    widest = sorted({count for count in query_counts if count < longest - 1} | {longest})
     sizes = []
     for max_qo_len in widest:
         below = 0

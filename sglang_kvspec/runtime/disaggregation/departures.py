@@ -71,8 +71,8 @@ class Departures:
         *,
         ready_bytes: int = READY_BYTES,
     ) -> None:
-        """ready_bytes: of each stream, that lie in host memory for the link at most, beside a last
-        page of each request."""
+        """ready_bytes: of each stream, that lie in host memory for the link at most, beside a
+        portion and a last page of each request (Outbox)."""
         self._kv, self._link = kv, link
         self._handovers, self._clock = handovers, clock
         self.outbox = Outbox(wire, self._offer, ready_bytes)

@@ -102,7 +102,7 @@ class Outbox:
             if not count:
                 return
             self._pack(stream, waiting, count)
-            if not waiting.pages:
+            if not waiting.pages and waiting in self._waiting[stream]:
                 self._waiting[stream].remove(waiting)
 
     def _room_for(self, stream: Stream, waiting: _Waiting) -> int:
@@ -115,6 +115,9 @@ class Outbox:
 
     def _pack(self, stream: Stream, waiting: _Waiting, count: int) -> None:
         payloads = self._wire.pack(stream, waiting.pages[:count])
+        if waiting not in self._waiting[stream]:
+            # Packing collects garbage, and with a sender that nobody holds its pages are dropped.
+            return
         portion = _Portion(sum(payload.nbytes for payload in payloads), count)
         self._num_ready[stream] += portion.num_bytes
         for place, payload in enumerate(payloads):

@@ -52,7 +52,8 @@ def graphs(make_device_kv, monkeypatch, forward):
         max_running_requests=MAX_ROWS,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(MAX_ROWS, 4 * SIZE)),
     )
-    return verify_graphs.VerifyGraphs(runner, forward, attention, MAX_DRAFTS)
+    sizes = verify_graphs.sizes_of(runner, attention, MAX_DRAFTS)
+    return verify_graphs.VerifyGraphs(runner, forward, attention, MAX_DRAFTS, sizes)
 
 
 def plan_of(*spans):

@@ -37,6 +37,11 @@ def test_whatever_a_server_verifies_has_a_size_up_to_the_largest(server):
         assert sum(lengths) + longest > TOKEN_COUNTS[-1]
 
 
+def test_kernels_for_one_token_more_are_not_captured_twice():
+    sizes = sizes_to_capture(1, 33, [4, 16, 32])
+    assert [size.max_qo_len for size in sizes] == [4, 16, 33]
+
+
 @given(servers())
 def test_the_kernel_is_the_one_of_its_longest_request(server):
     max_rows, longest, query_counts, lengths = server
