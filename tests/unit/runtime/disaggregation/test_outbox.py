@@ -220,3 +220,21 @@ def test_pages_that_are_freed_before_they_were_packed_end_their_request(make_lab
     lab.link.deliver()
     lab.departures.pump()
     assert not lab.link.offers
+
+
+def test_a_request_that_is_dropped_while_its_pages_are_packed(outbox, wire, offered):
+    """As where nobody holds its sender any more, and packing collects garbage."""
+    outbox.add(ROOM, 0, [11, 12])
+    outbox.add(9, 0, [15])
+    pack = wire.pack
+
+    def dropping(stream, pages):
+        outbox.drop(ROOM)
+        return pack(stream, pages)
+
+    wire.pack = dropping
+    assert outbox.pack() == {}
+    assert {key.transfer for key in offered} == {9}
+    for key in list(offered):
+        outbox.released(key)
+    assert outbox.num_ready_bytes == 0
