@@ -5,7 +5,9 @@ A server that has this folder on PYTHONPATH loads it as an SGLang plugin. KVSPEC
 it on and decides, round after round, how much every request drafts. What a GPU runs beside its main
 stream is done at once here, with one thing as late as it may be: what such a round wrote for
 requests that have left appears when the main stream next waits for it, as NaN, so that whoever took
-over their memory without waiting answers nonsense. /server_info counts the rounds begun ahead.
+over their memory without waiting answers nonsense. So does whoever reads logits of a verification
+once the next steps are enqueued, which leave theirs in the same place. /server_info counts the
+rounds begun ahead.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ def register() -> None:
 class AnyLengths:
     """In place of RoundLengths: a third of the rounds without drafts, and the others as uneven as
     they may be. Where residuals move, so is what the link has time for."""
+
+    link_share = None
 
     def __init__(self, worker: Any, seed: int) -> None:
         self._max_draft_len = worker.config.max_draft_len
@@ -120,6 +124,10 @@ class ImmediateStepper:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        # Logits of the last verification.
+        self._shared = torch.empty(0)
+        self._verify_rows = worker._verify_rows
+        worker._verify_rows = self._verify_into_shared
         self.batch: Any = None
         self._fields: dict[str, Any] = {}
 
@@ -127,6 +135,11 @@ class ImmediateStepper:
         """An iteration. A verification of some of its requests leaves only those in the batch."""
         self.batch = batch
         self._fields = {name: getattr(batch, name) for name in self._worker.FORWARD_FIELDS}
+
+    def _verify_into_shared(self, *arguments: Any) -> Any:
+        output = self._verify_rows(*arguments)
+        self._shared = output.next_token_logits
+        return output
 
     @contextmanager
     def _whole_batch(self) -> Iterator[None]:
@@ -144,6 +157,7 @@ class ImmediateStepper:
         from sglang_kvspec.adapters.requests import takes_argmax
         from sglang_kvspec.runtime.draft_rows import DraftedTokens
 
+        self._shared.fill_(float("nan"))
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
         eager = EagerDrafter(self._worker)
         # A request whose residuals are late has drafts already.
@@ -170,6 +184,7 @@ class ImmediateStepper:
         from sglang_kvspec.runtime.draft_rows import DraftedTokens
         from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
+        self._shared.fill_(float("nan"))
         worker, batch = self._worker, self.batch
         size = worker.kv.geometry.page_size
         counts = [max(min(max_steps, state.remaining), 0) for state in states]
