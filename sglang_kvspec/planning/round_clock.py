@@ -32,10 +32,9 @@ class RoundClock:
 
     step: seconds of a draft step without context, measured at the start or guessed. request_reads:
     bytes that verifying reads of a context over those that a draft step reads, of which its kernels
-    may turn out to read more a second. has_plain: whether
-    steps without drafts are not verifications, and are observed by observe_plain(). row_per_token:
-    a guess of the seconds that a token of context adds to a draft step, which counts until longer
-    contexts are seen.
+    may turn out to read more a second. has_plain: whether steps without drafts are not
+    verifications, and are observed by observe_plain(). row_per_token: a guess of the seconds that a
+    token of context adds to a draft step, which counts until longer contexts are seen.
     """
 
     def __init__(

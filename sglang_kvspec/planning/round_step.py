@@ -158,25 +158,25 @@ class RoundPlanner:
         self._each = sum(request.num_slots for request in requests) / max(len(requests), 1)
         fills_soon = self._fills_soon(requests, cache.num_slots, budget.round_pages)
         filling = _Filling(cache.num_slots, budget.drafting_pages)
-        verify, later = [], []
-        reserved = 0
+        verify: list[int] = []
+        later: list[int] = []
+        # Of those who wait, where the link is to have room for it.
+        num_missing = 0
         for index in self._in_order(requests):
             request = requests[index]
             if request.is_lacking:
                 continue
+            reserved = max(min(num_missing, budget.round_pages - len(filling.fetch)), 0)
             if request.num_slots > cache.num_slots:
                 verify.append(index)
-            elif not filling.holds(request, reserved):
-                later.append(index)
-            elif filling.can_bring(request) or self._is_forced(request, verify, later):
+            elif filling.holds(request, reserved) and (
+                filling.can_bring(request) or self._is_forced(request, verify, later)
+            ):
                 filling.add(request)
                 verify.append(index)
             else:
                 later.append(index)
-            if later and fills_soon:
-                lacking = sum(len(requests[i].missing) for i in later)
-                left = budget.round_pages - len(filling.fetch)
-                reserved = max(min(lacking, left), 0)
+                num_missing += len(request.missing) if fills_soon else 0
         if not verify and not drafts and later:
             # Nothing would happen otherwise.
             verify.append(later.pop(0))
