@@ -158,11 +158,11 @@ class PrefixTiers:
         if self._host is not None:
             first = self._host.lookup_links(links).num_complete
             self._put(first, self._host.put, links, pages)
-            num_below = max(num_below, self._host.lookup_links(links).num_complete)
         if self._kept is not None:
+            found = self._hits(links)
             # Without a residual somewhere anchors are of no use: a prefill reads both.
-            going = slice(num_staying, num_below)
-            hits = [hit._replace(pages=hit.pages[going]) for hit in self._hits(links)]
+            going = slice(num_staying, max(num_below, found[0].num_complete))
+            hits = [hit._replace(pages=hit.pages[going]) for hit in found]
             self._kept.keep(links[going], pages[going], hits)
 
     def _put(self, first: int, put: _Put, links: Sequence[PageLink], pages: Sequence[int]) -> int:
