@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kvspec_kernels.ops.attention import Tail, VerifyAttention, workspace_nbytes
+from kvspec_kernels.ops.attention import Tail, VerifyAttention
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.runtime.record_attention import planned_target, target_workspace_nbytes
 from sglang_kvspec.runtime.step_attention import REFINED_BATCH
 from sglang_kvspec.runtime.target_rows import TargetRows
 
@@ -26,11 +27,7 @@ class RefinedAttention:
             raise UnsupportedError(
                 f"--kvspec-target int8 on a GPU needs --page-size 64, got {geometry.page_size}"
             )
-        self._kv = kv
-        self._heads = (
-            *(num_qo_heads, geometry.num_kv_heads),
-            *(geometry.head_dim, geometry.page_size),
-        )
+        self._kv, self._num_qo_heads = kv, num_qo_heads
         # One for full batches and one for the rest: where the counters of one size end, the scratch
         # of another begins, and the kernel relies on finding its counters as it left them.
         self._workspaces = [torch.zeros(0, dtype=torch.uint8, device=kv.device) for _ in range(2)]
@@ -64,37 +61,22 @@ class RefinedAttention:
         part: slice,
         max_qo_len: int,
     ) -> VerifyAttention:
-        kv, geometry = self._kv, self._kv.geometry
-        heads, head_kv, head_dim, page_size = self._heads
-        nbytes = workspace_nbytes(
-            batch_size=part.stop - part.start,
-            num_qo_heads=heads,
-            num_kv_heads=head_kv,
-            head_dim=head_dim,
-            page_size=page_size,
-            settings=kv.codec.settings,
-            device=kv.device,
-            q_dtype=geometry.dtype,
-            source="int8",
-            max_qo_len=max_qo_len,
-        )
-        count = part.stop - part.start
+        kv, count = self._kv, part.stop - part.start
+        nbytes = target_workspace_nbytes(kv, self._num_qo_heads, count, max_qo_len)
         which = int(count < REFINED_BATCH)
         if len(self._workspaces[which]) < nbytes:
             self._workspaces[which] = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
-        attention = VerifyAttention(self._workspaces[which])
-        attention.plan(
+        page_size = kv.geometry.page_size
+        return planned_target(
+            kv,
+            self._num_qo_heads,
+            self._workspaces[which],
             qo_indptr,
             index["past_indptr"][part.start : part.stop + 1],
             index["past_pages"],
             torch.full((count,), page_size, dtype=torch.int32, device=kv.device),
-            *self._heads,
-            settings=kv.codec.settings,
-            target="int8",
-            q_dtype=geometry.dtype,
-            max_qo_len=max_qo_len,
+            max_qo_len,
         )
-        return attention
 
     def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
         kv = self._kv

@@ -15,6 +15,11 @@ from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, 
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
+from sglang_kvspec.runtime.record_attention import (
+    heads_of,
+    planned_target,
+    target_workspace_nbytes,
+)
 from sglang_kvspec.runtime.target_rows import indptr
 
 # Requests, or parts of one, that one call of the int8 kernel attends for.
@@ -40,7 +45,7 @@ class AnchorStep:
     ) -> None:
         """past: whether there is any; without it only the tail is attended to."""
         self._kv = kv
-        heads = _heads(kv, num_qo_heads)
+        heads = heads_of(kv, num_qo_heads)
         common: dict[str, Any] = {
             "settings": kv.codec.settings,
             "q_dtype": kv.geometry.dtype,
@@ -132,33 +137,19 @@ class RecordStep:
     ) -> VerifyAttention:
         kv, rows = self._kv, self._rows
         count = part.stop - part.start
-        heads = _heads(kv, num_qo_heads)
         if count not in workspaces:
-            nbytes = workspace_nbytes(
-                batch_size=count,
-                num_qo_heads=heads[0],
-                num_kv_heads=heads[1],
-                head_dim=heads[2],
-                page_size=heads[3],
-                settings=kv.codec.settings,
-                device=kv.device,
-                q_dtype=kv.geometry.dtype,
-                source=kv.codec.target,  # type: ignore[arg-type]
-            )
+            nbytes = target_workspace_nbytes(kv, num_qo_heads, count, max_qo_len=1)
             workspaces[count] = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
-        attention = VerifyAttention(workspaces[count])
-        attention.plan(
+        return planned_target(
+            kv,
+            num_qo_heads,
+            workspaces[count],
             torch.arange(count + 1, dtype=torch.int32, device=kv.device),
             rows.past_indptr[part.start : part.stop + 1],
             rows.past_pages,
             rows.past_last[part],
-            *heads,
-            settings=kv.codec.settings,
-            target=kv.codec.target,  # type: ignore[arg-type]
-            q_dtype=kv.geometry.dtype,
             max_qo_len=1,
         )
-        return attention
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
         """The kernel reads all it needs from DraftRows."""
@@ -176,8 +167,3 @@ class RecordStep:
                 out=out[part],
             )
         return out
-
-
-def _heads(kv: DeviceKV, num_qo_heads: int) -> tuple[int, int, int, int]:
-    geometry = kv.geometry
-    return num_qo_heads, geometry.num_kv_heads, geometry.head_dim, geometry.page_size

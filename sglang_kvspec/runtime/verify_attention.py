@@ -6,11 +6,12 @@ from typing import Any, Protocol
 
 import torch
 
-from kvspec_kernels.ops.attention import Tail, VerifyAttention, workspace_nbytes
+from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.ordered_attention import ordered_attention
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.ordered_attention import OrderedAttention, past_of
+from sglang_kvspec.runtime.record_attention import planned_target, target_workspace_nbytes
 from sglang_kvspec.runtime.refined_attention import RefinedAttention
 from sglang_kvspec.runtime.target_rows import TargetRows
 from sglang_kvspec.runtime.verify_rows import VerifyRows, filled
@@ -46,35 +47,20 @@ class RefinedVerification:
     ) -> None:
         """workspace: of another with this max_qo_len, if there is one; neither may run beside the
         other."""
-        geometry = kv.geometry
         self._kv, self.num_parts = kv, rows.max_parts
-        heads = (num_qo_heads, geometry.num_kv_heads, geometry.head_dim, geometry.page_size)
         if workspace is None:
-            nbytes = workspace_nbytes(
-                batch_size=self.num_parts,
-                num_qo_heads=heads[0],
-                num_kv_heads=heads[1],
-                head_dim=heads[2],
-                page_size=heads[3],
-                settings=kv.codec.settings,
-                device=kv.device,
-                q_dtype=geometry.dtype,
-                source="int8",
-                max_qo_len=size.max_qo_len,
-            )
+            nbytes = target_workspace_nbytes(kv, num_qo_heads, self.num_parts, size.max_qo_len)
             workspace = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
         self.workspace = workspace
-        self._attention = VerifyAttention(workspace)
-        self._attention.plan(
+        self._attention = planned_target(
+            kv,
+            num_qo_heads,
+            workspace,
             rows.qo_indptr,
             rows.past_indptr,
             rows.past_pages,
             rows.past_last,
-            *heads,
-            settings=kv.codec.settings,
-            target="int8",
-            q_dtype=geometry.dtype,
-            max_qo_len=size.max_qo_len,
+            size.max_qo_len,
         )
 
     def plan(self, rows: TargetRows) -> None:

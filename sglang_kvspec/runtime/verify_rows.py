@@ -35,7 +35,7 @@ class VerifyRows:
         the way to the last one they write to."""
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.max_parts, self.max_encoded = max_parts, max_encoded
-        self.page_size, self.device = page_size, device
+        self.device = device
 
         def ints(count: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)

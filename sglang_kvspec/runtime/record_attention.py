@@ -1,0 +1,61 @@
+"""Plans of our kernel over records at the target precision: steps, forwards and captured
+verifications make theirs here."""
+
+from __future__ import annotations
+
+import torch
+
+from kvspec_kernels.ops.attention import VerifyAttention, workspace_nbytes
+from sglang_kvspec.pools.device_kv import DeviceKV
+
+
+def heads_of(kv: DeviceKV, num_qo_heads: int) -> tuple[int, int, int, int]:
+    """Query heads, KV heads, head size and page size, as plans take them."""
+    geometry = kv.geometry
+    return num_qo_heads, geometry.num_kv_heads, geometry.head_dim, geometry.page_size
+
+
+def target_workspace_nbytes(
+    kv: DeviceKV, num_qo_heads: int, num_parts: int, max_qo_len: int
+) -> int:
+    """Of a plan for num_parts requests, or parts of one, with up to max_qo_len tokens each."""
+    heads = heads_of(kv, num_qo_heads)
+    return workspace_nbytes(
+        batch_size=num_parts,
+        num_qo_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        page_size=heads[3],
+        settings=kv.codec.settings,
+        device=kv.device,
+        q_dtype=kv.geometry.dtype,
+        source=kv.codec.target,  # type: ignore[arg-type]
+        max_qo_len=max_qo_len,
+    )
+
+
+def planned_target(
+    kv: DeviceKV,
+    num_qo_heads: int,
+    workspace: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    past_indptr: torch.Tensor,
+    past_pages: torch.Tensor,
+    past_last: torch.Tensor,
+    max_qo_len: int,
+) -> VerifyAttention:
+    """Over such parts; the index tensors, as VerifyAttention.plan() takes them, are read by every
+    run."""
+    attention = VerifyAttention(workspace)
+    attention.plan(
+        qo_indptr,
+        past_indptr,
+        past_pages,
+        past_last,
+        *heads_of(kv, num_qo_heads),
+        settings=kv.codec.settings,
+        target=kv.codec.target,  # type: ignore[arg-type]
+        q_dtype=kv.geometry.dtype,
+        max_qo_len=max_qo_len,
+    )
+    return attention
