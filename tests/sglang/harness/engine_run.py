@@ -1,0 +1,58 @@
+"""One question to one `sglang.Engine`, in a process of its own.
+
+An engine that shuts down kills every child of the process it runs in: in the tests' own it would
+take their servers along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from sglang_kvspec.testing.port_lease import PortLease
+from sglang_kvspec.testing.server_process import CPU_ENVIRONMENT
+
+_TIMEOUT_S = 300.0
+
+
+def run_engine(options: dict[str, Any], question: dict[str, Any]) -> tuple[Any, Any]:
+    """What `Engine(**options).generate(**question)` answers, and its get_server_info().
+
+    Raises AssertionError, with all it wrote, where the process fails.
+    """
+    ports = PortLease()
+    own = {"port": ports.http, "nccl_port": ports.rendezvous}
+    try:
+        run = subprocess.run(
+            (sys.executable, __file__, json.dumps({**options, **own}), json.dumps(question)),
+            env={**os.environ, **CPU_ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    finally:
+        ports.release()
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    answer, info = json.loads(run.stdout.splitlines()[-1])
+    return answer, info
+
+
+def main() -> None:
+    import sglang
+
+    options, question = map(json.loads, sys.argv[1:])
+    engine = sglang.Engine(**options)
+    try:
+        answers = engine.generate(**question), engine.get_server_info()
+    finally:
+        engine.shutdown()
+    print(json.dumps(answers, default=str), flush=True)
+
+
+# Engines start their schedulers by importing this file anew.
+if __name__ == "__main__":
+    main()
