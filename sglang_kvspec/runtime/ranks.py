@@ -83,6 +83,27 @@ class Ranks:
             runs.append(values[:num])
         return runs
 
+    def least(self, mine: Sequence[int], about: object) -> list[int]:
+        """The least of all ranks' integers, place by place: of what each rank measures or has by
+        itself, as much as all of them can go by. Every rank waits for the last one.
+
+        about: what they are about and how many, as for numbers(). Raises RanksDisagree where it is
+        not equal on all ranks.
+        """
+        if self.size == 1:
+            return list(mine)
+        mark = crc32(repr(about).encode())
+        # The least of both signs: equal on all ranks where they are opposites.
+        message = torch.tensor([mark, -mark, *mine], dtype=torch.int64)
+        dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._on_cpu)
+        least, opposite, *values = message.tolist()
+        if least != -opposite:
+            raise RanksDisagree(
+                f"rank {self.rank} of {self.size} no longer serves what the others serve: it has "
+                f"numbers about {about}, and another about something else"
+            )
+        return values
+
     def tensor(self, mine: torch.Tensor) -> torch.Tensor:
         """The first rank's tensor, of the shape of this rank's own, on the device; nobody waits for
         it. May be `mine` itself, overwritten."""

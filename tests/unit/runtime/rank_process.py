@@ -37,6 +37,8 @@ def messages(ranks: Ranks) -> dict[str, Any]:
     return {
         "numbers": ranks.numbers([own + 1, own + 2], about="same"),
         "no_numbers": ranks.numbers([], about="same"),
+        "least": ranks.least([own, 5 - own, 7], about="same"),
+        "no_least": ranks.least([], about="same"),
         "runs": ranks.runs([[own], [own] * (ranks.rank + 1), []], [1, 3, 2], about="same"),
         # A part of a larger tensor, as drafts of fewer requests than there can be.
         "tensor": ranks.tensor(grid[:2, :3]).tolist(),
@@ -78,6 +80,7 @@ def apart(ranks: Ranks) -> list[str]:
     return [
         _refusal(lambda: ranks.numbers([1, 2], about=[("request", ranks.rank)])),
         _refusal(lambda: ranks.numbers([1] * (1 + ranks.rank), about="same")),
+        _refusal(lambda: ranks.least([1, 2], about=[("request", ranks.rank)])),
     ]
 
 

@@ -41,10 +41,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(output) for output in outputs]
 
 
-def test_every_rank_gets_what_the_first_sends(results) -> None:
+def test_every_rank_gets_the_same_message(results) -> None:
     expected = {
         "numbers": [1, 2],
         "no_numbers": [],
+        "least": [0, -95, 7],
+        "no_least": [],
         "runs": [[0], [0], []],
         "tensor": [[0, 1, 2], [4, 5, 6]],
     }
@@ -60,8 +62,11 @@ def test_all_ranks_emit_what_the_first_would_alone(results) -> None:
 
 
 def test_ranks_that_serve_different_requests_stop(results) -> None:
-    assert results[0]["apart"] == ["", ""], "the first rank asks nobody"
-    other_request, too_few = results[1]["apart"]
+    *sent, of_all = results[0]["apart"]
+    assert sent == ["", ""], "the first rank asks nobody"
+    assert "rank 0 of 2 no longer serves what the others serve" in of_all
+    other_request, too_few, of_all = results[1]["apart"]
+    assert "rank 1 of 2 no longer serves what the others serve" in of_all
     assert "rank 1 of 2 no longer serves what rank 0 serves" in other_request
     assert "('request', 1)" in other_request
     assert "expects 2 numbers about same, and gets 1" in too_few
@@ -72,6 +77,7 @@ def test_a_rank_alone_keeps_its_own_choices() -> None:
     grid = torch.arange(6).reshape(2, 3)
     assert ranks.is_first
     assert ranks.numbers((4, 5), about="this") == [4, 5]
+    assert ranks.least((4, 5), about="this") == [4, 5]
     assert ranks.runs([(1,), ()], [1, 1], about="this") == [[1], []]
     assert ranks.tensor(grid) is grid
     verified = Verified([7, 8], torch.zeros(2, 9))
