@@ -17,9 +17,11 @@ class PrefixServerProcess:
     """One `python -m sglang_kvspec.transport.prefix_server`. Keeps its port when it is started
     again."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
-        """environment: laid over the caller's."""
-        self._folder, self._port = folder, "0"
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str] | None = None, *, gb: float = 0.5
+    ) -> None:
+        """environment: laid over the caller's. gb: GiB on disk."""
+        self._folder, self._port, self._gb = folder, "0", gb
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
         self.start()
@@ -39,7 +41,7 @@ class PrefixServerProcess:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "sglang_kvspec.transport.prefix_server"),
-                *("--dir", str(self._folder), "--port", self._port, "--gb", "0.5"),
+                *("--dir", str(self._folder), "--port", self._port, "--gb", str(self._gb)),
             ],
             stdout=subprocess.PIPE,
             text=True,
