@@ -15,7 +15,7 @@ from typing import Any
 from sglang_kvspec.testing.port_lease import PortLease
 from sglang_kvspec.testing.server_process import CPU_ENVIRONMENT
 
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 600.0
 
 
 def run_engine(options: dict[str, Any], question: dict[str, Any]) -> tuple[Any, Any]:
