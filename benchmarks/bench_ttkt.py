@@ -73,7 +73,7 @@ def main() -> None:
     wanted = {mode: points for mode, points in wanted.items() if points}
     platform = GPU if args.gpus else CPU
     prompts = {
-        length: cut_prompts(args.model, args.prompts, _prompt_len(length))[0]
+        length: cut_prompts(args.model, args.prompts, _prompt_len(args.model, length))[0]
         for length in {length for points in wanted.values() for length, _, _ in points}
     }
     with tempfile.TemporaryDirectory() as scratch:
@@ -181,8 +181,10 @@ def kv_bytes(model: Path, platform: Platform) -> int:
     return int(numbers * platform.itemsize)
 
 
-def _prompt_len(length: int) -> int:
-    return length - ROOM if length >= 32768 else length
+def _prompt_len(model: Path, length: int) -> int:
+    """Tokens of what is called a prompt of `length`."""
+    longest = int(AutoConfig.from_pretrained(model).max_position_embeddings)
+    return min(length, longest - ROOM)
 
 
 if __name__ == "__main__":

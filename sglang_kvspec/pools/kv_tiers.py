@@ -100,10 +100,14 @@ class KVTiers(ABC):
 
     def read_plain(self, page: int, num_tokens: int) -> torch.Tensor | None:
         """K and V of a page's first tokens as the model gave them: a copy [num_layers, 2,
-        num_tokens, num_kv_heads, head_dim] on the CPU, which waits for it. None where that is lost:
-        a page outside of the window has records."""
+        num_tokens, num_kv_heads, head_dim] on the CPU, which waits for it. A page outside of the
+        window, whose residual must not lack, has them in its records; None where those lose
+        some."""
         if page not in self.window.slots:
-            return None
+            if self.codec.target != "exact":
+                return None
+            k, v = self.read_whole([page])
+            return torch.stack((k[0], v[0]), dim=1)[:, :, :num_tokens].cpu()
         slot = self.window.slots.slot_of(page)
         layers = map(self.window.layer, range(self.geometry.num_layers))
         tokens = [torch.stack([part[slot, :num_tokens] for part in layer]) for layer in layers]

@@ -70,15 +70,6 @@ class TieredKV(KVTiers):
     def encode_committed(self, pages: Iterable[int]) -> None:
         self.encode_window_pages([page for page in pages if self.window.is_committed(page)])
 
-    def read_plain(self, page: int, num_tokens: int) -> torch.Tensor | None:
-        tokens = super().read_plain(page, num_tokens)
-        if tokens is None and self.codec.target == "exact":
-            # All of it is in the record.
-            ids, layers = self._ids([page]), range(self.geometry.num_layers)
-            pairs = [torch.cat(self.read_target(layer, ids)) for layer in layers]
-            tokens = torch.stack(pairs)[:, :, :num_tokens].cpu()
-        return tokens
-
     # Records from elsewhere
 
     def warm_up_records(self) -> None:

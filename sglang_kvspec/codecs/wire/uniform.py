@@ -95,7 +95,8 @@ class UniformWireCodec:
     def _encode_part(self, part: str, x: torch.Tensor, payload: torch.Tensor) -> None:
         low, high = x.aminmax(dim=GROUP_DIM[part], keepdim=True)
         zero = bf16_at_most(low)
-        scale = bf16_at_least((high - zero) / self._top)
+        # By a tensor: torch on a GPU multiplies by the rounded reciprocal of a number.
+        scale = bf16_at_least((high - zero) / torch.full_like(low, self._top))
         # A zero scale means that every value of the group equals the zero point.
         step = torch.where(scale > 0, scale, 1.0)
         codes = ((x - zero) / step).round_().clamp_(0, self._top).to(torch.uint8)

@@ -76,7 +76,8 @@ class DeviceLab:
             kv.read_plain(pages[-1], num_tail)
             for kv, pages in zip(self.kvs, self.pages, strict=True)
         )
-        assert torch.equal(sent, got)
+        # Records are random bytes here, NaN among them.
+        assert torch.equal(sent.view(torch.int16), got.view(torch.int16))
 
     def check_records(self, count):
         """Of the first `count` pages."""
@@ -149,16 +150,23 @@ def test_a_full_last_page_is_encoded_from_what_came(make_lab):
     assert decode.window.is_committed(page)
 
 
-def test_records_of_a_last_page_that_was_cached(make_lab):
-    """SGLang has put another's page in the place of the one that was computed."""
-    lab = make_lab(2 * SIZE)
+@pytest.mark.parametrize("target", ["exact", "int8"])
+def test_a_last_page_that_was_cached(make_lab, target):
+    """SGLang has put another's page, which left the window, in the place of the one that was
+    computed. Drafts of its receiver are to find the newest tokens in the window all the same, where
+    records have all of them."""
+    lab = make_lab(2 * SIZE, target)
     prefill, page = lab.kvs[0], lab.pages[0][-1]
     prefill.move_out_of_window([page])
     lab.send()
     lab.deliver(Stream.ANCHOR, Stream.RESIDUAL)
     lab.admit()
-    assert lab.pages[1][-1] not in lab.kvs[1].window.slots
-    lab.check_records(2)
+    assert (lab.pages[1][-1] in lab.kvs[1].window.slots) == (target == "exact")
+    if target == "exact":
+        lab.check_tail()
+        lab.check_records(1)
+    else:
+        lab.check_records(2)
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
