@@ -266,3 +266,20 @@ def test_kv_in_one_piece(make_lab, mode) -> None:
     if mode == "full":
         server.assert_right(requests)
     server.pool.shutdown()
+
+
+def test_what_one_rank_gives_up_is_encoded_on_both(make_lab) -> None:
+    """On the prefill side, where it becomes a cached prefix."""
+    labs = [make_lab() for _ in range(2)]
+    for lab in labs:
+        request = lab.request(LENGTH)
+        lab.departures.add(ROOM)
+        lab.expect(request)
+    labs[1].departures.abort(ROOM, "given up")
+    for lab in labs:
+        lab.send(request)
+    assert not labs[1].link.offers
+    pages = request.prefill_pages
+    assert [[lab.prefill.is_encoded(p) for p in pages] for lab in labs] == [
+        [True] * PAGES + [False]
+    ] * 2
