@@ -1,4 +1,4 @@
-"""Do a prefill and a decode server on one GPU, or on one a rank, answer together what one server answers alone?
+"""Do a prefill and a decode server on one GPU, or one a rank, answer as one server alone does?
 
 usage: python benchmarks/check_disaggregation_gpu.py [--out PATH] [--link-gbps X]
        python benchmarks/check_disaggregation_gpu.py --server-args "--kvspec-host-gb=1"

@@ -189,17 +189,20 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
             self._is_expected = True
 
     def poll(self) -> int:
-        if self.conclude_state is not None:
-            return self.conclude_state
+        if self.conclude_state == KVPoll.Failed:
+            return KVPoll.Failed
         if self._link is None:
             return self._find_link()
         if not self._is_expected:
             return KVPoll.WaitingForInput
         self.kv_mgr.pump()
         arrivals = self.kv_mgr.arrivals
+        # Also of one that has succeeded, and waits for other ranks.
         if (failure := arrivals.failure(self._room)) is not None:
             self.give_up(failure)
             return KVPoll.Failed
+        if self.conclude_state is not None:
+            return KVPoll.Success
         if not arrivals.is_draftable(self._room):
             return KVPoll.Transferring
         fields = arrivals.fields(self._room)

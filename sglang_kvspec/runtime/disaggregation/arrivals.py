@@ -94,9 +94,10 @@ class Arrivals:
 
     def land_anchors(self, room: int) -> None:
         """All ranks have all anchors of a request, which will run here: SGLang has asked each for
-        is_draftable(). Nothing happens where they have landed, or the room is unknown."""
+        is_draftable(). They land also where the request has failed since: on other ranks they do.
+        Nothing happens where they have landed, or the room is unknown."""
         landing = self._landings.get(room)
-        if landing is not None and landing.failure is None:
+        if landing is not None and landing.has_anchors_to_land:
             with self._distrusting(landing):
                 self._lander.land_anchors(landing)
             self._drop_staging(landing)
@@ -211,7 +212,7 @@ class Arrivals:
         """A link was closed: nothing more comes of it."""
         for landing in self._landings.values():
             if landing.link is link and not (landing.is_complete or landing.is_over):
-                landing.failure, landing.staging = reason, None
+                landing.fail(reason)
         self._leaving = {r: left for r, left in self._leaving.items() if left.link is not link}
 
     def release(self, pages: Iterable[int]) -> None:
@@ -250,7 +251,7 @@ class Arrivals:
             self._leaving.pop(landing.room, None)
 
     def _fail(self, landing: Landing, reason: str) -> None:
-        landing.failure, landing.staging = reason, None
+        landing.fail(reason)
         self._cancel(landing, reason)
 
     @contextmanager
@@ -264,7 +265,7 @@ class Arrivals:
 
     def _note(self, landing: Landing, event: Arrival) -> None:
         if isinstance(event, TransferFailed):
-            landing.failure, landing.staging = event.reason, None
+            landing.fail(event.reason)
         elif isinstance(event, PageArrived):
             self._lander.check(landing, event.stream, event.page_index, event.num_bytes)
             landing.arrived[event.stream][event.page_index] = event.num_bytes
@@ -283,6 +284,9 @@ class Arrivals:
                 self._lander.land_residuals(landing)
         self._drop_staging(landing)
 
-    def _drop_staging(self, landing: Landing) -> None:
-        if landing.is_complete:
+    @staticmethod
+    def _drop_staging(landing: Landing) -> None:
+        """Where nothing more lands from there."""
+        has_failed = landing.failure is not None and not landing.has_anchors_to_land
+        if landing.is_complete or has_failed:
             landing.staging = None

@@ -101,6 +101,17 @@ class Landing:
         return self.handover is not None and num_arrived == self.missing[Stream.ANCHOR]
 
     @property
+    def has_anchors_to_land(self) -> bool:
+        """All of them are here, and not all in the pools."""
+        return self.is_draftable and (self.tail is not None or bool(self.arrived[Stream.ANCHOR]))
+
+    def fail(self, reason: str) -> None:
+        """Nothing more comes. Anchors may land nevertheless, where other ranks let theirs."""
+        self.failure = reason
+        if not self.has_anchors_to_land:
+            self.staging = None
+
+    @property
     def is_complete(self) -> bool:
         """All of it has landed, but for the tail."""
         return self.handover is not None and not any(self.missing.values())

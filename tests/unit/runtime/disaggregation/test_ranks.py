@@ -283,3 +283,22 @@ def test_what_one_rank_gives_up_is_encoded_on_both(make_lab) -> None:
     assert [[lab.prefill.is_encoded(p) for p in pages] for lab in labs] == [
         [True] * PAGES + [False]
     ] * 2
+
+
+def test_one_that_fails_on_a_rank_as_it_is_taken_over_lands_alike(server) -> None:
+    """Both have said that it is draftable: the pools of both have it until SGLang ends it."""
+    first, second = server.labs
+    requests = server.begin(LENGTH)
+    for lab in server.labs:
+        lab.link.deliver([Stream.ANCHOR])
+        lab.pump()
+        assert lab.arrivals.is_draftable(ROOM)
+    second.link.to_receiver.append(TransferFailed(ROOM, "the sender was silent"))
+    second.pump()
+    for lab in server.labs:
+        lab.arrivals.land_anchors(ROOM)
+    server.check()
+    assert second.arrivals.failure(ROOM) == "the sender was silent"
+    assert second.decode.is_encoded(requests[1].decode_pages[0])
+    server.receive(ROOM)
+    assert first.arrivals.failure(ROOM) == ON_ANOTHER_RANK
