@@ -13,6 +13,10 @@ from sglang_kvspec.runtime.disaggregation.landing import Landing
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import Stream
 
+# Of payloads that are copied together, unless a page is more: what a copy needs of memory beside
+# the staging and the pools. All of a request may land at once.
+AT_ONCE_BYTES = 32 << 20
+
 
 class Lander:
     """Methods change the landing, too. They raise KVSpecError for what is no KV of this server."""
@@ -27,6 +31,8 @@ class Lander:
         """keep_tail: takes a last page and its tokens, until the request runs."""
         self._kv, self._wire, self._handovers = kv, wire, handovers
         self._keep_tail = keep_tail
+        sizes = {Stream.ANCHOR: wire.anchor_bytes, Stream.RESIDUAL: wire.residual_bytes}
+        self._pages_at_once = {s: max(1, AT_ONCE_BYTES // max(n, 1)) for s, n in sizes.items()}
 
     def check(self, landing: Landing, stream: Stream, index: int, num_bytes: int) -> None:
         """A page has arrived, or the handover: whether it can be one, by its size."""
@@ -67,13 +73,14 @@ class Lander:
         self._land(landing, Stream.RESIDUAL, known)
 
     def _land(self, landing: Landing, stream: Stream, indices: Sequence[int]) -> None:
-        if not indices:
-            return
         arrived, staging, pages = landing.arrived[stream], landing.staging, landing.pages
-        assert staging is not None, "all of it had landed"
-        assert pages is not None
-        payloads = [staging.payload(stream, index, arrived[index]) for index in indices]
-        self._wire.land(stream, [pages[index] for index in indices], payloads)
-        for index in indices:
-            del arrived[index]
-        landing.missing[stream] -= len(indices)
+        count = self._pages_at_once[stream]
+        for first in range(0, len(indices), count):
+            part = indices[first : first + count]
+            assert staging is not None, "all of it had landed"
+            assert pages is not None
+            payloads = [staging.payload(stream, index, arrived[index]) for index in part]
+            self._wire.land(stream, [pages[index] for index in part], payloads)
+            for index in part:
+                del arrived[index]
+            landing.missing[stream] -= len(part)
