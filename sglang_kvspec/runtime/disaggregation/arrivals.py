@@ -88,7 +88,7 @@ class Arrivals:
             if event.transfer in self._landings:
                 touched[event.transfer] = landing
             elif landing.is_over:
-                del self._leaving[event.transfer]
+                self._leaving.pop(event.transfer, None)
         for landing in touched.values():
             self._follow(landing)
 
@@ -265,7 +265,9 @@ class Arrivals:
 
     def _note(self, landing: Landing, event: Arrival) -> None:
         if isinstance(event, TransferFailed):
-            landing.fail(event.reason)
+            # Of one that is complete nothing is needed any more, and no rank may think otherwise.
+            if not landing.is_complete:
+                landing.fail(event.reason)
         elif isinstance(event, PageArrived):
             self._lander.check(landing, event.stream, event.page_index, event.num_bytes)
             landing.arrived[event.stream][event.page_index] = event.num_bytes

@@ -302,3 +302,15 @@ def test_one_that_fails_on_a_rank_as_it_is_taken_over_lands_alike(server) -> Non
     assert second.decode.is_encoded(requests[1].decode_pages[0])
     server.receive(ROOM)
     assert first.arrivals.failure(ROOM) == ON_ANOTHER_RANK
+
+
+def test_one_that_is_complete_cannot_fail_on_a_rank(server) -> None:
+    requests = server.begin(LENGTH)
+    for lab in server.labs:
+        lab.link.deliver()
+        lab.pump()
+    server.run(requests)
+    server.receive(ROOM)
+    server.labs[1].link.to_receiver.append(TransferFailed(ROOM, "too late"))
+    server.receive(ROOM)
+    assert [lab.arrivals.failure(ROOM) for lab in server.labs] == [None, None]
