@@ -1,7 +1,8 @@
-"""Do a prefill and a decode server on one GPU answer together what one server answers alone?
+"""Do a prefill and a decode server on one GPU, or one a rank, answer as one server alone does?
 
 usage: python benchmarks/check_disaggregation_gpu.py [--out PATH] [--link-gbps X]
        python benchmarks/check_disaggregation_gpu.py --server-args "--kvspec-host-gb=1"
+       python benchmarks/check_disaggregation_gpu.py --server-args "--tp-size=2"
        python benchmarks/check_disaggregation_gpu.py --cpu --prompts 6 --longest 1500
 
 Three servers start at once: the pair, over a link so slow that residuals come after several drafts,

@@ -41,9 +41,9 @@ def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--disaggregation-transfer-backend {backend} cannot be combined with --kvspec "
             f"(allowed: {TRANSFER_BACKEND}): other backends send pages that KVSpec does not keep"
         )
-    if (kwargs.get("tp_size") or 1) > 1:
+    if (kwargs.get("nnodes") or 1) > 1:
         raise UnsupportedError(
-            f"--tp-size {kwargs['tp_size']} cannot be combined with --disaggregation-mode {mode} "
+            f"--nnodes {kwargs['nnodes']} cannot be combined with --disaggregation-mode {mode} "
             "in this version of KVSpec (allowed: 1)"
         )
     if config.prefix_server is not None and mode == "prefill":

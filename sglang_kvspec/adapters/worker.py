@@ -94,7 +94,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.spoiled = SpoiledPages(self.kv.residuals, self.ranks, self.counters)
         if self.server_args.disaggregation_mode != "null":
             runner = self._target_worker.model_runner
-            self.apart = Apart(self.config, self._pool, runner, self.server_args)
+            self.apart = Apart(self.config, self._pool, runner, self.server_args, self.ranks)
         if self.server_args.enable_metrics and self.ranks.is_first:
             self._exporter = MetricsExporter(self.server_args.served_model_name)
             if self.config.prefix_server is not None:

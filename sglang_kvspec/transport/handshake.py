@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang_kvspec.transport.frames import Identity
 
 _WORDS = {
@@ -10,8 +12,9 @@ _WORDS = {
     "codec": "--kvspec-codec",
     "target": "--kvspec-target",
     "page_size": "--page-size",
+    # Before the model: each rank has its own part of that.
+    "tp_shape": "--tp-size",
     "fingerprint": "model",
-    "tp_shape": "tensor-parallel ranks and KV heads of a rank",
 }
 
 
@@ -21,8 +24,16 @@ def mismatch(here: Identity, there: Identity) -> str | None:
     for field, words in _WORDS.items():
         ours, theirs = getattr(here, field), getattr(there, field)
         if ours != theirs:
+            ours, theirs = _told(field, ours), _told(field, theirs)
             return f"{words} must be the same on both ends: sender has {ours}, receiver {theirs}"
     return None
+
+
+def _told(field: str, value: Any) -> Any:
+    if field != "tp_shape":
+        return value
+    size, heads = value
+    return f"{size} ({heads} KV heads a rank)"
 
 
 def wrong_protocol(here: int, there: int) -> str:

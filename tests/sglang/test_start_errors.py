@@ -82,7 +82,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
             "--disaggregation-mode prefill",
             ["--disaggregation-transfer-backend mooncake", "allowed: kvspec"],
         ),
-        (f"{DECODE} --tp-size 2", ["--tp-size 2", "--disaggregation-mode decode", "allowed: 1"]),
+        (
+            f"{DECODE} --tp-size 2 --nnodes 2",
+            ["--nnodes 2", "--disaggregation-mode decode", "allowed: 1"],
+        ),
         (f"{DECODE} --kvspec-prefix-dir x", ["--kvspec-prefix-dir", "keeps no prefixes"]),
         (f"{DECODE} --kvspec-transfer zip", ["--kvspec-transfer", "zip", "split, full"]),
         (

@@ -9,21 +9,28 @@ from sglang_kvspec.adapters.transfer.decoding import Decoding
 from sglang_kvspec.adapters.transfer.peers import Serving, install
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.runtime.disaggregation.metrics import TransferMetrics
+from sglang_kvspec.runtime.ranks import Ranks
 
 
 class Apart:
     """Of a prefill or a decode server. decoding: what the latter does beside its iterations."""
 
     def __init__(
-        self, config: KVSpecConfig, pool: Any, model_runner: Any, server_args: Any
+        self,
+        config: KVSpecConfig,
+        pool: Any,
+        model_runner: Any,
+        server_args: Any,
+        ranks: Ranks,
     ) -> None:
-        self._serving = Serving(config, pool, model_runner.model_config, model_runner.model)
+        model = (model_runner.model_config, model_runner.model)
+        self._serving = Serving(config, pool, *model, ranks)
         install(self._serving)
         self._serving.kv.warm_up_records()
         is_decode = server_args.disaggregation_mode == "decode"
         self.decoding = Decoding(self._serving) if is_decode else None
         self._metrics: TransferMetrics | None = None
-        if server_args.enable_metrics:
+        if server_args.enable_metrics and ranks.is_first:
             self._metrics = TransferMetrics(server_args.served_model_name)
 
     def write_behind(self, join: Callable[[], None]) -> None:

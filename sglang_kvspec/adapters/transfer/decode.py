@@ -6,15 +6,22 @@ import logging
 import os
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
-from sglang.srt.disaggregation.common.conn import KVTransferError, PrefillServerInfo
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.environ import envs
 
-from sglang_kvspec.adapters.transfer.directory import Directory
+from sglang_kvspec.adapters.transfer.directory import Directory, query_route
 from sglang_kvspec.adapters.transfer.links import PrefillLinks
-from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED, Serving, write_fields, wrong_room
+from sglang_kvspec.adapters.transfer.peers import (
+    WEIGHTS_CHANGED,
+    Serving,
+    failed,
+    write_fields,
+    wrong_room,
+)
 from sglang_kvspec.adapters.transfer.report import link_report, live_counters
 from sglang_kvspec.core.errors import ConfigError, TransportError
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
@@ -41,12 +48,16 @@ class DecodeManager:
                 f"prefill servers by one key, which they share, got {len(self._keys.peers)}"
             )
         self.arrivals = Arrivals(
-            serving.kv, serving.wire(), serving.handovers(kv_args), mode=serving.config.transfer
+            serving.kv,
+            serving.wire(),
+            serving.handovers(kv_args),
+            mode=serving.config.transfer,
+            ranks=serving.ranks,
         )
         serving.pool.freed_listeners.append(self.arrivals.release)
         self.waiting_timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         self.links = PrefillLinks(
-            Directory(serving.news.set),
+            Directory(serving.news.set, partial(query_route, rank=serving.ranks.rank)),
             self._dial,
             is_used=self.arrivals.is_used,
             on_gone=self.arrivals.fail_all_of,
@@ -54,7 +65,7 @@ class DecodeManager:
         # Why nothing is asked for any more.
         self.refusal: str | None = None
         # SGLang looks up here what is known of a prefill server.
-        self.prefill_info_table = _OneRank(serving.kv.geometry.page_size)
+        self.prefill_info_table = _AsManyRanks(serving)
         if serving.config.is_lossy:
             logger.warning(
                 "KVSpec: KV arrives by --kvspec-transfer %s, which loses some of it: answers are "
@@ -99,21 +110,28 @@ class DecodeManager:
         token = int.from_bytes(first[:4], sys.byteorder, signed=True)
         return 0 <= token < int(self._serving.model_config.vocab_size)
 
+    @staticmethod
+    def is_of_room(last: bytes, room: int) -> bool:
+        """Whether SGLang's metadata is of this room: where one rank finds another, SGLang has that
+        rank alone give the request up."""
+        return int.from_bytes(last[:8], sys.byteorder) == room
+
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """SGLang's `pause_generation(mode="retract")` would have prompts computed again."""
         kv_receiver.give_up("KVSpec's decode servers cannot have KV computed again")
 
 
-class _OneRank:
-    """Says of every prefill server that it has one rank, as all of ours do."""
+class _AsManyRanks:
+    """Says of every prefill server that it has as many ranks as this one: others are refused in
+    the handshake."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, serving: Serving) -> None:
         self._info = PrefillServerInfo(
-            attn_tp_size=1,
+            attn_tp_size=serving.ranks.size,
             attn_cp_size=1,
             dp_size=1,
             pp_size=1,
-            page_size=page_size,
+            page_size=serving.kv.geometry.page_size,
             kv_cache_dtype=None,
             follow_bootstrap_room=True,
         )
@@ -171,22 +189,28 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
             self._is_expected = True
 
     def poll(self) -> int:
-        if self.conclude_state is not None:
-            return self.conclude_state
+        if self.conclude_state == KVPoll.Failed:
+            return KVPoll.Failed
         if self._link is None:
             return self._find_link()
         if not self._is_expected:
             return KVPoll.WaitingForInput
         self.kv_mgr.pump()
         arrivals = self.kv_mgr.arrivals
+        # Also of one that has succeeded, and waits for other ranks.
         if (failure := arrivals.failure(self._room)) is not None:
             self.give_up(failure)
             return KVPoll.Failed
+        if self.conclude_state is not None:
+            return KVPoll.Success
         if not arrivals.is_draftable(self._room):
             return KVPoll.Transferring
         fields = arrivals.fields(self._room)
         if not self.kv_mgr.is_token(fields[0]):
             self.give_up("the prefill server names a first token that is none")
+            return KVPoll.Failed
+        if not self.kv_mgr.is_of_room(fields[-1], self._room):
+            self.give_up("the prefill server sent a first token of another request")
             return KVPoll.Failed
         assert self._aux_index is not None
         write_fields(self.kv_mgr.kv_args, self._aux_index, fields)
@@ -218,10 +242,13 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.conclude_state = KVPoll.Failed
 
     def failure_exception(self) -> None:
-        raise KVTransferError(self._room, self._failure or "unknown")
+        raise failed(self._room, self._failure)
 
     def clear(self) -> None:
-        if self.conclude_state != KVPoll.Success and self._is_expected:
+        """SGLang takes the request over, if it succeeded on all ranks, or has ended it."""
+        if self.conclude_state == KVPoll.Success:
+            self.kv_mgr.arrivals.land_anchors(self._room)
+        elif self._is_expected:
             self.kv_mgr.arrivals.drop(self._room, self._failure or "the decode server gave it up")
 
     def abort(self) -> None:

@@ -12,9 +12,10 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang_kvspec.adapters.requests import fail, resumed_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.adapters.transfer.peers import Serving, serving
-from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
+from sglang_kvspec.runtime.disaggregation.arrivals import ON_ANOTHER_RANK, Arrivals
 from sglang_kvspec.runtime.disaggregation.set_aside import SetAside
 from sglang_kvspec.runtime.disaggregation.timeline import TRANSFER_CARRIER
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,15 @@ class Decoding:
         return arrivals
 
     def receive(self, reqs: Sequence[Any]) -> None:
-        """Let what has arrived land, and fail requests whose residuals will not come."""
+        """Let what has arrived land, on all ranks alike, and fail requests whose residuals will not
+        come."""
         self._serving.manager.pump()
+        arrivals = self._arrivals
+        # Whose KV is complete they know already, and the same of all requests.
+        rooms = [req.bootstrap_room for req in reqs if arrivals.is_lacking(req.bootstrap_room)]
+        arrivals.land_together(rooms)
         for req in reqs:
-            reason = self._arrivals.failure(req.bootstrap_room)
+            reason = arrivals.failure(req.bootstrap_room)
             if reason is not None and req.to_finish is None:
                 message = f"its KV could not be received, and so its tokens not verified: {reason}"
                 logger.error("%s (request %s)", message, req.rid)
@@ -82,9 +88,13 @@ def admit(batch: Any) -> KVSpecDraftInput:
     # A request that left may still be drafting in a slot of the window that a tail is put into.
     serving().join_rounds()
     page_size = batch.token_to_kv_pool_allocator.page_size
+    wrongs = [why_not(req, arrivals, page_size) for req in batch.reqs]
+    wrongs = agree(serving().ranks, batch.reqs, wrongs)
     states = []
-    for req, committed_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-        if (wrong := why_not(req, arrivals, page_size)) is not None:
+    for req, committed_len, wrong in zip(
+        batch.reqs, batch.seq_lens_cpu.tolist(), wrongs, strict=True
+    ):
+        if wrong is not None:
             logger.error("%s (request %s)", wrong, req.rid)
             fail(req, wrong)
         state = resumed_state(req, committed_len)
@@ -105,10 +115,31 @@ def why_not(req: Any, arrivals: Arrivals, page_size: int) -> str | None:
     """Why a request must not run; None if it may. SGLang's warm-up, whose answers mean nothing,
     sends a few tokens whose KV comes from nowhere: whoever says that host asks for the same."""
     if req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+        if (failure := arrivals.failure(req.bootstrap_room)) is not None:
+            return f"its KV could not be received: {failure}"
         return arrivals.wrong_prompt(req.bootstrap_room, req.origin_input_ids)
     if len(req.origin_input_ids) < page_size:
         return None
     return f"bootstrap_host {FAKE_BOOTSTRAP_HOST} is for warm-ups of less than {page_size} tokens"
+
+
+def agree(ranks: Ranks, reqs: Sequence[Any], wrongs: Sequence[str | None]) -> list[str | None]:
+    """Why requests that are about to run must not, by what any rank knows; each begins with the
+    same token on all. wrongs: by what this one knows."""
+    if ranks.size == 1 or not reqs:
+        return list(wrongs)
+    tokens = [req.output_ids[-1] for req in reqs]
+    mine = [*(wrong is None for wrong in wrongs), *tokens, *(-token for token in tokens)]
+    agreed = ranks.least([int(value) for value in mine], about=[req.rid for req in reqs])
+    are_right, least, most = (agreed[i * len(reqs) : (i + 1) * len(reqs)] for i in range(3))
+    found = []
+    for wrong, is_right, low, high in zip(wrongs, are_right, least, most, strict=True):
+        if wrong is None and not is_right:
+            wrong = ON_ANOTHER_RANK
+        elif wrong is None and low != -high:
+            wrong = "the prefill server's ranks name different first tokens"
+        found.append(wrong)
+    return found
 
 
 def set_aside(pages: list[int], num_tokens: int) -> SetAside:

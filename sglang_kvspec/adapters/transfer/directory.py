@@ -25,14 +25,14 @@ class Answer(NamedTuple):
     trouble: str = ""
 
 
-def query_route(bootstrap_addr: str) -> Answer:
-    """Ask a bootstrap server where its one rank sends from. Takes QUERY_TIMEOUT_S or twice that.
-    Raises what may go wrong on the way."""
-    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+def query_route(bootstrap_addr: str, rank: int = 0) -> Answer:
+    """Ask a bootstrap server where a rank of its server sends from. Takes QUERY_TIMEOUT_S or twice
+    that. Raises what may go wrong on the way."""
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_pp_rank")
     deadline_s = time.monotonic() + QUERY_TIMEOUT_S
     with requests.get(
         f"http://{bootstrap_addr}/route",
-        params=dict.fromkeys(names, 0),
+        params=dict.fromkeys(names, 0) | {"target_tp_rank": rank},
         timeout=QUERY_TIMEOUT_S,
         allow_redirects=False,
         stream=True,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from sglang_kvspec.adapters.model_identity import (
     hash_of_weights,
@@ -20,20 +21,22 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.transport import PROTOCOL, CurveKeys, Identity
 from sglang_kvspec.transport.keys import load_keys
 
 
 @dataclass(slots=True)
 class Serving:
-    """The server of this process. manager: SGLang's of this side, once there is one. news: set
-    whenever something has happened on a link. join_rounds: makes writes to the recent window wait
-    for rounds that run beside the main stream."""
+    """The server of this process, or one of its ranks. manager: SGLang's of this side, once there
+    is one. news: set whenever something has happened on a link. join_rounds: makes writes to the
+    recent window wait for rounds that run beside the main stream."""
 
     config: KVSpecConfig
     pool: KVSpecPool
     model_config: Any
     model: torch.nn.Module
+    ranks: Ranks = field(default_factory=Ranks)
     manager: Any = None
     news: threading.Event = field(default_factory=threading.Event)
     join_rounds: Callable[[], None] = lambda: None
@@ -43,7 +46,8 @@ class Serving:
         return self.pool.kv
 
     def identity(self) -> Identity:
-        """Reads all weights once."""
+        """Of this rank, whose part of the model is that of the same rank of a server of as many.
+        Reads all weights once."""
         geometry = self.kv.geometry
         return Identity(
             protocol=PROTOCOL,
@@ -52,7 +56,7 @@ class Serving:
             target=self.config.target,
             page_size=geometry.page_size,
             fingerprint=portable_fingerprint(self.model_config, hash_of_weights(self.model)),
-            tp_shape=(1, geometry.num_kv_heads),
+            tp_shape=(self.ranks.size, geometry.num_kv_heads),
         )
 
     def wire(self) -> PageWire:
@@ -83,6 +87,7 @@ WEIGHTS_CHANGED = (
     "transferred again"
 )
 _MAX_ROOM = (1 << 63) - 1
+_ON_ANOTHER_RANK = "another rank of this server gave it up, and says why in its log"
 
 
 def wrong_room(room: Any) -> str | None:
@@ -91,6 +96,13 @@ def wrong_room(room: Any) -> str | None:
     if type(room) is int and 0 < room <= _MAX_ROOM:
         return None
     return f"bootstrap_room must be in [1, 2^63), got {room!r:.40}"
+
+
+def failed(room: int, reason: str | None) -> KVTransferError:
+    """Of a request that SGLang ends on all ranks. reason: None where this one knows of none."""
+    if reason is None:
+        return KVTransferError(room, _ON_ANOTHER_RANK, is_from_another_rank=True)
+    return KVTransferError(room, reason)
 
 
 _serving: list[Serving] = []

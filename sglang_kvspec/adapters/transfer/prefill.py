@@ -13,13 +13,19 @@ from sglang.srt.disaggregation.base.conn import (
     KVPoll,
     KVTransferMetric,
 )
-from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.environ import envs
 
-from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED, Serving, read_fields, wrong_room
+from sglang_kvspec.adapters.transfer.peers import (
+    WEIGHTS_CHANGED,
+    Serving,
+    failed,
+    read_fields,
+    wrong_room,
+)
 from sglang_kvspec.adapters.transfer.report import link_report, live_counters
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.runtime.disaggregation.departures import Departures
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.transport import Sender, SenderLoop, TokenBucket, ZmqPort
 from sglang_kvspec.transport.counters import LinkCounters
 
@@ -35,10 +41,11 @@ class PrefillManager:
 
     def __init__(self, kv_args: Any, server_args: Any, serving: Serving) -> None:
         self.kv_args = kv_args
-        config = serving.config
+        config, ranks = serving.config, serving.ranks
         link = None
         if config.link_gbps is not None:
-            link = TokenBucket(config.link_gbps * 1e9, BURST_BYTES, time.monotonic())
+            rate = config.link_gbps * 1e9 / ranks.size
+            link = TokenBucket(rate, BURST_BYTES, time.monotonic())
         port = ZmqPort(f"tcp://{config.transfer_host}:0", bind=True, keys=serving.keys())
         self.address = port.address
         self.loop = SenderLoop(
@@ -52,7 +59,7 @@ class PrefillManager:
         self.page_size = serving.kv.geometry.page_size
         # Why nothing is sent any more.
         self.refusal: str | None = None
-        self._register(server_args)
+        self._register(server_args, ranks)
 
     def register_to_bootstrap(self) -> None:
         """Done when it was made."""
@@ -68,15 +75,16 @@ class PrefillManager:
     def link_counters(self) -> list[LinkCounters]:
         return live_counters([self.loop])
 
-    def _register(self, server_args: Any) -> None:
-        """Tell SGLang's bootstrap server, which runs in another process of this server, where
-        decode servers find this port. Raises TransportError where it cannot be told."""
+    def _register(self, server_args: Any, ranks: Ranks) -> None:
+        """Tell SGLang's bootstrap server, which runs in another process of this server, where the
+        same rank of decode servers finds this port. Raises TransportError where it cannot be
+        told."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server_args.host, server_args.host)
         url = f"http://{host}:{server_args.disaggregation_bootstrap_port}/route"
         rank_host, _, rank_port = self.address.removeprefix("tcp://").rpartition(":")
         payload = {
-            "attn_tp_size": 1,
-            "attn_tp_rank": 0,
+            "attn_tp_size": ranks.size,
+            "attn_tp_rank": ranks.rank,
             "attn_cp_size": 1,
             "attn_cp_rank": 0,
             "attn_dp_size": 1,
@@ -205,7 +213,7 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
 
     def failure_exception(self) -> None:
         self.clear()
-        raise KVTransferError(self._room, self._failure or "unknown")
+        raise failed(self._room, self._failure)
 
     def clear(self) -> None:
         if self._owns_room:

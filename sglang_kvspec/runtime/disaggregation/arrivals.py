@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from sglang_kvspec.core.errors import KVSpecError, TransportError
 from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.page_records import PageRecords, copy_in
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat, digest_of
+from sglang_kvspec.runtime.disaggregation.lander import Lander
 from sglang_kvspec.runtime.disaggregation.landing import Landing, ReceivingLink, Staging
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.runtime.disaggregation.timeline import Timeline
-from sglang_kvspec.transport import Arrival, PageArrived, Stream, StreamArrived, TransferFailed
+from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.transport import Arrival, PageArrived, StreamArrived, TransferFailed
+
+# What a rank says of a request that failed there, in place of the pages that it has.
+_FAILED = -1
+ON_ANOTHER_RANK = "another rank of this server could not receive its part, and says why in its log"
 
 
 class Arrivals:
     """Owned by the scheduler's thread, as the pools are. Rooms are SGLang's bootstrap rooms, and
     the transport's transfer numbers. Bytes arrive in a staging of each request, and go into its
-    pages when `pump()` is called: pages may be freed and used again at any time."""
+    pages when `pump()` is called: pages may be freed and used again at any time.
+
+    Several ranks each have a link of their own, and pools that must be in the same state: by that
+    they plan. So what arrives on one of them stays in its staging until all are known to have it:
+    anchors until land_anchors(), residuals until land_together().
+    """
 
     def __init__(
         self,
@@ -31,11 +42,13 @@ class Arrivals:
         handovers: HandoverFormat,
         *,
         mode: str,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """mode: how KV is sent, to tell the user."""
+        """mode: how KV is sent, to tell the user. ranks: those that serve together."""
         self._kv, self._wire, self._handovers = kv, wire, handovers
-        self._mode, self._clock = mode, clock
+        self._mode, self._ranks, self._clock = mode, ranks or Ranks(), clock
+        self._lander = Lander(kv, wire, handovers, self.keep_tail)
         self._landings: dict[int, Landing] = {}
         self._by_page: dict[int, Landing] = {}
         # Of requests that do not run yet: the first tokens of a page, [num_layers, 2, num_tokens,
@@ -70,13 +83,42 @@ class Arrivals:
             landing = self._landings.get(event.transfer) or self._leaving.get(event.transfer)
             if landing is None or landing.link is not link:
                 continue
-            self._note(landing, event)
+            with self._distrusting(landing):
+                self._note(landing, event)
             if event.transfer in self._landings:
                 touched[event.transfer] = landing
             elif landing.is_over:
-                del self._leaving[event.transfer]
+                self._leaving.pop(event.transfer, None)
         for landing in touched.values():
-            self._land(landing)
+            self._follow(landing)
+
+    def land_anchors(self, room: int) -> None:
+        """All ranks have all anchors of a request, which will run here: SGLang has asked each for
+        is_draftable(). They land also where the request has failed since: on other ranks they do.
+        Nothing happens where they have landed, or the room is unknown."""
+        landing = self._landings.get(room)
+        if landing is not None and landing.has_anchors_to_land:
+            with self._distrusting(landing):
+                self._lander.land_anchors(landing)
+            self._drop_staging(landing)
+
+    def land_together(self, rooms: Sequence[int]) -> None:
+        """Land residuals as far as all ranks have them, and fail requests that have failed on any.
+        rooms: of requests that run and lack some; the same on all ranks."""
+        if self._ranks.size == 1 or not rooms:
+            return
+        landings = [self._landings[room] for room in rooms]
+        mine = [
+            _FAILED if each.failure is not None else each.num_ready_residuals for each in landings
+        ]
+        agreed = self._ranks.least(mine, about=("residuals", *rooms))
+        for landing, num_pages in zip(landings, agreed, strict=True):
+            if num_pages != _FAILED:
+                with self._distrusting(landing):
+                    self._lander.land_residuals(landing, num_pages)
+                self._drop_staging(landing)
+            elif landing.failure is None:
+                self._fail(landing, ON_ANOTHER_RANK)
 
     def is_draftable(self, room: int) -> bool:
         landing = self._landings.get(room)
@@ -153,7 +195,7 @@ class Arrivals:
             pages[landing.num_pages],
         )
         self._by_page.update(dict.fromkeys(landing.all_pages, landing))
-        self._land(landing)
+        self._follow(landing)
 
     def summary(self, room: int) -> dict[str, Any]:
         """What is known of a draftable request's transfer."""
@@ -169,8 +211,8 @@ class Arrivals:
     def fail_all_of(self, link: ReceivingLink, reason: str) -> None:
         """A link was closed: nothing more comes of it."""
         for landing in self._landings.values():
-            if landing.link is link and not landing.is_complete and landing.failure is None:
-                landing.failure, landing.staging = reason, None
+            if landing.link is link and not (landing.is_complete or landing.is_over):
+                landing.fail(reason)
         self._leaving = {r: left for r, left in self._leaving.items() if left.link is not link}
 
     def release(self, pages: Iterable[int]) -> None:
@@ -191,7 +233,7 @@ class Arrivals:
             # Those of a request that was set aside may be another's by now.
             if self._by_page.get(page) is landing:
                 del self._by_page[page]
-        if landing.staging is not None and landing.failure is None:
+        if landing.staging is not None and not landing.is_over:
             self._leaving[room] = landing
             self._cancel(landing, reason)
 
@@ -199,8 +241,7 @@ class Arrivals:
         """Nothing that is not complete may be used."""
         for landing in self._landings.values():
             if not landing.is_complete and landing.failure is None:
-                landing.failure, landing.staging = reason, None
-                self._cancel(landing, reason)
+                self._fail(landing, reason)
 
     def _cancel(self, landing: Landing, reason: str) -> None:
         try:
@@ -209,53 +250,45 @@ class Arrivals:
             # The link's thread is over, and writes no more; whoever pumps the link says why.
             self._leaving.pop(landing.room, None)
 
+    def _fail(self, landing: Landing, reason: str) -> None:
+        landing.fail(reason)
+        self._cancel(landing, reason)
+
+    @contextmanager
+    def _distrusting(self, landing: Landing) -> Iterator[None]:
+        """Fail a request of which something arrives that is of another kind than was agreed on:
+        nothing of it can be trusted."""
+        try:
+            yield
+        except KVSpecError as error:
+            self._fail(landing, f"what arrived is not KV of this request: {error}")
+
     def _note(self, landing: Landing, event: Arrival) -> None:
         if isinstance(event, TransferFailed):
-            landing.failure, landing.staging = event.reason, None
+            # Of one that is complete nothing is needed any more, and no rank may think otherwise.
+            if not landing.is_complete:
+                landing.fail(event.reason)
         elif isinstance(event, PageArrived):
+            self._lander.check(landing, event.stream, event.page_index, event.num_bytes)
             landing.arrived[event.stream][event.page_index] = event.num_bytes
             landing.num_bytes[event.stream] += event.num_bytes
         elif isinstance(event, StreamArrived):
             landing.arrived_at[event.stream] = self._clock()
 
-    def _land(self, landing: Landing) -> None:
+    def _follow(self, landing: Landing) -> None:
+        """Something has arrived, or can land again."""
         if landing.failure is not None or landing.pages is None:
             return
-        try:
-            for stream in Stream:
-                self._land_stream(landing, stream)
-        except KVSpecError as error:
-            # Of another kind than what was agreed on: nothing of it can be trusted.
-            landing.failure = f"what arrived is not KV of this request: {error}"
-            self._cancel(landing, landing.failure)
-            landing.staging = None
-            return
-        if landing.is_complete:
-            landing.staging = None
+        with self._distrusting(landing):
+            self._lander.read_handover(landing)
+            if self._ranks.size == 1:
+                self._lander.land_anchors(landing)
+                self._lander.land_residuals(landing)
+        self._drop_staging(landing)
 
-    def _land_stream(self, landing: Landing, stream: Stream) -> None:
-        arrived, staging = landing.arrived[stream], landing.staging
-        assert landing.pages is not None
-        if not arrived:
-            return
-        assert staging is not None, "all of it had landed"
-        num_pages = len(landing.pages)
-        if stream is Stream.ANCHOR and num_pages in arrived:
-            data = staging.payload(stream, num_pages, arrived.pop(num_pages))
-            landing.handover, tail = self._handovers.decode(data)
-            if landing.handover.is_encoded:
-                records = PageRecords.of_bytes(self._kv.geometry, self._kv.codec, tail)
-                copy_in(self._kv, [landing.last_page], records)
-            else:
-                self.keep_tail(landing.last_page, tail)
-        # Residuals of pages whose anchors are not here wait for them.
-        known = [i for i in sorted(arrived) if self._may_land(stream, landing.pages[i])]
-        if known:
-            payloads = [staging.payload(stream, i, arrived[i]) for i in known]
-            self._wire.land(stream, [landing.pages[i] for i in known], payloads)
-        for index in known:
-            del arrived[index]
-        landing.missing[stream] -= len(known)
-
-    def _may_land(self, stream: Stream, page: int) -> bool:
-        return stream is Stream.ANCHOR or self._kv.is_encoded(page)
+    @staticmethod
+    def _drop_staging(landing: Landing) -> None:
+        """Where nothing more lands from there."""
+        has_failed = landing.failure is not None and not landing.has_anchors_to_land
+        if landing.is_complete or has_failed:
+            landing.staging = None

@@ -102,8 +102,10 @@ class Departures:
             departure.prompt, departure.prefill_ended_at = digest_of(token_ids), self._clock()
 
     def send(self, room: int, pages: Sequence[int]) -> None:
-        """Send the next full pages of a request, unless it was given up."""
+        """Send the next full pages of a request, unless it was given up. They are encoded in any
+        case: another rank may still send its part of them, and pools are to be alike."""
         departure = self._departures[room]
+        self._kv.encode_committed(pages)
         if departure.ended is None:
             self._add(room, departure, pages)
             self._pack()
@@ -116,9 +118,10 @@ class Departures:
         cached already, SGLang has put that one's page, encoded, in the place of what the last chunk
         wrote."""
         departure = self._departures[room]
+        *full_pages, page = pages
+        self._kv.encode_committed(full_pages)
         if departure.ended is not None:
             return
-        *full_pages, page = pages
         self._add(room, departure, full_pages)
         self._pack([Stream.ANCHOR])
         if departure.ended is not None:
@@ -180,7 +183,6 @@ class Departures:
         self._departures.pop(room, None)
 
     def _add(self, room: int, departure: Departure, pages: Sequence[int]) -> None:
-        self._kv.encode_committed(pages)
         self.outbox.add(room, departure.num_sent, pages)
         departure.num_sent += len(pages)
 

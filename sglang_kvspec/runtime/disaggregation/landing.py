@@ -69,7 +69,8 @@ def _empty(num_pages: int, num_bytes: int) -> torch.Tensor:
 class Landing:
     """pages: those of the pools, by index; None while the request has been set aside. last_page:
     where its tail goes. arrived: pages of each stream that are in the staging only, with their
-    bytes. missing: of each stream, pages that have not landed."""
+    bytes. missing: of each stream, pages that have not landed. tail: of the handover, until the
+    anchors land."""
 
     def __init__(
         self, room: int, link: ReceivingLink, pages: Sequence[int], staging: Staging, now_s: float
@@ -79,13 +80,14 @@ class Landing:
         self.last_page = pages[-1]
         self.staging: Staging | None = staging
         self.num_pages = num_pages = len(pages) - 1
-        self.staging_has_residuals = bool(staging.num_residual_pages)
+        self.num_residual_pages = staging.num_residual_pages
         self.arrived: dict[Stream, dict[int, int]] = {stream: {} for stream in Stream}
         self.missing = {
             Stream.ANCHOR: num_pages,
-            Stream.RESIDUAL: staging.num_residual_pages,
+            Stream.RESIDUAL: self.num_residual_pages,
         }
         self.handover: Handover | None = None
+        self.tail: torch.Tensor | None = None
         self.has_run = False
         self.failure: str | None = None
         self.expected_at = now_s
@@ -94,17 +96,40 @@ class Landing:
 
     @property
     def is_draftable(self) -> bool:
-        """All that drafting needs has landed, but for the tail."""
-        return self.handover is not None and not self.missing[Stream.ANCHOR]
+        """All that drafting needs has landed, or can."""
+        num_arrived = len(self.arrived[Stream.ANCHOR])
+        return self.handover is not None and num_arrived == self.missing[Stream.ANCHOR]
+
+    @property
+    def has_anchors_to_land(self) -> bool:
+        """All of them are here, and not all in the pools."""
+        return self.is_draftable and (self.tail is not None or bool(self.arrived[Stream.ANCHOR]))
+
+    def fail(self, reason: str) -> None:
+        """Nothing more comes. Anchors may land nevertheless, where other ranks let theirs."""
+        self.failure = reason
+        if not self.has_anchors_to_land:
+            self.staging = None
 
     @property
     def is_complete(self) -> bool:
-        return self.is_draftable and not self.missing[Stream.RESIDUAL]
+        """All of it has landed, but for the tail."""
+        return self.handover is not None and not any(self.missing.values())
+
+    @property
+    def num_ready_residuals(self) -> int:
+        """Pages from the first one on whose residuals have landed, or can. Of a request whose
+        residuals land in order."""
+        arrived = self.arrived[Stream.RESIDUAL]
+        end = self.num_residual_pages - self.missing[Stream.RESIDUAL]
+        while end in arrived:
+            end += 1
+        return end
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more will be written into its staging."""
-        last = Stream.RESIDUAL if self.staging_has_residuals else Stream.ANCHOR
+        last = Stream.RESIDUAL if self.num_residual_pages else Stream.ANCHOR
         return self.failure is not None or {Stream.ANCHOR, last} <= self.arrived_at.keys()
 
     @property

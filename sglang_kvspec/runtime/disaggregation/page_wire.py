@@ -31,6 +31,10 @@ class PageWire(Protocol):
         Raises CodecError for what the wire cannot carry."""
         ...
 
+    def check(self, stream: Stream, num_bytes: int) -> None:
+        """Raises TransportError where a page's payload cannot have so many bytes."""
+        ...
+
     def land(self, stream: Stream, pages: Sequence[int], payloads: Sequence[torch.Tensor]) -> None:
         """Put what has arrived of pages into the KV cache: ANCHOR first, into free pages, which
         drafts may read from then on; RESIDUAL makes them complete. Raises TransportError for
@@ -56,11 +60,15 @@ class SplitWire:
         records = self._kv.read_anchors(pages) if is_anchor else self._kv.read_residuals(pages)
         return [page.reshape(-1) for page in records]
 
+    def check(self, stream: Stream, num_bytes: int) -> None:
+        size = self._shape(stream).numel()
+        if num_bytes != size:
+            raise TransportError(f"a page of another size than {size} bytes")
+
     def land(self, stream: Stream, pages: Sequence[int], payloads: Sequence[torch.Tensor]) -> None:
-        is_anchor = stream is Stream.ANCHOR
-        shape = self._anchor_shape if is_anchor else self._residual_shape
-        if any(payload.numel() != shape.numel() for payload in payloads):
-            raise TransportError(f"a page of another size than {shape.numel()} bytes")
+        is_anchor, shape = stream is Stream.ANCHOR, self._shape(stream)
+        for payload in payloads:
+            self.check(stream, payload.numel())
         # What goes to a GPU from pinned memory nobody waits for.
         is_pinned = self._kv.device.type == "cuda"
         records = torch.empty((len(pages), *shape), dtype=torch.uint8, pin_memory=is_pinned)
@@ -72,6 +80,9 @@ class SplitWire:
         else:
             self._kv.write_residuals(pages, records)
             self._kv.residuals.finish(pages)
+
+    def _shape(self, stream: Stream) -> torch.Size:
+        return self._anchor_shape if stream is Stream.ANCHOR else self._residual_shape
 
 
 class WholeWire:
@@ -93,6 +104,9 @@ class WholeWire:
         for part in self._parts(len(pages)):
             payloads += self._codec.encode_pages(*self._kv.read_whole(pages[part]))
         return payloads
+
+    def check(self, stream: Stream, num_bytes: int) -> None:
+        """Sizes vary with what is coded: decoding finds out."""
 
     def land(self, stream: Stream, pages: Sequence[int], payloads: Sequence[torch.Tensor]) -> None:
         assert stream is Stream.ANCHOR, "a page in one piece has no residual"

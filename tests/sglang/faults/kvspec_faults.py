@@ -33,7 +33,11 @@ def register() -> None:
     from sglang_kvspec.pools.residual_tiers import ResidualTiers
     from sglang_kvspec.pools.tiered_kv import TieredKV
     from sglang_kvspec.runtime import chooser
+    from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
+    from sglang_kvspec.runtime.disaggregation.departures import Departures
+    from sglang_kvspec.runtime.ranks import Ranks
     from sglang_kvspec.runtime.request_state import RequestState
+    from sglang_kvspec.transport import TokenBucket
 
     _replace(chooser.Chooser, "draft", "bad_drafts", _spoil_every_fifth_draft)
     _replace(chooser, "accept_matching", "wrong_verifier", _accept_everything)
@@ -47,6 +51,12 @@ def register() -> None:
     _replace(chooser, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
     _replace(chooser, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)
     _replace(rounds, "plan_round", "ranks_differ", _draft_nothing_on_other_ranks)
+    # What happens on one rank's link alone.
+    _replace(TokenBucket, "__init__", "slow_rank", _send_slowly_from_other_ranks)
+    _replace(Arrivals, "is_draftable", "lost_anchors", _lose_one_that_waits_for_anchors)
+    _replace(Arrivals, "land_together", "lost_residuals", _lose_one_that_waits_for_residuals)
+    _replace(Departures, "send_last", "lost_departure", _give_one_up_at_the_end)
+    _replace(Ranks, "least", "no_agreement", _keep_own_numbers)
 
 
 def _shrink_cache(num_pages: int) -> None:
@@ -147,3 +157,43 @@ def _choose_others_on_other_ranks(original: Any, drafts: Any, targets: Any) -> A
 def _draft_nothing_on_other_ranks(original: Any, requests: Any, cost: Any) -> list[int]:
     lens: list[int] = original(requests, cost)
     return [0] * len(lens) if _is_another_rank() else lens
+
+
+def _send_slowly_from_other_ranks(
+    original: Any, bucket: Any, bytes_per_s: float, *args: Any
+) -> None:
+    is_first = torch.distributed.get_rank() == 0
+    original(bucket, bytes_per_s if is_first else bytes_per_s / 2, *args)
+
+
+def _is_another_rank_for_once() -> bool:
+    has_fired = Path(os.environ["KVSPEC_FAULT_FILE"]).with_suffix(".fired").exists()
+    return not has_fired and _is_another_rank()
+
+
+def _lose_one_that_waits_for_anchors(original: Any, arrivals: Any, room: int) -> bool:
+    if _is_another_rank_for_once():
+        _lose(arrivals, room)
+    return bool(original(arrivals, room))
+
+
+def _lose_one_that_waits_for_residuals(original: Any, arrivals: Any, rooms: Any) -> None:
+    if rooms and _is_another_rank_for_once():
+        _lose(arrivals, rooms[0])
+    original(arrivals, rooms)
+
+
+def _lose(arrivals: Any, room: int) -> None:
+    from sglang_kvspec.transport import TransferFailed
+
+    arrivals._note(arrivals._landings[room], TransferFailed(room, "lost on purpose"))
+
+
+def _give_one_up_at_the_end(original: Any, departures: Any, room: int, *args: Any) -> None:
+    original(departures, room, *args)
+    if _is_another_rank_for_once():
+        departures.abort(room, "given up on purpose")
+
+
+def _keep_own_numbers(original: Any, ranks: Any, mine: Any, about: Any) -> list[int]:
+    return list(mine)

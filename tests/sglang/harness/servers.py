@@ -13,7 +13,8 @@ from harness.client import GenerateClient
 
 from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
 
-# Imports in three processes take most of it, several times over on a busy machine.
+# Imports take most of it, in three processes, of two servers of two ranks in eight, several times
+# over on a busy machine.
 START_TIMEOUT_S = 480.0
 
 Announce = Callable[[str], None]

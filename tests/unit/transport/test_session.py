@@ -70,7 +70,6 @@ def test_pings_keep_time() -> None:
         ("target", "int8", "--kvspec-target"),
         ("page_size", 32, "--page-size"),
         ("fingerprint", "eval-31m", "model"),
-        ("tp_shape", (2, 4), "tensor-parallel"),
     ],
 )
 def test_whatever_differs_is_named_in_one_sentence(field: str, value: object, words: str) -> None:
@@ -81,6 +80,15 @@ def test_whatever_differs_is_named_in_one_sentence(field: str, value: object, wo
     assert str(value) in reason
     assert str(getattr(IDENTITY, field)) in reason
     assert "\n" not in reason
+
+
+def test_servers_of_other_sizes_are_told_both() -> None:
+    """Not that each rank has another part of the model."""
+    shape = {"tp_shape": (2, 4), "fingerprint": "its second half"}
+    assert mismatch(IDENTITY, msgspec.structs.replace(IDENTITY, **shape)) == (
+        "--tp-size must be the same on both ends: sender has 1 (8 KV heads a rank), "
+        "receiver 2 (4 KV heads a rank)"
+    )
 
 
 def test_equal_ends_may_talk() -> None:

@@ -17,6 +17,7 @@ from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.runtime.disaggregation.departures import Departures
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.transport import (
     PageArrived,
     SegmentKey,
@@ -137,7 +138,12 @@ class Lab:
     """`prefill` and `decode` are TieredKVs; departures and arrivals are joined by `link`."""
 
     def __init__(
-        self, make_kv: Callable[..., TieredKV], mode: str, target: str, **limits: int
+        self,
+        make_kv: Callable[..., TieredKV],
+        mode: str,
+        target: str,
+        ranks: Ranks | None = None,
+        **limits: int,
     ) -> None:
         options = {"num_pages": 12, "num_layers": 2, "page_size": SIZE, "target": target}
         self.prefill = make_kv(window_pages=3, cache_pages=2, **options)
@@ -153,7 +159,12 @@ class Lab:
             **limits,
         )
         self.arrivals = Arrivals(
-            self.decode, wire(self.decode, mode), self.format, mode=mode, clock=self.clock
+            self.decode,
+            wire(self.decode, mode),
+            self.format,
+            mode=mode,
+            ranks=ranks,
+            clock=self.clock,
         )
         self.now = PREFILL_ENDED - 1
 

@@ -7,6 +7,7 @@ import torch
 
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.runtime.disaggregation import lander
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
 from sglang_kvspec.transport import SegmentKey, Stream, TransferEnded, TransferFailed
 
@@ -268,3 +269,24 @@ def test_pages_may_be_freed_after_their_link_ended(lab) -> None:
     lab.arrivals.release(request.decode_pages)
     assert len(lab.arrivals) == 0
     assert not lab.arrivals.is_used(lab.receiver_end)
+
+
+@pytest.mark.parametrize("mode", ["split", "full"])
+def test_what_lands_at_once_is_copied_in_parts(make_lab, monkeypatch, mode) -> None:
+    """Of two pages."""
+    num_bytes = make_lab(mode).arrivals._wire.anchor_bytes
+    monkeypatch.setattr(lander, "AT_ONCE_BYTES", 2 * num_bytes)
+    lab = make_lab(mode)
+    counts = []
+    land = lab.arrivals._wire.land
+
+    def counting(stream, pages, payloads) -> None:
+        counts.append((stream, len(pages)))
+        land(stream, pages, payloads)
+
+    lab.arrivals._wire.land = counting
+    request = lab.request(5 * SIZE + 5)
+    run(lab, request)
+    lab.arrivals.admit(ROOM, request.decode_pages[-1])
+    assert_equal(lab.target(request), (request.k, request.v))
+    assert [n for stream, n in counts if stream is Stream.ANCHOR] == [2, 2, 1]

@@ -1,0 +1,86 @@
+"""Puts what has arrived of a request into the pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.pools.page_records import PageRecords, copy_in
+from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
+from sglang_kvspec.runtime.disaggregation.landing import Landing
+from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
+from sglang_kvspec.transport import Stream
+
+# Of payloads that are copied together, unless a page is more: what a copy needs of memory beside
+# the staging and the pools. All of a request may land at once.
+AT_ONCE_BYTES = 32 << 20
+
+
+class Lander:
+    """Methods change the landing, too. They raise KVSpecError for what is no KV of this server."""
+
+    def __init__(
+        self,
+        kv: KVTiers,
+        wire: PageWire,
+        handovers: HandoverFormat,
+        keep_tail: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """keep_tail: takes a last page and its tokens, until the request runs."""
+        self._kv, self._wire, self._handovers = kv, wire, handovers
+        self._keep_tail = keep_tail
+        sizes = {Stream.ANCHOR: wire.anchor_bytes, Stream.RESIDUAL: wire.residual_bytes}
+        self._pages_at_once = {s: max(1, AT_ONCE_BYTES // max(n, 1)) for s, n in sizes.items()}
+
+    def check(self, landing: Landing, stream: Stream, index: int, num_bytes: int) -> None:
+        """A page has arrived, or the handover: whether it can be one, by its size."""
+        if index < landing.num_pages:
+            self._wire.check(stream, num_bytes)
+
+    def read_handover(self, landing: Landing) -> None:
+        """If it is in the staging. Puts nothing into the pools."""
+        arrived = landing.arrived[Stream.ANCHOR]
+        if landing.num_pages not in arrived:
+            return
+        assert landing.staging is not None, "all of it had landed"
+        num_bytes = arrived.pop(landing.num_pages)
+        data = landing.staging.payload(Stream.ANCHOR, landing.num_pages, num_bytes)
+        landing.handover, landing.tail = self._handovers.decode(data)
+
+    def land_anchors(self, landing: Landing) -> None:
+        """Those in the staging, and the last page."""
+        tail, landing.tail = landing.tail, None
+        if tail is not None:
+            assert landing.handover is not None
+            if landing.handover.is_encoded:
+                records = PageRecords.of_bytes(self._kv.geometry, self._kv.codec, tail)
+                copy_in(self._kv, [landing.last_page], records)
+            else:
+                self._keep_tail(landing.last_page, tail)
+        self._land(landing, Stream.ANCHOR, sorted(landing.arrived[Stream.ANCHOR]))
+
+    def land_residuals(self, landing: Landing, end: int | None = None) -> None:
+        """Those in the staging of pages whose anchors have landed; the others wait for them. end:
+        of the pages before this one only."""
+        assert landing.pages is not None
+        known = [
+            index
+            for index in sorted(landing.arrived[Stream.RESIDUAL])
+            if (end is None or index < end) and self._kv.is_encoded(landing.pages[index])
+        ]
+        self._land(landing, Stream.RESIDUAL, known)
+
+    def _land(self, landing: Landing, stream: Stream, indices: Sequence[int]) -> None:
+        arrived, staging, pages = landing.arrived[stream], landing.staging, landing.pages
+        count = self._pages_at_once[stream]
+        for first in range(0, len(indices), count):
+            part = indices[first : first + count]
+            assert staging is not None, "all of it had landed"
+            assert pages is not None
+            payloads = [staging.payload(stream, index, arrived[index]) for index in part]
+            self._wire.land(stream, [pages[index] for index in part], payloads)
+            for index in part:
+                del arrived[index]
+            landing.missing[stream] -= len(part)

@@ -1,0 +1,138 @@
+"""Ranks of prefill and decode servers find each other, and end requests together."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import requests
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
+from sglang_kvspec.adapters.transfer import decoding, peers, prefill
+from sglang_kvspec.adapters.transfer.decode import DecodeManager
+from sglang_kvspec.adapters.transfer.directory import Answer, query_route
+from sglang_kvspec.adapters.transfer.peers import Serving, failed
+from sglang_kvspec.adapters.transfer.prefill import PrefillManager
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.runtime.disaggregation.arrivals import ON_ANOTHER_RANK
+from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.testing.port_lease import PortLease
+
+
+class OtherRank:
+    """Ranks of which the other one says what it is told to."""
+
+    size = 2
+
+    def __init__(self, *says: int) -> None:
+        self.says, self.about = list(says), None
+
+    def least(self, mine: list[int], about: object) -> list[int]:
+        self.about = about
+        return [min(pair) for pair in zip(mine, self.says, strict=True)]
+
+
+@pytest.fixture
+def bootstrap():
+    """SGLang's own, and its address."""
+    ports = PortLease()
+    server = CommonKVBootstrapServer("127.0.0.1", ports.http)
+    address = f"127.0.0.1:{ports.http}"
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            requests.get(f"http://{address}/health", timeout=5)
+            break
+        except requests.ConnectionError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    yield address
+    server.close()
+    ports.release()
+
+
+def test_every_rank_is_found_where_it_sends_from(bootstrap) -> None:
+    args = SimpleNamespace(
+        host="0.0.0.0",
+        port=1,
+        disaggregation_bootstrap_port=int(bootstrap.rpartition(":")[2]),
+    )
+    for rank in (1, 0):
+        manager = object.__new__(PrefillManager)
+        manager.address, manager.page_size = f"tcp://10.0.0.1:{500 + rank}", 64
+        manager.kv_args = SimpleNamespace(kv_cache_dtype_str="auto")
+        if rank == 0:
+            trouble = query_route(bootstrap, 1).trouble
+            assert "503" in trouble, "one is not there yet"
+        manager._register(args, Ranks(rank, 2))
+    assert query_route(bootstrap) == Answer("tcp://10.0.0.1:500")
+    assert query_route(bootstrap, 1) == Answer("tcp://10.0.0.1:501")
+    assert "404" in query_route(bootstrap, 2).trouble
+
+
+def test_ranks_share_an_emulated_link(monkeypatch) -> None:
+    rates = []
+
+    def bucket(rate, *_):
+        rates.append(rate)
+        raise InterruptedError
+
+    monkeypatch.setattr(prefill, "TokenBucket", bucket)
+    for size in (1, 2):
+        serving = Serving(KVSpecConfig(link_gbps=3.0), None, None, None, Ranks(0, size))
+        with pytest.raises(InterruptedError):
+            PrefillManager(None, None, serving)
+    assert rates == [3e9, 1.5e9]
+
+
+def test_an_identity_names_ranks_and_heads(monkeypatch) -> None:
+    monkeypatch.setattr(peers, "hash_of_weights", lambda model: "weights")
+    monkeypatch.setattr(peers, "portable_fingerprint", lambda config, weights: weights)
+    geometry = SimpleNamespace(page_size=64, num_kv_heads=4)
+    pool = SimpleNamespace(kv=SimpleNamespace(geometry=geometry))
+    serving = Serving(KVSpecConfig(), pool, None, None, Ranks(1, 2))
+    assert serving.identity().tp_shape == (2, 4)
+
+
+def test_a_rank_that_knows_no_reason_says_that_another_does() -> None:
+    assert str(failed(7, "the sender was silent")).endswith(": the sender was silent")
+    other = failed(7, None)
+    assert other.is_from_another_rank, "SGLang logs it where it happened"
+    assert "another rank of this server" in str(other)
+
+
+def request_of(token: int) -> SimpleNamespace:
+    return SimpleNamespace(rid=f"r{token}", output_ids=[1, token])
+
+
+@pytest.mark.parametrize(
+    ("wrongs", "says", "found"),
+    [
+        ([None, None], [1, 1, 5, 6, -5, -6], [None, None]),
+        (["wrong prompt", None], [1, 1, 5, 6, -5, -6], ["wrong prompt", None]),
+        ([None, "wrong prompt"], [0, 1, 5, 6, -5, -6], [ON_ANOTHER_RANK, "wrong prompt"]),
+    ],
+)
+def test_what_speaks_against_a_request_on_one_rank_does_on_all(wrongs, says, found) -> None:
+    ranks, reqs = OtherRank(*says), [request_of(5), request_of(6)]
+    assert decoding.agree(ranks, reqs, wrongs) == found
+    assert ranks.about == ["r5", "r6"]
+
+
+@pytest.mark.parametrize("other", [4, 6])
+def test_ranks_begin_with_the_same_token(other) -> None:
+    (found,) = decoding.agree(OtherRank(1, other, -other), [request_of(5)], [None])
+    assert found == "the prefill server's ranks name different first tokens"
+
+
+def test_one_rank_asks_nobody() -> None:
+    assert decoding.agree(Ranks(), [request_of(5)], ["wrong prompt"]) == ["wrong prompt"]
+
+
+def test_a_first_token_is_of_its_room() -> None:
+    """SGLang's fields come one after another; the last is the room, eight times."""
+    last = (1 << 61 | 5).to_bytes(8, "little") + bytes(56)
+    assert DecodeManager.is_of_room(last, 1 << 61 | 5)
+    assert not DecodeManager.is_of_room(last, 5)
+    assert not DecodeManager.is_of_room(bytes(64), 5)
