@@ -15,7 +15,7 @@ SCOPE = "kvspec"
 
 
 def hook(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    from sglang_kvspec.adapters.prefix_link import new_batch
+    from sglang_kvspec.adapters.prefix_queue import new_batch
     from sglang_kvspec.adapters.scheduling import pressure_of
 
     result = new_batch(original, self, args, kwargs)

@@ -10,6 +10,7 @@ what running requests have room to add when another starts.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+_dice = random.Random(0)
 
 
 def register() -> None:
@@ -30,9 +33,13 @@ def register() -> None:
     if "KVSPEC_FAULT_FILE" not in os.environ:
         return
     from sglang_kvspec.planning import rounds
+    from sglang_kvspec.pools.prefix_store import MemoryStore, PrefixStore
     from sglang_kvspec.pools.residual_tiers import ResidualTiers
     from sglang_kvspec.pools.tiered_kv import TieredKV
     from sglang_kvspec.runtime import chooser
+    from sglang_kvspec.runtime.ranks import Ranks
+    from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
+    from sglang_kvspec.runtime.remote_prefixes.trust import Trust
     from sglang_kvspec.runtime.request_state import RequestState
 
     _replace(chooser.Chooser, "draft", "bad_drafts", _spoil_every_fifth_draft)
@@ -47,6 +54,14 @@ def register() -> None:
     _replace(chooser, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
     _replace(chooser, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)
     _replace(rounds, "plan_round", "ranks_differ", _draft_nothing_on_other_ranks)
+    # What one rank lacks, or loses, must be lacking on all.
+    _replace(PrefixStore, "put", "disk_refuses_on_other_ranks", _refuse_on_other_ranks)
+    for tier in (PrefixStore, MemoryStore):
+        _replace(tier, "put", "tiers_drift", _refuse_some_on_other_ranks)
+        _replace(tier, "read_residuals", "tiers_drift", _lose_some_on_other_ranks)
+    _replace(RemotePrefixes, "read", "remote_fails_on_other_ranks", _refuse_on_other_ranks)
+    _replace(Trust, "allows", "other_ranks_distrust", _refuse_on_other_ranks)
+    _replace(Ranks, "least", "ranks_do_not_agree", _keep_own)
 
 
 def _shrink_cache(num_pages: int) -> None:
@@ -147,3 +162,21 @@ def _choose_others_on_other_ranks(original: Any, drafts: Any, targets: Any) -> A
 def _draft_nothing_on_other_ranks(original: Any, requests: Any, cost: Any) -> list[int]:
     lens: list[int] = original(requests, cost)
     return [0] * len(lens) if _is_another_rank() else lens
+
+
+def _refuse_on_other_ranks(original: Any, *args: Any) -> bool:
+    return not _is_another_rank() and bool(original(*args))
+
+
+def _refuse_some_on_other_ranks(original: Any, *args: Any) -> bool:
+    return not (_is_another_rank() and _dice.random() < 1 / 8) and bool(original(*args))
+
+
+def _lose_some_on_other_ranks(original: Any, *args: Any) -> list[bool]:
+    """As if their checksums were wrong."""
+    found: list[bool] = original(*args)
+    return [good and _dice.random() < 7 / 8 for good in found] if _is_another_rank() else found
+
+
+def _keep_own(original: Any, ranks: Any, mine: Any, about: object) -> list[int]:
+    return list(mine)
