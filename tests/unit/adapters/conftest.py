@@ -61,9 +61,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     prompts = st.lists(st.integers(0, 1), max_size=4).map(tuple)
     salts = st.sampled_from([None, "", "salt"])
 
-    def __init__(self, make_kv, residual_share=0.4, num_kept=0):
-        """num_kept: pages whose anchors may stay in KV memory when they are evicted."""
+    def __init__(self, make_kv, residual_share=0.4, num_kept=0, ranks=None):
+        """num_kept: pages whose anchors may stay in KV memory when they are evicted. ranks: whom
+        this is one of."""
         super().__init__()
+        self.ranks = ranks
         self.num_kept = num_kept
         self.kv = self.make_cache(make_kv)
         self.identity = StoreIdentity.of(self.kv.codec, self.kv.geometry, model="toy")
@@ -113,7 +115,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             eviction_policy="lru",
             enable_metrics=False,
         )
-        self.tree = KVSpecRadixCache(params, self.kv, self.tiers)
+        self.tree = KVSpecRadixCache(params, self.kv, self.tiers, ranks=self.ranks)
 
     def teardown(self):
         self.disk.close()
@@ -127,6 +129,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         tokens = array("q", [page for page in prompt for _ in range(SIZE)] + [7] * rest)
         free_rows = set(range(1, NUM_REQUESTS + 1)) - {r.req_pool_idx for r in self.running}
         req = Request(
+            rid=f"{prompt} and {rest}",
             full_untruncated_fill_ids=tokens,
             origin_input_ids=tokens,
             output_ids=array("q"),
@@ -139,7 +142,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             cached_tokens_storage=NUM_PAGES * SIZE,
         )
         key = RadixKey(tokens, salt, limit=len(tokens) - 1)
-        match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
+        with self.tree.in_pass(lambda: [req]):
+            match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
         room = self.allocator.available_size() + self.tree.evictable_size()
         if len(tokens) - len(match.device_indices) + 2 * SIZE > room:
             return
