@@ -4,18 +4,26 @@ again, and answers are plain SGLang's."""
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from harness.arrival import run_staggered
 from harness.client import GenerateClient
-from harness.comparison import compare
 from harness.faults import fault_environment
 from harness.models import DEMO_MODEL
 from harness.prefix_folders import pages_on_disk, spoil
-from harness.scenarios import STRICT_CHECKS
+from harness.prefix_hits import (
+    PAGE_SIZE,
+    Pairs,
+    ask,
+    ask_all_at_once,
+    check,
+    full_tokens,
+    longest_apart,
+    tasks_of,
+)
+from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
 from harness.servers import Announce, ServerSpec, ServerSwitch
-from harness.suite import Answers, Task, TokenIds, run_one_by_one
 
 pytestmark = pytest.mark.server
 
@@ -23,18 +31,13 @@ pytestmark = pytest.mark.server
 POOL = "--max-total-tokens=1536"
 HOST = "--kvspec-prefix-host-gb=0.008"
 NUM_TASKS, NUM_LATER = 4, 1
-PAGE_SIZE = 64
-
-Pairs = list[tuple[Task, TokenIds]]
+NUM_CROWD = 16
 
 
 @pytest.fixture(scope="module")
 def expected(crowd_answers: Pairs) -> Pairs:
-    """Long prompts that have no page in common, with plain SGLang's answers."""
-    by_first_page: dict[TokenIds, tuple[Task, TokenIds]] = {}
-    for pair in sorted(crowd_answers, key=lambda pair: -len(pair[0].input_ids)):
-        by_first_page.setdefault(pair[0].input_ids[:PAGE_SIZE], pair)
-    return list(by_first_page.values())[: NUM_TASKS + NUM_LATER]
+    """With plain SGLang's answers."""
+    return longest_apart(crowd_answers, NUM_TASKS + NUM_LATER)
 
 
 @pytest.fixture(scope="module")
@@ -49,43 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("prefixes")
 
 
-def server(fault_file: Path, folder: Path, *more: str) -> ServerSpec:
+def server(fault_file: Path, folder: Path, *flags: str) -> ServerSpec:
     environment = STRICT_CHECKS.environment + fault_environment(KVSPEC_FAULT_FILE=fault_file)
-    arguments = ("--kvspec", "--tp-size=2", POOL, HOST, f"--kvspec-prefix-dir={folder}", *more)
+    arguments = ("--kvspec", "--tp-size=2", f"--kvspec-prefix-dir={folder}", *flags)
     return ServerSpec(DEMO_MODEL, arguments, environment)
-
-
-def tasks_of(pairs: Pairs) -> list[Task]:
-    return [task for task, _ in pairs]
-
-
-def full_tokens(task: Task) -> int:
-    """Those of a prompt that can be cached: its last token is computed."""
-    return (len(task.input_ids) - 1) // PAGE_SIZE * PAGE_SIZE
-
-
-def check(answers: Answers, expected: Pairs) -> Counter[str]:
-    """Tokens hit, by tier."""
-    mismatches = compare(answers, [tokens for _, tokens in expected])
-    assert not mismatches, "\n".join(map(str, mismatches))
-    for _, output in answers:
-        assert sum(output.hit_tokens.values()) == output.cached_len
-    return sum((Counter(output.hit_tokens) for _, output in answers), Counter())
-
-
-def ask(client: GenerateClient, pairs: Pairs) -> tuple[Counter[str], list[dict[str, int]]]:
-    """Tokens hit by all and by each, one request at a time."""
-    answers = run_one_by_one(client, tasks_of(pairs), lambda: None)
-    return check(answers, pairs), [output.hit_tokens for _, output in answers]
-
-
-def ask_all_at_once(client: GenerateClient, pairs: Pairs) -> Counter[str]:
-    """Tokens hit."""
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        answers = pool.map(
-            lambda task: client.generate(task.input_ids, task.max_new_tokens), tasks_of(pairs)
-        )
-        return check(list(zip(tasks_of(pairs), answers, strict=True)), pairs)
 
 
 def wait_until_spilled(client: GenerateClient, folder: Path, is_same: bool = True) -> list[int]:
@@ -101,7 +71,7 @@ def wait_until_spilled(client: GenerateClient, folder: Path, is_same: bool = Tru
 def test_what_one_rank_lacks_no_rank_uses(
     servers: ServerSwitch, expected: Pairs, fault_file: Path, folder: Path, announce: Announce
 ) -> None:
-    client = servers.use(server(fault_file, folder))
+    client = servers.use(server(fault_file, folder, POOL, HOST))
     first, later = expected[:NUM_TASKS], expected[NUM_TASKS:]
     assert not ask(client, first)[0]
     pages = wait_until_spilled(client, folder)
@@ -144,3 +114,41 @@ def test_what_one_rank_lacks_no_rank_uses(
     report = client.kvspec_report()
     assert report["pools"]["num_pages_allocated"] == report["pools"]["window_pages_used"] == 0
     assert report["page_states"]["ABSENT"] == report["pools"]["num_pages"] + 1
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("schedule", ["staggered", "rounds"])
+def test_plain_answers_under_pressure_and_after_restarts(
+    servers: ServerSwitch,
+    crowd_answers: Pairs,
+    fault_file: Path,
+    tmp_path: Path,
+    announce: Announce,
+    schedule: str,
+) -> None:
+    """All at once, with retractions, in a pool that holds a part of them; one rank's tiers refuse
+    or lose one page of eight all the time."""
+    expected = sorted(crowd_answers, key=lambda pair: -len(pair[0].input_ids))[:NUM_CROWD]
+    fault_file.write_text("tiers_drift")
+    spec = FORCED_RETRACTION.server(
+        server(
+            fault_file,
+            tmp_path,
+            f"--kvspec-schedule={schedule}",
+            "--max-total-tokens=4096",
+            "--kvspec-prefix-host-gb=0.03",
+            "--kvspec-prefix-hbm-fraction=0.002",
+        )
+    )
+    hits: Counter[str] = Counter()
+    for how in ("cold", "again", "restarted", "killed"):
+        client = servers.use(spec)
+        hits += check(run_staggered(client, tasks_of(expected), lambda: None), expected)
+        hits += ask(client, expected)[0]
+        announce(f"{schedule}, {how}: {dict(hits)} tokens hit so far")
+        if how == "again":
+            servers.release()
+        elif how == "restarted":
+            servers.kill()
+    fault_file.write_text("none")
+    assert min(hits[tier] for tier in ("resident", "host", "disk")) > 1000
