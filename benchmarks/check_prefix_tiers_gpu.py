@@ -10,12 +10,11 @@ back from host memory, from disk or from a prefix server?
 All servers run on one GPU, or each on as many as --ranks says, those of a phase at the same time.
 The first phase has one without tiers, whose answers count, and one with all of them and so small a
 KV memory that prefixes are evicted and come back; the second has fresh servers, one with the first
-one's folder and one with
-its prefix server. --hosted: and one that keeps residuals in pinned host memory. They run with
---enable-deterministic-inference, under which a token does not depend on what runs beside it or on
-what is cached, so that every difference is wrong; so is a tier that nothing was found in. --kept:
-and servers whose anchors stay in GPU memory when residuals leave it, to which residuals alone are
-to come back, from host memory and from disk.
+one's folder and one with its prefix server. --hosted: and one that keeps residuals in pinned host
+memory. They run with --enable-deterministic-inference, under which a token does not depend on what
+runs beside it or on what is cached, so that every difference is wrong; so is a tier that nothing
+was found in. --kept: and servers whose anchors stay in GPU memory when residuals leave it, to which
+residuals alone are to come back, from host memory and from disk.
 
 --int8: the same for the target int8, which has no such order. There prompts are sent one by one, a
 fixed number of tokens is drafted, and only answers over cached prefixes are compared: both servers
