@@ -12,11 +12,16 @@ from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 
 
 class Lacking(NamedTuple):
-    """Of a request's prompt, num_resident pages are in the KV cache; links: of those behind them
-    that it could have cached."""
+    """Of a request's prompt, num_resident pages are in the KV cache. all_links: of those that could
+    be there, or below it."""
 
     num_resident: int
-    links: list[PageLink]
+    all_links: list[PageLink]
+
+    @property
+    def links(self) -> list[PageLink]:
+        """Of those that could be below."""
+        return self.all_links[self.num_resident :]
 
 
 # Requests that ranks agree on at a time: each is looked up in the tree and in every tier, and of a
@@ -30,11 +35,15 @@ class AgreedHits:
     message, when the first of these is looked up: they do so at the same place, since what leads
     there is equal on all of them."""
 
-    def __init__(self, agreed: AgreedPrefixes, lacking: Callable[[Any], Lacking]) -> None:
-        """lacking: looks a request up in SGLang's tree."""
+    def __init__(
+        self, agreed: AgreedPrefixes, lacking: Callable[[Any, Sequence[PageLink]], Lacking]
+    ) -> None:
+        """lacking: looks a request up in SGLang's tree, given links that it once had, or none."""
         self._agreed, self._lacking = agreed, lacking
         self._queue: Callable[[], Sequence[Any]] | None = None
         self._ends: dict[str, int] = {}
+        # Of requests that wait on; names of pages take longer to make than to look up.
+        self._links: dict[str, list[PageLink]] = {}
 
     @contextmanager
     def in_pass(self, queue: Callable[[], Sequence[Any]]) -> Iterator[None]:
@@ -43,6 +52,8 @@ class AgreedHits:
         try:
             yield
         finally:
+            waiting = {req.rid for req in queue()} if self._ends else set(self._links)
+            self._links = {rid: links for rid, links in self._links.items() if rid in waiting}
             self._queue, self._ends = None, {}
 
     def end_of(self, req: Any) -> int:
@@ -63,7 +74,8 @@ class AgreedHits:
         return [req, *islice(behind, AT_ONCE - 1)]
 
     def _agree_on(self, reqs: Sequence[Any]) -> None:
-        lacking = [self._lacking(req) for req in reqs]
+        lacking = [self._lacking(req, self._links.get(req.rid, ())) for req in reqs]
         nums = self._agreed.num_loadable([each.links for each in lacking])
         for req, each, num in zip(reqs, lacking, nums, strict=True):
             self._ends[req.rid] = each.num_resident + num
+            self._links[req.rid] = each.all_links

@@ -86,15 +86,17 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
             num_pages = max(0, end - num_resident)
         return result._replace(host_hit_length=num_pages * self.page_size)
 
-    def lacking(self, req: Any) -> Lacking:
-        """What the tree has of a request's prompt, and what of the rest could be below it."""
+    def lacking(self, req: Any, known: Sequence[PageLink] = ()) -> Lacking:
+        """What the tree has of a request's prompt, and what of the rest could be below it. known:
+        links that it once had; tokens are only ever added."""
         tokens = array("q", req.origin_input_ids) + array("q", req.output_ids)
         # SGLang computes at least the last token.
         key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
         resident = super().match_prefix(MatchPrefixParams(key=key)).device_indices
         # With overridden embeddings its tokens do not say what its KV is.
-        is_plain = req.positional_embed_overrides is None
-        links = self._links(key, skip=len(resident)) if is_plain else []
+        if req.positional_embed_overrides is not None:
+            return Lacking(0, [])
+        links = list(known) if len(known) == len(key) // self.page_size else self._links(key)
         return Lacking(len(resident) // self.page_size, links)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:

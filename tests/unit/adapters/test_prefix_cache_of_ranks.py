@@ -12,6 +12,7 @@ from hypothesis import Phase
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 from sglang_kvspec.runtime.testing.meeting import BOTH
 
@@ -103,6 +104,42 @@ def test_ranks_agree_on_many_requests_in_one_message(both):
     check(False, [0] * 18, num_messages=0)
     prompts = [[i] for i in range(18)]
     check(True, [0] * 36, num_messages=0)
+
+
+def test_links_of_a_waiting_request_are_made_once(both, monkeypatch):
+    made = []
+    right = KVSpecRadixCache._links
+
+    def links(cache, key, skip=0):
+        made.append(len(key))
+        return right(cache, key, skip)
+
+    monkeypatch.setattr(KVSpecRadixCache, "_links", links)
+    waiting = [[request_of([i] * 2 * SIZE + [7]) for i in (3, 4)] for _ in BOTH]
+
+    def a_pass(num_made, queues=waiting):
+        made.clear()
+
+        def look_up(rank):
+            queue = queues[rank.ranks.rank]
+            with rank.tree.in_pass(lambda: queue):
+                for req in queue:
+                    tokens = [*req.origin_input_ids, *req.output_ids]
+                    key = RadixKey(array("q", tokens), None)
+                    rank.tree.match_prefix(MatchPrefixParams(key=key, req=req))
+
+        both.do(look_up)
+        assert len(made) == 2 * num_made
+
+    a_pass(2)
+    a_pass(0)
+    for queue in waiting:
+        # Retracted, with a page more.
+        queue[0].output_ids.extend([5] * SIZE)
+    a_pass(1)
+    a_pass(1, queues=[[request_of([9] * 2 * SIZE + [7])] for _ in BOTH])
+    # Those that had left are as new.
+    a_pass(2)
 
 
 def request_of(tokens):
