@@ -4,20 +4,23 @@ back from host memory, from disk or from a prefix server?
     python benchmarks/check_prefix_tiers_gpu.py --out prefix_tiers_h200.json
     python benchmarks/check_prefix_tiers_gpu.py --hosted --int8
     python benchmarks/check_prefix_tiers_gpu.py --kept --hosted --int8
+    python benchmarks/check_prefix_tiers_gpu.py --ranks 2 --drift --kept
     python benchmarks/check_prefix_tiers_gpu.py --cpu
 
-All servers run on one GPU, those of a phase at the same time. The first phase has one without
-tiers, whose answers count, and one with all of them and so small a KV memory that prefixes are
-evicted and come back; the second has fresh servers, one with the first one's folder and one with
-its prefix server. --hosted: and one that keeps residuals in pinned host memory. They run with
---enable-deterministic-inference, under which a token does not depend on what runs beside it or on
-what is cached, so that every difference is wrong; so is a tier that nothing was found in. --kept:
-and servers whose anchors stay in GPU memory when residuals leave it, to which residuals alone are
-to come back, from host memory and from disk.
+All servers run on one GPU, or each on as many as --ranks says, those of a phase at the same time.
+The first phase has one without tiers, whose answers count, and one with all of them and so small a
+KV memory that prefixes are evicted and come back; the second has fresh servers, one with the first
+one's folder and one with its prefix server. --hosted: and one that keeps residuals in pinned host
+memory. They run with --enable-deterministic-inference, under which a token does not depend on what
+runs beside it or on what is cached, so that every difference is wrong; so is a tier that nothing
+was found in. --kept: and servers whose anchors stay in GPU memory when residuals leave it, to which
+residuals alone are to come back, from host memory and from disk.
 
 --int8: the same for the target int8, which has no such order. There prompts are sent one by one, a
 fixed number of tokens is drafted, and only answers over cached prefixes are compared: both servers
-then compute the same rows over the same bytes. --cpu: a dry run on the CPU, in float32.
+then compute the same rows over the same bytes. --drift: host memory and disk of every rank but the
+first refuse one page of eight, and lose one of eight that they are asked for, so that ranks must
+agree on what each of them has. --cpu: a dry run on the CPU, in float32.
 
 Without an installed checkout, call it with PYTHONPATH=.:kernels:patches. Exits with 1 where an
 answer differs or a tier was not used.
@@ -91,8 +94,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         environment = server_environment(scratch, None)
+        if args.drift:
+            (scratch / "faults").write_text("tiers_drift")
+            environment["KVSPEC_FAULT_FILE"] = str(scratch / "faults")
+            environment["PYTHONPATH"] = f"{FAULTS}:{environment['PYTHONPATH']}"
         with PrefixServerProcess(scratch / "shared", environment) as store:
             run(args, check, scratch, environment, store.address)
+        if args.drift:
+            assert (scratch / "faults.fired").exists(), "no rank lacked anything"
     seconds = round(time.monotonic() - begin, 1)
     console.print(f"{check.num_wrong} checks failed, after {seconds:.0f} s")
     if args.out is not None:
@@ -105,6 +114,8 @@ def main() -> None:
                 "prompts": [len(prompt) for prompt in check.prompts],
                 "new_tokens": args.new_tokens,
                 "codec": args.codec,
+                "ranks": args.ranks,
+                "drift": args.drift,
                 "max_total_tokens": [LARGE_POOL, SMALL_POOL],
                 "deterministic": not args.cpu,
                 "seconds": seconds,
@@ -123,6 +134,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="a dry run on this machine's CPU")
     parser.add_argument("--hosted", action="store_true", help="a server with --kvspec-host-gb, too")
     parser.add_argument("--kept", action="store_true", help="servers that keep anchors, too")
+    parser.add_argument("--ranks", type=int, default=1, help="of each server, a GPU each")
+    parser.add_argument("--drift", action="store_true", help="ranks' tiers hold different pages")
     parser.add_argument("--int8", action="store_true", help="two servers with that target, too")
     parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--prompts", type=int, default=12)
@@ -131,7 +144,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, default=ROOT / ".kvspec" / "check_prefix_tiers")
     parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.drift and (args.int8 or args.ranks == 1):
+        parser.error(
+            "--drift is for several ranks, and the target exact: pages that are lost are "
+            "computed again, which int8 answers show"
+        )
+    return args
 
 
 def run(
@@ -150,7 +169,12 @@ def run(
     def server(name: str, pool: int, *arguments: str, **more: str) -> TierServer:
         return TierServer(
             name,
-            (f"--model-path={args.model}", f"--kvspec-codec={args.codec}", *arguments),
+            (
+                f"--model-path={args.model}",
+                f"--kvspec-codec={args.codec}",
+                f"--tp-size={args.ranks}",
+                *arguments,
+            ),
             pool,
             on_gpu=not args.cpu,
             log_path=args.logs / f"{name.replace(' ', '_')}.log",

@@ -14,8 +14,8 @@ SCOPE = "kvspec"
 
 
 def hook(result: None, self: Any) -> None:
-    from sglang_kvspec.adapters import prefix_link
+    from sglang_kvspec.adapters import prefix_queue
     from sglang_kvspec.adapters.transfer import decoding
 
     decoding.wait_when_idle(self)
-    prefix_link.wait_when_idle(self)
+    prefix_queue.wait_when_idle(self)

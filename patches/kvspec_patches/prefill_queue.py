@@ -1,7 +1,8 @@
-"""Scheduler.get_new_batch_prefill: requests wait for prefixes on their way, and are counted.
+"""Scheduler.get_new_batch_prefill: requests wait for prefixes on their way, and are counted; ranks
+agree on what their tiers have.
 
-SGLang 0.5.17 waits so for its own hierarchical cache only. Remove when prefix caches can say whom
-to wait for, and SGLang what its queue waits for.
+SGLang 0.5.17 waits and agrees so for its own hierarchical cache only. Remove when prefix caches can
+say whom to wait for and what to agree on, and SGLang what its queue waits for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SCOPE = "kvspec"
 
 
 def hook(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    from sglang_kvspec.adapters.prefix_link import new_batch
+    from sglang_kvspec.adapters.prefix_queue import new_batch
     from sglang_kvspec.adapters.scheduling import pressure_of
 
     result = new_batch(original, self, args, kwargs)

@@ -74,8 +74,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kvspec-prefix-host-gb",
         metavar="GB",
-        help="GiB of host memory for cached prefixes that the KV memory has no more room for "
-        f"(default: {default.prefix_host_gb:g})",
+        help="GiB of host memory for cached prefixes that the KV memory has no more room for, of "
+        f"all ranks on a machine together (default: {default.prefix_host_gb:g})",
     )
     group.add_argument(
         "--kvspec-prefix-hbm-fraction",
@@ -91,8 +91,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kvspec-prefix-gb",
         metavar="GB",
-        help="GiB that a model's prefixes may take in --kvspec-prefix-dir "
-        f"(default: {DEFAULT_PREFIX_GB:g})",
+        help="GiB that a model's prefixes may take in --kvspec-prefix-dir, of all ranks on a "
+        f"machine together (default: {DEFAULT_PREFIX_GB:g})",
     )
     _add_prefix_server_flags(group)
     _add_transfer_flags(group)

@@ -19,6 +19,7 @@ from sglang_kvspec.adapters.model_identity import arithmetic_of, fingerprint, ha
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.adapters.prefix_flags import PREFIX_CACHE
 from sglang_kvspec.adapters.prefix_link import connect
+from sglang_kvspec.adapters.ranks import ranks_of, ranks_on_a_machine, shard_of
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.units import GIB
 from sglang_kvspec.pools.kept_anchors import KeptAnchors
@@ -32,7 +33,8 @@ from sglang_kvspec.pools.prefix_store import (
 )
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 
-# Bytes of finished prefixes that may wait for the disk; what comes while they do is left out.
+# Bytes of finished prefixes that may wait for the disk, of all ranks on a machine; what comes while
+# they do is left out.
 SPILL_QUEUE_BYTES = 256 * 2**20
 # Of a tier in host memory that has a disk below it: anchors outlive residuals, which are several
 # times as large and come back from disk.
@@ -58,36 +60,42 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     if not config.keeps_prefixes:
         return KVSpecRadixCache(ctx.params, pool.kv, PrefixTiers(pool.kv))
+    ranks = ranks_of(ctx.tp_worker.model_runner.tp_group)
+    num_sharing = ranks_on_a_machine(ctx.server_args)
     weights = hash_of_weights(ctx.tp_worker.model_runner.model)
     arithmetic = arithmetic_of(ctx.server_args)
     host_maker = disk = remote = None
     if config.prefix_host_gb or config.prefix_dir:
         model = fingerprint(ctx.model_config, weights, arithmetic)
-        identity = StoreIdentity.of(pool.kv.codec, pool.kv.geometry, model=model)
-        host_maker = _host_maker(config, identity) if config.prefix_host_gb else None
-        disk = _open_disk(config, identity) if config.prefix_dir else None
+        geometry, shard = pool.kv.geometry, shard_of(ranks)
+        identity = StoreIdentity.of(pool.kv.codec, geometry, model=model, shard=shard)
+        host_maker = _host_maker(config, identity, num_sharing) if config.prefix_host_gb else None
+        disk = _open_disk(config, identity, num_sharing) if config.prefix_dir else None
     if config.prefix_server is not None:
-        remote = connect(config, pool.kv, ctx.model_config, weights, arithmetic)
+        remote = connect(config, pool.kv, ctx.model_config, weights, arithmetic, ranks)
     pool.kv.warm_up_records()
     kept = KeptAnchors(pool.kv) if pool.kv.plan.kept_anchor_pages else None
     pool.prefix_tiers = PrefixTiers(pool.kv, host_maker, disk, remote, kept)
-    return KVSpecRadixCache(ctx.params, pool.kv, pool.prefix_tiers, remote)
+    return KVSpecRadixCache(ctx.params, pool.kv, pool.prefix_tiers, remote, ranks)
 
 
-def _host_maker(config: KVSpecConfig, identity: StoreIdentity) -> Callable[[], MemoryStore]:
+def _host_maker(
+    config: KVSpecConfig, identity: StoreIdentity, num_sharing: int
+) -> Callable[[], MemoryStore]:
+    """num_sharing: ranks that share a machine's memory, and a folder of it."""
     limits = StoreLimits(
-        disk_bytes=int(config.prefix_host_gb * GIB),
+        disk_bytes=int(config.prefix_host_gb * GIB) // num_sharing,
         residual_share=HOST_RESIDUAL_SHARE if config.prefix_dir else 1.0,
     )
     return partial(open_memory_store, identity, limits)
 
 
-def _open_disk(config: KVSpecConfig, identity: StoreIdentity) -> PrefixStore:
+def _open_disk(config: KVSpecConfig, identity: StoreIdentity, num_sharing: int) -> PrefixStore:
     assert config.prefix_dir is not None
     page_bytes = identity.anchor_page_bytes + identity.residual_page_bytes
     limits = StoreLimits(
-        disk_bytes=int(config.prefix_disk_gb * GIB),
-        queue_bytes=max(SPILL_QUEUE_BYTES, page_bytes),
+        disk_bytes=int(config.prefix_disk_gb * GIB) // num_sharing,
+        queue_bytes=max(SPILL_QUEUE_BYTES // num_sharing, page_bytes),
     )
-    # Several models, and one with other settings, may share a folder.
+    # Several models, one with other settings, and the ranks of one, may share a folder.
     return open_store(Path(config.prefix_dir) / identity.folder_name, identity, limits)

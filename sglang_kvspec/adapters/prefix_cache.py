@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_kvspec.adapters import loaded_hits
+from sglang_kvspec.adapters.agreed_hits import AgreedHits, Lacking
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.prefix_store import PageLink, chain_links
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
-from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
+from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes, WaitingRequests
 
 # A server that is told to end waits this long for what is on its way to disk.
 CLOSE_TIMEOUT_S = 3.0
@@ -41,17 +45,28 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         kv: KVTiers,
         tiers: PrefixTiers,
         remote: RemotePrefixes | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """remote: one of the tiers."""
+        """remote: one of the tiers. ranks: by default this one is alone."""
         assert not params.is_eagle, "keys are tokens, not pairs of them"
-        self.remote = remote
+        ranks = ranks or Ranks()
         self._kv = kv
         self._tiers = tiers
+        self._agreed = AgreedPrefixes(tiers, ranks)
+        self._agreed_hits = AgreedHits(self._agreed, self.lacking) if ranks.size > 1 else None
+        self.waiting = None if remote is None else WaitingRequests(remote, self._agreed, ranks)
         super().__init__(params)
 
     def reset(self) -> None:
         super().reset()
         self._tiers.forget_memory()
+
+    def in_pass(self, queue: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
+        """A pass of the scheduler, in which it looks up requests of this queue. Outside of one a
+        server of several ranks finds nothing below the tree."""
+        if self._agreed_hits is None or self._tiers.are_none:
+            return nullcontext()
+        return self._agreed_hits.in_pass(queue)
 
     # Coming back
 
@@ -60,21 +75,29 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         # Without a request it is SGLang's own look-up of what it has just inserted.
         if params.req is None or self._tiers.are_none:
             return result
-        links = self._links(params.key, skip=len(result.device_indices))
-        num_pages = self._tiers.num_loadable(links)
+        num_resident = len(result.device_indices) // self.page_size
+        if self._agreed_hits is None:
+            links = self._links(params.key, skip=len(result.device_indices))
+            (num_pages,) = self._agreed.num_loadable([links])
+        else:
+            # The key may be shorter than what was agreed on, and the tree has changed since.
+            num_full = len(params.key) // self.page_size
+            end = min(self._agreed_hits.end_of(params.req), num_full)
+            num_pages = max(0, end - num_resident)
         return result._replace(host_hit_length=num_pages * self.page_size)
 
-    def ask_remote(self, req: Any) -> None:
-        """A request has come into the queue: have what no tier has of its prompt fetched."""
-        assert self.remote is not None
+    def lacking(self, req: Any, known: Sequence[PageLink] = ()) -> Lacking:
+        """What the tree has of a request's prompt, and what of the rest could be below it. known:
+        links that it once had; tokens are only ever added."""
         tokens = array("q", req.origin_input_ids) + array("q", req.output_ids)
         # SGLang computes at least the last token.
         key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
         resident = super().match_prefix(MatchPrefixParams(key=key)).device_indices
-        links = self._links(key, skip=len(resident))
         # With overridden embeddings its tokens do not say what its KV is.
-        is_plain = req.positional_embed_overrides is None
-        self.remote.ask(req.rid, links[self._tiers.num_local(links) :] if is_plain else [])
+        if req.positional_embed_overrides is not None:
+            return Lacking(0, [])
+        links = list(known) if len(known) == len(key) // self.page_size else self._links(key)
+        return Lacking(len(resident) // self.page_size, links)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
         """Bring back what match_prefix() found for a request, as far as it is still there and
@@ -88,7 +111,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         end = start + params.host_hit_length
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=end)
         slots = self._take_slots(params.host_hit_length)
-        loaded = self._tiers.load(self._links(key, skip=start), self._pages(slots))
+        loaded = self._agreed.load(self._links(key, skip=start), self._pages(slots))
         num_tokens = loaded.num_pages * self.page_size
         self._give_back(slots[num_tokens:])
         slots = slots[:num_tokens]

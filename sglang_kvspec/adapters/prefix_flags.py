@@ -26,8 +26,6 @@ def check_prefix_tiers(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     for name, fine in (
         ("disable_radix_cache", (None, False)),
         ("radix_cache_backend", (None, PREFIX_CACHE)),
-        # Ranks would have to agree on what each of them can still read.
-        ("tp_size", (None, 1)),
     ):
         value = kwargs.get(name)
         if value not in fine:

@@ -15,6 +15,11 @@ def ranks_of(group: Any) -> Ranks:
     return Ranks(group.rank_in_group, group.world_size, group.cpu_group, group.device_group)
 
 
+def shard_of(ranks: Ranks) -> str:
+    """Which part of the model's KV heads this rank has, as StoreIdentity names it."""
+    return f"{ranks.rank}/{ranks.size}"
+
+
 def device_of(server_args: Any, gpu_id: int) -> torch.device:
     """The device of this rank."""
     if server_args.device == "cpu":

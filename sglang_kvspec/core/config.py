@@ -36,13 +36,16 @@ class KVSpecConfig:
     recent_pages: full pages of the newest tokens kept in full precision, besides the partial page.
     schedule: whether verifications take turns, so that residual traffic hides behind drafting, or
     all requests draft and then all verify; auto is the first on a CPU and the second on a GPU.
-    prefix_host_gb: GiB of host memory for prefixes that the KV cache had no more room for.
+    prefix_host_gb: GiB of host memory for prefixes that the KV cache had no more room for, of all
+    ranks on a machine.
     prefix_hbm_fraction: share in [0, 0.9] of the KV memory budget that keeps the anchors of such
     prefixes, whose residuals come back from host memory or disk.
-    prefix_dir: folder that keeps prefixes over restarts, in up to prefix_gb GiB; None for none.
+    prefix_dir: folder that keeps prefixes over restarts, in up to prefix_gb GiB, of all ranks on a
+    machine; None for none.
     prefix_server: address of a prefix server, tcp://host:port, that several servers share; None for
     none. Off loopback it needs prefix_server_keys, a folder of CURVE certificates.
-    prefix_publish_gbps: GB/s (1e9 bytes) of finished prefixes that it is sent at most; 0 for none.
+    prefix_publish_gbps: GB/s (1e9 bytes) of finished prefixes that a server's ranks together
+    send it at most; 0 for none.
     prefix_wait_ms: how long a request stays in the queue at most for pages that it may send.
     transfer: how KV goes from a prefill to a decode server; all but split are to compare with.
     link_gbps: GB/s (1e9 bytes) that a prefill server sends at most; None for no limit.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_kvspec.pools.kept_anchors import KeptAnchors
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import BATCH_PAGES, copy_in, copy_out
+from sglang_kvspec.pools.page_sources import Loaded, PageSource
 from sglang_kvspec.pools.prefix_reads import Found, read_prefix
 from sglang_kvspec.pools.prefix_store import (
     MemoryStore,
@@ -21,18 +22,6 @@ from sglang_kvspec.pools.prefix_store import (
 from sglang_kvspec.pools.remote_tier import RemoteTier
 
 _NO_HIT = PrefixHit([], 0)
-
-
-class Loaded(NamedTuple):
-    """num_pages were brought back; the residuals of num_from_disk of them from disk, and
-    num_from_remote of them from another machine. kept_host, kept_disk: of how many the anchors were
-    in GPU memory still, while residuals came from there."""
-
-    num_pages: int
-    num_from_disk: int
-    num_from_remote: int = 0
-    kept_host: int = 0
-    kept_disk: int = 0
 
 
 # Takes a page's link, anchor and residual; False where it takes no more for now.
@@ -91,36 +80,49 @@ class PrefixTiers:
             self._kept.touch(links)
         return max(hit.num_complete for hit in self._hits(links))
 
-    def load(self, links: Sequence[PageLink], pages: Sequence[int]) -> Loaded:
+    def load(
+        self,
+        links: Sequence[PageLink],
+        pages: Sequence[int],
+        agree: Callable[[list[int]], Sequence[int]] = list,
+    ) -> Loaded:
         """Fill free pages with what is kept of links[i], as far as records are there and whole.
 
-        Of `pages` the first num_pages are encoded afterwards, the others still free.
+        agree: makes of this rank's PageSources, one a page, those that count, where several ranks
+        must have loaded the same. Of `pages` the first num_pages are encoded afterwards, the others
+        still free.
         """
-        total = Loaded(0, 0)
+        sources: list[int] = []
         for first in range(0, len(pages), BATCH_PAGES):
             batch = slice(first, min(first + BATCH_PAGES, len(pages)))
             found = self._read(links[batch])
             own = pages[first : first + len(found)]
             copy_in(self._kv, own, found.records, found.kept_slots)
             self._note_loaded(links[first : first + len(found)], own, found)
-            total = Loaded(*map(sum, zip(total, self._count(found), strict=True)))
+            sources += self._sources(found)
             if len(found) < batch.stop - batch.start:
                 break
-        return total
+        num_mine = len(sources)
+        loaded = Loaded.of(agree(sources + [PageSource.NOWHERE] * (len(pages) - num_mine)))
+        if loaded.num_pages < num_mine:
+            # Another rank lacks them, so that no forward can read them.
+            self._kv.free_pages(pages[loaded.num_pages : num_mine])
+        return loaded
 
     def _read(self, links: Sequence[PageLink]) -> Found:
         hits = self._hits(links)
         return read_prefix(self._kv, links, hits, (self._host, self.disk), self._remote, self._kept)
 
-    def _count(self, found: Found) -> Loaded:
-        kept = [found.sources[i] for i in found.kept_slots]
-        return Loaded(
-            num_pages=len(found),
-            num_from_disk=sum(source is self._disk for source in found.sources),
-            num_from_remote=sum(source is self._remote for source in found.sources),
-            kept_host=sum(source is self._host for source in kept),
-            kept_disk=sum(source is self._disk for source in kept),
-        )
+    def _sources(self, found: Found) -> list[int]:
+        def source_of(place: int) -> PageSource:
+            tier, is_kept = found.sources[place], place in found.kept_slots
+            if tier is self._remote:
+                return PageSource.REMOTE
+            if tier is self._disk:
+                return PageSource.KEPT_DISK if is_kept else PageSource.DISK
+            return PageSource.KEPT_HOST if is_kept else PageSource.HOST
+
+        return [source_of(place) for place in range(len(found))]
 
     def _note_loaded(self, links: Sequence[PageLink], pages: Sequence[int], found: Found) -> None:
         page = self._kv.plan.page_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from harness.arrival import run_staggered
 from harness.client import GenerateClient, Output
 from harness.comparison import compare
 from harness.models import DEMO_MODEL
+from harness.prefix_folders import spoil
 from harness.progress import Progress
 from harness.prompts import cut_prompts
 from harness.references import PlainReference, Setting, Workload
@@ -128,20 +128,6 @@ def test_after_a_kill_and_with_damaged_pages(
 def pages_of(answer: Output, length: int) -> int:
     """That are full once the answer is there: its last token is never fed back."""
     return (length + len(answer.output_ids) - 1) // PAGE_SIZE
-
-
-def spoil(folder: Path, name: str, record: int) -> int:
-    """Flip a bit of a record; returns its bytes."""
-    (path,) = folder.rglob(name)
-    (identity,) = folder.rglob("identity.json")
-    fields = json.loads(identity.read_text())
-    num_bytes = int(fields[f"{name.removesuffix('s.data')}_page_bytes"])
-    with path.open("r+b") as file:
-        file.seek(record * num_bytes + num_bytes // 2)
-        (byte,) = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 4]))
-    return num_bytes
 
 
 def test_a_flush_leaves_what_is_on_disk_and_nothing_else(

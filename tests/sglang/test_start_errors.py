@@ -118,10 +118,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
             "--kvspec-prefix-host-gb 1 --radix-cache-backend lmcache",
             ["--radix-cache-backend lmcache", "--kvspec-prefix-host-gb", "allowed: kvspec"],
         ),
-        (
-            "--kvspec-prefix-dir x --tp-size 2",
-            ["--tp-size 2", "--kvspec-prefix-dir", "allowed: 1"],
-        ),
         ("--kvspec-prefix-server 127.0.0.1:5", ["--kvspec-prefix-server", "tcp://host:port"]),
         ("--kvspec-prefix-server tcp://127.0.0.1", ["--kvspec-prefix-server", "tcp://host:port"]),
         ("--kvspec-prefix-server tcp://10.0.0.1:5", ["10.0.0.1:5", "without CURVE keys"]),
@@ -138,10 +134,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
             ["--kvspec-prefix-publish-gbps", "-1", ">= 0"],
         ),
         (f"{PREFIX_SERVER} --kvspec-prefix-wait-ms soon", ["--kvspec-prefix-wait-ms", "a number"]),
-        (
-            f"{PREFIX_SERVER} --tp-size 2",
-            ["--tp-size 2", "--kvspec-prefix-server", "allowed: 1"],
-        ),
         (
             f"{PREFIX_SERVER} --disable-radix-cache",
             ["--disable-radix-cache", "--kvspec-prefix-server", "leave it unset"],

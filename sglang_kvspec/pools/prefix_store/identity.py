@@ -69,7 +69,9 @@ class StoreIdentity:
     @property
     def folder_name(self) -> str:
         """A name for the store's folder, where several live side by side."""
-        return f"{self.codec}-{self.target}-{self.digest.hex()[:16]}"
+        name = f"{self.codec}-{self.target}-{self.digest.hex()[:16]}"
+        rank, size = self.shard.split("/")
+        return name if size == "1" else f"{name}-rank{rank}of{size}"
 
 
 def write_identity(directory: Path, identity: StoreIdentity) -> None:

@@ -4,5 +4,6 @@ from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
 from sglang_kvspec.runtime.remote_prefixes.link import StoreLink
 from sglang_kvspec.runtime.remote_prefixes.metrics import RemoteMetrics
 from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
+from sglang_kvspec.runtime.remote_prefixes.waiting import WaitingRequests
 
-__all__ = ["RemoteCounters", "RemoteMetrics", "RemotePrefixes", "StoreLink"]
+__all__ = ["RemoteCounters", "RemoteMetrics", "RemotePrefixes", "StoreLink", "WaitingRequests"]

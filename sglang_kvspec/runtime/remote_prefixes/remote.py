@@ -62,8 +62,14 @@ class RemotePrefixes:
     def has_asked(self, rid: str) -> bool:
         return rid in self._lookups
 
-    def ask(self, rid: str, links: Sequence[PageLink]) -> None:
-        """A request that lacks these pages of its prompt has come: have them fetched."""
+    @property
+    def would_ask(self) -> bool:
+        """Whether a request that comes now would be asked for."""
+        return self._is_usable and self._trust.allows(self._clock())
+
+    def ask(self, rid: str, links: Sequence[PageLink], others_ask: bool = True) -> None:
+        """A request that lacks these pages of its prompt has come: have them fetched. others_ask:
+        whether all other ranks would ask, without which nothing is asked that is not yet."""
         if not links:
             self._lookups.skip(rid)
             return
@@ -72,7 +78,7 @@ class RemotePrefixes:
         if self._lookups.join(rid, links, until_s):
             return
         lookup = None
-        if self._is_usable and self._trust.allows(now_s):
+        if others_ask and self.would_ask:
             room = min(MAX_SEEK_PAGES, MAX_SEEK_TOKENS * TOKEN_BYTES // len(links[0].tokens))
             lookup = self._lookups.begin(rid, links[:room], until_s)
         if lookup is None:

@@ -70,13 +70,13 @@ def _parser() -> argparse.ArgumentParser:
         "--gb",
         type=_positive,
         default=DEFAULT_PREFIX_GB,
-        help="GiB on disk for each model and setting (%(default)g)",
+        help="GiB on disk for each model and setting, and of several ranks for each (%(default)g)",
     )
     parser.add_argument(
         "--models",
         type=_count,
         default=8,
-        help="models and settings that are kept, at most (%(default)s)",
+        help="models and settings that are kept, at most; each rank counts (%(default)s)",
     )
     parser.add_argument(
         "--keys",

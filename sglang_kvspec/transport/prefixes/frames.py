@@ -31,6 +31,8 @@ Tokens = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=MAX_SEEK_TOKEN
 Stamp = Annotated[int, Meta(ge=0)]
 # Becomes part of a folder's name.
 PlainName = Annotated[str, Meta(max_length=64, pattern=r"\A[a-z0-9_]+\Z")]
+# "rank/size"; a part of a folder's name, too.
+Shard = Annotated[str, Meta(max_length=9, pattern=r"\A[0-9]{1,4}/[1-9][0-9]{0,3}\Z")]
 RecordBytes = Annotated[int, Meta(ge=1, le=MAX_PAGE_BYTES)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_SEEK_PAGES)]
 Length = Annotated[int, Meta(ge=1, le=MAX_PIECE_BYTES)]
@@ -53,7 +55,7 @@ class StoreLayout(StoreFrame, frozen=True):
     """Whose KV it is, and what its records are: the fields of pools' StoreIdentity."""
 
     model: Name
-    shard: Name
+    shard: Shard
     codec: PlainName
     settings: Annotated[str, Meta(max_length=4096)]
     target: PlainName

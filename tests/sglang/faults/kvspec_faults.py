@@ -10,6 +10,7 @@ what running requests have room to add when another starts.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+_dice = random.Random(0)
 
 
 def register() -> None:
@@ -30,12 +33,15 @@ def register() -> None:
     if "KVSPEC_FAULT_FILE" not in os.environ:
         return
     from sglang_kvspec.planning import rounds
+    from sglang_kvspec.pools.prefix_store import MemoryStore, PrefixStore
     from sglang_kvspec.pools.residual_tiers import ResidualTiers
     from sglang_kvspec.pools.tiered_kv import TieredKV
     from sglang_kvspec.runtime import chooser
     from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
     from sglang_kvspec.runtime.disaggregation.departures import Departures
     from sglang_kvspec.runtime.ranks import Ranks
+    from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
+    from sglang_kvspec.runtime.remote_prefixes.trust import Trust
     from sglang_kvspec.runtime.request_state import RequestState
     from sglang_kvspec.transport import TokenBucket
 
@@ -56,7 +62,14 @@ def register() -> None:
     _replace(Arrivals, "is_draftable", "lost_anchors", _lose_one_that_waits_for_anchors)
     _replace(Arrivals, "land_together", "lost_residuals", _lose_one_that_waits_for_residuals)
     _replace(Departures, "send_last", "lost_departure", _give_one_up_at_the_end)
-    _replace(Ranks, "least", "no_agreement", _keep_own_numbers)
+    # What one rank lacks, or loses, must be lacking on all.
+    _replace(PrefixStore, "put", "disk_refuses_on_other_ranks", _refuse_on_other_ranks)
+    for tier in (PrefixStore, MemoryStore):
+        _replace(tier, "put", "tiers_drift", _refuse_some_on_other_ranks)
+        _replace(tier, "read_residuals", "tiers_drift", _lose_some_on_other_ranks)
+    _replace(RemotePrefixes, "read", "remote_fails_on_other_ranks", _refuse_on_other_ranks)
+    _replace(Trust, "allows", "other_ranks_distrust", _refuse_on_other_ranks)
+    _replace(Ranks, "least", "ranks_do_not_agree", _keep_own_numbers)
 
 
 def _shrink_cache(num_pages: int) -> None:
@@ -195,5 +208,19 @@ def _give_one_up_at_the_end(original: Any, departures: Any, room: int, *args: An
         departures.abort(room, "given up on purpose")
 
 
-def _keep_own_numbers(original: Any, ranks: Any, mine: Any, about: Any) -> list[int]:
+def _refuse_on_other_ranks(original: Any, *args: Any) -> bool:
+    return not _is_another_rank() and bool(original(*args))
+
+
+def _refuse_some_on_other_ranks(original: Any, *args: Any) -> bool:
+    return not (_is_another_rank() and _dice.random() < 1 / 8) and bool(original(*args))
+
+
+def _lose_some_on_other_ranks(original: Any, *args: Any) -> list[bool]:
+    """As if their checksums were wrong."""
+    found: list[bool] = original(*args)
+    return [good and _dice.random() < 7 / 8 for good in found] if _is_another_rank() else found
+
+
+def _keep_own_numbers(original: Any, ranks: Any, mine: Any, about: object) -> list[int]:
     return list(mine)

@@ -38,6 +38,7 @@ from sglang_kvspec.pools.prefix_store import (
     open_store,
 )
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
+from sglang_kvspec.runtime.testing.meeting import BOTH, Meeting, MeetingRanks
 
 SIZE = 32
 NUM_PAGES = 10
@@ -61,9 +62,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     prompts = st.lists(st.integers(0, 1), max_size=4).map(tuple)
     salts = st.sampled_from([None, "", "salt"])
 
-    def __init__(self, make_kv, residual_share=0.4, num_kept=0):
-        """num_kept: pages whose anchors may stay in KV memory when they are evicted."""
+    def __init__(self, make_kv, residual_share=0.4, num_kept=0, ranks=None):
+        """num_kept: pages whose anchors may stay in KV memory when they are evicted. ranks: whom
+        this is one of."""
         super().__init__()
+        self.ranks = ranks
         self.num_kept = num_kept
         self.kv = self.make_cache(make_kv)
         self.identity = StoreIdentity.of(self.kv.codec, self.kv.geometry, model="toy")
@@ -113,7 +116,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             eviction_policy="lru",
             enable_metrics=False,
         )
-        self.tree = KVSpecRadixCache(params, self.kv, self.tiers)
+        self.tree = KVSpecRadixCache(params, self.kv, self.tiers, ranks=self.ranks)
 
     def teardown(self):
         self.disk.close()
@@ -127,6 +130,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         tokens = array("q", [page for page in prompt for _ in range(SIZE)] + [7] * rest)
         free_rows = set(range(1, NUM_REQUESTS + 1)) - {r.req_pool_idx for r in self.running}
         req = Request(
+            rid=f"{prompt} and {rest}",
             full_untruncated_fill_ids=tokens,
             origin_input_ids=tokens,
             output_ids=array("q"),
@@ -139,7 +143,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             cached_tokens_storage=NUM_PAGES * SIZE,
         )
         key = RadixKey(tokens, salt, limit=len(tokens) - 1)
-        match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
+        with self.tree.in_pass(lambda: [req]):
+            match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
         room = self.allocator.available_size() + self.tree.evictable_size()
         if len(tokens) - len(match.device_indices) + 2 * SIZE > room:
             return
@@ -276,3 +281,114 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 @pytest.fixture(scope="session")
 def prefix_cache_machine() -> type[PrefixCacheMachine]:
     return PrefixCacheMachine
+
+
+def choosing(rank, which):
+    """In place of what hypothesis draws from."""
+    return SimpleNamespace(draw=lambda _: rank.running[which % len(rank.running)])
+
+
+class TwoRanks(RuleBasedStateMachine):
+    prompts = st.lists(st.integers(0, 1), max_size=4).map(tuple)
+    salts = st.sampled_from([None, "salt"])
+
+    def __init__(self, machine, make_kv):
+        super().__init__()
+        self.meeting = Meeting()
+        # Host memory of the second rank has room for fewer residuals, and its memory for anchors.
+        self.ranks = [
+            machine(
+                make_kv,
+                residual_share=(1.0, 0.4)[rank],
+                num_kept=(0, 3)[rank],
+                ranks=MeetingRanks(rank, self.meeting),
+            )
+            for rank in BOTH
+        ]
+
+    def teardown(self):
+        self.meeting.close()
+        for rank in self.ranks:
+            rank.teardown()
+
+    def do(self, act):
+        """The same on both ranks, at the same time."""
+        self.meeting.act(lambda rank: act(self.ranks[rank]))
+
+    # What the scheduler does on every rank
+
+    @precondition(lambda self: len(self.ranks[0].running) < NUM_REQUESTS)
+    @rule(prompt=prompts, rest=st.integers(1, SIZE), salt=salts)
+    def admit(self, prompt, rest, salt):
+        self.do(lambda rank: rank.admit(prompt, rest, salt))
+
+    @precondition(lambda self: self.ranks[0].running)
+    @rule(which=st.integers(0, NUM_REQUESTS - 1))
+    def cache_unfinished(self, which):
+        self.do(lambda rank: rank.cache_unfinished(choosing(rank, which)))
+
+    @precondition(lambda self: self.ranks[0].running)
+    @rule(which=st.integers(0, NUM_REQUESTS - 1), is_insert=st.booleans())
+    def finish(self, which, is_insert):
+        self.do(lambda rank: rank.finish(choosing(rank, which), is_insert, False))
+
+    @rule(num_pages=st.integers(1, NUM_PAGES))
+    def evict(self, num_pages):
+        self.do(lambda rank: rank.evict(num_pages))
+
+    @precondition(lambda self: not self.ranks[0].running)
+    @rule()
+    def flush(self):
+        self.do(lambda rank: rank.flush())
+
+    @rule()
+    def die_and_start_again(self):
+        self.do(lambda rank: rank.start_process())
+
+    # What happens to one of them
+
+    @rule(rank=st.sampled_from(BOTH))
+    def write(self, rank):
+        self.ranks[rank].write()
+
+    @rule(rank=st.sampled_from(BOTH))
+    def refuse(self, rank):
+        """Its queue for the disk is full until it starts again."""
+        self.ranks[rank].disk.put = lambda *args: False
+
+    @rule(rank=st.sampled_from(BOTH), record=st.integers(0, 7), part=st.integers(0, 1))
+    def damage(self, rank, record, part):
+        machine = self.ranks[rank]
+        page = machine.kv.plan.page_bytes
+        name, num_bytes = (("anchors", page.anchor), ("residuals", page.residual))[part]
+        path = machine.folder / f"{name}.data"
+        if path.stat().st_size < (record + 1) * num_bytes:
+            return
+        with path.open("r+b") as file:
+            file.seek(record * num_bytes)
+            (byte,) = file.read(1)
+            file.seek(record * num_bytes)
+            file.write(bytes([byte ^ 1]))
+
+    # What must hold
+
+    @invariant()
+    def sglang_sees_the_same(self):
+        first, second = self.ranks
+        assert first.allocator.free_pages.tolist() == second.allocator.free_pages.tolist()
+        assert first.hits == second.hits
+        for one, other in zip(first.running, second.running, strict=True):
+            assert one.prefix_indices.tolist() == other.prefix_indices.tolist()
+            assert one.cache_protected_len == other.cache_protected_len
+        assert first.tree.total_size() == second.tree.total_size()
+
+    @invariant()
+    def every_rank_is_whole(self):
+        for rank in self.ranks:
+            rank.no_page_is_lost()
+            rank.pools_are_consistent()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> type[TwoRanks]:
+    return TwoRanks

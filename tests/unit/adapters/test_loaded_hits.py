@@ -9,7 +9,7 @@ import pytest
 from kvspec_patches import cached_tokens, spec_meta_info
 from sglang_kvspec.adapters import loaded_hits
 from sglang_kvspec.adapters.loaded_hits import LoadedTokens
-from sglang_kvspec.pools.prefix_tiers import Loaded
+from sglang_kvspec.pools.page_sources import Loaded
 
 SIZE = 64
 

@@ -27,7 +27,7 @@ def test_every_hit_reads_what_its_tokens_were_computed_to(
 def loads_into_the_wrong_pages(monkeypatch):
     right = PrefixTiers.load
     monkeypatch.setattr(
-        PrefixTiers, "load", lambda tiers, links, pages: right(tiers, links[::-1], pages)
+        PrefixTiers, "load", lambda tiers, links, *args: right(tiers, links[::-1], *args)
     )
 
 

@@ -118,6 +118,23 @@ def test_every_hit_reads_what_its_tokens_were_computed_to(device_machine, target
     run_state_machine_as_test(machine, settings=limits)
 
 
+@pytest.mark.parametrize(("target", "store"), [("exact", True), ("int8", False)])
+def test_ranks_whose_tiers_drift_stay_together(device_machine, two_ranks, target, store):
+    """Copies into pages that another rank could not load are on their way when these are freed."""
+
+    class TwoDevices(two_ranks):
+        def __init__(self):
+            kind = target, store
+            super().__init__(lambda _, **options: device_machine(kind, **options), None)
+
+        @rule(rank=st.integers(0, 1), lanes=st.lists(st.integers(0, 2), max_size=8))
+        def advance(self, rank, lanes):
+            self.ranks[rank].advance(lanes)
+
+    limits = settings(max_examples=20, stateful_step_count=40)
+    run_state_machine_as_test(TwoDevices, settings=limits)
+
+
 def use_all_tiers(machine):
     """A scripted run, in which the device is as late as can be."""
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sglang_kvspec.pools.anchor_slots import AnchorSlots
 from sglang_kvspec.pools.kept_anchors import KeptAnchors
 from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.pools.page_sources import Loaded
 from sglang_kvspec.pools.prefix_store import (
     PrefixReader,
     StoreIdentity,
@@ -19,7 +20,7 @@ from sglang_kvspec.pools.prefix_store import (
     open_store,
 )
 from sglang_kvspec.pools.prefix_store.catalogue import Tier
-from sglang_kvspec.pools.prefix_tiers import Loaded, PrefixTiers
+from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.pools.testing.toy_prefixes import compute, holds, links_of, room
 
 LAYERS = 2

@@ -20,13 +20,14 @@ from hypothesis.stateful import (
 from sglang_kvspec.pools import prefix_reads, prefix_tiers
 from sglang_kvspec.pools.kept_anchors import KeptAnchors
 from sglang_kvspec.pools.page_records import copy_in, copy_out
+from sglang_kvspec.pools.page_sources import Loaded
 from sglang_kvspec.pools.prefix_store import (
     PrefixReader,
     StoreIdentity,
     open_memory_store,
     open_store,
 )
-from sglang_kvspec.pools.prefix_tiers import Loaded, PrefixTiers
+from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
 from sglang_kvspec.pools.testing.toy_prefixes import compute, holds, links_of, room
 

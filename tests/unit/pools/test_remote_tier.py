@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from sglang_kvspec.pools import prefix_tiers
+from sglang_kvspec.pools.page_sources import Loaded
 from sglang_kvspec.pools.prefix_store import (
     StoreIdentity,
     StoreLimits,
     chain_links,
     open_memory_store,
 )
-from sglang_kvspec.pools.prefix_tiers import Loaded, PrefixTiers
+from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 
 SIZE = 32
 

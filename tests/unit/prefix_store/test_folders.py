@@ -70,6 +70,14 @@ def test_another_identity_is_refused(make_store, small, tmp_path, change, reason
     assert small.found(make_store(), [1, 1]) == (1, 1)
 
 
+def test_ranks_have_folders_of_their_own(small):
+    alone, *ranks = (replace(small.identity, shard=shard) for shard in ("0/1", "0/2", "1/2"))
+    # Stores from before there were several ranks stay where they are.
+    assert alone.folder_name == f"log4-int8-{alone.digest.hex()[:16]}"
+    for rank, identity in enumerate(ranks):
+        assert identity.folder_name.endswith(f"{identity.digest.hex()[:16]}-rank{rank}of2")
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
 def test_an_unreadable_identity_is_refused_and_kept(make_store, small, tmp_path, content):
     make_store().close()

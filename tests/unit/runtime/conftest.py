@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +159,32 @@ def encoded(make_kv):
         return kv
 
     return make
+
+
+@pytest.fixture(scope="session")
+def run_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Path, int], list[dict[str, Any]]]:
+    """Runs a script of `python SCRIPT RANK SIZE RENDEZVOUS` as so many ranks, and returns the JSON
+    that each of them prints."""
+
+    def run(script: Path, size: int) -> list[dict[str, Any]]:
+        rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
+        processes = [
+            subprocess.Popen(
+                [sys.executable, script, str(rank), str(size), rendezvous],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            outputs = [process.communicate(timeout=120)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        assert [process.returncode for process in processes] == [0] * size
+        return [json.loads(output) for output in outputs]
+
+    return run

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,25 +17,9 @@ SIZE = 2
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(run_ranks) -> list[dict[str, Any]]:
     """What each rank has come to."""
-    rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), str(SIZE), rendezvous],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * SIZE
-    return [json.loads(output) for output in outputs]
+    return run_ranks(SCRIPT, SIZE)
 
 
 def test_every_rank_gets_the_same_message(results) -> None:

@@ -1,0 +1,61 @@
+"""Requests that wait for pages from a prefix server: alike on all ranks of a server.
+
+Each rank asks for its own heads, and trusts and waits by its own clock. A request is asked for
+where all of them would ask, from the first page on that one of them lacks, and starts once none of
+them would have it wait longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from sglang_kvspec.pools.prefix_store import PageLink
+from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
+
+
+class WaitingRequests:
+    """All ranks must make the same calls with the same requests, in the same order."""
+
+    def __init__(self, remote: RemotePrefixes, agreed: AgreedPrefixes, ranks: Ranks) -> None:
+        self._remote, self._agreed, self._ranks = remote, agreed, ranks
+        # Nobody waits for them any more, and nobody will.
+        self._settled: set[str] = set()
+
+    def has_asked(self, rid: str) -> bool:
+        return self._remote.has_asked(rid)
+
+    def ask(self, wanted: Mapping[str, Sequence[PageLink]]) -> None:
+        """Requests have come into the queue; of their prompts the KV cache lacks these pages. Has
+        those fetched that no tier has. At most one message."""
+        asking = {rid: links for rid, links in wanted.items() if links}
+        for rid in wanted:
+            if rid not in asking:
+                self._remote.ask(rid, [])
+                self._settled.add(rid)
+        if not asking:
+            return
+        nums, all_ask = self._agreed.num_local(list(asking.values()), self._remote.would_ask)
+        for (rid, links), num in zip(asking.items(), nums, strict=True):
+            self._remote.ask(rid, links[num:], others_ask=all_ask)
+
+    def awaited(self, rids: Sequence[str]) -> set[str]:
+        """Of these requests, which were asked for, those that had better wait a little longer. At
+        most one message: none where none of them still waits."""
+        open_rids = [rid for rid in rids if rid not in self._settled]
+        if not open_rids:
+            return set()
+        done = [int(not self._remote.is_awaited(rid)) for rid in open_rids]
+        agreed = self._ranks.least(done, about=open_rids)
+        waiting = {rid for rid, is_done in zip(open_rids, agreed, strict=True) if not is_done}
+        self._settled.update(rid for rid in open_rids if rid not in waiting)
+        return waiting
+
+    def retain(self, rids: Collection[str]) -> None:
+        """Other requests than these have started, or are gone."""
+        self._settled.intersection_update(rids)
+        self._remote.retain(rids)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        self._remote.wait_for_news(timeout_s)

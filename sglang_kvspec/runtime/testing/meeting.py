@@ -1,0 +1,64 @@
+"""Two ranks in threads of one process, which notice where they do different things."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from sglang_kvspec.runtime.ranks import Ranks
+
+BOTH = (0, 1)
+
+
+class Meeting:
+    """Where they exchange what they have."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(len(BOTH))
+        self._brought: dict[int, tuple[str, Any]] = {}
+        self._threads = ThreadPoolExecutor(len(BOTH))
+        self.num_messages = 0
+
+    def exchange(self, rank: int, about: str, mine: Any) -> list[Any]:
+        """What both have. Raises AssertionError where what it is about differs."""
+        self._brought[rank] = about, mine
+        self._barrier.wait()
+        first, second = (self._brought[rank] for rank in BOTH)
+        self._barrier.wait()
+        assert first[0] == second[0], f"ranks do different things: {first[0]}, {second[0]}"
+        return [first[1], second[1]]
+
+    def act(self, act: Callable[[int], None]) -> None:
+        """Both ranks do this, side by side. Raises what one of them does."""
+
+        def run(rank: int) -> None:
+            try:
+                act(rank)
+                self.exchange(rank, "the end", None)
+            except BaseException:
+                # Nobody comes to meet the other any more.
+                self._barrier.abort()
+                raise
+
+        done = [self._threads.submit(run, rank) for rank in BOTH]
+        errors = [error for future in done if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class MeetingRanks(Ranks):
+    """One of both. It has the messages that go to all alike only."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, len(BOTH))
+        self._meeting = meeting
+
+    def least(self, mine: Sequence[int], about: object) -> list[int]:
+        self._meeting.num_messages += self.is_first
+        both = self._meeting.exchange(self.rank, repr(about), list(mine))
+        return [min(pair) for pair in zip(*both, strict=True)]
