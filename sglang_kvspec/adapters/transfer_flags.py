@@ -46,11 +46,6 @@ def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--nnodes {kwargs['nnodes']} cannot be combined with --disaggregation-mode {mode} "
             "in this version of KVSpec (allowed: 1)"
         )
-    if config.prefix_server is not None and mode == "prefill":
-        raise UnsupportedError(
-            "--kvspec-prefix-server cannot be combined with --disaggregation-mode prefill in this "
-            "version (allowed: --kvspec-prefix-host-gb, --kvspec-prefix-dir)"
-        )
     if config.keeps_prefixes and mode == "decode":
         raise UnsupportedError(
             "--kvspec-prefix-host-gb, --kvspec-prefix-dir and --kvspec-prefix-server have no "

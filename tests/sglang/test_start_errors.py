@@ -139,10 +139,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
             ["--disable-radix-cache", "--kvspec-prefix-server", "leave it unset"],
         ),
         (f"{DECODE} {PREFIX_SERVER}", ["--kvspec-prefix-server", "keeps no prefixes"]),
-        (
-            f"{DECODE.replace('decode', 'prefill')} {PREFIX_SERVER}",
-            ["--kvspec-prefix-server", "--disaggregation-mode prefill", "in this version"],
-        ),
         ("--enable-streaming-session", ["--enable-streaming-session", "partial pages"]),
         ("--enable-deterministic-inference", ["--enable-deterministic-inference", "needs a GPU"]),
         ("--rl-on-policy-target fsdp", ["--rl-on-policy-target", "fsdp", "leave it unset"]),

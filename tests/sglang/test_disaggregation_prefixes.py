@@ -1,0 +1,98 @@
+"""A prefill server finds prompts' prefixes on a prefix server, where another one has published
+them, and sends them on: minutes that CI does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness.arrival import run_staggered
+from harness.comparison import compare
+from harness.models import DEMO_MODEL
+from harness.pair import Pair, PairSpec, running_pair, wait_until
+from harness.references import PlainReference, Workload
+from harness.scenarios import STRICT_CHECKS
+from harness.servers import Announce, ServerSwitch
+from harness.suite import Answers, run_one_by_one
+
+from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
+
+pytestmark = [pytest.mark.server, pytest.mark.identity]
+
+PAGE_SIZE = 64
+# Full pages and a rest; a full page more than SGLang may take from a cache; less than a page.
+LENGTHS = (40, 640, 1000, 1001, 1500, 2048)
+WORKLOAD = Workload(DEMO_MODEL, LENGTHS, max_new_tokens=64)
+FAMILIES = False
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixServerProcess]:
+    with PrefixServerProcess(tmp_path_factory.mktemp("prefixes")) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def pair(
+    servers: ServerSwitch,
+    store: PrefixServerProcess,
+    reference: PlainReference,
+    tmp_path_factory: pytest.TempPathFactory,
+    announce: Announce,
+) -> Iterator[Pair]:
+    """Of servers whose residuals come late."""
+    servers.release()
+    spec = PairSpec(
+        DEMO_MODEL,
+        ("--max-total-tokens=8192", "--max-running-requests=8"),
+        prefill=(
+            f"--kvspec-prefix-server={store.address}",
+            "--kvspec-prefix-wait-ms=20000",
+            "--kvspec-link-gbps=0.006",
+        ),
+        environment=dict(STRICT_CHECKS.environment),
+    )
+    with running_pair(spec, tmp_path_factory.mktemp("pair"), announce) as running:
+        yield running
+
+
+def remote_of(pair: Pair) -> dict[str, Any]:
+    return dict(pair.client.prefill.kvspec_report()["prefix_tiers"]["remote"])
+
+
+def check(answers: Answers, reference: PlainReference) -> None:
+    expected = [reference.answer(task) for task, _ in answers]
+    mismatches = compare(answers, expected)
+    assert not mismatches, "\n".join(map(str, mismatches))
+
+
+def check_nothing_is_left(pair: Pair) -> None:
+    pair.client.flush_cache()
+    for client in (pair.client.prefill, pair.client):
+        pools = client.kvspec_report()["pools"]
+        assert pools["num_pages_allocated"] == pools["window_pages_used"] == 0
+
+
+def test_what_one_prefill_server_computed_another_finds(
+    pair: Pair, store: PrefixServerProcess, reference: PlainReference
+) -> None:
+    tasks = reference.suite.prompts
+    wait_until(lambda: remote_of(pair)["is_live"], "a link to the prefix server")
+    check(run_one_by_one(pair.client, tasks, lambda: None), reference)
+    wait_until(lambda: not remote_of(pair)["waiting_bytes"], "pages published")
+    full = sum((length - 1) // PAGE_SIZE for length in LENGTHS)
+    assert remote_of(pair)["counters"]["pages_published"] >= full
+    pair.restart_prefill()
+    wait_until(lambda: remote_of(pair)["is_live"], "a link to the prefix server")
+    check(run_staggered(pair.client, tasks, lambda: None), reference)
+    hits = pair.client.prefill.kvspec_report()["counters"]["hit_tokens"]
+    assert hits["remote"] == full * PAGE_SIZE
+    assert hits["resident"] == hits["host"] == hits["disk"] == 0
+    check_nothing_is_left(pair)
+    # Without the store prompts are computed.
+    store.kill()
+    wait_until(lambda: not remote_of(pair)["is_live"], "the store's death noticed")
+    check(run_staggered(pair.client, tasks, lambda: None), reference)
+    assert pair.client.prefill.kvspec_report()["counters"]["hit_tokens"] == hits
+    check_nothing_is_left(pair)
