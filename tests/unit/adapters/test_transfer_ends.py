@@ -88,6 +88,14 @@ def test_a_request_that_sglang_drops_gives_its_room_up(prefill) -> None:
     assert sender(prefill).poll() == KVPoll.Bootstrapping
 
 
+def test_a_receiver_is_told_that_another_rank_gave_up(prefill) -> None:
+    end = sender(prefill)
+    with pytest.raises(KVTransferError, match="another rank of this server"):
+        end.failure_exception()
+    assert prefill.loop.aborted == {ROOM: "another rank of the prefill server gave it up"}
+    assert sender(prefill).poll() == KVPoll.Bootstrapping
+
+
 def test_after_an_update_of_weights_nothing_is_sent(prefill) -> None:
     """Both what is under way and what comes later is refused, here and at the receiver."""
     early = sender(prefill)
