@@ -137,6 +137,17 @@ def test_a_refusal_fails_a_receiver_at_once(decode_manager) -> None:
     assert "model must be the same" in failure_of(end)
 
 
+def test_one_that_has_come_may_fail_until_all_ranks_have_it(decode_manager) -> None:
+    end = KVSpecReceiver(decode_manager, ADDR, ROOM)
+    reasons = {}
+    decode_manager.links.loops = list
+    decode_manager.arrivals.failure = reasons.get
+    end._link, end._is_expected, end.conclude_state = "a link", True, KVPoll.Success
+    assert end.poll() == KVPoll.Success
+    reasons[ROOM] = "the prefill server is gone"
+    assert "the prefill server is gone" in failure_of(end)
+
+
 @pytest.mark.parametrize(("num_tokens", "may_run"), [(4, True), (63, True), (64, False)])
 def test_only_warm_ups_may_come_from_nowhere(num_tokens, may_run) -> None:
     """Of a longer one, whole pages would be read that nobody ever wrote."""
