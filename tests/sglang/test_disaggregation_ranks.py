@@ -119,7 +119,8 @@ def test_an_abort_while_residuals_are_on_their_way(pair: Pair, reference: PlainR
     [
         ("lost_residuals", "another rank of this server could not receive its part"),
         ("lost_anchors", "another rank of this server gave it up"),
-        ("lost_departure", "another rank of this server"),
+        # Of which server decides who hears of it first.
+        ("lost_departure", "another rank of"),
     ],
 )
 def test_what_one_rank_loses_all_give_up(

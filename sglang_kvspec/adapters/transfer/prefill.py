@@ -212,8 +212,14 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         return self._metric
 
     def failure_exception(self) -> None:
+        error = failed(self._room, self._failure)
+        if error.is_from_another_rank and self._owns_room:
+            # Here nothing was wrong: the receiver is to hear why it ends nevertheless.
+            self.kv_mgr.departures.abort(
+                self._room, "another rank of the prefill server gave it up"
+            )
         self.clear()
-        raise failed(self._room, self._failure)
+        raise error
 
     def clear(self) -> None:
         if self._owns_room:

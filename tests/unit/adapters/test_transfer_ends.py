@@ -88,6 +88,14 @@ def test_a_request_that_sglang_drops_gives_its_room_up(prefill) -> None:
     assert sender(prefill).poll() == KVPoll.Bootstrapping
 
 
+def test_a_receiver_is_told_that_another_rank_gave_up(prefill) -> None:
+    end = sender(prefill)
+    with pytest.raises(KVTransferError, match="another rank of this server"):
+        end.failure_exception()
+    assert prefill.loop.aborted == {ROOM: "another rank of the prefill server gave it up"}
+    assert sender(prefill).poll() == KVPoll.Bootstrapping
+
+
 def test_after_an_update_of_weights_nothing_is_sent(prefill) -> None:
     """Both what is under way and what comes later is refused, here and at the receiver."""
     early = sender(prefill)
@@ -127,6 +135,17 @@ def test_a_refusal_fails_a_receiver_at_once(decode_manager) -> None:
     end = KVSpecReceiver(decode_manager, ADDR, ROOM)
     end.init(0)
     assert "model must be the same" in failure_of(end)
+
+
+def test_one_that_has_come_may_fail_until_all_ranks_have_it(decode_manager) -> None:
+    end = KVSpecReceiver(decode_manager, ADDR, ROOM)
+    reasons = {}
+    decode_manager.links.loops = list
+    decode_manager.arrivals.failure = reasons.get
+    end._link, end._is_expected, end.conclude_state = "a link", True, KVPoll.Success
+    assert end.poll() == KVPoll.Success
+    reasons[ROOM] = "the prefill server is gone"
+    assert "the prefill server is gone" in failure_of(end)
 
 
 @pytest.mark.parametrize(("num_tokens", "may_run"), [(4, True), (63, True), (64, False)])
