@@ -27,7 +27,8 @@ from harness.suite import Task, run_one_by_one
 
 from sglang_kvspec.testing.transfer_report import read_transfer_report
 
-pytestmark = pytest.mark.server
+# Two servers of two ranks take two minutes to start on two cores.
+pytestmark = [pytest.mark.server, pytest.mark.identity]
 
 # About a second for the residuals of 1000 tokens, on the first rank's link.
 FLAGS = ("--max-total-tokens=24576", "--chunked-prefill-size=512", "--tp-size=2")
@@ -139,7 +140,6 @@ def test_what_one_rank_loses_all_give_up(
     ask_all_at_once(pair, reference)
 
 
-@pytest.mark.identity
 def test_a_decode_server_of_another_size_is_refused(pair: Pair, reference: PlainReference) -> None:
     pair.restart_decode("--tp-size=1")
     errors = Round(pair.client, reference.suite.prompts[:2]).finish(reference)
@@ -154,7 +154,6 @@ IN_ONE_PIECE = replace(SPEC, arguments=(*FLAGS, "--kvspec-transfer=full"))
 
 
 # Where the cache of residuals holds a part of them, who verifies is planned by what is in it.
-@pytest.mark.identity
 @pytest.mark.parametrize(
     ("spec", "settings"),
     [

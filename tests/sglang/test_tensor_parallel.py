@@ -38,6 +38,8 @@ SAMPLE = (
 )
 # Less than the tokens asked for need: what fits is what each rank has of it.
 HOST_GB = 0.125
+# Ranks agree on each prompt's prefix then; test_tiers_of_ranks.py is about what they find.
+PREFIXES = "--kvspec-prefix-host-gb=0.02"
 # Each schedule is a server more.
 schedules = pytest.mark.parametrize(
     "schedule", [pytest.param("staggered", marks=pytest.mark.identity), "rounds"]
@@ -57,8 +59,9 @@ def url_of(servers: ServerSwitch, seeded_answers: dict[int, list[int]], fault_fi
     environment = STRICT_CHECKS.environment + fault_environment(KVSPEC_FAULT_FILE=fault_file)
 
     def use(schedule: str) -> str:
-        flags = ("--tp-size=2", f"--kvspec-schedule={schedule}", f"--kvspec-host-gb={HOST_GB}")
-        spec = ServerSpec(KVSPEC.model, (*KVSPEC.arguments, *flags), environment)
+        flags = (f"--kvspec-schedule={schedule}", f"--kvspec-host-gb={HOST_GB}", PREFIXES)
+        arguments = (*KVSPEC.arguments, "--tp-size=2", *flags)
+        spec = ServerSpec(KVSPEC.model, arguments, environment)
         return servers.use(spec).base_url
 
     return use
