@@ -22,7 +22,7 @@ from harness.prefix_hits import (
 from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
 from harness.servers import Announce, ServerSpec, ServerSwitch
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.identity]
 
 # Less than half of the prompts, and host memory for some of the rest.
 POOL = "--max-total-tokens=1536"
@@ -113,7 +113,6 @@ def test_what_one_rank_lacks_no_rank_uses(
     assert report["page_states"]["ABSENT"] == report["pools"]["num_pages"] + 1
 
 
-@pytest.mark.identity
 @pytest.mark.parametrize("schedule", ["staggered", "rounds"])
 def test_plain_answers_under_pressure_and_after_restarts(
     servers: ServerSwitch,
