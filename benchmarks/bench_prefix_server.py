@@ -183,11 +183,12 @@ def measure_transfers(address: str, num_pages: int, rounds: int) -> list[Figure]
         links = links_of(prompt, num_pages)
         num_kept, seconds = link.publish(links, content)
         published.append(num_bytes / seconds / 1e9)
-        while num_kept < num_pages:
-            # Its queue for the disk was full, and what came meanwhile was left out.
+        deadline_s = time.monotonic() + LIMIT_S
+        while num_kept < num_pages or (times := link.fetch(links, content)) is None:
+            # Its queue for the disk was full, and what came meanwhile was left out; or some of it
+            # is in that queue.
             num_kept, _ = link.publish(links, content)
-        while (times := link.fetch(links, content)) is None:
-            pass
+            assert time.monotonic() < deadline_s, "the prefix server keeps no pages"
         fetched.append(times)
     link.close()
     return [

@@ -17,5 +17,6 @@ def hook(result: None, self: Any) -> None:
     from sglang_kvspec.adapters import prefix_queue
     from sglang_kvspec.adapters.transfer import decoding
 
-    decoding.wait_when_idle(self)
-    prefix_queue.wait_when_idle(self)
+    # One wait: a prefill server may have both, and what wakes one does not wake the other.
+    if not prefix_queue.wait_when_idle(self):
+        decoding.wait_when_idle(self)

@@ -52,7 +52,7 @@ class AgreedHits:
         try:
             yield
         finally:
-            waiting = {req.rid for req in queue()} if self._ends else set(self._links)
+            waiting = {req.rid for req in queue()}
             self._links = {rid: links for rid, links in self._links.items() if rid in waiting}
             self._queue, self._ends = None, {}
 

@@ -26,6 +26,8 @@ def check_prefix_tiers(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     for name, fine in (
         ("disable_radix_cache", (None, False)),
         ("radix_cache_backend", (None, PREFIX_CACHE)),
+        # Replicas would each take all of what their ranks are to share.
+        ("dp_size", (None, 1)),
     ):
         value = kwargs.get(name)
         if value not in fine:

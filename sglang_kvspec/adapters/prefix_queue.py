@@ -45,9 +45,12 @@ def _without_waiting(
         waiting.retain(stays)
 
 
-def wait_when_idle(scheduler: Any) -> None:
-    """No batch runs: somebody who is held back waits for the link, not for SGLang."""
+def wait_when_idle(scheduler: Any) -> bool:
+    """No batch runs: somebody who is held back waits for the link, not for SGLang. Returns whether
+    there is somebody who may be."""
     cache = scheduler.tree_cache
     waiting = cache.waiting if isinstance(cache, KVSpecRadixCache) else None
-    if waiting is not None and scheduler.waiting_queue:
-        waiting.wait_for_news(_WAIT_S)
+    if waiting is None or not scheduler.waiting_queue:
+        return False
+    waiting.wait_for_news(_WAIT_S)
+    return True

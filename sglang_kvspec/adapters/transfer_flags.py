@@ -41,11 +41,12 @@ def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--disaggregation-transfer-backend {backend} cannot be combined with --kvspec "
             f"(allowed: {TRANSFER_BACKEND}): other backends send pages that KVSpec does not keep"
         )
-    if (kwargs.get("nnodes") or 1) > 1:
-        raise UnsupportedError(
-            f"--nnodes {kwargs['nnodes']} cannot be combined with --disaggregation-mode {mode} "
-            "in this version of KVSpec (allowed: 1)"
-        )
+    for name in ("nnodes", "dp_size"):
+        if (kwargs.get(name) or 1) > 1:
+            raise UnsupportedError(
+                f"--{name.replace('_', '-')} {kwargs[name]} cannot be combined with "
+                f"--disaggregation-mode {mode} in this version of KVSpec (allowed: 1)"
+            )
     if config.keeps_prefixes and mode == "decode":
         raise UnsupportedError(
             "--kvspec-prefix-host-gb, --kvspec-prefix-dir and --kvspec-prefix-server have no "

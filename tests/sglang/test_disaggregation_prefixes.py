@@ -27,14 +27,24 @@ WORKLOAD = Workload(DEMO_MODEL, LENGTHS, max_new_tokens=64)
 FAMILIES = False
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def num_ranks(request: pytest.FixtureRequest) -> int:
+    """Of either server."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixServerProcess]:
+def store(
+    num_ranks: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrefixServerProcess]:
+    """Of this pair alone."""
     with PrefixServerProcess(tmp_path_factory.mktemp("prefixes")) as store:
         yield store
 
 
 @pytest.fixture(scope="module")
 def pair(
+    num_ranks: int,
     servers: ServerSwitch,
     store: PrefixServerProcess,
     reference: PlainReference,
@@ -45,7 +55,12 @@ def pair(
     servers.release()
     spec = PairSpec(
         DEMO_MODEL,
-        ("--max-total-tokens=8192", "--max-running-requests=8"),
+        (
+            "--max-total-tokens=8192",
+            "--max-running-requests=8",
+            "--mem-fraction-static=0.3",
+            f"--tp-size={num_ranks}",
+        ),
         prefill=(
             f"--kvspec-prefix-server={store.address}",
             "--kvspec-prefix-wait-ms=20000",

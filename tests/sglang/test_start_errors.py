@@ -86,6 +86,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
             f"{DECODE} --tp-size 2 --nnodes 2",
             ["--nnodes 2", "--disaggregation-mode decode", "allowed: 1"],
         ),
+        (
+            f"{DECODE.replace('decode', 'prefill')} --dp-size 2",
+            ["--dp-size 2", "--disaggregation-mode prefill", "allowed: 1"],
+        ),
+        (
+            f"{PREFIX_SERVER} --dp-size 2",
+            ["--dp-size 2", "--kvspec-prefix-server", "allowed: 1"],
+        ),
         (f"{DECODE} --kvspec-prefix-dir x", ["--kvspec-prefix-dir", "keeps no prefixes"]),
         (f"{DECODE} --kvspec-transfer zip", ["--kvspec-transfer", "zip", "split, full"]),
         (

@@ -126,7 +126,7 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
     ) -> None:
         self.kv_mgr = mgr
         self._room = bootstrap_room
-        self._num_pages = 0
+        self._num_pages = self._num_given = 0
         self._aux_index: int | None = None
         self._failure = wrong_room(bootstrap_room)
         self._owns_room = False
@@ -168,9 +168,9 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         if self._failure is not None:
             return
         departures, pages = self.kv_mgr.departures, [int(page) for page in kv_indices]
-        departure = departures.of(self._room)
-        is_last = departure.num_sent + len(pages) == self._num_pages
-        if not is_last:
+        # Counted here: a request that has ended on this rank alone is the same to SGLang.
+        self._num_given += len(pages)
+        if self._num_given < self._num_pages:
             departures.send(self._room, pages)
             return
         assert self._aux_index is not None
