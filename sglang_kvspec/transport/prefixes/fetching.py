@@ -19,8 +19,9 @@ from sglang_kvspec.transport.prefixes.frames import (
 )
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 
-# Asked for and not here yet, over all lookups; a page goes out in any case.
-FETCH_WINDOW_BYTES = 8 << 20
+# Asked for and not here yet, over all lookups; a page goes out in any case. A few pages of a large
+# model, so that the store reads one while another is on its way.
+FETCH_WINDOW_BYTES = 32 << 20
 
 FetchEvent = PageFetched | LookupEnded
 
