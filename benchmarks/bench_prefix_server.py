@@ -31,8 +31,8 @@ from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.prefix_store import PageLink, StoreIdentity, chain_links
 from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
 from sglang_kvspec.transport import Stream, TokenBucket, ZmqPort
+from sglang_kvspec.transport.prefix_server.testing import chain_of
 from sglang_kvspec.transport.prefixes import (
-    Chain,
     LookupEnded,
     PageFetched,
     PublishEnded,
@@ -155,11 +155,6 @@ class Link:
             after_step()
             yield from events
         raise TimeoutError(f"nothing more has come in {LIMIT_S:.0f} s")
-
-
-def chain_of(links: Sequence[PageLink]) -> Chain:
-    first = links[0]
-    return Chain(first.parent, first.position, b"".join(link.tokens for link in links))
 
 
 def links_of(prompt: int, num_pages: int) -> list[PageLink]:

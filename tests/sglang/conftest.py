@@ -13,6 +13,7 @@ import pytest
 # No package: a root called tests/sglang/__init__.py would shadow SGLang itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from harness.faults import fault_file_in
 from harness.feature_answers import KVSPEC, PLAIN, SEEDS, answer_to, sample
 from harness.features import CASES
 from harness.identity_report import IdentityReport
@@ -101,9 +102,7 @@ def soak_schedule(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def soak_fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the server that soak tests share."""
-    path = tmp_path_factory.mktemp("faults") / "active"
-    path.write_text("none")
-    return path
+    return fault_file_in(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import requests
 from harness.client import Output
-from harness.comparison import compare
 from harness.feature_answers import CHAT_TEMPLATE, SEEDS, answer_to, assert_same, sample
 from harness.features import CASES, generate
 from harness.models import DEMO_MODEL
@@ -19,7 +18,7 @@ from harness.references import PlainReference, Workload
 from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
 from harness.servers import Announce
 from harness.soak import Soak
-from harness.suite import Suite, Task, run_one_by_one
+from harness.suite import Suite, run_one_by_one
 
 from sglang_kvspec.testing.transfer_report import read_transfer_report
 
@@ -58,19 +57,13 @@ def client(pair: Pair) -> PairClient:
     return pair.client
 
 
-def check(answers: list[tuple[Task, Output]], reference: PlainReference) -> None:
-    expected = [reference.answer(task) for task, _ in answers]
-    mismatches = compare(answers, expected)
-    assert not mismatches, "\n".join(map(str, mismatches))
-
-
 def transfer_of(output: Output) -> dict[str, Any]:
     return dict(output.meta["kvspec"]["transfer"])
 
 
 def test_one_at_a_time(client: PairClient, reference: PlainReference) -> None:
     answers = run_one_by_one(client, reference.suite.prompts, lambda: None)
-    check(answers, reference)
+    reference.check(answers)
     longest = max(answers, key=lambda answer: len(answer[0].input_ids))[1]
     transfer = transfer_of(longest)
     seconds = transfer["seconds"]
@@ -88,7 +81,7 @@ def test_prefix_hits_on_the_prefill_side(client: PairClient, reference: PlainRef
         task for family in reference.suite.families for task in (family.leader, family.follower)
     ]
     answers = run_one_by_one(client, tasks, lambda: None)
-    check(answers, reference)
+    reference.check(answers)
     assert sum(output.cached_len for _, output in answers) > 0
 
 
@@ -97,7 +90,7 @@ def test_all_at_once(client: PairClient, reference: PlainReference) -> None:
     with ThreadPoolExecutor(len(tasks)) as pool:
         outputs = pool.map(lambda t: client.generate(t.input_ids, t.max_new_tokens), tasks)
         answers = list(zip(tasks, outputs, strict=True))
-    check(answers, reference)
+    reference.check(answers)
     assert sum(output.num_retractions for _, output in answers) > 0
 
 
@@ -207,7 +200,7 @@ def test_a_decode_server_that_works_in_rounds(pair: Pair, reference: PlainRefere
     with ThreadPoolExecutor(len(tasks)) as pool:
         outputs = pool.map(lambda t: client.generate(t.input_ids, t.max_new_tokens), tasks)
         answers = list(zip(tasks, outputs, strict=True))
-    check(answers, reference)
+    reference.check(answers)
     # One that was retracted does not know any more how its KV came.
     reports = [
         read_transfer_report(output.meta)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from harness.arrival import run_staggered
-from harness.comparison import compare
 from harness.models import DEMO_MODEL
 from harness.pair import Pair, PairSpec, running_pair, wait_until
+from harness.pair_faults import assert_nothing_left
 from harness.references import PlainReference, Workload
 from harness.scenarios import STRICT_CHECKS
 from harness.servers import Announce, ServerSwitch
-from harness.suite import Answers, run_one_by_one
+from harness.suite import run_one_by_one
 
 from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
 
@@ -76,38 +76,25 @@ def remote_of(pair: Pair) -> dict[str, Any]:
     return dict(pair.client.prefill.kvspec_report()["prefix_tiers"]["remote"])
 
 
-def check(answers: Answers, reference: PlainReference) -> None:
-    expected = [reference.answer(task) for task, _ in answers]
-    mismatches = compare(answers, expected)
-    assert not mismatches, "\n".join(map(str, mismatches))
-
-
-def check_nothing_is_left(pair: Pair) -> None:
-    pair.client.flush_cache()
-    for client in (pair.client.prefill, pair.client):
-        pools = client.kvspec_report()["pools"]
-        assert pools["num_pages_allocated"] == pools["window_pages_used"] == 0
-
-
 def test_what_one_prefill_server_computed_another_finds(
     pair: Pair, store: PrefixServerProcess, reference: PlainReference
 ) -> None:
     tasks = reference.suite.prompts
     wait_until(lambda: remote_of(pair)["is_live"], "a link to the prefix server")
-    check(run_one_by_one(pair.client, tasks, lambda: None), reference)
+    reference.check(run_one_by_one(pair.client, tasks, lambda: None))
     wait_until(lambda: not remote_of(pair)["waiting_bytes"], "pages published")
     full = sum((length - 1) // PAGE_SIZE for length in LENGTHS)
     assert remote_of(pair)["counters"]["pages_published"] >= full
     pair.restart_prefill()
     wait_until(lambda: remote_of(pair)["is_live"], "a link to the prefix server")
-    check(run_staggered(pair.client, tasks, lambda: None), reference)
+    reference.check(run_staggered(pair.client, tasks, lambda: None))
     hits = pair.client.prefill.kvspec_report()["counters"]["hit_tokens"]
     assert hits["remote"] == full * PAGE_SIZE
     assert hits["resident"] == hits["host"] == hits["disk"] == 0
-    check_nothing_is_left(pair)
+    assert_nothing_left(pair.client)
     # Without the store prompts are computed.
     store.kill()
     wait_until(lambda: not remote_of(pair)["is_live"], "the store's death noticed")
-    check(run_staggered(pair.client, tasks, lambda: None), reference)
+    reference.check(run_staggered(pair.client, tasks, lambda: None))
     assert pair.client.prefill.kvspec_report()["counters"]["hit_tokens"] == hits
-    check_nothing_is_left(pair)
+    assert_nothing_left(pair.client)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import requests
 from harness.client import Output
-from harness.comparison import compare
-from harness.faults import fault_environment
+from harness.faults import fault_environment, fault_file_in
 from harness.models import DEMO_MODEL
 from harness.pair import Pair, PairSpec, running_pair, wait_until
 from harness.pair_faults import Round, assert_nothing_left, residuals_on_their_way
@@ -41,9 +40,7 @@ SLOW_RANK = "slow_rank"
 
 @pytest.fixture(scope="module")
 def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("faults") / "active"
-    path.write_text(SLOW_RANK)
-    return path
+    return fault_file_in(tmp_path_factory.mktemp("faults"), SLOW_RANK)
 
 
 def with_faults(spec: PairSpec, fault_file: Path, **settings: object) -> PairSpec:
@@ -72,19 +69,14 @@ def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[tuple[Task, O
     with ThreadPoolExecutor(len(tasks)) as pool:
         outputs = pool.map(lambda t: client.generate(t.input_ids, t.max_new_tokens), tasks)
         answers = list(zip(tasks, outputs, strict=True))
-    check(answers, reference)
+    reference.check(answers)
     return answers
-
-
-def check(answers: list[tuple[Task, Output]], reference: PlainReference) -> None:
-    mismatches = compare(answers, [reference.answer(task) for task, _ in answers])
-    assert not mismatches, "\n".join(map(str, mismatches))
 
 
 def test_two_ranks_answer_like_one(pair: Pair, reference: PlainReference) -> None:
     client = pair.client
     alone = run_one_by_one(client, reference.suite.prompts[:2], lambda: None)
-    check(alone, reference)
+    reference.check(alone)
     report = read_transfer_report(alone[1][1].meta)
     seconds = report.transfer.seconds
     assert 0 < seconds.anchors < seconds.residuals <= seconds.first_verification

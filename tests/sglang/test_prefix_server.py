@@ -3,7 +3,6 @@ so they are where it stalls, dies and comes back."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 import requests
 from harness.arrival import run_staggered
 from harness.client import GenerateClient
-from harness.comparison import compare
 from harness.models import DEMO_MODEL
+from harness.prefix_hits import PAGE_SIZE, Pairs, check, full_tokens, tasks_of
 from harness.scenarios import STRICT_CHECKS
 from harness.servers import Announce, ServerSpec, ServerSwitch
-from harness.suite import Answers, Task, TokenIds, run_one_by_one
+from harness.suite import run_one_by_one
 
 from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
 
@@ -25,11 +24,10 @@ POOL = "--max-total-tokens=8192"
 # A busy machine may take long for what a request waits for in vain only once.
 WAIT = "--kvspec-prefix-wait-ms=20000"
 NUM_TASKS = 10
-PAGE_SIZE = 64
 
 
 @pytest.fixture(scope="module")
-def expected(crowd_answers: list[tuple[Task, TokenIds]]) -> list[tuple[Task, TokenIds]]:
+def expected(crowd_answers: Pairs) -> Pairs:
     """The longest prompts, with plain SGLang's answers."""
     return sorted(crowd_answers, key=lambda pair: -len(pair[0].input_ids))[:NUM_TASKS]
 
@@ -47,25 +45,8 @@ def spec(store: PrefixServerProcess) -> ServerSpec:
 
 
 @pytest.fixture
-def client(
-    servers: ServerSwitch, spec: ServerSpec, expected: list[tuple[Task, TokenIds]]
-) -> GenerateClient:
+def client(servers: ServerSwitch, spec: ServerSpec, expected: Pairs) -> GenerateClient:
     return servers.use(spec)
-
-
-def tasks_of(expected: list[tuple[Task, TokenIds]]) -> list[Task]:
-    return [task for task, _ in expected]
-
-
-def check(answers: Answers, expected: list[tuple[Task, TokenIds]]) -> Counter[str]:
-    """Tokens hit, by tier."""
-    mismatches = compare(answers, [tokens for _, tokens in expected])
-    assert not mismatches, "\n".join(map(str, mismatches))
-    hits: Counter[str] = Counter()
-    for _, output in answers:
-        assert sum(output.hit_tokens.values()) == output.cached_len
-        hits += Counter(output.hit_tokens)
-    return hits
 
 
 def report_of(client: GenerateClient) -> dict[str, Any]:
@@ -86,7 +67,7 @@ def test_a_fresh_server_finds_what_another_computed(
     client: GenerateClient,
     servers: ServerSwitch,
     spec: ServerSpec,
-    expected: list[tuple[Task, TokenIds]],
+    expected: Pairs,
     announce: Announce,
 ) -> None:
     tasks = tasks_of(expected)
@@ -100,9 +81,7 @@ def test_a_fresh_server_finds_what_another_computed(
     hits = check(run_staggered(fresh, tasks, lambda: None), expected)
     announce(f"prefix server: {published} pages published, hits {dict(hits)}")
     # Each prompt's full pages were somewhere: in the store, or had come from there for another.
-    assert hits["resident"] + hits["remote"] == sum(
-        (len(task.input_ids) - 1) // PAGE_SIZE * PAGE_SIZE for task in tasks
-    )
+    assert hits["resident"] + hits["remote"] == sum(full_tokens(task) for task in tasks)
     assert hits["remote"] > 0
     counters = report_of(fresh)["counters"]
     assert counters["pages_fetched"] * PAGE_SIZE >= hits["remote"]
@@ -110,7 +89,7 @@ def test_a_fresh_server_finds_what_another_computed(
 
 
 def test_a_store_that_stalls_or_dies_costs_hits_and_no_answer(
-    client: GenerateClient, store: PrefixServerProcess, expected: list[tuple[Task, TokenIds]]
+    client: GenerateClient, store: PrefixServerProcess, expected: Pairs
 ) -> None:
     tasks = tasks_of(expected)
     wait_until_live(client, True)
@@ -129,9 +108,7 @@ def test_a_store_that_stalls_or_dies_costs_hits_and_no_answer(
     assert hits["remote"] > 0
 
 
-def test_other_weights_have_no_use_for_the_store(
-    client: GenerateClient, expected: list[tuple[Task, TokenIds]]
-) -> None:
+def test_other_weights_have_no_use_for_the_store(client: GenerateClient, expected: Pairs) -> None:
     reply = requests.post(
         f"{client.base_url}/update_weights_from_disk",
         json={"model_path": str(DEMO_MODEL)},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.client import GenerateClient
-from harness.faults import fault_environment
+from harness.faults import fault_environment, fault_file_in
 from harness.models import DEMO_MODEL
 from harness.prompts import cut_prompts
 from harness.servers import ServerSpec, ServerSwitch
@@ -23,9 +23,7 @@ NUM_TOKENS = 64
 
 @pytest.fixture(scope="module")
 def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("faults") / "active"
-    path.write_text("none")
-    return path
+    return fault_file_in(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")

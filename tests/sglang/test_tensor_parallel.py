@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import requests
-from harness.faults import fault_environment
+from harness.faults import fault_environment, fault_file_in
 from harness.feature_answers import KVSPEC, SEEDS, answer_to, assert_same, report_of, sample
 from harness.features import CASES, LONG_PROMPT, post
 from harness.scenarios import STRICT_CHECKS
@@ -48,9 +48,7 @@ schedules = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("faults") / "active"
-    path.write_text("ranks_differ")
-    return path
+    return fault_file_in(tmp_path_factory.mktemp("faults"), "ranks_differ")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness.client import GenerateClient
-from harness.faults import fault_environment
+from harness.faults import fault_environment, fault_file_in
 from harness.models import DEMO_MODEL
 from harness.prefix_folders import pages_on_disk, spoil
 from harness.prefix_hits import (
@@ -39,9 +39,7 @@ def expected(crowd_answers: Pairs) -> Pairs:
 
 @pytest.fixture(scope="module")
 def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("faults") / "active"
-    path.write_text("none")
-    return path
+    return fault_file_in(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def links_of(*pages: int) -> list[PageLink]:
     return list(chain_links([page for page in pages for _ in range(PAGE_SIZE)], PAGE_SIZE))
 
 
-def chain_of(links: list[PageLink]) -> Chain:
+def chain_of(links: Sequence[PageLink]) -> Chain:
     return Chain(links[0].parent, links[0].position, b"".join(link.tokens for link in links))
 
 

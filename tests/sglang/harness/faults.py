@@ -13,3 +13,10 @@ def fault_environment(**settings: object) -> tuple[tuple[str, str], ...]:
     paths = [str(_FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     given = [(name, str(value)) for name, value in settings.items()]
     return (*given, ("PYTHONPATH", os.pathsep.join(filter(None, paths))))
+
+
+def fault_file_in(folder: Path, active: str = "none") -> Path:
+    """A new KVSPEC_FAULT_FILE, which names the faults that are active."""
+    path = folder / "active"
+    path.write_text(active)
+    return path

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from harness.comparison import compare
 from harness.feature_answers import PLAIN
 from harness.progress import Progress
 from harness.prompts import cut_prompts
@@ -103,6 +104,11 @@ class PlainReference:
     def answer(self, task: Task) -> TokenIds:
         # A longer greedy answer begins with the shorter one.
         return self._output_of[task.input_ids][: task.max_new_tokens]
+
+    def check(self, answers: Answers) -> None:
+        """Raises AssertionError for one that is not plain SGLang's."""
+        mismatches = compare(answers, [self.answer(task) for task, _ in answers])
+        assert not mismatches, "\n".join(map(str, mismatches))
 
 
 class UndraftedReference:

@@ -8,19 +8,15 @@ Prints what every case gave as JSON. What a rank computes of a page is its own.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sglang_kvspec.codecs import make_codec
-from sglang_kvspec.core.errors import RanksDisagree
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.prefix_store import (
@@ -35,6 +31,7 @@ from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import WaitingRequests
+from sglang_kvspec.runtime.testing.rank_group import refusal, this_rank
 
 NUM_PAGES = 24
 # More than one batch of copies.
@@ -205,36 +202,18 @@ def apart(ranks: CountingRanks, folder: Path) -> list[str]:
     rank = Rank(ranks, folder)
     links = links_of(ranks.rank, 2)
     return [
-        _refusal(lambda: rank.agreed.num_loadable([links])),
-        _refusal(lambda: rank.agreed.load(links, [1, 2])),
+        refusal(lambda: rank.agreed.num_loadable([links])),
+        refusal(lambda: rank.agreed.load(links, [1, 2])),
     ]
 
 
-def _refusal(call: Any) -> str:
-    try:
-        call()
-    except RanksDisagree as error:
-        return str(error)
-    return ""
-
-
 def main() -> None:
-    number, size, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=number,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    group = dist.new_group(list(range(size)), backend="gloo")
-    ranks = CountingRanks(number, size, group, group)
     results = {}
-    for case in (lookups, damages, waits, apart):
-        with tempfile.TemporaryDirectory() as folder:
-            results[case.__name__] = case(ranks, Path(folder))
+    with this_rank(CountingRanks) as ranks:
+        for case in (lookups, damages, waits, apart):
+            with tempfile.TemporaryDirectory() as folder:
+                results[case.__name__] = case(ranks, Path(folder))
     print(json.dumps(results))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,19 +8,15 @@ Prints what every case gave as JSON. What a rank chooses by itself differs from 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from sglang_kvspec.core.errors import RanksDisagree
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.ranks import Ranks, agree, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.testing.rank_group import refusal, this_rank
 
 VOCAB, NUM_ROUNDS, MAX_DRAFTS = 40, 12, 4
 KINDS = {
@@ -78,40 +74,22 @@ def rounds(ranks: Ranks) -> dict[str, Any]:
 def apart(ranks: Ranks) -> list[str]:
     """Refusals of ranks that serve other requests, and of ones that expect more than comes."""
     return [
-        _refusal(lambda: ranks.numbers([1, 2], about=[("request", ranks.rank)])),
-        _refusal(lambda: ranks.numbers([1] * (1 + ranks.rank), about="same")),
-        _refusal(lambda: ranks.least([1, 2], about=[("request", ranks.rank)])),
+        refusal(lambda: ranks.numbers([1, 2], about=[("request", ranks.rank)])),
+        refusal(lambda: ranks.numbers([1] * (1 + ranks.rank), about="same")),
+        refusal(lambda: ranks.least([1, 2], about=[("request", ranks.rank)])),
     ]
 
 
-def _refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except RanksDisagree as error:
-        return str(error)
-    return ""
-
-
 def main() -> None:
-    rank, size, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    group = dist.new_group(list(range(size)), backend="gloo")
-    ranks = Ranks(rank, size, group, group)
-    results = {
-        "messages": messages(ranks),
-        "together": rounds(ranks),
-        # The same without messages.
-        "alone": rounds(Ranks(rank)),
-        "apart": apart(ranks),
-    }
+    with this_rank(Ranks) as ranks:
+        results = {
+            "messages": messages(ranks),
+            "together": rounds(ranks),
+            # The same without messages.
+            "alone": rounds(Ranks(ranks.rank)),
+            "apart": apart(ranks),
+        }
     print(json.dumps(results))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
