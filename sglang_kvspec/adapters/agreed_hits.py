@@ -73,9 +73,14 @@ class AgreedHits:
         behind = (each for each in queue[place + 1 :] if each.rid not in self._ends)
         return [req, *islice(behind, AT_ONCE - 1)]
 
+    def lacking(self, req: Any) -> Lacking:
+        """Of a request in the queue."""
+        lacking = self._lacking(req, self._links.get(req.rid, ()))
+        self._links[req.rid] = lacking.all_links
+        return lacking
+
     def _agree_on(self, reqs: Sequence[Any]) -> None:
-        lacking = [self._lacking(req, self._links.get(req.rid, ())) for req in reqs]
+        lacking = [self.lacking(req) for req in reqs]
         nums = self._agreed.num_loadable([each.links for each in lacking])
         for req, each, num in zip(reqs, lacking, nums, strict=True):
             self._ends[req.rid] = each.num_resident + num
-            self._links[req.rid] = each.all_links

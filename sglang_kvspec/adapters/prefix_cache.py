@@ -53,7 +53,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         self._kv = kv
         self._tiers = tiers
         self._agreed = AgreedPrefixes(tiers, ranks)
-        self._agreed_hits = AgreedHits(self._agreed, self.lacking) if ranks.size > 1 else None
+        self._agreed_hits = AgreedHits(self._agreed, self._lacking) if ranks.size > 1 else None
         self.waiting = None if remote is None else WaitingRequests(remote, self._agreed, ranks)
         super().__init__(params)
 
@@ -86,9 +86,13 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
             num_pages = max(0, end - num_resident)
         return result._replace(host_hit_length=num_pages * self.page_size)
 
-    def lacking(self, req: Any, known: Sequence[PageLink] = ()) -> Lacking:
-        """What the tree has of a request's prompt, and what of the rest could be below it. known:
-        links that it once had; tokens are only ever added."""
+    def lacking(self, req: Any) -> Lacking:
+        """What the tree has of a waiting request's prompt, and what of the rest could be below
+        it."""
+        return self._lacking(req) if self._agreed_hits is None else self._agreed_hits.lacking(req)
+
+    def _lacking(self, req: Any, known: Sequence[PageLink] = ()) -> Lacking:
+        """The same. known: links that it once had; tokens are only ever added."""
         tokens = array("q", req.origin_input_ids) + array("q", req.output_ids)
         # SGLang computes at least the last token.
         key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
