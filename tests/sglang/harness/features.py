@@ -209,7 +209,7 @@ def first_token_ends_it(url: str) -> Any:
 
 @case
 def cached_prefix(url: str) -> Any:
-    post(url, "/flush_cache", {})
+    post(url, "/flush_cache?timeout=30", {})
     first = generate(url, LONG_PROMPT, max_new_tokens=100, ignore_eos=True)
     more = LONG_PROMPT + first["text"]
     second = generate(url, more, max_new_tokens=60, ignore_eos=True)
