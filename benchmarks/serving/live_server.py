@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from acceptance.report import versions
 
 from serving import client, compiled
 from serving.decode_rate import decode_rate
+from serving.link_watch import LinkWatch
 from serving.machine import hbm_used_gib
 from serving.points import MAX_CONCURRENCY, Point
 from serving.prompts import write_texts
@@ -109,13 +111,16 @@ class LiveServer:
             if not texts.exists():
                 write_texts(point.model, waves * point.concurrency, prompt_len, point.seed, texts)
         self.flush()
-        before = self._kvspec()
+        before = ready = self._kvspec()
+        watch: LinkWatch | None = None
         if "end_to_end" in passes:
             result = self._run(point, prompt_len, output_len, waves, texts)
             found["end_to_end"] = client.summary(result)
         if "decode" in passes:
             self._run(point, prompt_len, 1, 1, texts)
-            result = self._run(point, prompt_len, output_len, 1, texts)
+            ready = self._kvspec()
+            with LinkWatch(self._kvspec) if _has_link(ready) else nullcontext() as watch:
+                result = self._run(point, prompt_len, output_len, 1, texts)
             uncached = client.most_uncached(result)
             if uncached > _MOST_UNCACHED:
                 found["note"] = f"decode dropped: {uncached} tokens of a prompt were not cached"
@@ -124,17 +129,21 @@ class LiveServer:
                 found["decode_rate"] = decode_rate(result["ttfts"], result["itls"])
         info = self.info()
         after = kvspec_of(info)
-        if link := after.get("link"):
-            found["note"] = "; ".join(filter(None, (found.get("note"), link["reason"])))
+        counters = counters_between(before.get("counters", {}), after.get("counters", {}))
+        busy: Mapping[str, Any] = after
+        if watch is not None and watch.last is not None:
+            busy = watch.last
+            counters["bytes_fetched"] = after["bytes_fetched"] - ready["bytes_fetched"]
+            found["note"] = "; ".join(filter(None, (found.get("note"), busy["link"]["reason"])))
         return Record(
             model=point.model.name,
             context_len=point.context_len,
             concurrency=point.concurrency,
             prompt_len=prompt_len,
             output_len=output_len,
-            counters=counters_between(before.get("counters", {}), after.get("counters", {})),
-            draft_iter_ms=draft_iter_ms(after, point.concurrency),
-            timing=timing_of(after, point.concurrency),
+            counters=counters,
+            draft_iter_ms=draft_iter_ms(busy, point.concurrency),
+            timing=timing_of(busy, point.concurrency),
             max_total_num_tokens=info.get("max_total_num_tokens"),
             hbm_gib=hbm_used_gib(),
             compiled=self._newly_compiled(),
@@ -195,6 +204,11 @@ class LiveServer:
 def kvspec_of(info: Mapping[str, Any]) -> dict[str, Any]:
     """The kvspec section of what /server_info says, empty on plain SGLang."""
     return dict(info["internal_states"][0].get("kvspec", {}))
+
+
+def _has_link(report: Mapping[str, Any]) -> bool:
+    """Whether residuals of this server may lie in host memory."""
+    return bool(report.get("pools", {}).get("residual_store_pages"))
 
 
 def draft_iter_ms(report: Mapping[str, Any], concurrency: int) -> float | None:

@@ -238,9 +238,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             next_token_ids=tokens.flatten(),
             accept_lens=torch.tensor(lengths, dtype=torch.int32),
             cap_lens=None if cap_lens is None else torch.tensor(cap_lens, dtype=torch.int32),
-            new_seq_lens=torch.tensor(
-                [s.committed_len for s in states], dtype=batch.seq_lens.dtype
-            ).to(batch.seq_lens.device, non_blocking=True),
+            new_seq_lens=sent_to(
+                batch.seq_lens.device,
+                torch.tensor([s.committed_len for s in states], dtype=batch.seq_lens.dtype),
+            ),
             next_draft_input=KVSpecDraftInput(states),
             speculative_num_draft_tokens=stride,
             can_run_cuda_graph=self._from_graphs,

@@ -17,7 +17,7 @@ from sglang_kvspec.pools.lanes import Lanes, make_lanes
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
 from sglang_kvspec.pools.staged_records import StagedRecords
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import send_into, sent_to
 
 # Pages that publish() encodes at once.
 PUBLISH_PAGES = 16
@@ -146,7 +146,7 @@ class DeviceKV(KVTiers):
             index = torch.full((2, PUBLISH_PAGES), -1, dtype=torch.int32)
             index[0, : len(part)] = torch.tensor([self.window.slots.slot_of(p) for p in part])
             index[1, : len(part)] = torch.tensor(part)
-            self._published.copy_(sent_to(self.device, index))
+            send_into(self._published, index)
             if self._publishing is not None:
                 self._publishing.replay()
             else:

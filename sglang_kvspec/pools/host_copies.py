@@ -1,8 +1,8 @@
 """Pages of residuals between the cache on a GPU and the pinned store on its host.
 
-One copy moves all layers of a page, and of pages that are neighbours on both sides, since all that
-lies in one run of memory: the copy engines do it at the speed of the link, beside the kernels and
-without taking multiprocessors from them, and the CPU makes one call a run. A forward that need not
+All layers of a page lie in one run of memory: the copy engines move them at the speed of the link,
+beside the kernels and without taking multiprocessors from them, and the CPU makes one call for all
+pages. A forward that need not
 wait for whole pages has them layer by layer, by a small kernel that reads the pinned memory, all
 pages of a layer in one launch.
 """
@@ -10,7 +10,7 @@ pages of a layer in one launch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -50,12 +50,8 @@ class HostCopies:
         # A fetch may still read one of these rows: of a page that was freed meanwhile, for nobody.
         lane = self._lanes.to_host
         lane.wait(self._lanes.main.mark())
-        lane.copy(
-            [
-                (self._store.run(page, count), self._cache.run(slot, count))
-                for page, slot, count in _runs(pairs)
-            ]
-        )
+        pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
+        lane.copy_pages(self._store.pages, pages, self._cache.pages, slots)
         done = lane.mark()
         for page, slot in pairs:
             self._row_written[page] = done
@@ -67,14 +63,11 @@ class HostCopies:
         lane = self._fetching_lane(pairs)
         # Behind the fences: waiting for them is not the link's time.
         begun = lane.mark(timed=True)
-        lane.copy(
-            [
-                (self._cache.run(slot, count), self._store.run(page, count))
-                for page, slot, count in _runs(pairs)
-            ]
-        )
+        pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
+        if pairs:
+            lane.copy_pages(self._cache.pages, slots, self._store.pages, pages)
         done = lane.mark(timed=True)
-        self._timed.append((len(pairs) * self._cache.run(0, 1).nbytes, begun, done))
+        self._timed.append((len(pairs) * self._cache.page(0).nbytes, begun, done))
         self._slot_uses |= {slot: [done] for _, slot in pairs}
         return done
 
@@ -126,21 +119,6 @@ class HostCopies:
 
     def _pop_uses(self, slots: Iterable[int]) -> list[Event]:
         return [event for slot in slots for event in self._slot_uses.pop(slot, ())]
-
-
-def _runs(pairs: Iterable[Pair]) -> Iterator[tuple[int, int, int]]:
-    """(page, slot, count) for the longest runs of pages that are neighbours like their slots."""
-    first: Pair | None = None
-    count = 0
-    for page, slot in sorted(pairs):
-        if first is not None and (page, slot) == (first[0] + count, first[1] + count):
-            count += 1
-            continue
-        if first is not None:
-            yield (*first, count)
-        first, count = (page, slot), 1
-    if first is not None:
-        yield (*first, count)
 
 
 def _distinct(events: Iterable[Event | None]) -> Collection[Event]:

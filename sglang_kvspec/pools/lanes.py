@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from sglang_kvspec.pools.batched_copies import copy_rows_at_once
 
 # (target, source): contiguous, of one shape and dtype.
 Copy = tuple[torch.Tensor, torch.Tensor]
@@ -29,6 +31,17 @@ class Lane(Protocol):
     """Does its work in the order given. Nothing here makes the CPU wait."""
 
     def copy(self, copies: Sequence[Copy]) -> None: ...
+
+    def copy_pages(
+        self,
+        target: torch.Tensor,
+        target_rows: Sequence[int],
+        source: torch.Tensor,
+        source_rows: Sequence[int],
+    ) -> None:
+        """target[target_rows[i]] = source[source_rows[i]] of contiguous tensors with rows alike, at
+        least one: by a copy engine, one side in pinned memory."""
+        ...
 
     def copy_rows(
         self,
@@ -87,6 +100,22 @@ class StreamLane:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
 
+    def copy_pages(
+        self,
+        target: torch.Tensor,
+        target_rows: Sequence[int],
+        source: torch.Tensor,
+        source_rows: Sequence[int],
+    ) -> None:
+        if not copy_rows_at_once(target, target_rows, source, source_rows, self.stream):
+            pairs = zip(target_rows, source_rows, strict=True)
+            self.copy(
+                [
+                    (target[to : to + count], source[origin : origin + count])
+                    for to, origin, count in runs_of(pairs)
+                ]
+            )
+
     def copy_rows(
         self,
         target: torch.Tensor,
@@ -139,6 +168,16 @@ class PromptLane:
         for target, source in copies:
             target.copy_(source)
 
+    def copy_pages(
+        self,
+        target: torch.Tensor,
+        target_rows: Sequence[int],
+        source: torch.Tensor,
+        source_rows: Sequence[int],
+    ) -> None:
+        for to, origin in zip(target_rows, source_rows, strict=True):
+            target[to].copy_(source[origin])
+
     def copy_rows(
         self,
         target: torch.Tensor,
@@ -158,3 +197,18 @@ class PromptLane:
 
     def wait(self, event: Event) -> None:
         assert event.query(), "a prompt lane cannot wait for what is not done"
+
+
+def runs_of(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(first, first, count) for the longest runs of neighbours whose partners are neighbours."""
+    first: tuple[int, int] | None = None
+    count = 0
+    for one, other in sorted(pairs):
+        if first is not None and (one, other) == (first[0] + count, first[1] + count):
+            count += 1
+            continue
+        if first is not None:
+            yield (*first, count)
+        first, count = (one, other), 1
+    if first is not None:
+        yield (*first, count)

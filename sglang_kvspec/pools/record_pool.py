@@ -70,14 +70,14 @@ class RecordPool:
     def page(self, slot: int) -> torch.Tensor:
         """All layers of a slot of a pool by page: contiguous [num_layers, num_kv_heads,
         record_bytes]."""
-        assert self._pages is not None, "the pool is not by page"
-        return self._pages[slot]
+        return self.pages[slot]
 
-    def run(self, slot: int, count: int) -> torch.Tensor:
-        """page() of `count` slots from `slot` on, as one: [count, num_layers, num_kv_heads,
+    @property
+    def pages(self) -> torch.Tensor:
+        """All slots of a pool by page: contiguous [num_slots, num_layers, num_kv_heads,
         record_bytes]."""
         assert self._pages is not None, "the pool is not by page"
-        return self._pages[slot : slot + count]
+        return self._pages
 
     def write(self, layer: int, slots: torch.Tensor, records: torch.Tensor) -> None:
         """Store records [N, num_kv_heads, record_bytes] at slots [N] of a layer."""

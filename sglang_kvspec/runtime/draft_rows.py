@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import send_into, sent_to
 from sglang_kvspec.runtime.target_rows import indptr
 
 
@@ -104,7 +104,7 @@ class DraftRows:
         self.step.zero_()
 
     def _put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        target[: len(values)].copy_(values, non_blocking=True)
+        send_into(target[: len(values)], values)
 
     def begin_step(self, batch: int) -> None:
         """Make room for one more token in the tails of the first `batch` rows: sets `slots` (-1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import send_into
 from sglang_kvspec.runtime.target_rows import TargetRows
 
 
@@ -91,7 +91,7 @@ class VerifyRows:
         self._put(self.encode_pages, filled(rows.encode_pages, self.max_encoded, -1))
 
     def _put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        target[: len(values)].copy_(sent_to(self.device, values), non_blocking=True)
+        send_into(target[: len(values)], values)
 
     # What a captured forward calls
 

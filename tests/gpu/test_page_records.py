@@ -43,9 +43,9 @@ class Rig:
         empty = PageRecords.empty(GEOMETRY, self.kv.codec, count)
         return PageRecords(*(torch.randint_like(part, 256) for part in empty))
 
-    def encode(self, pages: list[int]) -> PageRecords:
+    def encode(self, pages: list[int], records: PageRecords | None = None) -> PageRecords:
         """Behind a kernel that spins."""
-        records, kv = self.new_records(len(pages)), self.kv
+        records, kv = records or self.new_records(len(pages)), self.kv
         anchors, residuals = (part.to(DEVICE) for part in records)
         kv.require_residuals(())
         kv.begin_encode(pages)
@@ -135,15 +135,18 @@ def test_kept_anchors_outlive_their_pages(target: str, store: bool) -> None:
     """All of it is enqueued while a kernel still holds up the first encoding."""
     rig = Rig(target, store)
     pages, slots = [7, 3, 12], [5, 0, 2]
-    records = rig.encode(pages)
+    # Pinned before the kernel spins, which the CPU is not to spend its time on then.
+    records, others = (
+        PageRecords(*(part.pin_memory() for part in rig.new_records(3))) for _ in range(2)
+    )
+    back = PageRecords(torch.zeros_like(records.anchors).pin_memory(), records.residuals)
+    rig.encode(pages, records)
     end_of_spin = torch.cuda.Event()
     end_of_spin.record()
     rig.kv.keep_anchors(pages, slots)
     rig.kv.free_pages(pages)
     # Others come where they were, and back where others keep theirs.
-    others = rig.new_records(3)
     copy_in(rig.kv, pages, others)
-    back = PageRecords(torch.zeros_like(records.anchors), records.residuals)
     copy_in(rig.kv, [20, 21, 22], back, dict(enumerate(slots)))
     rig.kv.keep_anchors(pages, slots)
     assert store or not end_of_spin.query(), "keeping or restoring waited for the GPU"

@@ -51,6 +51,16 @@ class ModelLane:
         for target, source in copies:
             self.do(partial(target.copy_, source))
 
+    def copy_pages(
+        self,
+        target: torch.Tensor,
+        target_rows: Sequence[int],
+        source: torch.Tensor,
+        source_rows: Sequence[int],
+    ) -> None:
+        for to, origin in zip(target_rows, source_rows, strict=True):
+            self.do(partial(target[to].copy_, source[origin]))
+
     def copy_rows(
         self,
         target: torch.Tensor,

@@ -79,3 +79,7 @@ def test_encoding_compiles(codec, page_size, head_dim, target, dtype):
 def test_a_source_that_does_not_compile_says_why():
     with pytest.raises(nvrtc.CudaError, match=r"(?s)draft_attention.cu did not compile.*HEAD_DIM"):
         nvrtc.compile_cubin("draft_attention.cu", (), ARCHITECTURE)
+
+
+def test_reading_of_host_memory_compiles():
+    assert nvrtc.compile_cubin("read_host.cu", (), ARCHITECTURE)

@@ -1,0 +1,48 @@
+"""What a server says of its link while requests run: once they leave, nothing moves any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import requests
+
+INTERVAL_S = 1.0
+
+
+class LinkWatch:
+    """A context manager: while it is entered, asks for the kvspec section of /server_info every
+    second. `last` is the last one with a `link`, None where there was none."""
+
+    def __init__(
+        self, ask: Callable[[], Mapping[str, Any]], interval_s: float = INTERVAL_S
+    ) -> None:
+        self.last: Mapping[str, Any] | None = None
+        self._ask, self._interval_s = ask, interval_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> LinkWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._interval_s):
+            try:
+                section = self._ask()
+            except requests.RequestException:
+                # A server that died is told of by whoever measures.
+                return
+            if section.get("link"):
+                self.last = section

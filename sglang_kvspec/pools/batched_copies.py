@@ -1,0 +1,80 @@
+"""Many copies between a GPU and pinned memory in one call of CUDA's runtime.
+
+Of pages of 2 MiB that lie apart, one call brings 54 GB/s where a call for each brings 46, and takes
+a tenth of the CPU's time (H200, 500 pages at once).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# The runtime before this one has the function with other arguments, or not at all.
+CUDA_MAJOR = 13
+# cudaMemcpySrcAccessOrderStream: a source is read where the copy's turn is in its stream.
+_IN_STREAM_ORDER = 1
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """cudaMemcpyAttributes. Hints of where memory lies are for managed memory."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("target_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+def copy_rows_at_once(
+    target: torch.Tensor,
+    target_rows: Sequence[int],
+    source: torch.Tensor,
+    source_rows: Sequence[int],
+    stream: torch.cuda.Stream,
+) -> bool:
+    """target[target_rows[i]] = source[source_rows[i]] on a stream that is not the default one, one
+    of both in pinned memory; rows are alike, tensors contiguous. False, and nothing was done, where
+    the runtime cannot. Raises RuntimeError where it refuses."""
+    runtime = _runtime()
+    if runtime is None:
+        return False
+    count, row_bytes = len(target_rows), target.stride(0) * target.element_size()
+    places = torch.tensor([list(target_rows), list(source_rows)], dtype=torch.int64) * row_bytes
+    places += torch.tensor([[target.data_ptr()], [source.data_ptr()]])
+    sizes = torch.full((count,), row_bytes, dtype=torch.int64)
+    attributes = _Attributes(source_access_order=_IN_STREAM_ORDER)
+    first_with_them = ctypes.c_size_t(0)
+    status = runtime.cudaMemcpyBatchAsync(
+        ctypes.c_void_p(places[0].data_ptr()),
+        ctypes.c_void_p(places[1].data_ptr()),
+        ctypes.c_void_p(sizes.data_ptr()),
+        ctypes.c_size_t(count),
+        ctypes.byref(attributes),
+        ctypes.byref(first_with_them),
+        ctypes.c_size_t(1),
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+    if status:
+        raise RuntimeError(f"copying {count} pages of residuals failed with CUDA error {status}")
+    return True
+
+
+@functools.lru_cache
+def _runtime() -> ctypes.CDLL | None:
+    version = torch.version.cuda or ""
+    if version.split(".")[0] != str(CUDA_MAJOR):
+        logger.warning("KVSpec: with CUDA %s pages of residuals are copied one by one", version)
+        return None
+    # PyTorch has loaded it.
+    return ctypes.CDLL(f"libcudart.so.{CUDA_MAJOR}")

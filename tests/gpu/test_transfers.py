@@ -1,0 +1,51 @@
+"""Values for the device arrive while residuals are fetched, whatever is in front of them."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvspec.pools.host_copies import HostCopies
+from sglang_kvspec.pools.lanes import make_lanes
+from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.pools.transfers import MOST_BYTES, send_into, sent_to
+
+DEVICE = torch.device("cuda:0")
+# 2 MiB each, as of an 8B shape: 0.25 GiB together, about 5 ms.
+NUM_PAGES, LAYERS, HEADS, RECORD_BYTES = 128, 32, 8, 8192
+
+
+def test_values_do_not_wait_for_pages() -> None:
+    shape = (HEADS, RECORD_BYTES)
+    cache = RecordPool(LAYERS, NUM_PAGES, *shape, DEVICE, by_page=True)
+    store = RecordPool(
+        LAYERS, NUM_PAGES, *shape, torch.device("cpu"), pinned=True, by_page=True
+    )  # fmt: skip
+    copies = HostCopies(cache, store, make_lanes(DEVICE))
+    pairs = [(page, (7 * page) % NUM_PAGES) for page in range(NUM_PAGES)]
+    sent_to(DEVICE, torch.zeros(1))
+    copies.fetch(pairs).synchronize()
+    done = copies.fetch(pairs)
+    values = [torch.arange(1000 + i) for i in range(20)]
+    arrived = [sent_to(DEVICE, each) for each in values]
+    torch.cuda.current_stream().synchronize()
+    assert not done.query(), "values came after the pages"
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(arrived, values, strict=True))
+    done.synchronize()
+
+
+def test_all_sizes_arrive() -> None:
+    for count in (0, 1, 3, 1000, MOST_BYTES // 8, MOST_BYTES // 8 + 1, MOST_BYTES):
+        for dtype in (torch.int64, torch.int32, torch.uint8):
+            values = torch.randint(0, 200, (count,)).to(dtype)
+            assert torch.equal(sent_to(DEVICE, values).cpu(), values), (count, dtype)
+        target = torch.full((count + 1,), 5, dtype=torch.int32, device=DEVICE)
+        send_into(target[:count], torch.arange(count))
+        assert torch.equal(target[:count].cpu(), torch.arange(count).int())
+        assert int(target[count]) == 5
+
+
+def test_more_than_the_memory_holds_in_all() -> None:
+    values = [torch.full((MOST_BYTES // 16,), i) for i in range(100)]
+    torch.cuda._sleep(20_000_000)
+    arrived = [sent_to(DEVICE, each) for each in values]
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(arrived, values, strict=True))
