@@ -14,12 +14,14 @@ INTERVAL_S = 1.0
 
 class LinkWatch:
     """A context manager: while it is entered, asks for the kvspec section of /server_info every
-    second. `last` is the last one with a `link`, None where there was none."""
+    second. `busiest` is the last one of those whose `link` is of the most requests, None where
+    there was none."""
 
     def __init__(
         self, ask: Callable[[], Mapping[str, Any]], interval_s: float = INTERVAL_S
     ) -> None:
-        self.last: Mapping[str, Any] | None = None
+        self.busiest: Mapping[str, Any] | None = None
+        self._most = 0
         self._ask, self._interval_s = ask, interval_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -44,5 +46,6 @@ class LinkWatch:
             except requests.RequestException:
                 # A server that died is told of by whoever measures.
                 return
-            if section.get("link"):
-                self.last = section
+            link = section.get("link")
+            if link and link["num_requests"] >= self._most:
+                self.busiest, self._most = section, link["num_requests"]

@@ -131,8 +131,8 @@ class LiveServer:
         after = kvspec_of(info)
         counters = counters_between(before.get("counters", {}), after.get("counters", {}))
         busy: Mapping[str, Any] = after
-        if watch is not None and watch.last is not None:
-            busy = watch.last
+        if watch is not None and watch.busiest is not None:
+            busy = watch.busiest
             counters["bytes_fetched"] = after["bytes_fetched"] - ready["bytes_fetched"]
             found["note"] = "; ".join(filter(None, (found.get("note"), busy["link"]["reason"])))
         return Record(

@@ -29,10 +29,11 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class LinkShare:
-    """share: of the speed that the same requests had with all residuals in the cache, what a link
-    lets them have. reason: why it is not more, in one line."""
+    """share: of the speed that the same num_requests requests had with all residuals in the cache,
+    what a link lets them have. reason: why it is not more, in one line."""
 
     share: float
+    num_requests: int
     reason: str
 
 
@@ -75,7 +76,7 @@ def share_of_speed(
         f"brings those of {1 / fetch_s:.0f} a second: {rate:.0f} tokens/s at most, {share:.2f} of "
         f"the {resident:.0f} with all of them in GPU memory"
     )
-    return LinkShare(share, reason)
+    return LinkShare(share, num, reason)
 
 
 def _rate(

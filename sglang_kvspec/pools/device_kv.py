@@ -146,7 +146,7 @@ class DeviceKV(KVTiers):
             index = torch.full((2, PUBLISH_PAGES), -1, dtype=torch.int32)
             index[0, : len(part)] = torch.tensor([self.window.slots.slot_of(p) for p in part])
             index[1, : len(part)] = torch.tensor(part)
-            send_into(self._published, index)
+            send_into([(self._published, index)])
             if self._publishing is not None:
                 self._publishing.replay()
             else:

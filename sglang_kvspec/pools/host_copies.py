@@ -16,7 +16,7 @@ import torch
 
 from sglang_kvspec.pools.lanes import Event, Lane, Lanes
 from sglang_kvspec.pools.record_pool import RecordPool
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import sent_together
 
 # (page, slot): the row of the store, and the cache slot.
 Pair = tuple[int, int]
@@ -88,9 +88,8 @@ class HostCopies:
     def fetch_by_layer(self, pairs: Sequence[Pair]) -> list[Event]:
         """As fetch(); returns when the pages of layer 0, 1 and so on are there."""
         device = self._cache.layer(0).device
-        pages, slots = (
-            sent_to(device, torch.tensor(ids, dtype=torch.int32))
-            for ids in zip(*pairs, strict=True)
+        pages, slots = sent_together(
+            device, [torch.tensor(ids, dtype=torch.int32) for ids in zip(*pairs, strict=True)]
         )
         # Also behind the indices, which the main lane sends.
         lane = self._fetching_lane(pairs)

@@ -14,7 +14,7 @@ from sglang_kvspec.pools.lanes import Event, Lanes
 from sglang_kvspec.pools.page_slots import OwnSlots, PageSlots
 from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import sent_together
 
 
 class HostedResiduals(ResidualTiers):
@@ -135,8 +135,8 @@ class HostedResiduals(ResidualTiers):
         """Tell kernels launched from now on where pages are."""
         if self._moved:
             pages = torch.tensor(sorted(self._moved))
-            where = sent_to(self._device, self._slots_of(pages.tolist()))
-            self.slots_on_device.index_copy_(0, sent_to(self._device, pages), where)
+            where = self._slots_of(pages.tolist())
+            self.slots_on_device.index_copy_(0, *sent_together(self._device, [pages, where]))
             self._moved.clear()
 
     def finish(self, pages: Iterable[int]) -> None:

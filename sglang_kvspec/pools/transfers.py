@@ -2,7 +2,9 @@
 
 A copy would go through the engine that brings residuals, and wait there for pages in front of it:
 what a verification needs to know came as late as the residuals of the next one. So the CPU lays
-values down in pinned memory, and a kernel of the stream that needs them reads them there.
+values down in pinned memory, and a kernel of the stream that needs them reads them there. While
+pages come that takes about 0.25 ms (H200), however much it reads: what is needed together is sent
+together.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -22,41 +25,87 @@ STAGE_BYTES = 4 << 20
 # Larger ones are copied: what they wait for matters less then.
 MOST_BYTES = STAGE_BYTES // 8
 WORD_BYTES = 4
+# Of what comes in one piece.
+ALIGNMENT = 16
 
 
 def sent_to(device: torch.device, values: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor on the CPU, contiguous. On a GPU it is there for what the current stream
     is given from now on."""
+    (there,) = sent_together(device, [values])
+    return there
+
+
+def sent_together(device: torch.device, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """sent_to() of each, which take no longer than one where the link is busy."""
     if device.type != "cuda":
-        return values.to(device, non_blocking=True)
-    values = values.contiguous()
-    if values.nbytes > MOST_BYTES:
-        return values.pin_memory().to(device, non_blocking=True)
-    num_words = -(-values.nbytes // WORD_BYTES)
-    words = torch.empty(num_words, dtype=torch.int32, device=device)
-    _stage(device).send(words, values)
-    return words.view(torch.uint8)[: values.nbytes].view(values.dtype).view(values.shape)
+        return [each.to(device, non_blocking=True) for each in values]
+    # In one piece of memory, where each begins at a multiple of what any dtype needs.
+    ends = list(accumulate(_num_words(each) for each in values))
+    words = torch.empty(sum(ends[-1:]), dtype=torch.int32, device=device)
+    places = [words[end - _num_words(each) : end] for each, end in zip(values, ends, strict=True)]
+    _send(list(zip(places, values, strict=True)))
+    return [
+        place.view(torch.uint8)[: each.nbytes].view(each.dtype).view(each.shape)
+        for place, each in zip(places, values, strict=True)
+    ]
 
 
-def send_into(target: torch.Tensor, values: torch.Tensor) -> None:
-    """target[...] = values of the same shape, in place; contiguous, of whole words of 4 bytes in
-    target's dtype. On a GPU as sent_to() says."""
-    values = values.to(target.dtype).contiguous()
-    if target.device.type != "cuda" or values.nbytes > MOST_BYTES:
-        target.copy_(sent_to(target.device, values), non_blocking=True)
+def fields_sent_to(
+    device: torch.device, source: object, names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """sent_together() of these fields, tensors."""
+    there = sent_together(device, [getattr(source, name) for name in names])
+    return dict(zip(names, there, strict=True))
+
+
+def send_into(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """target[...] = values for each (target, values) of one shape, in place; targets are contiguous
+    and of whole words of 4 bytes, values become their dtype. On a GPU as sent_together() says."""
+    sends = [(target, values.to(target.dtype)) for target, values in sends]
+    for target, values in sends:
+        assert target.shape == values.shape, (target.shape, values.shape)
+    if sends and sends[0][0].device.type != "cuda":
+        for target, values in sends:
+            target.copy_(values)
         return
-    assert target.shape == values.shape, (target.shape, values.shape)
-    _stage(target.device).send(target, values)
+    _send(sends)
+
+
+def _send(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The bytes of values into the first ones of contiguous targets on a GPU, of whole words."""
+    some: list[tuple[torch.Tensor, torch.Tensor]] = []
+    num_bytes = 0
+    for target, values in sends:
+        if values.nbytes > MOST_BYTES:
+            there = target.view(-1).view(torch.uint8)[: values.nbytes]
+            there.copy_(_bytes_of(values).pin_memory(), non_blocking=True)
+            continue
+        if num_bytes + target.nbytes > STAGE_BYTES // 2:
+            _stage(target.device).send(some)
+            some, num_bytes = [], 0
+        some.append((target, values))
+        num_bytes += target.nbytes
+    if some:
+        _stage(some[0][0].device).send(some)
+
+
+def _num_words(values: torch.Tensor) -> int:
+    """Of a place for them, behind which another one may begin."""
+    return -(-values.nbytes // ALIGNMENT) * (ALIGNMENT // WORD_BYTES)
 
 
 class Stage:
     """Memory that the device reads, used round and round."""
 
     def __init__(
-        self, words: torch.Tensor, read: Callable[[torch.Tensor, torch.Tensor], Event]
+        self,
+        words: torch.Tensor,
+        read: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], Event],
     ) -> None:
-        """words: int32 on the CPU. read: makes the device copy some of them into a tensor of as
-        many bytes, behind what its current stream was given; returns when it has."""
+        """words: int32 on the CPU. read: makes the device copy some of them, the second of each
+        pair, into a tensor of as many bytes, the first, behind what its current stream was given;
+        returns when it has."""
         self._words, self._read = words, read
         self._next = 0
         # What the device may still have to read: begin and end, and when it has. The oldest first.
@@ -64,15 +113,22 @@ class Stage:
         # Threads that receive pages send, too.
         self._lock = threading.Lock()
 
-    def send(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """To a contiguous target of whole words, the first of which take all bytes of values."""
-        if not values.nbytes:
+    def send(self, sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The bytes of values into the first ones of contiguous targets, of whole words; no more in
+        all than the memory holds."""
+        sends = [(target, values) for target, values in sends if values.nbytes]
+        if not sends:
             return
         with self._lock:
-            begin, end = self._take(target.nbytes // WORD_BYTES)
-            words = self._words[begin:end]
-            words.view(torch.uint8)[: values.nbytes].copy_(values.view(-1).view(torch.uint8))
-            self._unread.append((begin, end, self._read(target, words)))
+            ends = list(accumulate(target.nbytes // WORD_BYTES for target, _ in sends))
+            begin, end = self._take(ends[-1])
+            parts = []
+            for (target, values), last in zip(sends, ends, strict=True):
+                first = begin + last - target.nbytes // WORD_BYTES
+                words = self._words[first : begin + last]
+                words.view(torch.uint8)[: values.nbytes].copy_(_bytes_of(values))
+                parts.append((target, words))
+            self._unread.append((begin, end, self._read(parts)))
 
     def _take(self, num_words: int) -> tuple[int, int]:
         """Words that the device does not read any more; the CPU waits until it has read them."""
@@ -91,17 +147,24 @@ class Stage:
         return begin, end
 
 
+def _bytes_of(values: torch.Tensor) -> torch.Tensor:
+    if values.numel() == 1:
+        # Contiguous whatever its stride, which viewing it as bytes does not forgive.
+        values = torch.tensor([values.item()], dtype=values.dtype)
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
 @functools.lru_cache
 def _stage(device: torch.device) -> Stage:
     words = torch.empty(STAGE_BYTES // WORD_BYTES, dtype=torch.int32, pin_memory=True)
     return Stage(words, _read_by_kernel)
 
 
-def _read_by_kernel(target: torch.Tensor, words: torch.Tensor) -> Event:
+def _read_by_kernel(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
     # Late: it loads a kernel, which a CPU does without.
     from kvspec_kernels.ops.read_host import read_host
 
-    read_host(target, words)
+    read_host(parts)
     read = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    read.record(torch.cuda.current_stream(target.device))
+    read.record(torch.cuda.current_stream(parts[0][0].device))
     return read

@@ -8,7 +8,7 @@ import torch
 
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import fields_sent_to
 from sglang_kvspec.runtime.captured_layers import CapturedLayers, StepLayers, VerifyLayers
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
@@ -59,13 +59,11 @@ class DeviceAttention:
     def begin(self, plan: ForwardPlan) -> None:
         """Open the window pages this forward writes to, announce the pages it encodes, and plan."""
         rows = self._rows = self.open(plan)
-        self._index = {
-            name: sent_to(self.kv.device, getattr(rows, name))
-            for name in (
-                *("token_slots", "token_offsets", "encode_source", "encode_pages"),
-                *("fill_scratch", "fill_window", "keep_scratch", "keep_window"),
-            )
-        }
+        names = (
+            *("token_slots", "token_offsets", "encode_source", "encode_pages"),
+            *("fill_scratch", "fill_window", "keep_scratch", "keep_window"),
+        )
+        self._index = fields_sent_to(self.kv.device, rows, names)
         if rows.num_scratch:
             geometry = self.kv.geometry
             heads = (geometry.num_kv_heads, geometry.head_dim)

@@ -93,18 +93,18 @@ class DraftRows:
         tokens = torch.tensor(
             [[row.token for row in rows] + ends, [row.position for row in rows] + ends]
         )
-        self._put(self.past_indptr, indptr([*(len(row.past) for row in rows), *ends]))
-        self._put(self.tail_indptr, indptr([*(len(row.tail) for row in rows), *ends]))
-        self._put(self.past_pages, past)
-        self._put(self.tail_slots, tail)
-        self._put(self.tail_lens, scalars[0])
-        self._put(self.limits, scalars[1])
-        self._put(self.input_ids, tokens[0])
-        self._put(self.positions, tokens[1])
+        values = {
+            "past_indptr": indptr([*(len(row.past) for row in rows), *ends]),
+            "tail_indptr": indptr([*(len(row.tail) for row in rows), *ends]),
+            "past_pages": past,
+            "tail_slots": tail,
+            "tail_lens": scalars[0],
+            "limits": scalars[1],
+            "input_ids": tokens[0],
+            "positions": tokens[1],
+        }
+        send_into([(getattr(self, name)[: len(each)], each) for name, each in values.items()])
         self.step.zero_()
-
-    def _put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        send_into(target[: len(values)], values)
 
     def begin_step(self, batch: int) -> None:
         """Make room for one more token in the tails of the first `batch` rows: sets `slots` (-1
@@ -130,7 +130,7 @@ class DraftRows:
 
     def override(self, tokens: Sequence[int]) -> None:
         """Let the first len(tokens) rows go on from these tokens instead of the most likely."""
-        self._put(self.input_ids, torch.tensor(tokens))
+        send_into([(self.input_ids[: len(tokens)], torch.tensor(tokens))])
 
 
 @dataclass(frozen=True, slots=True)

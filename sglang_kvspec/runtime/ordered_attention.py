@@ -12,7 +12,7 @@ import torch
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.ordered_attention import Past, ordered_attention
 from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import fields_sent_to
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
 from sglang_kvspec.runtime.target_rows import TargetRows
 
@@ -33,7 +33,7 @@ class OrderedAttention:
     def plan(self, rows: TargetRows) -> None:
         self._max_qo_len = rows.max_qo_len
         names = ("qo_indptr", "past_indptr", "past_pages", "tail_indptr", "tail_slots", "tail_lens")
-        self._index = {name: sent_to(self._kv.device, getattr(rows, name)) for name in names}
+        self._index = fields_sent_to(self._kv.device, rows, names)
 
     def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
         index = self._index

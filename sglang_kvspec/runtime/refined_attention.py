@@ -7,7 +7,7 @@ import torch
 from kvspec_kernels.ops.attention import Tail, VerifyAttention
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import fields_sent_to, sent_to
 from sglang_kvspec.runtime.record_attention import planned_target, target_workspace_nbytes
 from sglang_kvspec.runtime.step_attention import REFINED_BATCH
 from sglang_kvspec.runtime.target_rows import TargetRows
@@ -37,10 +37,8 @@ class RefinedAttention:
         self._batches = []
         num_rows = len(rows.tail_lens)
         device = self._kv.device
-        on_device = {
-            name: sent_to(device, getattr(rows, name))
-            for name in ("past_pages", "tail_slots", "tail_lens", "tail_indptr", "past_indptr")
-        }
+        names = ("past_pages", "tail_slots", "tail_lens", "tail_indptr", "past_indptr")
+        on_device = fields_sent_to(device, rows, names)
         for first in range(0, num_rows, REFINED_BATCH):
             stop = min(first + REFINED_BATCH, num_rows)
             begin = int(rows.qo_indptr[first])

@@ -77,21 +77,21 @@ class VerifyRows:
         VERIFY, and that has room; tokens, positions: of each of its tokens. Nobody waits."""
         assert self.has_room(rows), "a verification that was not captured"
         assert len(tokens) == len(positions) == rows.num_tokens
-        self._put(self.input_ids, torch.tensor(tokens))
-        self._put(self.positions, torch.tensor(positions))
-        self._put(self.slots, filled(rows.token_slots, self.max_tokens, -1))
-        self._put(self.offsets, rows.token_offsets)
+        values = {
+            "input_ids": torch.tensor(tokens),
+            "positions": torch.tensor(positions),
+            "slots": filled(rows.token_slots, self.max_tokens, -1),
+            "offsets": rows.token_offsets,
+            "past_pages": rows.past_pages,
+            "tail_slots": rows.tail_slots,
+            "tail_lens": filled(rows.tail_lens, self.max_parts, 0),
+            "encode_source": filled(rows.encode_source, self.max_encoded, -1),
+            "encode_pages": filled(rows.encode_pages, self.max_encoded, -1),
+        }
         for name in ("qo_indptr", "past_indptr", "tail_indptr"):
             ends = getattr(rows, name)
-            self._put(getattr(self, name), filled(ends, self.max_parts + 1, int(ends[-1])))
-        self._put(self.past_pages, rows.past_pages)
-        self._put(self.tail_slots, rows.tail_slots)
-        self._put(self.tail_lens, filled(rows.tail_lens, self.max_parts, 0))
-        self._put(self.encode_source, filled(rows.encode_source, self.max_encoded, -1))
-        self._put(self.encode_pages, filled(rows.encode_pages, self.max_encoded, -1))
-
-    def _put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        send_into(target[: len(values)], values)
+            values[name] = filled(ends, self.max_parts + 1, int(ends[-1]))
+        send_into([(getattr(self, name)[: len(each)], each) for name, each in values.items()])
 
     # What a captured forward calls
 

@@ -7,7 +7,7 @@ import torch
 from sglang_kvspec.pools.host_copies import HostCopies
 from sglang_kvspec.pools.lanes import make_lanes
 from sglang_kvspec.pools.record_pool import RecordPool
-from sglang_kvspec.pools.transfers import MOST_BYTES, send_into, sent_to
+from sglang_kvspec.pools.transfers import MOST_BYTES, send_into, sent_to, sent_together
 
 DEVICE = torch.device("cuda:0")
 # 2 MiB each, as of an 8B shape: 0.25 GiB together, about 5 ms.
@@ -24,9 +24,9 @@ def test_values_do_not_wait_for_pages() -> None:
     pairs = [(page, (7 * page) % NUM_PAGES) for page in range(NUM_PAGES)]
     sent_to(DEVICE, torch.zeros(1))
     copies.fetch(pairs).synchronize()
-    done = copies.fetch(pairs)
     values = [torch.arange(1000 + i) for i in range(20)]
-    arrived = [sent_to(DEVICE, each) for each in values]
+    done = [copies.fetch(pairs) for _ in range(2)][-1]
+    arrived = sent_together(DEVICE, values)
     torch.cuda.current_stream().synchronize()
     assert not done.query(), "values came after the pages"
     assert all(torch.equal(a.cpu(), b) for a, b in zip(arrived, values, strict=True))
@@ -39,9 +39,21 @@ def test_all_sizes_arrive() -> None:
             values = torch.randint(0, 200, (count,)).to(dtype)
             assert torch.equal(sent_to(DEVICE, values).cpu(), values), (count, dtype)
         target = torch.full((count + 1,), 5, dtype=torch.int32, device=DEVICE)
-        send_into(target[:count], torch.arange(count))
+        send_into([(target[:count], torch.arange(count))])
         assert torch.equal(target[:count].cpu(), torch.arange(count).int())
         assert int(target[count]) == 5
+
+
+def test_many_at_once() -> None:
+    sizes = (5, 0, MOST_BYTES // 8, 3, *[MOST_BYTES // 8 - 1] * 9, MOST_BYTES, 1)
+    values = [torch.randint(1 << 40, (count,)) for count in sizes]
+    there = sent_together(DEVICE, values)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(there, values, strict=True))
+    targets = [torch.full((count + 2,), 9, device=DEVICE) for count in sizes]
+    send_into([(target[1:-1], each) for target, each in zip(targets, values, strict=True)])
+    for target, each in zip(targets, values, strict=True):
+        assert torch.equal(target[1:-1].cpu(), each)
+        assert target[[0, -1]].tolist() == [9, 9]
 
 
 def test_more_than_the_memory_holds_in_all() -> None:

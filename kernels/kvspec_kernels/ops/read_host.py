@@ -4,42 +4,65 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from kvspec_kernels.jit import nvrtc
 
 WORD_BYTES = 4
+# Parts that one launch reads.
+MAX_PARTS = 16
+DEFINES = {"KVSPEC_PARTS": MAX_PARTS}
 BLOCK_THREADS = 256
-# More would take multiprocessors from others without being quicker.
+# Of a part; more would take multiprocessors from others without being quicker.
 MAX_BLOCKS = 32
+
+
+class _Parts(ctypes.Structure):
+    """As in cuda/read_host.cu."""
+
+    _fields_ = (
+        ("target", ctypes.c_void_p * MAX_PARTS),
+        ("source", ctypes.c_void_p * MAX_PARTS),
+        ("num_words", ctypes.c_uint * MAX_PARTS),
+        ("count", ctypes.c_uint),
+    )
 
 
 @functools.lru_cache
 def _kernel(device: torch.device) -> nvrtc.Kernel:
-    (kernel,) = nvrtc.load("read_host.cu", ["read_host"], {}, device)
+    (kernel,) = nvrtc.load("read_host.cu", ["read_host"], DEFINES, device)
     return kernel
 
 
-def read_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target[...] = source on the current stream of target's device, in place. The CPU does not
-    wait: source must not be changed before the device has read it.
+def read_host(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """target[...] = source for each (target, source), in place, on the current stream of the
+    targets' device. The CPU does not wait: no source must be changed before the device has read it.
 
-    target: contiguous, on a CUDA device. source: pinned and contiguous, of as many bytes, a
-    multiple of 4. Raises ValueError for others.
+    target: contiguous, all on one CUDA device. source: pinned and contiguous, of as many bytes as
+    its target, a multiple of 4. Raises ValueError for others.
     """
-    if target.device.type != "cuda" or not source.is_pinned():
-        raise ValueError(f"target must be on a GPU and source pinned: {target.device}")
-    if not (target.is_contiguous() and source.is_contiguous()):
-        raise ValueError("target and source must be contiguous")
-    if target.nbytes != source.nbytes or target.nbytes % WORD_BYTES:
-        raise ValueError(
-            f"target and source must be of as many bytes, whole words of {WORD_BYTES}, not "
-            f"{target.nbytes} and {source.nbytes}"
-        )
-    num_words = target.nbytes // WORD_BYTES
-    if not num_words:
-        return
-    grid = min(-(-num_words // BLOCK_THREADS), MAX_BLOCKS)
-    arguments = (target, source, ctypes.c_longlong(num_words))
-    _kernel(target.device).launch(grid, BLOCK_THREADS, arguments)
+    for target, source in parts:
+        if target.device.type != "cuda" or not source.is_pinned():
+            raise ValueError(f"target must be on a GPU and source pinned: {target.device}")
+        if not (target.is_contiguous() and source.is_contiguous()):
+            raise ValueError("target and source must be contiguous")
+        if target.nbytes != source.nbytes or target.nbytes % WORD_BYTES:
+            raise ValueError(
+                f"target and source must be of as many bytes, whole words of {WORD_BYTES}, not "
+                f"{target.nbytes} and {source.nbytes}"
+            )
+    some = [(target, source) for target, source in parts if target.nbytes]
+    for first in range(0, len(some), MAX_PARTS):
+        _launch(some[first : first + MAX_PARTS])
+
+
+def _launch(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    told = _Parts(count=len(parts))
+    for i, (target, source) in enumerate(parts):
+        told.target[i], told.source[i] = target.data_ptr(), source.data_ptr()
+        told.num_words[i] = target.nbytes // WORD_BYTES
+    most_words = max(target.nbytes for target, _ in parts) // WORD_BYTES
+    blocks_each = min(-(-most_words // BLOCK_THREADS), MAX_BLOCKS)
+    _kernel(parts[0][0].device).launch(blocks_each * len(parts), BLOCK_THREADS, (told,))

@@ -10,6 +10,7 @@ from kvspec_kernels.jit import nvrtc
 from kvspec_kernels.jit.cuda_attention import AttentionShape, draft_defines
 from kvspec_kernels.jit.cuda_encode import EncodeShape, encode_defines
 from kvspec_kernels.jit.cuda_verify import verify_defines
+from kvspec_kernels.ops import read_host
 
 ARCHITECTURE = "sm_90a"
 CODECS = (Log4Settings, Uniform4Settings)
@@ -82,4 +83,4 @@ def test_a_source_that_does_not_compile_says_why():
 
 
 def test_reading_of_host_memory_compiles():
-    assert nvrtc.compile_cubin("read_host.cu", (), ARCHITECTURE)
+    assert nvrtc.compile_cubin("read_host.cu", tuple(read_host.DEFINES.items()), ARCHITECTURE)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_kvspec.pools.transfers import Stage, send_into, sent_to
+from sglang_kvspec.pools.transfers import Stage, fields_sent_to, send_into, sent_to
 
 CPU = torch.device("cpu")
 NUM_WORDS = 32
@@ -21,8 +21,7 @@ class Reading:
     """Of a device that does one after the other."""
 
     device: LateDevice
-    target: torch.Tensor
-    words: torch.Tensor
+    parts: list[tuple[torch.Tensor, torch.Tensor]]
     is_over: bool = False
 
     def query(self):
@@ -38,28 +37,37 @@ class LateDevice:
     def __init__(self):
         self.queue, self.waits = [], 0
 
-    def read(self, target, words):
-        assert target.nbytes == words.nbytes
-        self.queue.append(Reading(self, target, words))
+    def read(self, parts):
+        assert all(target.nbytes == words.nbytes for target, words in parts)
+        self.queue.append(Reading(self, parts))
         return self.queue[-1]
 
     def step(self):
         reading = self.queue.pop(0)
-        reading.target.view(torch.int32).copy_(reading.words)
+        for target, words in reading.parts:
+            target.view(torch.int32).copy_(words)
         reading.is_over = True
 
 
-@given(st.lists(st.tuples(st.integers(0, NUM_WORDS), st.integers(0, 3)), max_size=60), st.randoms())
+# Words of tensors that are sent together, some of them none; and what the device does then.
+SENDS = st.tuples(st.lists(st.integers(0, NUM_WORDS // 3), max_size=3), st.integers(0, 3))
+
+
+@given(st.lists(SENDS, max_size=60), st.randoms())
 @settings(max_examples=300, deadline=None)
 def test_every_target_gets_its_values(sends, rng):
+    check(sends, rng)
+
+
+def check(sends, rng):
     device = LateDevice()
     stage = Stage(torch.zeros(NUM_WORDS, dtype=torch.int32), device.read)
     sent = []
-    for count, num_steps in sends:
-        values = torch.tensor([rng.randrange(1 << 30) for _ in range(count)], dtype=torch.int32)
-        target = torch.zeros(count, dtype=torch.int32)
-        stage.send(target, values)
-        sent.append((target, values))
+    for counts, num_steps in sends:
+        values = [torch.tensor([rng.randrange(1 << 30) for _ in range(n)]).int() for n in counts]
+        targets = [torch.zeros(count, dtype=torch.int32) for count in counts]
+        stage.send(list(zip(targets, values, strict=True)))
+        sent += zip(targets, values, strict=True)
         for _ in range(min(num_steps, len(device.queue))):
             device.step()
     while device.queue:
@@ -71,20 +79,22 @@ def test_nobody_waits_while_there_is_room():
     device = LateDevice()
     stage = Stage(torch.zeros(NUM_WORDS, dtype=torch.int32), device.read)
     for number in range(100):
-        stage.send(torch.zeros(10, dtype=torch.int32), torch.full((10,), number).int())
+        stage.send([(torch.zeros(10, dtype=torch.int32), torch.full((10,), number).int())])
         if number >= 2:
             device.step()
     assert device.waits == 0
     # Two are unread now, and the memory holds three.
     for _ in range(2):
-        stage.send(torch.zeros(10, dtype=torch.int32), torch.zeros(10).int())
+        stage.send([(torch.zeros(10, dtype=torch.int32), torch.zeros(10).int())])
     assert device.waits == 1
 
 
 def test_the_test_would_see_values_that_are_overwritten(monkeypatch):
     monkeypatch.setattr(Stage, "_take", lambda stage, num_words: (0, num_words))
     with pytest.raises(AssertionError):
-        test_every_target_gets_its_values.hypothesis.inner_test([(3, 0), (3, 0)], random.Random(0))
+        test_every_target_gets_its_values.hypothesis.inner_test(
+            [([3], 0), ([3], 0)], random.Random(0)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
@@ -93,7 +103,7 @@ def test_bytes_that_are_no_whole_words(dtype):
     stage = Stage(torch.zeros(NUM_WORDS, dtype=torch.int32), device.read)
     values = torch.tensor([[1, 0, 1], [1, 1, 0]]).to(dtype)
     words = torch.zeros(-(-values.nbytes // 4), dtype=torch.int32)
-    stage.send(words, values)
+    stage.send([(words, values)])
     device.step()
     found = words.view(torch.uint8)[: values.nbytes].view(dtype).view(values.shape)
     assert torch.equal(found, values)
@@ -103,5 +113,29 @@ def test_on_a_cpu_values_are_there_at_once():
     values = torch.tensor([[1, 2], [3, 4]])
     assert torch.equal(sent_to(CPU, values.T), values.T)
     target = torch.zeros(2, 2, dtype=torch.int32)
-    send_into(target, values)
+    send_into([(target, values)])
     assert torch.equal(target, values.int())
+
+
+def test_fields_by_their_names():
+    @dataclass
+    class Fields:
+        one: torch.Tensor
+        other: torch.Tensor
+
+    fields = Fields(torch.arange(3), torch.zeros(0))
+    there = fields_sent_to(CPU, fields, ("other", "one"))
+    assert there.keys() == {"other", "one"}
+    assert all(torch.equal(there[name], getattr(fields, name)) for name in there)
+
+
+def test_a_value_of_any_stride():
+    device = LateDevice()
+    stage = Stage(torch.zeros(NUM_WORDS, dtype=torch.int32), device.read)
+    every = torch.arange(12, dtype=torch.int64).reshape(3, 4)
+    target = torch.zeros(3, dtype=torch.int64)
+    one = torch.zeros(1, dtype=torch.int64)
+    stage.send([(target, every[:, 2]), (one, every[1:2, 3])])
+    device.step()
+    assert torch.equal(target, every[:, 2])
+    assert int(one) == 7

@@ -1,7 +1,21 @@
-// Words from pinned host memory into memory on the device.
+// Words from pinned host memory into memory on the device, some parts of both at a time: with a
+// link that is busy, what a read waits for is there once for all of them.
 
-extern "C" __global__ void read_host(int* target, const int* source, long long num_words) {
-  const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
-  long long word = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (; word < num_words; word += stride) target[word] = source[word];
+constexpr int kParts = KVSPEC_PARTS;
+
+struct Parts {
+  int* target[kParts];
+  const int* source[kParts];
+  unsigned num_words[kParts];
+  unsigned count;
+};
+
+// gridDim.x is a multiple of parts.count.
+extern "C" __global__ void read_host(const Parts parts) {
+  const unsigned part = blockIdx.x % parts.count;
+  const unsigned stride = gridDim.x / parts.count * blockDim.x;
+  unsigned word = blockIdx.x / parts.count * blockDim.x + threadIdx.x;
+  for (; word < parts.num_words[part]; word += stride) {
+    parts.target[part][word] = parts.source[part][word];
+  }
 }

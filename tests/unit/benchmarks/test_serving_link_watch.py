@@ -1,0 +1,38 @@
+"""What a server said of its link while most requests ran."""
+
+from __future__ import annotations
+
+import threading
+
+import requests
+from serving.link_watch import LinkWatch
+
+
+class Server:
+    """Answers with these numbers of requests, 0 for a link that has nothing to move, then stops."""
+
+    def __init__(self, *answers):
+        self._answers, self.is_done = list(answers), threading.Event()
+
+    def ask(self):
+        if not self._answers:
+            self.is_done.set()
+            raise requests.ConnectionError
+        count = self._answers.pop(0)
+        return {"link": {"num_requests": count} if count else None, "left": len(self._answers)}
+
+
+def watched(*answers):
+    server = Server(*answers)
+    with LinkWatch(server.ask, interval_s=0.001) as watch:
+        assert server.is_done.wait(10)
+    return watch.busiest
+
+
+def test_the_last_of_the_most_requests():
+    assert watched(0, 3, 5, 5, 2, 0)["left"] == 2
+
+
+def test_a_link_that_moves_nothing():
+    assert watched(0, 0) is None
+    assert watched() is None
