@@ -43,7 +43,9 @@ def read_host(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     target: contiguous, all on one CUDA device. source: pinned and contiguous, of as many bytes as
     its target, a multiple of 4. Raises ValueError for others.
     """
-    for target, source in parts:
+    # Nothing is never pinned.
+    some = [(target, source) for target, source in parts if target.nbytes or source.nbytes]
+    for target, source in some:
         if target.device.type != "cuda" or not source.is_pinned():
             raise ValueError(f"target must be on a GPU and source pinned: {target.device}")
         if not (target.is_contiguous() and source.is_contiguous()):
@@ -53,7 +55,6 @@ def read_host(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 f"target and source must be of as many bytes, whole words of {WORD_BYTES}, not "
                 f"{target.nbytes} and {source.nbytes}"
             )
-    some = [(target, source) for target, source in parts if target.nbytes]
     for first in range(0, len(some), MAX_PARTS):
         _launch(some[first : first + MAX_PARTS])
 
