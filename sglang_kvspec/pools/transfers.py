@@ -3,8 +3,8 @@
 A copy would go through the engine that brings residuals, and wait there for pages in front of it:
 what a verification needs to know came as late as the residuals of the next one. So the CPU lays
 values down in pinned memory, and a kernel of the stream that needs them reads them there. While
-pages come that takes about 0.25 ms (H200), however much it reads: what is needed together is sent
-together.
+pages come that takes 0.2 ms or more (H200), however little it reads: what is needed together is
+sent together.
 """
 
 from __future__ import annotations
