@@ -87,6 +87,7 @@ def _described(point: Record) -> dict[str, Any]:
         "server_arguments": point.server_arguments,
         "tokens_fit": point.max_total_num_tokens,
         "timing_ms": point.timing,
+        "decode_s": None if point.decode is None else point.decode.duration_s,
         "note": point.note,
         "counters": {k: v for k, v in point.counters.items() if isinstance(v, int)},
     }

@@ -15,12 +15,13 @@ INTERVAL_S = 1.0
 class LinkWatch:
     """A context manager: while it is entered, asks for the kvspec section of /server_info every
     second. `busiest` is the last one of those whose `link` is of the most requests, None where
-    there was none."""
+    there was none; `num_missed` counts answers that did not come."""
 
     def __init__(
         self, ask: Callable[[], Mapping[str, Any]], interval_s: float = INTERVAL_S
     ) -> None:
         self.busiest: Mapping[str, Any] | None = None
+        self.num_missed = 0
         self._most = 0
         self._ask, self._interval_s = ask, interval_s
         self._over = threading.Event()
@@ -45,7 +46,8 @@ class LinkWatch:
                 section = self._ask()
             except requests.RequestException:
                 # A server that died is told of by whoever measures.
-                return
+                self.num_missed += 1
+                continue
             link = section.get("link")
             if link and link["num_requests"] >= self._most:
                 self.busiest, self._most = section, link["num_requests"]

@@ -23,6 +23,7 @@ from sglang_kvspec.testing.server_process import ServerProcess
 
 _REQUEST_TIMEOUT_S = 120.0
 _FLUSH_TIMEOUT_S = 60.0
+_WATCH_TIMEOUT_S = 5.0
 _WARM_UP_PROMPT, _WARM_UP_OUTPUT = 300, 32
 # A cached prefix ends at a page; more than this computed again is not a cached prompt.
 _MOST_UNCACHED = 256
@@ -111,15 +112,14 @@ class LiveServer:
             if not texts.exists():
                 write_texts(point.model, waves * point.concurrency, prompt_len, point.seed, texts)
         self.flush()
-        before = ready = self._kvspec()
+        before = self._kvspec()
         watch: LinkWatch | None = None
         if "end_to_end" in passes:
             result = self._run(point, prompt_len, output_len, waves, texts)
             found["end_to_end"] = client.summary(result)
         if "decode" in passes:
             self._run(point, prompt_len, 1, 1, texts)
-            ready = self._kvspec()
-            with LinkWatch(self._kvspec) if _has_link(ready) else nullcontext() as watch:
+            with LinkWatch(self._kvspec_now) if _has_link(before) else nullcontext() as watch:
                 result = self._run(point, prompt_len, output_len, 1, texts)
             uncached = client.most_uncached(result)
             if uncached > _MOST_UNCACHED:
@@ -131,10 +131,14 @@ class LiveServer:
         after = kvspec_of(info)
         counters = counters_between(before.get("counters", {}), after.get("counters", {}))
         busy: Mapping[str, Any] = after
-        if watch is not None and watch.busiest is not None:
-            busy = watch.busiest
-            counters["bytes_fetched"] = after["bytes_fetched"] - ready["bytes_fetched"]
-            found["note"] = "; ".join(filter(None, (found.get("note"), busy["link"]["reason"])))
+        if _has_link(before):
+            counters["bytes_fetched"] = after["bytes_fetched"] - before["bytes_fetched"]
+        if watch is not None:
+            busy = watch.busiest or after
+            if watch.num_missed:
+                _add_note(found, f"{watch.num_missed} answers about the link did not come")
+        if link := busy.get("link"):
+            _add_note(found, link["reason"])
         return Record(
             model=point.model.name,
             context_len=point.context_len,
@@ -191,19 +195,27 @@ class LiveServer:
         if not reply.ok:
             raise client.BenchError(f"{path} answered {reply.status_code}: {reply.text[:300]}")
 
-    def info(self) -> dict[str, Any]:
+    def info(self, timeout_s: float = _REQUEST_TIMEOUT_S) -> dict[str, Any]:
         """What /server_info says."""
-        reply = requests.get(f"{self.base_url}/server_info", timeout=_REQUEST_TIMEOUT_S)
+        reply = requests.get(f"{self.base_url}/server_info", timeout=timeout_s)
         reply.raise_for_status()
         return dict(json.loads(reply.text))
 
     def _kvspec(self) -> dict[str, Any]:
         return kvspec_of(self.info())
 
+    def _kvspec_now(self) -> dict[str, Any]:
+        """Of a server that may be too busy to answer. Raises requests.RequestException then."""
+        return kvspec_of(self.info(_WATCH_TIMEOUT_S))
+
 
 def kvspec_of(info: Mapping[str, Any]) -> dict[str, Any]:
     """The kvspec section of what /server_info says, empty on plain SGLang."""
     return dict(info["internal_states"][0].get("kvspec", {}))
+
+
+def _add_note(found: dict[str, Any], note: str) -> None:
+    found["note"] = "; ".join(filter(None, (found.get("note"), note)))
 
 
 def _has_link(report: Mapping[str, Any]) -> bool:

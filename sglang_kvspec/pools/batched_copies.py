@@ -44,13 +44,21 @@ def copy_rows_at_once(
     stream: torch.cuda.Stream,
 ) -> bool:
     """target[target_rows[i]] = source[source_rows[i]] on a stream that is not the default one, one
-    of both in pinned memory; rows are alike, tensors contiguous. False, and nothing was done, where
-    the runtime cannot. Raises RuntimeError where it refuses."""
+    of both in pinned memory; target_rows are distinct, rows alike, tensors contiguous. False, and
+    nothing was done, where the runtime cannot. Raises RuntimeError where it refuses."""
     runtime = _runtime()
     if runtime is None:
         return False
-    count, row_bytes = len(target_rows), target.stride(0) * target.element_size()
-    places = torch.tensor([list(target_rows), list(source_rows)], dtype=torch.int64) * row_bytes
+    count, row_bytes = len(target_rows), target[0].nbytes
+    places = torch.tensor([list(target_rows), list(source_rows)], dtype=torch.int64)
+    # What slices would check: addresses are copied from and to whatever is there.
+    assert target.is_contiguous(), "rows of the target lie apart"
+    assert source.is_contiguous(), "rows of the source lie apart"
+    assert target.shape[1:] == source.shape[1:], "rows are of different shapes"
+    assert target.dtype == source.dtype, "rows are of different dtypes"
+    assert int(places.min()) >= 0, "no such row"
+    assert all(int(rows.max()) < len(of) for rows, of in zip(places, (target, source), strict=True))
+    places *= row_bytes
     places += torch.tensor([[target.data_ptr()], [source.data_ptr()]])
     sizes = torch.full((count,), row_bytes, dtype=torch.int64)
     attributes = _Attributes(source_access_order=_IN_STREAM_ORDER)

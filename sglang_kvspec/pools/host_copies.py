@@ -2,9 +2,8 @@
 
 All layers of a page lie in one run of memory: the copy engines move them at the speed of the link,
 beside the kernels and without taking multiprocessors from them, and the CPU makes one call for all
-pages. A forward that need not
-wait for whole pages has them layer by layer, by a small kernel that reads the pinned memory, all
-pages of a layer in one launch.
+pages. A forward that need not wait for whole pages has them layer by layer, by a small kernel that
+reads the pinned memory, all pages of a layer in one launch.
 """
 
 from __future__ import annotations

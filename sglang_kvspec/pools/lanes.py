@@ -40,7 +40,7 @@ class Lane(Protocol):
         source_rows: Sequence[int],
     ) -> None:
         """target[target_rows[i]] = source[source_rows[i]] of contiguous tensors with rows alike, at
-        least one: by a copy engine, one side in pinned memory."""
+        least one, target_rows distinct: by a copy engine, one side in pinned memory."""
         ...
 
     def copy_rows(

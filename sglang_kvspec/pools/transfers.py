@@ -3,13 +3,12 @@
 A copy would go through the engine that brings residuals, and wait there for pages in front of it:
 what a verification needs to know came as late as the residuals of the next one. So the CPU lays
 values down in pinned memory, and a kernel of the stream that needs them reads them there. While
-pages come that takes 0.2 ms or more (H200), however little it reads: what is needed together is
-sent together.
+pages come that takes 0.2 ms or more (H200), however little it reads: what a round needs together is
+sent together. Only FlashInfer's own plans, of the target `exact`, are still copied.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,8 +29,8 @@ ALIGNMENT = 16
 
 
 def sent_to(device: torch.device, values: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor on the CPU, contiguous. On a GPU it is there for what the current stream
-    is given from now on."""
+    """A tensor on the CPU, for the device to read: on a GPU a contiguous copy, which is there for
+    what the current stream is given from now on."""
     (there,) = sent_together(device, [values])
     return there
 
@@ -110,7 +109,7 @@ class Stage:
         self._next = 0
         # What the device may still have to read: begin and end, and when it has. The oldest first.
         self._unread: deque[tuple[int, int, Event]] = deque()
-        # Threads that receive pages send, too.
+        # Nobody but the scheduler's thread sends today; the CPU's part is short enough to be safe.
         self._lock = threading.Lock()
 
     def send(self, sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -154,10 +153,17 @@ def _bytes_of(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(-1).view(torch.uint8)
 
 
-@functools.lru_cache
+_stages: dict[torch.device, Stage] = {}
+_stages_lock = threading.Lock()
+
+
 def _stage(device: torch.device) -> Stage:
-    words = torch.empty(STAGE_BYTES // WORD_BYTES, dtype=torch.int32, pin_memory=True)
-    return Stage(words, _read_by_kernel)
+    """One for a device: memory of another would be given back while the device reads it."""
+    with _stages_lock:
+        if device not in _stages:
+            words = torch.empty(STAGE_BYTES // WORD_BYTES, dtype=torch.int32, pin_memory=True)
+            _stages[device] = Stage(words, _read_by_kernel)
+        return _stages[device]
 
 
 def _read_by_kernel(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
@@ -166,5 +172,6 @@ def _read_by_kernel(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event
 
     read_host(parts)
     read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # The stream that read_host() takes.
     read.record(torch.cuda.current_stream(parts[0][0].device))
     return read

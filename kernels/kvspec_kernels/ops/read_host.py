@@ -41,13 +41,19 @@ def read_host(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     targets' device. The CPU does not wait: no source must be changed before the device has read it.
 
     target: contiguous, all on one CUDA device. source: pinned and contiguous, of as many bytes as
-    its target, a multiple of 4. Raises ValueError for others.
+    its target. Both begin at multiples of 4 bytes and are of such a number. Raises ValueError for
+    others.
     """
-    # Nothing is never pinned.
+    # PyTorch calls no empty tensor pinned.
     some = [(target, source) for target, source in parts if target.nbytes or source.nbytes]
+    if not some:
+        return
+    device = some[0][0].device
     for target, source in some:
         if target.device.type != "cuda" or not source.is_pinned():
             raise ValueError(f"target must be on a GPU and source pinned: {target.device}")
+        if target.device != device:
+            raise ValueError(f"targets must be on one device, not on {device} and {target.device}")
         if not (target.is_contiguous() and source.is_contiguous()):
             raise ValueError("target and source must be contiguous")
         if target.nbytes != source.nbytes or target.nbytes % WORD_BYTES:
@@ -55,8 +61,11 @@ def read_host(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 f"target and source must be of as many bytes, whole words of {WORD_BYTES}, not "
                 f"{target.nbytes} and {source.nbytes}"
             )
-    for first in range(0, len(some), MAX_PARTS):
-        _launch(some[first : first + MAX_PARTS])
+        if target.data_ptr() % WORD_BYTES or source.data_ptr() % WORD_BYTES:
+            raise ValueError(f"target and source must begin at multiples of {WORD_BYTES} bytes")
+    with torch.cuda.device(device):
+        for first in range(0, len(some), MAX_PARTS):
+            _launch(some[first : first + MAX_PARTS])
 
 
 def _launch(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -9,7 +9,8 @@ from serving.link_watch import LinkWatch
 
 
 class Server:
-    """Answers with these numbers of requests, 0 for a link that has nothing to move, then stops."""
+    """Answers with these numbers of requests, 0 for a link that has nothing to move and None for no
+    answer, then not any more."""
 
     def __init__(self, *answers):
         self._answers, self.is_done = list(answers), threading.Event()
@@ -19,6 +20,8 @@ class Server:
             self.is_done.set()
             raise requests.ConnectionError
         count = self._answers.pop(0)
+        if count is None:
+            raise requests.Timeout
         return {"link": {"num_requests": count} if count else None, "left": len(self._answers)}
 
 
@@ -26,13 +29,20 @@ def watched(*answers):
     server = Server(*answers)
     with LinkWatch(server.ask, interval_s=0.001) as watch:
         assert server.is_done.wait(10)
-    return watch.busiest
+    return watch
 
 
 def test_the_last_of_the_most_requests():
-    assert watched(0, 3, 5, 5, 2, 0)["left"] == 2
+    assert watched(0, 3, 5, 5, 2, 0).busiest["left"] == 2
 
 
 def test_a_link_that_moves_nothing():
-    assert watched(0, 0) is None
-    assert watched() is None
+    assert watched(0, 0).busiest is None
+    assert watched().busiest is None
+
+
+def test_an_answer_that_does_not_come_is_counted_and_others_are_asked_for():
+    watch = watched(3, None, 5, 4)
+    assert watch.busiest["left"] == 1
+    # And those after the last.
+    assert watch.num_missed >= 2

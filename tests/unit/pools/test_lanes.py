@@ -89,6 +89,25 @@ def test_a_runtime_that_refuses_is_not_passed_over(runtime):
         copy_rows_at_once(rows(2, 1), [0, 1], rows(2, 2), [1, 0], FakeStream())
 
 
+@pytest.mark.parametrize(
+    ("to", "origin"), [([0, 2], [0, 1]), ([0, 1], [0, 3]), ([-1, 0], [0, 1]), ([0, 1], [-1, 0])]
+)
+def test_rows_that_are_not_there_are_not_copied(runtime, to, origin):
+    fake = runtime(FakeRuntime())
+    with pytest.raises(AssertionError):
+        copy_rows_at_once(rows(2, 1), to, rows(3, 2), origin, FakeStream())
+    assert not fake.calls
+
+
+def test_rows_that_lie_apart_or_differ_are_not_copied(runtime):
+    fake = runtime(FakeRuntime())
+    whole = rows(4, 1)
+    for target in (whole[::2], whole[:, 1:], whole.view(torch.int32)):
+        with pytest.raises(AssertionError):
+            copy_rows_at_once(target, [0], rows(4, 2), [0], FakeStream())
+    assert not fake.calls
+
+
 @pytest.mark.parametrize("version", ["12.9", None])
 def test_another_cuda_is_told_of_once(monkeypatch, caplog, version):
     batched_copies._runtime.cache_clear()

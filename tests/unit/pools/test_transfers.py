@@ -16,12 +16,13 @@ CPU = torch.device("cpu")
 NUM_WORDS = 32
 
 
-@dataclass
+@dataclass(eq=False)
 class Reading:
-    """Of a device that does one after the other."""
+    """What a stream of a device is to read."""
 
     device: LateDevice
     parts: list[tuple[torch.Tensor, torch.Tensor]]
+    stream: int
     is_over: bool = False
 
     def query(self):
@@ -30,20 +31,28 @@ class Reading:
     def synchronize(self):
         self.device.waits += not self.is_over
         while not self.is_over:
-            self.device.step()
+            self.device.step(self.stream)
 
 
 class LateDevice:
-    def __init__(self):
+    """With as many streams, each of which does one after the other; reads go to them in turn."""
+
+    def __init__(self, num_streams=1):
         self.queue, self.waits = [], 0
+        self.num_streams, self.num_reads = num_streams, 0
 
     def read(self, parts):
         assert all(target.nbytes == words.nbytes for target, words in parts)
-        self.queue.append(Reading(self, parts))
+        self.queue.append(Reading(self, parts, self.num_reads % self.num_streams))
+        self.num_reads += 1
         return self.queue[-1]
 
-    def step(self):
-        reading = self.queue.pop(0)
+    def step(self, stream=None):
+        """Of this stream, or of the one whose turn came first."""
+        reading = next((r for r in self.queue if stream in (None, r.stream)), None)
+        if reading is None:
+            return
+        self.queue.remove(reading)
         for target, words in reading.parts:
             target.view(torch.int32).copy_(words)
         reading.is_over = True
@@ -59,8 +68,14 @@ def test_every_target_gets_its_values(sends, rng):
     check(sends, rng)
 
 
-def check(sends, rng):
-    device = LateDevice()
+@given(st.lists(SENDS, max_size=60), st.randoms())
+@settings(max_examples=300, deadline=None)
+def test_every_target_of_two_streams_gets_its_values(sends, rng):
+    check(sends, rng, num_streams=2)
+
+
+def check(sends, rng, num_streams=1):
+    device = LateDevice(num_streams)
     stage = Stage(torch.zeros(NUM_WORDS, dtype=torch.int32), device.read)
     sent = []
     for counts, num_steps in sends:
@@ -68,8 +83,8 @@ def check(sends, rng):
         targets = [torch.zeros(count, dtype=torch.int32) for count in counts]
         stage.send(list(zip(targets, values, strict=True)))
         sent += zip(targets, values, strict=True)
-        for _ in range(min(num_steps, len(device.queue))):
-            device.step()
+        for _ in range(num_steps):
+            device.step(rng.randrange(num_streams))
     while device.queue:
         device.step()
     assert all(torch.equal(*pair) for pair in sent)
