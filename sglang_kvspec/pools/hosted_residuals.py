@@ -248,7 +248,7 @@ class HostedResiduals(ResidualTiers):
         self.evict(sorted(spare, key=self._last_use.__getitem__)[:lacking])
 
     def _slots_of(self, pages: Iterable[int]) -> torch.Tensor:
-        return self.cache_slots.table[list(pages)].clamp(min=0).int()
+        return torch.tensor(self.cache_slots.slots_of(pages), dtype=torch.int32)
 
     def check_integrity(self) -> None:
         assert not self._lent, "slots are lent beyond a forward"

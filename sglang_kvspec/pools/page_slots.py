@@ -16,8 +16,9 @@ class PageSlots:
         self.num_slots = num_slots
         self._slot_of_page: dict[int, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
-        # The same map as a tensor, -1 where a page has no slot, for gathers without Python loops.
-        self.table = torch.full((num_pages + 1,), -1, dtype=torch.int64, device=device)
+        self._table = torch.full((num_pages + 1,), -1, dtype=torch.int64, device=device)
+        # Entries that the table does not have yet: where nobody reads it, nobody pays for it.
+        self._changed: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._slot_of_page)
@@ -29,9 +30,25 @@ class PageSlots:
         """Pages, the one that got its slot first coming first."""
         return iter(self._slot_of_page)
 
+    @property
+    def table(self) -> torch.Tensor:
+        """The same map as a tensor [num_pages + 1] int64, -1 where a page has no slot, for gathers
+        without Python loops."""
+        if self._changed:
+            device = self._table.device
+            pages = torch.tensor(list(self._changed), device=device)
+            self._table[pages] = torch.tensor(list(self._changed.values()), device=device)
+            self._changed.clear()
+        return self._table
+
     def slot_of(self, page: int) -> int:
         """The slot of a page that has one."""
         return self._slot_of_page[page]
+
+    def slots_of(self, pages: Iterable[int]) -> list[int]:
+        """Their slots, and any slot for pages without."""
+        find = self._slot_of_page.get
+        return [find(page, 0) for page in pages]
 
     @property
     def num_free(self) -> int:
@@ -44,7 +61,7 @@ class PageSlots:
             raise CapacityError(f"no free slot for page {page}: all {self.num_slots} are taken")
         slot = self._free.pop()
         self._slot_of_page[page] = slot
-        self.table[page] = slot
+        self._changed[page] = slot
         return slot
 
     def acquire_all(self, pages: Sequence[int]) -> list[int]:
@@ -61,15 +78,16 @@ class PageSlots:
         first = self.num_free - len(pages)
         slots = sorted(self._free[first:])
         del self._free[first:]
-        self._slot_of_page.update(zip(pages, slots, strict=True))
-        self.table[list(pages)] = torch.tensor(slots, dtype=torch.int64, device=self.table.device)
+        given = dict(zip(pages, slots, strict=True))
+        self._slot_of_page.update(given)
+        self._changed.update(given)
         return slots
 
     def release_all(self, pages: Iterable[int]) -> None:
         """Take back the slots of these pages, those that have one."""
         held = [page for page in dict.fromkeys(pages) if page in self._slot_of_page]
         self._free += [self._slot_of_page.pop(page) for page in held]
-        self.table[held] = -1
+        self._changed.update(dict.fromkeys(held, -1))
 
     def release(self, page: int) -> bool:
         """Take the slot of `page` back; False when it had none."""
@@ -77,7 +95,7 @@ class PageSlots:
         if slot is None:
             return False
         self._free.append(slot)
-        self.table[page] = -1
+        self._changed[page] = -1
         return True
 
     def check_integrity(self) -> None:
@@ -96,7 +114,7 @@ class OwnSlots(PageSlots):
     def __init__(self, num_pages: int, device: torch.device) -> None:
         super().__init__(0, 0, device)
         self.num_slots = num_pages
-        self.table = torch.arange(-1, num_pages, device=device)
+        self._table = torch.arange(-1, num_pages, device=device)
 
     @property
     def num_free(self) -> int:
