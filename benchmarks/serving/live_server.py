@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,13 @@ class LiveServer:
             found["end_to_end"] = client.summary(result)
         if "decode" in passes:
             self._run(point, prompt_len, 1, 1, texts)
-            with LinkWatch(self._kvspec_now) if _has_link(before) else nullcontext() as watch:
+            # A busy server that does not answer soon is asked again.
+            ask = partial(self._kvspec, _WATCH_TIMEOUT_S)
+            with LinkWatch(ask) if _has_link(before) else nullcontext() as watch:
                 result = self._run(point, prompt_len, output_len, 1, texts)
             uncached = client.most_uncached(result)
             if uncached > _MOST_UNCACHED:
-                found["note"] = f"decode dropped: {uncached} tokens of a prompt were not cached"
+                _add_note(found, f"decode dropped: {uncached} tokens of a prompt were not cached")
             else:
                 found["decode"] = client.summary(result)
                 found["decode_rate"] = decode_rate(result["ttfts"], result["itls"])
@@ -201,12 +204,8 @@ class LiveServer:
         reply.raise_for_status()
         return dict(json.loads(reply.text))
 
-    def _kvspec(self) -> dict[str, Any]:
-        return kvspec_of(self.info())
-
-    def _kvspec_now(self) -> dict[str, Any]:
-        """Of a server that may be too busy to answer. Raises requests.RequestException then."""
-        return kvspec_of(self.info(_WATCH_TIMEOUT_S))
+    def _kvspec(self, timeout_s: float = _REQUEST_TIMEOUT_S) -> dict[str, Any]:
+        return kvspec_of(self.info(timeout_s))
 
 
 def kvspec_of(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from sglang_kvspec.pools.lanes import Lanes, make_lanes
 from sglang_kvspec.pools.record_pool import RecordPool
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
 from sglang_kvspec.pools.staged_records import StagedRecords
-from sglang_kvspec.pools.transfers import send_into, sent_to
+from sglang_kvspec.pools.transfers import send_into, sent_to, sent_together
 
 # Pages that publish() encodes at once.
 PUBLISH_PAGES = 16
@@ -230,7 +230,7 @@ class DeviceKV(KVTiers):
             self.place_residuals(())
             rows = torch.arange(first, first + len(part), dtype=torch.int32)
             ids = torch.tensor(part, dtype=torch.int32)
-            source, places = sent_to(self.device, rows), sent_to(self.device, ids)
+            source, places = sent_together(self.device, [rows, ids])
             for layer in range(self.geometry.num_layers):
                 self.encode_from(layer, k[:, layer], v[:, layer], source, places)
             self.finish_encode(part)

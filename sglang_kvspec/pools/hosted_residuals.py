@@ -134,9 +134,9 @@ class HostedResiduals(ResidualTiers):
     def sync(self) -> None:
         """Tell kernels launched from now on where pages are."""
         if self._moved:
-            pages = torch.tensor(sorted(self._moved))
-            where = self._slots_of(pages.tolist())
-            self.slots_on_device.index_copy_(0, *sent_together(self._device, [pages, where]))
+            pages = sorted(self._moved)
+            told = [torch.tensor(pages), self._slots_of(pages)]
+            self.slots_on_device.index_copy_(0, *sent_together(self._device, told))
             self._moved.clear()
 
     def finish(self, pages: Iterable[int]) -> None:

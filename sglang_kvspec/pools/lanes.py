@@ -108,13 +108,7 @@ class StreamLane:
         source_rows: Sequence[int],
     ) -> None:
         if not copy_rows_at_once(target, target_rows, source, source_rows, self.stream):
-            pairs = zip(target_rows, source_rows, strict=True)
-            self.copy(
-                [
-                    (target[to : to + count], source[origin : origin + count])
-                    for to, origin, count in runs_of(pairs)
-                ]
-            )
+            self.copy(copies_of_rows(target, target_rows, source, source_rows))
 
     def copy_rows(
         self,
@@ -175,8 +169,7 @@ class PromptLane:
         source: torch.Tensor,
         source_rows: Sequence[int],
     ) -> None:
-        for to, origin in zip(target_rows, source_rows, strict=True):
-            target[to].copy_(source[origin])
+        self.copy(copies_of_rows(target, target_rows, source, source_rows))
 
     def copy_rows(
         self,
@@ -197,6 +190,19 @@ class PromptLane:
 
     def wait(self, event: Event) -> None:
         assert event.query(), "a prompt lane cannot wait for what is not done"
+
+
+def copies_of_rows(
+    target: torch.Tensor,
+    target_rows: Sequence[int],
+    source: torch.Tensor,
+    source_rows: Sequence[int],
+) -> list[Copy]:
+    """What Lane.copy_pages() does, a copy for rows that are neighbours on both sides."""
+    return [
+        (target[to : to + count], source[origin : origin + count])
+        for to, origin, count in runs_of(zip(target_rows, source_rows, strict=True))
+    ]
 
 
 def runs_of(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ import torch
 
 from sglang_kvspec.pools.lanes import Lane
 from sglang_kvspec.pools.record_pool import RecordPool
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import sent_together
 
 # Of the buffer, unless the records of a single page are more.
 BUFFER_BYTES = 64 * 2**20
@@ -68,9 +68,9 @@ class StagedRecords:
         assert len(source_slots) == len(target_slots), (source_slots, target_slots)
         if not source_slots:
             return
-        rows_from, rows_to = (
-            sent_to(self._device, torch.tensor(list(slots), dtype=torch.int32))
-            for slots in (source_slots, target_slots)
+        rows_from, rows_to = sent_together(
+            self._device,
+            [torch.tensor(list(s), dtype=torch.int32) for s in (source_slots, target_slots)],
         )
         for layer in range(source.num_layers):
             self._lane.copy_rows(target.layer(layer), rows_to, source.layer(layer), rows_from)
@@ -89,8 +89,8 @@ class StagedRecords:
             part = slice(first, min(first + step, len(slots)))
             count = part.stop - first
             buffer = self._buffer[: count * page_bytes].view(count, *pool.page_shape)
-            rows, places = (
-                sent_to(self._device, torch.tensor(ids, dtype=torch.int32))
-                for ids in (list(slots[part]), range(count))
+            rows, places = sent_together(
+                self._device,
+                [torch.tensor(ids, dtype=torch.int32) for ids in (list(slots[part]), range(count))],
             )
             yield part, buffer, rows, places

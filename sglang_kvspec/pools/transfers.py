@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 
@@ -40,9 +39,8 @@ def sent_together(device: torch.device, values: Sequence[torch.Tensor]) -> list[
     if device.type != "cuda":
         return [each.to(device, non_blocking=True) for each in values]
     # In one piece of memory, where each begins at a multiple of what any dtype needs.
-    ends = list(accumulate(_num_words(each) for each in values))
-    words = torch.empty(sum(ends[-1:]), dtype=torch.int32, device=device)
-    places = [words[end - _num_words(each) : end] for each, end in zip(values, ends, strict=True)]
+    sizes = [_num_words(each) for each in values]
+    places = torch.empty(sum(sizes), dtype=torch.int32, device=device).split_with_sizes(sizes)
     _send(list(zip(places, values, strict=True)))
     return [
         place.view(torch.uint8)[: each.nbytes].view(each.dtype).view(each.shape)
@@ -119,12 +117,12 @@ class Stage:
         if not sends:
             return
         with self._lock:
-            ends = list(accumulate(target.nbytes // WORD_BYTES for target, _ in sends))
-            begin, end = self._take(ends[-1])
+            sizes = [target.nbytes // WORD_BYTES for target, _ in sends]
+            begin, end = self._take(sum(sizes))
             parts = []
-            for (target, values), last in zip(sends, ends, strict=True):
-                first = begin + last - target.nbytes // WORD_BYTES
-                words = self._words[first : begin + last]
+            for (target, values), words in zip(
+                sends, self._words[begin:end].split_with_sizes(sizes), strict=True
+            ):
                 words.view(torch.uint8)[: values.nbytes].copy_(_bytes_of(values))
                 parts.append((target, words))
             self._unread.append((begin, end, self._read(parts)))

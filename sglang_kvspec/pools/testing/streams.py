@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from sglang_kvspec.pools.lanes import Copy, Event, Lanes
+from sglang_kvspec.pools.lanes import Copy, Event, Lanes, copies_of_rows
 
 Work = Callable[[], bool]
 
@@ -58,8 +58,7 @@ class ModelLane:
         source: torch.Tensor,
         source_rows: Sequence[int],
     ) -> None:
-        for to, origin in zip(target_rows, source_rows, strict=True):
-            self.do(partial(target[to].copy_, source[origin]))
+        self.copy(copies_of_rows(target, target_rows, source, source_rows))
 
     def copy_rows(
         self,
