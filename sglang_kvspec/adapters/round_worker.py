@@ -28,6 +28,7 @@ from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.request_state import RequestState
@@ -36,6 +37,8 @@ from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.started_round import StartedRound
 
+# Requests that draft while others verify: their rows are in every such product of weights.
+MOST_BESIDE = 64
 # A guess for the CPU, where no graph is timed at the start.
 CPU_STEP_S = 1e-3
 
@@ -54,6 +57,11 @@ class RoundWorker(VerifyingWorker):
         """On a GPU this captures the graphs of a step."""
         runner = self._target_worker.model_runner
         self._graphs: GraphStepper | None = None
+        # Where residuals stay, all verify at once. One that came from another server does not draft
+        # for longer than it has to.
+        self._most_beside = 0
+        if self.kv.plan.host_pages and self.decoding is None and self.config.max_draft_len:
+            self._most_beside = min(runner.max_running_requests, MOST_BESIDE)
         if isinstance(self.kv, DeviceKV):
             assert isinstance(self.attention, DeviceAttention)
             self.attention.warm_up(self.config.max_draft_len)
@@ -80,6 +88,7 @@ class RoundWorker(VerifyingWorker):
             both / page.anchor,
             has_plain=self._holds_all,
             row_per_token=row_per_token,
+            beside=self._most_beside > 0,
         )
         self._lengths = RoundLengths(self.config, self.clock, self.stepper, self.ranks)
         self._timer = PhaseTimer(self.kv.device)
@@ -100,12 +109,13 @@ class RoundWorker(VerifyingWorker):
     def _capture(self, runner: Any) -> None:
         longest, attention = self.config.max_draft_len, self.attention
         sizes = sizes_of(runner, attention, longest) if longest else ()
-        most = max([runner.max_running_requests, *(size.num_tokens for size in sizes)])
-        forward = ForwardCapture(runner, most)
+        tokens = [self._most_beside + size.num_tokens for size in sizes]
+        forward = ForwardCapture(runner, max([runner.max_running_requests, *tokens]))
         parts = (self.kv, longest, self.chooser, self.ranks)
         self._graphs = GraphStepper(runner, forward, attention, *parts)
         if sizes:
-            self._verify_graphs = VerifyGraphs(runner, forward, attention, longest, sizes)
+            parts = (runner, forward, attention, longest, sizes)
+            self._verify_graphs = VerifyGraphs(*parts, self._most_beside)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -183,6 +193,7 @@ class RoundWorker(VerifyingWorker):
             self._enqueue_s,
             [n for n, entry in zip(started.num_verified, verified, strict=True) if entry],
             started.between_s,
+            started.num_beside,
         )
         idle = (n == 0 and entry is None for n, entry in zip(started.lens, verified, strict=True))
         self.counters.waits += sum(idle)
@@ -292,6 +303,7 @@ class RoundWorker(VerifyingWorker):
             i: self._verify_row(states[i].committed_len, num_drafts[i] + 1, pages[i])
             for i in verify
         }
+        beside = self._rows_beside(batch, states, pages, num_drafts, verify)
         self.spoiled.drop(batch.reqs, rows)
         started.num_verified = [n if i in rows else 0 for i, n in enumerate(num_drafts)]
         self._timer.start()
@@ -299,15 +311,19 @@ class RoundWorker(VerifyingWorker):
             self.stepper.await_fetches(started.plan, pages)
         self._timer.mark()
         logits_output = LogitsProcessorOutput(next_token_logits=None)
+        more: DraftedTokens | None = None
         if rows:
-            logits_output = self._verify_rows(batch, states, rows, started.made)
+            logits_output, more = self._verify_rows(batch, states, rows, started.made, beside)
         self._timer.mark()
         enqueue_s = time.perf_counter() - started.begun_at
         self._enqueue_s = None if started.is_held_up else enqueue_s
         left = [0 if i in rows else n for i, n in enumerate(num_drafts)]
+        if more is not None:
+            started.num_beside = len(more.order)
+            left = [sum(pair) for pair in zip(left, more.lens, strict=True)]
         self._plan_next(states, started.late, left)
-        if started.made is not None:
-            for i, tokens in started.made.deliver().items():
+        for drafted in (started.made, more):
+            for i, tokens in {} if drafted is None else drafted.deliver().items():
                 states[i].drafts.extend(tokens)
         if self.decoding is not None and self._graphs is not None:
             for i, state in enumerate(states):
@@ -318,6 +334,29 @@ class RoundWorker(VerifyingWorker):
             # Nobody reads them any more, and they are large.
             logits_output.next_token_logits = None
         return verified, logits_output
+
+    def _rows_beside(
+        self,
+        batch: Any,
+        states: list[RequestState],
+        pages: list[torch.Tensor],
+        num_drafts: list[int],
+        verify: Sequence[int],
+    ) -> dict[int, Row]:
+        """Of requests that draft once more while others verify, which reads the weights for both:
+        those with the fewest drafts, as many as there is room for."""
+        ready = [
+            i
+            for i, (req, state) in enumerate(self._zip(batch, states))
+            if i not in verify
+            and takes_argmax(req, state)
+            and self._lengths.pays(state, num_drafts[i])
+        ]
+        ready = sorted(ready, key=lambda i: num_drafts[i])[: self._most_beside]
+        return {
+            i: Row(RowKind.DRAFT, states[i].committed_len + num_drafts[i], 1, pages[i])
+            for i in sorted(ready)
+        }
 
     def _finish_plain(
         self,

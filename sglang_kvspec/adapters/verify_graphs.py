@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.distributed.parallel_state import graph_capture
 
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
+from sglang_kvspec.pools.transfers import send_into
+from sglang_kvspec.runtime.beside_rows import BesideDraft, BesideRows
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftedTokens
+from sglang_kvspec.runtime.draft_rows import (
+    DraftedTokens,
+    DraftRows,
+    draft_row,
+    open_for_drafts,
+)
 from sglang_kvspec.runtime.forward_plan import ForwardPlan
 from sglang_kvspec.runtime.verify_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
@@ -29,9 +36,18 @@ def sizes_of(runner: Any, attention: DeviceAttention, max_draft_len: int) -> tup
     return sizes_to_capture(runner.max_running_requests, longest, counts)
 
 
+class VerifiedLogits(NamedTuple):
+    """logits [num_tokens, vocab], which the next replay overwrites. drafted: drafts that were made
+    beside, where there are any."""
+
+    logits: torch.Tensor
+    drafted: DraftedTokens | None
+
+
 class VerifyGraphs:
     """The model's forward over VerifyRows at the target precision, captured for some sizes. What
-    has no room in them runs without a graph."""
+    has no room in them runs without a graph. Others may draft once in the same forward, which reads
+    the model's weights once for both."""
 
     def __init__(
         self,
@@ -40,9 +56,11 @@ class VerifyGraphs:
         attention: DeviceAttention,
         max_draft_len: int,
         sizes: Sequence[VerifySize],
+        max_beside: int = 0,
     ) -> None:
-        """sizes: what sizes_of() gives."""
+        """sizes: what sizes_of() gives. max_beside: requests that may draft beside."""
         self._forward, self._attention = forward, attention
+        self.max_beside = max_beside
         kv = attention.kv
         page, max_rows = kv.geometry.page_size, runner.max_running_requests
         max_tokens = max(size.num_tokens for size in sizes)
@@ -50,6 +68,7 @@ class VerifyGraphs:
         more = -(-max_draft_len // page)
         splits = attention.splits_by_page
         width = -(-runner.req_to_token_pool.req_to_token.shape[1] // page)
+        tokens = torch.zeros((2, max_beside + max_tokens), dtype=torch.int64, device=kv.device)
         self._rows = VerifyRows(
             max_tokens,
             max_rows,
@@ -59,6 +78,7 @@ class VerifyGraphs:
             max_encoded=max_rows * more if splits else 0,
             page_size=page,
             device=kv.device,
+            tokens=tokens[:, max_beside:],
         )
         verifications = attention.make_verifications(self._rows)
         self.sizes = [size for size in sizes if verifications.has_room(size)]
@@ -75,12 +95,35 @@ class VerifyGraphs:
                     attention.end_captured()
                 self._graphs[size] = graph
         self._rows.clear()
+        self._beside: BesideRows | None = None
+        self._graphs_beside: dict[VerifySize, torch.cuda.CUDAGraph] = {}
+        if max_beside:
+            drafts = DraftRows(max_beside, 1, width, page, kv.device, tokens[:, :max_beside])
+            self._beside = BesideRows(drafts, self._rows, tokens)
+            self._capture_beside(self._beside)
         without = [size for size in sizes if size not in self.sizes]
         logger.info(
-            "KVSpec: captured verifications of %d sizes%s",
+            "KVSpec: captured verifications of %d sizes%s%s",
             len(self.sizes),
+            f", each also with up to {max_beside} drafts beside" if max_beside else "",
             f"; larger than the workspace: {', '.join(map(str, without))}" if without else "",
         )
+
+    def _capture_beside(self, rows: BesideRows) -> None:
+        attention = self._attention
+        # A graph knows addresses only: what lies there must live as long.
+        self._step = attention.make_draft_step(rows.drafts, self.max_beside)
+        with graph_capture() as context:
+            for size in sorted(self.sizes, reverse=True):
+                attended = self._attended[size]
+                attention.begin_beside(rows.drafts, self._step, rows.verify, attended)
+                num_tokens = self.max_beside + size.num_tokens
+                try:
+                    graph = self._forward.capture(rows, num_tokens, context.stream, WARM_UPS)
+                finally:
+                    attention.end_captured()
+                self._graphs_beside[size] = graph
+        rows.clear()
 
     def run(
         self,
@@ -89,22 +132,57 @@ class VerifyGraphs:
         positions: Sequence[int],
         drafted: DraftedTokens | None,
         firsts: Sequence[int],
-    ) -> torch.Tensor | None:
-        """Run a plan of VERIFY rows. Returns logits [num_tokens, vocab], which the next replay
-        overwrites; None, and nothing was done, where no graph has room.
+        beside: Sequence[BesideDraft] = (),
+    ) -> VerifiedLogits | None:
+        """Run a plan of VERIFY rows. None, and nothing was done, where no graph has room.
 
         tokens, positions: of each row's tokens. drafted: drafts that are only on the device, of
-        request i from tokens[firsts[i]] on, or -1 where it does not verify.
+        request i from tokens[firsts[i]] on, or -1 where it does not verify. beside: requests that
+        do not, up to max_beside, of which each drafts once.
         """
         size = find_size(self.sizes, [row.length for row in plan.rows])
         if size is None:
             return None
+        kv = self._attention.kv
+        # All pages before the first index: opening one can move others out of the window.
+        for each in beside:
+            open_for_drafts(kv, each.row.start, each.row.pages, 1)
         rows = self._attention.open(plan)
-        self._rows.load(rows, tokens, positions)
+        values = self._rows.values_of(rows, tokens, positions)
+        if beside:
+            assert self._beside is not None, "graphs without drafts beside"
+            self._beside.drafts.begin_round()
+            drafts = [
+                draft_row(kv, each.token, each.row.start, each.row.pages, 1) for each in beside
+            ]
+            values += self._beside.drafts.values_of(drafts)
+        send_into(values)
         if drafted is not None:
-            drafted.place(self._rows.input_ids, firsts)
+            self._place(drafted, firsts, beside)
         self._attended[size].plan(rows)
-        self._graphs[size].replay()
+        (self._graphs_beside if beside else self._graphs)[size].replay()
         self._attention.finish()
         assert self._forward.logits is not None
-        return self._forward.logits[: plan.num_tokens]
+        if not beside:
+            return VerifiedLogits(self._forward.logits[: plan.num_tokens], None)
+        logits = self._forward.logits[self.max_beside :][: plan.num_tokens]
+        return VerifiedLogits(logits, self._drafted(beside, len(firsts)))
+
+    def _place(
+        self, drafted: DraftedTokens, firsts: Sequence[int], beside: Sequence[BesideDraft]
+    ) -> None:
+        if not beside:
+            drafted.place(self._rows.input_ids, firsts)
+            return
+        assert self._beside is not None
+        behind = [first if first < 0 else self.max_beside + first for first in firsts]
+        lasts = [-1] * len(firsts)
+        for place, each in enumerate(beside):
+            lasts[each.index] = place
+        drafted.place(self._beside.input_ids, behind, lasts)
+
+    def _drafted(self, beside: Sequence[BesideDraft], num_requests: int) -> DraftedTokens:
+        assert self._beside is not None
+        order = [each.index for each in beside]
+        lens = [int(i in order) for i in range(num_requests)]
+        return DraftedTokens(self._beside.drafts.drafts[:, : len(beside)], order, lens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.verify_graphs import VerifyGraphs
 from sglang_kvspec.adapters.worker import KVSpecWorker
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.runtime.beside_rows import BesideDraft
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
@@ -29,17 +32,35 @@ class VerifyingWorker(KVSpecWorker):
         states: list[RequestState],
         rows: dict[int, Row],
         made: DraftedTokens | None,
-    ) -> LogitsProcessorOutput:
-        """Logits of every token of these rows, which the next round overwrites."""
+        beside: dict[int, Row],
+    ) -> tuple[LogitsProcessorOutput, DraftedTokens | None]:
+        """Logits of every token of these rows, which the next round overwrites. beside: DRAFT rows
+        of other requests, to draft in the same forward; their drafts come second, None where there
+        are none or a GPU has no graph with room."""
         plan = ForwardPlan(tuple(rows.values()))
         if self._verify_graphs is not None:
-            tokens, positions, firsts = self._tokens_of(states, rows)
-            logits = self._verify_graphs.run(plan, tokens, positions, made, firsts)
-            if logits is not None:
-                return LogitsProcessorOutput(next_token_logits=logits)
+            tokens, positions, firsts, _ = self._tokens_of(states, rows)
+            drafts = [BesideDraft(i, states[i].last_token, row) for i, row in beside.items()]
+            done = self._verify_graphs.run(plan, tokens, positions, made, firsts, drafts)
+            if done is not None:
+                drafted = done.drafted and replace(
+                    done.drafted, tokens=self.ranks.tensor(done.drafted.tokens)
+                )
+                return LogitsProcessorOutput(next_token_logits=done.logits), drafted
+        if isinstance(self.kv, DeviceKV):
+            beside = {}
         self._from_graphs = False
-        forward_batch = self._ragged_batch(batch, states, rows, made)
-        return self._forward(plan, forward_batch=forward_batch).logits_output
+        both = rows | beside
+        forward_batch = self._ragged_batch(batch, states, both, made)
+        output = self._forward(ForwardPlan(tuple(both.values())), forward_batch=forward_batch)
+        logits_output = output.logits_output
+        if not beside:
+            return logits_output, None
+        logits = logits_output.next_token_logits
+        logits_output.next_token_logits = logits[: plan.num_tokens]
+        chosen = self.ranks.tensor(logits[plan.num_tokens :].argmax(-1)[None])
+        lens = [int(i in beside) for i in range(len(states))]
+        return logits_output, DraftedTokens(chosen, list(beside), lens)
 
     def _verify_row(self, start: int, length: int, pages: torch.Tensor) -> Row:
         num_pages = -(-(start + length) // self.kv.geometry.page_size)

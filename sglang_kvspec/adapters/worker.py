@@ -269,7 +269,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     ) -> ForwardBatch:
         """A TARGET_VERIFY batch of the given rows. Verified are the states' drafts, and behind them
         those of `drafted` where it is given. SGLang restores `batch` after the iteration."""
-        tokens, positions, firsts = self._tokens_of(states, rows)
+        tokens, positions, firsts, lasts = self._tokens_of(states, rows)
         device = batch.seq_lens.device
 
         def on_device(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -279,7 +279,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = on_device(tokens)
         if drafted is not None:
-            drafted.place(batch.input_ids, firsts)
+            drafted.place(batch.input_ids, firsts, lasts)
         # Where KV goes is the attention backend's to know.
         batch.out_cache_loc = torch.zeros(len(tokens), dtype=torch.int64, device=device)
         batch.req_pool_indices = batch.req_pool_indices[taking_part]
@@ -307,21 +307,24 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     @staticmethod
     def _tokens_of(
         states: Sequence[RequestState], rows: dict[int, Row]
-    ) -> tuple[list[int], list[int], list[int]]:
+    ) -> tuple[list[int], list[int], list[int], list[int]]:
         """Tokens of a ragged forward, their positions, and for every request where behind its
-        states' drafts those follow that are only on the device, or -1 for one without a row."""
+        states' drafts those follow that are only on the device, or -1 for one without a VERIFY row,
+        and where its last token is, or -1 for one without a DRAFT row."""
         tokens: list[int] = []
         positions: list[int] = []
-        firsts = [-1] * len(states)
+        firsts, lasts = [-1] * len(states), [-1] * len(states)
         for i, row in rows.items():
             state = states[i]
-            given = [state.last_token] if row.kind is RowKind.DRAFT else [state.pending]
-            if row.kind is RowKind.VERIFY:
-                given += state.drafts
-            firsts[i] = len(tokens) + len(given)
+            if row.kind is RowKind.DRAFT:
+                given = [state.last_token]
+                lasts[i] = len(tokens)
+            else:
+                given = [state.pending, *state.drafts]
+                firsts[i] = len(tokens) + len(given)
             tokens += given + [0] * (row.length - len(given))
             positions += range(row.start, row.end)
-        return tokens, positions, firsts
+        return tokens, positions, firsts, lasts
 
     # Requests
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest
 
@@ -37,7 +38,14 @@ class LinkShare:
     reason: str
 
 
-def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) -> list[int]:
+class TurnLens(NamedTuple):
+    """lens: drafts that each request adds. price: expected tokens that a draft must be worth."""
+
+    lens: list[int]
+    price: float
+
+
+def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) -> TurnLens:
     """How many drafts each request adds to those it has: the same number for all, with the most
     expected tokens a second, less for those to whom so many are worth less than they cost."""
     longest = max((request.cap_len for request in requests), default=0)
@@ -46,7 +54,7 @@ def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) 
     rate = max(rates)
     length = rates.index(rate)
     price = rate * (cost.row + cost.token)
-    return [_worth_while(request, length, price) for request in requests]
+    return TurnLens([_worth_while(request, length, price) for request in requests], price)
 
 
 def share_of_speed(
@@ -99,10 +107,13 @@ def _rate(
     # Nobody waits for ever, whatever the link.
     interval = others / max(fetching, 1e-6)
     share_staying = staying / num
+    # Drafts that one makes in a round at whose end it does not verify, besides.
+    beside = min(1.0, staying + fetching) if cost.beside else 0.0
     tokens = 0.0
     for request, count in kinds:
         tokens += count * share_staying * _tokens(request, length)
-        tokens += count * (1 - share_staying) * _tokens(request, length * interval) / interval
+        made = length * interval + beside * (interval - 1)
+        tokens += count * (1 - share_staying) * _tokens(request, made) / interval
     return tokens / seconds
 
 

@@ -58,6 +58,22 @@ class VerifyLayers:
         return self._attention.run(layer, q, Tail(*window, *index))
 
 
+class BesideLayers:
+    """One token of each of `drafts`, and behind them those of `verification`, which are of other
+    requests."""
+
+    def __init__(self, drafts: StepLayers, num_drafts: int, verification: VerifyLayers) -> None:
+        self._drafts, self._num_drafts, self._verification = drafts, num_drafts, verification
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        count = self._num_drafts
+        drafted = self._drafts.forward(layer, q[:count], k[:count], v[:count])
+        verified = self._verification.forward(layer, q[count:], k[count:], v[count:])
+        return torch.cat((drafted, verified))
+
+
 def _store(
     kv: DeviceKV, layer: int, rows: DraftRows | VerifyRows, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

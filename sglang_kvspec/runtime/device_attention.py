@@ -9,7 +9,12 @@ import torch
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import fields_sent_to
-from sglang_kvspec.runtime.captured_layers import CapturedLayers, StepLayers, VerifyLayers
+from sglang_kvspec.runtime.captured_layers import (
+    BesideLayers,
+    CapturedLayers,
+    StepLayers,
+    VerifyLayers,
+)
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
@@ -31,9 +36,10 @@ KV = tuple[torch.Tensor, torch.Tensor]
 class DeviceAttention:
     """Writes the KV of a planned forward and attends, layer by layer, as ReferenceAttention does.
 
-    begin(plan), forward(layer, ...) once for every layer, finish(). Between begin_steps() or
-    begin_verification() and end_captured() forward() works on DraftRows or VerifyRows instead,
-    which a CUDA graph may capture. open(plan) and finish() enclose the replay of a verification.
+    begin(plan), forward(layer, ...) once for every layer, finish(). Between begin_steps(),
+    begin_verification() or begin_beside() and end_captured() forward() works on DraftRows,
+    VerifyRows or both instead, which a CUDA graph may capture. open(plan) and finish() enclose the
+    replay of a verification.
     """
 
     def __init__(self, kv: DeviceKV, num_qo_heads: int, *, in_order: bool = False) -> None:
@@ -222,6 +228,15 @@ class DeviceAttention:
 
     def begin_verification(self, rows: VerifyRows, attention: CapturedTarget) -> None:
         self._captured = VerifyLayers(self.kv, rows, attention)
+
+    def begin_beside(
+        self, drafts: DraftRows, step: StepAttention, rows: VerifyRows, attention: CapturedTarget
+    ) -> None:
+        """A verification and, in front of it, a draft step of all rows of `drafts`, in one
+        forward."""
+        step_layers = StepLayers(self.kv, drafts, step)
+        verification = VerifyLayers(self.kv, rows, attention)
+        self._captured = BesideLayers(step_layers, drafts.max_batch, verification)
 
     def end_captured(self) -> None:
         """Forwards are planned ones again."""

@@ -45,8 +45,10 @@ class DraftRows:
         max_pages: int,
         page_size: int,
         device: torch.device,
+        tokens: torch.Tensor | None = None,
     ) -> None:
-        """max_pages: of a request, past and tail together."""
+        """max_pages: of a request, past and tail together. tokens: [2, max_batch] int64, where
+        input_ids and positions lie, in memory of their own unless given."""
         self.page_size, self.device = page_size, device
         self.max_batch, self.max_steps = max_batch, max_steps
         self._max_tail = 2 * max_batch + max_batch * (max_steps // page_size + 64)
@@ -54,8 +56,9 @@ class DraftRows:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.input_ids = ints(max_batch, dtype=torch.int64)
-        self.positions = ints(max_batch, dtype=torch.int64)
+        if tokens is None:
+            tokens = ints(2, max_batch, dtype=torch.int64)
+        self.input_ids, self.positions = tokens
         self.past_indptr = ints(max_batch + 1)
         self.past_pages = ints(max_batch * max_pages)
         self.past_last = torch.full((max_batch,), page_size, dtype=torch.int32, device=device)
@@ -77,6 +80,16 @@ class DraftRows:
 
     def load(self, rows: Sequence[DraftRow]) -> None:
         """Set the first len(rows) rows and clear the others, for a round that starts at step 0."""
+        send_into(self.values_of(rows))
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """What load() does besides sending values_of() where they belong, as a caller may who
+        sends others with them."""
+        self.step.zero_()
+
+    def values_of(self, rows: Sequence[DraftRow]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the tensors are to hold, as send_into() takes it."""
         spare = self.max_batch - len(rows)
         past = torch.cat([torch.empty(0, dtype=torch.int32), *(row.past for row in rows)]).int()
         tail = torch.tensor([slot for row in rows for slot in row.tail], dtype=torch.int32)
@@ -103,8 +116,7 @@ class DraftRows:
             "input_ids": tokens[0],
             "positions": tokens[1],
         }
-        send_into([(getattr(self, name)[: len(each)], each) for name, each in values.items()])
-        self.step.zero_()
+        return [(getattr(self, name)[: len(each)], each) for name, each in values.items()]
 
     def begin_step(self, batch: int) -> None:
         """Make room for one more token in the tails of the first `batch` rows: sets `slots` (-1
@@ -150,16 +162,21 @@ class DraftedTokens:
         """For a batch where request i is places[i], or is no longer, and has the given lens."""
         return DraftedTokens(self.tokens, [places.get(i, -1) for i in self.order], lens)
 
-    def place(self, input_ids: torch.Tensor, firsts: Sequence[int]) -> None:
-        """Write the drafts of request i into input_ids [num_tokens] from firsts[i] on; where that
-        is -1 it does not verify."""
+    def place(
+        self, input_ids: torch.Tensor, firsts: Sequence[int], lasts: Sequence[int] | None = None
+    ) -> None:
+        """Write the drafts of request i into input_ids [num_tokens] from firsts[i] on, where that
+        is not -1: it verifies. lasts: where its last draft goes, from which it drafts on, or -1."""
         columns = self.tokens.shape[1]
-        pairs = [
-            (firsts[i] + step, step * columns + column)
-            for column, i in enumerate(self.order)
-            if i >= 0 and firsts[i] >= 0
-            for step in range(self.lens[i])
-        ]
+        pairs: list[tuple[int, int]] = []
+        for column, i in enumerate(self.order):
+            if i < 0:
+                continue
+            if firsts[i] >= 0:
+                steps = range(self.lens[i])
+                pairs += [(firsts[i] + step, step * columns + column) for step in steps]
+            if lasts is not None and lasts[i] >= 0 and self.lens[i]:
+                pairs.append((lasts[i], (self.lens[i] - 1) * columns + column))
         if not pairs:
             # All requests that drafted have left.
             return

@@ -13,6 +13,7 @@ from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_stepper import RoundStepper
 
+PPM = 1_000_000
 # Drafts of the first round, before anything was measured.
 FIRST_DRAFT_LEN = 8
 # Steps of a round for requests that cannot verify yet, where nobody else wants more: few, so that
@@ -29,6 +30,8 @@ class RoundLengths:
         self._config, self._clock = config, clock
         self._stepper, self._ranks = stepper, ranks
         self._last: tuple[list[RoundRequest], RoundCost] | None = None
+        # Expected tokens that a draft is to be worth, in millionths.
+        self._price_ppm = 0
 
     @property
     def link_share(self) -> LinkShare | None:
@@ -53,6 +56,7 @@ class RoundLengths:
             for i, state in enumerate(states)
         ]
         rooms = [max(cap - count, 0) for cap, count in zip(caps, have, strict=True)]
+        price_ppm = 0
         cost = self._clock.cost(mean_context(states))
         if self._config.draft_len != AUTO_DRAFT_LEN:
             lens = rooms
@@ -64,17 +68,29 @@ class RoundLengths:
                 RoundRequest(states[i].acceptance.probability, caps[i], have[i]) for i in ready
             ]
             self._last = (requests, cost) if requests else None
-            best = plan_turns(requests, cost, turns) if turns else plan_round(requests, cost)
+            if turns:
+                best, price = plan_turns(requests, cost, turns)
+                price_ppm = round(price * PPM)
+            else:
+                best = plan_round(requests, cost)
             chosen = dict(zip(ready, best, strict=True))
             steps = max([LATE_STEPS, *chosen.values()])
             lens = [chosen.get(i, min(steps, room)) for i, room in enumerate(rooms)]
         budget = self._stepper.budget(lens, cost)
         # Ranks measure different times and must do the same.
-        *lens, drafting_pages, round_pages = self._ranks.numbers(
-            [*lens, budget.drafting_pages, budget.round_pages],
+        *lens, drafting_pages, round_pages, self._price_ppm = self._ranks.numbers(
+            [*lens, budget.drafting_pages, budget.round_pages, price_ppm],
             about=[(state.rid, state.committed_len) for state in states],
         )
         return lens, RoundBudget(drafting_pages, round_pages)
+
+    def pays(self, state: RequestState, num_drafts: int) -> bool:
+        """Whether a request that has so many drafts in the planned round, and does not verify then,
+        is to draft once more beside those who do."""
+        if num_drafts >= state.cap_len(self._config.max_draft_len):
+            return False
+        worth: float = state.acceptance.probability ** (num_drafts + 1)
+        return worth * PPM > self._price_ppm
 
     def _cap(self, state: RequestState, num_drafts: int, *, is_due: bool) -> int:
         """Most drafts it is to have at the end of the round, which it begins with num_drafts.

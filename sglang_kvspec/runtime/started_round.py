@@ -22,7 +22,8 @@ class StartedRound:
     before it could end. plan: who verifies and what is fetched for that, None where everybody does
     or it is yet to be decided. late: requests that cannot verify whatever the plan, as residuals of
     theirs are still on the network, by now; lacking: those of which that was so when it began.
-    num_verified: of a round that is over, drafts that each request had verified.
+    num_verified: of a round that is over, drafts that each request had verified; num_beside:
+    requests that drafted once more meanwhile.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
     device only. logits: of a plain round whose one token is to be chosen from them, a row for each
@@ -43,6 +44,7 @@ class StartedRound:
     late: frozenset[int] = frozenset()
     lacking: frozenset[int] = frozenset()
     num_verified: list[int] = field(default_factory=list)
+    num_beside: int = 0
     _step_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -29,10 +29,12 @@ class VerifyRows:
         max_encoded: int,
         page_size: int,
         device: torch.device,
+        tokens: torch.Tensor | None = None,
     ) -> None:
         """max_parts: at least max_rows; launches may be made for more than there ever are.
         max_past, max_tail: pages of all parts together. max_encoded: pages that requests fill on
-        the way to the last one they write to."""
+        the way to the last one they write to. tokens: [2, max_tokens] int64, where input_ids and
+        positions lie, in memory of their own unless given."""
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.max_parts, self.max_encoded = max_parts, max_encoded
         self.device = device
@@ -40,8 +42,9 @@ class VerifyRows:
         def ints(count: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
 
-        self.input_ids = ints(max_tokens, dtype=torch.int64)
-        self.positions = ints(max_tokens, dtype=torch.int64)
+        if tokens is None:
+            tokens = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
+        self.input_ids, self.positions = tokens
         self.slots = ints(max_tokens, -1)
         self.offsets = ints(max_tokens)
         # No token encodes a page as it is written: the pages below are encoded when all are.
@@ -75,6 +78,12 @@ class VerifyRows:
     def load(self, rows: TargetRows, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set the first tokens and parts and clear the others. rows: of a plan whose rows are all
         VERIFY, and that has room; tokens, positions: of each of its tokens. Nobody waits."""
+        send_into(self.values_of(rows, tokens, positions))
+
+    def values_of(
+        self, rows: TargetRows, tokens: Sequence[int], positions: Sequence[int]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What load() sets, as send_into() takes it."""
         assert self.has_room(rows), "a verification that was not captured"
         assert len(tokens) == len(positions) == rows.num_tokens
         values = {
@@ -91,7 +100,7 @@ class VerifyRows:
         for name in ("qo_indptr", "past_indptr", "tail_indptr"):
             ends = getattr(rows, name)
             values[name] = filled(ends, self.max_parts + 1, int(ends[-1]))
-        send_into([(getattr(self, name)[: len(each)], each) for name, each in values.items()])
+        return [(getattr(self, name)[: len(each)], each) for name, each in values.items()]
 
     # What a captured forward calls
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sglang_kvspec.runtime.forward_plan import ForwardPlan
+from sglang_kvspec.pools.transfers import send_into
+from sglang_kvspec.runtime.beside_rows import BesideRows
+from sglang_kvspec.runtime.draft_rows import draft_row, open_for_drafts
+from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
 from sglang_kvspec.runtime.verify_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
@@ -16,12 +19,26 @@ class CapturedVerification:
     the same tensors where there is none."""
 
     def __init__(
-        self, pair: AttentionPair, rows: VerifyRows, attended: CapturedTarget, size: VerifySize
+        self,
+        pair: AttentionPair,
+        rows: VerifyRows,
+        attended: CapturedTarget,
+        size: VerifySize,
+        beside: BesideRows | None = None,
     ) -> None:
+        """beside: over `rows`, where others may draft in the same forward."""
+        self._beside = beside
+        # Rows in front of the tokens that are verified.
+        self._front = 0
+        if beside is not None:
+            self._front = beside.drafts.max_batch
+            self._step = pair.attention.make_draft_step(beside.drafts, self._front)
+            beside.clear()
         self._pair, self._rows, self._attended, self._size = pair, rows, attended, size
         geometry, device = pair.geometry, pair.kv.device
         heads = (pair.num_qo_heads, geometry.num_kv_heads, geometry.num_kv_heads)
-        shapes = [(geometry.num_layers, size.num_tokens, n, geometry.head_dim) for n in heads]
+        num_tokens = self._front + size.num_tokens
+        shapes = [(geometry.num_layers, num_tokens, n, geometry.head_dim) for n in heads]
         # What tokens have that nobody loaded.
         self._inputs = [
             torch.full(shape, 7.0, dtype=geometry.dtype, device=device) for shape in shapes
@@ -37,11 +54,19 @@ class CapturedVerification:
 
     def _run(self) -> None:
         attention = self._pair.attention
-        attention.begin_verification(self._rows, self._attended)
+        beside, device = self._beside, self._pair.kv.device
+        num_tokens = self._front + self._size.num_tokens
+        if beside is None:
+            attention.begin_verification(self._rows, self._attended)
+        else:
+            attention.begin_beside(beside.drafts, self._step, self._rows, self._attended)
+            beside.begin_step(num_tokens)
         scale = self._pair.geometry.head_dim**-0.5
         for layer in range(self._pair.geometry.num_layers):
             q, k, v = (part[layer] for part in self._inputs)
             self._outs[layer] = attention.forward(layer, q, k, v, scale)
+        if beside is not None:
+            beside.end_step(torch.zeros(num_tokens, 10, device=device))
         attention.end_captured()
 
     def _replay(self) -> None:
@@ -54,28 +79,55 @@ class CapturedVerification:
         """Without any token."""
         self._rows.clear()
         self._replay()
-        assert not self._outs.any(), "tokens of nobody are not 0"
+        assert not self._outs[:, self._front :].any(), "tokens of nobody are not 0"
 
-    def verify(self, accepted: dict[str, int] | None = None, **lengths: int) -> None:
-        """As AttentionPair.verify."""
+    def verify(
+        self,
+        accepted: dict[str, int] | None = None,
+        beside: dict[str, int] | None = None,
+        **lengths: int,
+    ) -> None:
+        """As AttentionPair.verify. beside: other requests, of which each drafts once behind so many
+        drafts that it has."""
         pair = self._pair
         rows = pair.verify_rows(lengths)
+        drafts = self._draft_rows(beside or {})
+        for row in drafts:
+            open_for_drafts(pair.kv, row.start, row.pages, 1)
         plan = ForwardPlan(tuple(rows.values()))
         count, layers = plan.num_tokens, pair.geometry.num_layers
-        drawn = [pair.draw(count) for _ in range(layers)]
+        drawn = [pair.draw(count + len(drafts)) for _ in range(layers)]
         opened = pair.attention.open(plan)
         tokens = list(range(count))
-        self._rows.load(opened, tokens, tokens)
+        values = self._rows.values_of(opened, tokens, tokens)
+        if self._beside is not None:
+            loaded = [draft_row(pair.kv, 0, row.start, row.pages, 1) for row in drafts]
+            values += self._beside.drafts.values_of(loaded)
+            self._beside.drafts.begin_round()
+        send_into(values)
         self._attended.plan(opened)
+        front = self._front
         for layer, parts in enumerate(drawn):
             for place, part in zip(self._inputs, parts, strict=True):
-                place[layer, :count] = part.to(place.device)
+                place[layer, front : front + count] = part[:count].to(place.device)
+                place[layer, : len(drafts)] = part[count:].to(place.device)
         self._replay()
         pair.attention.finish()
-        pair.reference.begin(plan)
+        pair.reference.begin(ForwardPlan((*plan.rows, *drafts)))
         scale = pair.geometry.head_dim**-0.5
         for layer, parts in enumerate(drawn):
-            pair.compare(self._outs[layer, :count], pair.reference.forward(layer, *parts, scale))
+            outs, want = self._outs[layer], pair.reference.forward(layer, *parts, scale)
+            pair.compare(outs[front : front + count], want[:count])
+            if drafts:
+                pair.compare(outs[: len(drafts)], want[count:])
         pair.reference.finish()
-        assert not self._outs[:, count:].any(), "tokens of nobody are not 0"
+        assert not self._outs[:, front + count :].any(), "tokens of nobody are not 0"
         pair.commit(rows, lengths | (accepted or {}))
+
+    def _draft_rows(self, done: dict[str, int]) -> list[Row]:
+        pair = self._pair
+        starts = {name: pair.committed[name] + count for name, count in done.items()}
+        return [
+            Row(RowKind.DRAFT, start, 1, pair.page_ids(name, start + 2))
+            for name, start in starts.items()
+        ]

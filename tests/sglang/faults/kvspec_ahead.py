@@ -81,6 +81,9 @@ class AnyLengths:
         pages = rng.randint(0, self._cache_pages)
         return [rng.randint(0, room) for room in rooms], RoundBudget(pages, 2 * pages)
 
+    def pays(self, state: Any, num_drafts: int) -> bool:
+        return num_drafts < state.cap_len(self._max_draft_len) and self._rng.random() < 0.7
+
 
 class LateSide:
     """In place of SideStream."""
@@ -137,9 +140,9 @@ class ImmediateStepper:
         self._fields = {name: getattr(batch, name) for name in self._worker.FORWARD_FIELDS}
 
     def _verify_into_shared(self, *arguments: Any) -> Any:
-        output = self._verify_rows(*arguments)
+        output, beside = self._verify_rows(*arguments)
         self._shared = output.next_token_logits
-        return output
+        return output, beside
 
     @contextmanager
     def _whole_batch(self) -> Iterator[None]:

@@ -63,15 +63,16 @@ def plan_of(*spans):
     )
 
 
-def run(graphs, plan, tokens, drafted=None, firsts=()):
+def run(graphs, plan, tokens, drafted=None, firsts=(), beside=()):
     positions = [p for row in plan.rows for p in range(row.start, row.end)]
-    return graphs.run(plan, tokens, positions, drafted, firsts)
+    firsts = firsts or [-1] * len(plan.rows)
+    return graphs.run(plan, tokens, positions, drafted, firsts, beside)
 
 
 def test_logits_are_those_of_the_rows_tokens(graphs):
     # Pages 3 and 4 are the first request's, of which it fills the first on the way.
     plan = plan_of((62, 4, [3, 4]), (5, 2, [7]))
-    logits = run(graphs, plan, [10, 11, 12, 13, 20, 21])
+    logits, _ = run(graphs, plan, [10, 11, 12, 13, 20, 21])
     assert logits[:, 0].tolist() == [10, 11, 12, 13, 20, 21]
     assert logits[:, 1].tolist() == [62, 63, 64, 65, 5, 6]
     window = graphs._attention.kv.window.slots
@@ -84,7 +85,7 @@ def test_drafts_that_are_only_on_the_device_are_verified(graphs):
     drafted = DraftedTokens(torch.tensor([[50, 60], [51, 0]]), order=[1, 0], lens=[1, 2])
     plan = plan_of((3, 2, [5]), (9, 3, [6]))
     # The first request is the second column; both begin with their pending tokens.
-    logits = run(graphs, plan, [1, 0, 2, 0, 0], drafted, firsts=[1, 3])
+    logits, _ = run(graphs, plan, [1, 0, 2, 0, 0], drafted, firsts=[1, 3])
     assert logits[:, 0].tolist() == [1, 60, 2, 50, 51]
 
 

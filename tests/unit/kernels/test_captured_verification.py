@@ -13,6 +13,8 @@ import torch
 from kvspec_kernels.testing.interpreter import teach_interpreter
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.runtime.beside_rows import BesideRows
+from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.testing import paged_prefill
 from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
 from sglang_kvspec.runtime.testing.captured_verification import CapturedVerification
@@ -63,8 +65,12 @@ def make_pair(monkeypatch, device):
 
 def captured(pair, *sizes):
     """Verifications of these sizes over one VerifyRows."""
+    return made_over(pair, rows_of(pair), sizes)
+
+
+def rows_of(pair):
     splits = pair.attention.splits_by_page
-    rows = VerifyRows(
+    return VerifyRows(
         MAX_TOKENS,
         MAX_ROWS,
         2 * MAX_ROWS if splits else MAX_TOKENS,
@@ -74,8 +80,20 @@ def captured(pair, *sizes):
         page_size=PAGE,
         device=pair.kv.device,
     )
+
+
+def captured_beside(pair, *sizes, max_beside=2):
+    """The same, where others draft in the same forward."""
+    verify = rows_of(pair)
+    device = pair.kv.device
+    tokens = torch.zeros((2, max_beside + MAX_TOKENS), dtype=torch.int64, device=device)
+    drafts = DraftRows(max_beside, 1, NUM_PAGES, PAGE, device, tokens[:, :max_beside])
+    return made_over(pair, verify, sizes, BesideRows(drafts, verify, tokens))
+
+
+def made_over(pair, rows, sizes, beside=None):
     made = pair.attention.make_verifications(rows)
-    return [CapturedVerification(pair, rows, made.make(size), size) for size in sizes]
+    return [CapturedVerification(pair, rows, made.make(size), size, beside) for size in sizes]
 
 
 @TARGETS
@@ -101,6 +119,33 @@ def test_residuals_that_come_from_the_host(make_pair, target):
     both.verify(b=2)
     both.verify(a=3)
     assert pair.kv.residuals.bytes_fetched
+
+
+@TARGETS
+def test_others_draft_in_the_same_forward(make_pair, target):
+    pair = make_pair(target)
+    large, small = captured_beside(pair, VerifySize(16, 12), VerifySize(4, 2))
+    pair.prefill(a=PAGE + 60, b=PAGE - 2, c=3)
+    # b fills its page with its second draft and begins another with the third.
+    small.verify(beside={"b": 0}, a=2)
+    large.verify({"a": 7}, beside={"b": 1, "c": 0}, a=9)
+    small.verify(beside={"b": 2}, c=2)
+    # Nobody drafts beside; what did before has no effect.
+    large.verify({"b": 3}, a=3, b=4)
+    small.verify(beside={"b": 0, "a": 0}, c=1)
+
+
+def test_drafts_beside_read_anchors_alone(make_pair):
+    """Their residuals need not be here."""
+    pair = make_pair("int8", cache_pages=3)
+    (both,) = captured_beside(pair, VerifySize(16, 12))
+    pair.prefill(a=2 * PAGE + 3)
+    pair.prefill(b=3 * PAGE + 60)
+    both.verify(b=1)
+    fetched = pair.kv.residuals.bytes_fetched
+    both.verify(beside={"a": 0}, b=1)
+    assert pair.kv.residuals.bytes_fetched == fetched
+    both.verify(beside={"b": 0}, a=9)
 
 
 def test_nothing_happens_once_cleared(make_pair):

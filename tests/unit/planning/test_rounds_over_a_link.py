@@ -96,7 +96,9 @@ class Simulated:
             for estimate, drafts in zip(self._estimates, self._drafts, strict=True)
         ]
         turns = self._planner.turns(self.pages_per_s)
-        return plan_round(requests, cost) if turns is None else plan_turns(requests, cost, turns)
+        if turns is None:
+            return plan_round(requests, cost)
+        return plan_turns(requests, cost, turns).lens
 
     def link_share(self):
         requests = [RoundRequest(e.probability, CAP_LEN, 0) for e in self._estimates]
