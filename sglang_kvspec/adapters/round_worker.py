@@ -319,6 +319,7 @@ class RoundWorker(VerifyingWorker):
         self._enqueue_s = None if started.is_held_up else enqueue_s
         left = [0 if i in rows else n for i, n in enumerate(num_drafts)]
         if more is not None:
+            self.counters.observe_beside(len(more.order))
             started.num_beside = len(more.order)
             left = [sum(pair) for pair in zip(left, more.lens, strict=True)]
         self._plan_next(states, started.late, left)

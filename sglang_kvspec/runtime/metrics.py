@@ -21,15 +21,17 @@ KEPT_TIERS = ("host", "disk")
 class SpecCounters:
     """Totals since the server started. accept_histogram: verifications by accepted drafts.
 
-    waits: request-iterations spent waiting for residuals. plain: tokens emitted without drafting
-    or verifying, because drafts would not have paid. hit_tokens: of prompts, found in the prefix
-    cache, by the tier where their KV was. kept_anchors: of these, whose anchors were in GPU memory
-    still, by the tier where their residuals were. spoiled: requests that failed since a page in the
-    residual store was not as it was written.
+    mixed_iterations: forwards in which some drafted and others verified; drafted_beside: drafts
+    that rounds made in them. waits: request-iterations spent waiting for residuals. plain: tokens
+    emitted without drafting or verifying, because drafts would not have paid. hit_tokens: of
+    prompts, found in the prefix cache, by the tier where their KV was. kept_anchors: of these,
+    whose anchors were in GPU memory still, by the tier where their residuals were. spoiled:
+    requests that failed since a page in the residual store was not as it was written.
     """
 
     iterations: int = 0
     mixed_iterations: int = 0
+    drafted_beside: int = 0
     drafted: int = 0
     accepted: int = 0
     verifications: int = 0
@@ -52,6 +54,11 @@ class SpecCounters:
         self.accepted += num_accepted
         self.emitted += num_accepted + 1
         self.accept_histogram[num_accepted] += 1
+
+    def observe_beside(self, num_drafts: int) -> None:
+        """Requests drafted in the forward in which others verified."""
+        self.mixed_iterations += num_drafts > 0
+        self.drafted_beside += num_drafts
 
     def observe_plain(self, num_tokens: int) -> None:
         self.plain += num_tokens

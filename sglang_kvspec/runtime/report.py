@@ -48,6 +48,7 @@ def build_report(
         "counters": {
             "iterations": counters.iterations,
             "mixed_iterations": counters.mixed_iterations,
+            "drafted_beside": counters.drafted_beside,
             "drafted": counters.drafted,
             "accepted": counters.accepted,
             "rejected": counters.rejected,

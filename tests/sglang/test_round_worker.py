@@ -153,3 +153,21 @@ def test_a_round_knows_whose_residuals_were_late_when_it_began(worker: Any) -> N
     worker._side, worker._eager = nullcontext(), SimpleNamespace(draft=lambda *_: None)
     started = worker._start(None, [here, lacking], [None, None], [1, 1], frozenset())
     assert started.lacking == {1}
+
+
+def test_who_drafts_beside_a_verification(worker: Any) -> None:
+    """Requests 0 verifies, 1 takes a sampled token, 2 has all drafts that it can use, the others
+    have some, and there is room for two."""
+    states = [request_state(str(rid), num_drafts=n) for rid, n in enumerate((2, 2, 8, 5, 1, 3))]
+    states[1].params = SimpleNamespace(is_argmax=False)
+    reqs = [SimpleNamespace(grammar=None) for _ in states]
+    pages = [torch.arange(4)] * len(states)
+    num_drafts = [len(state.drafts) + 1 for state in states]
+    worker._most_beside = 2
+    worker._lengths = SimpleNamespace(pays=lambda state, count: count <= 8)
+    rows = worker._rows_beside(SimpleNamespace(reqs=reqs), states, pages, num_drafts, [0])
+    assert list(rows) == [4, 5]
+    for i, row in rows.items():
+        assert (row.start, row.length) == (states[i].committed_len + num_drafts[i], 1)
+    worker._most_beside = 0
+    assert not worker._rows_beside(SimpleNamespace(reqs=reqs), states, pages, num_drafts, [0])

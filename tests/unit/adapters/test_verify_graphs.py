@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from sglang_kvspec.adapters import verify_graphs
+from sglang_kvspec.runtime.beside_rows import BesideDraft
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
-SIZE, MAX_ROWS, MAX_DRAFTS, VOCAB = 64, 2, 8, 7
+SIZE, MAX_ROWS, MAX_DRAFTS, VOCAB, MAX_BESIDE = 64, 2, 8, 7, 3
 
 
 class FakeForward:
@@ -32,6 +33,8 @@ class FakeForward:
             self.logits[:] = -1
             self.logits[:num_tokens, 0] = rows.input_ids[:num_tokens].float()
             self.logits[:num_tokens, 1] = rows.positions[:num_tokens].float()
+            rows.begin_step(num_tokens)
+            rows.end_step(self.logits[:num_tokens])
 
         return SimpleNamespace(replay=replay)
 
@@ -53,7 +56,7 @@ def graphs(make_device_kv, monkeypatch, forward):
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(MAX_ROWS, 4 * SIZE)),
     )
     sizes = verify_graphs.sizes_of(runner, attention, MAX_DRAFTS)
-    return verify_graphs.VerifyGraphs(runner, forward, attention, MAX_DRAFTS, sizes)
+    return verify_graphs.VerifyGraphs(runner, forward, attention, MAX_DRAFTS, sizes, MAX_BESIDE)
 
 
 def plan_of(*spans):
@@ -100,5 +103,38 @@ def test_what_has_no_room_is_left_alone(graphs, forward):
 
 
 def test_large_forwards_are_captured_first(graphs, forward):
-    assert forward.captured == sorted(forward.captured, reverse=True)
-    assert len(forward.captured) == len(graphs.sizes)
+    alone, beside = forward.captured[: len(graphs.sizes)], forward.captured[len(graphs.sizes) :]
+    assert alone == sorted(alone, reverse=True)
+    assert beside == [MAX_BESIDE + num_tokens for num_tokens in alone]
+
+
+def beside(index, token, start, pages):
+    return BesideDraft(index, token, Row(RowKind.DRAFT, start, 1, torch.tensor(pages)))
+
+
+def test_others_draft_in_the_same_forward(graphs):
+    """0 and 3 verify; 1 drafts behind a draft of this round, 2 behind its pending token."""
+    drafted = DraftedTokens(torch.tensor([[50, 60], [51, 0]]), order=[1, 3], lens=[0, 2, 0, 1])
+    plan = plan_of((3, 1, [5]), (9, 2, [6]))
+    others = [beside(1, 0, 2 * SIZE, [8, 9, 10]), beside(2, 4, 7, [11])]
+    firsts = [1, -1, -1, 2]
+    logits, more = run(graphs, plan, [1, 2, 0], drafted, firsts, others)
+    assert logits[:, :2].tolist() == [[1, 3], [2, 9], [60, 10]]
+    rows = graphs._beside.drafts
+    assert rows.input_ids.shape == (MAX_BESIDE,)
+    assert graphs._forward.logits[:2, :2].tolist() == [[51, 2 * SIZE], [4, 7]]
+    # What it chose: here the column with the largest entry.
+    chosen = [int(graphs._forward.logits[row].argmax()) for row in range(2)]
+    assert more.deliver() == {1: [chosen[0]], 2: [chosen[1]]}
+    assert more.lens == [0, 1, 1, 0]
+    # Page 10 was opened for the token of request 1; pages 8 and 9 are read as anchors.
+    assert {10, 11} <= set(graphs._attention.kv.window.slots)
+    assert rows.past_pages[:2].tolist() == [8, 9]
+
+
+def test_a_draft_beside_leaves_nothing_behind(graphs, forward):
+    run(graphs, plan_of((3, 1, [5])), [1], None, [-1, -1], [beside(1, 4, 7, [11])])
+    logits, more = run(graphs, plan_of((3, 1, [5])), [2])
+    assert more is None
+    assert logits[:, :2].tolist() == [[2, 3]]
+    assert forward.replayed[-1] < len(graphs.sizes), "a graph without drafts"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,3 +80,24 @@ def test_the_share_of_speed_falls_with_the_link():
 def test_drafts_that_requests_have_do_not_make_them_slow():
     tired = [RoundRequest(0.985, 64, num_drafts=60)] * 16
     assert share_of_speed(tired, COST, 4.0, 22e-3) == share_of_speed([GOOD] * 16, COST, 4.0, 22e-3)
+
+
+def test_rounds_in_which_others_draft_beside_are_shorter_and_faster():
+    """What a round's verification drafts for the others needs no step of its own."""
+    link = Turns(0, 3, 22e-3)
+    beside = replace(COST, beside=True)
+    assert beside.seconds([4] * 16, 3) == pytest.approx(
+        COST.seconds([4] * 16, 3) + 13 * (COST.row + COST.token)
+    )
+    assert (
+        plan_turns([GOOD] * 16, beside, link).lens[0]
+        <= (plan_turns([GOOD] * 16, COST, link).lens[0])
+    )
+    alone, together = (share_of_speed([GOOD] * 16, cost, 4.0, 22e-3) for cost in (COST, beside))
+    assert together.share > alone.share
+
+
+def test_where_all_verify_nobody_drafts_beside():
+    beside = replace(COST, beside=True)
+    assert beside.seconds([4] * 16) == COST.seconds([4] * 16)
+    assert plan_round([GOOD] * 16, beside) == plan_round([GOOD] * 16, COST)

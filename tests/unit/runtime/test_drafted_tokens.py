@@ -61,3 +61,21 @@ def test_drafts_follow_their_requests_into_another_batch(lens, rng):
     assert drafted.deliver() == {i: drafts for i, drafts in enumerate(wanted) if drafts}
     if new_lens:
         assert placed(drafted, new_lens) == [t for drafts in wanted for t in (7, *drafts)]
+
+
+@given(lens=some_lens, drafts_on=st.lists(st.booleans(), min_size=6, max_size=6))
+def test_who_does_not_verify_drafts_on_behind_its_last_draft(lens, drafts_on):
+    """Rows of those that draft on lie in front of the tokens of those that verify."""
+    going = [i for i in range(len(lens)) if drafts_on[i]]
+    lasts = [going.index(i) if drafts_on[i] else -1 for i in range(len(lens))]
+    firsts, total = [], len(going)
+    for i, n in enumerate(lens):
+        firsts.append(-1 if drafts_on[i] else total + 1)
+        total += 0 if drafts_on[i] else n + 1
+    input_ids = torch.full((total,), 7)
+    drafted_by(lens).place(input_ids, firsts, lasts)
+    # Behind what it had before, where it did not draft in this round.
+    wanted = [100 * i + lens[i] - 1 if lens[i] else 7 for i in going]
+    for i, n in enumerate(lens):
+        wanted += [] if drafts_on[i] else [7, *(100 * i + step for step in range(n))]
+    assert input_ids.tolist() == wanted
