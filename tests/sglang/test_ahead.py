@@ -39,8 +39,9 @@ SERVER = HARSH.server(
         environment=AHEAD,
     )
 )
-# The cache of this one is far smaller than the prompts.
-HOSTED = HARSH.server(replace(KVSPEC_ROUNDS, environment=AHEAD))
+# The cache of this one has room for the residuals of few requests, so that others draft meanwhile.
+SMALL_CACHE = fault_environment(KVSPEC_AHEAD_SEED=5, KVSPEC_CACHE_PAGES=10)
+HOSTED = HARSH.server(replace(KVSPEC_ROUNDS, environment=SMALL_CACHE))
 
 # Around a page's end, so that answers begin at every place of it.
 LENGTHS = (61, 62, 63, 64, 65, 66, 127, 128, 300, 513, 1500)
