@@ -14,6 +14,9 @@ Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
 
 MAX_DRAFT_LEN = 64
 AUTO_DRAFT_LEN = "auto"
+# With the token before them as many as kernels that verify take at once: one more would be a pass
+# of its own over everything that the request has in memory.
+MOST_AUTO_DRAFTS = 31
 DEFAULT_PAGE_SIZE = 64
 # Far beyond any machine, whose own memory is checked where the server starts.
 MAX_HOST_GB = 1e12
@@ -172,7 +175,7 @@ class KVSpecConfig:
         """Most tokens a request may draft before it must verify."""
         if not self.drafts:
             return 0
-        return 32 if self.draft_len == AUTO_DRAFT_LEN else int(self.draft_len)
+        return MOST_AUTO_DRAFTS if self.draft_len == AUTO_DRAFT_LEN else int(self.draft_len)
 
     @property
     def keeps_prefixes(self) -> bool:

@@ -134,7 +134,7 @@ def test_tokens_without_drafts_are_taken_by_who_can(
     worker.kv = SimpleNamespace(device=torch.device("cpu"), plan=plan)
     worker._holds_all, worker._over_at = True, None
     worker._side, worker._graphs = nullcontext(), SimpleNamespace(advance=advance)
-    worker.speculative_num_draft_tokens = 33
+    worker.speculative_num_draft_tokens = 32
     batch = SimpleNamespace(return_logprob=False, reqs=[SimpleNamespace(grammar=None)] * 2)
     started = worker._start(batch, [late, ready], [None, None], [0, 0], frozenset({0}))
     assert asked == ([frozenset({0})] if takes else [])

@@ -80,7 +80,7 @@ class Adder:
 
 
 def test_a_request_starts_where_everybody_has_pages_for_what_comes() -> None:
-    # A running one of 100 tokens in two pages may come to need 100 + 32 + 66: two more. The new one
+    # A running one of 100 tokens in two pages may come to need 100 + 32 + 64: two more. The new one
     # of 300 needs seven.
     for free, fits in ((9, True), (8, False)):
         assert Adder([make_request(100)], free=free).offer(make_request(300)) is fits
