@@ -215,14 +215,16 @@ def test_a_slow_first_round_does_not_stop_drafting():
 
 
 def test_lengths_that_know_nothing_of_the_link_would_be_seen(monkeypatch):
-    where = (int(0.2 * ALL_PAGES), 2 * PAGES_PER_S)
+    where = (int(0.5 * ALL_PAGES), 0.5 * PAGES_PER_S)
     monkeypatch.setattr(RoundPlanner, "turns", lambda *_: None)
-    assert rate.__wrapped__(where[0], None, where[1]) < 0.9 * best_fixed_rate(*where)
+    assert rate.__wrapped__(where[0], None, where[1]) < 0.8 * best_fixed_rate(*where)
 
 
 def test_a_cache_that_half_the_requests_keep_would_be_seen(monkeypatch):
+    where = (int(0.2 * ALL_PAGES), None, 0.5 * PAGES_PER_S)
+    sound = rate(*where)
     monkeypatch.setattr(round_step, "FETCH_SHARE", 0.2)
-    assert rate.__wrapped__(int(0.37 * ALL_PAGES)) < 0.8 * rate(ALL_PAGES)
+    assert rate.__wrapped__(*where) < 0.85 * sound
 
 
 def test_a_link_that_waits_for_room_would_be_seen(monkeypatch):
@@ -245,4 +247,4 @@ def test_forgetting_the_cpu_would_be_seen(monkeypatch):
     for _ in range(20):
         simulated.round()
         idle += not any(simulated.lens)
-    assert idle > 5
+    assert idle >= 3
