@@ -336,29 +336,6 @@ class RoundWorker(VerifyingWorker):
             logits_output.next_token_logits = None
         return verified, logits_output
 
-    def _rows_beside(
-        self,
-        batch: Any,
-        states: list[RequestState],
-        pages: list[torch.Tensor],
-        num_drafts: list[int],
-        verify: Sequence[int],
-    ) -> dict[int, Row]:
-        """Of requests that draft once more while others verify, which reads the weights for both:
-        those with the fewest drafts, as many as there is room for."""
-        ready = [
-            i
-            for i, (req, state) in enumerate(self._zip(batch, states))
-            if i not in verify
-            and takes_argmax(req, state)
-            and self._lengths.pays(state, num_drafts[i])
-        ]
-        ready = sorted(ready, key=lambda i: num_drafts[i])[: self._most_beside]
-        return {
-            i: Row(RowKind.DRAFT, states[i].committed_len + num_drafts[i], 1, pages[i])
-            for i in sorted(ready)
-        }
-
     def _finish_plain(
         self,
         batch: Any,

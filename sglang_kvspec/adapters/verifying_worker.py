@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglang_kvspec.runtime.draft_rows import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.ranks import agree
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.round_lengths import RoundLengths
 
 
 class VerifyingWorker(KVSpecWorker):
@@ -25,6 +27,9 @@ class VerifyingWorker(KVSpecWorker):
 
     # Of a subclass that captures them.
     _verify_graphs: VerifyGraphs | None = None
+    # Requests that may draft in the forward in which others verify, and which of them it pays for.
+    _most_beside = 0
+    _lengths: RoundLengths
 
     def _verify_rows(
         self,
@@ -61,6 +66,29 @@ class VerifyingWorker(KVSpecWorker):
         chosen = self.ranks.tensor(logits[plan.num_tokens :].argmax(-1)[None])
         lens = [int(i in beside) for i in range(len(states))]
         return logits_output, DraftedTokens(chosen, list(beside), lens)
+
+    def _rows_beside(
+        self,
+        batch: Any,
+        states: list[RequestState],
+        pages: list[torch.Tensor],
+        num_drafts: list[int],
+        verify: Sequence[int],
+    ) -> dict[int, Row]:
+        """Of requests that draft once more while others verify, which reads the weights for both:
+        those with the fewest drafts, as many as there is room for."""
+        ready = [
+            i
+            for i, (req, state) in enumerate(self._zip(batch, states))
+            if i not in verify
+            and takes_argmax(req, state)
+            and self._lengths.pays(state, num_drafts[i])
+        ]
+        ready = sorted(ready, key=lambda i: num_drafts[i])[: self._most_beside]
+        return {
+            i: Row(RowKind.DRAFT, states[i].committed_len + num_drafts[i], 1, pages[i])
+            for i in sorted(ready)
+        }
 
     def _verify_row(self, start: int, length: int, pages: torch.Tensor) -> Row:
         num_pages = -(-(start + length) // self.kv.geometry.page_size)
