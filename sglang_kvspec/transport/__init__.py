@@ -9,6 +9,7 @@ from sglang_kvspec.transport.arrivals import (
 )
 from sglang_kvspec.transport.flight import FlightLimits
 from sglang_kvspec.transport.frames import PROTOCOL, Identity, Stream
+from sglang_kvspec.transport.joined_link import JoinedLink
 from sglang_kvspec.transport.keys import CurveKeys
 from sglang_kvspec.transport.loops import ReceiverLoop, SenderLoop
 from sglang_kvspec.transport.page_memory import PageMemory
@@ -32,6 +33,7 @@ __all__ = [
     "Destination",
     "FlightLimits",
     "Identity",
+    "JoinedLink",
     "LinkState",
     "PageArrived",
     "PageMemory",

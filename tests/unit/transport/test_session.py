@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from sglang_kvspec.transport.counters import LinkCounters
-from sglang_kvspec.transport.frames import PROTOCOL, Ack, Hello, Ping, Refuse, Welcome
+from sglang_kvspec.transport.frames import PROTOCOL, Ack, Hello, Identity, Ping, Refuse, Welcome
 from sglang_kvspec.transport.handshake import mismatch
 from sglang_kvspec.transport.peers import MAX_PEERS, Peers
 from sglang_kvspec.transport.session import Session, Timing
@@ -82,13 +82,44 @@ def test_whatever_differs_is_named_in_one_sentence(field: str, value: object, wo
     assert "\n" not in reason
 
 
-def test_servers_of_other_sizes_are_told_both() -> None:
-    """Not that each rank has another part of the model."""
-    shape = {"tp_shape": (2, 4), "fingerprint": "its second half"}
-    assert mismatch(IDENTITY, msgspec.structs.replace(IDENTITY, **shape)) == (
-        "--tp-size must be the same on both ends: sender has 1 (8 KV heads a rank), "
-        "receiver 2 (4 KV heads a rank)"
+def of_size(size: int, heads: int, **changes: object) -> Identity:
+    shape = {"tp_shape": (size, heads), "fingerprint": f"a part of {size}"}
+    return msgspec.structs.replace(IDENTITY, **(shape | changes))
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [((8, 1), (2, 4)), ((2, 4), (1, 8))])
+def test_several_ranks_may_send_to_one(sender, receiver) -> None:
+    """Each of which has another part of the model."""
+    assert mismatch(of_size(*sender), of_size(*receiver)) is None
+    other = of_size(*receiver, whole="all of another")
+    assert mismatch(of_size(*sender), other) == (
+        "model must be the same on both ends: sender has all of demo-5m, receiver all of another"
     )
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "words"),
+    [
+        ((1, 8), (2, 4), "--tp-size of the sender must be a multiple of the receiver's"),
+        ((3, 8), (2, 12), "--tp-size of the sender must be a multiple of the receiver's"),
+        ((2, 4), (0, 8), "--tp-size of the sender must be a multiple of the receiver's"),
+        # Of 8 heads some are on two ranks.
+        ((16, 1), (8, 1), "ranks with --tp-size must have the same KV heads between them"),
+        ((2, 4), (2, 8), "ranks with --tp-size must have the same KV heads between them"),
+    ],
+)
+def test_servers_of_sizes_that_do_not_fit_are_told_both(sender, receiver, words) -> None:
+    """Not that each rank has another part of the model."""
+    assert mismatch(of_size(*sender), of_size(*receiver)) == (
+        f"{words}: sender has {sender[0]} ({sender[1]} KV heads a rank), "
+        f"receiver {receiver[0]} ({receiver[1]} KV heads a rank)"
+    )
+
+
+def test_a_sender_is_the_rank_that_it_is_taken_for() -> None:
+    wrong = "tensor-parallel rank must be the same on both ends: sender has 1, receiver 0"
+    for size, heads in ((2, 4), (1, 8)):
+        assert mismatch(of_size(2, 4, rank=1), of_size(size, heads)) == wrong
 
 
 def test_equal_ends_may_talk() -> None:

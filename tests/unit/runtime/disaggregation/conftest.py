@@ -19,6 +19,7 @@ from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.transport import (
+    LinkState,
     PageArrived,
     SegmentKey,
     SegmentReleased,
@@ -88,6 +89,9 @@ class Link:
             expect=self.expect,
             cancel=self.cancel,
             take_events=take_events,
+            num_parts=1,
+            state=LinkState.LIVE,
+            refusal=None,
         )
 
     def deliver(self, streams: Iterable[Stream] = Stream, at: Sequence[int] | None = None) -> None:
