@@ -8,6 +8,7 @@ from sglang_kvspec.transport.arrivals import (
     TransferFailed,
 )
 from sglang_kvspec.transport.flight import FlightLimits
+from sglang_kvspec.transport.forked_link import ForkedLink
 from sglang_kvspec.transport.frames import PROTOCOL, Identity, Stream
 from sglang_kvspec.transport.joined_link import JoinedLink
 from sglang_kvspec.transport.keys import CurveKeys
@@ -32,6 +33,7 @@ __all__ = [
     "CurveKeys",
     "Destination",
     "FlightLimits",
+    "ForkedLink",
     "Identity",
     "JoinedLink",
     "LinkState",

@@ -35,9 +35,10 @@ class _Frame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, g
 
 class Identity(_Frame, frozen=True):
     """What two ends must agree on before a byte of KV crosses. tp_shape is (tensor-parallel ranks,
-    KV heads of a rank); rank is the sender's, or which one a receiver takes it for. `fingerprint`
-    names the model and the weights of a rank; `whole` names the model and the weights of all ranks
-    together, alike however many they are."""
+    KV heads of a rank); rank is the sender's, or which one a receiver takes it for; part is which
+    of how many equal shares of the sender's KV heads a receiver has. `fingerprint` names the model
+    and the weights of a rank; `whole` names the model and the weights of all ranks together, alike
+    however many they are."""
 
     protocol: Count
     package: Name
@@ -48,6 +49,7 @@ class Identity(_Frame, frozen=True):
     whole: Name
     tp_shape: tuple[Count, Count]
     rank: Count
+    part: tuple[Count, Count] = (0, 1)
 
 
 class Hello(_Frame, frozen=True):

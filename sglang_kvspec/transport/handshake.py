@@ -32,17 +32,20 @@ def mismatch(here: Identity, there: Identity) -> str | None:
 
 
 def _unfit_sizes(here: Identity, there: Identity) -> str | None:
-    """A receiver takes its KV heads from as many ranks of the sender, each with all of its own."""
+    """A receiver has the KV heads of one rank of the sender, or of several, or a share of one's."""
     (size, heads), (their_size, their_heads) = here.tp_shape, there.tp_shape
-    if size * heads == their_size * their_heads and their_size and size % their_size == 0:
-        return None
     told = (
         f"sender has {size} ({heads} KV heads a rank), "
         f"receiver {their_size} ({their_heads} KV heads a rank)"
     )
-    if their_size and size % their_size == 0:
-        return f"ranks with --tp-size must have the same KV heads between them: {told}"
-    return f"--tp-size of the sender must be a multiple of the receiver's: {told}"
+    if not (size and their_size) or max(size, their_size) % min(size, their_size):
+        return f"--tp-size of one end must be a multiple of the other's: {told}"
+    if size * heads != their_size * their_heads:
+        return f"KV heads that several ranks hold cannot be sent to another --tp-size: {told}"
+    index, count = there.part
+    if not index < count == max(1, their_size // size):
+        return f"a receiver cannot have part {index} of {count} of the sender's KV heads: {told}"
+    return None
 
 
 def _differ(words: str, ours: Any, theirs: Any) -> str | None:

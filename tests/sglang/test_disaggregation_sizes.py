@@ -1,7 +1,8 @@
-"""A prefill server of two ranks and a decode server of one answer together what plain SGLang does.
+"""A prefill server of two ranks and a decode server of one, or the other way round, answer together
+what plain SGLang does.
 
-The second rank's link is half as fast as the first's, so that of every page half of the KV heads
-have always arrived alone for a while.
+The second rank of a prefill server has a link half as fast as the first's, so that of every page
+half of the KV heads have always arrived alone for a while.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from sglang_kvspec.transport.testing.proxy import Proxy
 pytestmark = [pytest.mark.server, pytest.mark.identity]
 
 FLAGS = ("--max-total-tokens=24576", "--chunked-prefill-size=512")
-# About a second for the residuals of 1000 tokens, on the first rank's link.
-TWO_RANKS = ("--tp-size=2", "--kvspec-link-gbps=0.006")
-SPEC = PairSpec(DEMO_MODEL, FLAGS, prefill=TWO_RANKS)
+TWO_RANKS = "--tp-size=2"
+# A second or two for the residuals of 1000 tokens, on the first rank's link.
+JOINED = PairSpec(DEMO_MODEL, FLAGS, prefill=(TWO_RANKS, "--kvspec-link-gbps=0.006"))
+FORKED = PairSpec(DEMO_MODEL, FLAGS, prefill=("--kvspec-link-gbps=0.003",), decode=(TWO_RANKS,))
 WORKLOAD = Workload(DEMO_MODEL, (127, 1025, 64, 700), max_new_tokens=32)
 FAMILIES = False
 SLOW_RANK = "slow_rank"
@@ -56,8 +58,9 @@ def with_faults(spec: PairSpec, fault_file: Path) -> PairSpec:
     return replace(spec, environment=dict(checks + fault_environment(KVSPEC_FAULT_FILE=fault_file)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[JOINED, FORKED], ids=["joined", "forked"])
 def pair(
+    request: pytest.FixtureRequest,
     reference: PlainReference,
     servers: ServerSwitch,
     fault_file: Path,
@@ -66,7 +69,7 @@ def pair(
 ) -> Iterator[Pair]:
     servers.release()
     folder = tmp_path_factory.mktemp("pair")
-    with running_pair(with_faults(SPEC, fault_file), folder, announce) as running:
+    with running_pair(with_faults(request.param, fault_file), folder, announce) as running:
         yield running
 
 
@@ -80,7 +83,7 @@ def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[tuple[Task, O
     return answers
 
 
-def test_two_ranks_send_to_one(pair: Pair, reference: PlainReference) -> None:
+def test_servers_of_two_sizes_answer_like_one(pair: Pair, reference: PlainReference) -> None:
     client = pair.client
     alone = run_one_by_one(client, reference.suite.prompts[:2], lambda: None)
     reference.check(alone)
@@ -92,8 +95,7 @@ def test_two_ranks_send_to_one(pair: Pair, reference: PlainReference) -> None:
     assert sum(output.num_retractions for _, output in together) > 0
     assert_nothing_left(client)
     report_of_decode = client.kvspec_report()
-    assert client.prefill.kvspec_report()["ranks"] == 2
-    assert report_of_decode["ranks"] == 1
+    assert report_of_decode["ranks"] + client.prefill.kvspec_report()["ranks"] == 3
     assert report_of_decode["transfer"]["drafts_on_anchors"] > 0
 
 
@@ -115,28 +117,34 @@ def test_an_abort_while_residuals_are_on_their_way(pair: Pair, reference: PlainR
     ask_all_at_once(pair, reference)
 
 
+@pytest.mark.parametrize("fault", ["lost_departure", "lost_residuals"])
 def test_what_one_rank_gives_up_fails_as_a_whole(
-    pair: Pair, reference: PlainReference, fault_file: Path
+    pair: Pair, reference: PlainReference, fault_file: Path, fault: str
 ) -> None:
-    """One request, of those whose residuals take a while; the others are answered right."""
+    """On the server that has two. One request, of those whose residuals take a while; the others
+    are answered right."""
+    is_prefills = fault == "lost_departure"
+    if (pair.client.kvspec_report()["ranks"] == 1) is not is_prefills:
+        pytest.skip("that server has one rank")
     tasks = [task for task in reference.suite.prompts if len(task.input_ids) > 500]
     fault_file.with_suffix(".fired").unlink(missing_ok=True)
-    fault_file.write_text(f"{SLOW_RANK} lost_departure")
+    fault_file.write_text(f"{SLOW_RANK} {fault}")
     try:
         errors = Round(pair.client, tasks).finish(reference)
     finally:
         fault_file.write_text(SLOW_RANK)
     (error,) = errors
-    assert "given up on purpose" in error or "another rank of" in error
+    assert "on purpose" in error or "another rank of" in error
     assert_nothing_left(pair.client)
     ask_all_at_once(pair, reference)
 
 
-def test_a_link_to_one_rank_that_is_cut(pair: Pair, reference: PlainReference) -> None:
-    """By another name of this machine, so that the decode server has links of its own to it."""
-    direct = registered(pair, rank=1)
+def test_links_to_one_rank_that_are_cut(pair: Pair, reference: PlainReference) -> None:
+    """The last one, by another name of this machine: the decode server has other links to that."""
+    rank = pair.client.prefill.kvspec_report()["ranks"] - 1
+    direct = registered(pair, rank)
     proxy = Proxy(direct)
-    register(pair, proxy.address, rank=1)
+    register(pair, proxy.address, rank)
     try:
         client = pair.client_by("localhost")
         round_ = Round(client, reference.suite.prompts)
@@ -147,16 +155,24 @@ def test_a_link_to_one_rank_that_is_cut(pair: Pair, reference: PlainReference) -
         assert round_.finish(reference) == []
         assert proxy.num_connections > 3
     finally:
-        register(pair, direct, rank=1)
+        register(pair, direct, rank)
         proxy.close()
     assert_nothing_left(pair.client)
 
 
-ROUNDS = replace(SPEC, decode=("--kvspec-schedule=rounds",))
-IN_ONE_PIECE = replace(SPEC, arguments=(*FLAGS, "--kvspec-transfer=full"))
+IN_ROUNDS = ("--kvspec-schedule=rounds",)
+IN_ONE_PIECE = (*FLAGS, "--kvspec-transfer=full")
+SPECS = {
+    "joined": JOINED,
+    "joined-rounds": replace(JOINED, decode=IN_ROUNDS),
+    "joined-full": replace(JOINED, arguments=IN_ONE_PIECE),
+    "forked": FORKED,
+    "forked-rounds": replace(FORKED, decode=(TWO_RANKS, *IN_ROUNDS)),
+    "forked-full": replace(FORKED, arguments=IN_ONE_PIECE),
+}
 
 
-@pytest.mark.parametrize("spec", [SPEC, ROUNDS, IN_ONE_PIECE], ids=["split", "rounds", "full"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_requests_that_come_and_go(
     spec: PairSpec,
     reference: PlainReference,
@@ -172,7 +188,7 @@ def test_requests_that_come_and_go(
         ask_all_at_once(pair, reference)
         soak = Soak(pair.client, answers, concurrent=8, seed=3)
         soak.random_round(24)
-        announce(f"two ranks to one: {soak.result}")
+        announce(f"two sizes: {soak.result}")
         assert not soak.result.mismatches, "\n".join(soak.result.mismatches)
         assert not soak.result.leaks, "\n".join(soak.result.leaks)
         assert soak.result.cut_short > 0

@@ -102,16 +102,16 @@ class DecodeManager:
     def _dial(self, answer: Answer) -> JoinedLink:
         with ExitStack() as dialled:
             loops = [
-                dialled.enter_context(self._dial_rank(rank, address))
+                dialled.enter_context(self._dial_rank(address, rank, answer.part))
                 for rank, address in enumerate(answer.addresses, answer.first_rank)
             ]
             # Where one cannot be dialled the others are closed.
             dialled.pop_all()
         return JoinedLink(loops)
 
-    def _dial_rank(self, rank: int, address: str) -> ReceiverLoop:
+    def _dial_rank(self, address: str, rank: int, part: tuple[int, int]) -> ReceiverLoop:
         port = ZmqPort(address, bind=False, keys=self._keys, identity=os.urandom(8))
-        receiver = Receiver(port, replace(self._identity, rank=rank))
+        receiver = Receiver(port, replace(self._identity, rank=rank, part=part))
         return ReceiverLoop(receiver, on_news=self._serving.news.set)
 
     def weights_will_change(self) -> None:

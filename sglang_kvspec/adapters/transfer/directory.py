@@ -20,10 +20,12 @@ MAX_REPLY_BYTES = 1 << 16
 
 class Answer(NamedTuple):
     """addresses: to dial, of ranks first_rank and those that follow it; none where they are not
-    known, and trouble says why."""
+    known, and trouble says why. part: which of how many equal shares of their KV heads is wanted of
+    each."""
 
     addresses: tuple[str, ...]
     first_rank: int = 0
+    part: tuple[int, int] = (0, 1)
     trouble: str = ""
 
 
@@ -40,21 +42,29 @@ def query_route(bootstrap_addr: str, asker: Asker) -> Answer:
     heads. Takes QUERY_TIMEOUT_S, or twice that, for the number of ranks and for each of them.
     Raises what may go wrong on the way."""
     try:
-        ranks = ranks_for(asker, size_in(_get_route(bootstrap_addr, -1, -1)))
+        num_ranks = size_in(_get_route(bootstrap_addr, -1, -1))
+        ranks = ranks_for(asker, num_ranks)
         found = [address_in(_get_route(bootstrap_addr, 0, rank)) for rank in ranks]
     except _NoRoute as error:
         return Answer((), trouble=str(error))
-    return Answer(tuple(found), ranks.start)
+    return Answer(tuple(found), ranks.start, part_for(asker, num_ranks))
 
 
 def ranks_for(asker: Asker, num_ranks: int) -> range:
-    """Those of a prefill server of so many ranks that the asker has KV from. Where nobody else has
-    its KV heads, one that will refuse it in words."""
+    """Those of a prefill server of so many ranks that have the asker's KV heads. Where the numbers
+    do not fit, one that will refuse it in words."""
     each, rest = divmod(num_ranks, asker.size)
     if rest or each > asker.num_kv_heads:
         first = asker.rank * num_ranks // asker.size
         return range(first, first + 1)
     return range(asker.rank * each, (asker.rank + 1) * each)
+
+
+def part_for(asker: Asker, num_ranks: int) -> tuple[int, int]:
+    """Which of how many shares of a rank's KV heads the asker has, where there are fewer of
+    those."""
+    count, rest = divmod(asker.size, num_ranks)
+    return (0, 1) if rest or not count else (asker.rank % count, count)
 
 
 class _NoRoute(Exception):

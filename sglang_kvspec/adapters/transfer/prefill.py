@@ -24,9 +24,9 @@ from sglang_kvspec.adapters.transfer.peers import (
 )
 from sglang_kvspec.adapters.transfer.report import link_report, live_counters
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.runtime.disaggregation.departures import Departures
+from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED, Departures
 from sglang_kvspec.runtime.ranks import Ranks
-from sglang_kvspec.transport import Sender, SenderLoop, TokenBucket, ZmqPort
+from sglang_kvspec.transport import ForkedLink, Sender, SenderLoop, TokenBucket, ZmqPort
 from sglang_kvspec.transport.counters import LinkCounters
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,10 @@ class PrefillManager:
             Sender(port, serving.identity(), link=link), on_news=serving.news.set
         )
         self.departures = Departures(
-            serving.kv, serving.wire(), self.loop, serving.handovers(kv_args)
+            serving.kv,
+            serving.wire(),
+            ForkedLink(self.loop, harmless=[NOT_NEEDED]),
+            serving.handovers(kv_args),
         )
         serving.pool.freed_listeners.append(self.departures.release)
         self.bootstrap_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())

@@ -17,6 +17,8 @@ from sglang_kvspec.pools.geometry import KVGeometry
 _HEADER_SLACK_BYTES = 1024
 _LENGTH_BYTES = 4
 _DIGEST_BYTES = 16
+# Dimension of a tail that counts its KV heads.
+HEADS_OF_TAIL = 3
 
 
 def digest_of(token_ids: Sequence[int]) -> bytes:
@@ -66,7 +68,7 @@ class HandoverFormat:
         return _LENGTH_BYTES + header + tail
 
     def encode(self, handover: Handover, tail: torch.Tensor) -> torch.Tensor:
-        """1-D uint8 on the CPU. tail: as above."""
+        """1-D uint8 on the CPU. tail: as above, of this server's KV heads or some of them."""
         header = msgspec.msgpack.encode(handover)
         start = len(header).to_bytes(_LENGTH_BYTES, "little") + header
         payload = tail.contiguous().view(-1).view(torch.uint8)

@@ -8,7 +8,7 @@ import torch
 
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import PageRecords, copy_in
-from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat, agreed
+from sglang_kvspec.runtime.disaggregation.handover import HEADS_OF_TAIL, HandoverFormat, agreed
 from sglang_kvspec.runtime.disaggregation.landing import Landing
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import Stream
@@ -16,8 +16,6 @@ from sglang_kvspec.transport import Stream
 # Of payloads that are copied together, unless a page is more: what a copy needs of memory beside
 # the staging and the pools. All of a request may land at once.
 AT_ONCE_BYTES = 32 << 20
-# Dimension of the tail's KV heads.
-_HEADS_OF_TAIL = 3
 
 
 class Lander:
@@ -65,7 +63,7 @@ class Lander:
                 parts = [PageRecords.of_bytes(geometry, self._kv.codec, tail) for tail in tails]
                 copy_in(self._kv, [landing.last_page], PageRecords.joined(parts))
             else:
-                self._keep_tail(landing.last_page, torch.cat(tails, dim=_HEADS_OF_TAIL))
+                self._keep_tail(landing.last_page, torch.cat(tails, dim=HEADS_OF_TAIL))
         self._land(landing, Stream.ANCHOR, sorted(landing.arrived[Stream.ANCHOR]))
 
     def land_residuals(self, landing: Landing, end: int | None = None) -> None:

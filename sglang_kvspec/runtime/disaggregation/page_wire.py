@@ -21,15 +21,17 @@ CODEC_WORK = 8
 
 class PageWire(Protocol):
     """Pages of one KV cache as bytes. *_bytes: bounds of a page in each stream; residual_bytes 0:
-    there is no second stream. A page may arrive in parts, each with an equal share of its KV heads,
-    in their order, from senders that have no others."""
+    there is no second stream. A page may go in parts, each with an equal share of its KV heads, in
+    their order, to receivers that have no others, and come in parts from such senders."""
 
     anchor_bytes: int
     residual_bytes: int
 
-    def pack(self, stream: Stream, pages: Sequence[int]) -> list[torch.Tensor]:
-        """What is sent of encoded pages in a stream that is there: each 1-D uint8 on the CPU.
-        Raises CodecError for what the wire cannot carry."""
+    def pack(
+        self, stream: Stream, pages: Sequence[int], num_parts: int = 1
+    ) -> list[list[torch.Tensor]]:
+        """What is sent of encoded pages in a stream that is there, of each its parts: 1-D uint8 on
+        the CPU. Raises CodecError for what the wire cannot carry."""
         ...
 
     def part_bytes(self, stream: Stream, num_parts: int) -> int:
@@ -61,11 +63,13 @@ class SplitWire:
         )
         self.anchor_bytes, self.residual_bytes = sample.anchors.nbytes, sample.residuals.nbytes
 
-    def pack(self, stream: Stream, pages: Sequence[int]) -> list[torch.Tensor]:
+    def pack(
+        self, stream: Stream, pages: Sequence[int], num_parts: int = 1
+    ) -> list[list[torch.Tensor]]:
         assert all(map(self._kv.is_encoded, pages)), "only an encoded page has records"
         is_anchor = stream is Stream.ANCHOR
         records = self._kv.read_anchors(pages) if is_anchor else self._kv.read_residuals(pages)
-        return [page.reshape(-1) for page in records]
+        return [[part.reshape(-1) for part in page.chunk(num_parts, dim=1)] for page in records]
 
     def part_bytes(self, stream: Stream, num_parts: int) -> int:
         return self._part_shape(stream, num_parts).numel()
@@ -122,11 +126,16 @@ class WholeWire:
         self.anchor_bytes = codec.max_page_bytes
         self._pages_at_once = max(1, AT_ONCE_BYTES // kv.geometry.plain_page_bytes)
 
-    def pack(self, stream: Stream, pages: Sequence[int]) -> list[torch.Tensor]:
+    def pack(
+        self, stream: Stream, pages: Sequence[int], num_parts: int = 1
+    ) -> list[list[torch.Tensor]]:
         assert stream is Stream.ANCHOR, "a page in one piece has no residual"
-        payloads: list[torch.Tensor] = []
-        for part in self._portions(len(pages)):
-            payloads += self._codec.encode_pages(*self._kv.read_whole(pages[part]))
+        codec = self._codec_of(num_parts)
+        payloads: list[list[torch.Tensor]] = []
+        for portion in self._portions(len(pages)):
+            shares = (x.chunk(num_parts, dim=-2) for x in self._kv.read_whole(pages[portion]))
+            parts = [codec.encode_pages(k, v) for k, v in zip(*shares, strict=True)]
+            payloads += map(list, zip(*parts, strict=True))
         return payloads
 
     def part_bytes(self, stream: Stream, num_parts: int) -> int:
@@ -152,7 +161,7 @@ class WholeWire:
         return k, v
 
     def _codec_of(self, num_parts: int) -> WireCodec:
-        """Of what a sender of one of so many parts has."""
+        """Of one of so many parts of a page."""
         if num_parts not in self._part_codecs:
             name = cast("WireCodecName", self._codec.name)
             geometry = self._kv.geometry.part(num_parts)

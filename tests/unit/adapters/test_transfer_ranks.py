@@ -11,7 +11,13 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from sglang_kvspec.adapters.transfer import decoding, peers, prefill
 from sglang_kvspec.adapters.transfer.decode import DecodeManager
-from sglang_kvspec.adapters.transfer.directory import Answer, Asker, query_route, ranks_for
+from sglang_kvspec.adapters.transfer.directory import (
+    Answer,
+    Asker,
+    part_for,
+    query_route,
+    ranks_for,
+)
 from sglang_kvspec.adapters.transfer.peers import Serving, failed
 from sglang_kvspec.adapters.transfer.prefill import PrefillManager
 from sglang_kvspec.core.config import KVSpecConfig
@@ -70,23 +76,26 @@ def test_every_rank_is_found_where_it_sends_from(bootstrap) -> None:
     for rank in (0, 1):
         assert query_route(bootstrap, Asker(rank, 2)) == Answer(both[rank : rank + 1], rank)
     assert query_route(bootstrap, Asker(0, 1, num_kv_heads=2)) == Answer(both, 0)
+    assert query_route(bootstrap, Asker(3, 4)) == Answer(both[1:], 1, part=(1, 2))
 
 
 @pytest.mark.parametrize(
-    ("asker", "num_ranks", "ranks"),
+    ("asker", "num_ranks", "ranks", "part"),
     [
-        (Asker(1, 2, 4), 2, [1]),
-        (Asker(0, 1, 4), 4, [0, 1, 2, 3]),
-        (Asker(1, 2, 4), 8, [4, 5, 6, 7]),
-        # These refuse: what they have does not fit, or there are more of them than heads.
-        (Asker(1, 2, 4), 1, [0]),
-        (Asker(3, 4, 4), 2, [1]),
-        (Asker(1, 2, 4), 3, [1]),
-        (Asker(0, 1, 4), 1 << 30, [0]),
+        (Asker(1, 2, 4), 2, [1], (0, 1)),
+        (Asker(0, 1, 4), 4, [0, 1, 2, 3], (0, 1)),
+        (Asker(1, 2, 4), 8, [4, 5, 6, 7], (0, 1)),
+        (Asker(1, 2, 4), 1, [0], (1, 2)),
+        (Asker(2, 4, 4), 2, [1], (0, 2)),
+        # These refuse: no number is a multiple of the other, or there are more ranks than heads.
+        (Asker(1, 2, 4), 3, [1], (0, 1)),
+        (Asker(2, 3, 4), 2, [1], (0, 1)),
+        (Asker(0, 1, 4), 1 << 30, [0], (0, 1)),
     ],
 )
-def test_which_ranks_have_the_heads_of_one(asker, num_ranks, ranks) -> None:
+def test_which_ranks_have_the_heads_of_one(asker, num_ranks, ranks, part) -> None:
     assert list(ranks_for(asker, num_ranks)) == ranks
+    assert part_for(asker, num_ranks) == part
 
 
 def test_ranks_share_an_emulated_link(monkeypatch) -> None:

@@ -87,31 +87,48 @@ def of_size(size: int, heads: int, **changes: object) -> Identity:
     return msgspec.structs.replace(IDENTITY, **(shape | changes))
 
 
-@pytest.mark.parametrize(("sender", "receiver"), [((8, 1), (2, 4)), ((2, 4), (1, 8))])
-def test_several_ranks_may_send_to_one(sender, receiver) -> None:
+@pytest.mark.parametrize(
+    ("sender", "receiver", "part"),
+    [
+        ((8, 1), (2, 4), (0, 1)),
+        ((2, 4), (1, 8), (0, 1)),
+        ((1, 8), (2, 4), (1, 2)),
+        ((2, 4), (8, 1), (3, 4)),
+    ],
+)
+def test_ends_may_have_other_numbers_of_ranks(sender, receiver, part) -> None:
     """Each of which has another part of the model."""
-    assert mismatch(of_size(*sender), of_size(*receiver)) is None
-    other = of_size(*receiver, whole="all of another")
+    assert mismatch(of_size(*sender), of_size(*receiver, part=part)) is None
+    other = of_size(*receiver, part=part, whole="all of another")
     assert mismatch(of_size(*sender), other) == (
         "model must be the same on both ends: sender has all of demo-5m, receiver all of another"
     )
 
 
+NO_MULTIPLE = "--tp-size of one end must be a multiple of the other's"
+SHARED = "KV heads that several ranks hold cannot be sent to another --tp-size"
+
+
 @pytest.mark.parametrize(
-    ("sender", "receiver", "words"),
+    ("sender", "receiver", "part", "words"),
     [
-        ((1, 8), (2, 4), "--tp-size of the sender must be a multiple of the receiver's"),
-        ((3, 8), (2, 12), "--tp-size of the sender must be a multiple of the receiver's"),
-        ((2, 4), (0, 8), "--tp-size of the sender must be a multiple of the receiver's"),
+        ((3, 8), (2, 12), (0, 1), NO_MULTIPLE),
+        ((2, 4), (0, 8), (0, 1), NO_MULTIPLE),
         # Of 8 heads some are on two ranks.
-        ((16, 1), (8, 1), "ranks with --tp-size must have the same KV heads between them"),
-        ((2, 4), (2, 8), "ranks with --tp-size must have the same KV heads between them"),
+        ((16, 1), (8, 1), (0, 1), SHARED),
+        ((8, 1), (16, 1), (0, 2), SHARED),
+        ((2, 4), (2, 8), (0, 1), SHARED),
+        *(
+            ((1, 8), (2, 4), part, "a receiver cannot have part {} of {} of the sender's KV heads")
+            for part in ((0, 1), (2, 2), (0, 4), (0, 0))
+        ),
+        ((2, 4), (1, 8), (0, 2), "a receiver cannot have part {} of {} of the sender's KV heads"),
     ],
 )
-def test_servers_of_sizes_that_do_not_fit_are_told_both(sender, receiver, words) -> None:
+def test_servers_of_sizes_that_do_not_fit_are_told_both(sender, receiver, part, words) -> None:
     """Not that each rank has another part of the model."""
-    assert mismatch(of_size(*sender), of_size(*receiver)) == (
-        f"{words}: sender has {sender[0]} ({sender[1]} KV heads a rank), "
+    assert mismatch(of_size(*sender), of_size(*receiver, part=part)) == (
+        f"{words.format(*part)}: sender has {sender[0]} ({sender[1]} KV heads a rank), "
         f"receiver {receiver[0]} ({receiver[1]} KV heads a rank)"
     )
 

@@ -187,8 +187,10 @@ class Lab:
         g = self.prefill.geometry
         rng = torch.Generator().manual_seed(seed)
         shape = (2, g.num_layers, num_tokens, g.num_kv_heads, g.head_dim)
-        k, v = torch.randn(shape, generator=rng).to(g.dtype)
-        num_pages = -(-num_tokens // SIZE)
+        return self.prefilled(*torch.randn(shape, generator=rng).to(g.dtype))
+
+    def prefilled(self, k: torch.Tensor, v: torch.Tensor) -> Request:
+        num_pages = -(-k.shape[1] // SIZE)
         pages = list(range(1, num_pages + 1))
         request = Request(k, v, pages, [12 - page for page in pages])
         for index, page in enumerate(pages):
