@@ -17,6 +17,8 @@ _VERSIONED = ("sglang", "torch")
 _KERNELS = ("flashinfer-python", "triton")
 # Bytes of a weight hashed at once, and so held twice.
 _PART = 64 * 2**20
+# Numbers of a weight mixed at once: 8 bytes each, twice, on a device that KV has filled.
+_NUMBERS = 2**20
 # Odd numbers, and so one-to-one on 64 bits: of splitmix64, as signed integers.
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -104,7 +106,7 @@ def sum_of_hashes(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     dtype = _BITS.get(tensor.element_size(), torch.int64)
     bits = tensor.contiguous().view(-1).view(torch.uint8).view(dtype)
-    for part in bits.split(_PART // 8):
+    for part in bits.split(_NUMBERS):
         # A copy, also of what has 64 bits.
         mixed = part.to(torch.int64, copy=True)
         for factor in _FACTORS:

@@ -79,9 +79,8 @@ class PrefillManager:
         return live_counters([self.loop])
 
     def _register(self, server_args: Any, ranks: Ranks) -> None:
-        """Tell SGLang's bootstrap server, which runs in another process of this server, where the
-        same rank of decode servers finds this port. Raises TransportError where it cannot be
-        told."""
+        """Tell SGLang's bootstrap server, which runs in another process of this server, where
+        decode servers find this rank's port. Raises TransportError where it cannot be told."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server_args.host, server_args.host)
         url = f"http://{host}:{server_args.disaggregation_bootstrap_port}/route"
         rank_host, _, rank_port = self.address.removeprefix("tcp://").rpartition(":")

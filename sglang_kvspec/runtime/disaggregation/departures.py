@@ -36,7 +36,8 @@ MAX_UNCLAIMED = 4096
 
 
 class SendingLink(Protocol):
-    """What departures need of the thread that sends."""
+    """What departures need of the thread that sends. Chunk i of a page goes to the i-th of those
+    receivers of which TransferOpened says how many there are."""
 
     def offer(self, key: SegmentKey, memory: memoryview) -> None: ...
 

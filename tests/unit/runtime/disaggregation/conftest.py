@@ -228,6 +228,15 @@ class Lab:
         tail = request.num_tokens - SIZE * (len(pages) - 1)
         self.departures.send_last(room, pages[middle:], tail, FIELDS)
 
+    def move(self, request: Request) -> None:
+        """From one side to the other, where it runs."""
+        self.departures.add(ROOM)
+        self.expect(request)
+        self.send(request)
+        self.link.deliver()
+        self.pump()
+        self.arrivals.admit(ROOM, request.decode_pages[-1])
+
     def expect(self, request: Request, room: int = ROOM) -> None:
         self.arrivals.expect(room, self.receiver_end, request.decode_pages, 60.0)
 
