@@ -25,6 +25,7 @@ from sglang_kvspec.transport import (
     StreamArrived,
     TransferEnded,
     TransferFailed,
+    TransferOpened,
     TransferShape,
     ZmqPort,
 )
@@ -114,6 +115,7 @@ def test_every_chunk_comes_from_its_sender(stack: ExitStack) -> None:
 def test_a_sender_that_gives_up_ends_all(stack: ExitStack) -> None:
     senders = Senders(stack)
     senders.expect()
+    assert TransferOpened(7) in senders.loops[0].take_events(DEADLINE_S)
     senders.offer(0, (Stream.ANCHOR,))
     senders.loops[1].abort(7, "its KV was freed")
     senders.until(TransferFailed(7, "the sender ended it: its KV was freed"))
