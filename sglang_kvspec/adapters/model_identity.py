@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
+from sglang_kvspec.runtime.ranks import Ranks
+
 # What computes KV: another version may round otherwise, or have been wrong.
 _VERSIONED = ("sglang", "torch")
 _KERNELS = ("flashinfer-python", "triton")
 # Bytes of a weight hashed at once, and so held twice.
 _PART = 64 * 2**20
+# Numbers of a weight mixed at once: 8 bytes each, twice, on a device that KV has filled.
+_NUMBERS = 2**20
+# Odd numbers, and so one-to-one on 64 bits: of splitmix64, as signed integers.
+_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(model_config: Any, weights: str, arithmetic: str) -> str:
@@ -75,3 +82,35 @@ def hash_of_weights(model: torch.nn.Module) -> str:
         for part in content.split(_PART):
             found.update(part.cpu().numpy())
     return found.hexdigest()
+
+
+def hash_of_all_ranks(model: torch.nn.Module, ranks: Ranks) -> str:
+    """Of names, dtypes and numbers of all that a model is saved with, on all ranks together, which
+    call this at once: the same however many they are. So it does not say where in a tensor a number
+    is. What all ranks have alike counts once, and zeros, which fill up what does not divide, count
+    nothing. Reads all weights.
+    """
+    weights = sorted(model.state_dict().items())
+    names = [f"{name} {tensor.dtype}" for name, tensor in weights]
+    own = [sum_of_hashes(tensor) for _, tensor in weights]
+    of_ranks = ranks.everyones(own, about=names)
+    found = xxh3_128()
+    for name, sums in zip(names, zip(*of_ranks, strict=True), strict=True):
+        total = sums[0] if len(set(sums)) == 1 else sum(sums)
+        found.update(f"{name} {total % (1 << 64)}\n".encode())
+    return found.hexdigest()
+
+
+def sum_of_hashes(tensor: torch.Tensor) -> int:
+    """Of the bits of every number, modulo 2^64 as a signed integer; 0 for nothing but zeros."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    dtype = _BITS.get(tensor.element_size(), torch.int64)
+    bits = tensor.contiguous().view(-1).view(torch.uint8).view(dtype)
+    for part in bits.split(_NUMBERS):
+        # A copy, also of what has 64 bits.
+        mixed = part.to(torch.int64, copy=True)
+        for factor in _FACTORS:
+            mixed.mul_(factor)
+            mixed.bitwise_xor_(mixed >> 31)
+        total += mixed.sum()
+    return int(total)

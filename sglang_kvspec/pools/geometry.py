@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,3 +22,8 @@ class KVGeometry:
         """K and V of one page in the model's KV dtype, all layers."""
         elements = 2 * self.page_size * self.num_kv_heads * self.head_dim * self.num_layers
         return elements * self.dtype.itemsize
+
+    def part(self, num_parts: int) -> KVGeometry:
+        """Of an equal share of the KV heads."""
+        assert self.num_kv_heads % num_parts == 0, (self.num_kv_heads, num_parts)
+        return replace(self, num_kv_heads=self.num_kv_heads // num_parts)

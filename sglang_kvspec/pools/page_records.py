@@ -46,6 +46,17 @@ class PageRecords(NamedTuple):
         anchors, residuals = data[:end], data[end:]
         return cls(anchors.view(shape), residuals.view(shape))
 
+    def parts(self, num_parts: int) -> list[PageRecords]:
+        """Of equal shares of the KV heads, in order; not contiguous."""
+        chunks = (records.chunk(num_parts, dim=2) for records in self)
+        return [PageRecords(*pair) for pair in zip(*chunks, strict=True)]
+
+    @classmethod
+    def joined(cls, parts: Sequence[PageRecords]) -> PageRecords:
+        """Of parts of pages, each with some of their KV heads, in order."""
+        anchors, residuals = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
+        return cls(anchors, residuals)
+
 
 def copy_out(kv: KVTiers, pages: Sequence[int]) -> PageRecords:
     """The records of encoded pages, wherever their residuals are. Waits for those of a device."""

@@ -104,6 +104,21 @@ class Ranks:
             )
         return values
 
+    def everyones(self, mine: Sequence[int], about: object) -> list[list[int]]:
+        """The integers of every rank, by rank; as many on each.
+
+        about: what they are about and how many, as for numbers(). Raises RanksDisagree where it is
+        not equal on all ranks.
+        """
+        if self.size == 1:
+            return [list(mine)]
+        # Messages of other lengths could not be received.
+        self.least([], about=(about, len(mine)))
+        message = torch.tensor(mine, dtype=torch.int64)
+        received = [torch.empty_like(message) for _ in range(self.size)]
+        dist.all_gather(received, message, group=self._on_cpu)
+        return [values.tolist() for values in received]
+
     def tensor(self, mine: torch.Tensor) -> torch.Tensor:
         """The first rank's tensor, of the shape of this rank's own, on the device; nobody waits for
         it. May be `mine` itself, overwritten."""

@@ -8,7 +8,9 @@ from sglang_kvspec.transport.arrivals import (
     TransferFailed,
 )
 from sglang_kvspec.transport.flight import FlightLimits
+from sglang_kvspec.transport.forked_link import ForkedLink
 from sglang_kvspec.transport.frames import PROTOCOL, Identity, Stream
+from sglang_kvspec.transport.joined_link import JoinedLink
 from sglang_kvspec.transport.keys import CurveKeys
 from sglang_kvspec.transport.loops import ReceiverLoop, SenderLoop
 from sglang_kvspec.transport.page_memory import PageMemory
@@ -31,7 +33,9 @@ __all__ = [
     "CurveKeys",
     "Destination",
     "FlightLimits",
+    "ForkedLink",
     "Identity",
+    "JoinedLink",
     "LinkState",
     "PageArrived",
     "PageMemory",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
 from sglang_kvspec.transport.frames import Stream
 from sglang_kvspec.transport.wire import Drop
@@ -34,6 +35,11 @@ class Durations:
         self.count += 1
         self.total_s += took_s
         self.longest_s = max(self.longest_s, took_s)
+
+    def add(self, other: Durations) -> None:
+        self.count += other.count
+        self.total_s += other.total_s
+        self.longest_s = max(self.longest_s, other.longest_s)
 
 
 @dataclass(slots=True)
@@ -68,3 +74,19 @@ class LinkCounters:
     def link_use(self, now_s: float) -> float:
         """Share of this end's life in which bytes were on their way."""
         return self.link_busy_s / (now_s - self.since_s) if now_s > self.since_s else 0.0
+
+
+def sum_of(ends: Sequence[LinkCounters]) -> LinkCounters:
+    """Totals of several ends, at least one."""
+    total = LinkCounters(since_s=min(end.since_s for end in ends))
+    for end in ends:
+        for stream, counted in end.streams.items():
+            into = total.streams[stream]
+            for each in fields(StreamCounters):
+                setattr(into, each.name, getattr(into, each.name) + getattr(counted, each.name))
+        for name in ("sessions", "lost_sessions", "refusals", "completed", "failed", "link_busy_s"):
+            setattr(total, name, getattr(total, name) + getattr(end, name))
+        total.dropped.update(end.dropped)
+        total.to_anchors.add(end.to_anchors)
+        total.to_residuals.add(end.to_residuals)
+    return total

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_PIECE_BYTES = 1 << 20
 MAX_PAGES = 1 << 15
 MAX_CHUNKS = 1 << 12
@@ -34,8 +34,11 @@ class _Frame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, g
 
 
 class Identity(_Frame, frozen=True):
-    """What two ends must agree on before a byte of KV crosses. `fingerprint` names the model and
-    its weights; tp_shape is (tensor-parallel ranks, KV heads of a rank)."""
+    """What two ends must agree on before a byte of KV crosses. tp_shape is (tensor-parallel ranks,
+    KV heads of a rank); rank is the sender's, or which one a receiver takes it for; part is which
+    of how many equal shares of the sender's KV heads a receiver has. `fingerprint` names the model
+    and the weights of a rank; `whole` names the model and the weights of all ranks together, alike
+    however many they are."""
 
     protocol: Count
     package: Name
@@ -43,7 +46,10 @@ class Identity(_Frame, frozen=True):
     target: Name
     page_size: Count
     fingerprint: Name
+    whole: Name
     tp_shape: tuple[Count, Count]
+    rank: Count
+    part: tuple[Count, Count] = (0, 1)
 
 
 class Hello(_Frame, frozen=True):

@@ -12,9 +12,6 @@ _WORDS = {
     "codec": "--kvspec-codec",
     "target": "--kvspec-target",
     "page_size": "--page-size",
-    # Before the model: each rank has its own part of that.
-    "tp_shape": "--tp-size",
-    "fingerprint": "model",
 }
 
 
@@ -22,21 +19,42 @@ def mismatch(here: Identity, there: Identity) -> str | None:
     """One sentence on the first thing that differs, as the sender tells a receiver; None if
     nothing does."""
     for field, words in _WORDS.items():
-        ours, theirs = getattr(here, field), getattr(there, field)
-        if ours != theirs:
-            ours, theirs = _told(field, ours), _told(field, theirs)
-            return f"{words} must be the same on both ends: sender has {ours}, receiver {theirs}"
+        if (wrong := _differ(words, getattr(here, field), getattr(there, field))) is not None:
+            return wrong
+    # Before the model: each rank has its own part of that.
+    if (wrong := _unfit_sizes(here, there)) is not None:
+        return wrong
+    if (wrong := _differ("tensor-parallel rank", here.rank, there.rank)) is not None:
+        return wrong
+    if here.tp_shape == there.tp_shape:
+        return _differ("model", here.fingerprint, there.fingerprint)
+    return _differ("model", here.whole, there.whole)
+
+
+def _unfit_sizes(here: Identity, there: Identity) -> str | None:
+    """A receiver has the KV heads of one rank of the sender, or of several, or a share of one's."""
+    (size, heads), (their_size, their_heads) = here.tp_shape, there.tp_shape
+    told = (
+        f"sender has {size} ({heads} KV heads a rank), "
+        f"receiver {their_size} ({their_heads} KV heads a rank)"
+    )
+    if not (size and their_size) or max(size, their_size) % min(size, their_size):
+        return f"--tp-size of one end must be a multiple of the other's: {told}"
+    if size * heads != their_size * their_heads:
+        return f"KV heads that several ranks hold cannot be sent to another --tp-size: {told}"
+    index, count = there.part
+    if not index < count == max(1, their_size // size):
+        return f"a receiver cannot have part {index} of {count} of the sender's KV heads: {told}"
     return None
 
 
-def _told(field: str, value: Any) -> Any:
-    if field != "tp_shape":
-        return value
-    size, heads = value
-    return f"{size} ({heads} KV heads a rank)"
+def _differ(words: str, ours: Any, theirs: Any) -> str | None:
+    if ours == theirs:
+        return None
+    return f"{words} must be the same on both ends: sender has {ours}, receiver {theirs}"
 
 
 def wrong_protocol(here: int, there: int) -> str:
-    return (
-        f"{_WORDS['protocol']} must be the same on both ends: sender has {here}, receiver {there}"
-    )
+    wrong = _differ(_WORDS["protocol"], here, there)
+    assert wrong is not None, "it was refused"
+    return wrong

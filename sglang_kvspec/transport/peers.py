@@ -16,6 +16,7 @@ from sglang_kvspec.transport.frames import (
     Welcome,
 )
 from sglang_kvspec.transport.handshake import mismatch, wrong_protocol
+from sglang_kvspec.transport.segments import Part
 from sglang_kvspec.transport.session import Session, Timing
 from sglang_kvspec.transport.wire import Drop, FrameError
 
@@ -32,8 +33,8 @@ class Greeting(NamedTuple):
 class _Peer:
     """session None: the peer has been silent for too long, and may yet come back."""
 
-    def __init__(self, nonce: int, session: Session) -> None:
-        self.nonce = nonce
+    def __init__(self, nonce: int, session: Session, part: Part) -> None:
+        self.nonce, self.part = nonce, part
         self.session: Session | None = session
         self.heard_s = session.heard_s
 
@@ -48,6 +49,10 @@ class Peers:
     def session(self, name: bytes | None) -> Session | None:
         peer = self._peers.get(name) if name is not None else None
         return peer.session if peer is not None else None
+
+    def part(self, name: bytes) -> Part:
+        """Which share of the sender's KV heads a peer has."""
+        return self._peers[name].part
 
     def live(self) -> list[tuple[bytes, Session]]:
         return [(name, p.session) for name, p in self._peers.items() if p.session is not None]
@@ -72,7 +77,8 @@ class Peers:
             return Greeting(Refuse(hello.nonce, reason), is_new=False)
         is_new = peer is None or peer.session is None or peer.nonce != hello.nonce
         if is_new:
-            peer = _Peer(hello.nonce, Session(randbits(62), self._timing, now_s))
+            session = Session(randbits(62), self._timing, now_s)
+            peer = _Peer(hello.nonce, session, Part(*hello.identity.part))
             self._peers[name] = peer
             self._counters.sessions += 1
         assert peer is not None

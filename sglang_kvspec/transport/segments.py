@@ -57,6 +57,35 @@ class TransferShape:
         return self.num_pages_of(stream) * self.num_chunks
 
 
+# Of a transfer's number on the wire.
+_WIRE_BITS = 63
+_PLACE_BITS = 16
+
+
+class Part(NamedTuple):
+    """Which of how many equal shares of a sender's KV heads a receiver has."""
+
+    place: int
+    total: int
+
+
+def number_of(transfer: int, part: Part) -> int:
+    """A sender's own number for a part of a transfer: receivers of several parts use one on the
+    wire. That of the whole is the one on the wire."""
+    assert part.place < part.total <= 1 << _PLACE_BITS, part
+    return transfer | (part.total - 1 << _PLACE_BITS | part.place) << _WIRE_BITS
+
+
+def part_of(number: int) -> Part:
+    share = number >> _WIRE_BITS
+    return Part(share & (1 << _PLACE_BITS) - 1, (share >> _PLACE_BITS) + 1)
+
+
+def on_the_wire(number: int) -> int:
+    """The transfer that both ends know."""
+    return number & (1 << _WIRE_BITS) - 1
+
+
 class SegmentKey(NamedTuple):
     """One chunk of one page in one stream of a transfer. page_index counts the transfer's
     pages."""

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from sglang_kvspec.transport.counters import LinkCounters
 from sglang_kvspec.transport.flight import FlightLimits
 from sglang_kvspec.transport.frames import (
@@ -27,7 +29,7 @@ from sglang_kvspec.transport.openings import LastAsked
 from sglang_kvspec.transport.peers import Peers
 from sglang_kvspec.transport.port import Port
 from sglang_kvspec.transport.scheduler import Choice, Ended, SendScheduler
-from sglang_kvspec.transport.segments import Segment, SegmentKey
+from sglang_kvspec.transport.segments import Segment, SegmentKey, number_of, on_the_wire
 from sglang_kvspec.transport.session import Timing
 from sglang_kvspec.transport.shaping import TokenBucket
 from sglang_kvspec.transport.wire import Buffer, encode
@@ -35,9 +37,11 @@ from sglang_kvspec.transport.wire import Buffer, encode
 
 @dataclass(frozen=True, slots=True)
 class TransferOpened:
-    """A receiver has room for the transfer and waits for it, whether or not it was offered."""
+    """A receiver has room for the transfer and waits for it, whether or not it was offered; or
+    num_parts of them, each for its chunk of every page."""
 
     transfer: int
+    num_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,8 @@ SendEvent = TransferOpened | SegmentReleased | TransferEnded
 
 class Sender:
     """Owned by one thread, which calls step() again and again. Nothing here blocks but step(), for
-    as long as it is told."""
+    as long as it is told. Numbers of transfers are segments.number_of() of those on the wire and of
+    the part that their receiver has."""
 
     def __init__(
         self,
@@ -159,7 +164,7 @@ class Sender:
         frame = Data(
             session=session.session,
             sequence=session.stamp(),
-            transfer=key.transfer,
+            transfer=on_the_wire(key.transfer),
             stream=key.stream,
             page=choice.page,
             generation=choice.generation,
@@ -193,6 +198,9 @@ class Sender:
         if (bye := self.peers.bye(name, frame)) is not None:
             self._port.send(name, encode(bye))
         session = self.peers.admit(name, frame, self._clock())
+        if isinstance(frame, Open | Abort):
+            number = number_of(frame.transfer, self.peers.part(name))
+            frame = replace(frame, transfer=number)
         if isinstance(frame, Ack):
             delivered, ended = self.scheduler.acknowledge(name, frame)
             self._retire(delivered)
@@ -206,7 +214,7 @@ class Sender:
             if opening.refusal is None:
                 if not self._unreleased[frame.transfer]:
                     self._asked.asked(frame.transfer, self._clock())
-                accept = Accept(session.session, session.stamp(), frame.transfer)
+                accept = Accept(session.session, session.stamp(), on_the_wire(frame.transfer))
                 self._port.send(name, encode(accept))
             else:
                 self._tell_aborted(name, frame.transfer, opening.refusal)
@@ -246,7 +254,8 @@ class Sender:
 
     def _tell_aborted(self, name: bytes | None, transfer: int, reason: str) -> None:
         if name is not None and (session := self.peers.session(name)) is not None:
-            frame = Abort(session.session, session.stamp(), transfer, reason[:512])
+            stamp = session.stamp()
+            frame = Abort(session.session, stamp, on_the_wire(transfer), reason[:512])
             self._port.send(name, encode(frame))
 
     def _end(self, ended: Ended) -> None:

@@ -59,12 +59,13 @@ def test_pages_cross(monkeypatch: pytest.MonkeyPatch, mode: str, store: bool) ->
     sender, receiver = make_kv(store), make_kv(store)
     k, v = make_pages()
     sender.write_whole(SENT, k.to(DEVICE), v.to(DEVICE))
-    payloads = WholeWire(sender, codec, drafts=True).pack(Stream.ANCHOR, SENT)
+    parts = WholeWire(sender, codec, drafts=True).pack(Stream.ANCHOR, SENT)
+    payloads = [payload for (payload,) in parts]
     on_cpu = [codec.encode(*page) for page in zip(k, v, strict=True)]
     assert all(map(torch.equal, payloads, on_cpu))
     # What was given to the GPU before is still under way when pages land.
     torch.cuda._sleep(SPIN_CYCLES)
-    WholeWire(receiver, codec, drafts=True).land(Stream.ANCHOR, LANDED, payloads)
+    WholeWire(receiver, codec, drafts=True).land(Stream.ANCHOR, LANDED, parts)
     decoded = [torch.stack(part) for part in zip(*map(codec.decode, payloads), strict=True)]
     for got, want in zip(receiver.read_whole(LANDED), decoded, strict=True):
         assert torch.equal(got.cpu(), want)
@@ -78,7 +79,7 @@ def test_pages_cross(monkeypatch: pytest.MonkeyPatch, mode: str, store: bool) ->
 def test_landing_does_not_wait_for_the_gpu(mode: str) -> None:
     codec, kv = make_wire_codec(mode, GEOMETRY), make_kv(store=False)
     k, v = make_pages()
-    payloads = codec.encode_pages(k, v)
+    payloads = [[payload] for payload in codec.encode_pages(k, v)]
     wire = WholeWire(kv, codec, drafts=True)
     # The first time compiles, and takes memory.
     wire.land(Stream.ANCHOR, LANDED, payloads)

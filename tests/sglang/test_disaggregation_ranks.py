@@ -132,11 +132,12 @@ def test_what_one_rank_loses_all_give_up(
     ask_all_at_once(pair, reference)
 
 
-def test_a_decode_server_of_another_size_is_refused(pair: Pair, reference: PlainReference) -> None:
+def test_a_decode_server_of_another_size_in_its_place(
+    pair: Pair, reference: PlainReference
+) -> None:
+    """More of such: test_disaggregation_sizes.py."""
     pair.restart_decode("--tp-size=1")
-    errors = Round(pair.client, reference.suite.prompts[:2]).finish(reference)
-    words = "--tp-size must be the same on both ends: sender has 2 (1 KV heads a rank), receiver 1"
-    assert [words in error for error in errors] == [True, True], errors
+    ask_all_at_once(pair, reference)
     pair.restart_decode()
     ask_all_at_once(pair, reference)
 

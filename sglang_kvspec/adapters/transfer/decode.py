@@ -6,14 +6,16 @@ import logging
 import os
 import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.environ import envs
 
-from sglang_kvspec.adapters.transfer.directory import Directory, query_route
+from sglang_kvspec.adapters.transfer.directory import Answer, Asker, Directory, query_route
 from sglang_kvspec.adapters.transfer.links import PrefillLinks
 from sglang_kvspec.adapters.transfer.peers import (
     WEIGHTS_CHANGED,
@@ -25,7 +27,7 @@ from sglang_kvspec.adapters.transfer.peers import (
 from sglang_kvspec.adapters.transfer.report import link_report, live_counters
 from sglang_kvspec.core.errors import ConfigError, TransportError
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
-from sglang_kvspec.transport import Receiver, ReceiverLoop, ZmqPort
+from sglang_kvspec.transport import JoinedLink, Receiver, ReceiverLoop, ZmqPort
 from sglang_kvspec.transport.counters import LinkCounters
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ CONNECT_TIMEOUT_S = 20.0
 
 
 class DecodeManager:
-    """Owns a link to every prefill server, by the address of its bootstrap server."""
+    """Owns a link to every prefill server, by the address of its bootstrap server: to those of its
+    ranks that have this rank's KV heads."""
 
     def __init__(self, kv_args: Any, server_args: Any, serving: Serving) -> None:
         self.kv_args = kv_args
@@ -56,8 +59,9 @@ class DecodeManager:
         )
         serving.pool.freed_listeners.append(self.arrivals.release)
         self.waiting_timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
+        asker = Asker(serving.ranks.rank, serving.ranks.size, serving.kv.geometry.num_kv_heads)
         self.links = PrefillLinks(
-            Directory(serving.news.set, partial(query_route, rank=serving.ranks.rank)),
+            Directory(serving.news.set, partial(query_route, asker=asker)),
             self._dial,
             is_used=self.arrivals.is_used,
             on_gone=self.arrivals.fail_all_of,
@@ -95,9 +99,20 @@ class DecodeManager:
                 logger.error("KVSpec: %s", error)
                 self.links.drop(loop, str(error))
 
-    def _dial(self, address: str) -> ReceiverLoop:
+    def _dial(self, answer: Answer) -> JoinedLink:
+        with ExitStack() as dialled:
+            loops = [
+                dialled.enter_context(self._dial_rank(address, rank, answer.part))
+                for rank, address in enumerate(answer.addresses, answer.first_rank)
+            ]
+            # Where one cannot be dialled the others are closed.
+            dialled.pop_all()
+        return JoinedLink(loops)
+
+    def _dial_rank(self, address: str, rank: int, part: tuple[int, int]) -> ReceiverLoop:
         port = ZmqPort(address, bind=False, keys=self._keys, identity=os.urandom(8))
-        return ReceiverLoop(Receiver(port, self._identity), on_news=self._serving.news.set)
+        receiver = Receiver(port, replace(self._identity, rank=rank, part=part))
+        return ReceiverLoop(receiver, on_news=self._serving.news.set)
 
     def weights_will_change(self) -> None:
         """KV of two sets of weights must not meet in one request."""
@@ -122,8 +137,8 @@ class DecodeManager:
 
 
 class _AsManyRanks:
-    """Says of every prefill server that it has as many ranks as this one: others are refused in
-    the handshake."""
+    """Says of every prefill server that it has as many ranks as this one, which SGLang wants to
+    know: who sends what is settled by its directory and the handshake."""
 
     def __init__(self, serving: Serving) -> None:
         self._info = PrefillServerInfo(
@@ -154,7 +169,7 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._address, self._room = bootstrap_addr, bootstrap_room
         self.conclude_state: int | None = None
         self._failure: str | None = None
-        self._link: ReceiverLoop | None = None
+        self._link: JoinedLink | None = None
         self._begun_s: float | None = None
         self._aux_index: int | None = None
         self._is_expected = False

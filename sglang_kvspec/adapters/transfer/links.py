@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_kvspec.adapters.transfer.directory import QUERY_PERIOD_S, Directory
+from sglang_kvspec.adapters.transfer.directory import QUERY_PERIOD_S, Answer, Directory
 from sglang_kvspec.core.errors import HandshakeRefused, TransportError
 from sglang_kvspec.transport import LinkState
 
@@ -20,10 +20,11 @@ IDLE_S = 120.0
 
 @dataclass(slots=True)
 class _Link:
-    """loop: None while nobody knows where the server listens. trouble: why there is no link."""
+    """answer: where the server listens, all ranks of it that are dialled. loop: None while nobody
+    knows. trouble: why there is no link."""
 
     used_s: float
-    address: str | None = None
+    answer: Answer | None = None
     loop: Any = None
     dialled_s: float = 0.0
     trouble: str = "it has not answered yet"
@@ -35,13 +36,13 @@ class PrefillLinks:
     def __init__(
         self,
         directory: Directory,
-        dial: Callable[[str], Any],
+        dial: Callable[[Answer], Any],
         *,
         is_used: Callable[[Any], bool],
         on_gone: Callable[[Any, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """dial: makes a ReceiverLoop. is_used: whether transfers of a loop are under way. on_gone:
+        """dial: makes a JoinedLink. is_used: whether transfers of a loop are under way. on_gone:
         nothing more will come of a loop, and why."""
         self._directory, self._dial, self._clock = directory, dial, clock
         self._is_used, self._on_gone = is_used, on_gone
@@ -80,7 +81,7 @@ class PrefillLinks:
         """A loop has ended, or is to be closed."""
         for link in self._links.values():
             if link.loop is loop:
-                link.loop, link.address, link.trouble = None, None, reason
+                link.loop, link.answer, link.trouble = None, None, reason
         self._on_gone(loop, reason)
         try:
             loop.close()
@@ -105,20 +106,21 @@ class PrefillLinks:
         if answer is None:
             self._directory.ask(bootstrap_addr)
             return
-        if answer.address is None:
+        if not answer.addresses:
             link.trouble = answer.trouble
             return
-        if answer.address == link.address and not is_refused:
+        if answer == link.answer and not is_refused:
             return
         if link.loop is not None:
-            self.drop(link.loop, f"the prefill server at {link.address} is gone")
+            assert link.answer is not None
+            self.drop(link.loop, f"the prefill server at {_told(link.answer)} is gone")
         try:
-            loop = self._dial(answer.address)
+            loop = self._dial(answer)
         except ValueError as error:
-            raise TransportError(f"{bootstrap_addr} names {answer.address}: {error}") from None
-        link.address, link.loop, link.dialled_s = answer.address, loop, self._clock()
+            raise TransportError(f"{bootstrap_addr} names {_told(answer)}: {error}") from None
+        link.answer, link.loop, link.dialled_s = answer, loop, self._clock()
         link.trouble = (
-            f"nothing that knows this server's keys, if it has any, greets from {answer.address}"
+            f"nothing that knows this server's keys, if it has any, greets from {_told(answer)}"
         )
 
     def _close_unused(self, now_s: float) -> None:
@@ -129,3 +131,7 @@ class PrefillLinks:
                 self.drop(link.loop, "nobody had a use for this link")
             self._directory.take(addr)
             del self._links[addr]
+
+
+def _told(answer: Answer) -> str:
+    return " and ".join(answer.addresses)

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from sglang_kvspec.adapters.model_identity import (
+    hash_of_all_ranks,
     hash_of_weights,
     portable_fingerprint,
     versions_of_kv,
@@ -47,16 +48,19 @@ class Serving:
 
     def identity(self) -> Identity:
         """Of this rank, whose part of the model is that of the same rank of a server of as many.
-        Reads all weights once."""
+        Reads all weights twice; all ranks do at once."""
         geometry = self.kv.geometry
+        config, whole = self.model_config, hash_of_all_ranks(self.model, self.ranks)
         return Identity(
             protocol=PROTOCOL,
             package=versions_of_kv(),
             codec=f"{self.config.codec}, --kvspec-transfer {self.config.transfer}",
             target=self.config.target,
             page_size=geometry.page_size,
-            fingerprint=portable_fingerprint(self.model_config, hash_of_weights(self.model)),
+            fingerprint=portable_fingerprint(config, hash_of_weights(self.model)),
+            whole=portable_fingerprint(config, whole),
             tp_shape=(self.ranks.size, geometry.num_kv_heads),
+            rank=self.ranks.rank,
         )
 
     def wire(self) -> PageWire:

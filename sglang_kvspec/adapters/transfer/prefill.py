@@ -24,9 +24,9 @@ from sglang_kvspec.adapters.transfer.peers import (
 )
 from sglang_kvspec.adapters.transfer.report import link_report, live_counters
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.runtime.disaggregation.departures import Departures
+from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED, Departures
 from sglang_kvspec.runtime.ranks import Ranks
-from sglang_kvspec.transport import Sender, SenderLoop, TokenBucket, ZmqPort
+from sglang_kvspec.transport import ForkedLink, Sender, SenderLoop, TokenBucket, ZmqPort
 from sglang_kvspec.transport.counters import LinkCounters
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,10 @@ class PrefillManager:
             Sender(port, serving.identity(), link=link), on_news=serving.news.set
         )
         self.departures = Departures(
-            serving.kv, serving.wire(), self.loop, serving.handovers(kv_args)
+            serving.kv,
+            serving.wire(),
+            ForkedLink(self.loop, harmless=[NOT_NEEDED]),
+            serving.handovers(kv_args),
         )
         serving.pool.freed_listeners.append(self.departures.release)
         self.bootstrap_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
@@ -76,9 +79,8 @@ class PrefillManager:
         return live_counters([self.loop])
 
     def _register(self, server_args: Any, ranks: Ranks) -> None:
-        """Tell SGLang's bootstrap server, which runs in another process of this server, where the
-        same rank of decode servers finds this port. Raises TransportError where it cannot be
-        told."""
+        """Tell SGLang's bootstrap server, which runs in another process of this server, where
+        decode servers find this rank's port. Raises TransportError where it cannot be told."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server_args.host, server_args.host)
         url = f"http://{host}:{server_args.disaggregation_bootstrap_port}/route"
         rank_host, _, rank_port = self.address.removeprefix("tcp://").rpartition(":")

@@ -1,6 +1,6 @@
 """What a page of KV becomes on the wire in the baseline modes of --kvspec-transfer; README.md."""
 
-from sglang_kvspec.codecs.wire.base import PageGeometry, WireCodec
+from sglang_kvspec.codecs.wire.base import KV, PageGeometry, WireCodec
 from sglang_kvspec.codecs.wire.registry import WireCodecName, make_wire_codec
 
-__all__ = ["PageGeometry", "WireCodec", "WireCodecName", "make_wire_codec"]
+__all__ = ["KV", "PageGeometry", "WireCodec", "WireCodecName", "make_wire_codec"]

@@ -68,7 +68,8 @@ class Arrivals:
         ValueError for a room that is in use."""
         if room in self._landings or room in self._leaving:
             raise ValueError(f"bootstrap room {room} is in use")
-        staging = Staging(len(pages) - 1, self._wire, self._handovers.max_bytes)
+        handover_bytes = self._handovers.of_part(link.num_parts).max_bytes
+        staging = Staging(len(pages) - 1, self._wire, handover_bytes, link.num_parts)
         landing = Landing(room, link, pages, staging, self._clock())
         rows = [(index, 0) for index in range(len(pages))]
         link.expect(room, rows, staging.shape, staging, timeout_s)
@@ -269,8 +270,8 @@ class Arrivals:
             if not landing.is_complete:
                 landing.fail(event.reason)
         elif isinstance(event, PageArrived):
-            self._lander.check(landing, event.stream, event.page_index, event.num_bytes)
-            landing.arrived[event.stream][event.page_index] = event.num_bytes
+            self._lander.check(landing, event.stream, event.page_index, event.chunk_bytes)
+            landing.arrived[event.stream][event.page_index] = event.chunk_bytes
             landing.num_bytes[event.stream] += event.num_bytes
         elif isinstance(event, StreamArrived):
             landing.arrived_at[event.stream] = self._clock()

@@ -11,7 +11,12 @@ import torch
 
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import copy_out
-from sglang_kvspec.runtime.disaggregation.handover import Handover, HandoverFormat, digest_of
+from sglang_kvspec.runtime.disaggregation.handover import (
+    HEADS_OF_TAIL,
+    Handover,
+    HandoverFormat,
+    digest_of,
+)
 from sglang_kvspec.runtime.disaggregation.outbox import READY_BYTES, Outbox
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import (
@@ -31,7 +36,8 @@ MAX_UNCLAIMED = 4096
 
 
 class SendingLink(Protocol):
-    """What departures need of the thread that sends."""
+    """What departures need of the thread that sends. Chunk i of a page goes to the i-th of those
+    receivers of which TransferOpened says how many there are."""
 
     def offer(self, key: SegmentKey, memory: memoryview) -> None: ...
 
@@ -43,13 +49,14 @@ class SendingLink(Protocol):
 @dataclass(slots=True)
 class Departure:
     """One request. prompt: digest of its token ids, once they are computed; prefill_ended_at: when
-    they were. num_sent: pages that went to the outbox or the link. ended: why it is over, "" for
-    well, None while it is not."""
+    they were. num_sent: pages that went to the outbox or the link. num_parts: receivers, each of an
+    equal share of the KV heads. ended: why it is over, "" for well, None while it is not."""
 
     prompt: bytes | None = None
     prefill_ended_at: float = 0.0
     num_sent: int = 0
     is_open: bool = False
+    num_parts: int = 1
     ended: str | None = None
     num_bytes: int = 0
     begun_s: float = 0.0
@@ -77,17 +84,18 @@ class Departures:
         self._handovers, self._clock = handovers, clock
         self.outbox = Outbox(wire, self._offer, ready_bytes)
         self._departures: dict[int, Departure] = {}
-        # Rooms that a receiver has opened before their request was here.
-        self._unclaimed: dict[int, None] = {}
+        # Rooms that were opened before their request was here, and for how many receivers.
+        self._unclaimed: dict[int, int] = {}
 
     def add(self, room: int) -> Departure:
         """A request is to be sent. Raises ValueError for a room that is in use."""
         if room in self._departures:
             raise ValueError(f"bootstrap room {room} is in use")
         self.pump()
-        is_open = room in self._unclaimed
-        self._unclaimed.pop(room, None)
-        departure = Departure(is_open=is_open, begun_s=self._clock())
+        departure = Departure(begun_s=self._clock())
+        num_parts = self._unclaimed.pop(room, None)
+        if num_parts is not None:
+            departure.is_open, departure.num_parts = True, num_parts
         self._departures[room] = departure
         return departure
 
@@ -126,16 +134,13 @@ class Departures:
         self._pack([Stream.ANCHOR])
         if departure.ended is not None:
             return
-        tail = self._kv.read_plain(page, num_tokens)
-        is_encoded = tail is None
-        assert not is_encoded or num_tokens == self._kv.geometry.page_size
-        if tail is None:
-            tail = torch.cat([part.reshape(-1) for part in copy_out(self._kv, [page])])
+        tails, is_encoded = self._tails(page, num_tokens, departure.num_parts)
         assert departure.prompt is not None, "its receiver is to know what was computed"
         ended_at = departure.prefill_ended_at
         handover = Handover(fields, departure.prompt, ended_at, num_tokens, is_encoded)
-        data = self._handovers.encode(handover, tail)
-        self._offer(SegmentKey(room, Stream.ANCHOR, departure.num_sent, 0), data)
+        for chunk, tail in enumerate(tails):
+            data = self._handovers.encode(handover, tail)
+            self._offer(SegmentKey(room, Stream.ANCHOR, departure.num_sent, chunk), data)
         departure.num_sent += 1
         self._pack()
 
@@ -148,9 +153,9 @@ class Departures:
             departure = self._departures.get(event.transfer)
             if isinstance(event, TransferOpened):
                 if departure is not None:
-                    departure.is_open = True
+                    departure.is_open, departure.num_parts = True, event.num_parts
                 elif len(self._unclaimed) < MAX_UNCLAIMED:
-                    self._unclaimed[event.transfer] = None
+                    self._unclaimed[event.transfer] = event.num_parts
             elif isinstance(event, TransferEnded):
                 self._unclaimed.pop(event.transfer, None)
                 self.outbox.drop(event.transfer)
@@ -182,8 +187,20 @@ class Departures:
         self.abort(room, "the request is over")
         self._departures.pop(room, None)
 
+    def _tails(
+        self, page: int, num_tokens: int, num_parts: int
+    ) -> tuple[Sequence[torch.Tensor], bool]:
+        """Of a request's last page, what HandoverFormat takes of each part, and whether that is
+        records."""
+        tail = self._kv.read_plain(page, num_tokens)
+        if tail is not None:
+            return tail.chunk(num_parts, dim=HEADS_OF_TAIL), False
+        assert num_tokens == self._kv.geometry.page_size
+        parts = copy_out(self._kv, [page]).parts(num_parts)
+        return [torch.cat([each.reshape(-1) for each in part]) for part in parts], True
+
     def _add(self, room: int, departure: Departure, pages: Sequence[int]) -> None:
-        self.outbox.add(room, departure.num_sent, pages)
+        self.outbox.add(room, departure.num_sent, pages, departure.num_parts)
         departure.num_sent += len(pages)
 
     def _pack(self, streams: Iterable[Stream] = Stream) -> None:

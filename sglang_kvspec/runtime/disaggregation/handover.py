@@ -17,6 +17,8 @@ from sglang_kvspec.pools.geometry import KVGeometry
 _HEADER_SLACK_BYTES = 1024
 _LENGTH_BYTES = 4
 _DIGEST_BYTES = 16
+# Dimension of a tail that counts its KV heads.
+HEADS_OF_TAIL = 3
 
 
 def digest_of(token_ids: Sequence[int]) -> bytes:
@@ -48,20 +50,25 @@ class HandoverFormat:
         self, geometry: KVGeometry, field_bytes: tuple[int, ...], record_bytes: int
     ) -> None:
         """field_bytes: size of each of SGLang's fields. record_bytes: of a page's records."""
-        self._geometry, self._field_bytes = geometry, field_bytes
+        self.geometry, self._field_bytes = geometry, field_bytes
         self._record_bytes = record_bytes
         heads_bytes = geometry.num_kv_heads * geometry.head_dim * geometry.dtype.itemsize
         self._token_bytes = 2 * geometry.num_layers * heads_bytes
         self._decoder = msgspec.msgpack.Decoder(Handover)
 
+    def of_part(self, num_parts: int) -> HandoverFormat:
+        """Of a server whose ranks have each an equal share of these KV heads."""
+        geometry = self.geometry.part(num_parts)
+        return HandoverFormat(geometry, self._field_bytes, self._record_bytes // num_parts)
+
     @property
     def max_bytes(self) -> int:
         header = sum(self._field_bytes) + 8 * len(self._field_bytes) + _HEADER_SLACK_BYTES
-        tail = max(self._geometry.page_size * self._token_bytes, self._record_bytes)
+        tail = max(self.geometry.page_size * self._token_bytes, self._record_bytes)
         return _LENGTH_BYTES + header + tail
 
     def encode(self, handover: Handover, tail: torch.Tensor) -> torch.Tensor:
-        """1-D uint8 on the CPU. tail: as above."""
+        """1-D uint8 on the CPU. tail: as above, of this server's KV heads or some of them."""
         header = msgspec.msgpack.encode(handover)
         start = len(header).to_bytes(_LENGTH_BYTES, "little") + header
         payload = tail.contiguous().view(-1).view(torch.uint8)
@@ -83,21 +90,44 @@ class HandoverFormat:
                 f"a handover with fields of {sizes}, not {self._field_bytes} bytes"
             )
         tokens = handover.num_tail_tokens
-        if not 1 <= tokens <= self._geometry.page_size or not math.isfinite(
+        if not 1 <= tokens <= self.geometry.page_size or not math.isfinite(
             handover.prefill_ended_at
         ):
             raise TransportError(f"a handover of {tokens} tokens at {handover.prefill_ended_at}")
         expected = self._record_bytes if handover.is_encoded else tokens * self._token_bytes
-        if len(raw) - end != expected or handover.is_encoded > (tokens == self._geometry.page_size):
+        if len(raw) - end != expected or handover.is_encoded > (tokens == self.geometry.page_size):
             raise TransportError(f"a handover of {len(raw) - end} bytes for {tokens} tokens")
         tail = torch.frombuffer(bytearray(raw[end:]), dtype=torch.uint8)
         if handover.is_encoded:
             return handover, tail
         shape = (
-            self._geometry.num_layers,
+            self.geometry.num_layers,
             2,
             tokens,
-            self._geometry.num_kv_heads,
-            self._geometry.head_dim,
+            self.geometry.num_kv_heads,
+            self.geometry.head_dim,
         )
-        return handover, tail.view(self._geometry.dtype).view(shape)
+        return handover, tail.view(self.geometry.dtype).view(shape)
+
+
+def agreed(handovers: Sequence[Handover]) -> Handover:
+    """What several ranks of a server say of one request: the first one's, if they mean the same.
+    Raises TransportError where they do not. A log-probability need not be the same to the last
+    bit; first token, room and prompt are."""
+    first = handovers[0]
+    for other in handovers[1:]:
+        if _meaning(other) != _meaning(first):
+            raise TransportError("ranks of the prefill server hand over different requests")
+    return msgspec.structs.replace(
+        first, prefill_ended_at=max(each.prefill_ended_at for each in handovers)
+    )
+
+
+def _meaning(handover: Handover) -> tuple[object, ...]:
+    return (
+        handover.fields[0],
+        handover.fields[-1],
+        handover.prompt,
+        handover.num_tail_tokens,
+        handover.is_encoded,
+    )

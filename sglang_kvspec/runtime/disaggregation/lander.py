@@ -8,7 +8,7 @@ import torch
 
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import PageRecords, copy_in
-from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
+from sglang_kvspec.runtime.disaggregation.handover import HEADS_OF_TAIL, HandoverFormat, agreed
 from sglang_kvspec.runtime.disaggregation.landing import Landing
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import Stream
@@ -34,10 +34,12 @@ class Lander:
         sizes = {Stream.ANCHOR: wire.anchor_bytes, Stream.RESIDUAL: wire.residual_bytes}
         self._pages_at_once = {s: max(1, AT_ONCE_BYTES // max(n, 1)) for s, n in sizes.items()}
 
-    def check(self, landing: Landing, stream: Stream, index: int, num_bytes: int) -> None:
+    def check(
+        self, landing: Landing, stream: Stream, index: int, chunk_bytes: Sequence[int]
+    ) -> None:
         """A page has arrived, or the handover: whether it can be one, by its size."""
         if index < landing.num_pages:
-            self._wire.check(stream, num_bytes)
+            self._wire.check(stream, chunk_bytes)
 
     def read_handover(self, landing: Landing) -> None:
         """If it is in the staging. Puts nothing into the pools."""
@@ -45,20 +47,23 @@ class Lander:
         if landing.num_pages not in arrived:
             return
         assert landing.staging is not None, "all of it had landed"
-        num_bytes = arrived.pop(landing.num_pages)
-        data = landing.staging.payload(Stream.ANCHOR, landing.num_pages, num_bytes)
-        landing.handover, landing.tail = self._handovers.decode(data)
+        chunk_bytes = arrived.pop(landing.num_pages)
+        payloads = landing.staging.payloads(Stream.ANCHOR, landing.num_pages, chunk_bytes)
+        of_part = self._handovers.of_part(len(payloads))
+        handovers, tails = zip(*map(of_part.decode, payloads), strict=True)
+        landing.handover, landing.tails = agreed(handovers), list(tails)
 
     def land_anchors(self, landing: Landing) -> None:
         """Those in the staging, and the last page."""
-        tail, landing.tail = landing.tail, None
-        if tail is not None:
+        tails, landing.tails = landing.tails, []
+        if tails:
             assert landing.handover is not None
             if landing.handover.is_encoded:
-                records = PageRecords.of_bytes(self._kv.geometry, self._kv.codec, tail)
-                copy_in(self._kv, [landing.last_page], records)
+                geometry = self._kv.geometry.part(len(tails))
+                parts = [PageRecords.of_bytes(geometry, self._kv.codec, tail) for tail in tails]
+                copy_in(self._kv, [landing.last_page], PageRecords.joined(parts))
             else:
-                self._keep_tail(landing.last_page, tail)
+                self._keep_tail(landing.last_page, torch.cat(tails, dim=HEADS_OF_TAIL))
         self._land(landing, Stream.ANCHOR, sorted(landing.arrived[Stream.ANCHOR]))
 
     def land_residuals(self, landing: Landing, end: int | None = None) -> None:
@@ -79,7 +84,7 @@ class Lander:
             part = indices[first : first + count]
             assert staging is not None, "all of it had landed"
             assert pages is not None
-            payloads = [staging.payload(stream, index, arrived[index]) for index in part]
+            payloads = [staging.payloads(stream, index, arrived[index]) for index in part]
             self._wire.land(stream, [pages[index] for index in part], payloads)
             for index in part:
                 del arrived[index]

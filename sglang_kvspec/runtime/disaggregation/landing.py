@@ -13,7 +13,11 @@ from sglang_kvspec.transport import Arrival, Destination, Stream, TransferShape
 
 
 class ReceivingLink(Protocol):
-    """What arrivals need of the thread that receives from one sender."""
+    """What arrivals need of the threads that receive from the ranks of one server. Chunk i of a
+    page is what the i-th of them sends: an equal share of its KV heads, in their order."""
+
+    @property
+    def num_parts(self) -> int: ...
 
     def expect(
         self,
@@ -30,47 +34,49 @@ class ReceivingLink(Protocol):
 
 
 class Staging:
-    """Host memory that a transfer arrives in: full pages 0 .. n - 1 and, as page n, the handover.
-    Pages of the pools may be freed while bytes arrive, and this may not."""
+    """Host memory that a transfer arrives in: full pages 0 .. n - 1 and, as page n, the handover,
+    each in num_parts chunks. Pages of the pools may be freed while bytes arrive, and this may
+    not."""
 
-    def __init__(self, num_pages: int, wire: PageWire, handover_bytes: int) -> None:
+    def __init__(
+        self, num_pages: int, wire: PageWire, handover_bytes: int, num_parts: int = 1
+    ) -> None:
+        """handover_bytes: of one part."""
         self._num_pages = num_pages
         self.num_residual_pages = num_pages if wire.residual_bytes else 0
+        page_bytes = {stream: wire.part_bytes(stream, num_parts) for stream in Stream}
         self.shape = TransferShape(
             num_pages=num_pages + 1,
-            num_chunks=1,
-            anchor_bytes=max(wire.anchor_bytes, handover_bytes),
-            residual_bytes=wire.residual_bytes,
+            num_chunks=num_parts,
+            anchor_bytes=max(page_bytes[Stream.ANCHOR], handover_bytes),
+            residual_bytes=page_bytes[Stream.RESIDUAL],
             num_residual_pages=self.num_residual_pages,
         )
         self._pages = {
-            Stream.ANCHOR: _empty(num_pages, wire.anchor_bytes),
-            Stream.RESIDUAL: _empty(num_pages, wire.residual_bytes),
+            stream: torch.empty((num_pages, num_parts, size), dtype=torch.uint8)
+            for stream, size in page_bytes.items()
         }
-        self._handover = _empty(1, handover_bytes)
+        self._handover = torch.empty((num_parts, handover_bytes), dtype=torch.uint8)
 
     def view(self, stream: Stream, page: int, generation: int, chunk: int) -> memoryview | None:
-        return self._row(stream, page).numpy().data
+        return self._row(stream, page, chunk).numpy().data
 
-    def payload(self, stream: Stream, page: int, num_bytes: int) -> torch.Tensor:
-        """What has arrived: 1-D uint8 [num_bytes], valid until the staging is dropped."""
-        return self._row(stream, page)[:num_bytes]
+    def payloads(self, stream: Stream, page: int, chunk_bytes: Sequence[int]) -> list[torch.Tensor]:
+        """What has arrived: of each chunk so many bytes, 1-D uint8, valid until the staging is
+        dropped."""
+        return [self._row(stream, page, i)[:size] for i, size in enumerate(chunk_bytes)]
 
-    def _row(self, stream: Stream, page: int) -> torch.Tensor:
+    def _row(self, stream: Stream, page: int, chunk: int) -> torch.Tensor:
         if page == self._num_pages:
-            return self._handover[0]
-        return self._pages[stream][page]
-
-
-def _empty(num_pages: int, num_bytes: int) -> torch.Tensor:
-    return torch.empty((num_pages, num_bytes), dtype=torch.uint8)
+            return self._handover[chunk]
+        return self._pages[stream][page, chunk]
 
 
 class Landing:
     """pages: those of the pools, by index; None while the request has been set aside. last_page:
-    where its tail goes. arrived: pages of each stream that are in the staging only, with their
-    bytes. missing: of each stream, pages that have not landed. tail: of the handover, until the
-    anchors land."""
+    where its tail goes. arrived: pages of each stream that are in the staging only, with the bytes
+    of their chunks. missing: of each stream, pages that have not landed. tails: of the handover, a
+    part each, until the anchors land."""
 
     def __init__(
         self, room: int, link: ReceivingLink, pages: Sequence[int], staging: Staging, now_s: float
@@ -81,13 +87,13 @@ class Landing:
         self.staging: Staging | None = staging
         self.num_pages = num_pages = len(pages) - 1
         self.num_residual_pages = staging.num_residual_pages
-        self.arrived: dict[Stream, dict[int, int]] = {stream: {} for stream in Stream}
+        self.arrived: dict[Stream, dict[int, tuple[int, ...]]] = {stream: {} for stream in Stream}
         self.missing = {
             Stream.ANCHOR: num_pages,
             Stream.RESIDUAL: self.num_residual_pages,
         }
         self.handover: Handover | None = None
-        self.tail: torch.Tensor | None = None
+        self.tails: list[torch.Tensor] = []
         self.has_run = False
         self.failure: str | None = None
         self.expected_at = now_s
@@ -103,7 +109,7 @@ class Landing:
     @property
     def has_anchors_to_land(self) -> bool:
         """All of them are here, and not all in the pools."""
-        return self.is_draftable and (self.tail is not None or bool(self.arrived[Stream.ANCHOR]))
+        return self.is_draftable and bool(self.tails or self.arrived[Stream.ANCHOR])
 
     def fail(self, reason: str) -> None:
         """Nothing more comes. Anchors may land nevertheless, where other ranks let theirs."""

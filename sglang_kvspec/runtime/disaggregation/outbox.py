@@ -23,11 +23,13 @@ PORTIONS = 16
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """pages: those not packed yet, the first of which is the request's page `index`."""
+    """pages: those not packed yet, the first of which is the request's page `index`, and each of
+    which is sent in num_parts parts."""
 
     room: int
     index: int
     pages: list[int]
+    num_parts: int
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class Outbox:
         offer: Callable[[SegmentKey, torch.Tensor], None],
         ready_bytes: int = READY_BYTES,
     ) -> None:
-        """offer: hands a packed page to the link; released() follows for each."""
+        """offer: hands a packed page, or a part of it, to the link; released() follows for each."""
         self._wire, self._offer, self._ready_bytes = wire, offer, ready_bytes
         sizes = {Stream.ANCHOR: wire.anchor_bytes, Stream.RESIDUAL: wire.residual_bytes}
         # Streams that there are, with the most that a page of them takes.
@@ -57,28 +59,28 @@ class Outbox:
         self._waiting: dict[Stream, list[_Waiting]] = {stream: [] for stream in self._page_bytes}
         self._portions: dict[SegmentKey, _Portion] = {}
         self._num_ready = dict.fromkeys(self._page_bytes, 0)
-        # Pages of each request and stream.
-        self._ready_pages: Counter[tuple[int, Stream]] = Counter()
+        # Parts of pages of each request and stream.
+        self._ready_parts: Counter[tuple[int, Stream]] = Counter()
 
     @property
     def num_ready_bytes(self) -> int:
         """Of host memory."""
         return sum(self._num_ready.values())
 
-    def add(self, room: int, index: int, pages: Sequence[int]) -> None:
-        """A request's pages from `index` on are to be sent."""
+    def add(self, room: int, index: int, pages: Sequence[int], num_parts: int = 1) -> None:
+        """A request's pages from `index` on are to be sent, each in so many parts."""
         if pages:
             for waiting in self._waiting.values():
-                waiting.append(_Waiting(room, index, list(pages)))
+                waiting.append(_Waiting(room, index, list(pages), num_parts))
 
     def released(self, key: SegmentKey) -> None:
-        """The link needs a page no more. Nothing happens for what was not packed here."""
+        """The link needs a part of a page no more. Nothing happens for what was not packed here."""
         portion = self._portions.pop(key, None)
         if portion is not None:
             portion.num_left -= 1
-            self._ready_pages[key.transfer, key.stream] -= 1
-            if not self._ready_pages[key.transfer, key.stream]:
-                del self._ready_pages[key.transfer, key.stream]
+            self._ready_parts[key.transfer, key.stream] -= 1
+            if not self._ready_parts[key.transfer, key.stream]:
+                del self._ready_parts[key.transfer, key.stream]
             if not portion.num_left:
                 self._num_ready[key.stream] -= portion.num_bytes
 
@@ -111,20 +113,24 @@ class Outbox:
         portion = max(1, self._ready_bytes // PORTIONS // page_bytes)
         count = min(len(waiting.pages), portion)
         fits = self._num_ready[stream] + count * page_bytes <= self._ready_bytes
-        return count if fits or not self._ready_pages[waiting.room, stream] else 0
+        return count if fits or not self._ready_parts[waiting.room, stream] else 0
 
     def _pack(self, stream: Stream, waiting: _Waiting, count: int) -> None:
-        payloads = self._wire.pack(stream, waiting.pages[:count])
+        payloads = self._wire.pack(stream, waiting.pages[:count], waiting.num_parts)
         if waiting not in self._waiting[stream]:
             # Packing collects garbage, and with a sender that nobody holds its pages are dropped.
             return
-        portion = _Portion(sum(payload.nbytes for payload in payloads), count)
+        keyed = {
+            SegmentKey(waiting.room, stream, index, chunk): part
+            for index, parts in enumerate(payloads, waiting.index)
+            for chunk, part in enumerate(parts)
+        }
+        portion = _Portion(sum(part.nbytes for part in keyed.values()), len(keyed))
         self._num_ready[stream] += portion.num_bytes
-        for place, payload in enumerate(payloads):
-            key = SegmentKey(waiting.room, stream, waiting.index + place, 0)
+        for key, part in keyed.items():
             self._portions[key] = portion
-            self._ready_pages[waiting.room, stream] += 1
-            self._offer(key, payload)
+            self._ready_parts[waiting.room, stream] += 1
+            self._offer(key, part)
         waiting.index += count
         del waiting.pages[:count]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
-from sglang_kvspec.codecs.wire import WireCodec
+from sglang_kvspec.codecs.wire import KV, WireCodec, WireCodecName, make_wire_codec
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import PageRecords
@@ -21,24 +21,33 @@ CODEC_WORK = 8
 
 class PageWire(Protocol):
     """Pages of one KV cache as bytes. *_bytes: bounds of a page in each stream; residual_bytes 0:
-    there is no second stream."""
+    there is no second stream. A page may go in parts, each with an equal share of its KV heads, in
+    their order, to receivers that have no others, and come in parts from such senders."""
 
     anchor_bytes: int
     residual_bytes: int
 
-    def pack(self, stream: Stream, pages: Sequence[int]) -> list[torch.Tensor]:
-        """What is sent of encoded pages in a stream that is there: each 1-D uint8 on the CPU.
-        Raises CodecError for what the wire cannot carry."""
+    def pack(
+        self, stream: Stream, pages: Sequence[int], num_parts: int = 1
+    ) -> list[list[torch.Tensor]]:
+        """What is sent of encoded pages in a stream that is there, of each its parts: 1-D uint8 on
+        the CPU. Raises CodecError for what the wire cannot carry."""
         ...
 
-    def check(self, stream: Stream, num_bytes: int) -> None:
-        """Raises TransportError where a page's payload cannot have so many bytes."""
+    def part_bytes(self, stream: Stream, num_parts: int) -> int:
+        """Bound of one of so many parts of a page."""
         ...
 
-    def land(self, stream: Stream, pages: Sequence[int], payloads: Sequence[torch.Tensor]) -> None:
-        """Put what has arrived of pages into the KV cache: ANCHOR first, into free pages, which
-        drafts may read from then on; RESIDUAL makes them complete. Raises TransportError for
-        payloads that are no page's."""
+    def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
+        """Raises TransportError where the parts of a page cannot have so many bytes."""
+        ...
+
+    def land(
+        self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        """Put what has arrived of pages into the KV cache, of each its parts, as many of every
+        page: ANCHOR first, into free pages, which drafts may read from then on; RESIDUAL makes them
+        complete. Raises TransportError for payloads that are no page's."""
         ...
 
 
@@ -54,25 +63,37 @@ class SplitWire:
         )
         self.anchor_bytes, self.residual_bytes = sample.anchors.nbytes, sample.residuals.nbytes
 
-    def pack(self, stream: Stream, pages: Sequence[int]) -> list[torch.Tensor]:
+    def pack(
+        self, stream: Stream, pages: Sequence[int], num_parts: int = 1
+    ) -> list[list[torch.Tensor]]:
         assert all(map(self._kv.is_encoded, pages)), "only an encoded page has records"
         is_anchor = stream is Stream.ANCHOR
         records = self._kv.read_anchors(pages) if is_anchor else self._kv.read_residuals(pages)
-        return [page.reshape(-1) for page in records]
+        return [[part.reshape(-1) for part in page.chunk(num_parts, dim=1)] for page in records]
 
-    def check(self, stream: Stream, num_bytes: int) -> None:
-        size = self._shape(stream).numel()
-        if num_bytes != size:
-            raise TransportError(f"a page of another size than {size} bytes")
+    def part_bytes(self, stream: Stream, num_parts: int) -> int:
+        return self._part_shape(stream, num_parts).numel()
 
-    def land(self, stream: Stream, pages: Sequence[int], payloads: Sequence[torch.Tensor]) -> None:
-        is_anchor, shape = stream is Stream.ANCHOR, self._shape(stream)
-        for payload in payloads:
-            self.check(stream, payload.numel())
+    def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
+        size = self.part_bytes(stream, len(part_sizes))
+        if set(part_sizes) != {size}:
+            raise TransportError(f"a page, or a part of it, of another size than {size} bytes")
+
+    def land(
+        self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        is_anchor = stream is Stream.ANCHOR
+        for parts in payloads:
+            self.check(stream, [part.numel() for part in parts])
         # What goes to a GPU from pinned memory nobody waits for.
         is_pinned = self._kv.device.type == "cuda"
-        records = torch.empty((len(pages), *shape), dtype=torch.uint8, pin_memory=is_pinned)
-        torch.stack([payload.view(shape) for payload in payloads], out=records)
+        records = torch.empty(
+            (len(pages), *self._shape(stream)), dtype=torch.uint8, pin_memory=is_pinned
+        )
+        shape = self._part_shape(stream, len(payloads[0]))
+        for place, parts in enumerate(zip(*payloads, strict=True)):
+            heads = records.narrow(2, place * shape[1], shape[1])
+            torch.stack([part.view(shape) for part in parts], out=heads)
         if is_anchor:
             self._kv.begin_landing(pages)
             self._kv.write_anchors(pages, records)
@@ -83,6 +104,12 @@ class SplitWire:
 
     def _shape(self, stream: Stream) -> torch.Size:
         return self._anchor_shape if stream is Stream.ANCHOR else self._residual_shape
+
+    def _part_shape(self, stream: Stream, num_parts: int) -> torch.Size:
+        """[num_layers, KV heads of a part, record_bytes]."""
+        layers, heads, record_bytes = self._shape(stream)
+        assert heads % num_parts == 0, "the handshake lets nobody else in"
+        return torch.Size((layers, heads // num_parts, record_bytes))
 
 
 class WholeWire:
@@ -95,25 +122,52 @@ class WholeWire:
     def __init__(self, kv: KVTiers, codec: WireCodec, *, drafts: bool) -> None:
         assert kv.codec.target == "exact", "another target would lose what the wire did not"
         self._kv, self._codec, self._drafts = kv, codec, drafts
+        self._part_codecs = {1: codec}
         self.anchor_bytes = codec.max_page_bytes
         self._pages_at_once = max(1, AT_ONCE_BYTES // kv.geometry.plain_page_bytes)
 
-    def pack(self, stream: Stream, pages: Sequence[int]) -> list[torch.Tensor]:
+    def pack(
+        self, stream: Stream, pages: Sequence[int], num_parts: int = 1
+    ) -> list[list[torch.Tensor]]:
         assert stream is Stream.ANCHOR, "a page in one piece has no residual"
-        payloads: list[torch.Tensor] = []
-        for part in self._parts(len(pages)):
-            payloads += self._codec.encode_pages(*self._kv.read_whole(pages[part]))
+        codec = self._codec_of(num_parts)
+        payloads: list[list[torch.Tensor]] = []
+        for portion in self._portions(len(pages)):
+            shares = (x.chunk(num_parts, dim=-2) for x in self._kv.read_whole(pages[portion]))
+            parts = [codec.encode_pages(k, v) for k, v in zip(*shares, strict=True)]
+            payloads += map(list, zip(*parts, strict=True))
         return payloads
 
-    def check(self, stream: Stream, num_bytes: int) -> None:
+    def part_bytes(self, stream: Stream, num_parts: int) -> int:
+        return self._codec_of(num_parts).max_page_bytes if stream is Stream.ANCHOR else 0
+
+    def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
         """Sizes vary with what is coded: decoding finds out."""
 
-    def land(self, stream: Stream, pages: Sequence[int], payloads: Sequence[torch.Tensor]) -> None:
+    def land(
+        self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
         assert stream is Stream.ANCHOR, "a page in one piece has no residual"
-        for part in self._parts(len(pages)):
-            k, v = self._codec.decode_pages(payloads[part], self._kv.device)
+        for part in self._portions(len(pages)):
+            k, v = self._decode(payloads[part])
             self._kv.write_whole(pages[part], k, v, anchors=self._drafts)
 
-    def _parts(self, num_pages: int) -> Iterator[slice]:
+    def _decode(self, payloads: Sequence[Sequence[torch.Tensor]]) -> KV:
+        codec, device = self._codec_of(len(payloads[0])), self._kv.device
+        parts = [codec.decode_pages(of_pages, device) for of_pages in zip(*payloads, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        k, v = (torch.cat(heads, dim=-2) for heads in zip(*parts, strict=True))
+        return k, v
+
+    def _codec_of(self, num_parts: int) -> WireCodec:
+        """Of one of so many parts of a page."""
+        if num_parts not in self._part_codecs:
+            name = cast("WireCodecName", self._codec.name)
+            geometry = self._kv.geometry.part(num_parts)
+            self._part_codecs[num_parts] = make_wire_codec(name, geometry)
+        return self._part_codecs[num_parts]
+
+    def _portions(self, num_pages: int) -> Iterator[slice]:
         for first in range(0, num_pages, self._pages_at_once):
             yield slice(first, first + self._pages_at_once)

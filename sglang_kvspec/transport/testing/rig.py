@@ -25,7 +25,9 @@ IDENTITY = Identity(
     target="exact",
     page_size=64,
     fingerprint="demo-5m",
+    whole="all of demo-5m",
     tp_shape=(1, 8),
+    rank=0,
 )
 SMALL = FlightLimits(piece_bytes=100, residual_bytes=400, total_bytes=1600, frames=64)
 POISON = 0xA5

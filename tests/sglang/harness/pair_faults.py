@@ -82,12 +82,13 @@ def stopped(server: ServerProcess) -> Iterator[None]:
         server.signal_group(signal.SIGCONT)
 
 
-def register(pair: Pair, address: str) -> None:
-    """Have the bootstrap server say that its prefill server sends from `address`."""
+def register(pair: Pair, address: str, rank: int = 0) -> None:
+    """Have the bootstrap server say that a rank of its prefill server sends from `address`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     ranks = ("attn_tp", "attn_cp", "attn_dp", "pp", "system_dp")
     payload = dict.fromkeys((f"{name}_size" for name in ranks), 1)
     payload |= dict.fromkeys((f"{name}_rank" for name in ranks), 0)
+    payload["attn_tp_rank"] = rank
     reply = requests.put(
         f"{pair.bootstrap_url}/route",
         json={
@@ -103,10 +104,12 @@ def register(pair: Pair, address: str) -> None:
     reply.raise_for_status()
 
 
-def registered(pair: Pair) -> str:
-    """Where the bootstrap server says that its prefill server sends from."""
-    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+def registered(pair: Pair, rank: int = 0) -> str:
+    """Where the bootstrap server says that a rank of its prefill server sends from."""
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_pp_rank")
     found = requests.get(
-        f"{pair.bootstrap_url}/route", params=dict.fromkeys(names, 0), timeout=10
+        f"{pair.bootstrap_url}/route",
+        params=dict.fromkeys(names, 0) | {"target_tp_rank": rank},
+        timeout=10,
     ).json()
     return f"tcp://{found['rank_ip']}:{found['rank_port']}"

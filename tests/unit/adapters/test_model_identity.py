@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from sglang_kvspec.adapters import model_identity
-from sglang_kvspec.adapters.model_identity import arithmetic_of, hash_of_weights
+from sglang_kvspec.adapters.model_identity import (
+    arithmetic_of,
+    hash_of_all_ranks,
+    hash_of_weights,
+    sum_of_hashes,
+)
+from sglang_kvspec.runtime.ranks import Ranks
 
 
 @pytest.fixture
@@ -112,3 +118,82 @@ def test_what_a_model_computes_for_itself_does_not_count(make_model):
     for length, model in zip((16, 48), models, strict=True):
         model.register_buffer("cos_sin_cache", torch.zeros(length, 8), persistent=False)
     assert hash_of_weights(models[0]) == hash_of_weights(models[1])
+
+
+class Gathered:
+    """Ranks of which each has said what it has, in turn."""
+
+    def __init__(self, *models: torch.nn.Module) -> None:
+        self.said: list[list[int]] = []
+        for model in models:
+            hash_of_all_ranks(model, self)
+        self.said_by_all = self.said
+
+    def everyones(self, mine: list[int], about: object) -> list[list[int]]:
+        if not hasattr(self, "said_by_all"):
+            self.said.append(mine)
+            return [mine]
+        return self.said_by_all
+
+
+def hash_of(*ranks: torch.nn.Module) -> str:
+    return hash_of_all_ranks(ranks[0], Gathered(*ranks))
+
+
+def shard(model: torch.nn.Module, dims: dict[str, int], size: int) -> list[torch.nn.Module]:
+    """As SGLang does: some weights along a dimension, others in full on every rank; what does not
+    divide is filled up with zeros."""
+    made = []
+    for rank in range(size):
+        one = torch.nn.Module()
+        for name, value in model.state_dict().items():
+            own = value
+            if name in dims:
+                dim = dims[name]
+                each = -(-value.shape[dim] // size)
+                own = value.narrow(dim, rank * each, min(each, value.shape[dim] - rank * each))
+                missing = list(value.shape)
+                missing[dim] = each - own.shape[dim]
+                own = torch.cat([own, value.new_zeros(missing)], dim)
+            one.register_buffer(name.replace(".", "_"), own.clone())
+        made.append(one)
+    return made
+
+
+DIMS = {"0.weight": 1, "0.bias": 0, "transposed": 0}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_ranks_together_have_one_hash(make_model, size):
+    (whole,) = shard(make_model(), {}, 1)
+    assert hash_of(*shard(make_model(), DIMS, size)) == hash_of(whole)
+    assert hash_of_all_ranks(whole, Ranks()) == hash_of(whole)
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.running_mean", "transposed"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_bit_of_one_weight_on_one_rank_differs(make_model, rank, name):
+    ranks = shard(make_model(), DIMS, 2)
+    before = hash_of(*ranks)
+    found = ranks[rank].state_dict()[name.replace(".", "_")]
+    found.view(-1).view(torch.uint8)[0] ^= 1
+    assert hash_of(*ranks) != before
+
+
+def test_weights_that_trade_places_differ_on_all_ranks(make_model):
+    model = make_model()
+    before = hash_of(*shard(model, DIMS, 2))
+    with torch.no_grad():
+        weight, bias = model[1].weight, model[1].bias
+        kept = weight.clone()
+        weight.copy_(bias)
+        bias.copy_(kept)
+    assert hash_of(*shard(model, DIMS, 2)) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_of_hashes_is_that_of_its_parts(dtype):
+    numbers = (torch.randn(7, 13, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    parts = sum(map(sum_of_hashes, (numbers[:, :5], numbers[:3, 5:], numbers[3:, 5:])))
+    assert (parts - sum_of_hashes(numbers)) % (1 << 64) == 0
+    assert sum_of_hashes(torch.zeros(3, dtype=dtype)) == sum_of_hashes(numbers[:0]) == 0

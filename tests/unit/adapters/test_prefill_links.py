@@ -12,6 +12,7 @@ from sglang_kvspec.adapters.transfer.directory import (
     Answer,
     Directory,
     address_in,
+    size_in,
 )
 from sglang_kvspec.adapters.transfer.links import IDLE_S, PrefillLinks
 from sglang_kvspec.core.errors import HandshakeRefused, TransportError
@@ -48,7 +49,7 @@ class Town:
     """A directory that answers at once, a clock, and everything that was dialled."""
 
     def __init__(self) -> None:
-        self.now_s, self.where = 100.0, Answer(SERVER)
+        self.now_s, self.where = 100.0, Answer((SERVER,))
         self.dialled: list[Loop] = []
         self.gone: list[tuple[str, str]] = []
         self.used: set[str] = set()
@@ -67,10 +68,10 @@ class Town:
         self._asked.discard(addr)
         return self.where
 
-    def _dial(self, address: str) -> Loop:
-        if address == "tcp://[":
+    def _dial(self, answer: Answer) -> Loop:
+        if answer.addresses == ("tcp://[",):
             raise ValueError("Invalid IPv6 URL")
-        self.dialled.append(Loop(address))
+        self.dialled.append(Loop(answer.addresses[0]))
         return self.dialled[-1]
 
     def live(self, times: int = 4) -> object:
@@ -95,7 +96,7 @@ def test_a_link_is_used_once_it_is_live(town) -> None:
 
 
 def test_a_server_that_listens_elsewhere_now_is_dialled_there(town) -> None:
-    town.where = Answer(OTHER)
+    town.where = Answer((OTHER,))
     town.live()
     old, new = town.dialled
     assert old.is_closed
@@ -103,9 +104,18 @@ def test_a_server_that_listens_elsewhere_now_is_dialled_there(town) -> None:
     assert town.gone == [(SERVER, f"the prefill server at {SERVER} is gone")]
 
 
+def test_a_server_with_another_number_of_ranks_is_dialled_anew(town) -> None:
+    town.where = Answer((SERVER, OTHER))
+    town.live()
+    old, new = town.dialled
+    assert (old.is_closed, new.is_closed) == (True, False)
+    town.live()
+    assert len(town.dialled) == 2
+
+
 def test_a_server_that_stalls_keeps_its_link(town) -> None:
     (loop,) = town.dialled
-    town.where = Answer(None, "ReadTimeout")
+    town.where = Answer((), trouble="ReadTimeout")
     town.live()
     assert not loop.is_closed
     assert town.links.trouble(ADDR) == "ReadTimeout"
@@ -134,7 +144,7 @@ def test_a_refusal_is_told_at_once_and_tried_again_later(town) -> None:
 
 
 def test_an_address_that_cannot_be_dialled_fails_its_requests(town) -> None:
-    town.where = Answer("tcp://[")
+    town.where = Answer(("tcp://[",))
     with pytest.raises(TransportError, match="Invalid IPv6"):
         town.live()
 
@@ -164,6 +174,12 @@ def test_garbage_is_no_address(found) -> None:
         address_in(found)
 
 
+@pytest.mark.parametrize("found", [None, [2], {}, *({"attn_tp_size": n} for n in (0, -1, "2"))])
+def test_garbage_is_no_number_of_ranks(found) -> None:
+    with pytest.raises(ValueError, match="names no number of ranks"):
+        size_in(found)
+
+
 def test_whatever_goes_wrong_is_an_answer() -> None:
     """A scheduler must not die of what a stranger says, nor ask for ever."""
     told = threading.Semaphore(0)
@@ -175,7 +191,7 @@ def test_whatever_goes_wrong_is_an_answer() -> None:
     directory.ask(ADDR)
     assert told.acquire(timeout=5)
     answer = directory.take(ADDR)
-    assert answer == Answer(None, "UnicodeError: label empty or too long")
+    assert answer == Answer((), trouble="UnicodeError: label empty or too long")
     assert directory.take(ADDR) is None
 
 
@@ -185,7 +201,7 @@ def test_a_silent_server_is_asked_once_at_a_time_and_holds_nobody_up() -> None:
     def query(addr: str) -> Answer:
         asked.append(addr)
         goes_on.wait(5)
-        return Answer(SERVER)
+        return Answer((SERVER,))
 
     directory = Directory(told.release, query, clock=lambda: now_s[0])
     for _ in range(3):
@@ -195,4 +211,4 @@ def test_a_silent_server_is_asked_once_at_a_time_and_holds_nobody_up() -> None:
     goes_on.set()
     assert told.acquire(timeout=5)
     assert asked == [ADDR]
-    assert directory.take(ADDR) == Answer(SERVER)
+    assert directory.take(ADDR) == Answer((SERVER,))

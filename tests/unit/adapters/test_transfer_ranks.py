@@ -11,7 +11,13 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from sglang_kvspec.adapters.transfer import decoding, peers, prefill
 from sglang_kvspec.adapters.transfer.decode import DecodeManager
-from sglang_kvspec.adapters.transfer.directory import Answer, query_route
+from sglang_kvspec.adapters.transfer.directory import (
+    Answer,
+    Asker,
+    part_for,
+    query_route,
+    ranks_for,
+)
 from sglang_kvspec.adapters.transfer.peers import Serving, failed
 from sglang_kvspec.adapters.transfer.prefill import PrefillManager
 from sglang_kvspec.core.config import KVSpecConfig
@@ -63,12 +69,33 @@ def test_every_rank_is_found_where_it_sends_from(bootstrap) -> None:
         manager.address, manager.page_size = f"tcp://10.0.0.1:{500 + rank}", 64
         manager.kv_args = SimpleNamespace(kv_cache_dtype_str="auto")
         if rank == 0:
-            trouble = query_route(bootstrap, 1).trouble
+            trouble = query_route(bootstrap, Asker(1, 2)).trouble
             assert "503" in trouble, "one is not there yet"
         manager._register(args, Ranks(rank, 2))
-    assert query_route(bootstrap) == Answer("tcp://10.0.0.1:500")
-    assert query_route(bootstrap, 1) == Answer("tcp://10.0.0.1:501")
-    assert "404" in query_route(bootstrap, 2).trouble
+    both = ("tcp://10.0.0.1:500", "tcp://10.0.0.1:501")
+    for rank in (0, 1):
+        assert query_route(bootstrap, Asker(rank, 2)) == Answer(both[rank : rank + 1], rank)
+    assert query_route(bootstrap, Asker(0, 1, num_kv_heads=2)) == Answer(both, 0)
+    assert query_route(bootstrap, Asker(3, 4)) == Answer(both[1:], 1, part=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("asker", "num_ranks", "ranks", "part"),
+    [
+        (Asker(1, 2, 4), 2, [1], (0, 1)),
+        (Asker(0, 1, 4), 4, [0, 1, 2, 3], (0, 1)),
+        (Asker(1, 2, 4), 8, [4, 5, 6, 7], (0, 1)),
+        (Asker(1, 2, 4), 1, [0], (1, 2)),
+        (Asker(2, 4, 4), 2, [1], (0, 2)),
+        # These refuse: no number is a multiple of the other, or there are more ranks than heads.
+        (Asker(1, 2, 4), 3, [1], (0, 1)),
+        (Asker(2, 3, 4), 2, [1], (0, 1)),
+        (Asker(0, 1, 4), 1 << 30, [0], (0, 1)),
+    ],
+)
+def test_which_ranks_have_the_heads_of_one(asker, num_ranks, ranks, part) -> None:
+    assert list(ranks_for(asker, num_ranks)) == ranks
+    assert part_for(asker, num_ranks) == part
 
 
 def test_ranks_share_an_emulated_link(monkeypatch) -> None:
@@ -88,11 +115,14 @@ def test_ranks_share_an_emulated_link(monkeypatch) -> None:
 
 def test_an_identity_names_ranks_and_heads(monkeypatch) -> None:
     monkeypatch.setattr(peers, "hash_of_weights", lambda model: "weights")
+    monkeypatch.setattr(peers, "hash_of_all_ranks", lambda model, ranks: "all weights")
     monkeypatch.setattr(peers, "portable_fingerprint", lambda config, weights: weights)
     geometry = SimpleNamespace(page_size=64, num_kv_heads=4)
     pool = SimpleNamespace(kv=SimpleNamespace(geometry=geometry))
     serving = Serving(KVSpecConfig(), pool, None, None, Ranks(1, 2))
-    assert serving.identity().tp_shape == (2, 4)
+    identity = serving.identity()
+    assert (identity.tp_shape, identity.rank) == ((2, 4), 1)
+    assert (identity.fingerprint, identity.whole) == ("weights", "all weights")
 
 
 def test_a_rank_that_knows_no_reason_says_that_another_does() -> None:

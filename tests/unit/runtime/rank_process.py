@@ -35,6 +35,7 @@ def messages(ranks: Ranks) -> dict[str, Any]:
         "no_numbers": ranks.numbers([], about="same"),
         "least": ranks.least([own, 5 - own, 7], about="same"),
         "no_least": ranks.least([], about="same"),
+        "everyones": ranks.everyones([own, -1 << 63], about="same"),
         "runs": ranks.runs([[own], [own] * (ranks.rank + 1), []], [1, 3, 2], about="same"),
         # A part of a larger tensor, as drafts of fewer requests than there can be.
         "tensor": ranks.tensor(grid[:2, :3]).tolist(),

@@ -28,6 +28,7 @@ def test_every_rank_gets_the_same_message(results) -> None:
         "no_numbers": [],
         "least": [0, -95, 7],
         "no_least": [],
+        "everyones": [[0, -1 << 63], [100, -1 << 63]],
         "runs": [[0], [0], []],
         "tensor": [[0, 1, 2], [4, 5, 6]],
     }
@@ -59,6 +60,7 @@ def test_a_rank_alone_keeps_its_own_choices() -> None:
     assert ranks.is_first
     assert ranks.numbers((4, 5), about="this") == [4, 5]
     assert ranks.least((4, 5), about="this") == [4, 5]
+    assert ranks.everyones((4, 5), about="this") == [[4, 5]]
     assert ranks.runs([(1,), ()], [1, 1], about="this") == [[1], []]
     assert ranks.tensor(grid) is grid
     verified = Verified([7, 8], torch.zeros(2, 9))

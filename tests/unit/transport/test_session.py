@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from sglang_kvspec.transport.counters import LinkCounters
-from sglang_kvspec.transport.frames import PROTOCOL, Ack, Hello, Ping, Refuse, Welcome
+from sglang_kvspec.transport.frames import PROTOCOL, Ack, Hello, Identity, Ping, Refuse, Welcome
 from sglang_kvspec.transport.handshake import mismatch
 from sglang_kvspec.transport.peers import MAX_PEERS, Peers
 from sglang_kvspec.transport.session import Session, Timing
@@ -82,13 +82,61 @@ def test_whatever_differs_is_named_in_one_sentence(field: str, value: object, wo
     assert "\n" not in reason
 
 
-def test_servers_of_other_sizes_are_told_both() -> None:
-    """Not that each rank has another part of the model."""
-    shape = {"tp_shape": (2, 4), "fingerprint": "its second half"}
-    assert mismatch(IDENTITY, msgspec.structs.replace(IDENTITY, **shape)) == (
-        "--tp-size must be the same on both ends: sender has 1 (8 KV heads a rank), "
-        "receiver 2 (4 KV heads a rank)"
+def of_size(size: int, heads: int, **changes: object) -> Identity:
+    shape = {"tp_shape": (size, heads), "fingerprint": f"a part of {size}"}
+    return msgspec.structs.replace(IDENTITY, **(shape | changes))
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "part"),
+    [
+        ((8, 1), (2, 4), (0, 1)),
+        ((2, 4), (1, 8), (0, 1)),
+        ((1, 8), (2, 4), (1, 2)),
+        ((2, 4), (8, 1), (3, 4)),
+    ],
+)
+def test_ends_may_have_other_numbers_of_ranks(sender, receiver, part) -> None:
+    """Each of which has another part of the model."""
+    assert mismatch(of_size(*sender), of_size(*receiver, part=part)) is None
+    other = of_size(*receiver, part=part, whole="all of another")
+    assert mismatch(of_size(*sender), other) == (
+        "model must be the same on both ends: sender has all of demo-5m, receiver all of another"
     )
+
+
+NO_MULTIPLE = "--tp-size of one end must be a multiple of the other's"
+SHARED = "KV heads that several ranks hold cannot be sent to another --tp-size"
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "part", "words"),
+    [
+        ((3, 8), (2, 12), (0, 1), NO_MULTIPLE),
+        ((2, 4), (0, 8), (0, 1), NO_MULTIPLE),
+        # Of 8 heads some are on two ranks.
+        ((16, 1), (8, 1), (0, 1), SHARED),
+        ((8, 1), (16, 1), (0, 2), SHARED),
+        ((2, 4), (2, 8), (0, 1), SHARED),
+        *(
+            ((1, 8), (2, 4), part, "a receiver cannot have part {} of {} of the sender's KV heads")
+            for part in ((0, 1), (2, 2), (0, 4), (0, 0))
+        ),
+        ((2, 4), (1, 8), (0, 2), "a receiver cannot have part {} of {} of the sender's KV heads"),
+    ],
+)
+def test_servers_of_sizes_that_do_not_fit_are_told_both(sender, receiver, part, words) -> None:
+    """Not that each rank has another part of the model."""
+    assert mismatch(of_size(*sender), of_size(*receiver, part=part)) == (
+        f"{words.format(*part)}: sender has {sender[0]} ({sender[1]} KV heads a rank), "
+        f"receiver {receiver[0]} ({receiver[1]} KV heads a rank)"
+    )
+
+
+def test_a_sender_is_the_rank_that_it_is_taken_for() -> None:
+    wrong = "tensor-parallel rank must be the same on both ends: sender has 1, receiver 0"
+    for size, heads in ((2, 4), (1, 8)):
+        assert mismatch(of_size(2, 4, rank=1), of_size(size, heads)) == wrong
 
 
 def test_equal_ends_may_talk() -> None:

@@ -19,6 +19,7 @@ from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.transport import (
+    LinkState,
     PageArrived,
     SegmentKey,
     SegmentReleased,
@@ -88,6 +89,9 @@ class Link:
             expect=self.expect,
             cancel=self.cancel,
             take_events=take_events,
+            num_parts=1,
+            state=LinkState.LIVE,
+            refusal=None,
         )
 
     def deliver(self, streams: Iterable[Stream] = Stream, at: Sequence[int] | None = None) -> None:
@@ -183,8 +187,10 @@ class Lab:
         g = self.prefill.geometry
         rng = torch.Generator().manual_seed(seed)
         shape = (2, g.num_layers, num_tokens, g.num_kv_heads, g.head_dim)
-        k, v = torch.randn(shape, generator=rng).to(g.dtype)
-        num_pages = -(-num_tokens // SIZE)
+        return self.prefilled(*torch.randn(shape, generator=rng).to(g.dtype))
+
+    def prefilled(self, k: torch.Tensor, v: torch.Tensor) -> Request:
+        num_pages = -(-k.shape[1] // SIZE)
         pages = list(range(1, num_pages + 1))
         request = Request(k, v, pages, [12 - page for page in pages])
         for index, page in enumerate(pages):
@@ -221,6 +227,15 @@ class Lab:
         self.now += 1
         tail = request.num_tokens - SIZE * (len(pages) - 1)
         self.departures.send_last(room, pages[middle:], tail, FIELDS)
+
+    def move(self, request: Request) -> None:
+        """From one side to the other, where it runs."""
+        self.departures.add(ROOM)
+        self.expect(request)
+        self.send(request)
+        self.link.deliver()
+        self.pump()
+        self.arrivals.admit(ROOM, request.decode_pages[-1])
 
     def expect(self, request: Request, room: int = ROOM) -> None:
         self.arrivals.expect(room, self.receiver_end, request.decode_pages, 60.0)

@@ -25,12 +25,13 @@ class Wire:
         self.packed = []
         self.spoiled = set()
 
-    def pack(self, stream, pages):
+    def pack(self, stream, pages, num_parts=1):
         if self.spoiled.intersection(pages):
             raise CodecError(f"page {pages[0]} and on hold NaN")
         self.packed.append((stream, list(pages)))
         size = self.anchor_bytes if stream is Stream.ANCHOR else self.residual_bytes
-        return [torch.full((size,), page, dtype=torch.uint8) for page in pages]
+        whole = [torch.full((size,), page, dtype=torch.uint8) for page in pages]
+        return [list(page.chunk(num_parts)) for page in whole]
 
 
 @pytest.fixture
@@ -228,9 +229,9 @@ def test_a_request_that_is_dropped_while_its_pages_are_packed(outbox, wire, offe
     outbox.add(9, 0, [15])
     pack = wire.pack
 
-    def dropping(stream, pages):
+    def dropping(stream, pages, num_parts):
         outbox.drop(ROOM)
-        return pack(stream, pages)
+        return pack(stream, pages, num_parts)
 
     wire.pack = dropping
     assert outbox.pack() == {}
