@@ -1,5 +1,5 @@
-"""SchedulerOutputStreamer.get_cached_tokens_details: which hits came from a prefix server, and of
-which the anchors were in GPU memory still.
+"""SchedulerOutputStreamer.get_cached_tokens_details: which hits came from a prefix server, of
+which the anchors were in GPU memory still, and what was drafted before residuals came.
 
 SGLang 0.5.17 has three tiers, and counts the first as storage's. Remove when caches can name
 theirs.
@@ -21,4 +21,5 @@ def hook(result: dict[str, Any] | None, self: Any, req: Any) -> dict[str, Any] |
     from sglang_kvspec.adapters import loaded_hits
 
     loaded = loaded_hits.tokens_of(req)._asdict()
+    loaded["drafts_on_anchors"] = loaded_hits.drafts_of(req)
     return {**(result or {}), **loaded} if any(loaded.values()) else result

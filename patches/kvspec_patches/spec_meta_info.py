@@ -55,9 +55,10 @@ def _transfer(state: Any, meta_info: dict[str, Any]) -> dict[str, Any]:
     return {} if summary is None else {"transfer": summary}
 
 
-def _hits(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, dict[str, int]]:
+def _hits(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, Any]:
     """By tier; kept_anchors: of how many tokens the anchors were in GPU memory still, and only
-    residuals came from there. SGLang has no entry of requests without a hit."""
+    residuals came from there; drafts_on_anchors: tokens that were drafted while residuals of hits
+    were on their way. SGLang has no entry of requests without a hit."""
     found = (details and details[i]) or {}
     remote = found.get("remote", 0)
     return {
@@ -68,4 +69,5 @@ def _hits(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, dict
             "remote": remote,
         },
         "kept_anchors": {"host": found.get("kept_host", 0), "disk": found.get("kept_disk", 0)},
+        "drafts_on_anchors": found.get("drafts_on_anchors", 0),
     }

@@ -56,6 +56,13 @@ def cpu_platform_is_active() -> bool:
     return isinstance(current_platform, ReferencePlatform)
 
 
+def staggers(config: KVSpecConfig) -> bool:
+    """Whether verifications take turns: not whether that was asked for."""
+    if config.schedule == "auto":
+        return cpu_platform_is_active()
+    return config.schedule == "staggered"
+
+
 def register_everything() -> None:
     """Register algorithm, attention backend and hooks, apply them, and check that all applied."""
     from sglang.srt.plugins.hook_registry import HookRegistry

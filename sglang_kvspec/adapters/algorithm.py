@@ -58,17 +58,14 @@ def register() -> None:
     def create_worker(server_args: Any) -> type:
         from sglang_kvspec.adapters.activation import (
             config_of,
-            cpu_platform_is_active,
+            staggers,
             verify_hooks,
         )
 
         verify_hooks()
         config = config_of(server_args)
         assert config is not None, "the KVSPEC algorithm was chosen without --kvspec"
-        staggers = config.schedule == "staggered" or (
-            config.schedule == "auto" and cpu_platform_is_active()
-        )
-        if staggers:
+        if staggers(config):
             from sglang_kvspec.adapters.staggered_worker import StaggeredWorker
 
             return StaggeredWorker

@@ -19,6 +19,8 @@ class LoadedTokens(NamedTuple):
 
 
 _tokens: WeakKeyDictionary[Any, LoadedTokens] = WeakKeyDictionary()
+# Tokens drafted while residuals of hits were on their way.
+_drafts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def note(req: Any, loaded: Loaded, page_size: int) -> None:
@@ -27,6 +29,15 @@ def note(req: Any, loaded: Loaded, page_size: int) -> None:
     if not req.retracted_stain:
         pages = (loaded.num_from_remote, loaded.kept_host, loaded.kept_disk)
         _tokens[req] = LoadedTokens(*(num_pages * page_size for num_pages in pages))
+
+
+def note_draft(req: Any) -> None:
+    """A request has drafted a token while residuals of its hits were on their way."""
+    _drafts[req] = drafts_of(req) + 1
+
+
+def drafts_of(req: Any) -> int:
+    return _drafts.get(req, 0)
 
 
 def tokens_of(req: Any) -> LoadedTokens:

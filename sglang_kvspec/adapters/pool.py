@@ -17,6 +17,7 @@ from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.pressure import Pressure
+from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         self.kv = kv
         # Where prefixes go that leave the pool; the prefix cache puts it here.
         self.prefix_tiers: PrefixTiers | None = None
+        # So of requests that start before residuals of their prefix are here, where some may.
+        self.early_starts: EarlyStarts | None = None
         self.pressure = Pressure()
         # Who else must know when pages are freed, before anyone can write to them again.
         self.freed_listeners: list[Callable[[list[int]], None]] = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from sglang_kvspec.pools.prefix_store import PageLink, chain_links
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
-from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes, WaitingRequests
+from sglang_kvspec.runtime.remote_prefixes import EarlyStarts, RemotePrefixes, WaitingRequests
 
 # A server that is told to end waits this long for what is on its way to disk.
 CLOSE_TIMEOUT_S = 3.0
@@ -39,6 +39,12 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     node like any other.
     """
 
+    # Who starts on anchors, where requests may; who is admitted to now, and then the length of what
+    # it found in the tree and slots of what lies behind.
+    early: EarlyStarts | None = None
+    _starting: Any = None
+    _apart: tuple[int, torch.Tensor] | None = None
+
     def __init__(
         self,
         params: Any,
@@ -46,12 +52,16 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         tiers: PrefixTiers,
         remote: RemotePrefixes | None = None,
         ranks: Ranks | None = None,
+        early: EarlyStarts | None = None,
     ) -> None:
-        """remote: one of the tiers. ranks: by default this one is alone."""
+        """remote: one of the tiers. ranks: by default this one is alone. early: where requests may
+        start on anchors that have come from there; of one rank only."""
         assert not params.is_eagle, "keys are tokens, not pairs of them"
         ranks = ranks or Ranks()
         self._kv = kv
         self._tiers = tiers
+        assert early is None or ranks.size == 1, "what comes to ranks differs"
+        self.early = early
         self._agreed = AgreedPrefixes(tiers, ranks)
         self._agreed_hits = AgreedHits(self._agreed, self._lacking) if ranks.size > 1 else None
         self.waiting = None if remote is None else WaitingRequests(remote, self._agreed, ranks)
@@ -79,6 +89,8 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         if self._agreed_hits is None:
             links = self._links(params.key, skip=len(result.device_indices))
             (num_pages,) = self._agreed.num_loadable([links])
+            if self._starting is params.req and self.could_start(links):
+                num_pages = len(links)
         else:
             # The key may be shorter than what was agreed on, and the tree has changed since.
             num_full = len(params.key) // self.page_size
@@ -115,7 +127,12 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         end = start + params.host_hit_length
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=end)
         slots = self._take_slots(params.host_hit_length)
-        loaded = self._agreed.load(self._links(key, skip=start), self._pages(slots))
+        links, pages = self._links(key, skip=start), self._pages(slots)
+        loaded = self._agreed.load(links, pages)
+        if self._starting is req and len(pages) == len(links):
+            num_lacking = self._begin_early(req, links, pages, loaded.num_pages)
+            loaded = loaded.and_from_remote(num_lacking)
+            self._apart = (start, slots) if num_lacking else None
         num_tokens = loaded.num_pages * self.page_size
         self._give_back(slots[num_tokens:])
         slots = slots[:num_tokens]
@@ -125,7 +142,8 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         req.storage_hit_length = num_stored * self.page_size
         loaded_hits.note(req, loaded, self.page_size)
         node = params.best_match_node
-        if num_tokens:
+        # Others have no use for anchors alone.
+        if num_tokens and not self._lacks_residuals(req):
             inserted = self.insert(
                 InsertParams(
                     key=key[: start + num_tokens],
@@ -136,6 +154,63 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
             assert inserted.prefix_len == start, "the tree changed under a look-up"
             node = inserted.last_device_node
         return slots, node
+
+    # Starting on anchors
+
+    @contextmanager
+    def starting(self, req: Any) -> Iterator[None]:
+        """SGLang may admit this request, alone, although of its prompt residuals are on their way
+        still. Its pages are its own until adopt()."""
+        self._starting = req
+        try:
+            yield
+        finally:
+            self._starting = None
+
+    def could_start(self, links: Sequence[PageLink]) -> bool:
+        """Whether of these pages, which a prompt lacks, all anchors can be had."""
+        if self.early is None or not links:
+            return False
+        (num_pages,) = self._agreed.num_loadable([links])
+        return self.early.may_begin(links[num_pages:])
+
+    def _begin_early(
+        self, req: Any, links: Sequence[PageLink], pages: Sequence[int], num_whole: int
+    ) -> int:
+        """The first num_whole pages have been loaded. Returns of how many of the others, of all or
+        none, the request reads anchors only."""
+        lacking = links[num_whole:]
+        if self.early is None or not lacking or not self.early.may_begin(lacking):
+            return 0
+        self.early.begin(req.rid, lacking, pages[num_whole:])
+        return len(lacking)
+
+    def keep_apart(self, req: Any) -> None:
+        """It was admitted. SGLang takes what was loaded for it to be in the tree."""
+        if self._apart is not None:
+            req.cache_protected_len, _ = self._apart
+        self._apart = None
+
+    def cancel_start(self) -> bool:
+        """It was not. Whether that was after its anchors had been put into pages, which are free
+        again."""
+        if self._apart is None:
+            return False
+        _, slots = self._apart
+        self._apart = None
+        self._give_back(slots)
+        return True
+
+    def _lacks_residuals(self, req: Any) -> bool:
+        return self.early is not None and self.early.lacks_residuals(req.rid)
+
+    def adopt(self, req: Any) -> None:
+        """All residuals of a request have come that has started on anchors: its prefix is a node
+        like any other."""
+        computed = req.extend_range
+        req.set_extend_range(computed.start, len(req.prefix_indices))
+        self.cache_unfinished_req(req)
+        req.set_extend_range(computed.start, computed.end)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor:
         """Slots of free pages for up to num_tokens, at the expense of other prefixes."""
@@ -159,8 +234,10 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     ) -> None:
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
         key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
+        is_whole = not self._lacks_residuals(req)
+        is_insert = is_insert and is_whole
         # With overridden embeddings its tokens do not say what its KV is.
-        keeps = not self._tiers.are_none and req.positional_embed_overrides is None
+        keeps = not self._tiers.are_none and req.positional_embed_overrides is None and is_whole
         if keeps and not is_insert:
             # Retracted as a rule: it will be back, and the tree has no room for it.
             slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(key)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from sglang_kvspec.adapters import early_start
+from sglang_kvspec.adapters.early_start import may_start_early
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.runtime.remote_prefixes import WaitingRequests
 
@@ -18,6 +20,8 @@ def new_batch(original: Callable[..., Any], scheduler: Any, args: Any, kwargs: A
     cache = scheduler.tree_cache
     if not isinstance(cache, KVSpecRadixCache):
         return original(scheduler, *args, **kwargs)
+    if cache.early is not None:
+        early_start.keep_up(scheduler, cache, args[0])
     with cache.in_pass(lambda: scheduler.waiting_queue):
         if cache.waiting is None:
             return original(scheduler, *args, **kwargs)
@@ -27,13 +31,18 @@ def new_batch(original: Callable[..., Any], scheduler: Any, args: Any, kwargs: A
 def _without_waiting(
     original: Callable[..., Any], scheduler: Any, waiting: WaitingRequests, args: Any, kwargs: Any
 ) -> Any:
-    queue = list(scheduler.waiting_queue)
-    lacking = scheduler.tree_cache.lacking
-    waiting.ask({req.rid: lacking(req).links for req in queue if not waiting.has_asked(req.rid)})
+    cache, queue = scheduler.tree_cache, list(scheduler.waiting_queue)
+    _ask(cache, waiting, [req for req in queue if not waiting.has_asked(req.rid)])
     held = waiting.awaited([req.rid for req in queue])
     scheduler.waiting_queue = [req for req in queue if req.rid not in held]
+    starting = None
+    if cache.early is not None and not scheduler.waiting_queue:
+        starting = early_start.next_to_start(scheduler, cache, args[0], queue)
     try:
-        return original(scheduler, *args, **kwargs)
+        if starting is None:
+            return original(scheduler, *args, **kwargs)
+        held.discard(starting.rid)
+        return early_start.admit(original, scheduler, cache, starting, args, kwargs)
     finally:
         left = scheduler.waiting_queue
         stays = held | {req.rid for req in left}
@@ -42,7 +51,13 @@ def _without_waiting(
             *(req for req in queue if req.rid in stays),
             *(req for req in left if req.rid not in old),
         ]
-        waiting.retain(stays)
+        # Of those that have started residuals may still come.
+        waiting.retain(stays.union(cache.early.rids if cache.early is not None else ()))
+
+
+def _ask(cache: KVSpecRadixCache, waiting: WaitingRequests, new: Sequence[Any]) -> None:
+    early = [req.rid for req in new if cache.early is not None and may_start_early(req)]
+    waiting.ask({req.rid: cache.lacking(req).links for req in new}, anchors_first=early)
 
 
 def wait_when_idle(scheduler: Any) -> bool:

@@ -55,6 +55,23 @@ def resumed_state(req: Any, committed_len: int) -> RequestState:
     return _state(req, committed_len, list(req.output_ids))
 
 
+def early_state(req: Any, cached_len: int) -> RequestState:
+    """Of a request that has emitted nothing, and of whose prompt the first cached_len tokens have
+    KV, of which residuals are still on their way."""
+    *tail, pending = req.origin_input_ids[cached_len:]
+    return RequestState(
+        rid=req.rid,
+        committed_len=cached_len + len(tail),
+        pending=pending,
+        output=[],
+        params=sampling_params_of(req),
+        remaining=int(req.sampling_params.max_new_tokens),
+        priority=priority_of(req),
+        has_waited=True,
+        tail=tail,
+    )
+
+
 def _state(req: Any, committed_len: int, output: list[int]) -> RequestState:
     return RequestState(
         rid=req.rid,

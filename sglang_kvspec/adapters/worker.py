@@ -208,7 +208,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     def _commit(self, state: RequestState, row: Row, verified: Verified) -> Verified:
         """Take over what a verification emitted."""
         self.counters.observe_verification(len(state.drafts), len(verified.tokens) - 1)
-        before = state.committed_len
+        before = state.verified_len
         if self.decoding is not None:
             self.decoding.note_verification(state, len(verified.tokens))
         state.commit(verified.tokens)
@@ -317,10 +317,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         for i, row in rows.items():
             state = states[i]
             if row.kind is RowKind.DRAFT:
-                given = [state.last_token]
-                lasts[i] = len(tokens)
+                given = state.undrafted
+                lasts[i] = len(tokens) + len(given) - 1
             else:
-                given = [state.pending, *state.drafts]
+                given = state.unverified
                 firsts[i] = len(tokens) + len(given)
             tokens += given + [0] * (row.length - len(given))
             positions += range(row.start, row.end)

@@ -30,6 +30,13 @@ class Loaded(NamedTuple):
     kept_host: int = 0
     kept_disk: int = 0
 
+    def and_from_remote(self, num_pages: int) -> Loaded:
+        """With so many pages more."""
+        return self._replace(
+            num_pages=self.num_pages + num_pages,
+            num_from_remote=self.num_from_remote + num_pages,
+        )
+
     @classmethod
     def of(cls, sources: Sequence[int]) -> Loaded:
         """Of a prefix whose pages came from these sources, up to the first that came from none."""

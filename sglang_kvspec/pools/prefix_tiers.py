@@ -125,12 +125,16 @@ class PrefixTiers:
         return [source_of(place) for place in range(len(found))]
 
     def _note_loaded(self, links: Sequence[PageLink], pages: Sequence[int], found: Found) -> None:
-        page = self._kv.plan.page_bytes
-        self._loaded_bytes["anchors"] += (len(found) - len(found.kept_slots)) * page.anchor
-        self._loaded_bytes["residuals"] += len(found) * page.residual
+        self.count_loaded(len(found) - len(found.kept_slots), len(found))
         if self._kept is not None:
             self._kept.note({pages[i]: stamp for i, stamp in found.stamps.items()})
             self._kept.release(links[i] for i in found.kept_slots)
+
+    def count_loaded(self, num_anchors: int, num_residuals: int) -> None:
+        """So many came back, by load() or apart from each other."""
+        page = self._kv.plan.page_bytes
+        self._loaded_bytes["anchors"] += num_anchors * page.anchor
+        self._loaded_bytes["residuals"] += num_residuals * page.residual
 
     def _hits(self, links: Sequence[PageLink]) -> tuple[PrefixHit, PrefixHit]:
         host, disk = self._host, self.disk

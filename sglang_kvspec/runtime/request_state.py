@@ -13,13 +13,16 @@ from sglang_kvspec.runtime.sampling import SamplingParams
 
 @dataclass(slots=True)
 class RequestState:
-    """Positions 0 .. committed_len - 1 have verified KV. pending: the verified token at
-    committed_len, whose KV is not computed yet; drafts follow it.
+    """Positions 0 .. committed_len - 1 have verified KV, but for the tail. pending: the verified
+    token at committed_len, whose KV is not computed yet; drafts follow it.
 
     output: every token the user was or will be sent, pending included. draft_probs: for sampled
     requests, the distribution [vocab] each draft was drawn from. remaining: tokens the request may
     still emit. priority: a higher one verifies first where verifications compete.
     has_waited: it drafts since it could not verify, and shall verify as soon as it can.
+    tail: of a request that started on anchors, the last tokens before `pending` until its first
+    verification: they are known, as all of the prompt, but have no verified KV before it. The first
+    draft gives them KV that drafts may read.
     timeline and room (SGLang's bootstrap room): of a request that another server prefilled.
     """
 
@@ -34,6 +37,7 @@ class RequestState:
     draft_probs: list[torch.Tensor] = field(default_factory=list)
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     has_waited: bool = False
+    tail: list[int] = field(default_factory=list)
     timeline: Timeline | None = None
     room: int | None = None
 
@@ -45,6 +49,21 @@ class RequestState:
     @property
     def last_token(self) -> int:
         return self.drafts[-1] if self.drafts else self.pending
+
+    @property
+    def verified_len(self) -> int:
+        """Tokens with verified KV."""
+        return self.committed_len - len(self.tail)
+
+    @property
+    def undrafted(self) -> list[int]:
+        """Tokens that a draft is computed from, up to last_token: those without any KV."""
+        return self.drafts[-1:] or [*self.tail, self.pending]
+
+    @property
+    def unverified(self) -> list[int]:
+        """Tokens that a verification is computed from."""
+        return [*self.tail, self.pending, *self.drafts]
 
     def cap_len(self, max_draft_len: int) -> int:
         """Most drafts it can use: the verification adds a token of its own to those drafted."""
@@ -58,5 +77,6 @@ class RequestState:
         self.output.extend(emitted)
         self.remaining -= len(emitted)
         self.has_waited = False
+        self.tail.clear()
         self.drafts.clear()
         self.draft_probs.clear()

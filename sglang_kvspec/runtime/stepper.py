@@ -89,6 +89,9 @@ class Stepper:
         if state.has_waited and not is_lacking:
             # More drafts would only keep the user waiting (Lynx section 4.2).
             best_len = min(best_len, max(1, len(state.drafts)))
+            if state.tail:
+                # Nor has one read anything yet where none was made.
+                best_len = cap_len = len(state.drafts)
         return RequestView(
             key=state.rid,
             num_drafts=len(state.drafts),

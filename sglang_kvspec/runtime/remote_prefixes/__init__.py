@@ -1,9 +1,17 @@
 """Prefixes that a prefix server keeps for several servers."""
 
 from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
+from sglang_kvspec.runtime.remote_prefixes.early_starts import EarlyStarts
 from sglang_kvspec.runtime.remote_prefixes.link import StoreLink
 from sglang_kvspec.runtime.remote_prefixes.metrics import RemoteMetrics
 from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
 from sglang_kvspec.runtime.remote_prefixes.waiting import WaitingRequests
 
-__all__ = ["RemoteCounters", "RemoteMetrics", "RemotePrefixes", "StoreLink", "WaitingRequests"]
+__all__ = [
+    "EarlyStarts",
+    "RemoteCounters",
+    "RemoteMetrics",
+    "RemotePrefixes",
+    "StoreLink",
+    "WaitingRequests",
+]

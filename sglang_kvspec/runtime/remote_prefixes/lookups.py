@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_kvspec.pools.prefix_store import PageLink
+
+
+class LandedAnchor(NamedTuple):
+    """Of a page whose residual may come later."""
+
+    link: PageLink
+    anchor: bytearray
 
 
 class LandedPage(NamedTuple):
@@ -22,6 +29,7 @@ class Lookup:
     number: int
     links: Sequence[PageLink]
     rids: set[str] = field(default_factory=set)
+    anchors: dict[bytes, LandedAnchor] = field(default_factory=dict)
     landed: dict[bytes, LandedPage] = field(default_factory=dict)
     is_over: bool = False
 
@@ -92,6 +100,22 @@ class Lookups:
         """Whether more may come for a request before its time is up."""
         waiting = self._waiting.get(rid)
         return waiting is not None and not waiting.lookup.is_over and now_s < waiting.until_s
+
+    def is_anchored(self, rid: str, besides: Collection[str] = ()) -> bool:
+        """Whether all anchors that were asked for a request, and for none of the others, have come
+        before their residuals."""
+        waiting = self._waiting.get(rid)
+        if waiting is None or waiting.lookup.is_over:
+            return False
+        lookup = waiting.lookup
+        return len(lookup.anchors) == len(lookup.links) and lookup.rids.isdisjoint(besides)
+
+    def find_anchor(self, link: PageLink) -> bytearray | None:
+        for lookup in self._lookups.values():
+            found = lookup.anchors.get(link.key)
+            if found is not None and found.link == link:
+                return found.anchor
+        return None
 
     def find(self, link: PageLink) -> LandedPage | None:
         for lookup in self._lookups.values():

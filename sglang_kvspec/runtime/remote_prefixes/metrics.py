@@ -29,6 +29,7 @@ class RemoteMetrics:
             "lookups": counter("lookups", "Prompts by what became of asking for them", "outcome"),
             "pages": counter("pages", "Pages by what became of them", "outcome"),
             "bytes": counter("bytes", "Bytes of records that crossed", "direction"),
+            "drafts": counter("drafts", "Draft tokens while records were on their way", "read"),
             "dropped": counter("dropped_frames", "Frames that were not trusted", "reason"),
         }
         self._is_live = Gauge(
@@ -58,9 +59,10 @@ class RemoteMetrics:
 def _totals(report: dict[str, Any]) -> Counter[tuple[str, str]]:
     counters = report["counters"]
     totals: Counter[tuple[str, str]] = Counter()
-    for outcome in ("hits", "expired", "unasked"):
+    for outcome in ("hits", "expired", "unasked", "early", "returned"):
         totals["lookups", outcome] = counters[outcome]
     totals["lookups", "asked"] = counters["lookups"]
+    totals["drafts", "anchors"] = counters["drafts_on_anchors"]
     for outcome in ("found", "fetched", "published", "unkept", "dropped"):
         totals["pages", outcome] = counters[f"pages_{outcome}"]
     # A link that has failed says no more what it did.

@@ -7,16 +7,23 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.pools.prefix_store import PageLink
 from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
 from sglang_kvspec.runtime.remote_prefixes.link import StoreLink, link_report
-from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage, Lookup, Lookups
+from sglang_kvspec.runtime.remote_prefixes.lookups import (
+    LandedAnchor,
+    LandedPage,
+    Lookup,
+    Lookups,
+)
 from sglang_kvspec.runtime.remote_prefixes.publisher import Publisher
 from sglang_kvspec.runtime.remote_prefixes.trust import Trust
 from sglang_kvspec.transport.prefixes import (
+    AnchorFetched,
     Chain,
     LookupEnded,
     PageFetched,
@@ -67,9 +74,17 @@ class RemotePrefixes:
         """Whether a request that comes now would be asked for."""
         return self._is_usable and self._trust.allows(self._clock())
 
-    def ask(self, rid: str, links: Sequence[PageLink], others_ask: bool = True) -> None:
+    def ask(
+        self,
+        rid: str,
+        links: Sequence[PageLink],
+        others_ask: bool = True,
+        *,
+        anchors_first: bool = False,
+    ) -> None:
         """A request that lacks these pages of its prompt has come: have them fetched. others_ask:
-        whether all other ranks would ask, without which nothing is asked that is not yet."""
+        whether all other ranks would ask, without which nothing is asked that is not yet.
+        anchors_first: it may start before their residuals are here."""
         if not links:
             self._lookups.skip(rid)
             return
@@ -87,12 +102,18 @@ class RemotePrefixes:
             return
         self.counters.lookups += 1
         keys = [link.key for link in lookup.links]
-        self._tell(self._link.seek, lookup.number, _chain(lookup.links), keys)
+        seek = partial(self._link.seek, anchors_first=anchors_first)
+        self._tell(seek, lookup.number, _chain(lookup.links), keys)
 
     def is_awaited(self, rid: str) -> bool:
         """Whether a request had better wait a little longer."""
         self.pump()
         return self._lookups.is_awaited(rid, self._clock())
+
+    def is_anchored(self, rid: str, besides: Collection[str] = ()) -> bool:
+        """Whether a request that is awaited could draft on what has come: all anchors that were
+        asked for it, and for none of the requests `besides`."""
+        return not self._is_stale and self._lookups.is_anchored(rid, besides)
 
     def retain(self, rids: Collection[str]) -> None:
         """Other requests than these have started, or are gone."""
@@ -116,14 +137,18 @@ class RemotePrefixes:
 
     def num_landed(self, links: Sequence[PageLink]) -> int:
         self.pump()
-        return next((i for i, link in enumerate(links) if not self._find(link)), len(links))
+        return next((i for i, link in enumerate(links) if not self.find(link)), len(links))
 
     def read(self, link: PageLink, anchor: memoryview, residual: memoryview) -> bool:
-        page = self._find(link)
+        page = self.find(link)
         if page is None:
             return False
         anchor[:], residual[:] = page.anchor, page.residual
         return True
+
+    def anchor_of(self, link: PageLink) -> bytearray | None:
+        """Of a page whose residual may not have come."""
+        return None if self._is_stale else self._lookups.find_anchor(link)
 
     def first_to_publish(self, links: Sequence[PageLink]) -> int:
         self.pump()
@@ -144,7 +169,8 @@ class RemotePrefixes:
         self._tell(self._link.publish, upload, _chain([link]), content)
         return True
 
-    def _find(self, link: PageLink) -> LandedPage | None:
+    def find(self, link: PageLink) -> LandedPage | None:
+        """A page that has come here, whole."""
         return None if self._is_stale else self._lookups.find(link)
 
     # The link
@@ -187,7 +213,10 @@ class RemotePrefixes:
         lookup = self._lookups.of(event.lookup)
         if lookup is None:
             return
-        if isinstance(event, PageFetched):
+        if isinstance(event, AnchorFetched):
+            link = lookup.links[event.page]
+            lookup.anchors[link.key] = LandedAnchor(link, event.anchor)
+        elif isinstance(event, PageFetched):
             link = lookup.links[event.page]
             lookup.landed[link.key] = LandedPage(link, event.anchor, event.residual)
             self.counters.pages_fetched += 1

@@ -22,13 +22,18 @@ class WaitingRequests:
         self._remote, self._agreed, self._ranks = remote, agreed, ranks
         # Nobody waits for them any more, and nobody will.
         self._settled: set[str] = set()
+        # What was asked for them is not all that they lack.
+        self._need_whole_pages: set[str] = set()
 
     def has_asked(self, rid: str) -> bool:
         return self._remote.has_asked(rid)
 
-    def ask(self, wanted: Mapping[str, Sequence[PageLink]]) -> None:
+    def ask(
+        self, wanted: Mapping[str, Sequence[PageLink]], anchors_first: Collection[str] = ()
+    ) -> None:
         """Requests have come into the queue; of their prompts the KV cache lacks these pages. Has
-        those fetched that no tier has. At most one message."""
+        those fetched that no tier has. anchors_first: of requests that may start on anchors. At
+        most one message."""
         asking = {rid: links for rid, links in wanted.items() if links}
         for rid in wanted:
             if rid not in asking:
@@ -38,7 +43,8 @@ class WaitingRequests:
             return
         nums, all_ask = self._agreed.num_local(list(asking.values()), self._remote.would_ask)
         for (rid, links), num in zip(asking.items(), nums, strict=True):
-            self._remote.ask(rid, links[num:], others_ask=all_ask)
+            comes_first = rid in anchors_first
+            self._remote.ask(rid, links[num:], others_ask=all_ask, anchors_first=comes_first)
 
     def awaited(self, rids: Sequence[str]) -> set[str]:
         """Of these requests, which were asked for, those that had better wait a little longer. At
@@ -52,9 +58,20 @@ class WaitingRequests:
         self._settled.update(rid for rid in open_rids if rid not in waiting)
         return waiting
 
+    def is_anchored(self, rid: str, besides: Collection[str]) -> bool:
+        """Whether all anchors that were asked for a request that is awaited have come, and for none
+        of the other requests. Of a server of one rank."""
+        assert self._ranks.size == 1, "anchors come to ranks at different times"
+        return rid not in self._need_whole_pages and self._remote.is_anchored(rid, besides)
+
+    def await_whole_pages(self, rid: str) -> None:
+        """Anchors are of no use for this request: is_anchored() is False from now on."""
+        self._need_whole_pages.add(rid)
+
     def retain(self, rids: Collection[str]) -> None:
         """Other requests than these have started, or are gone."""
         self._settled.intersection_update(rids)
+        self._need_whole_pages.intersection_update(rids)
         self._remote.retain(rids)
 
     def wait_for_news(self, timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from sglang_kvspec.transport.prefixes.client import StoreClient, StoreTiming
 from sglang_kvspec.transport.prefixes.events import (
+    AnchorFetched,
     LookupEnded,
     PageFetched,
     PublishEnded,
@@ -11,6 +12,7 @@ from sglang_kvspec.transport.prefixes.frames import Chain, StoreLayout
 from sglang_kvspec.transport.prefixes.loop import StoreLoop
 
 __all__ = [
+    "AnchorFetched",
     "Chain",
     "LookupEnded",
     "PageFetched",

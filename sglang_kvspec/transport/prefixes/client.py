@@ -77,12 +77,15 @@ class StoreClient:
         self._fetching, self._publishing = Fetching(layout), Publishing()
         self._events: list[StoreEvent] = []
 
-    def seek(self, lookup: int, chain: Chain, keys: Sequence[bytes]) -> None:
-        """Fetch what the store has of these pages. keys: theirs. Ends at once without a store."""
+    def seek(
+        self, lookup: int, chain: Chain, keys: Sequence[bytes], *, anchors_first: bool = False
+    ) -> None:
+        """Fetch what the store has of these pages. keys: theirs. anchors_first: where it has all of
+        them, those before all residuals. Ends at once without a store."""
         if self.state is not LinkState.LIVE:
             self._events.append(LookupEnded(lookup, 0, "no link to the store"))
             return
-        self._fetching.seek(lookup, keys)
+        self._fetching.seek(lookup, keys, anchors_first=anchors_first)
         if not self._send(Seek(self._session, lookup, *chain)):
             self._fetching.cancel(lookup)
             self._events.append(LookupEnded(lookup, 0, "the store takes no more lookups"))

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class AnchorFetched:
+    """Of a lookup whose anchors come first: a page's anchor is here, the one that was looked up.
+    Its PageFetched follows once the residual is, too."""
+
+    lookup: int
+    page: int
+    anchor: bytearray
+
+
+@dataclass(frozen=True, slots=True)
 class PageFetched:
     """A page of a lookup is here, whole: the anchor that was looked up, and its residual."""
 
@@ -33,4 +43,4 @@ class PublishEnded:
     is_kept: bool
 
 
-StoreEvent = PageFetched | LookupEnded | PublishEnded
+StoreEvent = AnchorFetched | PageFetched | LookupEnded | PublishEnded

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from xxhash import xxh3_64_intdigest
 
 from sglang_kvspec.transport.frames import Stream
-from sglang_kvspec.transport.prefixes.events import LookupEnded, PageFetched
+from sglang_kvspec.transport.prefixes.events import AnchorFetched, LookupEnded, PageFetched
 from sglang_kvspec.transport.prefixes.frames import (
     MAX_FETCH_PAGES,
     Fetch,
@@ -23,7 +23,7 @@ from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 # model, so that the store reads one while another is on its way.
 FETCH_WINDOW_BYTES = 32 << 20
 
-FetchEvent = PageFetched | LookupEnded
+FetchEvent = AnchorFetched | PageFetched | LookupEnded
 
 
 class _Page:
@@ -40,26 +40,39 @@ class _Page:
         record[offset:end] = payload
         self._filled[stream] = end
 
+    def has(self, stream: Stream) -> bool:
+        return self._filled[stream] == len(self.records[stream])
+
     @property
     def is_complete(self) -> bool:
-        return self._filled == [len(record) for record in self.records]
+        return all(map(self.has, Stream))
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """end: number of the first page that is not wanted; None until the store has answered."""
+    """end: number of the first page that is not wanted; None until the store has answered.
+    next_page: the first one nothing of which was asked for. anchored: pages whose anchors came
+    first, and whose residuals were not asked for."""
 
     keys: Sequence[bytes]
+    anchors_first: bool
     stamps: tuple[int, ...] = ()
     num_found: int = 0
     end: int | None = None
     next_page: int = 0
     on_their_way: dict[int, _Page] = field(default_factory=dict)
+    anchored: dict[int, _Page] = field(default_factory=dict)
     reason: str | None = None
 
     @property
+    def num_unasked(self) -> int:
+        """Pages of which nothing was asked for."""
+        return max(0, (self.end or 0) - self.next_page)
+
+    @property
     def is_over(self) -> bool:
-        return self.end is not None and self.next_page >= self.end and not self.on_their_way
+        is_asked = self.end is not None and self.next_page >= self.end
+        return is_asked and not self.on_their_way and not self.anchored
 
 
 class Fetching:
@@ -71,10 +84,11 @@ class Fetching:
     def __len__(self) -> int:
         return len(self._lookups)
 
-    def seek(self, lookup: int, keys: Sequence[bytes]) -> None:
-        """The store was asked for pages of these keys."""
+    def seek(self, lookup: int, keys: Sequence[bytes], *, anchors_first: bool = False) -> None:
+        """The store was asked for pages of these keys. anchors_first: where it has all of them,
+        their anchors come before all residuals."""
         assert lookup not in self._lookups, f"lookup {lookup} is under way"
-        self._lookups[lookup] = _Lookup(keys)
+        self._lookups[lookup] = _Lookup(keys, anchors_first)
 
     def cancel(self, lookup: int) -> None:
         """What still comes of it is thrown away."""
@@ -88,25 +102,59 @@ class Fetching:
             raise FrameError(Drop.MISPLACED, f"{num_stamps} of {len(asked.keys)} pages")
         asked.stamps, asked.num_found = frame.stamps, frame.num_complete
         asked.end = frame.num_complete
+        asked.anchors_first &= frame.num_complete == len(asked.keys)
         return self._ended(frame.lookup)
 
     def next_fetches(self, session: int) -> list[Fetch]:
-        """What to ask for now: of each page the anchor and the residual, in as few frames as may
-        be, and no more than the window has room for."""
+        """What to ask for now, in as few frames as may be, and no more than the window has room
+        for: first anchors of those that have them first, then of each page what lacks."""
         room = self._window_pages - sum(len(each.on_their_way) for each in self._lookups.values())
         frames = []
         for number, asked in self._lookups.items():
-            count = min(room, MAX_FETCH_PAGES, (asked.end or 0) - asked.next_page)
-            if count < 1:
-                continue
-            first = asked.next_page
-            ids = range(first, first + count)
-            pages = tuple((asked.keys[i], asked.stamps[i]) for i in ids)
-            asked.on_their_way.update((i, _Page(self._sizes)) for i in ids)
-            asked.next_page += count
-            room -= count
-            frames += [Fetch(session, number, stream, first, pages) for stream in Stream]
+            if asked.anchors_first and room > 0:
+                ids = self._next_pages(asked, room)
+                room -= len(ids)
+                frames += self._fetches(session, number, ids, (Stream.ANCHOR,))
+        for number, asked in self._lookups.items():
+            if room < 1:
+                break
+            if not asked.anchors_first:
+                ids = self._next_pages(asked, room)
+                room -= len(ids)
+                frames += self._fetches(session, number, ids, tuple(Stream))
+            elif not asked.num_unasked:
+                ids = self._next_anchored(asked, room)
+                room -= len(ids)
+                frames += self._fetches(session, number, ids, (Stream.RESIDUAL,))
         return frames
+
+    def _next_pages(self, asked: _Lookup, room: int) -> range:
+        """Pages of which nothing was asked for, and is now."""
+        first = asked.next_page
+        ids = range(first, first + min(room, MAX_FETCH_PAGES, asked.num_unasked))
+        asked.on_their_way.update((i, _Page(self._sizes)) for i in ids)
+        asked.next_page = ids.stop
+        return ids
+
+    @staticmethod
+    def _next_anchored(asked: _Lookup, room: int) -> range:
+        """Pages of whose records only residuals lack, from the first one on, without a gap."""
+        first = min(asked.anchored, default=0)
+        end = first
+        while end in asked.anchored and end - first < min(room, MAX_FETCH_PAGES):
+            end += 1
+        ids = range(first, end)
+        asked.on_their_way.update((i, asked.anchored.pop(i)) for i in ids)
+        return ids
+
+    def _fetches(
+        self, session: int, number: int, ids: range, streams: Sequence[Stream]
+    ) -> list[Fetch]:
+        if not ids:
+            return []
+        asked = self._lookups[number]
+        pages = tuple((asked.keys[i], asked.stamps[i]) for i in ids)
+        return [Fetch(session, number, stream, ids.start, pages) for stream in streams]
 
     def piece(self, frame: Piece, payload: Buffer) -> list[FetchEvent]:
         """Raises FrameError for what was not asked for, or not now."""
@@ -114,14 +162,20 @@ class Fetching:
         page = asked.on_their_way.get(frame.page)
         if page is None:
             raise FrameError(Drop.UNKNOWN, f"page {frame.page} of lookup {frame.lookup}")
+        comes_first = asked.anchors_first and frame.stream == Stream.ANCHOR
+        if asked.anchors_first and comes_first == page.has(Stream.ANCHOR):
+            raise FrameError(Drop.UNKNOWN, f"that part of page {frame.page} was not asked for now")
         page.write(frame.stream, frame.offset, payload)
-        if not page.is_complete:
+        if not (page.has(Stream.ANCHOR) if comes_first else page.is_complete):
             return []
         anchor, residual = page.records
         if xxh3_64_intdigest(anchor) != asked.stamps[frame.page]:
             self._cut(asked, frame.page, "an anchor is not the one that was found")
             return self._ended(frame.lookup)
         del asked.on_their_way[frame.page]
+        if comes_first:
+            asked.anchored[frame.page] = page
+            return [AnchorFetched(frame.lookup, frame.page, anchor)]
         fetched = PageFetched(frame.lookup, frame.page, anchor, residual)
         return [fetched, *self._ended(frame.lookup)]
 
@@ -150,7 +204,9 @@ class Fetching:
     def _cut(self, asked: _Lookup, page: int, reason: str) -> None:
         """What comes after a page that is not there is of no use."""
         asked.end, asked.reason = page, reason
-        asked.on_their_way = {i: each for i, each in asked.on_their_way.items() if i < page}
+        for pages in (asked.on_their_way, asked.anchored):
+            for i in [i for i in pages if i >= page]:
+                del pages[i]
 
     def _ended(self, lookup: int) -> list[FetchEvent]:
         asked = self._lookups[lookup]

@@ -32,9 +32,11 @@ class StoreLoop(Loop[StoreEvent]):
     def published_bytes(self) -> int:
         return self._client.published_bytes
 
-    def seek(self, lookup: int, chain: Chain, keys: Sequence[bytes]) -> None:
+    def seek(
+        self, lookup: int, chain: Chain, keys: Sequence[bytes], *, anchors_first: bool = False
+    ) -> None:
         """As StoreClient.seek, later; so are the following."""
-        self._post(lambda: self._client.seek(lookup, chain, keys))
+        self._post(lambda: self._client.seek(lookup, chain, keys, anchors_first=anchors_first))
 
     def cancel(self, lookup: int) -> None:
         self._post(lambda: self._client.cancel(lookup))

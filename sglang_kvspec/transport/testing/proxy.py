@@ -1,9 +1,10 @@
-"""A TCP proxy on loopback that can cut connections, damage bytes and stop reading."""
+"""A TCP proxy on loopback that can cut connections, damage bytes, be slow and stop reading."""
 
 from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import suppress
 from random import Random
 
@@ -27,6 +28,8 @@ class Proxy:
         self.num_connections = 0
         self.num_damaged = 0
         self.num_forwarded = 0
+        # From the target to the client, of each connection; None for as fast as may be.
+        self.bytes_per_s: float | None = None
         # Cleared: nothing is read any more, and TCP pushes back.
         self.flows = threading.Event()
         self.flows.set()
@@ -70,6 +73,8 @@ class Proxy:
                 self.flows.wait()
                 if damages and self._damage_every and total > SPARED_BYTES:
                     self._damage(chunk)
+                if damages and self.bytes_per_s is not None:
+                    time.sleep(len(chunk) / self.bytes_per_s)
                 target.sendall(chunk)
                 total += len(chunk)
                 self.num_forwarded += len(chunk)

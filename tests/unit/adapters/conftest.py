@@ -130,7 +130,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         tokens = array("q", [page for page in prompt for _ in range(SIZE)] + [7] * rest)
         free_rows = set(range(1, NUM_REQUESTS + 1)) - {r.req_pool_idx for r in self.running}
         req = Request(
-            rid=f"{prompt} and {rest}",
+            rid=f"{prompt} and {rest} in row {min(free_rows)}",
             full_untruncated_fill_ids=tokens,
             origin_input_ids=tokens,
             output_ids=array("q"),

@@ -49,6 +49,8 @@ def test_what_an_answer_says(remote):
     """From the scheduler's hook to that of the process that answers."""
     req = request(host=2 * SIZE, storage=3 * SIZE)
     loaded_hits.note(req, Loaded(5, 3 - remote, remote, kept_host=1, kept_disk=2), SIZE)
+    for _ in range(remote):
+        loaded_hits.note_draft(req)
     told = {"device": SIZE, "host": 2 * SIZE, "storage": 3 * SIZE}
     details = cached_tokens.hook(told, None, req)
     assert spec_meta_info._hits([None, details], 1) == {
@@ -59,6 +61,7 @@ def test_what_an_answer_says(remote):
             "remote": remote * SIZE,
         },
         "kept_anchors": {"host": SIZE, "disk": 2 * SIZE},
+        "drafts_on_anchors": remote,
     }
 
 
@@ -66,3 +69,4 @@ def test_without_a_hit_nothing_is_added():
     assert cached_tokens.hook(None, None, request()) is None
     hits = spec_meta_info._hits(None, 0)
     assert set(hits["hit_tokens"].values()) | set(hits["kept_anchors"].values()) == {0}
+    assert hits["drafts_on_anchors"] == 0

@@ -20,7 +20,8 @@ class Waiting:
     def has_asked(self, rid):
         return rid in self.asked
 
-    def ask(self, wanted):
+    def ask(self, wanted, anchors_first):
+        assert not anchors_first
         assert all(links == f"links of {rid}" for rid, links in wanted.items())
         self.asked += wanted
 

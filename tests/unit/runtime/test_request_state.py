@@ -78,6 +78,18 @@ def test_each_request_has_its_own_lists_and_estimate():
     assert other.acceptance == AcceptanceEstimate()
 
 
+def test_a_tail_is_computed_with_the_first_draft_and_the_first_verification():
+    state = make_state()
+    state.tail += [2, 3]
+    assert (state.verified_len, state.next_position) == (8, 10)
+    assert state.undrafted == state.unverified == [2, 3, 5]
+    state.drafts += [7, 8]
+    assert (state.undrafted, state.unverified) == ([8], [2, 3, 5, 7, 8])
+    state.commit([7, 9])
+    assert (state.verified_len, state.committed_len) == (12, 12)
+    assert state.undrafted == state.unverified == [9]
+
+
 # Teeth
 
 

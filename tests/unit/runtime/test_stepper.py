@@ -212,3 +212,31 @@ def test_late_residuals_are_verified_with_as_soon_as_they_are_there(make_kv, num
     state.commit([0])
     until_verified(stepper, state, pages(1, 2))
     assert len(state.drafts) == 64
+
+
+def with_tail(num_drafts):
+    """Of a request that has started on anchors."""
+    state = request_state(num_drafts=num_drafts)
+    state.tail.append(0)
+    state.has_waited = True
+    return state
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 5])
+def test_what_started_on_anchors_verifies_as_soon_as_residuals_are_here(encoded, num_drafts):
+    kv = encoded(1)
+    kv.begin_landing([2])
+    kv.finish_anchors([2])
+    state = with_tail(num_drafts)
+    stepper = Stepper(KVSpecConfig(), kv)
+    for _ in range(3):
+        assert stepper.plan([state], [pages(1, 2)]).draft == (0,)
+        state.drafts.append(0)
+    kv.residuals.finish([2])
+    # A place for it may be an iteration away.
+    assert until_verified(stepper, state, pages(1, 2)) <= 1
+
+
+def test_what_started_on_anchors_drafts_nothing_where_residuals_are_here_at_once(encoded):
+    stepper = Stepper(KVSpecConfig(), encoded(1))
+    assert stepper.plan([with_tail(0)], [pages(1)]).verify == (0,)

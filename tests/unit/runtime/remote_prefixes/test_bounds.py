@@ -43,7 +43,7 @@ def test_pages_mentioned_longest_ago_are_forgotten(monkeypatch: Any) -> None:
 
 def test_no_more_tokens_are_looked_up_than_a_frame_takes() -> None:
     calls: list[tuple[Any, ...]] = []
-    link = SimpleNamespace(is_live=True, seek=lambda *args: calls.append(args))
+    link = SimpleNamespace(is_live=True, seek=lambda *args, anchors_first: calls.append(args))
     remote = RemotePrefixes(
         link,  # type: ignore[arg-type]
         page_bytes=1,

@@ -36,6 +36,7 @@ def report(published: int = 7, fetched: int = 100) -> dict[str, object]:
         **{"lookups": 5, "hits": 3, "expired": 1, "unasked": 2},
         **{"pages_found": 9, "pages_fetched": 8, "pages_published": published},
         **{"pages_unkept": 0, "pages_dropped": 4},
+        **{"early": 2, "returned": 1, "drafts_on_anchors": 40},
     }
     return {
         "is_live": True,
@@ -56,6 +57,9 @@ def test_totals_are_added_once_and_not_all_the_time(metrics: RemoteMetrics, cloc
     metrics.publish(report)
     assert value("lookups_total", outcome="hits") == 3
     assert value("lookups_total", outcome="asked") == 5
+    assert value("lookups_total", outcome="early") == 2
+    assert value("lookups_total", outcome="returned") == 1
+    assert value("drafts_total", read="anchors") == 40
     assert value("pages_total", outcome="published") == 7
     assert value("pages_total", outcome="dropped") == 4
     assert value("bytes_total", direction="fetched") == 300

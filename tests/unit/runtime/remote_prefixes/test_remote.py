@@ -13,7 +13,13 @@ from sglang_kvspec.pools.prefix_store import PageLink, chain_links
 from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
 from sglang_kvspec.runtime.remote_prefixes.trust import FIRST_PAUSE_S
 from sglang_kvspec.transport.counters import LinkCounters
-from sglang_kvspec.transport.prefixes import LookupEnded, PageFetched, PublishEnded, StoreEvent
+from sglang_kvspec.transport.prefixes import (
+    AnchorFetched,
+    LookupEnded,
+    PageFetched,
+    PublishEnded,
+    StoreEvent,
+)
 
 SIZE = 4
 PAGE_BYTES = 10
@@ -42,9 +48,13 @@ class Link:
     calls: list[tuple[object, ...]] = field(default_factory=list)
     events: list[StoreEvent] = field(default_factory=list)
     is_broken: bool = False
+    # Of lookups whose anchors are to come first.
+    anchors_first: list[object] = field(default_factory=list)
 
-    def seek(self, *args: object) -> None:
-        self._call("seek", *args)
+    def seek(self, lookup: int, *args: object, anchors_first: bool = False) -> None:
+        self._call("seek", lookup, *args)
+        if anchors_first:
+            self.anchors_first.append(lookup)
 
     def cancel(self, *args: object) -> None:
         self._call("cancel", *args)
@@ -69,6 +79,9 @@ class Link:
             PageFetched(lookup, i, bytearray(anchor_of(links[i])), bytearray(residual_of(links[i])))
             for i in pages
         ]
+
+    def anchors_land(self, lookup: int, links: list[PageLink], pages: range) -> None:
+        self.events += [AnchorFetched(lookup, i, bytearray(anchor_of(links[i]))) for i in pages]
 
     def names(self) -> list[object]:
         return [name for name, *_ in self.calls]
@@ -215,6 +228,47 @@ def test_requests_of_one_prefix_share_a_lookup(
     assert remote.num_landed(links_of(1, 2, 4)) == 2
     remote.retain(set())
     assert remote.num_landed(links_of(1, 2, 4)) == 0
+
+
+def test_all_anchors_of_a_prompt_are_here_before_its_residuals(
+    remote: RemotePrefixes, link: Link
+) -> None:
+    links = links_of(1, 2, 3)
+    remote.ask("r", links, anchors_first=True)
+    remote.ask("s", links)
+    remote.ask("t", links_of(4))
+    assert link.anchors_first == [1]
+    link.anchors_land(1, links, range(2))
+    assert remote.is_awaited("r")
+    assert not remote.is_anchored("r")
+    link.anchors_land(1, links, range(2, 3))
+    assert remote.is_awaited("r")
+    assert [remote.is_anchored(rid) for rid in "rstu"] == [True, True, False, False]
+    # One of those who share a lookup has started.
+    assert not remote.is_anchored("s", besides={"r"})
+    assert remote.is_anchored("s", besides={"t"})
+    assert [remote.anchor_of(each) for each in links] == [anchor_of(each) for each in links]
+    assert remote.anchor_of(links_of(4)[0]) is None
+    assert remote.anchor_of(links[0]._replace(tokens=b"x" * 32)) is None
+    assert remote.num_landed(links) == 0
+    link.lands(1, links, range(1))
+    assert remote.is_awaited("r")
+    assert remote.find(links[0]) is not None
+    assert remote.find(links[1]) is None
+    link.events.append(LookupEnded(1, 3, "a page was evicted"))
+    assert not remote.is_awaited("r")
+    assert not remote.is_anchored("r")
+
+
+def test_anchors_of_other_weights_are_of_no_use(remote: RemotePrefixes, link: Link) -> None:
+    links = links_of(1)
+    remote.ask("r", links, anchors_first=True)
+    link.anchors_land(1, links, range(1))
+    assert remote.is_awaited("r")
+    assert remote.is_anchored("r")
+    remote.weights_will_change()
+    assert not remote.is_anchored("r")
+    assert remote.anchor_of(links[0]) is None
 
 
 def test_what_may_land_is_bounded(remote: RemotePrefixes, link: Link) -> None:

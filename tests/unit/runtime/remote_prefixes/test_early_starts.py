@@ -1,0 +1,144 @@
+"""Requests that start on anchors: residuals go where they belong, or the request starts anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvspec.pools.page_records import copy_out
+from sglang_kvspec.pools.prefix_store import chain_links, page_rows
+from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
+from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
+from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage
+
+SIZE = 32
+PAGES = [4, 2, 5]
+
+
+class Remote:
+    """Records of pages, and how many of the first have come."""
+
+    def __init__(self, links, records):
+        self.links = links
+        self.rows = list(zip(page_rows(records.anchors), page_rows(records.residuals), strict=True))
+        self.num_anchors = self.num_whole = 0
+        self.waited_for = {"r", "s"}
+        self.counters = RemoteCounters()
+
+    def is_awaited(self, rid):
+        return rid in self.waited_for
+
+    def anchor_of(self, link):
+        place = self.links.index(link)
+        return bytearray(self.rows[place][0]) if place < self.num_anchors else None
+
+    def find(self, link):
+        place = self.links.index(link)
+        if place >= self.num_whole:
+            return None
+        return LandedPage(link, *map(bytearray, self.rows[place]))
+
+
+@pytest.fixture
+def links():
+    return list(chain_links(range(3 * SIZE), SIZE))
+
+
+@pytest.fixture
+def computed(encoded):
+    """The KV cache of the server that published: pages 1 to 3 of the prompt."""
+    return encoded(3)
+
+
+@pytest.fixture
+def remote(links, computed):
+    return Remote(links, copy_out(computed, [1, 2, 3]))
+
+
+@pytest.fixture(params=[{}, {"store": False}, {"cache_pages": 1}])
+def kv(request, make_kv):
+    return make_kv(num_pages=8, **request.param)
+
+
+@pytest.fixture
+def loaded():
+    """Anchors and residuals."""
+    return [0, 0]
+
+
+@pytest.fixture
+def early(kv, remote, loaded):
+    def count(num_anchors, num_residuals):
+        loaded[0] += num_anchors
+        loaded[1] += num_residuals
+
+    return EarlyStarts(kv, remote, count)
+
+
+def states(kv):
+    return [kv.residuals.table.state(page) for page in PAGES]
+
+
+def reads_as_computed(kv, computed, read):
+    here, there = (
+        torch.stack(getattr(each, read)(0, torch.tensor(pages)))
+        for each, pages in ((kv, PAGES), (computed, [1, 2, 3]))
+    )
+    return torch.equal(here, there)
+
+
+def test_drafts_read_anchors_and_verifications_residuals(
+    early, remote, kv, computed, links, loaded
+):
+    remote.num_anchors = 2
+    assert early.may_begin(links[:2])
+    assert not early.may_begin(links)
+    remote.num_anchors = 3
+    early.begin("r", links, PAGES)
+    assert early.rids == ["r"]
+    assert reads_as_computed(kv, computed, "read_draft")
+    assert states(kv) == [ResidualState.IN_FLIGHT] * 3
+    with pytest.raises(AssertionError, match="without a residual"):
+        kv.read_target(0, torch.tensor(PAGES))
+    for remote.num_whole in (0, 2, 3):
+        assert early.lacks_residuals("r")
+        assert early.land() == []
+        lacking = [state is ResidualState.IN_FLIGHT for state in states(kv)]
+        assert lacking == [False] * remote.num_whole + [True] * (3 - remote.num_whole)
+        assert loaded == [3, remote.num_whole]
+        kv.check_integrity()
+    assert not early.lacks_residuals("r")
+    assert early.take_complete() == ["r"]
+    assert early.take_complete() == early.rids == []
+    assert reads_as_computed(kv, computed, "read_target")
+    assert remote.counters.early == 1
+
+
+def test_who_waits_in_vain_is_named_until_its_pages_are_freed(early, remote, kv, links):
+    remote.num_anchors = 3
+    early.begin("r", links, PAGES)
+    remote.waited_for.clear()
+    remote.num_whole = 2
+    assert early.land() == ["r"]
+    assert early.land() == ["r"]
+    early.release([7])
+    assert early.rids == ["r"]
+    early.release(PAGES)
+    kv.free_pages(PAGES)
+    assert early.land() == early.rids == []
+    kv.check_integrity()
+    # The same pages may be another's at once.
+    remote.waited_for = {"s"}
+    early.begin("s", links, PAGES)
+    remote.num_whole = 3
+    assert early.land() == []
+    assert early.take_complete() == ["s"]
+
+
+def test_what_came_with_the_end_of_a_wait_is_not_lost(early, remote, links):
+    remote.num_anchors = remote.num_whole = 3
+    early.begin("r", links, PAGES)
+    remote.waited_for.clear()
+    assert early.land() == []
+    assert early.take_complete() == ["r"]
