@@ -111,6 +111,7 @@ def sum_of_hashes(tensor: torch.Tensor) -> int:
         mixed = part.to(torch.int64, copy=True)
         for factor in _FACTORS:
             mixed.mul_(factor)
-            mixed.bitwise_xor_(mixed >> 31)
+            # A logical shift.
+            mixed.bitwise_xor_((mixed >> 31) & ((1 << 33) - 1))
         total += mixed.sum()
     return int(total)

@@ -31,6 +31,7 @@ from sglang_kvspec.planning.capacity import (
 )
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.staged_records import buffer_bytes
+from sglang_kvspec.runtime.beside_rows import MOST_BESIDE
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.exact_attention import WORKSPACE_BYTES
 
@@ -76,12 +77,15 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
 
     def _outside_bytes(self) -> int:
         """What a GPU needs beside its pools and SGLang does not know of: FlashInfer's workspace,
-        the logits of the largest verification, in the model's dtype and in fp32, and what copies of
-        pages go through that leave or land, and are converted in where they cross in one piece."""
+        the logits of the largest verification and of drafts beside it, in the model's dtype and in
+        fp32, and what copies of pages go through that leave or land, and are converted in where
+        they cross in one piece."""
         if self._kvc.device == "cpu":
             return 0
         args = self._kvc.server_args
         tokens = args.max_running_requests * (self._config.max_draft_len + 1)
+        if self._config.host_gb != 0:
+            tokens += min(args.max_running_requests, MOST_BESIDE)
         itemsize = self._kvc.model_config.dtype.itemsize + torch.float32.itemsize
         logits_bytes = tokens * int(self._kvc.model_config.vocab_size) * itemsize
         buffer = 0

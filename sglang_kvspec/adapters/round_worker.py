@@ -26,6 +26,7 @@ from sglang_kvspec.adapters.verifying_worker import VerifyingWorker
 from sglang_kvspec.planning.round_clock import WEIGHT, RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.runtime.beside_rows import MOST_BESIDE
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftedTokens
@@ -37,8 +38,6 @@ from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.started_round import StartedRound
 
-# Requests that draft while others verify: their rows are in every such product of weights.
-MOST_BESIDE = 64
 # A guess for the CPU, where no graph is timed at the start.
 CPU_STEP_S = 1e-3
 

@@ -80,27 +80,28 @@ class VerifyGraphs:
             device=kv.device,
             tokens=tokens[:, max_beside:],
         )
+        self._beside: BesideRows | None = None
+        if max_beside:
+            drafts = DraftRows(max_beside, 1, width, page, kv.device, tokens[:, :max_beside])
+            self._beside = BesideRows(drafts, self._rows, tokens)
+            self._step = attention.make_draft_step(drafts, max_beside)
         verifications = attention.make_verifications(self._rows)
         self.sizes = [size for size in sizes if verifications.has_room(size)]
         self._graphs: dict[VerifySize, torch.cuda.CUDAGraph] = {}
+        self._graphs_beside: dict[VerifySize, torch.cuda.CUDAGraph] = {}
+        # A graph knows addresses only: what lies there must live as long.
         self._attended: dict[VerifySize, CapturedTarget] = {}
         with graph_capture() as context:
             # Large ones first: the small ones then fit in their memory.
             for size in sorted(self.sizes, reverse=True):
-                self._attended[size] = attended = verifications.make(size)
-                attention.begin_verification(self._rows, attended)
-                try:
-                    graph = forward.capture(self._rows, size.num_tokens, context.stream, WARM_UPS)
-                finally:
-                    attention.end_captured()
-                self._graphs[size] = graph
+                # Both of a size before the next is made, whose plan takes the place of this one's.
+                self._attended[size] = verifications.make(size)
+                self._graphs[size] = self._capture(size, context.stream)
+                if self._beside is not None:
+                    self._graphs_beside[size] = self._capture_beside(size, context.stream)
         self._rows.clear()
-        self._beside: BesideRows | None = None
-        self._graphs_beside: dict[VerifySize, torch.cuda.CUDAGraph] = {}
-        if max_beside:
-            drafts = DraftRows(max_beside, 1, width, page, kv.device, tokens[:, :max_beside])
-            self._beside = BesideRows(drafts, self._rows, tokens)
-            self._capture_beside(self._beside)
+        if self._beside is not None:
+            self._beside.clear()
         without = [size for size in sizes if size not in self.sizes]
         logger.info(
             "KVSpec: captured verifications of %d sizes%s%s",
@@ -109,21 +110,23 @@ class VerifyGraphs:
             f"; larger than the workspace: {', '.join(map(str, without))}" if without else "",
         )
 
-    def _capture_beside(self, rows: BesideRows) -> None:
-        attention = self._attention
-        # A graph knows addresses only: what lies there must live as long.
-        self._step = attention.make_draft_step(rows.drafts, self.max_beside)
-        with graph_capture() as context:
-            for size in sorted(self.sizes, reverse=True):
-                attended = self._attended[size]
-                attention.begin_beside(rows.drafts, self._step, rows.verify, attended)
-                num_tokens = self.max_beside + size.num_tokens
-                try:
-                    graph = self._forward.capture(rows, num_tokens, context.stream, WARM_UPS)
-                finally:
-                    attention.end_captured()
-                self._graphs_beside[size] = graph
-        rows.clear()
+    def _capture(self, size: VerifySize, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        self._attention.begin_verification(self._rows, self._attended[size])
+        try:
+            return self._forward.capture(self._rows, size.num_tokens, stream, WARM_UPS)
+        finally:
+            self._attention.end_captured()
+
+    def _capture_beside(self, size: VerifySize, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        rows = self._beside
+        assert rows is not None
+        attended = self._attended[size]
+        self._attention.begin_beside(rows.drafts, self._step, rows.verify, attended)
+        num_tokens = self.max_beside + size.num_tokens
+        try:
+            return self._forward.capture(rows, num_tokens, stream, WARM_UPS)
+        finally:
+            self._attention.end_captured()
 
     def run(
         self,

@@ -10,6 +10,9 @@ from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.forward_plan import Row
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 
+# Requests that draft while others verify: their rows are in every such product of weights.
+MOST_BESIDE = 64
+
 
 @dataclass(frozen=True, slots=True)
 class BesideDraft:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from xxhash import xxh3_128_digest
+
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import PageRecords
 from sglang_kvspec.pools.prefix_store import PageLink, page_rows
@@ -14,9 +16,10 @@ from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
 
 @dataclass(slots=True)
 class _Start:
-    """A running request. lacking: its pages whose residuals have not come."""
+    """A running request. lacking: its pages whose residuals have not come, and a digest of the
+    anchor that each has."""
 
-    lacking: dict[int, PageLink]
+    lacking: dict[int, tuple[PageLink, bytes]]
 
 
 class EarlyStarts:
@@ -48,15 +51,17 @@ class EarlyStarts:
         assert rid not in self._starts, f"request {rid} has started"
         kv = self._kv
         records = PageRecords.empty(kv.geometry, kv.codec, len(pages))
-        for row, link in zip(page_rows(records.anchors), links, strict=True):
+        lacking = {}
+        for row, page, link in zip(page_rows(records.anchors), pages, links, strict=True):
             anchor = self._remote.anchor_of(link)
             assert anchor is not None, "its anchor is not here"
             row[:] = anchor
+            lacking[page] = (link, xxh3_128_digest(anchor))
         kv.begin_landing(pages)
         kv.write_anchors(pages, records.anchors)
         kv.finish_anchors(pages)
         self._on_loaded(len(pages), 0)
-        self._starts[rid] = _Start(dict(zip(pages, links, strict=True)))
+        self._starts[rid] = _Start(lacking)
         self._remote.counters.early += 1
 
     def land(self) -> list[str]:
@@ -65,13 +70,22 @@ class EarlyStarts:
         # Asked before: what comes in between ends a wait, too.
         given_up = [rid for rid in self._starts if not self._remote.is_awaited(rid)]
         for start in self._starts.values():
-            found = {page: self._remote.find(link) for page, link in start.lacking.items()}
-            landed = {page: record for page, record in found.items() if record is not None}
+            landed = self._landed(start)
             if landed:
                 self._write(landed)
                 for page in landed:
                     del start.lacking[page]
         return [rid for rid in given_up if self._starts[rid].lacking]
+
+    def _landed(self, start: _Start) -> dict[int, LandedPage]:
+        """By page. Another lookup may have brought another version of a page, which the store has
+        had since: its residual does not go with the anchor that is here."""
+        found = {}
+        for page, (link, digest) in start.lacking.items():
+            record = self._remote.find(link)
+            if record is not None and xxh3_128_digest(record.anchor) == digest:
+                found[page] = record
+        return found
 
     def _write(self, landed: dict[int, LandedPage]) -> None:
         kv, pages = self._kv, list(landed)

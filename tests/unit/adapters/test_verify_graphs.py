@@ -103,7 +103,8 @@ def test_what_has_no_room_is_left_alone(graphs, forward):
 
 
 def test_large_forwards_are_captured_first(graphs, forward):
-    alone, beside = forward.captured[: len(graphs.sizes)], forward.captured[len(graphs.sizes) :]
+    alone, beside = forward.captured[::2], forward.captured[1::2]
+    assert len(alone) == len(graphs.sizes)
     assert alone == sorted(alone, reverse=True)
     assert beside == [MAX_BESIDE + num_tokens for num_tokens in alone]
 
@@ -137,4 +138,4 @@ def test_a_draft_beside_leaves_nothing_behind(graphs, forward):
     logits, more = run(graphs, plan_of((3, 1, [5])), [2])
     assert more is None
     assert logits[:, :2].tolist() == [[2, 3]]
-    assert forward.replayed[-1] < len(graphs.sizes), "a graph without drafts"
+    assert forward.replayed[-1] % 2 == 0, "a graph without drafts"

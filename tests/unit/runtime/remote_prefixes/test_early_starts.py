@@ -23,6 +23,8 @@ class Remote:
         self.links = links
         self.rows = list(zip(page_rows(records.anchors), page_rows(records.residuals), strict=True))
         self.num_anchors = self.num_whole = 0
+        # Anchors of pages that the store has had anew since their anchors came.
+        self.replaced = {}
         self.waited_for = {"r", "s"}
         self.counters = RemoteCounters()
 
@@ -37,7 +39,8 @@ class Remote:
         place = self.links.index(link)
         if place >= self.num_whole:
             return None
-        return LandedPage(link, *map(bytearray, self.rows[place]))
+        anchor, residual = map(bytearray, self.rows[place])
+        return LandedPage(link, self.replaced.get(place, anchor), residual)
 
 
 @pytest.fixture
@@ -141,4 +144,22 @@ def test_what_came_with_the_end_of_a_wait_is_not_lost(early, remote, links):
     early.begin("r", links, PAGES)
     remote.waited_for.clear()
     assert early.land() == []
+    assert early.take_complete() == ["r"]
+
+
+def test_a_residual_of_another_anchor_is_not_taken(kv, early, remote, links):
+    """The store had the page anew, and another lookup has brought it."""
+    remote.num_anchors = 3
+    early.begin("r", links, PAGES)
+    remote.num_whole = 3
+    remote.replaced[1] = bytearray(len(remote.rows[1][0]))
+    assert early.land() == []
+    assert early.take_complete() == []
+    assert early.lacks_residuals("r")
+    assert states(kv)[1] is ResidualState.IN_FLIGHT
+    remote.waited_for.discard("r")
+    assert early.land() == ["r"]
+    # The right one, after all.
+    remote.replaced.clear()
+    early.land()
     assert early.take_complete() == ["r"]
