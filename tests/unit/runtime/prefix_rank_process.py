@@ -157,7 +157,14 @@ class Remote:
         self.would_ask, self.still = would_ask, awaited
         self.asked: dict[str, Any] = {}
 
-    def ask(self, rid: str, links: Sequence[PageLink], others_ask: bool = True) -> None:
+    def ask(
+        self,
+        rid: str,
+        links: Sequence[PageLink],
+        others_ask: bool = True,
+        anchors_first: bool = False,
+    ) -> None:
+        assert not anchors_first, "several ranks wait for whole pages"
         self.asked[rid] = [len(links), others_ask]
 
     def is_awaited(self, rid: str) -> bool:

@@ -108,7 +108,7 @@ def test_a_late_request_has_no_say_in_what_others_draft(encoded):
 
 def test_a_late_request_drafts_up_to_its_cap(encoded):
     lengths = make_lengths(encoded(1), measured=True)
-    nearly, at_cap = of_pages("a", 4, num_drafts=30), of_pages("b", 4, num_drafts=32)
+    nearly, at_cap = of_pages("a", 4, num_drafts=29), of_pages("b", 4, num_drafts=31)
     near_its_end = request_state("c", committed_len=64, remaining=3)
     assert lengths.plan([nearly, at_cap, near_its_end], range(3))[0] == [2, 0, 2]
     assert lengths.plan([of_pages("d", 4)], [0])[0] == [LATE_STEPS]
