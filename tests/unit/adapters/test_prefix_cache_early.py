@@ -134,7 +134,7 @@ def early_machine(prefix_cache_machine):
         def residuals_come(self, num_pages):
             for req in filter(self.is_apart, self.running):
                 lacking = list(self.early._starts[req.rid].lacking.values())
-                self.remote.whole.update(link.key for link in lacking[:num_pages])
+                self.remote.whole.update(link.key for link, _ in lacking[:num_pages])
             assert not self.early.land()
             complete = self.early.take_complete()
             for req in self.running:
