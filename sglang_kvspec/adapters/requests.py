@@ -47,36 +47,28 @@ def sampling_params_of(req: Any) -> SamplingParams:
 def new_state(req: Any, committed_len: int, pending: int) -> RequestState:
     """Of a request whose first committed_len tokens have KV and whose next token is `pending`,
     which SGLang does not know yet."""
-    return _state(req, committed_len, [*req.output_ids, pending])
+    return _state(req, committed_len, pending, [*req.output_ids, pending])
 
 
 def resumed_state(req: Any, committed_len: int) -> RequestState:
     """Of a request whose output SGLang knows, the last token of which has no KV yet."""
-    return _state(req, committed_len, list(req.output_ids))
+    return _state(req, committed_len, req.output_ids[-1], list(req.output_ids))
 
 
 def early_state(req: Any, cached_len: int) -> RequestState:
     """Of a request that has emitted nothing, and of whose prompt the first cached_len tokens have
     KV, of which residuals are still on their way."""
     *tail, pending = req.origin_input_ids[cached_len:]
-    return RequestState(
-        rid=req.rid,
-        committed_len=cached_len + len(tail),
-        pending=pending,
-        output=[],
-        params=sampling_params_of(req),
-        remaining=int(req.sampling_params.max_new_tokens),
-        priority=priority_of(req),
-        has_waited=True,
-        tail=tail,
-    )
+    state = _state(req, cached_len + len(tail), pending, [])
+    state.has_waited, state.tail = True, tail
+    return state
 
 
-def _state(req: Any, committed_len: int, output: list[int]) -> RequestState:
+def _state(req: Any, committed_len: int, pending: int, output: list[int]) -> RequestState:
     return RequestState(
         rid=req.rid,
         committed_len=committed_len,
-        pending=output[-1],
+        pending=pending,
         output=output,
         params=sampling_params_of(req),
         remaining=int(req.sampling_params.max_new_tokens) - len(output),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.distributed.parallel_state import graph_capture
 
-from sglang_kvspec.adapters.forward_capture import ForwardCapture
+from sglang_kvspec.adapters.forward_capture import ForwardCapture, StaticRows
 from sglang_kvspec.pools.transfers import send_into
 from sglang_kvspec.runtime.beside_rows import BesideDraft, BesideRows
 from sglang_kvspec.runtime.device_attention import DeviceAttention
@@ -112,17 +112,19 @@ class VerifyGraphs:
 
     def _capture(self, size: VerifySize, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         self._attention.begin_verification(self._rows, self._attended[size])
-        try:
-            return self._forward.capture(self._rows, size.num_tokens, stream, WARM_UPS)
-        finally:
-            self._attention.end_captured()
+        return self._captured(self._rows, size.num_tokens, stream)
 
     def _capture_beside(self, size: VerifySize, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         rows = self._beside
         assert rows is not None
         attended = self._attended[size]
         self._attention.begin_beside(rows.drafts, self._step, rows.verify, attended)
-        num_tokens = self.max_beside + size.num_tokens
+        return self._captured(rows, self.max_beside + size.num_tokens, stream)
+
+    def _captured(
+        self, rows: StaticRows, num_tokens: int, stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
+        """With the attention that was begun, which ends."""
         try:
             return self._forward.capture(rows, num_tokens, stream, WARM_UPS)
         finally:
@@ -186,6 +188,5 @@ class VerifyGraphs:
 
     def _drafted(self, beside: Sequence[BesideDraft], num_requests: int) -> DraftedTokens:
         assert self._beside is not None
-        order = [each.index for each in beside]
-        lens = [int(i in order) for i in range(num_requests)]
-        return DraftedTokens(self._beside.drafts.drafts[:, : len(beside)], order, lens)
+        tokens = self._beside.drafts.drafts[:, : len(beside)]
+        return DraftedTokens.of_one_step(tokens, [each.index for each in beside], num_requests)

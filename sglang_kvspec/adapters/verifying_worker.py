@@ -64,8 +64,7 @@ class VerifyingWorker(KVSpecWorker):
         logits = logits_output.next_token_logits
         logits_output.next_token_logits = logits[: plan.num_tokens]
         chosen = self.ranks.tensor(logits[plan.num_tokens :].argmax(-1)[None])
-        lens = [int(i in beside) for i in range(len(states))]
-        return logits_output, DraftedTokens(chosen, list(beside), lens)
+        return logits_output, DraftedTokens.of_one_step(chosen, list(beside), len(states))
 
     def _rows_beside(
         self,

@@ -158,6 +158,16 @@ class DraftedTokens:
     order: Sequence[int]
     lens: Sequence[int]
 
+    @classmethod
+    def of_one_step(
+        cls, tokens: torch.Tensor, order: Sequence[int], num_requests: int
+    ) -> DraftedTokens:
+        """tokens [1, columns]: one draft of each request in `order`, of so many."""
+        lens = [0] * num_requests
+        for i in order:
+            lens[i] = 1
+        return cls(tokens, order, lens)
+
     def rearranged(self, places: Mapping[int, int], lens: Sequence[int]) -> DraftedTokens:
         """For a batch where request i is places[i], or is no longer, and has the given lens."""
         return DraftedTokens(self.tokens, [places.get(i, -1) for i in self.order], lens)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_kvspec.pools.transfers import send_into
 from sglang_kvspec.runtime.target_rows import TargetRows
 
 
@@ -15,7 +14,7 @@ class VerifyRows:
     rows are split by page. Their addresses never change, so that a CUDA graph captured over the
     first of them can be replayed for every verification that has room there.
 
-    Tokens beyond those that were loaded write nothing and belong to no part; parts beyond have no
+    Tokens beyond those that were set write nothing and belong to no part; parts beyond have no
     tokens.
     """
 
@@ -75,15 +74,12 @@ class VerifyRows:
         for places in (self.slots, self.encode_source, self.encode_pages):
             places.fill_(-1)
 
-    def load(self, rows: TargetRows, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Set the first tokens and parts and clear the others. rows: of a plan whose rows are all
-        VERIFY, and that has room; tokens, positions: of each of its tokens. Nobody waits."""
-        send_into(self.values_of(rows, tokens, positions))
-
     def values_of(
         self, rows: TargetRows, tokens: Sequence[int], positions: Sequence[int]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What load() sets, as send_into() takes it."""
+        """What send_into() is to set: the first tokens and parts, and the others cleared. rows: of
+        a plan whose rows are all VERIFY, and that has room; tokens, positions: of each of its
+        tokens."""
         assert self.has_room(rows), "a verification that was not captured"
         assert len(tokens) == len(positions) == rows.num_tokens
         values = {
@@ -105,7 +101,7 @@ class VerifyRows:
     # What a captured forward calls
 
     def begin_step(self, num_tokens: int) -> None:
-        """All was said by load()."""
+        """All was said before."""
 
     def end_step(self, logits: torch.Tensor) -> None:
         """What follows from logits is decided outside."""

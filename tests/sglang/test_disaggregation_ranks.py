@@ -7,24 +7,25 @@ arrived on one rank alone for a while; and what goes wrong there goes wrong on b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import requests
-from harness.client import Output
-from harness.faults import fault_environment, fault_file_in
+from harness.faults import fault_file_in
 from harness.models import DEMO_MODEL
-from harness.pair import Pair, PairSpec, running_pair, wait_until
-from harness.pair_faults import Round, assert_nothing_left, residuals_on_their_way
-from harness.references import PlainReference, Workload
-from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
+from harness.pair import Pair, PairSpec, running_pair
+from harness.pair_faults import Round, assert_nothing_left
+from harness.pair_ranks import (
+    RANKS_WORKLOAD,
+    SLOW_RANK,
+    abort_all,
+    answer_like_one,
+    ask_all_at_once,
+    come_and_go,
+    with_faults,
+)
+from harness.references import PlainReference
 from harness.servers import Announce, ServerSwitch
-from harness.soak import Soak
-from harness.suite import Task, run_one_by_one
-
-from sglang_kvspec.testing.transfer_report import read_transfer_report
 
 # Two servers of two ranks take two minutes to start on two cores.
 pytestmark = [pytest.mark.server, pytest.mark.identity]
@@ -33,20 +34,13 @@ pytestmark = [pytest.mark.server, pytest.mark.identity]
 FLAGS = ("--max-total-tokens=24576", "--chunked-prefill-size=512", "--tp-size=2")
 SLOW_LINK = "--kvspec-link-gbps=0.006"
 SPEC = PairSpec(DEMO_MODEL, FLAGS, prefill=(SLOW_LINK,))
-WORKLOAD = Workload(DEMO_MODEL, (127, 1025, 64, 700), max_new_tokens=32)
+WORKLOAD = RANKS_WORKLOAD
 FAMILIES = False
-SLOW_RANK = "slow_rank"
 
 
 @pytest.fixture(scope="module")
 def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fault_file_in(tmp_path_factory.mktemp("faults"), SLOW_RANK)
-
-
-def with_faults(spec: PairSpec, fault_file: Path, **settings: object) -> PairSpec:
-    checks = STRICT_CHECKS.environment + FORCED_RETRACTION.environment
-    faults = fault_environment(KVSPEC_FAULT_FILE=fault_file, **settings)
-    return replace(spec, environment=dict(checks + faults))
 
 
 @pytest.fixture(scope="module")
@@ -63,48 +57,14 @@ def pair(
         yield running
 
 
-def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[tuple[Task, Output]]:
-    """Raises AssertionError for an answer that is not plain SGLang's."""
-    tasks, client = reference.suite.prompts, pair.client
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        outputs = pool.map(lambda t: client.generate(t.input_ids, t.max_new_tokens), tasks)
-        answers = list(zip(tasks, outputs, strict=True))
-    reference.check(answers)
-    return answers
-
-
 def test_two_ranks_answer_like_one(pair: Pair, reference: PlainReference) -> None:
+    answer_like_one(pair, reference)
     client = pair.client
-    alone = run_one_by_one(client, reference.suite.prompts[:2], lambda: None)
-    reference.check(alone)
-    report = read_transfer_report(alone[1][1].meta)
-    seconds = report.transfer.seconds
-    assert 0 < seconds.anchors < seconds.residuals <= seconds.first_verification
-    assert report.transfer.drafts_before_residuals > 0
-    together = ask_all_at_once(pair, reference)
-    assert sum(output.num_retractions for _, output in together) > 0
-    assert_nothing_left(client)
-    report_of_first = client.kvspec_report()
-    assert report_of_first["ranks"] == client.prefill.kvspec_report()["ranks"] == 2
-    assert report_of_first["transfer"]["drafts_on_anchors"] > 0
+    assert client.kvspec_report()["ranks"] == client.prefill.kvspec_report()["ranks"] == 2
 
 
 def test_an_abort_while_residuals_are_on_their_way(pair: Pair, reference: PlainReference) -> None:
-    client, tasks = pair.client, reference.suite.prompts
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        cut = [pool.submit(client.generate, t.input_ids, t.max_new_tokens) for t in tasks]
-        wait_until(lambda: residuals_on_their_way(client), "residuals are on their way")
-        requests.post(
-            f"{client.base_url}/abort_request", json={"abort_all": True}, timeout=30
-        ).raise_for_status()
-    # One that is cut short has either failed, or an answer that is right as far as it goes.
-    outputs = [(t, c.result()) for t, c in zip(tasks, cut, strict=True) if c.exception() is None]
-    lengths = [len(output.output_ids) for _, output in outputs]
-    assert len(outputs) < len(tasks) or min(lengths) < WORKLOAD.max_new_tokens
-    for task, output in outputs:
-        assert output.output_ids == reference.answer(task)[: len(output.output_ids)]
-    assert_nothing_left(client)
-    ask_all_at_once(pair, reference)
+    abort_all(pair, reference)
 
 
 @pytest.mark.parametrize(
@@ -166,15 +126,6 @@ def test_requests_that_come_and_go(
     tmp_path: Path,
     announce: Announce,
 ) -> None:
-    """Some are aborted, some hang up and some are retracted, wherever their KV is."""
     answers = [(task, reference.answer(task)) for task in reference.suite.prompts]
     servers.release()
-    with running_pair(with_faults(spec, fault_file, **settings), tmp_path, announce) as pair:
-        ask_all_at_once(pair, reference)
-        soak = Soak(pair.client, answers, concurrent=8, seed=3)
-        soak.random_round(24)
-        announce(f"two servers of two ranks: {soak.result}")
-        assert not soak.result.mismatches, "\n".join(soak.result.mismatches)
-        assert not soak.result.leaks, "\n".join(soak.result.leaks)
-        assert soak.result.cut_short > 0
-        assert_nothing_left(pair.client)
+    come_and_go(with_faults(spec, fault_file, **settings), answers, reference, tmp_path, announce)

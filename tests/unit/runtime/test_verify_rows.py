@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_kvspec.pools.transfers import send_into
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.target_rows import target_rows
 from sglang_kvspec.runtime.verify_rows import VerifyRows
@@ -56,7 +57,7 @@ def test_nothing_is_left_of_what_was_loaded_before(history, split):
         count = plan.num_tokens
         tokens = list(range(1000, 1000 + count))
         positions = [p for row in plan.rows for p in range(row.start, row.end)]
-        rows.load(given_rows, tokens, positions)
+        send_into(rows.values_of(given_rows, tokens, positions))
         assert rows.input_ids[:count].tolist() == tokens
         assert rows.positions[:count].tolist() == positions
         # Every token goes to its page, and no other is written.
@@ -117,7 +118,8 @@ def wanted(plan, split):
 def test_cleared_rows_have_no_part_and_write_nothing():
     rows = make_rows()
     plan = plan_of([(3, 6), (0, 1)])
-    rows.load(target_rows(plan, SIZE, slot_of, split_by_page=True), [0] * 7, [0] * 7)
+    opened = target_rows(plan, SIZE, slot_of, split_by_page=True)
+    send_into(rows.values_of(opened, [0] * 7, [0] * 7))
     rows.clear()
     assert seen(rows) == []
     assert {*rows.slots.tolist(), *rows.encode_pages.tolist(), *rows.encode_source.tolist()} == {-1}
@@ -127,4 +129,4 @@ def test_what_has_no_room_is_not_loaded():
     rows = make_rows()
     plan = plan_of([(0, LONGEST)] * (MAX_ROWS + 1))
     with pytest.raises(AssertionError, match="not captured"):
-        rows.load(target_rows(plan, SIZE, slot_of, split_by_page=False), [], [])
+        rows.values_of(target_rows(plan, SIZE, slot_of, split_by_page=False), [], [])
