@@ -1,4 +1,5 @@
-"""Launches cuda/verify_attention.cu: the Hopper back end of attention over 8-bit pages."""
+"""Launches cuda/verify_attention.cu, and cuda/verify_join.cu where there are few requests: the
+Hopper back end of attention over 8-bit pages."""
 
 from __future__ import annotations
 
@@ -25,6 +26,10 @@ HALVES = 4
 MAX_BATCH = 1024
 # Columns of 8 queries a block handles at once, and blocks a multiprocessor then holds.
 BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 3, 16: 2}
+# Parts of a request and KV head that its last block joins: one after the other while all other
+# multiprocessors are idle. From here on a second kernel, which takes time to start, is quicker.
+MOST_JOINED = 10
+JOIN_THREADS = 256
 
 
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
@@ -49,26 +54,35 @@ def verify_supported(shape: AttentionShape, device: torch.device, batch: int) ->
 class VerifyKernel:
     """Attention over 8-bit pages of one shape and a largest number of queries a request."""
 
-    def __init__(self, shape: AttentionShape, max_qo_len: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: AttentionShape, max_qo_len: int, device: torch.device, *, joins_apart: bool
+    ) -> None:
+        """joins_apart: what blocks leave of a request is joined by a second kernel."""
         self.shape = shape
-        self._group = shape.num_qo_heads // shape.num_kv_heads
-        self._columns, self._blocks = _columns_and_blocks(shape, max_qo_len * self._group)
-        self._max_column_blocks = -(-max_qo_len * self._group // (8 * self._columns))
+        queries = max_qo_len * _group(shape)
+        self._columns, self._blocks = _columns_and_blocks(shape, queries)
+        self._max_column_blocks = -(-queries // (8 * self._columns))
         self._shared = _shared_bytes(shape, self._columns)
         names = ("verify_attention",)
-        defines = verify_defines(shape, self._columns, self._blocks)
+        defines = verify_defines(shape, self._columns, self._blocks, joins_apart=joins_apart)
         (self._verify,) = nvrtc.load("verify_attention.cu", names, defines, device)
         self._verify.allow_shared_memory(self._shared)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.grid = multiprocessors * self._blocks
+        self._join: nvrtc.Kernel | None = None
+        if joins_apart:
+            defines = join_defines(shape, self._columns)
+            (self._join,) = nvrtc.load("verify_join.cu", ("verify_join",), defines, device)
+        self.grid = _grid(self._blocks, device)
 
     def counter_bytes(self, batch: int) -> int:
-        """Bytes at the start of the workspace that must be zero before the first run."""
+        """Bytes at the start of the workspace that must be zero before the first run: counters of
+        the arrived parts or, where these are joined apart, who has which."""
+        if self._join is not None:
+            return -(-(batch + 2) * 4 // 16) * 16
         counters = batch * self.shape.num_kv_heads * self._max_column_blocks
         return -(-counters * 4 // 16) * 16
 
     def workspace_bytes(self, batch: int) -> int:
-        """Counters of the arrived parts, then partial outputs and states, two for each block."""
+        """What counter_bytes() is of, then partial outputs and states, two for each block."""
         return self.counter_bytes(batch) + self._part_bytes(self.shape.head_dim + 2)
 
     def run(
@@ -122,11 +136,28 @@ class VerifyKernel:
                 workspace[out_from:],
                 workspace[stat_from:],
                 workspace,
+                workspace,
                 out,
                 lse,
             ),
             self._shared,
         )
+        if self._join is not None:
+            self._join.launch(
+                len(q) * self.shape.num_qo_heads,
+                JOIN_THREADS,
+                (
+                    workspace[out_from:],
+                    workspace[stat_from:],
+                    workspace,
+                    qo_indptr,
+                    ctypes.c_int(batch),
+                    ctypes.c_int(self.shape.num_kv_heads),
+                    ctypes.c_int(self.grid),
+                    out,
+                    lse,
+                ),
+            )
 
     def _part_bytes(self, values: int) -> int:
         return 2 * self.grid * 8 * self._columns * values * 4
@@ -159,22 +190,57 @@ def tail_aligned(window_k: torch.Tensor) -> bool:
     return window_k.data_ptr() % 4 == 0 and all(s % 2 == 0 for s in window_k.stride()[:3])
 
 
+def verify_kernel(
+    shape: AttentionShape, max_qo_len: int, batch: int, device: torch.device
+) -> VerifyKernel:
+    """The kernel of a shape and number of requests."""
+    columns, blocks = _columns_and_blocks(shape, max_qo_len * _group(shape))
+    column_blocks = -(-max_qo_len * _group(shape) // (8 * columns))
+    parts = _grid(blocks, device) / (batch * shape.num_kv_heads * column_blocks)
+    return _verify_kernel(shape, max_qo_len, device, parts > MOST_JOINED)
+
+
 @functools.lru_cache(maxsize=64)
-def verify_kernel(shape: AttentionShape, max_qo_len: int, device: torch.device) -> VerifyKernel:
-    """The kernel of a shape, compiled once a process, number of columns and device."""
-    return VerifyKernel(shape, max_qo_len, device)
+def _verify_kernel(
+    shape: AttentionShape, max_qo_len: int, device: torch.device, joins_apart: bool
+) -> VerifyKernel:
+    """Compiled once a process, number of columns and device."""
+    return VerifyKernel(shape, max_qo_len, device, joins_apart=joins_apart)
 
 
-def verify_defines(shape: AttentionShape, columns: int, blocks: int) -> dict[str, int | str]:
+def verify_defines(
+    shape: AttentionShape, columns: int, blocks: int, *, joins_apart: bool = False
+) -> dict[str, int | str]:
     """The constants that cuda/verify_attention.cu is compiled with."""
     return record_defines(shape) | {
-        "GROUP": shape.num_qo_heads // shape.num_kv_heads,
+        "GROUP": _group(shape),
         "COLUMNS": columns,
         "HALVES": HALVES,
         "BLOCKS": blocks,
         "RESIDUAL_BYTES": _residual_bytes(shape),
         "MAX_BATCH": MAX_BATCH,
+        "JOIN_APART": int(joins_apart),
     }
+
+
+def join_defines(shape: AttentionShape, columns: int) -> dict[str, int | str]:
+    """The constants that cuda/verify_join.cu is compiled with."""
+    return {
+        "HEAD_DIM": shape.head_dim,
+        "GROUP": _group(shape),
+        "COLUMNS": columns,
+        "Q_BF16": int(shape.q_dtype == torch.bfloat16),
+    }
+
+
+def _group(shape: AttentionShape) -> int:
+    """Query heads of a KV head."""
+    return shape.num_qo_heads // shape.num_kv_heads
+
+
+def _grid(blocks: int, device: torch.device) -> int:
+    """Blocks of a launch, of which a multiprocessor holds so many."""
+    return torch.cuda.get_device_properties(device).multi_processor_count * blocks
 
 
 def _columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:

@@ -204,7 +204,7 @@ def _arithmetic(plan: AttentionPlan) -> Arithmetic:
 def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:
     if plan.source == "anchor":
         return draft_kernel(_shape(plan), plan.device)
-    return verify_kernel(_shape(plan), plan.max_qo_len, plan.device)
+    return verify_kernel(_shape(plan), plan.max_qo_len, plan.batch_size, plan.device)
 
 
 def _without_past(plan: AttentionPlan, workspace: torch.Tensor) -> AttentionPlan:

@@ -9,7 +9,7 @@ from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.jit import nvrtc
 from kvspec_kernels.jit.cuda_attention import AttentionShape, draft_defines
 from kvspec_kernels.jit.cuda_encode import EncodeShape, encode_defines
-from kvspec_kernels.jit.cuda_verify import verify_defines
+from kvspec_kernels.jit.cuda_verify import join_defines, verify_defines
 from kvspec_kernels.ops import read_host
 
 ARCHITECTURE = "sm_90a"
@@ -54,10 +54,20 @@ def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, 
         (2, 4, 128, 256, torch.bfloat16),
     ],
 )
-def test_verify_attention_compiles(codec, bits, columns, page_size, head_dim, dtype):
+@pytest.mark.parametrize("joins_apart", [False, True])
+def test_verify_attention_compiles(codec, bits, columns, page_size, head_dim, dtype, joins_apart):
     shape = shape_of(codec, page_size, head_dim, 4, dtype, bits=bits)
-    defines = verify_defines(shape, columns, blocks=2)
+    defines = verify_defines(shape, columns, blocks=2, joins_apart=joins_apart)
     assert nvrtc.compile_cubin("verify_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_verify_join_compiles(head_dim, dtype):
+    shape = shape_of(Uniform4Settings, 64, head_dim, 4, dtype)
+    for columns in (1, 4):
+        defines = join_defines(shape, columns)
+        assert nvrtc.compile_cubin("verify_join.cu", tuple(sorted(defines.items())), ARCHITECTURE)
 
 
 @pytest.mark.parametrize("codec", CODECS)

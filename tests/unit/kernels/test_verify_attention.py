@@ -10,6 +10,7 @@ import torch
 
 from kvspec_kernels import formats
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.jit import cuda_verify
 from kvspec_kernels.jit.cuda_verify import tail_aligned
 from kvspec_kernels.ops.attention import VerifyAttention
 from kvspec_kernels.testing.cases import make_case, results_for
@@ -21,6 +22,7 @@ SETTINGS = {
     "log4-2bit": partial(Log4Settings.for_page, anchor_bits=2),
     "uniform4-2bit": partial(Uniform4Settings.for_page, anchor_bits=2),
 }
+HAS_CUDA = torch.cuda.is_available()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # target, codec, page size, head size, KV heads, group, dtype.
@@ -59,6 +61,13 @@ def options_of(shape: tuple, device: torch.device) -> dict[str, object]:
         "dtype": dtype,
         "device": device,
     }
+
+
+@pytest.fixture(autouse=True, params=["joined apart", "by the last block"] if HAS_CUDA else [""])
+def most_joined(request, monkeypatch):
+    """What blocks of the CUDA kernel leave of a request is joined in one of two ways."""
+    most = 0 if request.param == "joined apart" else 10**6
+    monkeypatch.setattr(cuda_verify, "MOST_JOINED", most)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
@@ -101,6 +110,18 @@ def test_one_long_among_short_is_split(shape, check, device):
     lens = [5, 7 * page_size + 1, 0]
     case = make_case(lens, q_lens=[2, 4, 1], tail_lens=[2, 70, 1], **options_of(shape, device))
     check(case, num_sms=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 9, 40])
+@pytest.mark.parametrize("pages", [129, 700])
+def test_many_blocks_share_a_request(pages, q_len, check, device):
+    """Of a head's pages each has one or few; some have the end of one head and the next one's
+    begin."""
+    shape = ("int8", "uniform4", 64, 128, 4, 4, BF16)
+    lens, tails = [64 * pages - 5, 70], [q_len + 3, 1]
+    case = make_case(lens, q_lens=[q_len, 1], tail_lens=tails, **options_of(shape, device))
+    check(case)
 
 
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])

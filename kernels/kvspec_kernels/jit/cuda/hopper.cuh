@@ -199,7 +199,9 @@ __device__ __forceinline__ void store_output(void* out, i64 index, float x) {
 
 // `total` units of work are cut into equal runs: the first of a worker, and the worker of a unit.
 __device__ __forceinline__ i64 first_unit(i64 total, int worker, int workers) {
-    return total * worker / workers;
+    // total * worker / workers without a product that needs 64 bits.
+    int each = (int)total / workers, left = (int)total % workers;
+    return each * worker + left * worker / workers;
 }
 
 __device__ __forceinline__ int worker_of(i64 unit, i64 total, int workers) {
@@ -209,6 +211,7 @@ __device__ __forceinline__ int worker_of(i64 unit, i64 total, int workers) {
 // The largest b with starts[b] <= unit, found by the whole warp.
 __device__ __forceinline__ int request_of(const int* starts, int batch, int unit) {
     int b = 0;
+#pragma unroll 1
     for (int first = 1; first < batch; first += 32) {
         int i = first + threadIdx.x % 32;
         b += __popc(__ballot_sync(FULL, i < batch && starts[i] <= unit));

@@ -13,7 +13,7 @@
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE (multiples of 64) GROUP COLUMNS K_ROWS
 // V_ROWS LOG4 ANCHOR_BITS Q_BF16 HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES RESIDUAL_BYTES MAX_BATCH
-// and TOP.
+// JOIN_APART and TOP.
 
 #include "verify_merge.cuh"
 #include "verify_restore.cuh"
@@ -34,6 +34,10 @@ constexpr int AHEAD = HALVES / 2 + 2;
 // What a segment of pages costs to begin and to end, in pages.
 constexpr int SEGMENT_UNITS = 6;
 constexpr int STEPS = TOKEN_TILES / STEP_TILES;
+// Vectors of 8 of a thread's queries. Short runs are mostly spent on fetching instructions, so that
+// loops are unrolled where that hides a latency, and no further.
+constexpr int QUERY_VECTORS = (COLUMNS * HEAD_DIM + THREADS - 1) / THREADS;
+constexpr int QUERY_UNROLL = QUERY_VECTORS < 8 ? QUERY_VECTORS : 8;
 
 constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256 + COLUMNS * 128;
 constexpr int PROB_BYTES = WARPS * COLUMNS * 256;
@@ -74,7 +78,9 @@ template <bool TAIL> struct Kind { static constexpr bool IN_TAIL = TAIL; };  // 
 
 // q, out: [num_tokens, num_kv_heads * GROUP, HEAD_DIM]; lse: [num_tokens, num_kv_heads * GROUP],
 // base 2. partial_out: [2 * grid, COLS, HEAD_DIM], partial_stat: [2 * grid, COLS, 2] (max, sum).
-// arrived: [batch * num_kv_heads * max_blocks], zero before and after.
+// arrived: [batch * num_kv_heads * max_blocks], zero before and after. shares: [batch + 2], for
+// verify_join.cu, which has to follow with JOIN_APART; otherwise the last block of a segment joins
+// what the others left.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
     i64 page_stride, const u8* __restrict__ residuals, i64 slot_stride,
@@ -82,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     const int* __restrict__ indptr, const int* __restrict__ indices,
     const int* __restrict__ last_page_len, Tail tail, int batch, int num_tokens, int num_kv_heads,
     int max_blocks, float scale_log2, float* __restrict__ partial_out,
-    float* __restrict__ partial_stat, int* __restrict__ arrived, void* __restrict__ out,
-    float* __restrict__ lse) {
+    float* __restrict__ partial_stat, int* __restrict__ arrived, int* __restrict__ shares,
+    void* __restrict__ out, float* __restrict__ lse) {
     extern __shared__ __align__(128) u8 memory[];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int g = lane >> 2, t = lane & 3;
@@ -133,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     // it costs to start with another.
     auto scan = [&](int rest) {
         int before = 0;
+#pragma unroll 1
         for (int first = 0; first < batch; first += 32) {
             int b = first + lane, units = 0;
             if (b < batch) {
@@ -141,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     units = (num_pages + rest) * num_kv_heads *
                             ((queries * GROUP + COLS - 1) / COLS);
             }
+#pragma unroll
             for (int step = 1; step < 32; step *= 2) {
                 int other = __shfl_up_sync(FULL, units, step);
                 if (lane >= step) units += other;
@@ -151,8 +159,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         return before;
     };
     if (warp == 0) {
-        int rest = min(scan(0) / (int)gridDim.x / 16, SEGMENT_UNITS);
-        if (rest > 0) scan(rest);
+        int rest = 0;
+        // Again with what beginning a segment costs, where that counts.
+#pragma unroll 1
+        for (bool again = false;; again = true) {
+            int units = scan(rest);
+            if (!again) rest = min(units / (int)gridDim.x / 16, SEGMENT_UNITS);
+            if (again || rest == 0) break;
+        }
         if (lane == 0) {
             starts[0] = 0;
             *rests = rest;
@@ -162,6 +176,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 
     int rest = *rests;
     i64 total = starts[batch];
+#if JOIN_APART
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < batch + 2; i += THREADS) shares[i] = rests[i];
+#endif
     int workers = total < gridDim.x ? (int)total : (int)gridDim.x;
     int worker = blockIdx.x;
     i64 begin = 0, end = 0;
@@ -223,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             for (int n = 0; n < HALVES; ++n) fetch(n);
         }
 
-#pragma unroll 8
+#pragma unroll QUERY_UNROLL
         for (int i = threadIdx.x; i < COLS * HEAD_DIM / 8; i += THREADS) {
             int c = i % COLS, eight = i / COLS, global = s.block * COLS + c;
             u32 x[4] = {};
@@ -235,6 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             *reinterpret_cast<uint4*>(query + eight * CORE_ROW + c * 16) =
                 make_uint4(x[0], x[1], x[2], x[3]);
         }
+#pragma unroll 1
         for (int i = threadIdx.x; i < COLS; i += THREADS) {
             tops[i] = 0.0f;
             reinterpret_cast<uint4*>(top_parts)[i] = make_uint4(0, 0, 0, 0);
@@ -533,25 +552,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     }
                 }
             }
+#if !JOIN_APART
         if (!whole) {
-            int first = worker_of(first_page, total, workers);
-            int last = worker_of(first_page + num_pages - 1, total, workers);
+            Owners owners(first_page - rest, rest, num_pages, total, workers);
             __threadfence();
             __syncthreads();
             if (threadIdx.x == 0) {
                 int* counter =
                     arrived + ((i64)s.b * num_kv_heads + s.head) * max_blocks + s.block;
-                *flags = atomicAdd(counter, 1) == last - first;
+                *flags = atomicAdd(counter, 1) == owners.last - owners.first;
                 if (*flags) *counter = 0;
             }
             __syncthreads();
             if (*flags) {
                 __threadfence();
-                int first_slot = first_unit(total, first, workers) < first_page - rest ? 1 : 0;
-                merge_parts<THREADS>(partial_out, partial_stat, first, last, first_slot, s,
-                                     num_kv_heads, stats, out, lse);
+                merge_parts<THREADS>(partial_out, partial_stat, owners, s, num_kv_heads, stats,
+                                     out, lse);
             }
         }
+#endif
         begin = first_page + page + count;
         is_first = false;
         __syncthreads();
@@ -560,13 +579,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     // Queries of requests without tokens, and rows of no request, belong to no block's share.
     auto clear = [&](int token) {
         i64 row = (i64)token * num_kv_heads * GROUP;
+#pragma unroll 1
         for (int i = threadIdx.x; i < num_kv_heads * GROUP * HEAD_DIM; i += THREADS)
             store_output(out, row * HEAD_DIM + i, 0.0f);
+#pragma unroll 1
         for (int i = threadIdx.x; i < num_kv_heads * GROUP; i += THREADS) lse[row + i] = NEG_INF;
     };
+#pragma unroll 1
     for (int b = blockIdx.x; b < batch; b += gridDim.x)
         if (pages_of(b) == 0)
+#pragma unroll 1
             for (int token = qo_indptr[b]; token < qo_indptr[b + 1]; ++token) clear(token);
+#pragma unroll 1
     for (int token = qo_indptr[batch] + blockIdx.x; token < num_tokens; token += gridDim.x)
         clear(token);
 }

@@ -15,6 +15,25 @@ __device__ __forceinline__ i64 out_row(const Segment& s, int column, int num_kv_
            global % GROUP;
 }
 
+// Who attended to a segment's pages, workers first .. last, each of which left a part; the first one
+// may have left one of an earlier segment, too.
+struct Owners {
+    int first, last, first_slot;
+
+    // begin: the segment's first unit, of which `rest` come before its pages.
+    __device__ __forceinline__ Owners(
+        i64 begin, int rest, int num_pages, i64 total, int workers) {
+        first = worker_of(begin + rest, total, workers);
+        last = worker_of(begin + rest + num_pages - 1, total, workers);
+        first_slot = first_unit(total, first, workers) < begin ? 1 : 0;
+    }
+
+    // Row of the first column of a worker's part: there is room for two of each worker.
+    __device__ __forceinline__ i64 row_of(int worker) const {
+        return (2 * (i64)worker + (worker == first ? first_slot : 0)) * COLS;
+    }
+};
+
 // Adds up AT_ONCE vectors of 4 channels a thread, and more in turn, over workers first .. last.
 // weight(w, c): of worker w's part in column c. finish(c, i, x): takes vector i of column c.
 template <int THREADS, int AT_ONCE, class Part, class Weight, class Finish>
@@ -50,17 +69,15 @@ __device__ __forceinline__ void add_parts(
     }
 }
 
-// Merges the parts of workers first .. last, of which one request alone has as many as there are
-// blocks for a KV head. scales: [2][COLS] in shared memory, overwritten.
+// Merges the parts of a segment. scales: [2][COLS] in shared memory, overwritten.
 template <int THREADS>
 __device__ __forceinline__ void merge_parts(
-    const float* partial_out, const float* partial_stat, int first, int last, int first_slot,
+    const float* partial_out, const float* partial_stat, const Owners& owners,
     const Segment& segment, int num_kv_heads, float* scales, void* out, float* lse) {
     // Latency is all that counts here: many loads are under way at a time.
     float *tops = scales, *inverses = scales + COLS;
-    auto part_of = [&](int worker) {
-        return (i64)(2 * worker + (worker == first ? first_slot : 0)) * COLS;
-    };
+    int first = owners.first, last = owners.last;
+    auto part_of = [&](int worker) { return owners.row_of(worker); };
     // Threads that share a column, of one warp.
     int sharing = 32;
     while (sharing > 1 && sharing * segment.num_columns > THREADS) sharing /= 2;
