@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 # Tokens a request takes at once where nobody drafts: what one step's requests wait for each other
 # for, and what one that ends in between computes in vain.
 PLAIN_STEPS = 8
+# As few that are worth an iteration of SGLang's, which has to keep up with the device.
+LEAST_STEPS_ON = PLAIN_STEPS // 2
 # Contexts of a batch that are read in less time than FlashInfer's kernels, ours for the tail, and
 # one to merge both take to start.
 SHORT_TOKENS = 16384
@@ -111,6 +113,8 @@ class GraphStepper:
         if attention.short_steps_differ:
             self._short_target = capture(attention.make_short_target_step)
         self._drafts = capture(attention.make_draft_step) if max_draft_len else None
+        # That made the last tokens without drafts.
+        self._advancing = self._target
         self.empty_step_s = self._short_target.time_empty_step()
         # The first message between devices sets up their link, which takes long.
         ranks.tensor(self._rows.drafts)
@@ -185,12 +189,28 @@ class GraphStepper:
         ]
         self._rows.load(rows)
         is_short = sum(len(row.past) for row in rows) * size <= SHORT_TOKENS
-        graphs = self._short_target if is_short else self._target
-        graphs.plan(rows)
-        for _ in range(max(counts)):
+        self._advancing = self._short_target if is_short else self._target
+        self._advancing.plan(rows)
+        made, logits = self._advance(max(counts), order)
+        return DraftedTokens(made, order, counts), logits
+
+    def advance_on(self, order: Sequence[int], steps: int) -> DraftedTokens:
+        """Let the requests of the last advance(), in that order, all of which took part in all of
+        its steps, take so many more within the pages they are on. Asks the CPU for nothing."""
+        self._rows.extend(len(order), steps)
+        lens = [0] * len(order)
+        for i in order:
+            lens[i] = steps
+        made, _ = self._advance(steps, order)
+        return DraftedTokens(made, order, lens)
+
+    def _advance(self, steps: int, order: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the rows of `order` take, and the logits of the last step."""
+        for _ in range(steps):
             # All rows in every step: attention was planned for this batch size.
-            logits = graphs.replay(len(order))
-        return DraftedTokens(self._made(max(counts), len(order)), order, counts), logits
+            logits = self._advancing.replay(len(order))
+        # They may go on before these are read.
+        return self._made(steps, len(order)).clone(), logits
 
     def _made(self, num_steps: int, num_rows: int) -> torch.Tensor:
         """What the first steps chose for the first rows, [num_steps, num_rows]."""

@@ -18,7 +18,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_kvspec.adapters.allocation_warm_up import warm_up_allocation
-from sglang_kvspec.adapters.drafters import PLAIN_STEPS, EagerDrafter, GraphStepper
+from sglang_kvspec.adapters.drafters import (
+    LEAST_STEPS_ON,
+    PLAIN_STEPS,
+    EagerDrafter,
+    GraphStepper,
+)
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.verify_graphs import VerifyGraphs, sizes_of
@@ -162,7 +167,7 @@ class RoundWorker(VerifyingWorker):
             self._wait(states)
         else:
             self._observe(started, verified, context)
-        if self._can_start_ahead(batch, states):
+        if self._ahead is None and self._can_start_ahead(batch, states):
             caps = [state.cap_len(self.config.max_draft_len) for state in states]
             rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
             lens = [min(pair) for pair in zip(self._next_lens, rooms, strict=True)]
@@ -262,6 +267,30 @@ class RoundWorker(VerifyingWorker):
             timer.mark()
         return started
 
+    def _go_on(
+        self, batch: Any, states: list[RequestState], started: StartedRound
+    ) -> StartedRound | None:
+        """Begin another plain round before the tokens of this one are read, so that the device does
+        not wait for the CPU to do so; None where the CPU has a say in it."""
+        if any(self._next_lens) or not self._can_start_ahead(batch, states):
+            return None
+        steps = min(PLAIN_STEPS, self.speculative_num_draft_tokens)
+        steps = started.steps_on(self.kv.geometry.page_size, steps)
+        if steps < LEAST_STEPS_ON:
+            return None
+        assert self._graphs is not None
+        assert started.made is not None
+        more = StartedRound(
+            list(states), [0] * len(states), PhaseTimer(self.kv.device), num_steps=steps
+        )
+        more.is_plain = True
+        more.begun_at = time.perf_counter()
+        with self._side:
+            more.timer.start()
+            more.made = self._graphs.advance_on(started.made.order, steps)
+            more.timer.mark()
+        return more
+
     def _plan_next(
         self,
         states: list[RequestState],
@@ -345,6 +374,7 @@ class RoundWorker(VerifyingWorker):
         """Take over tokens that were not drafted. A request that came meanwhile has none."""
         assert started.made is not None
         self._plan_next(states, started.late)
+        self._ahead = self._go_on(batch, states, started)
         if started.logits is not None:
             order = started.made.order
             logits = started.logits[: len(order)]

@@ -88,6 +88,15 @@ class DraftRows:
         sends others with them."""
         self.step.zero_()
 
+    def extend(self, batch: int, num_steps: int) -> None:
+        """The first `batch` rows, which have requests, take so many steps more on top of those that
+        they were loaded for, all of which they have taken and no others; their tails have slots for
+        that."""
+        self.limits[:batch] += num_steps
+        # The last step left them where they were.
+        self.positions[:batch] += 1
+        self.begin_round()
+
     def values_of(self, rows: Sequence[DraftRow]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What the tensors are to hold, as send_into() takes it."""
         spare = self.max_batch - len(rows)

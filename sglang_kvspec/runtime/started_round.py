@@ -61,6 +61,22 @@ class StartedRound:
         """Nobody drafts in it, and nobody can verify."""
         return not self.is_plain and not any(self.lens) and not self.verify
 
+    def steps_on(self, page_size: int, most: int) -> int:
+        """Of a plain round: steps that its requests can take on top before the CPU has seen their
+        tokens, at most `most`. As long as they fill the pages that they have begun, nothing is
+        encoded and no slot of the window changes hands. 0 where requests have come or gone, where
+        one of them is to have all its tokens, and where one took fewer steps than others."""
+        made = self.made
+        if made is None or sorted(made.order) != list(range(len(self.states))):
+            return 0
+        if set(made.lens) != {len(made.tokens)}:
+            return 0
+        left = [
+            min(state.remaining, page_size - state.committed_len % page_size) - made.lens[i]
+            for i, state in enumerate(self.states)
+        ]
+        return max(0, min(most, *left))
+
     def step_seconds(self) -> float:
         """Of each of its steps; 0 where it has none. Waits for the device to make them."""
         if self._step_s is None:

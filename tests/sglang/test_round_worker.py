@@ -171,3 +171,58 @@ def test_who_drafts_beside_a_verification(worker: Any) -> None:
         assert (row.start, row.length) == (states[i].committed_len + num_drafts[i], 1)
     worker._most_beside = 0
     assert not worker._rows_beside(SimpleNamespace(reqs=reqs), states, pages, num_drafts, [0])
+
+
+@pytest.mark.parametrize(
+    ("next_lens", "logprob", "committed_len", "goes_on"),
+    [
+        ([0], False, 64, True),
+        ([4], False, 64, False),
+        ([0], True, 64, False),
+        # The page has room for 4 steps more, or for 3.
+        ([0], False, 64 + 52, True),
+        ([0], False, 64 + 53, False),
+    ],
+)
+def test_plain_rounds_go_on_before_their_tokens_are_read(
+    worker: Any, next_lens: list[int], logprob: bool, committed_len: int, goes_on: bool
+) -> None:
+    order: list[str] = []
+
+    class Made(DraftedTokens):
+        def deliver(self) -> dict[int, list[int]]:
+            order.append("read")
+            return super().deliver()
+
+    def advance_on(rows: Any, steps: int) -> Any:
+        order.append(f"{steps} more")
+        return Made(torch.zeros((steps, 1)), [0], [steps])
+
+    state = request_state(committed_len=committed_len)
+    worker.kv = SimpleNamespace(device=torch.device("cpu"), geometry=SimpleNamespace(page_size=64))
+    worker._side, worker._graphs = nullcontext(), SimpleNamespace(advance_on=advance_on)
+    worker._plan_next = lambda states, late: setattr(worker, "_next_lens", next_lens)
+    worker.pages = SimpleNamespace(commit=lambda *_: None)
+    worker.counters = SimpleNamespace(observe_plain=lambda count: None)
+    worker.speculative_num_draft_tokens = 32
+    worker._ahead = None
+    started = StartedRound([state], [0], PhaseTimer(torch.device("cpu")), num_steps=8)
+    started.is_plain = True
+    started.made = Made(torch.zeros((8, 1)), [0], [8])
+    batch = SimpleNamespace(return_logprob=logprob, reqs=[SimpleNamespace(grammar=None)])
+    verified, _ = worker._finish_plain(batch, [state], [None], started)
+    assert len(verified[0].tokens) == 8
+    assert state.committed_len == committed_len + 8
+    if not goes_on:
+        assert order == ["read"]
+        assert worker._ahead is None
+        return
+    steps = min(8, 64 - committed_len % 64 - 8)
+    assert order == [f"{steps} more", "read"]
+    ahead = worker._ahead.for_batch([state])
+    assert ahead.is_plain
+    assert len(ahead.made.deliver()[0]) == steps
+    # Where the batch has changed meanwhile, the CPU has a say again.
+    ahead.states = [state, request_state("new")]
+    batch.reqs *= 2
+    assert worker._go_on(batch, ahead.states, ahead) is None

@@ -96,3 +96,26 @@ def test_tokens_without_drafts_leave_out_whoever_is_late(drafter):
     made, _ = drafter.advance([late, ready], [torch.tensor([7, 2]), torch.tensor([9])], 3, {0})
     assert made.deliver() == {1: [21, 22, 23]}
     assert list(drafter._kv.window.slots) == [9]
+
+
+def test_tokens_without_drafts_go_on_before_they_are_read(drafter):
+    """On the device alone, from the token and the place to which it has come."""
+    a, b = state_of(5, 2), state_of(20, 33)
+    states, pages = [a, b], [torch.tensor([7]), torch.tensor([9, 4])]
+    made, _ = drafter.advance(states, pages, 4)
+    more = drafter.advance_on(made.order, 3)
+    again = drafter.advance_on(more.order, 2)
+    # Read only now.
+    assert made.deliver() == {0: [6, 7, 8, 9], 1: [21, 22, 23, 24]}
+    assert more.deliver() == {0: [10, 11, 12], 1: [25, 26, 27]}
+    assert again.deliver() == {0: [13, 14], 1: [28, 29]}
+    seen = drafter._short_target.seen
+    assert [positions for _, positions, _ in seen] == [[2 + step, 33 + step] for step in range(9)]
+    assert [tokens for tokens, _, _ in seen] == [[5 + step, 20 + step] for step in range(9)]
+    slots = drafter._kv.window.slots
+    assert {tuple(where) for _, _, where in seen} == {(slots.slot_of(7), slots.slot_of(4))}
+    # As if it had been asked of the CPU again.
+    for state in states:
+        state.commit(list(range(state.pending + 1, state.pending + 10)))
+    made, _ = drafter.advance(states, pages, 1)
+    assert drafter._short_target.seen[-1][:2] == ([14, 29], [11, 42])

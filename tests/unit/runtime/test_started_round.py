@@ -73,3 +73,38 @@ def test_a_step_takes_as_long_whoever_leaves():
 
 def test_a_round_that_all_have_left_is_nobodys():
     assert make_round([2, 3]).for_batch([make_state("0"), make_state("1")]) is None
+
+
+def plain_round(lens, at, remaining):
+    started = make_round(lens)
+    started.is_plain = True
+    for state, position, left in zip(started.states, at, remaining, strict=True):
+        state.committed_len, state.remaining = position, left
+    return started
+
+
+@pytest.mark.parametrize(
+    ("lens", "at", "remaining", "steps"),
+    [
+        ([8, 8], [16, 0], [50, 50], 8),
+        ([4, 4], [6, 16], [50, 50], 6),
+        ([4, 4], [0, 0], [50, 9], 5),
+        # One ends its page, or has all its tokens, with those that it is taking already.
+        ([8, 8], [8, 0], [50, 50], 0),
+        ([8, 8], [12, 0], [50, 50], 0),
+        ([8, 8], [0, 0], [50, 8], 0),
+        # What comes after the last token of one that took fewer is not known on the device.
+        ([8, 7], [0, 0], [50, 50], 0),
+        # One came in the meantime.
+        ([8, 0], [0, 0], [50, 50], 0),
+    ],
+)
+def test_steps_that_the_cpu_has_no_say_in(lens, at, remaining, steps):
+    assert plain_round(lens, at, remaining).steps_on(16, 8) == steps
+
+
+def test_nobody_goes_on_where_one_has_left():
+    started = plain_round([4, 4], [0, 0], [50, 50])
+    assert started.steps_on(16, 8) == 8
+    left = started.for_batch(started.states[:1])
+    assert left.steps_on(16, 8) == 0
