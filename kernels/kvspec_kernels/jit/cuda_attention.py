@@ -1,4 +1,5 @@
-"""Launches cuda/draft_attention.cu: the Hopper back end of draft attention."""
+"""Launches cuda/draft_attention.cu and cuda/draft_join.cu: the Hopper back end of draft
+attention."""
 
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ MULTIPROCESSOR_REGISTERS = 65536
 MULTIPROCESSOR_SHARED = 228 * 1024
 BLOCK_RESERVED = 1024
 HEAD_DIMS = (64, 96, 128, 256)
+# Of a query row, that a warp joins at a time; more warps are for more.
+PARTS_AT_ONCE = 8
+MOST_JOIN_WARPS = 8
 MAX_GROUP = 16
 
 # fp16: codes become fp16 numbers. int8: they stay integers, and what they are multiplied with
@@ -88,25 +92,34 @@ def _whole_steps(settings: Log4Settings | Uniform4Settings) -> bool:
     return settings.levels == "linear" and all(chunk % 32 == 0 for chunk in chunks)
 
 
-class DraftKernel:
-    """Draft attention of one shape on one device. Holds no state besides the compiled code."""
+# Output [batch, num_qo_heads, head_dim], like the query, and log-sum-exp [batch, num_qo_heads] in
+# fp32, to base 2; both contiguous.
+State = tuple[torch.Tensor, torch.Tensor]
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+
+class DraftKernel:
+    """Draft attention of one shape and number of requests on one device. Holds no state besides the
+    compiled code."""
+
+    def __init__(self, shape: AttentionShape, join_warps: int, device: torch.device) -> None:
+        """join_warps: as join_warps() has it."""
         self.shape = shape
         self._plan = occupancy(shape)
         (self._draft,) = nvrtc.load(
             "draft_attention.cu", ("draft_attention",), draft_defines(shape), device
         )
         self._draft.allow_shared_memory(self._plan.shared_bytes)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.grid = multiprocessors * self._plan.blocks
+        self._join_warps = join_warps
+        defines = draft_join_defines(shape, join_warps)
+        (self._join,) = nvrtc.load("draft_join.cu", ("draft_join",), defines, device)
+        self.grid = num_blocks(self._plan.blocks, device)
+        self._num_kv_heads = shape.num_kv_heads * shape.head_split
 
     def workspace_bytes(self, batch: int) -> int:
-        """Counters of the arrived parts, which must be zero before the first run and are left so,
-        then partial outputs and states: two for each block."""
-        return self.counter_bytes(batch) + self._part_bytes(self.shape.head_dim + 2)
+        """Partial outputs and states: two for each block, however many requests."""
+        return self._part_bytes(self.shape.head_dim + 2)
 
-    def run(
+    def attend(
         self,
         q: torch.Tensor,
         anchors: torch.Tensor,
@@ -115,18 +128,14 @@ class DraftKernel:
         last_page_len: torch.Tensor,
         sm_scale: float,
         workspace: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        past: State,
     ) -> None:
-        """Enqueue on the current stream; writes `out` and `lse`, uses `workspace`.
+        """Enqueue on the current stream; writes `workspace` and rows of `past`, for join().
 
-        q, out: [batch, num_qo_heads, head_dim], the last dimension contiguous and `out` whole;
-        lse: [batch, num_qo_heads] fp32, base 2; anchors: [pages, num_kv_heads, record] uint8;
-        indptr [batch + 1], indices, last_page_len [batch] int32 on the device.
+        q: [batch, num_qo_heads, head_dim], the last dimension contiguous; anchors: [pages,
+        num_kv_heads, record] uint8; indptr [batch + 1], indices, last_page_len [batch] int32 on the
+        device.
         """
-        shape, batch = self.shape, len(indptr) - 1
-        out_from = self.counter_bytes(batch)
-        stat_from = out_from + self._part_bytes(shape.head_dim)
         self._draft.launch(
             self.grid,
             self._plan.warps * 32,
@@ -139,30 +148,70 @@ class DraftKernel:
                 indptr,
                 indices,
                 last_page_len,
-                ctypes.c_int(batch),
-                ctypes.c_int(shape.num_kv_heads * shape.head_split),
+                ctypes.c_int(len(indptr) - 1),
+                ctypes.c_int(self._num_kv_heads),
                 ctypes.c_float(sm_scale * LOG2_E),
-                workspace[out_from:],
-                workspace[stat_from:],
                 workspace,
-                out,
-                lse,
+                workspace[self._part_bytes(self.shape.head_dim) :],
+                *past,
             ),
             self._plan.shared_bytes,
         )
 
-    def counter_bytes(self, batch: int) -> int:
-        """Bytes at the start of the workspace that must be zero before the first run."""
-        return -(-batch * self.shape.num_kv_heads * self.shape.head_split * 4 // 16) * 16
+    def join(
+        self,
+        indptr: torch.Tensor,
+        workspace: torch.Tensor,
+        past: State,
+        tail: State | None,
+        out: State,
+    ) -> None:
+        """Enqueue on the current stream, behind attend() of the same indptr, workspace and past:
+        `out` of these and `tail`."""
+        batch = len(indptr) - 1
+        no_tail = (ctypes.c_void_p(), ctypes.c_void_p())
+        self._join.launch(
+            batch * self.shape.num_qo_heads,
+            self._join_warps * 32,
+            (
+                workspace,
+                workspace[self._part_bytes(self.shape.head_dim) :],
+                indptr,
+                ctypes.c_int(batch),
+                ctypes.c_int(self._num_kv_heads),
+                ctypes.c_int(self.grid),
+                *past,
+                *(tail or no_tail),
+                *out,
+            ),
+        )
 
     def _part_bytes(self, values: int) -> int:
         return 2 * self.grid * self.shape.group * values * 4
 
 
+def num_blocks(blocks: int, device: torch.device) -> int:
+    """Blocks of a launch, of which a multiprocessor holds so many."""
+    return torch.cuda.get_device_properties(device).multi_processor_count * blocks
+
+
+def join_warps(parts: float) -> int:
+    """Warps that share a query row's parts, of which there are about so many."""
+    wanted = int(-(-parts // PARTS_AT_ONCE))
+    return min(1 << max(wanted - 1, 0).bit_length(), MOST_JOIN_WARPS)
+
+
+def draft_kernel(shape: AttentionShape, batch: int, device: torch.device) -> DraftKernel:
+    """The kernel of a shape and number of requests."""
+    heads = batch * shape.num_kv_heads * shape.head_split
+    parts = num_blocks(occupancy(shape).blocks, device) / heads
+    return _draft_kernel(shape, join_warps(parts), device)
+
+
 @functools.lru_cache(maxsize=64)
-def draft_kernel(shape: AttentionShape, device: torch.device) -> DraftKernel:
-    """The kernel of a shape, compiled once a process and device."""
-    return DraftKernel(shape, device)
+def _draft_kernel(shape: AttentionShape, join_warps: int, device: torch.device) -> DraftKernel:
+    """Compiled once a process and device."""
+    return DraftKernel(shape, join_warps, device)
 
 
 def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
@@ -176,6 +225,17 @@ def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
         "WARPS": plan.warps,
         "HALVES": plan.halves,
         "BLOCKS": plan.blocks,
+    }
+
+
+def draft_join_defines(shape: AttentionShape, join_warps: int) -> dict[str, int | str]:
+    """The constants that cuda/draft_join.cu is compiled with."""
+    return {
+        "HEAD_DIM": shape.head_dim,
+        "GROUP": shape.group,
+        "WARPS": occupancy(shape).warps,
+        "JOIN_WARPS": join_warps,
+        "Q_BF16": int(shape.q_dtype == torch.bfloat16),
     }
 
 
@@ -236,7 +296,7 @@ def shared_bytes(shape: AttentionShape, warps: int, halves: int) -> int:
     k_bytes = layout["v_codes"].offset
     half = max(k_bytes, layout.nbytes - k_bytes)
     query = _column_tiles(shape) * shape.head_dim // 16 * 512
-    return query + warps * halves * (half + 8) + 16
+    return query + warps * halves * (half + 8)
 
 
 def _column_tiles(shape: AttentionShape) -> int:

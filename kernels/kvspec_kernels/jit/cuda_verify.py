@@ -16,6 +16,8 @@ from kvspec_kernels.jit.cuda_attention import (
     LOG2_E,
     MULTIPROCESSOR_SHARED,
     AttentionShape,
+    join_warps,
+    num_blocks,
     record_defines,
     supported,
 )
@@ -29,7 +31,6 @@ BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 3, 16: 2}
 # Parts of a request and KV head that its last block joins: one after the other while all other
 # multiprocessors are idle. From here on a second kernel, which takes time to start, is quicker.
 MOST_JOINED = 10
-JOIN_THREADS = 256
 
 
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
@@ -55,23 +56,25 @@ class VerifyKernel:
     """Attention over 8-bit pages of one shape and a largest number of queries a request."""
 
     def __init__(
-        self, shape: AttentionShape, max_qo_len: int, device: torch.device, *, joins_apart: bool
+        self, shape: AttentionShape, max_qo_len: int, device: torch.device, join_warps: int
     ) -> None:
-        """joins_apart: what blocks leave of a request is joined by a second kernel."""
+        """join_warps: of a second kernel that joins what blocks leave of a request, 0 where their
+        last one does."""
         self.shape = shape
         queries = max_qo_len * _group(shape)
         self._columns, self._blocks = _columns_and_blocks(shape, queries)
         self._max_column_blocks = -(-queries // (8 * self._columns))
         self._shared = _shared_bytes(shape, self._columns)
         names = ("verify_attention",)
-        defines = verify_defines(shape, self._columns, self._blocks, joins_apart=joins_apart)
+        defines = verify_defines(shape, self._columns, self._blocks, joins_apart=bool(join_warps))
         (self._verify,) = nvrtc.load("verify_attention.cu", names, defines, device)
         self._verify.allow_shared_memory(self._shared)
         self._join: nvrtc.Kernel | None = None
-        if joins_apart:
-            defines = join_defines(shape, self._columns)
+        self._join_warps = join_warps
+        if join_warps:
+            defines = join_defines(shape, self._columns, join_warps)
             (self._join,) = nvrtc.load("verify_join.cu", ("verify_join",), defines, device)
-        self.grid = _grid(self._blocks, device)
+        self.grid = num_blocks(self._blocks, device)
 
     def counter_bytes(self, batch: int) -> int:
         """Bytes at the start of the workspace that must be zero before the first run: counters of
@@ -145,7 +148,7 @@ class VerifyKernel:
         if self._join is not None:
             self._join.launch(
                 len(q) * self.shape.num_qo_heads,
-                JOIN_THREADS,
+                self._join_warps * 32,
                 (
                     workspace[out_from:],
                     workspace[stat_from:],
@@ -196,16 +199,18 @@ def verify_kernel(
     """The kernel of a shape and number of requests."""
     columns, blocks = _columns_and_blocks(shape, max_qo_len * _group(shape))
     column_blocks = -(-max_qo_len * _group(shape) // (8 * columns))
-    parts = _grid(blocks, device) / (batch * shape.num_kv_heads * column_blocks)
-    return _verify_kernel(shape, max_qo_len, device, parts > MOST_JOINED)
+    parts = num_blocks(blocks, device) / (batch * shape.num_kv_heads * column_blocks)
+    return _verify_kernel(
+        shape, max_qo_len, device, join_warps(parts) if parts > MOST_JOINED else 0
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def _verify_kernel(
-    shape: AttentionShape, max_qo_len: int, device: torch.device, joins_apart: bool
+    shape: AttentionShape, max_qo_len: int, device: torch.device, join_warps: int
 ) -> VerifyKernel:
     """Compiled once a process, number of columns and device."""
-    return VerifyKernel(shape, max_qo_len, device, joins_apart=joins_apart)
+    return VerifyKernel(shape, max_qo_len, device, join_warps)
 
 
 def verify_defines(
@@ -223,12 +228,13 @@ def verify_defines(
     }
 
 
-def join_defines(shape: AttentionShape, columns: int) -> dict[str, int | str]:
+def join_defines(shape: AttentionShape, columns: int, join_warps: int) -> dict[str, int | str]:
     """The constants that cuda/verify_join.cu is compiled with."""
     return {
         "HEAD_DIM": shape.head_dim,
         "GROUP": _group(shape),
         "COLUMNS": columns,
+        "JOIN_WARPS": join_warps,
         "Q_BF16": int(shape.q_dtype == torch.bfloat16),
     }
 
@@ -236,11 +242,6 @@ def join_defines(shape: AttentionShape, columns: int) -> dict[str, int | str]:
 def _group(shape: AttentionShape) -> int:
     """Query heads of a KV head."""
     return shape.num_qo_heads // shape.num_kv_heads
-
-
-def _grid(blocks: int, device: torch.device) -> int:
-    """Blocks of a launch, of which a multiprocessor holds so many."""
-    return torch.cuda.get_device_properties(device).multi_processor_count * blocks
 
 
 def _columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:

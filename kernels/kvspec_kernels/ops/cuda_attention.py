@@ -8,12 +8,12 @@ import math
 from dataclasses import replace
 
 import torch
-import triton
 
 from kvspec_kernels.jit.cuda_attention import (
     Arithmetic,
     AttentionShape,
     DraftKernel,
+    State,
     arithmetics,
     draft_kernel,
     draft_supported,
@@ -24,7 +24,6 @@ from kvspec_kernels.jit.cuda_verify import (
     verify_kernel,
     verify_supported,
 )
-from kvspec_kernels.jit.merge_states import merge_states_kernel
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Tail
 from kvspec_kernels.ops.triton_attention import TritonAttention
 
@@ -48,13 +47,15 @@ class CudaAttention:
         sizes = self._sizes(plan)
         scratch, empty, tail, *states = torch.split(workspace[: sum(sizes)], sizes)
         self._scratch = scratch
-        # Of past and tail, joined where a run has both.
-        self._outs = [part.view(plan.q_dtype) for part in states[:2]]
-        self._lses = [part.view(torch.float32) for part in states[2:]]
-        # The kernel leaves its counters as it finds them.
-        scratch[: self._kernel.counter_bytes(plan.batch_size)].zero_()
+        # Of past and tail, which are joined, and of results that go elsewhere.
+        half = len(states) // 2
+        self._outs = [part.view(plan.q_dtype) for part in states[:half]]
+        self._lses = [part.view(torch.float32) for part in states[half:]]
         self._draft_tail = None
-        if plan.source == "anchor":
+        if isinstance(self._kernel, VerifyKernel):
+            # The kernel leaves its counters as it finds them.
+            scratch[: self._kernel.counter_bytes(plan.batch_size)].zero_()
+        else:
             self._draft_tail = TritonAttention(_without_past(plan, empty), tail)
 
     @staticmethod
@@ -72,17 +73,18 @@ class CudaAttention:
 
     @staticmethod
     def _sizes(plan: AttentionPlan) -> list[int]:
-        """Bytes of: kernel scratch, indptr of an empty past, the tail's scratch, two outputs, two
-        lses. Where there is no second state, the first is only for results that are not whole."""
+        """Bytes of: kernel scratch, indptr of an empty past, the tail's scratch, outputs, and as
+        many lses: the last is only for results that are not whole."""
         rows = plan.batch_size * plan.max_qo_len * plan.num_qo_heads
         out, lse = rows * plan.head_dim * plan.q_dtype.itemsize, rows * 4
         is_draft = plan.source == "anchor"
+        num_states = 3 if is_draft else 1
         sizes = [
             _kernel(plan).workspace_bytes(plan.batch_size),
             4 * (plan.batch_size + 1),
             TritonAttention.workspace_nbytes(plan) if is_draft else 0,
-            *(out, out if is_draft else 0),
-            *(lse, lse if is_draft else 0),
+            *[out] * num_states,
+            *[lse] * num_states,
         ]
         return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
 
@@ -101,64 +103,47 @@ class CudaAttention:
             out[rows:].zero_()
             lse[rows:].fill_(-math.inf)
             q, out, lse = q[:rows], out[:rows], lse[:rows]
-        one_state = tail is None or self._draft_tail is None
-        if one_state and out.is_contiguous() and lse.is_contiguous():
-            self._run_kernel(q, records, tail, out, lse)
-            return
-        past_out, past_lse = self._state(0, q)
-        if tail is None or self._draft_tail is None:
-            self._run_kernel(q, records, tail, past_out, past_lse)
-            out.copy_(past_out)
-            lse.copy_(past_lse)
-            return
-        tail_out, tail_lse = self._state(1, q)
-        # The tail's kernels fill few multiprocessors and need not wait for the past's.
-        current, beside = torch.cuda.current_stream(q.device), _beside(q.device)
-        beside.wait_stream(current)
-        with torch.cuda.stream(beside):
-            self._draft_tail.run(q, records, tail, tail_out, tail_lse)
-        self._run_kernel(q, records, tail, past_out, past_lse)
-        current.wait_stream(beside)
-        plan = self._plan
-        merge_states_kernel[(len(q), plan.num_qo_heads)](
-            past_out,
-            past_lse,
-            tail_out,
-            tail_lse,
-            out,
-            lse,
-            out.stride(0),
-            out.stride(1),
-            lse.stride(0),
-            lse.stride(1),
-            NUM_HEADS=plan.num_qo_heads,
-            HEAD_DIM=plan.head_dim,
-            BLOCK_D=triton.next_power_of_2(plan.head_dim),
-            num_warps=1,
-        )
+        is_whole = out.is_contiguous() and lse.is_contiguous()
+        target = (out, lse) if is_whole else self._state(-1, q)
+        if isinstance(self._kernel, DraftKernel):
+            self._draft(self._kernel, q, records, tail, target)
+        else:
+            self._verify(self._kernel, q, records, tail, target)
+        if not is_whole:
+            out.copy_(target[0])
+            lse.copy_(target[1])
 
-    def _state(self, index: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _state(self, index: int, q: torch.Tensor) -> State:
         """An output like q and its lse, in the workspace."""
         rows = len(q) * self._plan.num_qo_heads
         out = self._outs[index][: rows * self._plan.head_dim].view(q.shape)
         return out, self._lses[index][:rows].view(q.shape[:2])
 
-    def _run_kernel(
-        self,
-        q: torch.Tensor,
-        records: Records,
-        tail: Tail | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+    def _draft(
+        self, kernel: DraftKernel, q: torch.Tensor, records: Records, tail: Tail | None, out: State
     ) -> None:
-        """Pages; to verify, the tail too."""
         plan = self._plan
         assert records.anchors is not None
-        kernel, scale = self._kernel, plan.sm_scale
+        past, tail_state = self._state(0, q), None
+        current = beside = torch.cuda.current_stream(q.device)
+        if tail is not None:
+            # The tail's kernels fill few multiprocessors and need not wait for the past's.
+            assert self._draft_tail is not None
+            tail_state, beside = self._state(1, q), _beside(q.device)
+            beside.wait_stream(current)
+            with torch.cuda.stream(beside):
+                self._draft_tail.run(q, records, tail, *tail_state)
         index = (plan.indptr, plan.indices, plan.last_page_len)
-        if isinstance(kernel, DraftKernel):
-            kernel.run(q, records.anchors, *index, scale, self._scratch, out, lse)
-            return
+        kernel.attend(q, records.anchors, *index, plan.sm_scale, self._scratch, past)
+        current.wait_stream(beside)
+        kernel.join(plan.indptr, self._scratch, past, tail_state, out)
+
+    def _verify(
+        self, kernel: VerifyKernel, q: torch.Tensor, records: Records, tail: Tail | None, out: State
+    ) -> None:
+        """Pages and the tail."""
+        plan = self._plan
+        assert records.anchors is not None
         assert records.residuals is not None
         assert records.residual_slots is not None
         assert plan.qo_indptr is not None
@@ -168,7 +153,8 @@ class CudaAttention:
                 f"got strides {tail.window_k.stride()}"
             )
         pages = (records.anchors, records.residuals, records.residual_slots)
-        kernel.run(q, *pages, plan.qo_indptr, *index, tail, scale, self._scratch, out, lse)
+        index = (plan.qo_indptr, plan.indptr, plan.indices, plan.last_page_len)
+        kernel.run(q, *pages, *index, tail, plan.sm_scale, self._scratch, *out)
 
 
 @functools.cache
@@ -203,7 +189,7 @@ def _arithmetic(plan: AttentionPlan) -> Arithmetic:
 
 def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:
     if plan.source == "anchor":
-        return draft_kernel(_shape(plan), plan.device)
+        return draft_kernel(_shape(plan), plan.batch_size, plan.device)
     return verify_kernel(_shape(plan), plan.max_qo_len, plan.batch_size, plan.device)
 
 

@@ -7,7 +7,12 @@ import torch
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.jit import nvrtc
-from kvspec_kernels.jit.cuda_attention import AttentionShape, draft_defines
+from kvspec_kernels.jit.cuda_attention import (
+    AttentionShape,
+    draft_defines,
+    draft_join_defines,
+    join_warps,
+)
 from kvspec_kernels.jit.cuda_encode import EncodeShape, encode_defines
 from kvspec_kernels.jit.cuda_verify import join_defines, verify_defines
 from kvspec_kernels.ops import read_host
@@ -42,6 +47,21 @@ def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, 
     assert nvrtc.compile_cubin("draft_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE)
 
 
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (96, 1), (128, 4), (256, 16)])
+@pytest.mark.parametrize("join_warps", [1, 8])
+def test_draft_join_compiles(head_dim, group, join_warps):
+    shape = shape_of(Uniform4Settings, 64, head_dim, group, torch.float16)
+    defines = draft_join_defines(shape, join_warps)
+    assert nvrtc.compile_cubin("draft_join.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+
+
+@pytest.mark.parametrize(
+    ("parts", "warps"), [(0.5, 1), (8, 1), (9, 2), (16.5, 4), (66, 8), (500, 8)]
+)
+def test_warps_follow_the_parts_that_they_join(parts, warps):
+    assert join_warps(parts) == warps
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     ("bits", "columns", "page_size", "head_dim", "dtype"),
@@ -66,7 +86,7 @@ def test_verify_attention_compiles(codec, bits, columns, page_size, head_dim, dt
 def test_verify_join_compiles(head_dim, dtype):
     shape = shape_of(Uniform4Settings, 64, head_dim, 4, dtype)
     for columns in (1, 4):
-        defines = join_defines(shape, columns)
+        defines = join_defines(shape, columns, join_warps=8)
         assert nvrtc.compile_cubin("verify_join.cu", tuple(sorted(defines.items())), ARCHITECTURE)
 
 

@@ -1,12 +1,13 @@
 // Decode attention over anchor pages, for Hopper: codes go from memory to matrix registers without
-// a shuffle. Blocks share the pages of all requests and KV heads equally, whatever the lengths; of a
-// request that was cut, the block that ends last merges the parts. The warps of a block take pages
-// in turn; bulk copies fill a ring of each warp ahead of it, K and V apart. What a warp does with a
-// page is in draft_half.cuh or draft_int8.cuh.
+// a shuffle. Blocks share the pages of all requests and KV heads equally, whatever the lengths;
+// draft_join.cu joins what they leave of a request. The warps of a block take pages in turn; bulk
+// copies fill a ring of each warp ahead of it, K and V apart. What a warp does with a page is in
+// draft_half.cuh or draft_int8.cuh.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4
 // ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES TOP.
 
+#include "draft_shares.cuh"
 #if INT8
 #include "draft_int8.cuh"
 #else
@@ -16,83 +17,22 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int HALF_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
 
-// Blocks that share the work: each has a page for every warp.
-__device__ __forceinline__ int active_workers(i64 total, int workers) {
-    i64 most = (total + WARPS - 1) / WARPS;
-    return most < workers ? (int)most : workers;
-}
-
-// Combines the parts of a request that several blocks shared. Parts: [GROUP][HEAD_DIM] sums of
-// weighed V, and (max, sum) for each head.
-__device__ __forceinline__ void merge_parts(
-    float* scratch, const float* partial_out, const float* partial_stat, int first, int last,
-    int first_slot, i64 row, void* out, float* lse) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // A warp has one head of up to WARPS at a time, or shares it with others if there are fewer.
-    constexpr int SHARES = GROUP >= WARPS ? 1 : WARPS / GROUP;
-    float* sums = scratch;                   // [SHARES][GROUP]
-    float* tops = sums + SHARES * GROUP;     // [GROUP]
-    float* outs = tops + GROUP;              // [SHARES][GROUP][HEAD_DIM]
-    auto part_of = [&](int worker) {
-        return (i64)(2 * worker + (worker == first ? first_slot : 0)) * GROUP;
-    };
-    int share = warp / GROUP;
-    for (int h = warp % GROUP; h < GROUP && share < SHARES; h += WARPS) {
-        float top = NEG_INF;
-        for (int w = first + lane; w <= last; w += 32)
-            top = fmaxf(top, __ldcg(partial_stat + (part_of(w) + h) * 2));
-        for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, step));
-        float sum = 0.0f, x[HEAD_DIM / 32];
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 32; ++i) x[i] = 0.0f;
-#pragma unroll 8
-        for (int w = first + share; w <= last; w += SHARES) {
-            i64 part = part_of(w) + h;
-            float weight = exp2_approx(__ldcg(partial_stat + part * 2) - top);
-            sum += weight * __ldcg(partial_stat + part * 2 + 1);
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 32; ++i)
-                x[i] += weight * __ldcg(partial_out + part * HEAD_DIM + i * 32 + lane);
-        }
-        if (lane == 0) {
-            sums[share * GROUP + h] = sum;
-            tops[h] = top;
-        }
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 32; ++i)
-            outs[(share * GROUP + h) * HEAD_DIM + i * 32 + lane] = x[i];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
-        int h = i / HEAD_DIM;
-        float sum = 0.0f, x = 0.0f;
-#pragma unroll
-        for (int w = 0; w < SHARES; ++w) {
-            sum += sums[w * GROUP + h];
-            x += outs[w * GROUP * HEAD_DIM + i];
-        }
-        store_output(out, row * HEAD_DIM + i, x / sum);
-        if (i % HEAD_DIM == 0) lse[row + h] = tops[h] + log2f(sum);
-    }
-}
-
 // A KV head with more query heads than fit is met HEAD_SPLIT times; num_kv_heads counts each time.
-// q, out: [batch, num_kv_heads * GROUP, HEAD_DIM]; lse: [batch, num_kv_heads * GROUP], base 2.
-// partial_out: [2 * grid, GROUP, HEAD_DIM], partial_stat: [2 * grid, GROUP, 2] (max, sum).
-// arrived: [batch * num_kv_heads], zero before and after.
+// q: [batch, num_kv_heads * GROUP, HEAD_DIM]. partial_out: [2 * grid, GROUP, HEAD_DIM], sums of weighed
+// V; partial_stat: [2 * grid, GROUP, 2], (max, base 2, and sum). Rows of past_out, like q, and past_lse
+// [batch, num_kv_heads * GROUP], base 2, are written where a single block has all of a head's pages.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
     i64 page_stride, const int* __restrict__ indptr, const int* __restrict__ indices,
     const int* __restrict__ last_page_len, int batch, int num_kv_heads, float scale_log2,
-    float* __restrict__ partial_out, float* __restrict__ partial_stat, int* __restrict__ arrived,
-    void* __restrict__ out, float* __restrict__ lse) {
+    float* __restrict__ partial_out, float* __restrict__ partial_stat,
+    void* __restrict__ past_out, float* __restrict__ past_lse) {
     extern __shared__ __align__(128) u8 memory[];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint4* query = reinterpret_cast<uint4*>(memory);
     u8* scratch = memory + QUERY_BYTES;  // the rings, between requests
     u8* ring = scratch + warp * HALVES * HALF_BYTES;
     u32 barrier = shared_address(scratch + WARPS * HALVES * HALF_BYTES) + warp * HALVES * 8;
-    int* is_last = reinterpret_cast<int*>(scratch + WARPS * HALVES * (HALF_BYTES + 8));
     if (lane == 0) {
         for (int i = 0; i < HALVES; ++i) barrier_init(barrier + 8 * i);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -176,8 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         state.store(tops, sums, outs, warp, lane);
         __syncthreads();
         bool whole = count == num_pages;
-        i64 row = ((i64)b * num_kv_heads + head) * GROUP;
-        i64 part = (2 * (i64)worker + (is_first ? 0 : 1)) * GROUP;
+        i64 row = ((i64)b * num_kv_heads + head) * GROUP, part = part_row(worker, is_first);
         for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
             int h = i / HEAD_DIM;
             float top = tops[h], sum = 0.0f, x = 0.0f;
@@ -190,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
                 x += weight * outs[w * GROUP * HEAD_DIM + i];
             }
             if (whole) {
-                store_output(out, row * HEAD_DIM + i, x / sum);
-                if (i % HEAD_DIM == 0) lse[row + h] = top + log2f(sum);
+                store_output(past_out, row * HEAD_DIM + i, x / sum);
+                if (i % HEAD_DIM == 0) past_lse[row + h] = top + log2f(sum);
             } else {
                 __stcg(partial_out + part * HEAD_DIM + i, x);
                 if (i % HEAD_DIM == 0) {
@@ -200,37 +139,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
                 }
             }
         }
-        if (!whole) {
-            i64 first_page = (i64)first_index * num_kv_heads + (i64)head * num_pages;
-            int first = worker_of(first_page, total, workers);
-            int last = worker_of(first_page + num_pages - 1, total, workers);
-            __threadfence();
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                int* counter = arrived + b * num_kv_heads + head;
-                *is_last = atomicAdd(counter, 1) == last - first;
-                if (*is_last) *counter = 0;
-            }
-            __syncthreads();
-            if (*is_last) {
-                __threadfence();
-                int first_slot = first_unit(total, first, workers) < first_page ? 1 : 0;
-                merge_parts(tops, partial_out, partial_stat, first, last, first_slot, row, out, lse);
-            }
-        }
         begin += count;
         is_first = false;
         // Ordinary writes to the ring come before the next bulk copies into it.
         asm volatile("fence.proxy.async;" ::: "memory");
         __syncthreads();
     }
-
-    // Requests without pages belong to no block's share.
-    for (int b = blockIdx.x; b < batch; b += gridDim.x)
-        if (indptr[b] == indptr[b + 1]) {
-            i64 row = (i64)b * num_kv_heads * GROUP;
-            for (int i = threadIdx.x; i < num_kv_heads * GROUP * HEAD_DIM; i += THREADS)
-                store_output(out, row * HEAD_DIM + i, 0.0f);
-            for (int i = threadIdx.x; i < num_kv_heads * GROUP; i += THREADS) lse[row + i] = NEG_INF;
-        }
 }
