@@ -15,13 +15,8 @@ from sglang_kvspec.adapters.step_graphs import StepGraphs
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import (
-    DraftedTokens,
-    DraftRows,
-    draft_row,
-    open_for_drafts,
-    target_row,
-)
+from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts, target_row
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState

@@ -34,7 +34,7 @@ from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.beside_rows import MOST_BESIDE
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftedTokens
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.request_state import RequestState

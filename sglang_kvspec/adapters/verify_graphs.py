@@ -13,12 +13,8 @@ from sglang_kvspec.adapters.forward_capture import ForwardCapture, StaticRows
 from sglang_kvspec.pools.transfers import send_into
 from sglang_kvspec.runtime.beside_rows import BesideDraft, BesideRows
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import (
-    DraftedTokens,
-    DraftRows,
-    draft_row,
-    open_for_drafts,
-)
+from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan
 from sglang_kvspec.runtime.verify_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows

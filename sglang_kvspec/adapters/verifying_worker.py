@@ -15,7 +15,7 @@ from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.beside_rows import BesideDraft
 from sglang_kvspec.runtime.chooser import Verified
-from sglang_kvspec.runtime.draft_rows import DraftedTokens
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.ranks import agree
 from sglang_kvspec.runtime.request_state import RequestState

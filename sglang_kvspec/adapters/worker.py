@@ -29,7 +29,7 @@ from sglang_kvspec.adapters.transfer.decoding import Decoding
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import sent_to
 from sglang_kvspec.runtime.chooser import Chooser, Verified
-from sglang_kvspec.runtime.draft_rows import DraftedTokens
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper

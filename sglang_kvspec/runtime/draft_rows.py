@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from kvspec_kernels.ops.steps import StepEnd, begin_step
 from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.transfers import send_into, sent_to
+from sglang_kvspec.pools.transfers import send_into
 from sglang_kvspec.runtime.target_rows import indptr
 
 
@@ -71,6 +72,7 @@ class DraftRows:
         self.step = ints(1, dtype=torch.int64)
         # What step s chose for row b, [s, b].
         self.drafts = ints(max_steps, max_batch, dtype=torch.int64)
+        self._end = StepEnd(max_batch, device)
         # No row encodes a page while it drafts.
         self.no_page = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
 
@@ -130,86 +132,33 @@ class DraftRows:
     def begin_step(self, batch: int) -> None:
         """Make room for one more token in the tails of the first `batch` rows: sets `slots` (-1
         where nothing may be written) and `offsets`, advances `tail_lens`."""
-        lens = self.tail_lens[:batch]
-        grows = lens < self.limits[:batch]
-        place = self.tail_indptr[:batch] + torch.div(lens, self.page_size, rounding_mode="floor")
-        # A full tail points past its own slots, maybe past all.
-        slots = self.tail_slots[place.clamp_(max=self._max_tail - 1).long()]
-        self.slots[:batch].copy_(torch.where(grows, slots, -1))
-        self.offsets[:batch].copy_(lens % self.page_size)
-        lens += grows
+        begin_step(
+            self.tail_indptr[: batch + 1],
+            self.tail_slots,
+            self.tail_lens[:batch],
+            self.limits[:batch],
+            self.slots[:batch],
+            self.offsets[:batch],
+            self.page_size,
+        )
 
     def end_step(self, logits: torch.Tensor) -> None:
         """Note the most likely tokens of logits [batch, vocab] as drafts and as the next inputs."""
         batch = len(logits)
-        chosen = logits.argmax(-1)
-        self.drafts[:, :batch].index_copy_(0, self.step, chosen[None])
-        self.input_ids[:batch].copy_(chosen)
-        # Rows that are done stay where they are, within the positions that the model knows.
-        self.positions[:batch] += self.tail_lens[:batch] < self.limits[:batch]
-        self.step += 1
+        self._end(
+            logits,
+            self.tail_lens[:batch],
+            # Rows that are done stay where they are, within the positions that the model knows.
+            self.limits[:batch],
+            self.input_ids[:batch],
+            self.positions[:batch],
+            self.drafts,
+            self.step,
+        )
 
     def override(self, tokens: Sequence[int]) -> None:
         """Let the first len(tokens) rows go on from these tokens instead of the most likely."""
         send_into([(self.input_ids[: len(tokens)], torch.tensor(tokens))])
-
-
-@dataclass(frozen=True, slots=True)
-class DraftedTokens:
-    """Drafts that are still only on the device: what verifying them needs can be enqueued before
-    anyone waits for them.
-
-    tokens: [steps, columns] int64; column c belongs to request order[c], which has lens[order[c]].
-    A request that has left is -1.
-    """
-
-    tokens: torch.Tensor
-    order: Sequence[int]
-    lens: Sequence[int]
-
-    @classmethod
-    def of_one_step(
-        cls, tokens: torch.Tensor, order: Sequence[int], num_requests: int
-    ) -> DraftedTokens:
-        """tokens [1, columns]: one draft of each request in `order`, of so many."""
-        lens = [0] * num_requests
-        for i in order:
-            lens[i] = 1
-        return cls(tokens, order, lens)
-
-    def rearranged(self, places: Mapping[int, int], lens: Sequence[int]) -> DraftedTokens:
-        """For a batch where request i is places[i], or is no longer, and has the given lens."""
-        return DraftedTokens(self.tokens, [places.get(i, -1) for i in self.order], lens)
-
-    def place(
-        self, input_ids: torch.Tensor, firsts: Sequence[int], lasts: Sequence[int] | None = None
-    ) -> None:
-        """Write the drafts of request i into input_ids [num_tokens] from firsts[i] on, where that
-        is not -1: it verifies. lasts: where its last draft goes, from which it drafts on, or -1."""
-        columns = self.tokens.shape[1]
-        pairs: list[tuple[int, int]] = []
-        for column, i in enumerate(self.order):
-            if i < 0:
-                continue
-            if firsts[i] >= 0:
-                steps = range(self.lens[i])
-                pairs += [(firsts[i] + step, step * columns + column) for step in steps]
-            if lasts is not None and lasts[i] >= 0 and self.lens[i]:
-                pairs.append((lasts[i], (self.lens[i] - 1) * columns + column))
-        if not pairs:
-            # All requests that drafted have left.
-            return
-        index = sent_to(input_ids.device, torch.tensor(pairs).T.contiguous())
-        input_ids[index[0]] = self.tokens.flatten()[index[1]]
-
-    def deliver(self) -> dict[int, list[int]]:
-        """What every request got. Waits for the device."""
-        columns = self.tokens.T.tolist()
-        return {
-            i: tokens[: self.lens[i]]
-            for i, tokens in zip(self.order, columns, strict=True)
-            if i >= 0
-        }
 
 
 def open_for_drafts(kv: KVTiers, position: int, pages: torch.Tensor, num_drafts: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sglang_kvspec.planning.round_step import RoundPlan
-from sglang_kvspec.runtime.draft_rows import DraftedTokens
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.request_state import RequestState
 

@@ -25,6 +25,7 @@ from sglang_kvspec.pools.tiered_kv import TieredKV
 # servers that other tests start.
 KERNELS = (
     *("ops.attention", "ops.ordered_attention", "ops.encode", "ops.append", "ops.copy_rows"),
+    "ops.steps",
     "testing.division",
 )
 if not torch.cuda.is_available() and "triton" not in sys.modules:

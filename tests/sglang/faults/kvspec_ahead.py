@@ -158,7 +158,7 @@ class ImmediateStepper:
     ) -> Any:
         from sglang_kvspec.adapters.drafters import EagerDrafter
         from sglang_kvspec.adapters.requests import takes_argmax
-        from sglang_kvspec.runtime.draft_rows import DraftedTokens
+        from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 
         self._shared.fill_(float("nan"))
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
@@ -184,7 +184,7 @@ class ImmediateStepper:
         max_steps: int,
         late: Collection[int] = (),
     ) -> tuple[Any, torch.Tensor]:
-        from sglang_kvspec.runtime.draft_rows import DraftedTokens
+        from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
         from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
         self._shared.fill_(float("nan"))

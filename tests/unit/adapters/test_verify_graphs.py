@@ -11,7 +11,7 @@ import torch
 from sglang_kvspec.adapters import verify_graphs
 from sglang_kvspec.runtime.beside_rows import BesideDraft
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftedTokens
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
 SIZE, MAX_ROWS, MAX_DRAFTS, VOCAB, MAX_BESIDE = 64, 2, 8, 7, 3

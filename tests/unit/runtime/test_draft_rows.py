@@ -133,7 +133,7 @@ def logits_of(rows: DraftRows, batch: int) -> torch.Tensor:
     return logits
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(loaded=rounds(), sizes=st.sampled_from(["just", "padded", "all"]))
 def test_steps_store_see_and_chain_tokens_as_lists_do(loaded, sizes):
     batch_of = {
@@ -144,7 +144,7 @@ def test_steps_store_see_and_chain_tokens_as_lists_do(loaded, sizes):
     play(make_rows(), loaded, batch_of)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(loads=st.lists(rounds(), min_size=2, max_size=3))
 def test_a_round_leaves_nothing_behind_for_the_next(loads):
     rows = make_rows()
