@@ -80,15 +80,20 @@ def _draft_iteration(name: str, records: Sequence[Record], base: Record | None) 
     return [Figure(f"{name}.draft_iter_ms", max(times), "ms", None, step_ms)]
 
 
+# Requests that fit, over those that were sent, from which on a system was not asked for its most.
+MUCH_ROOM = 1.25
+
+
 def saturation_ratios(name: str, records: Sequence[Record]) -> list[Figure]:
     """Each system's best over its concurrencies, against bf16's best. Nothing of a system with one
-    concurrency: it need not be its best."""
+    concurrency, or with fewer requests at once than bf16's best and room for many more: that need
+    not be its best."""
     figures, best_of_all = [], []
     for suffix, (what, rate_of) in RATES.items():
         base = _best_of(records, BASELINE, rate_of)
         for system in dict.fromkeys(r.system for r in records if r.system != BASELINE):
             found = _best_of(records, system, rate_of)
-            if base is None or found is None:
+            if base is None or found is None or _may_take_more(records, found, base):
                 continue
             unit = (
                 f"x {BASELINE}, {what}{_mark(found)}, at {found.concurrency} against "
@@ -110,6 +115,14 @@ def _best_of(records: Iterable[Record], system: str, rate_of: RateOf) -> Record 
     """The best of a system's points; None where there is only one to choose from."""
     own = [record for record in records if record.system == system and rate_of(record)]
     return best(own, rate_of) if len(own) > 1 else None
+
+
+def _may_take_more(records: Iterable[Record], found: Record, base: Record) -> bool:
+    """Whether all that was measured of a system was with fewer requests than `base`, of another
+    one, has, though it has room for more."""
+    most = max(record.concurrency for record in records if record.system == found.system)
+    fitting = (found.max_total_num_tokens or 0) / (found.prompt_len + found.output_len)
+    return most < base.concurrency and fitting > MUCH_ROOM * most
 
 
 def best(records: Iterable[Record], rate_of: RateOf) -> Record | None:

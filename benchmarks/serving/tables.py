@@ -21,6 +21,8 @@ from serving.systems import SYSTEMS
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "serving_h200.json"
 DETERMINISTIC = ROOT / "benchmarks" / "results" / "identity_deterministic_h200.json"
+# Of a run with --control.
+CONTROL = ROOT / "benchmarks" / "results" / "identity_control_h200.json"
 PROFILE = ROOT / "benchmarks" / "results" / "profile_8b_32k_exact.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- serving:begin -->", "<!-- serving:end -->"
@@ -83,6 +85,11 @@ def main() -> None:
         strict = read_identity(DETERMINISTIC)
         by_name = {figure.name: asdict(figure) for figure in strict.figures}
         block += ["", *identity(by_name, strict.settings, "deterministic.")]
+    if CONTROL.exists():
+        control = read_identity(CONTROL)
+        of_itself = f"{PREFIX}plain_differences_to_itself"
+        by_name = {f.name: asdict(f) for f in control.figures if f.name.startswith(of_itself)}
+        block += ["", *identity(by_name, control.settings)]
     if PROFILE.exists():
         profile = json.loads(PROFILE.read_text(encoding="utf-8"))
         block += ["", *profile_lines(profile, _short(profile["settings"]["acceptance"]))]

@@ -31,7 +31,7 @@ PLAIN_STEPS = 8
 LEAST_STEPS_ON = PLAIN_STEPS // 2
 # Contexts of a batch that are read in less time than FlashInfer's kernels, ours for the tail, and
 # one to merge both take to start.
-SHORT_TOKENS = 16384
+SHORT_TOKENS = 24576
 
 
 class EagerDrafter:

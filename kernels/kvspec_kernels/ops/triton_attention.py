@@ -11,11 +11,13 @@ import triton.language as tl
 
 from kvspec_kernels.formats import Log4Settings
 from kvspec_kernels.jit.attention import attention_kernel, merge_kernel
-from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Tail
+from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
 from kvspec_kernels.reference.companding import tables
 
-# Programs that a multiprocessor runs at a time; their registers leave room for no more.
-PROGRAMS_PER_SM = 2
+# Programs that a multiprocessor is given at a time. More are quicker where they keep less in
+# registers (H200, a query token of 16 requests of 1024: exact 30 us with three and 35 with two; of
+# 4096: anchors 179 and 147).
+PROGRAMS_PER_SM: dict[Source, int] = {"anchor": 2, "int8": 3, "exact": 3}
 # Values of partial outputs that a program of the merge loads at a time.
 MERGE_TILE = 8192
 # Pipelined loads would go through shared memory, of which smaller devices have 100 KB.
@@ -51,7 +53,8 @@ class Launch:
         # Accumulators are 64 registers a thread at most.
         block_m = min(max(16, triton.next_power_of_2(rows)), 32 if wide else 64)
         num_blocks = -(-rows // block_m)
-        at_a_time = -(-PROGRAMS_PER_SM * plan.num_sms // (plan.num_kv_heads * num_blocks))
+        programs = PROGRAMS_PER_SM[plan.source] * plan.num_sms
+        at_a_time = -(-programs // (plan.num_kv_heads * num_blocks))
         return cls(
             block_m=block_m,
             block_n=64 if plan.page_size % 64 == 0 and not wide else 32,

@@ -100,6 +100,19 @@ def test_saturation_takes_each_side_at_its_own_best():
     assert not any("saturation" in name for name in by_name([records[0], *records[3:]]))
 
 
+@pytest.mark.parametrize(("room", "is_best"), [(17, True), (40, False), (None, True)])
+def test_saturation_is_not_that_of_a_system_that_was_asked_for_little(room, is_best):
+    """At most 16 requests, where bf16 is best with 24."""
+    tokens = None if room is None else room * (32768 + 512)
+    records = [
+        record("bf16", 16, 800.0),
+        record("bf16", 24, 900.0),
+        record("int8", 4, 500.0, max_total_num_tokens=tokens),
+        record("int8", 16, 1000.0, max_total_num_tokens=tokens),
+    ]
+    assert ("serve.8b.32k.saturation.int8.vs_bf16" in by_name(records)) == is_best
+
+
 def test_contexts_are_not_mixed():
     other = replace(record("int8", rate=300.0), context_len=4096)
     assert not any("vs_bf16" in name for name in by_name([record("bf16", rate=100.0), other]))
