@@ -19,8 +19,11 @@ OTHER = "other"
 _PATTERNS = tuple(
     (category, re.compile(pattern))
     for category, pattern in (
-        # merge_kernel and merge_states_kernel are ours.
-        (MERGE, r"^merge_|MergeStates?Kernel|FlashAttnFwdCombine|_fwd_kernel_stage2"),
+        # merge_kernel, draft_join and verify_join are ours.
+        (
+            MERGE,
+            r"^merge_|^(draft|verify)_join$|MergeStates?Kernel|FlashAttnFwdCombine|_fwd_kernel_stage2",
+        ),
         (
             ATTENTION,
             r"^(draft|verify)_attention$|^attention_kernel$|BatchPrefill|BatchDecode"
@@ -33,7 +36,10 @@ _PATTERNS = tuple(
             r"^encode_(pages|kernel)$|^append_kernel$|index_put|store_kv|set_kv|kv_?cache|KVCache",
         ),
         (ALL_REDUCE, r"nccl|all_?reduce|cross_device_reduce|AllReduce"),
-        (SAMPLING, r"ArgMax|argmax|[Ss]oftmax|[Ss]ampl|multinomial|[Ss]ort|topk|TopK|top_k"),
+        (
+            SAMPLING,
+            r"^likeliest_kernel$|^end_step_kernel$|ArgMax|argmax|[Ss]oftmax|[Ss]ampl|multinomial|[Ss]ort|topk|TopK|top_k",
+        ),
         (NORM, r"[Nn]orm|[Rr]ope|[Rr]otary|RotaryPos|act_and_mul|silu|gelu|swiglu|qk_?norm"),
         (MATRIX, r"gemm|gemv|GEMM|nvjet|cutlass|cublas|xmma|splitK|matmul|s884|s16816|dot_kernel"),
         (

@@ -189,15 +189,14 @@ class GraphStepper:
         made, logits = self._advance(max(counts), order)
         return DraftedTokens(made, order, counts), logits
 
-    def advance_on(self, order: Sequence[int], steps: int) -> DraftedTokens:
-        """Let the requests of the last advance(), in that order, all of which took part in all of
-        its steps, take so many more within the pages they are on. Asks the CPU for nothing."""
-        self._rows.extend(len(order), steps)
-        lens = [0] * len(order)
-        for i in order:
-            lens[i] = steps
-        made, _ = self._advance(steps, order)
-        return DraftedTokens(made, order, lens)
+    def advance_on(self, made: DraftedTokens, steps: int) -> DraftedTokens:
+        """Let requests go on behind `made`, which the last call of advance() or of this returned
+        and in all of whose steps all took part, for so many steps within the pages they are on.
+        Asks the CPU for nothing."""
+        order = made.order
+        self._rows.extend(made.tokens[-1], steps)
+        tokens, _ = self._advance(steps, order)
+        return DraftedTokens(tokens, order, [steps] * len(order))
 
     def _advance(self, steps: int, order: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """What the rows of `order` take, and the logits of the last step."""

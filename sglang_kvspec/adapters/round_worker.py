@@ -287,7 +287,7 @@ class RoundWorker(VerifyingWorker):
         more.begun_at = time.perf_counter()
         with self._side:
             more.timer.start()
-            more.made = self._graphs.advance_on(started.made.order, steps)
+            more.made = self._graphs.advance_on(started.made, steps)
             more.timer.mark()
         return more
 

@@ -90,10 +90,13 @@ class DraftRows:
         sends others with them."""
         self.step.zero_()
 
-    def extend(self, batch: int, num_steps: int) -> None:
-        """The first `batch` rows, which have requests, take so many steps more on top of those that
-        they were loaded for, all of which they have taken and no others; their tails have slots for
-        that."""
+    def extend(self, tokens: torch.Tensor, num_steps: int) -> None:
+        """The first rows, which have requests, take so many steps more on top of those that they
+        were loaded for, all of which they have taken and no others; their tails have slots for
+        that. tokens: [rows] int64 on the device, those that they came to."""
+        batch = len(tokens)
+        # What the rank itself took for the likeliest need not be what all ranks go on from.
+        self.input_ids[:batch].copy_(tokens)
         self.limits[:batch] += num_steps
         # The last step left them where they were.
         self.positions[:batch] += 1

@@ -43,9 +43,11 @@ def planned_target(
     past_pages: torch.Tensor,
     past_last: torch.Tensor,
     max_qo_len: int,
+    *,
+    is_captured: bool = True,
 ) -> VerifyAttention:
     """Over such parts; the index tensors, as VerifyAttention.plan() takes them, are read by every
-    run."""
+    run. is_captured: for a graph, so that what it needs is compiled before anything is served."""
     attention = VerifyAttention(workspace)
     attention.plan(
         qo_indptr,
@@ -57,5 +59,6 @@ def planned_target(
         target=kv.codec.target,  # type: ignore[arg-type]
         q_dtype=kv.geometry.dtype,
         max_qo_len=max_qo_len,
+        may_join_apart=is_captured,
     )
     return attention

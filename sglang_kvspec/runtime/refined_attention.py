@@ -74,6 +74,7 @@ class RefinedAttention:
             index["past_pages"],
             torch.full((count,), page_size, dtype=torch.int32, device=kv.device),
             max_qo_len,
+            is_captured=False,
         )
 
     def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:

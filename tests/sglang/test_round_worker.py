@@ -194,7 +194,7 @@ def test_plain_rounds_go_on_before_their_tokens_are_read(
             order.append("read")
             return super().deliver()
 
-    def advance_on(rows: Any, steps: int) -> Any:
+    def advance_on(made: Any, steps: int) -> Any:
         order.append(f"{steps} more")
         return Made(torch.zeros((steps, 1)), [0], [steps])
 

@@ -98,8 +98,8 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class DraftKernel:
-    """Draft attention of one shape and number of requests on one device. Holds no state besides the
-    compiled code."""
+    """Draft attention of one shape on one device, for as many requests as leave about as many parts
+    of each as join_warps are for. Holds no state besides the compiled code."""
 
     def __init__(self, shape: AttentionShape, join_warps: int, device: torch.device) -> None:
         """join_warps: as join_warps() has it."""

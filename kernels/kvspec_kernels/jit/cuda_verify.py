@@ -77,12 +77,11 @@ class VerifyKernel:
         self.grid = num_blocks(self._blocks, device)
 
     def counter_bytes(self, batch: int) -> int:
-        """Bytes at the start of the workspace that must be zero before the first run: counters of
-        the arrived parts or, where these are joined apart, who has which."""
-        if self._join is not None:
-            return -(-(batch + 2) * 4 // 16) * 16
+        """Bytes at the start of the workspace: counters of the arrived parts, which must be zero
+        before the first run, or, where these are joined apart, who has which."""
         counters = batch * self.shape.num_kv_heads * self._max_column_blocks
-        return -(-counters * 4 // 16) * 16
+        # Room for either, so that sizes do not hang on who joins.
+        return -(-max(counters, batch + 2) * 4 // 16) * 16
 
     def workspace_bytes(self, batch: int) -> int:
         """What counter_bytes() is of, then partial outputs and states, two for each block."""
@@ -194,9 +193,16 @@ def tail_aligned(window_k: torch.Tensor) -> bool:
 
 
 def verify_kernel(
-    shape: AttentionShape, max_qo_len: int, batch: int, device: torch.device
+    shape: AttentionShape,
+    max_qo_len: int,
+    batch: int,
+    device: torch.device,
+    *,
+    may_join_apart: bool,
 ) -> VerifyKernel:
     """The kernel of a shape and number of requests."""
+    if not may_join_apart:
+        return _verify_kernel(shape, max_qo_len, device, 0)
     columns, blocks = _columns_and_blocks(shape, max_qo_len * _group(shape))
     column_blocks = -(-max_qo_len * _group(shape) // (8 * columns))
     parts = num_blocks(blocks, device) / (batch * shape.num_kv_heads * column_blocks)
@@ -209,7 +215,7 @@ def verify_kernel(
 def _verify_kernel(
     shape: AttentionShape, max_qo_len: int, device: torch.device, join_warps: int
 ) -> VerifyKernel:
-    """Compiled once a process, number of columns and device."""
+    """Its code is shared by all of a number of columns."""
     return VerifyKernel(shape, max_qo_len, device, join_warps)
 
 

@@ -77,12 +77,23 @@ class Kernel:
 def load(
     source: str, names: Sequence[str], defines: Mapping[str, int | str], device: torch.device
 ) -> tuple[Kernel, ...]:
-    """Kernels `names` of cuda/`source`, compiled for `device` and loaded there."""
+    """Kernels `names` of cuda/`source`, compiled for `device` and loaded there, once a process."""
+    return _load(source, tuple(names), tuple(sorted(defines.items())), device)
+
+
+# What is loaded stays on the device, so nothing may be loaded twice.
+@functools.cache
+def _load(
+    source: str,
+    names: tuple[str, ...],
+    defines: tuple[tuple[str, int | str], ...],
+    device: torch.device,
+) -> tuple[Kernel, ...]:
     from cuda.bindings import driver
 
     major, minor = torch.cuda.get_device_capability(device)
     suffix = "a" if major >= 9 else ""
-    code = compile_cubin(source, tuple(sorted(defines.items())), f"sm_{major}{minor}{suffix}")
+    code = compile_cubin(source, defines, f"sm_{major}{minor}{suffix}")
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the primary context current
         module = _checked(driver.cuModuleLoadData(code))

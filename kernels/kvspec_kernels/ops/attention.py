@@ -230,9 +230,11 @@ class VerifyAttention(_Attention):
         kv_dtype: torch.dtype | None = None,
         sm_scale: float | None = None,
         num_sms: int | None = None,
+        may_join_apart: bool = True,
     ) -> None:
         """As DraftAttention.plan. Request b has query tokens qo_indptr[b] .. qo_indptr[b + 1], at
         most max_qo_len; qo_indptr [batch_size + 1] int32. kv_dtype must be q_dtype, the default.
+        may_join_apart: False where batch sizes vary and nothing may be compiled for a new one.
         """
         if kv_dtype not in (None, q_dtype):
             raise ValueError(f"kv_dtype must be {q_dtype}, like q_dtype, got {kv_dtype}")
@@ -254,6 +256,7 @@ class VerifyAttention(_Attention):
                 num_sms=num_sms,
                 qo_indptr=qo_indptr,
                 max_qo_len=max_qo_len,
+                may_join_apart=may_join_apart,
             )
         )
 
@@ -295,6 +298,7 @@ def _make_plan(
     qo_indptr: torch.Tensor | None = None,
     max_qo_len: int = 1,
     arithmetic: Arithmetic = "auto",
+    may_join_apart: bool = True,
 ) -> AttentionPlan:
     device = indptr.device
     if num_sms is None:
@@ -316,4 +320,5 @@ def _make_plan(
         max_qo_len=max_qo_len,
         num_sms=num_sms,
         arithmetic=arithmetic,
+        may_join_apart=may_join_apart,
     )

@@ -74,6 +74,9 @@ class AttentionPlan:
     max_qo_len: int
     num_sms: int
     arithmetic: Arithmetic = "auto"
+    # Whether a kernel of its own may join what blocks leave of a request, which is a choice by the
+    # number of requests. Without it the code does not depend on that.
+    may_join_apart: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "max_qo_len", "num_sms"):

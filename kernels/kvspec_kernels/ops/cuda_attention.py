@@ -53,7 +53,7 @@ class CudaAttention:
         self._lses = [part.view(torch.float32) for part in states[half:]]
         self._draft_tail = None
         if isinstance(self._kernel, VerifyKernel):
-            # The kernel leaves its counters as it finds them.
+            # The kernel leaves counters as it finds them.
             scratch[: self._kernel.counter_bytes(plan.batch_size)].zero_()
         else:
             self._draft_tail = TritonAttention(_without_past(plan, empty), tail)
@@ -190,7 +190,8 @@ def _arithmetic(plan: AttentionPlan) -> Arithmetic:
 def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:
     if plan.source == "anchor":
         return draft_kernel(_shape(plan), plan.batch_size, plan.device)
-    return verify_kernel(_shape(plan), plan.max_qo_len, plan.batch_size, plan.device)
+    sizes = (plan.max_qo_len, plan.batch_size)
+    return verify_kernel(_shape(plan), *sizes, plan.device, may_join_apart=plan.may_join_apart)
 
 
 def _without_past(plan: AttentionPlan, workspace: torch.Tensor) -> AttentionPlan:

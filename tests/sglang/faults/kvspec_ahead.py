@@ -133,6 +133,8 @@ class ImmediateStepper:
         worker._verify_rows = self._verify_into_shared
         self.batch: Any = None
         self._fields: dict[str, Any] = {}
+        # Where the last advance() left its requests, and their pages.
+        self._advanced: tuple[list[Any], Sequence[torch.Tensor]] = ([], [])
 
     def begin(self, batch: Any) -> None:
         """An iteration. A verification of some of its requests leaves only those in the batch."""
@@ -185,10 +187,8 @@ class ImmediateStepper:
         late: Collection[int] = (),
     ) -> tuple[Any, torch.Tensor]:
         from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-        from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
-        self._shared.fill_(float("nan"))
-        worker, batch = self._worker, self.batch
+        worker = self._worker
         size = worker.kv.geometry.page_size
         counts = [max(min(max_steps, state.remaining), 0) for state in states]
         counts = [0 if i in late else count for i, count in enumerate(counts)]
@@ -196,8 +196,29 @@ class ImmediateStepper:
             room = [size - state.committed_len % size for state in states]
             counts = [min(pair) for pair in zip(counts, room, strict=True)]
         order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
-        shadows = [replace(state, drafts=[], draft_probs=[]) for state in states]
-        taken: list[list[int]] = [[] for _ in states]
+        self._advanced = ([replace(s, drafts=[], draft_probs=[]) for s in states], pages)
+        taken, logits = self._advance(counts, order)
+        return DraftedTokens(_columns([taken[i] for i in order]), order, counts), logits
+
+    def advance_on(self, made: Any, steps: int) -> Any:
+        from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+
+        counts = [steps] * len(made.order)
+        taken, _ = self._advance(counts, made.order)
+        return DraftedTokens(_columns([taken[i] for i in made.order]), made.order, counts)
+
+    def _advance(
+        self, counts: Sequence[int], order: Sequence[int]
+    ) -> tuple[list[list[int]], torch.Tensor]:
+        """Tokens that each request takes at once, and the logits of the last step."""
+        from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+
+        self._shared.fill_(float("nan"))
+        worker, batch = self._worker, self.batch
+        size = worker.kv.geometry.page_size
+        shadows, pages = self._advanced
+        starts = [shadow.committed_len for shadow in shadows]
+        taken: list[list[int]] = [[] for _ in shadows]
         logits = torch.empty(0)
         for step in range(max(counts)):
             rows = {}
@@ -216,8 +237,8 @@ class ImmediateStepper:
                 taken[i].append(int(row.argmax()))
                 shadows[i].committed_len += 1
                 shadows[i].pending = taken[i][-1]
-        self._note_writes([state.committed_len for state in states], pages, counts)
-        return DraftedTokens(_columns([taken[i] for i in order]), order, counts), logits
+        self._note_writes(starts, pages, counts)
+        return taken, logits
 
     def _note_writes(
         self, starts: Sequence[int], pages: Sequence[torch.Tensor], lens: Sequence[int]

@@ -103,8 +103,8 @@ def test_tokens_without_drafts_go_on_before_they_are_read(drafter):
     a, b = state_of(5, 2), state_of(20, 33)
     states, pages = [a, b], [torch.tensor([7]), torch.tensor([9, 4])]
     made, _ = drafter.advance(states, pages, 4)
-    more = drafter.advance_on(made.order, 3)
-    again = drafter.advance_on(more.order, 2)
+    more = drafter.advance_on(made, 3)
+    again = drafter.advance_on(more, 2)
     # Read only now.
     assert made.deliver() == {0: [6, 7, 8, 9], 1: [21, 22, 23, 24]}
     assert more.deliver() == {0: [10, 11, 12], 1: [25, 26, 27]}

@@ -32,7 +32,9 @@ template <class RowOf>
 __device__ __forceinline__ void join_row(
     const float* partial_out, const float* partial_stat, int first, int last, RowOf row_of,
     OtherState one, OtherState other, i64 index, void* out, float* lse) {
-    __shared__ float outs[JOIN_WARPS][HEAD_DIM], tops[JOIN_WARPS], sums[JOIN_WARPS];
+    // Written four values at a time.
+    __shared__ __align__(16) float outs[JOIN_WARPS][HEAD_DIM];
+    __shared__ float tops[JOIN_WARPS], sums[JOIN_WARPS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float top = NEG_INF, sum = 0.0f;
     float4 x[VECTORS];
