@@ -230,11 +230,16 @@ def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
 
 def draft_join_defines(shape: AttentionShape, join_warps: int) -> dict[str, int | str]:
     """The constants that cuda/draft_join.cu is compiled with."""
+    own = {"GROUP": shape.group, "WARPS": occupancy(shape).warps}
+    return row_join_defines(shape, join_warps) | own
+
+
+def row_join_defines(shape: AttentionShape, join_warps: int) -> dict[str, int | str]:
+    """What cuda/join_rows.cuh needs."""
     return {
         "HEAD_DIM": shape.head_dim,
-        "GROUP": shape.group,
-        "WARPS": occupancy(shape).warps,
         "JOIN_WARPS": join_warps,
+        "PARTS_AT_ONCE": PARTS_AT_ONCE,
         "Q_BF16": int(shape.q_dtype == torch.bfloat16),
     }
 

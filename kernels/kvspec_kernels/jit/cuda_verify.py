@@ -19,6 +19,7 @@ from kvspec_kernels.jit.cuda_attention import (
     join_warps,
     num_blocks,
     record_defines,
+    row_join_defines,
     supported,
 )
 
@@ -236,13 +237,7 @@ def verify_defines(
 
 def join_defines(shape: AttentionShape, columns: int, join_warps: int) -> dict[str, int | str]:
     """The constants that cuda/verify_join.cu is compiled with."""
-    return {
-        "HEAD_DIM": shape.head_dim,
-        "GROUP": _group(shape),
-        "COLUMNS": columns,
-        "JOIN_WARPS": join_warps,
-        "Q_BF16": int(shape.q_dtype == torch.bfloat16),
-    }
+    return row_join_defines(shape, join_warps) | {"GROUP": _group(shape), "COLUMNS": columns}
 
 
 def _group(shape: AttentionShape) -> int:

@@ -1,7 +1,8 @@
 // Joins what blocks of draft_attention.cu left of a query with one another and with the state of the
 // request's tail, if there is one: a block for each query row.
 //
-// Compiled by jit/nvrtc.py, which defines: HEAD_DIM GROUP WARPS JOIN_WARPS and Q_BF16.
+// Compiled by jit/nvrtc.py, which defines: HEAD_DIM GROUP WARPS JOIN_WARPS PARTS_AT_ONCE
+// and Q_BF16.
 
 #include "draft_shares.cuh"
 #include "join_rows.cuh"

@@ -1,11 +1,12 @@
 // Joins the parts that blocks left of a query row, where each worker has left up to two; the warps of
-// a block share them. Needs the defines HEAD_DIM JOIN_WARPS and Q_BF16.
+// a block share them. Needs the defines HEAD_DIM JOIN_WARPS PARTS_AT_ONCE and
+// Q_BF16.
 #pragma once
 #include "hopper.cuh"
 
 constexpr int JOIN_THREADS = 32 * JOIN_WARPS;
-// Parts that a warp loads at a time, and vectors of 4 channels of each that a lane takes.
-constexpr int AT_ONCE = 8, VECTORS = HEAD_DIM > 128 ? HEAD_DIM / 128 : 1;
+// Vectors of 4 channels that a lane takes of each of the parts that its warp loads at a time.
+constexpr int VECTORS = HEAD_DIM > 128 ? HEAD_DIM / 128 : 1;
 
 // What a row may be joined with besides: the output of other tokens, like out, and their lse. Null:
 // none.
@@ -42,11 +43,11 @@ __device__ __forceinline__ void join_row(
     for (int v = 0; v < VECTORS; ++v) x[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     bool has_channels = lane * 4 < HEAD_DIM;
 #pragma unroll 1
-    for (int w = first + warp; w <= last; w += JOIN_WARPS * AT_ONCE) {
-        float2 stat[AT_ONCE];
-        float4 y[AT_ONCE][VECTORS];
+    for (int w = first + warp; w <= last; w += JOIN_WARPS * PARTS_AT_ONCE) {
+        float2 stat[PARTS_AT_ONCE];
+        float4 y[PARTS_AT_ONCE][VECTORS];
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        for (int k = 0; k < PARTS_AT_ONCE; ++k) {
             // Past the last one it is read again, for nothing.
             i64 row = row_of(min(w + k * JOIN_WARPS, last));
             stat[k] = __ldcg(reinterpret_cast<const float2*>(partial_stat) + row);
@@ -58,7 +59,7 @@ __device__ __forceinline__ void join_row(
         }
         float before = top;
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) top = fmaxf(top, stat[k].x);
+        for (int k = 0; k < PARTS_AT_ONCE; ++k) top = fmaxf(top, stat[k].x);
         // A query may have seen nothing yet; -inf less itself would be NaN.
         float base = top == NEG_INF ? 0.0f : top, shrink = exp2_approx(before - base);
         sum *= shrink;
@@ -66,7 +67,7 @@ __device__ __forceinline__ void join_row(
         for (int v = 0; v < VECTORS; ++v)
             x[v] = make_float4(x[v].x * shrink, x[v].y * shrink, x[v].z * shrink, x[v].w * shrink);
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        for (int k = 0; k < PARTS_AT_ONCE; ++k) {
             float share = exp2_approx(stat[k].x - base);
             sum += share * stat[k].y;
 #pragma unroll

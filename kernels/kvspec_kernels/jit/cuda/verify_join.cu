@@ -1,7 +1,8 @@
 // Joins what blocks of verify_attention.cu left of a query, where these are so many that the last of
 // them would be long about it: a block for each query row.
 //
-// Compiled by jit/nvrtc.py, which defines: HEAD_DIM GROUP COLUMNS JOIN_WARPS and Q_BF16.
+// Compiled by jit/nvrtc.py, which defines: HEAD_DIM GROUP COLUMNS JOIN_WARPS PARTS_AT_ONCE
+// and Q_BF16.
 
 #include "join_rows.cuh"
 #include "verify_merge.cuh"
