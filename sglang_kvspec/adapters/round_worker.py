@@ -259,13 +259,18 @@ class RoundWorker(VerifyingWorker):
                 at_once = not batch.return_logprob and all(
                     takes_argmax(req, state) for req, state in self._zip(batch, states)
                 )
-                steps = min(PLAIN_STEPS, self.speculative_num_draft_tokens) if at_once else 1
+                steps = self._plain_steps if at_once else 1
                 started.is_plain = True
                 started.made, logits = self._graphs.advance(states, pages, steps, late)
                 started.num_steps = len(started.made.tokens)
                 started.logits = None if at_once else logits
             timer.mark()
         return started
+
+    @property
+    def _plain_steps(self) -> int:
+        """Steps without drafts of a round, at most: SGLang reserves slots for so many."""
+        return min(PLAIN_STEPS, self.speculative_num_draft_tokens)
 
     def _go_on(
         self, batch: Any, states: list[RequestState], started: StartedRound
@@ -274,17 +279,19 @@ class RoundWorker(VerifyingWorker):
         not wait for the CPU to do so; None where the CPU has a say in it."""
         if any(self._next_lens) or not self._can_start_ahead(batch, states):
             return None
-        steps = min(PLAIN_STEPS, self.speculative_num_draft_tokens)
-        steps = started.steps_on(self.kv.geometry.page_size, steps)
+        steps = started.steps_on(self.kv.geometry.page_size, self._plain_steps)
         if steps < LEAST_STEPS_ON:
             return None
         assert self._graphs is not None
         assert started.made is not None
         more = StartedRound(
-            list(states), [0] * len(states), PhaseTimer(self.kv.device), num_steps=steps
+            list(states),
+            [0] * len(states),
+            PhaseTimer(self.kv.device),
+            begun_at=time.perf_counter(),
+            num_steps=steps,
+            is_plain=True,
         )
-        more.is_plain = True
-        more.begun_at = time.perf_counter()
         with self._side:
             more.timer.start()
             more.made = self._graphs.advance_on(started.made, steps)
