@@ -22,7 +22,8 @@ _PATTERNS = tuple(
         # merge_kernel, draft_join and verify_join are ours.
         (
             MERGE,
-            r"^merge_|^(draft|verify)_join$|MergeStates?Kernel|FlashAttnFwdCombine|_fwd_kernel_stage2",
+            r"^merge_|^(draft|verify)_join$|MergeStates?Kernel|FlashAttnFwdCombine"
+            r"|_fwd_kernel_stage2",
         ),
         (
             ATTENTION,
@@ -38,7 +39,8 @@ _PATTERNS = tuple(
         (ALL_REDUCE, r"nccl|all_?reduce|cross_device_reduce|AllReduce"),
         (
             SAMPLING,
-            r"^likeliest_kernel$|^end_step_kernel$|ArgMax|argmax|[Ss]oftmax|[Ss]ampl|multinomial|[Ss]ort|topk|TopK|top_k",
+            r"^likeliest_kernel$|^end_step_kernel$"
+            r"|ArgMax|argmax|[Ss]oftmax|[Ss]ampl|multinomial|[Ss]ort|topk|TopK|top_k",
         ),
         (NORM, r"[Nn]orm|[Rr]ope|[Rr]otary|RotaryPos|act_and_mul|silu|gelu|swiglu|qk_?norm"),
         (MATRIX, r"gemm|gemv|GEMM|nvjet|cutlass|cublas|xmma|splitK|matmul|s884|s16816|dot_kernel"),
