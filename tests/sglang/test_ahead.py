@@ -146,6 +146,7 @@ def test_rounds_met_batches_that_had_changed(servers: ServerSwitch) -> None:
         assert fates.get(f"{made} same"), fates
         assert fates.get(f"{made} grew"), fates
         assert fates.get(f"{made} shrank") or fates.get(f"{made} moved"), fates
+    assert fates["went on"], fates
 
 
 def test_new_weights_while_requests_wait(servers: ServerSwitch, plain_asks: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ stream is done at once here, with one thing as late as it may be: what such a ro
 requests that have left appears when the main stream next waits for it, as NaN, so that whoever took
 over their memory without waiting answers nonsense. So does whoever reads logits of a verification
 once the next steps are enqueued, which leave theirs in the same place. /server_info counts the
-rounds begun ahead.
+rounds begun ahead, and those that went on before the last one's tokens were read.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def register() -> None:
     report, for_batch = RoundWorker.kvspec_report, StartedRound.for_batch
     counts: Counter[str] = Counter()
     init_cuda_graphs, iterate = RoundWorker.init_cuda_graphs, RoundWorker._iterate
+    go_on = RoundWorker._go_on
 
     def init(worker: Any) -> None:
         init_cuda_graphs(worker)
@@ -50,7 +51,13 @@ def register() -> None:
         counts[_fate(started, states)] += 1
         return for_batch(started, states)
 
+    def going_on(worker: Any, *arguments: Any) -> Any:
+        started = go_on(worker, *arguments)
+        counts["went on"] += started is not None
+        return started
+
     StartedRound.for_batch = counted
+    RoundWorker._go_on = going_on
     RoundWorker.kvspec_report = lambda worker: report(worker) | {"ahead": dict(counts)}
     RoundWorker.init_cuda_graphs = init
     RoundWorker._iterate = iterate_with_batch
@@ -133,8 +140,9 @@ class ImmediateStepper:
         worker._verify_rows = self._verify_into_shared
         self.batch: Any = None
         self._fields: dict[str, Any] = {}
-        # Where the last advance() left its requests, and their pages.
-        self._advanced: tuple[list[Any], Sequence[torch.Tensor]] = ([], [])
+        # Where those who advanced last are by now, and their pages; in the order of the tokens'
+        # columns, as batches change.
+        self._advanced: list[tuple[Any, torch.Tensor]] = []
 
     def begin(self, batch: Any) -> None:
         """An iteration. A verification of some of its requests leaves only those in the batch."""
@@ -196,27 +204,34 @@ class ImmediateStepper:
             room = [size - state.committed_len % size for state in states]
             counts = [min(pair) for pair in zip(counts, room, strict=True)]
         order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
-        self._advanced = ([replace(s, drafts=[], draft_probs=[]) for s in states], pages)
-        taken, logits = self._advance(counts, order)
+        shadows = [replace(state, drafts=[], draft_probs=[]) for state in states]
+        taken, logits = self._advance(shadows, pages, counts, order)
+        self._advanced = [(shadows[i], pages[i]) for i in order]
         return DraftedTokens(_columns([taken[i] for i in order]), order, counts), logits
 
     def advance_on(self, made: Any, steps: int) -> Any:
         from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 
         counts = [steps] * len(made.order)
-        taken, _ = self._advance(counts, made.order)
+        of_request = dict(zip(made.order, self._advanced, strict=True))
+        shadows, pages = zip(*(of_request[i] for i in range(len(counts))), strict=True)
+        taken, _ = self._advance(shadows, pages, counts, made.order)
         return DraftedTokens(_columns([taken[i] for i in made.order]), made.order, counts)
 
     def _advance(
-        self, counts: Sequence[int], order: Sequence[int]
+        self,
+        shadows: Sequence[Any],
+        pages: Sequence[torch.Tensor],
+        counts: Sequence[int],
+        order: Sequence[int],
     ) -> tuple[list[list[int]], torch.Tensor]:
-        """Tokens that each request takes at once, and the logits of the last step."""
+        """Tokens that each request takes at once, and the logits of the last step. shadows[i]:
+        request i, goes on with it."""
         from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
         self._shared.fill_(float("nan"))
         worker, batch = self._worker, self.batch
         size = worker.kv.geometry.page_size
-        shadows, pages = self._advanced
         starts = [shadow.committed_len for shadow in shadows]
         taken: list[list[int]] = [[] for _ in shadows]
         logits = torch.empty(0)
