@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,26 +49,37 @@ class EagerDrafter:
         lens: Sequence[int],
     ) -> None:
         worker = self._worker
-        kept = {name: getattr(batch, name) for name in worker.FORWARD_FIELDS}
         for step in range(max(lens)):
             rows = {
                 i: Row(RowKind.DRAFT, state.next_position, 1, pages[i])
                 for i, state in enumerate(states)
                 if lens[i] > step
             }
-            result = worker._forward(
-                ForwardPlan(tuple(rows.values())),
-                forward_batch=worker._ragged_batch(batch, states, rows),
-            )
-            for name, value in kept.items():
-                setattr(batch, name, value)
-            for i, logits in zip(rows, result.logits_output.next_token_logits, strict=True):
+            for i, logits in zip(rows, self._logits(batch, states, rows), strict=True):
                 mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits[None])
                 worker.chooser.draft(states[i], logits[None], mask)
-                if worker.decoding is not None:
-                    lacking = worker.decoding.is_lacking(states[i])
-                    worker.decoding.note_drafts(states[i], on_anchors=lacking)
+                worker._note_draft(batch.reqs[i], states[i])
             agree_on_drafts(worker.ranks, [states[i] for i in rows])
+
+    def read_prompt_end(self, batch: Any, state: RequestState, pages: torch.Tensor) -> torch.Tensor:
+        """As GraphStepper's."""
+        start, length = state.verified_len, len(state.undrafted)
+        row = Row(RowKind.DRAFT, start, length, pages)
+        return self._logits(batch, [state], {0: row})[-1:]
+
+    def _logits(
+        self, batch: Any, states: Sequence[RequestState], rows: dict[int, Row]
+    ) -> torch.Tensor:
+        """Of every token of these rows, [num_tokens, vocab]. Leaves the batch as it is."""
+        worker = self._worker
+        kept = {name: getattr(batch, name) for name in worker.FORWARD_FIELDS}
+        result = worker._forward(
+            ForwardPlan(tuple(rows.values())),
+            forward_batch=worker._ragged_batch(batch, states, rows),
+        )
+        for name, value in kept.items():
+            setattr(batch, name, value)
+        return result.logits_output.next_token_logits  # type: ignore[no-any-return]
 
 
 class GraphStepper:
@@ -154,6 +166,29 @@ class GraphStepper:
             agree_on_drafts(self._ranks, [states[i] for i in going])
             self._rows.override([states[i].last_token for i in going])
         return None
+
+    def read_prompt_end(self, batch: Any, state: RequestState, pages: torch.Tensor) -> torch.Tensor:
+        """Of a request that starts on anchors: let the tokens of its prompt that have no KV have
+        some that drafts may read. Returns the logits [1, vocab] of its first draft. pages: page ids
+        on the CPU, up to the last of these tokens'. What draft() returned before is overwritten.
+
+        Each token is a row of its own, as many in a step as that has rows, so that this takes few
+        steps: the layers write KV of all rows before they attend.
+        """
+        assert self._drafts is not None, "the server was started without drafting"
+        start, tokens = state.verified_len, state.undrafted
+        open_for_drafts(self._kv, start, pages, len(tokens) - 1)
+        most = self._rows.max_batch
+        for first in range(0, len(tokens), most):
+            part = tokens[first : first + most]
+            rows = [
+                draft_row(self._kv, token, start + place, pages, 0)
+                for place, token in enumerate(part, first)
+            ]
+            # One step, in which no slot is needed but the token's own.
+            self._rows.load([replace(row, num_drafts=1) for row in rows])
+            logits = self._drafts.replay(len(part))
+        return logits[len(part) - 1 : len(part)]
 
     def advance(
         self,

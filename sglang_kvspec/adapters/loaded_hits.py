@@ -31,9 +31,9 @@ def note(req: Any, loaded: Loaded, page_size: int) -> None:
         _tokens[req] = LoadedTokens(*(num_pages * page_size for num_pages in pages))
 
 
-def note_draft(req: Any) -> None:
-    """A request has drafted a token while residuals of its hits were on their way."""
-    _drafts[req] = drafts_of(req) + 1
+def note_drafts(req: Any, count: int) -> None:
+    """A request has drafted so many tokens while residuals of its hits were on their way."""
+    _drafts[req] = drafts_of(req) + count
 
 
 def drafts_of(req: Any) -> int:

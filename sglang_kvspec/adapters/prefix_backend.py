@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.registry import (
     register_radix_cache_backend,
 )
 
-from sglang_kvspec.adapters.activation import config_of, staggers
+from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.model_identity import arithmetic_of, fingerprint, hash_of_weights
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.adapters.prefix_flags import PREFIX_CACHE
@@ -88,10 +88,9 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 def _may_start_early(server_args: Any, config: KVSpecConfig, ranks: Ranks) -> bool:
-    """Whether requests may start on anchors: where each iteration decides who verifies, on one rank
-    that serves prompts to their end."""
+    """Whether requests may start on anchors: on one rank that serves prompts to their end."""
     is_alone = ranks.size == 1 and server_args.disaggregation_mode == "null"
-    return is_alone and config.drafts and staggers(config)
+    return is_alone and config.drafts
 
 
 def _host_maker(

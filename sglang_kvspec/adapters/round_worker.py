@@ -37,6 +37,7 @@ from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.ranks import agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_lengths import RoundLengths, mean_context
 from sglang_kvspec.runtime.round_stepper import RoundStepper
@@ -130,6 +131,17 @@ class RoundWorker(VerifyingWorker):
         self._over_at = None
         return super()._prefill(batch)
 
+    def _begin_drafts(self, batch: Any, state: RequestState) -> None:
+        """Its first draft, which gives the end of its prompt KV that further ones may read."""
+        if self._ahead is not None:
+            self._ahead.keep_tokens()
+        drafter = self._eager if self._graphs is None else self._graphs
+        pages = self._page_ids(batch.reqs[0], state.next_position + 1)
+        logits = drafter.read_prompt_end(batch, state, pages)
+        self.chooser.draft(state, logits, mask=None)
+        agree_on_drafts(self.ranks, [state])
+        self._note_draft(batch.reqs[0], state)
+
     def _hold_up(self) -> None:
         """Something else comes before the end of a round that was begun ahead, and waits for it as
         far as that has been enqueued."""
@@ -204,10 +216,9 @@ class RoundWorker(VerifyingWorker):
 
     def _wait(self, states: list[RequestState]) -> None:
         """In a round in which nobody can go on before something arrives."""
-        assert self.decoding is not None, "only residuals on the network keep all from going on"
         self.counters.waits += len(states)
         self._over_at = None
-        self.decoding.wait()
+        self._await_residuals()
 
     # Beginning a round
 
@@ -242,9 +253,8 @@ class RoundWorker(VerifyingWorker):
         ready = [state for i, state in enumerate(states) if i not in late]
         # One that has nothing left to take is about to leave.
         advances = any(state.remaining > 0 for state in ready)
-        if self.decoding is not None:
-            lacking = (i for i, state in enumerate(states) if self.decoding.is_lacking(state))
-            started.lacking = frozenset(lacking)
+        lacking = (i for i, state in enumerate(states) if self._is_lacking(state))
+        started.lacking = frozenset(lacking)
         started.begun_at = time.perf_counter()
         if self._over_at is not None and not self._holds_all:
             started.between_s = started.begun_at - self._over_at
@@ -253,7 +263,11 @@ class RoundWorker(VerifyingWorker):
             if any(lens):
                 drafter = self._eager if self._graphs is None else self._graphs
                 started.made = drafter.draft(batch, states, pages, lens)
-            elif self._holds_all and advances and not any(state.drafts for state in ready):
+            elif (
+                self._holds_all
+                and advances
+                and not any(state.drafts or state.tail for state in ready)
+            ):
                 assert self._graphs is not None
                 # Others than these wait for their tokens' log-probabilities or choice.
                 at_once = not batch.return_logprob and all(
@@ -334,10 +348,7 @@ class RoundWorker(VerifyingWorker):
         on_device = started.lens if started.made is not None else [0] * len(states)
         num_drafts = [len(s.drafts) + n for s, n in zip(states, on_device, strict=True)]
         verify = started.verify
-        rows = {
-            i: self._verify_row(states[i].committed_len, num_drafts[i] + 1, pages[i])
-            for i in verify
-        }
+        rows = {i: self._verify_row(states[i], num_drafts[i], pages[i]) for i in verify}
         beside = self._rows_beside(batch, states, pages, num_drafts, verify)
         self.spoiled.drop(batch.reqs, rows)
         started.num_verified = [n if i in rows else 0 for i, n in enumerate(num_drafts)]
@@ -361,15 +372,30 @@ class RoundWorker(VerifyingWorker):
         for drafted in (started.made, more):
             for i, tokens in {} if drafted is None else drafted.deliver().items():
                 states[i].drafts.extend(tokens)
-        if self.decoding is not None and self._graphs is not None:
-            for i, state in enumerate(states):
-                ages_s = started.draft_ages_s(i)
-                self.decoding.note_drafts(state, ages_s, on_anchors=i in started.lacking)
+        if self._graphs is not None:
+            self._note_drafts(batch, states, started, more)
         verified = self._judge(batch, states, rows, logits_output.next_token_logits)
         if not batch.return_logprob:
             # Nobody reads them any more, and they are large.
             logits_output.next_token_logits = None
         return verified, logits_output
+
+    def _note_drafts(
+        self,
+        batch: Any,
+        states: list[RequestState],
+        started: StartedRound,
+        beside: DraftedTokens | None,
+    ) -> None:
+        """Of a round whose steps came from graphs, and of a verification's forward."""
+        for i, (req, state) in enumerate(self._zip(batch, states)):
+            is_lacking = i in started.lacking
+            if self.decoding is not None:
+                ages_s = started.draft_ages_s(i)
+                self.decoding.note_drafts(state, ages_s, on_anchors=is_lacking)
+            elif is_lacking:
+                count = started.lens[i] + (0 if beside is None else beside.lens[i])
+                self._note_early_drafts(req, count)
 
     def _finish_plain(
         self,

@@ -5,62 +5,25 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_kvspec.adapters import loaded_hits
 from sglang_kvspec.adapters.grammar import mask_after
-from sglang_kvspec.adapters.requests import early_state
-from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
-from sglang_kvspec.adapters.worker import KVSpecWorker
+from sglang_kvspec.adapters.starting_worker import StartingWorker
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.ranks import agree
-from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.stepper import Stepper
 
-# How long an iteration in which nobody can go on waits for residuals; new requests of users wait as
-# long.
-_WAIT_S = 0.005
 
-
-class StaggeredWorker(KVSpecWorker):
+class StaggeredWorker(StartingWorker):
     """Residual traffic of one request hides behind the drafts of the others."""
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
         self.stepper = Stepper(self.config, self.kv, self.ranks)
-
-    @property
-    def early(self) -> EarlyStarts | None:
-        """Requests that start on anchors, where some may."""
-        early: EarlyStarts | None = self._pool.early_starts
-        return early
-
-    def _prefill(self, batch: Any) -> GenerationBatchResult:
-        if self.early is not None and self.early.lacks_residuals(batch.reqs[0].rid):
-            return self._start_on_anchors(batch)
-        return super()._prefill(batch)
-
-    def _start_on_anchors(self, batch: Any) -> GenerationBatchResult:
-        """Of one request, alone: nothing is computed, and no token is chosen, before its first
-        verification. SGLang takes it for one whose prompt is not complete."""
-        (req,), (cached_len,) = batch.reqs, batch.prefix_lens
-        self._count_hits([req])
-        state = early_state(req, cached_len)
-        req.inflight_middle_chunks = 1
-        req.kv_committed_len = state.committed_len
-        return GenerationBatchResult(
-            logits_output=LogitsProcessorOutput(next_token_logits=None),
-            next_token_ids=torch.tensor([state.pending]),
-            accept_lens=torch.ones(1, dtype=torch.int32),
-            new_seq_lens=torch.full_like(batch.seq_lens, state.committed_len),
-            next_draft_input=KVSpecDraftInput([state]),
-            speculative_num_draft_tokens=self.speculative_num_draft_tokens,
-        )
 
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         states = batch.spec_info.states
@@ -101,10 +64,8 @@ class StaggeredWorker(KVSpecWorker):
                     verified[i] = self._commit(states[i], rows[i], choice)
             # Copies lie before it here; on a machine with a link they would run beside it.
             self.stepper.speeds.note_iteration(time.perf_counter() - begun)
-        elif self.decoding is not None:
-            self.decoding.wait()
-        elif self.early is not None:
-            self.early.wait_for_news(_WAIT_S)
+        elif self.decoding is not None or self.early is not None:
+            self._await_residuals()
         self.counters.observe_step(plan)
         return self._result(batch, states, verified, cap_lens, logits_output)
 
@@ -120,10 +81,3 @@ class StaggeredWorker(KVSpecWorker):
             ids = self._page_ids(req, end)
             rows[i] = Row(kind, end - len(tokens), len(tokens), ids)
         return rows
-
-    def _note_draft(self, req: Any, state: RequestState) -> None:
-        if self.decoding is not None:
-            self.decoding.note_drafts(state, on_anchors=self.decoding.is_lacking(state))
-        if self.early is not None and self.early.lacks_residuals(state.rid):
-            self.early.note_draft()
-            loaded_hits.note_draft(req)

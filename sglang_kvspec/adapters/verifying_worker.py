@@ -10,8 +10,8 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_kvspec.adapters.requests import takes_argmax
+from sglang_kvspec.adapters.starting_worker import StartingWorker
 from sglang_kvspec.adapters.verify_graphs import VerifyGraphs
-from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.beside_rows import BesideDraft
 from sglang_kvspec.runtime.chooser import Verified
@@ -22,7 +22,7 @@ from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_lengths import RoundLengths
 
 
-class VerifyingWorker(KVSpecWorker):
+class VerifyingWorker(StartingWorker):
     """Verifies several requests in one forward, from a CUDA graph where there is one with room."""
 
     # Of a subclass that captures them.
@@ -89,9 +89,11 @@ class VerifyingWorker(KVSpecWorker):
             for i in sorted(ready)
         }
 
-    def _verify_row(self, start: int, length: int, pages: torch.Tensor) -> Row:
-        num_pages = -(-(start + length) // self.kv.geometry.page_size)
-        return Row(RowKind.VERIFY, start, length, pages[:num_pages])
+    def _verify_row(self, state: RequestState, num_drafts: int, pages: torch.Tensor) -> Row:
+        """Of all its tokens without verified KV, behind which it has so many drafts."""
+        length = len(state.tail) + 1 + num_drafts
+        num_pages = -(-(state.verified_len + length) // self.kv.geometry.page_size)
+        return Row(RowKind.VERIFY, state.verified_len, length, pages[:num_pages])
 
     def _judge(
         self,
@@ -112,7 +114,8 @@ class VerifyingWorker(KVSpecWorker):
         first = 0
         for i, row in rows.items():
             req, state = batch.reqs[i], states[i]
-            span = slice(first, first + row.length)
+            # What follows a token of the tail is known.
+            span = slice(first + len(state.tail), first + row.length)
             first = span.stop
             if takes_argmax(req, state):
                 kept = logits[span] if batch.return_logprob else None

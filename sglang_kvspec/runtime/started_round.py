@@ -65,9 +65,10 @@ class StartedRound:
         """Of a plain round: steps that its requests can take on top before the CPU has seen their
         tokens, at most `most`. As long as they fill the pages that they have begun, nothing is
         encoded and no slot of the window changes hands. 0 where requests have come or gone, where
-        one of them is to have all its tokens, and where one took fewer steps than others."""
+        one of them is to have all its tokens, where one took fewer steps than others, and where
+        others may have used the steps' rows since."""
         made = self.made
-        if made is None or sorted(made.order) != list(range(len(self.states))):
+        if self.is_held_up or made is None or sorted(made.order) != list(range(len(self.states))):
             return 0
         if set(made.lens) != {len(made.tokens)}:
             return 0
@@ -76,6 +77,12 @@ class StartedRound:
             for i, state in enumerate(self.states)
         ]
         return max(0, min(most, *left))
+
+    def keep_tokens(self) -> None:
+        """Others are about to use the steps' rows, in which its tokens lie. To be called behind
+        it, on the device's stream of those others."""
+        if self.made is not None:
+            self.made = replace(self.made, tokens=self.made.tokens.clone())
 
     def step_seconds(self) -> float:
         """Of each of its steps; 0 where it has none. Waits for the device to make them."""

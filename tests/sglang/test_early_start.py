@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import requests
 from harness.client import GenerateClient
+from harness.faults import fault_environment
 from harness.models import DEMO_MODEL
 from harness.prefix_hits import Pairs, ask_all_at_once, check, full_tokens, longest_apart, tasks_of
 from harness.scenarios import STRICT_CHECKS
@@ -31,6 +32,14 @@ NUM_TASKS = 6
 SLOW_BYTES_PER_S = 2e6
 DAMAGED_EVERY = 1_300_000
 PATIENCE_S = 60.0
+# As servers work on a CPU, and in rounds that begin before SGLang hears of the last, as on a GPU.
+SCHEDULES = {
+    "staggered": ((), ()),
+    "ahead": (
+        ("--kvspec-schedule=rounds", "--kvspec-host-gb=0"),
+        fault_environment(KVSPEC_AHEAD_SEED=11),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +66,12 @@ def proxy(store: PrefixServerProcess) -> Iterator[Proxy]:
     proxy.close()
 
 
-@pytest.fixture(scope="module")
-def spec(proxy: Proxy) -> ServerSpec:
+@pytest.fixture(scope="module", params=SCHEDULES)
+def spec(proxy: Proxy, request: pytest.FixtureRequest) -> ServerSpec:
     address = f"--kvspec-prefix-server={proxy.address}"
-    arguments = (POOL, "--enable-metrics", "--kvspec", WAIT, address)
-    return ServerSpec(DEMO_MODEL, arguments, STRICT_CHECKS.environment)
+    schedule, environment = SCHEDULES[request.param]
+    arguments = (POOL, "--enable-metrics", "--kvspec", WAIT, address, *schedule)
+    return ServerSpec(DEMO_MODEL, arguments, (*STRICT_CHECKS.environment, *environment))
 
 
 @pytest.fixture

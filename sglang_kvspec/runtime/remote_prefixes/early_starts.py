@@ -111,9 +111,9 @@ class EarlyStarts:
 
     # What they did
 
-    def note_draft(self) -> None:
-        """A request has drafted a token while it lacked residuals."""
-        self._remote.counters.drafts_on_anchors += 1
+    def note_drafts(self, count: int) -> None:
+        """A request has drafted so many tokens while it lacked residuals."""
+        self._remote.counters.drafts_on_anchors += count
 
     def note_returned(self) -> None:
         """A request whose residuals did not come starts anew."""

@@ -143,6 +143,8 @@ class ImmediateStepper:
         # Where those who advanced last are by now, and their pages; in the order of the tokens'
         # columns, as batches change.
         self._advanced: list[tuple[Any, torch.Tensor]] = []
+        # Drafts of the last round, which lie where steps leave theirs.
+        self._drafted = torch.empty(0, dtype=torch.int64)
 
     def begin(self, batch: Any) -> None:
         """An iteration. A verification of some of its requests leaves only those in the batch."""
@@ -179,13 +181,22 @@ class ImmediateStepper:
             eager.draft(batch, states, pages, lens)
             self._note_writes(starts, pages, lens)
             return None
-        apart = {"draft_probs": [], "timeline": None, "room": None}
+        # The worker notes the drafts of a round itself.
+        apart = {"rid": "", "draft_probs": [], "timeline": None, "room": None}
         shadows = [replace(s, drafts=list(s.drafts), **apart) for s in states]
         with self._whole_batch():
             eager.draft(batch, shadows, pages, lens)
         self._note_writes(starts, pages, lens)
-        made = [shadows[i].drafts[len(states[i].drafts) :] for i in order]
-        return DraftedTokens(_columns(made), order, lens)
+        self._drafted = _columns([shadows[i].drafts[len(states[i].drafts) :] for i in order])
+        return DraftedTokens(self._drafted, order, lens)
+
+    def read_prompt_end(self, batch: Any, state: Any, pages: torch.Tensor) -> torch.Tensor:
+        from sglang_kvspec.adapters.drafters import EagerDrafter
+
+        self._shared.fill_(float("nan"))
+        self._drafted.fill_(-1)
+        self._advanced = []
+        return EagerDrafter(self._worker).read_prompt_end(batch, state, pages)
 
     def advance(
         self,

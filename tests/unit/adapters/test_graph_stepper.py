@@ -89,6 +89,42 @@ def test_a_request_that_did_not_verify_drafts_on(drafter, params):
     ]
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 9, SIZE])
+def test_the_end_of_a_prompt_is_read_in_few_steps(drafter, length):
+    """Each of its tokens in a place of its own, seeing encoded pages and the tokens before it."""
+    *tail, pending = range(11, 11 + length)
+    state = state_of(pending, 2 * SIZE + len(tail))
+    state.tail = tail
+    pages = torch.tensor([5, 3, 8])
+    replay, seen = drafter._drafts.replay, []
+
+    def noted(batch):
+        logits = replay(batch)
+        rows = drafter._rows
+        pasts = rows.past_indptr.diff()[:batch].tolist()
+        seen.append((rows.tail_lens[:batch].tolist(), rows.offsets[:batch].tolist(), pasts))
+        assert rows.past_pages[: 2 * batch].tolist() == [5, 3] * batch
+        return logits
+
+    drafter._drafts.replay = noted
+    logits = drafter.read_prompt_end(None, state, pages)
+    assert logits.shape == (1, VOCAB)
+    assert int(logits.argmax()) == pending + 1
+    steps = [range(first, min(first + 4, length)) for first in range(0, length, 4)]
+    assert seen == [([n + 1 for n in step], list(step), [2] * len(step)) for step in steps]
+    slot = drafter._kv.window.slots.slot_of(8)
+    assert drafter._drafts.seen == [
+        ([11 + n for n in step], [2 * SIZE + n for n in step], [slot] * len(step)) for step in steps
+    ]
+    assert list(drafter._kv.window.slots) == [8]
+    # It drafts on behind its first draft.
+    state.drafts = [pending + 1]
+    batch = SimpleNamespace(reqs=[SimpleNamespace(grammar=None)])
+    drafted = drafter.draft(batch, [state], [torch.tensor([5, 3, 8, 6])], [2])
+    assert drafted.deliver() == {0: [pending + 2, pending + 3]}
+    assert drafter._drafts.seen[-2][:2] == ([pending + 1], [2 * SIZE + length])
+
+
 def test_tokens_without_drafts_leave_out_whoever_is_late(drafter):
     """Its residuals are not all here, and it may have drafts."""
     late, ready = state_of(5, 30), state_of(20, 3)

@@ -50,7 +50,7 @@ def test_what_an_answer_says(remote):
     req = request(host=2 * SIZE, storage=3 * SIZE)
     loaded_hits.note(req, Loaded(5, 3 - remote, remote, kept_host=1, kept_disk=2), SIZE)
     for _ in range(remote):
-        loaded_hits.note_draft(req)
+        loaded_hits.note_drafts(req, 1)
     told = {"device": SIZE, "host": 2 * SIZE, "storage": 3 * SIZE}
     details = cached_tokens.hook(told, None, req)
     assert spec_meta_info._hits([None, details], 1) == {

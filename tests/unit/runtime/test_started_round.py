@@ -108,3 +108,21 @@ def test_nobody_goes_on_where_one_has_left():
     assert started.steps_on(16, 8) == 8
     left = started.for_batch(started.states[:1])
     assert left.steps_on(16, 8) == 0
+
+
+def test_nobody_goes_on_where_others_have_used_the_rows():
+    started = plain_round([4, 4], [0, 0], [50, 50])
+    started.is_held_up = True
+    assert started.steps_on(16, 8) == 0
+
+
+def test_tokens_are_kept_from_others_who_use_the_rows():
+    started = make_round([2, 1])
+    rows = started.made.tokens
+    started.keep_tokens()
+    rows.fill_(-1)
+    now = started.for_batch(started.states[1:])
+    assert now.made.deliver() == {0: [10]}
+    nothing = make_round([1])
+    nothing.made = None
+    nothing.keep_tokens()
