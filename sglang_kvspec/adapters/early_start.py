@@ -28,10 +28,11 @@ def keep_up(scheduler: Any, cache: KVSpecRadixCache, running: Any) -> None:
     early = cache.early
     if early is None or not early.rids:
         return
-    lost = set(early.land())
-    complete = set(early.take_complete())
+    complete, lost = early.land()
     for req in running.reqs:
         if req.rid in complete and not _is_ending(req):
+            # SGLang says so of prompts that are computed.
+            req.time_stats.set_prefill_finished_time()
             cache.adopt(req)
     _take_back([r for r in running.reqs if r.rid in lost and not _is_ending(r)], scheduler, running)
 
@@ -67,12 +68,13 @@ def next_to_start(
         return None
     if scheduler.chunked_req is not None or running.batch_is_full:
         return None
-    started = set(early.rids)
-    for req in held:
-        if may_start_early(req) and waiting.is_anchored(req.rid, besides=started):
+    able = {req.rid: req for req in held if may_start_early(req)}
+    anchored = waiting.anchored(list(able), besides=set(early.rids))
+    for rid, req in able.items():
+        if rid in anchored:
             if cache.could_start(cache.lacking(req).links):
                 return req
-            waiting.await_whole_pages(req.rid)
+            waiting.await_whole_pages(rid)
     return None
 
 

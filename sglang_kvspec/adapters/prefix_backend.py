@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.registry import (
@@ -33,7 +32,6 @@ from sglang_kvspec.pools.prefix_store import (
     open_store,
 )
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
-from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 
 # Bytes of finished prefixes that may wait for the disk, of all ranks on a machine; what comes while
@@ -79,18 +77,14 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     pool.kv.warm_up_records()
     kept = KeptAnchors(pool.kv) if pool.kv.plan.kept_anchor_pages else None
     pool.prefix_tiers = PrefixTiers(pool.kv, host_maker, disk, remote, kept)
-    if remote is not None and _may_start_early(ctx.server_args, config, ranks):
-        pool.early_starts = EarlyStarts(pool.kv, remote, pool.prefix_tiers.count_loaded)
+    # A prefill server drafts nothing.
+    if remote is not None and config.drafts and ctx.server_args.disaggregation_mode == "null":
+        loaded = pool.prefix_tiers.count_loaded
+        pool.early_starts = EarlyStarts(pool.kv, remote, loaded, ranks)
         pool.freed_listeners.append(pool.early_starts.release)
     return KVSpecRadixCache(
         ctx.params, pool.kv, pool.prefix_tiers, remote, ranks, pool.early_starts
     )
-
-
-def _may_start_early(server_args: Any, config: KVSpecConfig, ranks: Ranks) -> bool:
-    """Whether requests may start on anchors: on one rank that serves prompts to their end."""
-    is_alone = ranks.size == 1 and server_args.disaggregation_mode == "null"
-    return is_alone and config.drafts
 
 
 def _host_maker(

@@ -55,12 +55,11 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         early: EarlyStarts | None = None,
     ) -> None:
         """remote: one of the tiers. ranks: by default this one is alone. early: where requests may
-        start on anchors that have come from there; of one rank only."""
+        start on anchors that have come from there."""
         assert not params.is_eagle, "keys are tokens, not pairs of them"
         ranks = ranks or Ranks()
         self._kv = kv
         self._tiers = tiers
-        assert early is None or ranks.size == 1, "what comes to ranks differs"
         self.early = early
         self._agreed = AgreedPrefixes(tiers, ranks)
         self._agreed_hits = AgreedHits(self._agreed, self._lacking) if ranks.size > 1 else None
@@ -89,13 +88,14 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         if self._agreed_hits is None:
             links = self._links(params.key, skip=len(result.device_indices))
             (num_pages,) = self._agreed.num_loadable([links])
-            if self._starting is params.req and self.could_start(links):
-                num_pages = len(links)
         else:
             # The key may be shorter than what was agreed on, and the tree has changed since.
             num_full = len(params.key) // self.page_size
             end = min(self._agreed_hits.end_of(params.req), num_full)
             num_pages = max(0, end - num_resident)
+        if self._starting is params.req:
+            links = self._links(params.key, skip=len(result.device_indices))
+            num_pages = len(links) if self.could_start(links) else num_pages
         return result._replace(host_hit_length=num_pages * self.page_size)
 
     def lacking(self, req: Any) -> Lacking:
@@ -168,7 +168,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
             self._starting = None
 
     def could_start(self, links: Sequence[PageLink]) -> bool:
-        """Whether of these pages, which a prompt lacks, all anchors can be had."""
+        """Whether of these pages, which a prompt lacks, all anchors can be had, on every rank."""
         if self.early is None or not links:
             return False
         (num_pages,) = self._agreed.num_loadable([links])

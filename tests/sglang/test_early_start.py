@@ -33,13 +33,14 @@ SLOW_BYTES_PER_S = 2e6
 DAMAGED_EVERY = 1_300_000
 PATIENCE_S = 60.0
 # As servers work on a CPU, and in rounds that begin before SGLang hears of the last, as on a GPU.
-SCHEDULES = {
+AHEAD = fault_environment(KVSPEC_AHEAD_SEED=11)
+SERVERS = {
+    "ahead": (("--kvspec-schedule=rounds", "--kvspec-host-gb=0"), AHEAD),
     "staggered": ((), ()),
-    "ahead": (
-        ("--kvspec-schedule=rounds", "--kvspec-host-gb=0"),
-        fault_environment(KVSPEC_AHEAD_SEED=11),
-    ),
+    "ranks": (("--tp-size=2",), ()),
+    "rounds of ranks": (("--tp-size=2", "--kvspec-schedule=rounds"), ()),
 }
+FIRST, *OTHERS = SERVERS
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +67,14 @@ def proxy(store: PrefixServerProcess) -> Iterator[Proxy]:
     proxy.close()
 
 
-@pytest.fixture(scope="module", params=SCHEDULES)
+@pytest.fixture(
+    scope="module",
+    params=[FIRST, *(pytest.param(name, marks=pytest.mark.identity) for name in OTHERS)],
+)
 def spec(proxy: Proxy, request: pytest.FixtureRequest) -> ServerSpec:
     address = f"--kvspec-prefix-server={proxy.address}"
-    schedule, environment = SCHEDULES[request.param]
-    arguments = (POOL, "--enable-metrics", "--kvspec", WAIT, address, *schedule)
+    more, environment = SERVERS[request.param]
+    arguments = (POOL, "--enable-metrics", "--kvspec", WAIT, address, *more)
     return ServerSpec(DEMO_MODEL, arguments, (*STRICT_CHECKS.environment, *environment))
 
 
@@ -133,6 +137,7 @@ def test_requests_draft_while_residuals_are_on_their_way(
     drafts = [output.meta["kvspec"]["drafts_on_anchors"] for _, output in answers]
     announce(f"drafts on anchors: {drafts}")
     assert all(drafts)
+    assert all("prefill_finished_time" in output.meta for _, output in answers)
     assert counted["drafts_on_anchors"] == sum(drafts)
     assert (counted["early"], counted["returned"]) == (NUM_TASKS, 0)
     # What has come is in the KV cache.
@@ -217,12 +222,13 @@ def test_a_request_that_is_aborted_leaves_nothing(client: GenerateClient, expect
 def test_damaged_residuals_are_computed_again(
     client: GenerateClient, folder: Path, expected: Pairs
 ) -> None:
-    (records,) = folder.rglob("residuals.data")
-    content = bytearray(records.read_bytes())
-    # In two or more pages of each prompt, not in the first of all.
-    for place in range(0, len(content), DAMAGED_EVERY):
-        content[place] ^= 1
-    records.write_bytes(content)
+    # Of several ranks, and of other servers, too.
+    for records in folder.rglob("residuals.data"):
+        content = bytearray(records.read_bytes())
+        # In two or more pages of each prompt, not in the first of all.
+        for place in range(0, len(content), DAMAGED_EVERY):
+            content[place] ^= 1
+        records.write_bytes(content)
     counted = Counted(client)
     check(run_one_by_one(client, tasks_of(expected), lambda: None), expected)
     assert 0 < counted["returned"] == counted["early"]

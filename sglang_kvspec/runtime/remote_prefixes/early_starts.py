@@ -10,27 +10,40 @@ from xxhash import xxh3_128_digest
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import PageRecords
 from sglang_kvspec.pools.prefix_store import PageLink, page_rows
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage
 from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
 
 
 @dataclass(slots=True)
 class _Start:
-    """A running request. lacking: its pages whose residuals have not come, and a digest of the
-    anchor that each has."""
+    """A running request. pages: those that it was given. lacking: of them, pages whose residuals
+    have not come to this rank, and a digest of the anchor that each has."""
 
+    pages: Sequence[int]
     lacking: dict[int, tuple[PageLink, bytes]]
 
 
 class EarlyStarts:
-    """Of one rank, by request. It is over when all residuals are here, or when pages of it are
-    freed: the request is gone, or must start anew."""
+    """By request, alike on all ranks of a server. It is over when all residuals are here, or when
+    pages of it are freed: the request is gone, or must start anew.
+
+    What comes, comes to each rank by itself: a request starts where all ranks have its anchors, and
+    its residuals are here once all ranks have theirs. All ranks must make the same calls with the
+    same requests, in the same order.
+    """
 
     def __init__(
-        self, kv: KVTiers, remote: RemotePrefixes, on_loaded: Callable[[int, int], None]
+        self,
+        kv: KVTiers,
+        remote: RemotePrefixes,
+        on_loaded: Callable[[int, int], None],
+        ranks: Ranks | None = None,
     ) -> None:
-        """on_loaded: told how many anchors and residuals have been put into place."""
+        """on_loaded: told how many anchors and residuals have been put into place. ranks: by
+        default this one is alone."""
         self._kv, self._remote, self._on_loaded = kv, remote, on_loaded
+        self._ranks = ranks or Ranks()
         self._starts: dict[str, _Start] = {}
 
     @property
@@ -38,12 +51,15 @@ class EarlyStarts:
         return list(self._starts)
 
     def lacks_residuals(self, rid: str) -> bool:
-        start = self._starts.get(rid)
-        return start is not None and bool(start.lacking)
+        return rid in self._starts
 
     def may_begin(self, links: Sequence[PageLink]) -> bool:
-        """Whether the anchors of all these pages are here."""
-        return all(self._remote.anchor_of(link) is not None for link in links)
+        """Whether the anchors of all these pages are here, on every rank. At most one message."""
+        if not links:
+            return True
+        are_here = all(self._remote.anchor_of(link) is not None for link in links)
+        about = ("may begin", len(links), links[-1].key.hex())
+        return bool(*self._ranks.least([are_here], about))
 
     def begin(self, rid: str, links: Sequence[PageLink], pages: Sequence[int]) -> None:
         """A request starts: free pages[i] get the anchor of links[i], which is here, and their
@@ -61,21 +77,32 @@ class EarlyStarts:
         kv.write_anchors(pages, records.anchors)
         kv.finish_anchors(pages)
         self._on_loaded(len(pages), 0)
-        self._starts[rid] = _Start(lacking)
+        self._starts[rid] = _Start(list(pages), lacking)
         self._remote.counters.early += 1
 
-    def land(self) -> list[str]:
-        """Put residuals that have come into place. Returns requests whose residuals will not come,
-        or not in time."""
+    def land(self) -> tuple[list[str], list[str]]:
+        """Put residuals that have come into place. Returns requests whose residuals are all here
+        since the last call, and those whose residuals will not come, or not in time. At most one
+        message."""
+        if not self._starts:
+            return [], []
         # Asked before: what comes in between ends a wait, too.
-        given_up = [rid for rid in self._starts if not self._remote.is_awaited(rid)]
+        awaited = {rid: self._remote.is_awaited(rid) for rid in self._starts}
         for start in self._starts.values():
             landed = self._landed(start)
             if landed:
                 self._write(landed)
                 for page in landed:
                     del start.lacking[page]
-        return [rid for rid in given_up if self._starts[rid].lacking]
+        are_here = [not start.lacking for start in self._starts.values()]
+        may_come = [is_here or awaited[rid] for is_here, rid in zip(are_here, awaited, strict=True)]
+        agreed = self._ranks.least([*are_here, *may_come], about=("land", self.rids))
+        rids = self.rids
+        complete = [rid for rid, is_here in zip(rids, agreed[: len(rids)], strict=True) if is_here]
+        lost = [rid for rid, may in zip(rids, agreed[len(rids) :], strict=True) if not may]
+        for rid in complete:
+            self._kv.residuals.finish(self._starts.pop(rid).pages)
+        return complete, lost
 
     def _landed(self, start: _Start) -> dict[int, LandedPage]:
         """By page. Another lookup may have brought another version of a page, which the store has
@@ -93,20 +120,13 @@ class EarlyStarts:
         for row, record in zip(page_rows(records.residuals), landed.values(), strict=True):
             row[:] = record.residual
         kv.write_residuals(pages, records.residuals)
-        kv.residuals.finish(pages)
         self._on_loaded(0, len(pages))
-
-    def take_complete(self) -> list[str]:
-        """Requests whose residuals are all here since the last call."""
-        complete = [rid for rid, start in self._starts.items() if not start.lacking]
-        for rid in complete:
-            del self._starts[rid]
-        return complete
 
     def release(self, pages: Collection[int]) -> None:
         """These pages are about to be freed."""
         freed = set(pages)
-        for rid in [rid for rid, start in self._starts.items() if start.lacking.keys() & freed]:
+        over = [rid for rid, start in self._starts.items() if not freed.isdisjoint(start.pages)]
+        for rid in over:
             del self._starts[rid]
 
     # What they did

@@ -58,14 +58,18 @@ class WaitingRequests:
         self._settled.update(rid for rid in open_rids if rid not in waiting)
         return waiting
 
-    def is_anchored(self, rid: str, besides: Collection[str]) -> bool:
-        """Whether all anchors that were asked for a request that is awaited have come, and for none
-        of the other requests. Of a server of one rank."""
-        assert self._ranks.size == 1, "anchors come to ranks at different times"
-        return rid not in self._need_whole_pages and self._remote.is_anchored(rid, besides)
+    def anchored(self, rids: Sequence[str], besides: Collection[str]) -> set[str]:
+        """Of these requests, which are awaited, those of which all anchors that were asked for have
+        come, on every rank, and for none of the requests `besides`. At most one message."""
+        asking = [rid for rid in rids if rid not in self._need_whole_pages]
+        if not asking:
+            return set()
+        mine = [int(self._remote.is_anchored(rid, besides)) for rid in asking]
+        agreed = self._ranks.least(mine, about=("anchored", asking))
+        return {rid for rid, is_anchored in zip(asking, agreed, strict=True) if is_anchored}
 
     def await_whole_pages(self, rid: str) -> None:
-        """Anchors are of no use for this request: is_anchored() is False from now on."""
+        """Anchors are of no use for this request: it is not anchored() from now on."""
         self._need_whole_pages.add(rid)
 
     def retain(self, rids: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,7 +17,8 @@ class Waiting:
     """In place of WaitingRequests: all wait, and have asked."""
 
     def __init__(self):
-        self.still, self.anchored, self.asked_first, self.retained = set("abcd"), set(), [], None
+        self.still, self.with_anchors = set("abcd"), set()
+        self.asked_first, self.retained = [], None
         self.need_whole_pages = set()
 
     def has_asked(self, rid):
@@ -28,8 +30,8 @@ class Waiting:
     def awaited(self, rids):
         return self.still & set(rids)
 
-    def is_anchored(self, rid, besides):
-        return rid in self.anchored - besides
+    def anchored(self, rids, besides):
+        return set(rids) & self.with_anchors - besides - self.need_whole_pages
 
     def await_whole_pages(self, rid):
         self.need_whole_pages.add(rid)
@@ -45,10 +47,7 @@ class Early:
         self.rids, self.lost, self.complete, self.num_returned = [], [], [], 0
 
     def land(self):
-        return self.lost
-
-    def take_complete(self):
-        return self.complete
+        return self.complete, self.lost
 
     def note_returned(self):
         self.num_returned += 1
@@ -98,6 +97,7 @@ def request(rid, **changes):
         return_logprob=False,
         to_finish=None,
         finished=lambda: False,
+        time_stats=Mock(),
     )
     vars(req).update(changes)
     return req
@@ -145,7 +145,7 @@ def a_pass(scheduler, original=None, running=(), *, is_full=False):
 
 
 def test_one_whose_anchors_are_here_is_admitted_alone(scheduler, cache):
-    cache.waiting.anchored = {"b", "c"}
+    cache.waiting.with_anchors = {"b", "c"}
     first = scheduler.waiting_queue[1]
     original, _ = a_pass(scheduler)
     assert original.seen == [(["b"], first)]
@@ -160,7 +160,7 @@ def test_one_whose_anchors_are_here_is_admitted_alone(scheduler, cache):
 
 @pytest.mark.parametrize("was_loaded", [False, True])
 def test_one_for_whom_there_is_no_room_goes_on_waiting_in_its_place(scheduler, cache, was_loaded):
-    cache.waiting.anchored = {"b"}
+    cache.waiting.with_anchors = {"b"}
     cache.was_loaded = was_loaded
     a_pass(scheduler, Original(starts=False))
     assert cache.calls == [("cancel", None)]
@@ -174,7 +174,7 @@ def test_one_for_whom_there_is_no_room_goes_on_waiting_in_its_place(scheduler, c
     "reason", ["others", "chunk", "full", "anchors", "shared", "tokens", "grammar"]
 )
 def test_nobody_starts_early_where(scheduler, cache, reason):
-    cache.waiting.anchored = {"b"}
+    cache.waiting.with_anchors = {"b"}
     if reason == "others":
         # Somebody may start who waits for nothing.
         cache.waiting.still.discard("d")
@@ -208,8 +208,10 @@ def test_whose_residuals_have_come_is_cached_unless_it_has_left(scheduler, cache
     cache.early.rids = cache.early.complete = ["x", "y", "z"]
     gone = request("y", finished=lambda: True)
     ending = request("z", to_finish=object())
-    _, batch = a_pass(scheduler, running=[request("w"), request("x"), gone, ending])
+    here = request("x")
+    _, batch = a_pass(scheduler, running=[request("w"), here, gone, ending])
     assert cache.calls == [("adopt", "x")]
+    here.time_stats.set_prefill_finished_time.assert_called_once_with()
     assert not batch.released
 
 

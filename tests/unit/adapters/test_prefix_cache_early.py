@@ -135,8 +135,8 @@ def early_machine(prefix_cache_machine):
             for req in filter(self.is_apart, self.running):
                 lacking = list(self.early._starts[req.rid].lacking.values())
                 self.remote.whole.update(link.key for link, _ in lacking[:num_pages])
-            assert not self.early.land()
-            complete = self.early.take_complete()
+            complete, lost = self.early.land()
+            assert not lost
             for req in self.running:
                 if req.rid in complete:
                     self.tree.adopt(req)

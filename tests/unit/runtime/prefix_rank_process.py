@@ -164,11 +164,13 @@ class Remote:
         others_ask: bool = True,
         anchors_first: bool = False,
     ) -> None:
-        assert not anchors_first, "several ranks wait for whole pages"
         self.asked[rid] = [len(links), others_ask]
 
     def is_awaited(self, rid: str) -> bool:
         return rid in self.still
+
+    def is_anchored(self, rid: str, besides: Sequence[str]) -> bool:
+        return rid in self.still and rid not in besides
 
     def retain(self, rids: set[str]) -> None:
         self.asked = {rid: asked for rid, asked in self.asked.items() if rid in rids}
@@ -204,6 +206,23 @@ def waits(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
     }
 
 
+def anchors(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
+    """All anchors of "a" and "b" have come to the first rank, of "b" and "c" to the second."""
+    rank = Rank(ranks, folder)
+    remote = Remote(would_ask=True, awaited=({"a", "b"}, {"b", "c"})[ranks.rank])
+    waiting = WaitingRequests(remote, rank.agreed, ranks)  # type: ignore[arg-type]
+    before = ranks.num_messages
+    first = sorted(waiting.anchored(["a", "b", "c"], besides=set()))
+    started = sorted(waiting.anchored(["a", "b", "c"], besides={"b"}))
+    waiting.await_whole_pages("b")
+    useless = sorted(waiting.anchored(["a", "b", "c"], besides=set()))
+    messages = ranks.num_messages - before
+    # There is nobody to agree on.
+    waiting.anchored(["b"], besides=set())
+    silent = ranks.num_messages - before - messages
+    return {"anchored": [first, started, useless], "messages": [messages, silent]}
+
+
 def apart(ranks: CountingRanks, folder: Path) -> list[str]:
     """Refusals of ranks that look up different prefixes."""
     rank = Rank(ranks, folder)
@@ -217,7 +236,7 @@ def apart(ranks: CountingRanks, folder: Path) -> list[str]:
 def main() -> None:
     results = {}
     with this_rank(CountingRanks) as ranks:
-        for case in (lookups, damages, waits, apart):
+        for case in (lookups, damages, waits, anchors, apart):
             with tempfile.TemporaryDirectory() as folder:
                 results[case.__name__] = case(ranks, Path(folder))
     print(json.dumps(results))

@@ -78,6 +78,12 @@ def test_where_one_rank_has_no_trust_nobody_asks(results) -> None:
     assert of_case(results, "waits")["distrusted"] == [3, False]
 
 
+def test_a_request_is_anchored_where_it_is_on_every_rank(results) -> None:
+    found = of_case(results, "anchors")
+    assert found["anchored"] == [["b"], [], []]
+    assert found["messages"] == [3, 0]
+
+
 def test_ranks_that_look_up_different_prefixes_stop(results) -> None:
     for rank, result in enumerate(results):
         for refusal in result["apart"]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
 from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage
+from sglang_kvspec.runtime.testing.meeting import BOTH, Meeting, MeetingRanks
 
 SIZE = 32
 PAGES = [4, 2, 5]
@@ -106,14 +109,16 @@ def test_drafts_read_anchors_and_verifications_residuals(
         kv.read_target(0, torch.tensor(PAGES))
     for remote.num_whole in (0, 2, 3):
         assert early.lacks_residuals("r")
-        assert early.land() == []
+        is_complete = remote.num_whole == 3
+        assert early.land() == (["r"] * is_complete, [])
+        # Nobody verifies before all are here.
         lacking = [state is ResidualState.IN_FLIGHT for state in states(kv)]
-        assert lacking == [False] * remote.num_whole + [True] * (3 - remote.num_whole)
+        assert lacking == [not is_complete] * 3
         assert loaded == [3, remote.num_whole]
         kv.check_integrity()
     assert not early.lacks_residuals("r")
-    assert early.take_complete() == ["r"]
-    assert early.take_complete() == early.rids == []
+    assert early.land() == ([], [])
+    assert early.rids == []
     assert reads_as_computed(kv, computed, "read_target")
     assert remote.counters.early == 1
 
@@ -123,28 +128,27 @@ def test_who_waits_in_vain_is_named_until_its_pages_are_freed(early, remote, kv,
     early.begin("r", links, PAGES)
     remote.waited_for.clear()
     remote.num_whole = 2
-    assert early.land() == ["r"]
-    assert early.land() == ["r"]
+    assert early.land() == ([], ["r"])
+    assert early.land() == ([], ["r"])
     early.release([7])
     assert early.rids == ["r"]
     early.release(PAGES)
     kv.free_pages(PAGES)
-    assert early.land() == early.rids == []
+    assert early.land() == ([], [])
+    assert early.rids == []
     kv.check_integrity()
     # The same pages may be another's at once.
     remote.waited_for = {"s"}
     early.begin("s", links, PAGES)
     remote.num_whole = 3
-    assert early.land() == []
-    assert early.take_complete() == ["s"]
+    assert early.land() == (["s"], [])
 
 
 def test_what_came_with_the_end_of_a_wait_is_not_lost(early, remote, links):
     remote.num_anchors = remote.num_whole = 3
     early.begin("r", links, PAGES)
     remote.waited_for.clear()
-    assert early.land() == []
-    assert early.take_complete() == ["r"]
+    assert early.land() == (["r"], [])
 
 
 def test_a_residual_of_another_anchor_is_not_taken(kv, early, remote, links):
@@ -153,13 +157,74 @@ def test_a_residual_of_another_anchor_is_not_taken(kv, early, remote, links):
     early.begin("r", links, PAGES)
     remote.num_whole = 3
     remote.replaced[1] = bytearray(len(remote.rows[1][0]))
-    assert early.land() == []
-    assert early.take_complete() == []
+    assert early.land() == ([], [])
     assert early.lacks_residuals("r")
     assert states(kv)[1] is ResidualState.IN_FLIGHT
     remote.waited_for.discard("r")
-    assert early.land() == ["r"]
+    assert early.land() == ([], ["r"])
     # The right one, after all.
     remote.replaced.clear()
-    early.land()
-    assert early.take_complete() == ["r"]
+    assert early.land() == (["r"], [])
+
+
+@pytest.fixture
+def both_ranks(make_kv, links, computed):
+    """Two ranks, to each of which comes what comes to it, and their KV caches."""
+    meeting = Meeting()
+    records = copy_out(computed, [1, 2, 3])
+    remotes = [Remote(links, records) for _ in BOTH]
+    kvs = [make_kv(num_pages=8) for _ in BOTH]
+    starts = [
+        EarlyStarts(kvs[rank], remotes[rank], lambda *_: None, MeetingRanks(rank, meeting))
+        for rank in BOTH
+    ]
+    yield SimpleNamespace(meeting=meeting, remotes=remotes, kvs=kvs, starts=starts)
+    meeting.close()
+
+
+def on_both(ranks, call):
+    """What a call gives, which is the same on both."""
+    given = [None, None]
+
+    def act(rank):
+        given[rank] = call(ranks.starts[rank])
+
+    ranks.meeting.act(act)
+    assert given[0] == given[1]
+    return given[0]
+
+
+def test_ranks_start_and_verify_together(both_ranks, links):
+    first, second = both_ranks.remotes
+    first.num_anchors, second.num_anchors = 3, 2
+    assert not on_both(both_ranks, lambda early: early.may_begin(links))
+    second.num_anchors = 3
+    assert on_both(both_ranks, lambda early: early.may_begin(links))
+    on_both(both_ranks, lambda early: early.begin("r", links, PAGES))
+    for first.num_whole, second.num_whole in ((3, 0), (3, 2)):
+        assert on_both(both_ranks, EarlyStarts.land) == ([], [])
+        for kv in both_ranks.kvs:
+            assert states(kv) == [ResidualState.IN_FLIGHT] * 3
+    # One that has all of its own waits on as long as the other hopes for more.
+    first.waited_for.clear()
+    assert on_both(both_ranks, EarlyStarts.land) == ([], [])
+    second.num_whole = 3
+    assert on_both(both_ranks, EarlyStarts.land) == (["r"], [])
+    assert not on_both(both_ranks, lambda early: early.lacks_residuals("r"))
+
+
+def test_what_one_rank_waits_for_in_vain_is_lost_to_both(both_ranks, links):
+    first, second = both_ranks.remotes
+    first.num_anchors = second.num_anchors = 3
+    on_both(both_ranks, lambda early: early.begin("r", links, PAGES))
+    first.num_whole = 3
+    second.waited_for.clear()
+    assert on_both(both_ranks, EarlyStarts.land) == ([], ["r"])
+    on_both(both_ranks, lambda early: early.release(PAGES))
+    assert on_both(both_ranks, EarlyStarts.land) == ([], [])
+
+
+def test_ranks_send_no_message_where_nobody_has_started(both_ranks):
+    on_both(both_ranks, EarlyStarts.land)
+    on_both(both_ranks, lambda early: early.may_begin([]))
+    assert both_ranks.meeting.num_messages == 0
