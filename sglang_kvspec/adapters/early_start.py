@@ -39,13 +39,16 @@ def keep_up(scheduler: Any, cache: KVSpecRadixCache, running: Any) -> None:
 
 def _take_back(lost: Sequence[Any], scheduler: Any, running: Any) -> None:
     """Retract running requests, as SGLang does for want of memory. They have emitted nothing."""
+    cache = scheduler.tree_cache
     for num_before, req in enumerate(lost):
         logger.warning(
             "KVSpec: residuals of the prefix of request %s did not come: it starts anew", req.rid
         )
         place = running.reqs.index(req)
         running.release_req(place, len(running.reqs) - num_before, scheduler.server_args)
-        scheduler.tree_cache.early.note_returned()
+        cache.early.note_returned()
+        # On another rank its wait may not be over, and its anchors are here still.
+        cache.waiting.await_whole_pages(req.rid)
     if lost:
         running.filter_batch(keep_indices=[i for i, r in enumerate(running.reqs) if r not in lost])
         running.batch_is_full = False

@@ -201,16 +201,17 @@ class RoundWorker(VerifyingWorker):
         wait_s, verify_s = self._timer.seconds()
         self._fetch_wait_s += WEIGHT * (wait_s - self._fetch_wait_s)
         self.stepper.speeds.note_iteration(step_s * max(started.lens) + wait_s + verify_s)
-        self.clock.observe(
-            started.lens,
-            context,
-            step_s * max(started.lens),
-            verify_s,
-            self._enqueue_s,
-            [n for n, entry in zip(started.num_verified, verified, strict=True) if entry],
-            started.between_s,
-            started.num_beside,
-        )
+        if not started.ends_prompts:
+            self.clock.observe(
+                started.lens,
+                context,
+                step_s * max(started.lens),
+                verify_s,
+                self._enqueue_s,
+                [n for n, entry in zip(started.num_verified, verified, strict=True) if entry],
+                started.between_s,
+                started.num_beside,
+            )
         idle = (n == 0 and entry is None for n, entry in zip(started.lens, verified, strict=True))
         self.counters.waits += sum(idle)
 
@@ -352,6 +353,7 @@ class RoundWorker(VerifyingWorker):
         beside = self._rows_beside(batch, states, pages, num_drafts, verify)
         self.spoiled.drop(batch.reqs, rows)
         started.num_verified = [n if i in rows else 0 for i, n in enumerate(num_drafts)]
+        started.ends_prompts = any(states[i].tail for i in rows)
         self._timer.start()
         if started.plan is not None:
             self.stepper.await_fetches(started.plan, pages)
@@ -372,8 +374,7 @@ class RoundWorker(VerifyingWorker):
         for drafted in (started.made, more):
             for i, tokens in {} if drafted is None else drafted.deliver().items():
                 states[i].drafts.extend(tokens)
-        if self._graphs is not None:
-            self._note_drafts(batch, states, started, more)
+        self._note_drafts(batch, states, started, more)
         verified = self._judge(batch, states, rows, logits_output.next_token_logits)
         if not batch.return_logprob:
             # Nobody reads them any more, and they are large.
@@ -387,14 +388,19 @@ class RoundWorker(VerifyingWorker):
         started: StartedRound,
         beside: DraftedTokens | None,
     ) -> None:
-        """Of a round whose steps came from graphs, and of a verification's forward."""
+        """Of steps that came from graphs, and of a verification's forward."""
+        by_graphs = self._graphs is not None
         for i, (req, state) in enumerate(self._zip(batch, states)):
-            is_lacking = i in started.lacking
             if self.decoding is not None:
-                ages_s = started.draft_ages_s(i)
-                self.decoding.note_drafts(state, ages_s, on_anchors=is_lacking)
-            elif is_lacking:
-                count = started.lens[i] + (0 if beside is None else beside.lens[i])
+                if by_graphs:
+                    ages_s = started.draft_ages_s(i)
+                    on_anchors = i in started.lacking
+                    self.decoding.note_drafts(state, ages_s, on_anchors=on_anchors)
+                continue
+            count = started.lens[i] if by_graphs and i in started.lacking else 0
+            if beside is not None and self._is_lacking(state):
+                count += beside.lens[i]
+            if count:
                 self._note_early_drafts(req, count)
 
     def _finish_plain(

@@ -23,7 +23,8 @@ class StartedRound:
     or it is yet to be decided. late: requests that cannot verify whatever the plan, as residuals of
     theirs are still on the network, by now; lacking: those of which that was so when it began.
     num_verified: of a round that is over, drafts that each request had verified; num_beside:
-    requests that drafted once more meanwhile.
+    requests that drafted once more meanwhile; ends_prompts: more than drafts were verified, of
+    requests that had started on anchors.
 
     is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
     device only. logits: of a plain round whose one token is to be chosen from them, a row for each
@@ -45,6 +46,7 @@ class StartedRound:
     lacking: frozenset[int] = frozenset()
     num_verified: list[int] = field(default_factory=list)
     num_beside: int = 0
+    ends_prompts: bool = False
     _step_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -57,9 +57,10 @@ class EarlyStarts:
         """Whether the anchors of all these pages are here, on every rank. At most one message."""
         if not links:
             return True
-        are_here = all(self._remote.anchor_of(link) is not None for link in links)
+        are_mine = all(self._remote.anchor_of(link) is not None for link in links)
         about = ("may begin", len(links), links[-1].key.hex())
-        return bool(*self._ranks.least([are_here], about))
+        (are_everyones,) = self._ranks.least([are_mine], about)
+        return bool(are_everyones)
 
     def begin(self, rid: str, links: Sequence[PageLink], pages: Sequence[int]) -> None:
         """A request starts: free pages[i] get the anchor of links[i], which is here, and their

@@ -226,3 +226,5 @@ def test_whose_residuals_do_not_come_goes_back_to_the_queue(scheduler, cache):
     # It is in the queue in time for this pass.
     assert original.seen == [(["x", "y"], None)]
     assert cache.early.num_returned == 2
+    # It does not start on the same anchors again.
+    assert cache.waiting.need_whole_pages == {"x", "y"}
