@@ -172,9 +172,9 @@ class LoggedReceiver(Receiver):
         super().__init__(port, identity)
         self.log: Log = []
 
-    def _write(self, frame: Data, payload: Any) -> None:
-        self.log.append((time.monotonic(), frame.stream, frame.transfer, frame.length))
-        super()._write(frame, payload)
+    def _write(self, frame: Data, payload: Any, now_s: float) -> None:
+        self.log.append((now_s, frame.stream, frame.transfer, frame.length))
+        super()._write(frame, payload, now_s)
 
 
 def rss_bytes() -> int:

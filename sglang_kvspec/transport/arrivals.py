@@ -120,7 +120,8 @@ class Incoming:
             raise FrameError(Drop.RECYCLED, f"page {frame.page} has been recycled")
         if len(target) < frame.size:
             raise FrameError(Drop.NO_ROOM, f"{key} of {frame.size} bytes, room for {len(target)}")
-        ranges = self._partial.setdefault(key, ByteRanges(frame.size))
+        if (ranges := self._partial.get(key)) is None:
+            ranges = self._partial[key] = ByteRanges(frame.size)
         if len(ranges) >= MAX_HOLES:
             raise FrameError(Drop.MISPLACED, f"{key} has {len(ranges)} holes")
         num_new, source = 0, memoryview(payload)

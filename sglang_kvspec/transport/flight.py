@@ -36,7 +36,7 @@ class Flight:
 
     def __init__(self, limits: FlightLimits) -> None:
         self._limits = limits
-        self._credit_bytes = limits.total_bytes
+        self._most_bytes = limits.total_bytes
         self._pieces: dict[int, Piece] = {}
         self.bytes_of = [0, 0]
 
@@ -50,18 +50,19 @@ class Flight:
     def fit(self, stream: Stream, wanted: int) -> int:
         """How long the next piece of a stream may be that has `wanted` bytes left; 0: none now.
         A peer with less credit than a piece gets one shorter piece at a time."""
-        if len(self._pieces) >= self._limits.frames:
+        limits, (anchors, residuals) = self._limits, self.bytes_of
+        if len(self._pieces) >= limits.frames:
             return 0
-        room = min(self._limits.total_bytes, self._credit_bytes) - self.total_bytes
+        room = self._most_bytes - anchors - residuals
         if stream is Stream.RESIDUAL:
-            room = min(room, self._limits.residual_bytes - self.bytes_of[Stream.RESIDUAL])
-        length = min(wanted, self._limits.piece_bytes)
+            room = min(room, limits.residual_bytes - residuals)
+        length = min(wanted, limits.piece_bytes)
         if room >= length:
             return length
         return 0 if self._pieces else max(room, 0)
 
     def grant(self, credit_bytes: int) -> None:
-        self._credit_bytes = credit_bytes
+        self._most_bytes = min(self._limits.total_bytes, credit_bytes)
 
     def add(self, sequence: int, piece: Piece) -> None:
         assert 1 <= piece.length <= self.fit(piece.stream, piece.length)

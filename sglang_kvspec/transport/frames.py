@@ -23,6 +23,9 @@ class Stream(IntEnum):
     RESIDUAL = 1
 
 
+# An enum makes its members anew for each loop over it; this is for loops that run for each piece.
+STREAMS = tuple(Stream)
+
 Word = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Reason = Annotated[str, Meta(max_length=512)]

@@ -6,6 +6,7 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import ref
 
 import zmq
 
@@ -22,6 +23,8 @@ MAX_WAITING_FRAMES = 64
 MAX_UNSENT_FRAMES = 1024
 SEALING_BYTES = 256
 _WAKES_READ = 4096
+# As numbers: to join two of pyzmq's flags costs as much as to send.
+_NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Hold(Protocol):
@@ -36,6 +39,23 @@ class NoHold:
     done: bool = True
 
 
+_NO_HOLD = NoHold()
+
+
+class Lent:
+    """Memory that ZMQ reads: pyzmq refers to the view for as long. Cheaper than its trackers."""
+
+    __slots__ = ("_view",)
+
+    def __init__(self, view: memoryview) -> None:
+        """view: nobody but pyzmq keeps it."""
+        self._view = ref(view)
+
+    @property
+    def done(self) -> bool:
+        return self._view() is None
+
+
 class Port(Protocol):
     """What the ends of a link need of a socket. A dialled port has one peer, b""."""
 
@@ -47,8 +67,9 @@ class Port(Protocol):
         """The next message, if one is there: at most three parts of it."""
         ...
 
-    def wait(self, timeout_s: float) -> None:
-        """Until a message may be there, or wake() is called, or for timeout_s."""
+    def wait(self, timeout_s: float) -> bool:
+        """Until a message may be there, or wake() is called, or for timeout_s. Returns whether it
+        was for a message alone."""
         ...
 
     def wake(self) -> None:
@@ -86,6 +107,7 @@ class ZmqPort:
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
             end.setblocking(False)
+        self._poller = self._watch()
         self.address = address
         try:
             if bind:
@@ -98,28 +120,30 @@ class ZmqPort:
             raise TransportError(f"{address}: {error}") from None
 
     def send(self, peer: bytes, head: bytes, payload: memoryview | None = None) -> Hold | None:
-        socket, more = self._socket, zmq.SNDMORE if payload is not None else 0
+        socket = self._socket
         try:
             if self._dialled is None:
-                socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-            socket.send(head, more | zmq.NOBLOCK)
+                socket.send(peer, _NOW_AND_MORE)
+            socket.send(head, _NOW if payload is None else _NOW_AND_MORE)
         except zmq.ZMQError as error:
             # A peer that is not connected, or full: what was refused is not sent in part.
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return None
             raise
         if payload is None:
-            return NoHold()
+            return _NO_HOLD
         if len(payload) < COPY_BELOW_BYTES:
             socket.send(payload)
-            return NoHold()
-        return socket.send(payload, copy=False, track=True)
+            return _NO_HOLD
+        lent = payload[:]
+        socket.send(lent, copy=False)
+        return Lent(lent)
 
     def receive(self) -> tuple[bytes, list[Buffer]] | None:
         if self._gate is not None:
             self._gate.serve()
         try:
-            part = self._socket.recv(zmq.NOBLOCK, copy=False)
+            part = self._socket.recv(_NOW, copy=False)
         except zmq.Again:
             return None
         parts: list[Buffer] = []
@@ -134,15 +158,11 @@ class ZmqPort:
                 parts.append(part.buffer)
         return peer, parts
 
-    def wait(self, timeout_s: float) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        if self._gate is not None:
-            poller.register(self._gate.socket, zmq.POLLIN)
-        poller.register(self._woken, zmq.POLLIN)
-        ready = dict(poller.poll(max(1, round(timeout_s * 1000))))
-        if self._woken.fileno() in ready:
+    def wait(self, timeout_s: float) -> bool:
+        ready = self._poller.poll(max(1, round(timeout_s * 1000)))
+        if is_woken := any(source == self._woken.fileno() for source, _ in ready):
             self._woken.recv(_WAKES_READ)
+        return bool(ready) and not is_woken
 
     def wake(self) -> None:
         # Full: more calls are waiting to be noticed than fit, so none needs another.
@@ -153,6 +173,7 @@ class ZmqPort:
         assert self._dialled is not None, "a bound port has no one connection"
         self._socket.close(linger=0)
         self._socket = self._open(zmq.DEALER)
+        self._poller = self._watch()
         self._socket.connect(self._dialled)
 
     def close(self) -> None:
@@ -162,6 +183,14 @@ class ZmqPort:
         self._context.term()
         self._waker.close()
         self._woken.close()
+
+    def _watch(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if self._gate is not None:
+            poller.register(self._gate.socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        return poller
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)

@@ -25,14 +25,15 @@ from sglang_kvspec.transport.frames import (
     Stream,
     Welcome,
 )
-from sglang_kvspec.transport.intake import take_in, unexpected
+from sglang_kvspec.transport.intake import BATCH, take_in, unexpected
 from sglang_kvspec.transport.port import Port
 from sglang_kvspec.transport.segments import TransferShape
-from sglang_kvspec.transport.session import LinkState, Session, Timing
+from sglang_kvspec.transport.session import WATCH_S, LinkState, Session, Timing
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError, encode
 
 DEFAULT_CREDIT_BYTES = 4 << 20
 _SENDER = b""
+_OF_SESSION = (Data, Ping, Ack, Accept, Abort)
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ class Receiver:
         self._session: Session | None = None
         self._nonce = 0
         self._hello_at_s = clock()
-        self._heard_s = clock()
+        self._heard_s = self._watch_at_s = clock()
+        self._is_more = False
         self.state = LinkState.GREETING
         self.refusal: str | None = None
 
@@ -86,6 +88,7 @@ class Receiver:
             self._heard_s = now_s
         self._arrivals.expect(Incoming(transfer, shape, pages, destination, now_s))
         self._requests[transfer] = _Request(now_s, now_s + timeout_s)
+        self._watch_at_s = now_s
 
     def cancel(self, transfer: int, reason: str) -> None:
         """Nothing is written into the transfer's pages from now on. The sender is told why, in up
@@ -108,9 +111,11 @@ class Receiver:
     def step(self, timeout_s: float = 0.0) -> list[Arrival]:
         """Read, write, acknowledge, watch the time; wait for at most timeout_s if nothing comes."""
         events = self._turn()
-        if not events and timeout_s > 0:
-            self._port.wait(min(timeout_s, self._timing.probe_s))
+        end_s = self._clock() + timeout_s
+        while timeout_s > 0 and not events:
+            is_news = self._is_more or self._port.wait(min(timeout_s, self._timing.probe_s))
             events = self._turn()
+            timeout_s = end_s - self._clock() if is_news else 0.0
         return events
 
     def wake(self) -> None:
@@ -125,17 +130,21 @@ class Receiver:
         self._port.close()
 
     def _turn(self) -> list[Arrival]:
-        take_in(self._port, self.counters, self._handle)
+        self._is_more = take_in(self._port, self.counters, self._handle) == BATCH
         self._acknowledge()
-        if self.state is not LinkState.REFUSED:
-            self._watch(self._clock())
-        events = self._arrivals.take_events()
-        for transfer in self._requests.keys() - self._arrivals.incoming.keys():
-            del self._requests[transfer]
+        now_s = self._clock()
+        if now_s >= self._watch_at_s and self.state is not LinkState.REFUSED:
+            self._watch_at_s = now_s + WATCH_S
+            self._watch(now_s)
+        if events := self._arrivals.take_events():
+            for transfer in self._requests.keys() - self._arrivals.incoming.keys():
+                del self._requests[transfer]
         return events
 
     def _handle(self, _: bytes, frame: Frame, payload: Buffer | None) -> None:
-        if isinstance(frame, Welcome):
+        if isinstance(frame, _OF_SESSION):
+            self._handle_in_session(frame, payload)
+        elif isinstance(frame, Welcome):
             self._welcome(frame)
         elif isinstance(frame, Refuse):
             if self.state is not LinkState.GREETING or frame.nonce not in (0, self._nonce):
@@ -145,24 +154,27 @@ class Receiver:
             if self._session is None or frame.session != self._session.session:
                 raise FrameError(Drop.FOREIGN, f"Bye to session {frame.session}")
             self._lose_session()
-        elif isinstance(frame, Data | Ping | Ack | Accept | Abort):
-            if self._session is None:
-                raise FrameError(Drop.FOREIGN, f"session {frame.session}, and this end has none")
-            self._session.admit(frame, self._clock())
-            self._heard_s = self._session.heard_s
-            if isinstance(frame, Data):
-                assert payload is not None
-                self._write(frame, payload)
-            elif isinstance(frame, Accept):
-                if frame.transfer in self._requests:
-                    self._requests[frame.transfer].accepted = True
-            elif isinstance(frame, Abort):
-                self._fail(frame.transfer, f"the sender ended it: {frame.reason}")
         else:
             raise unexpected(frame)
 
-    def _write(self, frame: Data, payload: Buffer) -> None:
+    def _handle_in_session(
+        self, frame: Data | Ping | Ack | Accept | Abort, payload: Buffer | None
+    ) -> None:
+        if self._session is None:
+            raise FrameError(Drop.FOREIGN, f"session {frame.session}, and this end has none")
         now_s = self._clock()
+        self._session.admit(frame, now_s)
+        self._heard_s = now_s
+        if isinstance(frame, Data):
+            assert payload is not None
+            self._write(frame, payload, now_s)
+        elif isinstance(frame, Accept):
+            if frame.transfer in self._requests:
+                self._requests[frame.transfer].accepted = True
+        elif isinstance(frame, Abort):
+            self._fail(frame.transfer, f"the sender ended it: {frame.reason}")
+
+    def _write(self, frame: Data, payload: Buffer, now_s: float) -> None:
         try:
             if self._arrivals.write(frame, payload, now_s):
                 request = self._requests[frame.transfer]
@@ -180,7 +192,7 @@ class Receiver:
         now_s = self._clock()
         self.state = LinkState.LIVE
         self._session = Session(frame.session, self._timing, now_s)
-        self._heard_s = now_s
+        self._heard_s = self._watch_at_s = now_s
         self.counters.sessions += 1
         for request in self._requests.values():
             request.open_at_s, request.accepted = now_s, False
@@ -213,7 +225,7 @@ class Receiver:
     def _lose_session(self) -> None:
         self.counters.lost_sessions += 1
         self.state, self._session, self._nonce = LinkState.GREETING, None, 0
-        self._hello_at_s = self._clock()
+        self._hello_at_s = self._watch_at_s = self._clock()
         self._port.reset()
 
     def _refused(self, reason: str) -> None:

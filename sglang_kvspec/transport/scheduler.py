@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.transport.flight import Flight, FlightLimits
-from sglang_kvspec.transport.frames import Ack, Open, Stream
+from sglang_kvspec.transport.frames import STREAMS, Ack, Open, Stream
 from sglang_kvspec.transport.openings import Openings
 from sglang_kvspec.transport.outgoing import Outgoing
 from sglang_kvspec.transport.segments import Piece, Segment, SegmentKey, TransferShape
@@ -129,30 +129,33 @@ class SendScheduler:
     def choose(self, blocked: Collection[bytes] = ()) -> Choice | None:
         """The next piece, to a peer that is not blocked; None if nothing waits that may go.
         Changes nothing."""
-        for stream in Stream:
+        for stream, waiting in zip(STREAMS, self._waiting, strict=True):
+            if not waiting:
+                continue
             full = set(blocked)
-            for _, _, transfer in self._waiting[stream]:
+            for _, _, transfer in waiting:
                 outgoing = self._transfers[transfer]
                 peer = outgoing.peer
                 assert peer is not None
                 if peer in full or (flight := self._flights.get(peer)) is None:
                     continue
-                piece = outgoing.peek(stream)
-                if not (length := flight.fit(stream, piece.length)):
+                segment, offset, most = outgoing.peek(stream)
+                if not (length := flight.fit(stream, most)):
                     full.add(peer)
                     continue
-                page, generation = outgoing.pages[piece.segment.key.page_index]
-                return Choice(peer, piece._replace(length=length), page, generation)
+                page, generation = outgoing.pages[segment.key.page_index]
+                return Choice(peer, Piece(segment, offset, length), page, generation)
         return None
 
     def commit(self, choice: Choice, sequence: int) -> bool:
         """The choice has been sent under `sequence`. Returns whether it was sent before."""
         piece = choice.piece
-        outgoing = self._transfers[piece.segment.key.transfer]
+        _, stream, _, _ = key = piece.segment.key
+        outgoing = self._transfers[key.transfer]
         again = outgoing.take(piece)
         self._flights[choice.peer].add(sequence, piece)
-        if not outgoing.waits(piece.stream):
-            self._unwait(outgoing, piece.stream)
+        if not outgoing.waits(stream):
+            self._unwait(outgoing, stream)
         return again
 
     def acknowledge(self, peer: bytes, ack: Ack) -> tuple[list[Segment], list[Ended]]:

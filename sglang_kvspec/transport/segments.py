@@ -119,7 +119,3 @@ class Piece(NamedTuple):
     @property
     def stream(self) -> Stream:
         return self.segment.key.stream
-
-    @property
-    def payload(self) -> memoryview:
-        return self.segment.view[self.offset : self.offset + self.length]

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from sglang_kvspec.transport.counters import LinkCounters
 from sglang_kvspec.transport.flight import FlightLimits
 from sglang_kvspec.transport.frames import (
+    STREAMS,
     Abort,
     Accept,
     Ack,
@@ -21,7 +22,6 @@ from sglang_kvspec.transport.frames import (
     Identity,
     Open,
     Ping,
-    Stream,
 )
 from sglang_kvspec.transport.holds import Holds
 from sglang_kvspec.transport.intake import BATCH, take_in, unexpected
@@ -30,7 +30,7 @@ from sglang_kvspec.transport.peers import Peers
 from sglang_kvspec.transport.port import Port
 from sglang_kvspec.transport.scheduler import Choice, Ended, SendScheduler
 from sglang_kvspec.transport.segments import Segment, SegmentKey, number_of, on_the_wire
-from sglang_kvspec.transport.session import Timing
+from sglang_kvspec.transport.session import WATCH_S, Timing
 from sglang_kvspec.transport.shaping import TokenBucket
 from sglang_kvspec.transport.wire import Buffer, encode
 
@@ -61,6 +61,7 @@ class TransferEnded:
 
 
 SendEvent = TransferOpened | SegmentReleased | TransferEnded
+_FROM_RECEIVER = (Ping, Ack, Open, Abort)
 
 
 class Sender:
@@ -88,7 +89,7 @@ class Sender:
         self._unreleased: Counter[int] = Counter()
         self._reasons: dict[int, str | None] = {}
         self._events: list[SendEvent] = []
-        self._stepped_s = clock()
+        self._stepped_s = self._watch_at_s = clock()
 
     def offer(self, key: SegmentKey, memory: memoryview) -> bool:
         """Send a chunk once its receiver wants it, anchors first. The memory must stay as it is
@@ -112,13 +113,12 @@ class Sender:
 
     def step(self, timeout_s: float = 0.0) -> list[SendEvent]:
         """Read, send, watch the time; wait for at most timeout_s if there is nothing to do."""
-        num_done = self._turn()
-        if not num_done and not self._events and timeout_s > 0:
-            pause_s = min(timeout_s, self._timing.probe_s)
-            if self._link is not None and self.scheduler.choose() is not None:
-                pause_s = min(pause_s, self._link.delay_s(self._clock()))
-            self._port.wait(pause_s)
-            self._turn()
+        is_more = self._turn()
+        end_s = self._clock() + timeout_s
+        while timeout_s > 0 and not self._events:
+            is_news = is_more or self._port.wait(self._pause_s(timeout_s))
+            is_more = self._turn()
+            timeout_s = end_s - self._clock() if is_news else 0.0
         events, self._events = self._events, []
         return events
 
@@ -135,81 +135,95 @@ class Sender:
     def close(self) -> None:
         self._port.close()
 
-    def _turn(self) -> int:
+    def _turn(self) -> bool:
+        """Returns whether there may be more to do at once."""
         num_read = take_in(self._port, self.counters, self._handle, self._refuse_protocol)
         num_sent = self._send_pieces()
-        self._watch(self._clock())
+        now_s = self._clock()
+        self._count_busy(now_s)
+        if now_s >= self._watch_at_s:
+            self._watch_at_s = now_s + WATCH_S
+            self._watch(now_s)
         self._release()
-        return num_read + num_sent
+        return BATCH in (num_read, num_sent)
+
+    def _pause_s(self, timeout_s: float) -> float:
+        pause_s = min(timeout_s, self._timing.probe_s)
+        if self._link is not None and self.scheduler.choose() is not None:
+            pause_s = min(pause_s, self._link.delay_s(self._clock()))
+        return pause_s
 
     def _send_pieces(self) -> int:
         """Until credit, the link or ZMQ has enough; not so long that nobody reads."""
         blocked: set[bytes] = set()
         for num_sent in range(BATCH):
-            now_s = self._clock()
-            if self._link is not None and self._link.delay_s(now_s) > 0:
+            if self._link is not None and self._link.delay_s(self._clock()) > 0:
                 return num_sent
             choice = self.scheduler.choose(blocked)
             if choice is None:
                 return num_sent
-            if not self._send_piece(choice, now_s):
+            if not self._send_piece(choice):
                 # The connection is down: acknowledgements or silence will tell what became of it.
                 blocked.add(choice.peer)
         return BATCH
 
-    def _send_piece(self, choice: Choice, now_s: float) -> bool:
+    def _send_piece(self, choice: Choice) -> bool:
         session = self.peers.session(choice.peer)
         assert session is not None
-        piece, key = choice.piece, choice.piece.segment.key
+        segment, offset, length = choice.piece
+        transfer, stream, _, chunk = segment.key
+        sequence = session.stamp()
         frame = Data(
             session=session.session,
-            sequence=session.stamp(),
-            transfer=on_the_wire(key.transfer),
-            stream=key.stream,
+            sequence=sequence,
+            transfer=on_the_wire(transfer),
+            stream=stream,
             page=choice.page,
             generation=choice.generation,
-            chunk=key.chunk,
-            size=len(piece.segment.view),
-            offset=piece.offset,
-            length=piece.length,
+            chunk=chunk,
+            size=len(segment.view),
+            offset=offset,
+            length=length,
         )
-        payload = piece.payload
+        payload = segment.view[offset : offset + length]
         hold = self._port.send(choice.peer, encode(frame, payload), payload)
         if hold is None:
             return False
         if not hold.done:
-            self._holds.add(piece.segment, hold)
-        again = self.scheduler.commit(choice, frame.sequence)
-        counted = self.counters.streams[key.stream]
+            self._holds.add(segment, hold)
+        again = self.scheduler.commit(choice, sequence)
+        counted = self.counters.streams[stream]
         counted.frames += 1
-        counted.payload_bytes += piece.length
-        counted.resent_frames += again
-        counted.resent_bytes += again * piece.length
+        counted.payload_bytes += length
+        if again:
+            counted.resent_frames += 1
+            counted.resent_bytes += length
         if self._link is not None:
-            self._link.spend(piece.length, now_s)
+            self._link.spend(length, self._clock())
         return True
 
     def _handle(self, name: bytes, frame: Frame, payload: Buffer | None) -> None:
         if isinstance(frame, Hello):
             self._greet(name, frame)
             return
-        if not isinstance(frame, Ping | Ack | Open | Abort):
+        if not isinstance(frame, _FROM_RECEIVER):
             raise unexpected(frame)
         if (bye := self.peers.bye(name, frame)) is not None:
             self._port.send(name, encode(bye))
         session = self.peers.admit(name, frame, self._clock())
-        if isinstance(frame, Open | Abort):
-            number = number_of(frame.transfer, self.peers.part(name))
-            frame = replace(frame, transfer=number)
         if isinstance(frame, Ack):
             delivered, ended = self.scheduler.acknowledge(name, frame)
             self._retire(delivered)
             for end in ended:
                 self._end(end)
-        elif isinstance(frame, Ping):
+            return
+        if isinstance(frame, Ping):
             if (ack := session.ack(credit_bytes=0)) is not None:
                 self._port.send(name, encode(ack))
-        elif isinstance(frame, Open):
+            return
+        number = number_of(frame.transfer, self.peers.part(name))
+        frame = replace(frame, transfer=number)
+        if isinstance(frame, Open):
             opening = self.scheduler.open(name, frame)
             if opening.refusal is None:
                 if not self._unreleased[frame.transfer]:
@@ -238,7 +252,6 @@ class Sender:
         self._port.send(name, encode(self.peers.refuse_protocol(theirs)))
 
     def _watch(self, now_s: float) -> None:
-        self._count_busy(now_s)
         # Twice: by then a receiver that was not heard has given its transfers up itself.
         for transfer in self._asked.take_stale(now_s - 2 * self._timing.gone_s):
             self.abort(transfer, "its receiver has not asked for it any more")
@@ -279,7 +292,10 @@ class Sender:
 
     def _count_busy(self, now_s: float) -> None:
         passed_s, self._stepped_s = now_s - self._stepped_s, now_s
-        busy = [bool(self.scheduler.in_flight(stream)) for stream in Stream]
-        for stream in Stream:
-            self.counters.streams[stream].busy_s += passed_s * busy[stream]
-        self.counters.link_busy_s += passed_s * any(busy)
+        is_busy = False
+        for stream in STREAMS:
+            if self.scheduler.in_flight(stream):
+                self.counters.streams[stream].busy_s += passed_s
+                is_busy = True
+        if is_busy:
+            self.counters.link_busy_s += passed_s

@@ -10,6 +10,9 @@ from sglang_kvspec.transport.frames import Ack, Ping, SessionFrame
 from sglang_kvspec.transport.replay import ReplayWindow
 from sglang_kvspec.transport.wire import Drop, FrameError
 
+# An end that has much to do looks this often at what is due.
+WATCH_S = 0.005
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:

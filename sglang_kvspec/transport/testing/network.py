@@ -140,8 +140,8 @@ class NetworkPort:
         peer, parts = self.inbox.popleft()
         return peer, list(parts)
 
-    def wait(self, timeout_s: float) -> None:
-        pass
+    def wait(self, timeout_s: float) -> bool:
+        return False
 
     def wake(self) -> None:
         pass

@@ -16,7 +16,7 @@ from sglang_kvspec.transport.counters import LinkCounters
 from sglang_kvspec.transport.frames import Data, Refuse, Welcome
 from sglang_kvspec.transport.holds import Holds
 from sglang_kvspec.transport.segments import Segment
-from sglang_kvspec.transport.testing.network import SENDER, Faults
+from sglang_kvspec.transport.testing.network import SENDER, Faults, NetworkPort
 from sglang_kvspec.transport.testing.rig import Rig
 from sglang_kvspec.transport.wire import Drop, decode, encode
 
@@ -44,6 +44,31 @@ def ticks(rig: Rig, count: int) -> None:
 class Hold:
     def __init__(self) -> None:
         self.done = False
+
+
+class BusyPort(NetworkPort):
+    """Messages that come to nothing never end, 10 ms apart; somebody wakes the end at wake_at."""
+
+    num_waits, wake_at = 0, 0
+
+    def wait(self, timeout_s: float) -> bool:
+        self.num_waits += 1
+        self._network.clock.now_s += 0.01
+        return self.num_waits != self.wake_at
+
+
+@pytest.mark.parametrize(("wake_at", "num_waits"), [(0, 10), (3, 3)])
+@pytest.mark.parametrize("name", [SENDER, b"receiver"])
+def test_a_step_ends_in_time_or_for_a_call_however_many_messages_come(
+    name: bytes, wake_at: int, num_waits: int
+) -> None:
+    rig = Rig(0)
+    port = BusyPort(rig.network, name)
+    port.wake_at = wake_at
+    end = rig.sender if name == SENDER else rig.receiver
+    end._port = port
+    end.step(0.0975)
+    assert port.num_waits == num_waits
 
 
 def test_memory_is_released_once_and_not_before_zmq_is_done_with_it() -> None:
