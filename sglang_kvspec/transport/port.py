@@ -15,7 +15,7 @@ from sglang_kvspec.transport.keys import CurveKeys, Gatekeeper, check_address
 from sglang_kvspec.transport.wire import MAX_PART_BYTES, Buffer
 
 # Below this a copy is cheaper than telling when ZMQ is done with the memory.
-COPY_BELOW_BYTES = 16 << 10
+COPY_BELOW_BYTES = 128 << 10
 # Frames of one peer that ZMQ takes off the network before they are read here; honest senders are
 # held by credit long before.
 MAX_WAITING_FRAMES = 64
