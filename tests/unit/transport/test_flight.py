@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.transport.flight import Flight, FlightLimits
+from sglang_kvspec.transport.flight import PACED, Flight, FlightLimits
 from sglang_kvspec.transport.frames import Stream
 from sglang_kvspec.transport.segments import Piece, Segment, SegmentKey
 
@@ -27,6 +27,20 @@ def test_residuals_leave_room_for_anchors() -> None:
     assert flight.fit(Stream.RESIDUAL, 100) == 0
     assert flight.fit(Stream.RESIDUAL, 50) == 50
     assert flight.fit(Stream.ANCHOR, 1000) == 100
+
+
+@pytest.mark.parametrize("limits", [FlightLimits(), PACED])
+def test_no_anchor_sits_behind_more_than_1_mb_and_two_pieces_may_be_on_their_way(
+    limits: FlightLimits,
+) -> None:
+    assert limits.residual_bytes <= 1_000_000
+    flight = Flight(limits)
+    pieces = []
+    while length := flight.fit(Stream.RESIDUAL, 10**9):
+        pieces.append(length)
+        flight.add(len(pieces), piece(Stream.RESIDUAL, length))
+    assert len(pieces) >= 2
+    assert sum(pieces) > 0.9 * limits.residual_bytes
 
 
 def test_the_number_of_frames_is_bounded() -> None:
