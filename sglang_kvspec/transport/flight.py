@@ -17,9 +17,11 @@ class FlightLimits:
     """residual_bytes bounds what an anchor can sit behind: residuals that are on their way to the
     peer cannot be called back. total_bytes and frames bound both streams together. piece_bytes:
     what a piece costs beside its bytes is shared by more of them in a long one; two must fit into
-    residual_bytes, or each waits until the one before it is acknowledged."""
+    residual_bytes, or each waits until the one before it is acknowledged. anchor_piece_bytes: the
+    same for anchors, where it is not 0; nothing more urgent waits behind one."""
 
     piece_bytes: int = 488 << 10
+    anchor_piece_bytes: int = 0
     residual_bytes: int = 1_000_000
     total_bytes: int = 4 << 20
     frames: int = 256
@@ -27,12 +29,18 @@ class FlightLimits:
     def __post_init__(self) -> None:
         if not (
             1 <= self.piece_bytes <= min(MAX_PIECE_BYTES, self.residual_bytes)
-            and self.residual_bytes + self.piece_bytes <= self.total_bytes < 1 << 31
+            and 0 <= self.anchor_piece_bytes <= MAX_PIECE_BYTES
+            and self.residual_bytes + self.longest(Stream.ANCHOR) <= self.total_bytes < 1 << 31
             and 1 <= self.frames <= ACK_SPAN // 2
         ):
             raise TransportError(f"limits that exclude one another: {self}")
 
+    def longest(self, stream: Stream) -> int:
+        """Bytes of the longest piece."""
+        return (stream is Stream.ANCHOR and self.anchor_piece_bytes) or self.piece_bytes
 
+
+UNPACED = FlightLimits(anchor_piece_bytes=MAX_PIECE_BYTES)
 # On an emulated link, which lets a piece leave whole and then nothing for as long as that takes. It
 # is the link that is slow there, not what a piece costs.
 PACED = FlightLimits(piece_bytes=240 << 10)
@@ -63,7 +71,7 @@ class Flight:
         room = self._most_bytes - anchors - residuals
         if stream is Stream.RESIDUAL:
             room = min(room, limits.residual_bytes - residuals)
-        length = min(wanted, limits.piece_bytes)
+        length = min(wanted, limits.longest(stream))
         if room >= length:
             return length
         return 0 if self._pieces else max(room, 0)

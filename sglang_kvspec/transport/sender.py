@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from sglang_kvspec.transport.counters import LinkCounters
-from sglang_kvspec.transport.flight import PACED, FlightLimits
+from sglang_kvspec.transport.flight import PACED, UNPACED, FlightLimits
 from sglang_kvspec.transport.frames import (
     STREAMS,
     Abort,
@@ -81,7 +81,7 @@ class Sender:
     ) -> None:
         self._port, self._link, self._clock = port, link, clock
         self._timing = timing or Timing()
-        self.scheduler = SendScheduler(limits or (PACED if link else FlightLimits()))
+        self.scheduler = SendScheduler(limits or (PACED if link else UNPACED))
         self.counters = LinkCounters(since_s=clock())
         self.peers = Peers(identity, self._timing, self.counters)
         self._holds = Holds()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.transport.flight import PACED, Flight, FlightLimits
+from sglang_kvspec.transport.flight import PACED, UNPACED, Flight, FlightLimits
 from sglang_kvspec.transport.frames import Stream
 from sglang_kvspec.transport.segments import Piece, Segment, SegmentKey
 
@@ -29,7 +31,7 @@ def test_residuals_leave_room_for_anchors() -> None:
     assert flight.fit(Stream.ANCHOR, 1000) == 100
 
 
-@pytest.mark.parametrize("limits", [FlightLimits(), PACED])
+@pytest.mark.parametrize("limits", [UNPACED, PACED])
 def test_no_anchor_sits_behind_more_than_1_mb_and_two_pieces_may_be_on_their_way(
     limits: FlightLimits,
 ) -> None:
@@ -41,6 +43,14 @@ def test_no_anchor_sits_behind_more_than_1_mb_and_two_pieces_may_be_on_their_way
         flight.add(len(pieces), piece(Stream.RESIDUAL, length))
     assert len(pieces) >= 2
     assert sum(pieces) > 0.9 * limits.residual_bytes
+
+
+def test_anchors_may_go_in_longer_pieces() -> None:
+    flight = Flight(replace(LIMITS, anchor_piece_bytes=200))
+    assert flight.fit(Stream.ANCHOR, 1000) == 200
+    assert flight.fit(Stream.RESIDUAL, 1000) == 100
+    with pytest.raises(TransportError, match="exclude"):
+        replace(LIMITS, anchor_piece_bytes=351)
 
 
 def test_the_number_of_frames_is_bounded() -> None:
