@@ -36,7 +36,7 @@ def worker() -> Any:
     """A worker that has begun a round, and nothing else."""
     worker = RoundWorker.__new__(RoundWorker)
     worker._side = Fence()
-    worker._pool = SimpleNamespace(prefix_tiers=None)
+    worker._pool = SimpleNamespace(prefix_tiers=None, early_starts=None)
     worker.apart = None
     worker._ahead = StartedRound([], [], PhaseTimer(torch.device("cpu")))
     return worker
