@@ -84,18 +84,20 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         # Without a request it is SGLang's own look-up of what it has just inserted.
         if params.req is None or self._tiers.are_none:
             return result
-        num_resident = len(result.device_indices) // self.page_size
-        if self._agreed_hits is None:
-            links = self._links(params.key, skip=len(result.device_indices))
+        num_resident = len(result.device_indices)
+        is_starting = self._starting is params.req
+        links: list[PageLink] = []
+        if is_starting or self._agreed_hits is None:
+            links = self._links(params.key, skip=num_resident)
+        if is_starting and self.could_start(links):
+            num_pages = len(links)
+        elif self._agreed_hits is None:
             (num_pages,) = self._agreed.num_loadable([links])
         else:
             # The key may be shorter than what was agreed on, and the tree has changed since.
             num_full = len(params.key) // self.page_size
             end = min(self._agreed_hits.end_of(params.req), num_full)
-            num_pages = max(0, end - num_resident)
-        if self._starting is params.req:
-            links = self._links(params.key, skip=len(result.device_indices))
-            num_pages = len(links) if self.could_start(links) else num_pages
+            num_pages = max(0, end - num_resident // self.page_size)
         return result._replace(host_hit_length=num_pages * self.page_size)
 
     def lacking(self, req: Any) -> Lacking:

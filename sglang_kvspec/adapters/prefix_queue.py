@@ -8,11 +8,8 @@ from typing import Any
 from sglang_kvspec.adapters import early_start
 from sglang_kvspec.adapters.early_start import may_start_early
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
+from sglang_kvspec.adapters.transfer.decoding import NEWS_WAIT_S
 from sglang_kvspec.runtime.remote_prefixes import WaitingRequests
-
-# How long an iteration in which nobody can go on waits for something to arrive; new requests of
-# users wait as long.
-_WAIT_S = 0.005
 
 
 def new_batch(original: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
@@ -67,5 +64,5 @@ def wait_when_idle(scheduler: Any) -> bool:
     waiting = cache.waiting if isinstance(cache, KVSpecRadixCache) else None
     if waiting is None or not scheduler.waiting_queue:
         return False
-    waiting.wait_for_news(_WAIT_S)
+    waiting.wait_for_news(NEWS_WAIT_S)
     return True

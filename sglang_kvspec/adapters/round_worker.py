@@ -254,8 +254,9 @@ class RoundWorker(VerifyingWorker):
         ready = [state for i, state in enumerate(states) if i not in late]
         # One that has nothing left to take is about to leave.
         advances = any(state.remaining > 0 for state in ready)
-        lacking = (i for i, state in enumerate(states) if self._is_lacking(state))
-        started.lacking = frozenset(lacking)
+        if self._may_lack:
+            lacking = (i for i, state in enumerate(states) if self._is_lacking(state))
+            started.lacking = frozenset(lacking)
         started.begun_at = time.perf_counter()
         if self._over_at is not None and not self._holds_all:
             started.between_s = started.begun_at - self._over_at
@@ -374,7 +375,8 @@ class RoundWorker(VerifyingWorker):
         for drafted in (started.made, more):
             for i, tokens in {} if drafted is None else drafted.deliver().items():
                 states[i].drafts.extend(tokens)
-        self._note_drafts(batch, states, started, more)
+        if self._may_lack:
+            self._note_drafts(batch, states, started, more)
         verified = self._judge(batch, states, rows, logits_output.next_token_logits)
         if not batch.return_logprob:
             # Nobody reads them any more, and they are large.

@@ -64,7 +64,7 @@ class StaggeredWorker(StartingWorker):
                     verified[i] = self._commit(states[i], rows[i], choice)
             # Copies lie before it here; on a machine with a link they would run beside it.
             self.stepper.speeds.note_iteration(time.perf_counter() - begun)
-        elif self.decoding is not None or self.early is not None:
+        elif self._may_lack:
             self._await_residuals()
         self.counters.observe_step(plan)
         return self._result(batch, states, verified, cap_lens, logits_output)

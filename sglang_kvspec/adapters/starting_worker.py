@@ -11,13 +11,10 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang_kvspec.adapters import loaded_hits
 from sglang_kvspec.adapters.requests import early_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
+from sglang_kvspec.adapters.transfer.decoding import NEWS_WAIT_S
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 from sglang_kvspec.runtime.request_state import RequestState
-
-# How long an iteration in which nobody can go on waits for residuals; new requests of users wait as
-# long.
-_WAIT_S = 0.005
 
 
 class StartingWorker(KVSpecWorker):
@@ -56,6 +53,11 @@ class StartingWorker(KVSpecWorker):
         """What a request that starts on anchors has to do before others draft with it. batch: of
         SGLang, of this request alone, which stays as it is."""
 
+    @property
+    def _may_lack(self) -> bool:
+        """Whether residuals of any request can be on the network."""
+        return self.decoding is not None or self.early is not None
+
     def _is_lacking(self, state: RequestState) -> bool:
         """Whether residuals of a request are still on the network."""
         if self.decoding is not None:
@@ -82,4 +84,4 @@ class StartingWorker(KVSpecWorker):
             self.decoding.wait()
             return
         assert self.early is not None, "only residuals on the network keep all from going on"
-        self.early.wait_for_news(_WAIT_S)
+        self.early.wait_for_news(NEWS_WAIT_S)

@@ -29,7 +29,7 @@ class AgreedPrefixes:
         if not asked:
             return [0] * len(wanted)
         mine = [self._tiers.num_loadable(links) for links in asked]
-        agreed = iter(self._ranks.least(mine, about=_names(asked)))
+        agreed = iter(self._ranks.least(mine, about=names_of(asked)))
         return [next(agreed) if links else 0 for links in wanted]
 
     def num_local(
@@ -38,15 +38,16 @@ class AgreedPrefixes:
         """The same without what came from another machine, and whether all ranks may_go_on: in one
         message."""
         mine = [int(may_go_on), *map(self._tiers.num_local, wanted)]
-        all_may, *agreed = self._ranks.least(mine, about=_names(wanted))
+        all_may, *agreed = self._ranks.least(mine, about=names_of(wanted))
         return agreed, bool(all_may)
 
     def load(self, links: Sequence[PageLink], pages: Sequence[int]) -> Loaded:
         """PrefixTiers.load(), of as many pages as every rank has loaded. A page counts as from
         where the farthest of them was."""
-        agree = partial(self._ranks.least, about=("load", *_names([links[: len(pages)]])))
+        agree = partial(self._ranks.least, about=("load", *names_of([links[: len(pages)]])))
         return self._tiers.load(links, pages, agree)
 
 
-def _names(prefixes: Sequence[Sequence[PageLink]]) -> list[tuple[int, str]]:
+def names_of(prefixes: Sequence[Sequence[PageLink]]) -> list[tuple[int, str]]:
+    """What a message is about that ranks exchange over these prefixes."""
     return [(len(links), links[-1].key.hex() if links else "") for links in prefixes]

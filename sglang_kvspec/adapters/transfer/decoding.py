@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # How long an iteration in which nobody can go on waits for something to arrive; new requests of
 # users wait as long.
-_WAIT_S = 0.005
+NEWS_WAIT_S = 0.005
 
 
 class Decoding:
@@ -55,7 +55,7 @@ class Decoding:
 
     def wait(self) -> None:
         """Nobody can go on before something arrives."""
-        self._serving.wait_for_news(_WAIT_S)
+        self._serving.wait_for_news(NEWS_WAIT_S)
 
     def is_lacking(self, state: RequestState) -> bool:
         """Whether residuals of a request are still on their way."""
@@ -151,4 +151,4 @@ def set_aside(pages: list[int], num_tokens: int) -> SetAside:
 def wait_when_idle(scheduler: Any) -> None:
     """No batch runs. SGLang itself sleeps where it has nothing to wait for either."""
     if scheduler.server_args.disaggregation_mode != "null" and not scheduler.is_fully_idle():
-        serving().wait_for_news(_WAIT_S)
+        serving().wait_for_news(NEWS_WAIT_S)

@@ -10,6 +10,7 @@ from xxhash import xxh3_128_digest
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.page_records import PageRecords
 from sglang_kvspec.pools.prefix_store import PageLink, page_rows
+from sglang_kvspec.runtime.agreed_prefixes import names_of
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage
 from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
@@ -58,8 +59,7 @@ class EarlyStarts:
         if not links:
             return True
         are_mine = all(self._remote.anchor_of(link) is not None for link in links)
-        about = ("may begin", len(links), links[-1].key.hex())
-        (are_everyones,) = self._ranks.least([are_mine], about)
+        (are_everyones,) = self._ranks.least([are_mine], about=("may begin", *names_of([links])))
         return bool(are_everyones)
 
     def begin(self, rid: str, links: Sequence[PageLink], pages: Sequence[int]) -> None:
@@ -95,10 +95,10 @@ class EarlyStarts:
                 self._write(landed)
                 for page in landed:
                     del start.lacking[page]
-        are_here = [not start.lacking for start in self._starts.values()]
-        may_come = [is_here or awaited[rid] for is_here, rid in zip(are_here, awaited, strict=True)]
-        agreed = self._ranks.least([*are_here, *may_come], about=("land", self.rids))
         rids = self.rids
+        are_here = [not self._starts[rid].lacking for rid in rids]
+        may_come = [is_here or awaited[rid] for rid, is_here in zip(rids, are_here, strict=True)]
+        agreed = self._ranks.least([*are_here, *may_come], about=("land", rids))
         complete = [rid for rid, is_here in zip(rids, agreed[: len(rids)], strict=True) if is_here]
         lost = [rid for rid, may in zip(rids, agreed[len(rids) :], strict=True) if not may]
         for rid in complete:
