@@ -10,11 +10,12 @@ back from host memory, from disk or from a prefix server?
 All servers run on one GPU, or each on as many as --ranks says, those of a phase at the same time.
 The first phase has one without tiers, whose answers count, and one with all of them and so small a
 KV memory that prefixes are evicted and come back; the second has fresh servers, one with the first
-one's folder and one with its prefix server. --hosted: and one that keeps residuals in pinned host
-memory. They run with --enable-deterministic-inference, under which a token does not depend on what
-runs beside it or on what is cached, so that every difference is wrong; so is a tier that nothing
-was found in. --kept: and servers whose anchors stay in GPU memory when residuals leave it, to which
-residuals alone are to come back, from host memory and from disk.
+one's folder, one with its prefix server, and one with that behind a slow link, which is to start on
+anchors. --hosted: and one that keeps residuals in pinned host memory. They run with
+--enable-deterministic-inference, under which a token does not depend on what runs beside it or on
+what is cached, so that every difference is wrong; so is a tier that nothing was found in. --kept:
+and servers whose anchors stay in GPU memory when residuals leave it, to which residuals alone are
+to come back, from host memory and from disk.
 
 --int8: the same for the target int8, which has no such order. There prompts are sent one by one, a
 fixed number of tokens is drafted, and only answers over cached prefixes are compared: both servers
@@ -45,11 +46,14 @@ from serving.kept_check import KeptCase, check_kept_anchors
 from serving.tier_server import TierServer
 
 from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
+from sglang_kvspec.transport.testing.proxy import Proxy
 
 FAULTS = ROOT / "tests" / "sglang" / "faults"
 # Together the prompts are several times as much as the small one holds, and of a prompt's residuals
 # the cache of --hosted holds no more than those of the longest.
 LARGE_POOL, SMALL_POOL, CACHE_PAGES = 32768, 4096, 40
+# A prompt's residuals take a second at most, and many steps in any case.
+SLOW_BYTES_PER_S = 2e6
 
 console = Console(width=110)
 
@@ -163,7 +167,8 @@ def run(
     exact = () if args.cpu else ("--enable-deterministic-inference",)
     int8 = ("--kvspec-target=int8", "--kvspec-draft-len=8")
     disk = f"--kvspec-prefix-dir={scratch / 'disk'}"
-    shared = (f"--kvspec-prefix-server={address}", "--kvspec-prefix-wait-ms=20000")
+    wait = "--kvspec-prefix-wait-ms=20000"
+    shared = (f"--kvspec-prefix-server={address}", wait)
     host = "--kvspec-prefix-host-gb=1"
 
     def server(name: str, pool: int, *arguments: str, **more: str) -> TierServer:
@@ -215,13 +220,19 @@ def run(
             **dict(small_cache),
         )
     with ExitStack() as running:
-        start(running, *fresh.values())
+        slow_link = Proxy(address)
+        running.callback(slow_link.close)
+        behind = (f"--kvspec-prefix-server={slow_link.address}", wait)
+        early = server("early", LARGE_POOL, *exact, *behind)
+        start(running, *fresh.values(), early)
         fresh["remote"].wait_until_live()
         for tier, one in fresh.items():
             name = "hosted" if tier == "host" else f"fresh.{tier}"
             check.same(f"exact.{name}", check.ask(one, at_once=False), expected)
             check.same(f"exact.{name}.all_at_once", check.ask(one, at_once=True), expected)
             check.hits(f"exact.{name}", one, tier)
+        slow_link.bytes_per_s = SLOW_BYTES_PER_S
+        compare_early(check, early, expected)
         if args.hosted:
             pages = fresh["host"].report()["pools"]
             in_use = (pages["residual_store_pages"], pages["residual_cache_pages"])
@@ -236,6 +247,20 @@ def run(
         if args.int8:
             cases["int8.kept"] = KeptCase(int8, expected_int8, host_gb=0.01, is_deterministic=False)
         check_kept_anchors(check, server, start, cases, SMALL_POOL, scratch)
+
+
+def compare_early(check: Check, server: TierServer, expected: list[list[int]]) -> None:
+    """Answers of requests that start on anchors, alone and together."""
+    for name, at_once in (("exact.early", False), ("exact.early.all_at_once", True)):
+        server.flush()
+        server.wait_until_live()
+        before = server.remote_counters()
+        check.same(name, check.ask(server, at_once=at_once), expected)
+        now = server.remote_counters()
+        for counter, unit in (("early", "requests"), ("drafts_on_anchors", "tokens")):
+            num = now[counter] - before[counter]
+            check.note(f"{name}.{counter}", num, unit, None, num == 0)
+        check.note(f"{name}.returned", now["returned"] - before["returned"], "requests", 0, False)
 
 
 def int8_servers(make, *arguments: str) -> tuple[TierServer, TierServer]:

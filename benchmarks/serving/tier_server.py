@@ -79,6 +79,17 @@ class TierServer(ServerProcess):
         reply.raise_for_status()
         return kvspec_of(reply.json())
 
+    def flush(self) -> None:
+        """Forget what is cached. Answers have been given; the server may still be ending them."""
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        while not requests.post(f"{self.base_url}/flush_cache", timeout=REQUEST_TIMEOUT_S).ok:
+            assert time.monotonic() < deadline, f"{self.name} does not flush its cache"
+            time.sleep(POLL_S)
+
+    def remote_counters(self) -> dict[str, int]:
+        """What has been asked of the prefix server."""
+        return dict(self.report()["prefix_tiers"]["remote"]["counters"])
+
     def wait_until_live(self) -> None:
         """There is a link to the prefix server."""
         self._wait(lambda tiers: tiers["remote"]["is_live"])
