@@ -17,6 +17,8 @@ AUTO_DRAFT_LEN = "auto"
 # With the token before them as many as kernels that verify take at once: one more would be a pass
 # of its own over everything that the request has in memory.
 MOST_AUTO_DRAFTS = 31
+# Where residuals lie in host memory, each fetch of them is to serve more: two such passes.
+MOST_AUTO_DRAFTS_HOSTED = 63
 DEFAULT_PAGE_SIZE = 64
 # Far beyond any machine, whose own memory is checked where the server starts.
 MAX_HOST_GB = 1e12
@@ -175,7 +177,9 @@ class KVSpecConfig:
         """Most tokens a request may draft before it must verify."""
         if not self.drafts:
             return 0
-        return MOST_AUTO_DRAFTS if self.draft_len == AUTO_DRAFT_LEN else int(self.draft_len)
+        if self.draft_len == AUTO_DRAFT_LEN:
+            return MOST_AUTO_DRAFTS_HOSTED if self.host_gb else MOST_AUTO_DRAFTS
+        return int(self.draft_len)
 
     @property
     def keeps_prefixes(self) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 # Products of a token more or less cost the same as long as weights are read for longer than that,
 # which on a Hopper device is up to about 200 tokens. Beyond, launches no longer matter.
-TOKEN_COUNTS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
+TOKEN_COUNTS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320)
 
 
 class VerifySize(NamedTuple):
