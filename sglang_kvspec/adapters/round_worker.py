@@ -55,7 +55,8 @@ class RoundWorker(VerifyingWorker):
     A GPU begins the next round before SGLang hears of the last one, so that it works while SGLang
     sends tokens and schedules. That round runs beside the main stream, which waits for it before
     any other forward; what it wrote for requests that have left meanwhile is overwritten. Where
-    residuals move, who verifies at its end, and what is fetched for that, is decided while it runs.
+    residuals move, who verifies at its end, and what is fetched for that, is decided as soon as it
+    runs, and again if a prefill has come before its end.
     """
 
     def init_cuda_graphs(self) -> None:
@@ -148,6 +149,13 @@ class RoundWorker(VerifyingWorker):
         self._side.join()
         if self._ahead is not None:
             self._ahead.is_held_up = True
+            self._take_plan_back()
+
+    def _take_plan_back(self) -> None:
+        """Of a round that was begun ahead: others are about to change what is in the cache."""
+        if self._ahead is not None and self._ahead.plan is not None:
+            self.stepper.take_back()
+            self._ahead.plan = None
 
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         states = batch.spec_info.states
@@ -162,9 +170,12 @@ class RoundWorker(VerifyingWorker):
         if started is None:
             lens, budget = self._lengths.plan(states, late)
             started = self._start(batch, states, pages, lens, late, budget)
-        elif self.kv.plan.host_pages:
-            # The device drafts already, which leaves the CPU time to choose who verifies.
+        elif self.kv.plan.host_pages and (started.plan is None or started.is_idle):
+            # Nobody is left who was to verify, or it has not been decided: the device drafts
+            # already, which leaves the CPU time to do so.
             assert self._next_budget is not None
+            if started.plan is not None:
+                self.stepper.take_back()
             started.plan = self.stepper.plan(states, pages, started.lens, self._next_budget, late)
         self._side.join()
         # Of a round that was begun ahead, what was late then may be here.
@@ -184,6 +195,11 @@ class RoundWorker(VerifyingWorker):
             rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
             lens = [min(pair) for pair in zip(self._next_lens, rooms, strict=True)]
             self._ahead = self._start(batch, states, pages, lens, late)
+            if self.kv.plan.host_pages and not late and self.decoding is None:
+                # What it verifies comes while SGLang sends this round's tokens.
+                assert self._next_budget is not None
+                plan = self.stepper.plan_ahead(states, pages, lens, self._next_budget)
+                self._ahead.plan = plan
         num_verified = None if started.is_plain else started.num_verified
         return self._result(batch, states, verified, num_verified, logits_output)
 
@@ -439,6 +455,7 @@ class RoundWorker(VerifyingWorker):
         """What was begun with the old weights is done again."""
         super().weights_will_change()
         self._side.join()
+        self._take_plan_back()
         self._ahead = None
 
     def kvspec_report(self) -> dict[str, Any]:

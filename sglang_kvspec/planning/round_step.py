@@ -104,6 +104,8 @@ class RoundPlanner:
 
     def __init__(self) -> None:
         self._waited: dict[str, int] = {}
+        # The same before the last plan.
+        self._waited_before: dict[str, int] = {}
         self._staying: frozenset[str] = frozenset()
         # How many requests beside those that stay the cache holds, and running means of what is
         # fetched and of how many of them verify in a round; None where nothing has to move.
@@ -121,8 +123,13 @@ class RoundPlanner:
 
     def all_verify(self, keys: Iterable[str]) -> None:
         """A round in which nothing has to move, and which was not planned here."""
+        self._waited_before = self._waited
         self._waited = dict.fromkeys(keys, 0)
         self._most = None
+
+    def take_back(self) -> None:
+        """The round that was planned last does not take place: nobody has verified in it."""
+        self._waited = self._waited_before
 
     def turns(self, pages_per_s: float) -> Turns | None:
         """What rounds like the last ones need of a link of this speed; None where all residuals
@@ -152,6 +159,7 @@ class RoundPlanner:
 
         A request that no cache holds verifies in every round, and is left to read the store.
         """
+        self._waited_before = self._waited
         self._waited = {request.key: self._waited.get(request.key, 0) for request in requests}
         self._choose_staying(requests, cache.num_slots)
         self._slots = float(cache.num_slots)

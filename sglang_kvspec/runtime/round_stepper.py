@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -61,6 +62,29 @@ class RoundStepper:
         residuals.start_fetch(plan.fetch)
         residuals.start_fetch(plan.ahead)
         return plan
+
+    def plan_ahead(
+        self,
+        states: Sequence[RequestState],
+        pages: Sequence[torch.Tensor],
+        lens: Sequence[int],
+        budget: RoundBudget,
+    ) -> RoundPlan:
+        """The same before it is known who stays for the round: requests that have all their tokens
+        are about to leave. A plan for a round that others have come before is to be taken back."""
+        going = [i for i, state in enumerate(states) if state.remaining > 0]
+        plan = self.plan(
+            [states[i] for i in going],
+            [pages[i] for i in going],
+            [lens[i] for i in going],
+            budget,
+        )
+        return replace(plan, verify=tuple(going[i] for i in plan.verify))
+
+    def take_back(self) -> None:
+        """The round that was planned last does not take place like that. What it has fetched stays
+        in the cache as long as nobody needs its place."""
+        self._planner.take_back()
 
     def find_late(
         self, states: Sequence[RequestState], pages: Sequence[torch.Tensor]

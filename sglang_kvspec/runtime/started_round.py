@@ -103,8 +103,8 @@ class StartedRound:
     def for_batch(self, states: Sequence[RequestState]) -> StartedRound | None:
         """The same for a batch of which some requests have left and others come, which have nothing
         in it; None when all have left. A request is its state object: SGLang makes a new one when
-        it computes a request again. Not for a round with a plan."""
-        assert self.plan is None, "who verifies was decided for another batch"
+        it computes a request again. Whoever has come does not verify where that was planned
+        without them."""
         place = {id(state): i for i, state in enumerate(states)}
         places = {i: place[id(s)] for i, s in enumerate(self.states) if id(s) in place}
         if not places:
@@ -118,6 +118,10 @@ class StartedRound:
             for before, now in places.items():
                 counts[now] = made.lens[before]
             made = made.rearranged(places, counts)
+        plan = self.plan
+        if plan is not None:
+            verify = sorted(places[i] for i in plan.verify if i in places)
+            plan = replace(plan, verify=tuple(verify))
         none: frozenset[int] = frozenset()
         lacking = frozenset(now for before, now in places.items() if before in self.lacking)
         return replace(
@@ -125,6 +129,7 @@ class StartedRound:
             states=states,
             lens=lens,
             made=made,
+            plan=plan,
             late=none,
             lacking=lacking,
             num_verified=[],

@@ -136,8 +136,12 @@ def test_whoever_joins_or_leaves(
             assert answer == sampled_alone
         elif name in ASKS:
             assert_same(answer, plain_asks[name], name)
+    report = report_of(url)
     # Where residuals stay all verify at once.
-    assert (report_of(url)["counters"]["drafted_beside"] > 0) == (server is HOSTED)
+    assert (report["counters"]["drafted_beside"] > 0) == (server is HOSTED)
+    fates = report["ahead"]
+    for fate in ("planned", "planned for some who left", "planned again"):
+        assert (fates.get(fate, 0) > 0) == (server is HOSTED), fates
 
 
 def test_rounds_met_batches_that_had_changed(servers: ServerSwitch) -> None:

@@ -29,12 +29,13 @@ def register() -> None:
     if "SGLANG_KVSPEC" not in os.environ or "KVSPEC_AHEAD_SEED" not in os.environ:
         return
     from sglang_kvspec.adapters.round_worker import RoundWorker
+    from sglang_kvspec.runtime.round_stepper import RoundStepper
     from sglang_kvspec.runtime.started_round import StartedRound
 
     report, for_batch = RoundWorker.kvspec_report, StartedRound.for_batch
     counts: Counter[str] = Counter()
     init_cuda_graphs, iterate = RoundWorker.init_cuda_graphs, RoundWorker._iterate
-    go_on = RoundWorker._go_on
+    go_on, take_back = RoundWorker._go_on, RoundStepper.take_back
 
     def init(worker: Any) -> None:
         init_cuda_graphs(worker)
@@ -49,7 +50,15 @@ def register() -> None:
 
     def counted(started: Any, states: Sequence[Any]) -> Any:
         counts[_fate(started, states)] += 1
-        return for_batch(started, states)
+        now = for_batch(started, states)
+        if started.plan is not None and now is not None:
+            gone = len(now.plan.verify) < len(started.plan.verify)
+            counts["planned for some who left" if gone else "planned"] += 1
+        return now
+
+    def taken_back(stepper: Any) -> None:
+        counts["planned again"] += 1
+        take_back(stepper)
 
     def going_on(worker: Any, *arguments: Any) -> Any:
         started = go_on(worker, *arguments)
@@ -57,6 +66,7 @@ def register() -> None:
         return started
 
     StartedRound.for_batch = counted
+    RoundStepper.take_back = taken_back
     RoundWorker._go_on = going_on
     RoundWorker.kvspec_report = lambda worker: report(worker) | {"ahead": dict(counts)}
     RoundWorker.init_cuda_graphs = init

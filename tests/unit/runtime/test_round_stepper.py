@@ -48,6 +48,30 @@ def test_pages_are_fetched_and_others_make_room(encoded):
     kv.check_integrity()
 
 
+def test_who_is_about_to_leave_is_not_planned_for(encoded):
+    kv = encoded(6, cache_pages=3)
+    stepper, ids = RoundStepper(kv), [pages(1, 2, 7), pages(3, 4, 8), pages(5, 6, 9)]
+    states = [of_pages("a", 2), of_pages("b", 2), of_pages("c", 2)]
+    states[0].remaining = 0
+    kv.residuals.evict(kv.residuals.table.pages_in(range(1, 7), ResidualState.RESIDENT))
+    plan = stepper.plan_ahead(states, ids, [4, 4, 4], PLENTY)
+    # Their indices are those of the batch.
+    assert plan.verify == (1,)
+    assert set(plan.fetch) == {3, 4}
+    assert set(plan.ahead) <= {5, 6}
+    kv.check_integrity()
+
+
+def test_a_plan_that_is_taken_back_was_nobodys_turn(encoded):
+    kv = encoded(4, cache_pages=2)
+    ids, states = [pages(1, 2, 5), pages(3, 4, 6)], [of_pages("a", 2), of_pages("b", 2)]
+    stepper = RoundStepper(kv)
+    first = stepper.plan_ahead(states, ids, [4, 4], PLENTY).verify
+    stepper.take_back()
+    assert stepper.plan(states, ids, [4, 4], PLENTY).verify == first
+    assert stepper.plan(states, ids, [4, 4], PLENTY).verify != first
+
+
 def test_ranks_plan_alike_whose_fetches_end_at_different_times(encoded, monkeypatch):
     """The last pages that were away are on their way; on one rank they have arrived."""
     states, ids = [of_pages("a", 1), of_pages("b", 3)], [pages(1, 5), pages(2, 3, 4, 6)]

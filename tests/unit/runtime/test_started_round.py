@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_kvspec.planning.round_step import RoundPlan
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.request_state import RequestState
@@ -31,6 +32,7 @@ def make_round(lens):
 def test_every_request_finds_what_it_started(lens, data):
     started = make_round(lens)
     started.lacking = frozenset(i for i, n in enumerate(lens) if n % 2)
+    started.plan = RoundPlan(tuple(i for i, n in enumerate(lens) if n > 1), fetch=(7,))
     stay = data.draw(st.sets(st.sampled_from(range(len(lens))), min_size=1))
     new = [make_state("new") for _ in range(data.draw(st.integers(0, 2)))]
     batch = data.draw(st.permutations([started.states[i] for i in stay] + new))
@@ -40,6 +42,8 @@ def test_every_request_finds_what_it_started(lens, data):
     assert now.lens == [lens[known[id(s)]] if id(s) in known else 0 for s in batch]
     odd = {place for place, s in enumerate(batch) if id(s) in known and lens[known[id(s)]] % 2}
     assert now.lacking == odd
+    long = {place for place, s in enumerate(batch) if id(s) in known and lens[known[id(s)]] > 1}
+    assert now.plan == RoundPlan(tuple(sorted(long)), fetch=(7,))
     tokens = now.made.deliver()
     for place, state in enumerate(batch):
         i = known.get(id(state))
