@@ -1,9 +1,11 @@
 """How fast is the transport on loopback, how long does an anchor wait, and what does it survive?
 
     python benchmarks/bench_transfer.py [--quick] [--out PATH]
+    python benchmarks/bench_transfer.py --throughput --commit HASH --out PATH
 
 Two processes, each pinned to one core with all its threads, as far as the machine has two; what
 else runs on the machine shows in the spread. Bytes are payload bytes, GB and MB are 10^9 and 10^6.
+--throughput measures speed alone, in two minutes or less, for a machine that is lent.
 """
 
 from __future__ import annotations
@@ -167,18 +169,25 @@ def checksum_figure() -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of everything; not written")
+    parser.add_argument("--throughput", action="store_true", help="that alone, in 3 short rounds")
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
+    if arguments.throughput and arguments.out == OUT:
+        parser.error("--throughput needs an --out of its own")
     share = 10 if arguments.quick else 1
     rounds, num_transfers = max(1, 8 // share), max(4, 16 // share)
-    figures = [
-        *throughput(rounds, num_transfers),
-        checksum_figure(),
-        *inversion_figures(max(10, 40 // share)),
-        *stall_figures(),
-        *fault_figures(1000 // share, 100 // share),
-        *fuzz_figures(200_000 // share, 20_000 // share),
-    ]
+    if arguments.throughput:
+        rounds, num_transfers = 3, 8
+    figures = throughput(rounds, num_transfers)
+    if not arguments.throughput:
+        figures += [
+            checksum_figure(),
+            *inversion_figures(max(10, 40 // share)),
+            *stall_figures(),
+            *fault_figures(1000 // share, 100 // share),
+            *fuzz_figures(200_000 // share, 20_000 // share),
+        ]
     if arguments.quick:
         return
     settings = {
@@ -188,7 +197,14 @@ def main() -> None:
         "stall_s": STALL_S,
         "load_average": os.getloadavg()[0],
     }
-    write_json(arguments.out, "bench_transfer", torch.device("cpu"), settings, figures)
+    write_json(
+        arguments.out,
+        "bench_transfer",
+        torch.device("cpu"),
+        settings,
+        figures,
+        commit=arguments.commit,
+    )
     console.print(f"written to {arguments.out}")
 
 

@@ -6,12 +6,14 @@ python benchmarks/collect_pressure.py --resident R.points.jsonl --hosted H.point
 The 8B shape with all residuals in GPU memory (R) and with few of them there (H), at as many
 requests; and the 32B shape on plain SGLang (B) and with residuals in host memory (L), each with as
 many requests as fit. Take the two of a pair from machines of one kind; `settings` has the commit,
-the arguments and the counters of each, and what the server says that its link allows.
+the arguments and the counters of each, and what the server says that its link allows. With one pair
+alone the other one's figures stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +24,44 @@ from serving.records import Record
 
 OUT = Path(__file__).parent / "results" / "pressure_h200.json"
 HOSTED, RESIDENT, LARGE, PLAIN = "hosted", "resident", "hosted_large", "plain"
+FIELDS = ("name", "value", "unit", "spread", "baseline")
+PAIRS = ((RESIDENT, HOSTED), (PLAIN, LARGE))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in (RESIDENT, HOSTED, PLAIN, LARGE):
-        parser.add_argument("--" + name.replace("_", "-"), type=Path, required=True)
+        parser.add_argument("--" + name.replace("_", "-"), type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    points = {name: _last(getattr(args, name), parser) for name in (RESIDENT, HOSTED, PLAIN, LARGE)}
+    for pair in PAIRS:
+        if len({getattr(args, name) is None for name in pair}) > 1:
+            parser.error(f"{' and '.join(pair)} are compared: give both")
+    given = [name for pair in PAIRS for name in pair if getattr(args, name) is not None]
+    if not given:
+        parser.error("give a pair of points")
+    points = {name: _last(getattr(args, name), parser) for name in given}
     if len({point.machine for point in points.values()}) > 1:
         parser.error("points of different machines cannot be compared")
     last = max(points.values(), key=lambda point: point.date)
+    settings = {name: _described(point) for name, point in points.items()}
+    figures = figures_of(points)
+    if len(points) < len(PAIRS) * 2:
+        before = json.loads(args.out.read_text(encoding="utf-8"))
+        if before["machine"] != last.machine:
+            parser.error("points of different machines cannot be compared")
+        settings = before["settings"] | settings
+        known = {figure.name: figure for figure in figures}
+        figures = [
+            known.get(row["name"], Figure(*(row[key] for key in FIELDS)))
+            for row in before["figures"]
+        ]
     write_json(
         args.out,
         "pressure",
         torch.device("cuda"),
-        {name: _described(point) for name, point in points.items()},
-        figures_of(points),
+        settings,
+        figures,
         machine=last.machine,
         commit=last.commit,
         measured_with=last.versions,
@@ -47,15 +69,17 @@ def main() -> None:
 
 
 def figures_of(points: dict[str, Record]) -> list[Figure]:
-    """Rates of each, and the two ratios with both spreads."""
+    """Rates of each, and the ratio of each pair with both spreads."""
     figures = [
         Figure(f"pressure.{name}.tokens_per_s", *_rate(point)) for name, point in points.items()
     ]
-    return [
-        *figures,
-        _ratio("pressure.vs_resident", "all resident", points[HOSTED], points[RESIDENT], 0.8),
-        _ratio("pressure.32b.32k.vs_bf16", "bf16", points[LARGE], points[PLAIN], 2.2),
-    ]
+    if HOSTED in points:
+        pair = points[HOSTED], points[RESIDENT]
+        figures.append(_ratio("pressure.vs_resident", "all resident", *pair, 0.8))
+    if LARGE in points:
+        pair = points[LARGE], points[PLAIN]
+        figures.append(_ratio("pressure.32b.32k.vs_bf16", "bf16", *pair, 2.2))
+    return figures
 
 
 def _ratio(name: str, what: str, ours: Record, base: Record, goal: float) -> Figure:

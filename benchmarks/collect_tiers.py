@@ -51,7 +51,7 @@ def collect(
         figures = [row for row in figures if kind_of(row["name"]) not in collected]
         figures += new
         for kind in collected:
-            sources[kind.rstrip(".")] = {
+            sources[kind.rstrip("._")] = {
                 "file": name,
                 **{key: result[key] for key in ("commit", "date", "machine")},
             }

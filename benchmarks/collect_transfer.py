@@ -1,10 +1,11 @@
 """Puts what two servers and benchmarks/bench_ttkt.py found beside what the transport did alone, in
 transfer.json.
 
-python benchmarks/collect_transfer.py benchmarks/results/ttkt.json IDENTITY.json
+python benchmarks/collect_transfer.py benchmarks/results/ttkt.json IDENTITY.json [SPEED.json]
 
 IDENTITY.json is what `pytest tests/sglang/test_disaggregation_in_full.py -m identity
---identity-report IDENTITY.json` wrote. Figures of an earlier collection are replaced.
+--identity-report IDENTITY.json` wrote; SPEED.json, of bench_transfer.py --throughput on the machine
+that the speeds are to be of, such as a GPU's host. Figures of an earlier collection are replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collect_tiers import collect
 
 TRANSFER = Path(__file__).parent / "results" / "transfer.json"
 # What the names of collected figures begin with, once they are there.
-KINDS = ("ttkt.", "transfer.mismatches", "transfer.identity.")
+KINDS = ("ttkt.", "transfer.mismatches", "transfer.identity.", "transfer.gbps_")
 _PREFIX = "identity."
 _MISMATCHES = "identity.mismatches"
 
