@@ -139,6 +139,13 @@ def test_derived_values_agree_with_the_draft_length(config):
         assert config.max_draft_len == config.draft_len
 
 
+def test_auto_drafts_longer_where_residuals_are_fetched():
+    lengths = [KVSpecConfig(host_gb=gb).max_draft_len for gb in (None, 0, 4)]
+    assert lengths == [31, 31, 63]
+    assert KVSpecConfig(host_gb=4, draft_len=8).max_draft_len == 8
+    assert KVSpecConfig(host_gb=4, draft_len=0).max_draft_len == 0
+
+
 def test_is_frozen_and_hashable():
     config = KVSpecConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
