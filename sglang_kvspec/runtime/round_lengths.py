@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from sglang_kvspec.core.config import AUTO_DRAFT_LEN, KVSpecConfig
+from sglang_kvspec.core.config import AUTO_DRAFT_LEN, MOST_AUTO_DRAFTS, KVSpecConfig
 from sglang_kvspec.planning.link_rounds import LinkShare, plan_turns, share_of_speed
 from sglang_kvspec.planning.round_clock import RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
@@ -52,7 +52,7 @@ class RoundLengths:
         have = [len(state.drafts) for state in states] if num_drafts is None else num_drafts
         turns = self._stepper.turns()
         caps = [
-            self._cap(state, have[i], is_due=turns is None and i not in late)
+            self._cap(state, have[i], moves=turns is not None, is_late=i in late)
             for i, state in enumerate(states)
         ]
         rooms = [max(cap - count, 0) for cap, count in zip(caps, have, strict=True)]
@@ -92,13 +92,18 @@ class RoundLengths:
         worth: float = state.acceptance.probability ** (num_drafts + 1)
         return worth * PPM > self._price_ppm
 
-    def _cap(self, state: RequestState, num_drafts: int, *, is_due: bool) -> int:
+    def _cap(self, state: RequestState, num_drafts: int, *, moves: bool, is_late: bool) -> int:
         """Most drafts it is to have at the end of the round, which it begins with num_drafts.
-        is_due: it verifies then."""
-        if is_due and state.has_waited and num_drafts:
+        moves: residuals do. is_late: its own are still on the network, so that it does not verify
+        then."""
+        if not moves and not is_late and state.has_waited and num_drafts:
             # More drafts would only keep the user waiting (Lynx section 4.2).
             return num_drafts
-        return state.cap_len(self._config.max_draft_len)
+        longest = self._config.max_draft_len
+        if self._config.draft_len == AUTO_DRAFT_LEN and not moves:
+            # No fetch that more of them would share.
+            longest = min(longest, MOST_AUTO_DRAFTS)
+        return state.cap_len(longest)
 
 
 def mean_context(states: Sequence[RequestState]) -> float:

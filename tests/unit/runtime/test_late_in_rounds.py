@@ -88,11 +88,12 @@ def test_slots_of_pages_that_land_are_nobodys(encoded):
     kv.check_integrity()
 
 
-def make_lengths(kv, measured, draft_len="auto"):
+def make_lengths(kv, measured, draft_len="auto", host_gb=None):
     # Where verifying reads much more than drafting.
     cost = RoundCost(step=4e-3, row=0.3e-3, request=1.2e-3, token=0.02e-3)
     clock = SimpleNamespace(has_measured=measured, cost=lambda context: cost)
-    return RoundLengths(KVSpecConfig(draft_len=draft_len), clock, RoundStepper(kv), Ranks())
+    config = KVSpecConfig(draft_len=draft_len, host_gb=host_gb)
+    return RoundLengths(config, clock, RoundStepper(kv), Ranks())
 
 
 def test_a_late_request_has_no_say_in_what_others_draft(encoded):
@@ -112,6 +113,14 @@ def test_a_late_request_drafts_up_to_its_cap(encoded):
     near_its_end = request_state("c", committed_len=64, remaining=3)
     assert lengths.plan([nearly, at_cap, near_its_end], range(3))[0] == [2, 0, 2]
     assert lengths.plan([of_pages("d", 4)], [0])[0] == [LATE_STEPS]
+
+
+def test_requests_draft_longer_only_while_residuals_move(encoded, monkeypatch):
+    lengths = make_lengths(encoded(1), measured=True, host_gb=1)
+    waiting = [of_pages("a", 4, num_drafts=29), of_pages("b", 4, num_drafts=61)]
+    assert lengths.plan(waiting, range(2))[0] == [2, 0]
+    monkeypatch.setattr(lengths._stepper, "turns", lambda: Turns(0, 2.0, 1e-3))
+    assert lengths.plan(waiting, range(2))[0] == [LATE_STEPS, 2]
 
 
 @pytest.mark.parametrize(("measured", "draft_len"), [(True, "auto"), (False, "auto"), (True, 16)])
