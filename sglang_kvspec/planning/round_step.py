@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
+from typing import NamedTuple
 
 from sglang_kvspec.planning.link_rounds import Turns
 from sglang_kvspec.planning.residency import ResidencyView, choose_resident
@@ -98,14 +99,23 @@ class _Filling:
         self.spill += request.spill
 
 
+class _Learnt(NamedTuple):
+    """What RoundPlanner remembers of rounds; nothing in it changes afterwards."""
+
+    waited: dict[str, int]
+    staying: frozenset[str]
+    most: float | None
+    pace: float | None
+    fetched: float
+    turns: float
+
+
 class RoundPlanner:
     """Remembers how many rounds ago every running request has verified, whose residuals stay in the
     cache, and what the last rounds needed of the link."""
 
     def __init__(self) -> None:
         self._waited: dict[str, int] = {}
-        # The same before the last plan.
-        self._waited_before: dict[str, int] = {}
         self._staying: frozenset[str] = frozenset()
         # How many requests beside those that stay the cache holds, and running means of what is
         # fetched and of how many of them verify in a round; None where nothing has to move.
@@ -115,6 +125,11 @@ class RoundPlanner:
         # Running mean of the pages that the link moves in a round.
         self._pace: float | None = None
         self._fetched = self._turns = 0.0
+        # Pages that the last plan's verifications wait for, and those of plans before it that were
+        # taken back.
+        self._num_awaited = self._num_left = 0
+        # What take_back() goes back to.
+        self._before = self._learnt()
 
     @staticmethod
     def wait_bound(num_running: int) -> int:
@@ -123,13 +138,29 @@ class RoundPlanner:
 
     def all_verify(self, keys: Iterable[str]) -> None:
         """A round in which nothing has to move, and which was not planned here."""
-        self._waited_before = self._waited
+        self._remember()
+        self._num_left = 0
         self._waited = dict.fromkeys(keys, 0)
         self._most = None
 
     def take_back(self) -> None:
-        """The round that was planned last does not take place: nobody has verified in it."""
-        self._waited = self._waited_before
+        """The round that was planned last does not take place: nobody has verified in it. What its
+        verifications would have waited for counts for the next one, which finds it in the cache;
+        what was to come ahead has not been fetched."""
+        before = self._before
+        self._waited, self._staying, self._most = before.waited, before.staying, before.most
+        self._pace, self._fetched, self._turns = before.pace, before.fetched, before.turns
+        self._num_left += self._num_awaited
+        self._num_awaited = 0
+
+    def _remember(self) -> None:
+        """A round is being planned."""
+        self._before = self._learnt()
+        self._num_awaited = 0
+
+    def _learnt(self) -> _Learnt:
+        means = (self._most, self._pace, self._fetched, self._turns)
+        return _Learnt(self._waited, self._staying, *means)
 
     def turns(self, pages_per_s: float) -> Turns | None:
         """What rounds like the last ones need of a link of this speed; None where all residuals
@@ -159,7 +190,7 @@ class RoundPlanner:
 
         A request that no cache holds verifies in every round, and is left to read the store.
         """
-        self._waited_before = self._waited
+        self._remember()
         self._waited = {request.key: self._waited.get(request.key, 0) for request in requests}
         self._choose_staying(requests, cache.num_slots)
         self._slots = float(cache.num_slots)
@@ -191,7 +222,9 @@ class RoundPlanner:
             filling.add(requests[verify[0]])
         ahead = self._ahead([requests[i] for i in later], filling, budget.round_pages)
         evict = self._victims(requests, cache, filling, ahead)
-        self._note_turns(requests, cache, verify, len(filling.fetch) + len(ahead))
+        num_fetched = len(filling.fetch) + len(ahead) + self._num_left
+        self._note_turns(requests, cache, verify, num_fetched)
+        self._num_awaited, self._num_left = len(filling.fetch), 0
         self._count(requests, verify)
         return RoundPlan(tuple(sorted(verify)), tuple(filling.fetch), ahead, evict)
 

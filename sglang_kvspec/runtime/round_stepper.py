@@ -34,11 +34,13 @@ class RoundStepper:
         lens: Sequence[int],
         budget: RoundBudget,
         late: Collection[int] = (),
+        *,
+        starts_ahead: bool = True,
     ) -> RoundPlan:
         """Plan a round in which request i adds lens[i] drafts, and start to move pages for it.
 
         pages: page ids of each request from position 0 on, at least of its verified tokens. late:
-        as find_late() says.
+        as find_late() says. starts_ahead: as fetch_ahead() does, which otherwise is to follow.
         """
         residuals = self._kv.residuals
         residuals.finish_fetches()
@@ -58,10 +60,16 @@ class RoundStepper:
         cache = CacheView(num_slots, slots.num_free, cached)
         plan = self._planner.plan(views, cache, budget, drafts=any(lens))
         residuals.evict(plan.evict)
-        # Two fetches, so that this round's verifications do not wait for what comes ahead.
         residuals.start_fetch(plan.fetch)
-        residuals.start_fetch(plan.ahead)
+        if starts_ahead:
+            self.fetch_ahead(plan)
         return plan
+
+    def fetch_ahead(self, plan: RoundPlan) -> None:
+        """Start to fetch what a plan brings for rounds after its own, as far as it is still there
+        to be fetched. By itself, so that its own verifications do not wait for this."""
+        residuals = self._kv.residuals
+        residuals.start_fetch(residuals.missing(plan.ahead)[: residuals.cache_slots.num_free])
 
     def plan_ahead(
         self,
@@ -71,13 +79,15 @@ class RoundStepper:
         budget: RoundBudget,
     ) -> RoundPlan:
         """The same before it is known who stays for the round: requests that have all their tokens
-        are about to leave. A plan for a round that others have come before is to be taken back."""
+        are about to leave. A plan for a round that others have come before is to be taken back;
+        once it is known that nobody has, fetch_ahead() follows, which a prefill would wait for."""
         going = [i for i, state in enumerate(states) if state.remaining > 0]
         plan = self.plan(
             [states[i] for i in going],
             [pages[i] for i in going],
             [lens[i] for i in going],
             budget,
+            starts_ahead=False,
         )
         return replace(plan, verify=tuple(going[i] for i in plan.verify))
 

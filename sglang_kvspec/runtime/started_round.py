@@ -104,7 +104,7 @@ class StartedRound:
         """The same for a batch of which some requests have left and others come, which have nothing
         in it; None when all have left. A request is its state object: SGLang makes a new one when
         it computes a request again. Whoever has come does not verify where that was planned
-        without them."""
+        without them, and where all have left who were to, it is yet to be decided who does."""
         place = {id(state): i for i, state in enumerate(states)}
         places = {i: place[id(s)] for i, s in enumerate(self.states) if id(s) in place}
         if not places:
@@ -121,7 +121,7 @@ class StartedRound:
         plan = self.plan
         if plan is not None:
             verify = sorted(places[i] for i in plan.verify if i in places)
-            plan = replace(plan, verify=tuple(verify))
+            plan = replace(plan, verify=tuple(verify)) if verify or not plan.verify else None
         none: frozenset[int] = frozenset()
         lacking = frozenset(now for before, now in places.items() if before in self.lacking)
         return replace(

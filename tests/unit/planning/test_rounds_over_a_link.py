@@ -22,7 +22,9 @@ from sglang_kvspec.planning.round_step import RoundBudget, RoundPlan, RoundPlann
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 from sglang_kvspec.planning.step import CacheView
 
-CAP_LEN = KVSpecConfig().max_draft_len
+CAP_LEN = KVSpecConfig(host_gb=1).max_draft_len
+# Of a user who asks for fewer: what requests do meanwhile counts for more.
+SHORT_CAP_LEN = 31
 # Chance that a draft is accepted if those before it are: 27 of 32 on average, as measured.
 PROBABILITY = 0.99
 NUM_REQUESTS, PAGES_EACH, CONTEXT = 16, 52, 32768.0
@@ -43,6 +45,7 @@ class Simulated:
     # What the first round's verification takes to enqueue.
     first_s: float = ENQUEUE_S
     pages_per_s: float = PAGES_PER_S
+    cap_len: int = CAP_LEN
     now: float = 0.0
     tokens: int = 0
     link_free_at: float = 0.0
@@ -90,16 +93,16 @@ class Simulated:
         self.now = end + BETWEEN_S
 
     def _has_room(self, i):
-        return self._drafts[i] < CAP_LEN
+        return self._drafts[i] < self.cap_len
 
     def _draft_lens(self, cost):
-        rooms = [CAP_LEN - drafts for drafts in self._drafts]
+        rooms = [self.cap_len - drafts for drafts in self._drafts]
         if self.fixed is not None:
             return [min(self.fixed, room) for room in rooms]
         if not self._clock.has_measured:
             return [min(FIRST_DRAFT_LEN, room) for room in rooms]
         requests = [
-            RoundRequest(estimate.probability, CAP_LEN, drafts)
+            RoundRequest(estimate.probability, self.cap_len, drafts)
             for estimate, drafts in zip(self._estimates, self._drafts, strict=True)
         ]
         turns = self._planner.turns(self.pages_per_s)
@@ -108,7 +111,7 @@ class Simulated:
         return plan_turns(requests, cost, turns).lens
 
     def link_share(self):
-        requests = [RoundRequest(e.probability, CAP_LEN, 0) for e in self._estimates]
+        requests = [RoundRequest(e.probability, self.cap_len, 0) for e in self._estimates]
         room = self._planner.room(self.pages_per_s)
         return share_of_speed(requests, self._clock.cost(CONTEXT), *room)
 
@@ -156,9 +159,9 @@ class Simulated:
 
 
 @cache
-def rate(cache_pages, fixed=None, pages_per_s=PAGES_PER_S, rounds=120, warm_up=40):
+def rate(cache_pages, fixed=None, pages_per_s=PAGES_PER_S, rounds=120, warm_up=40, cap_len=CAP_LEN):
     """Tokens a second after a warm-up."""
-    simulated = Simulated(cache_pages, fixed, pages_per_s=pages_per_s)
+    simulated = Simulated(cache_pages, fixed, pages_per_s=pages_per_s, cap_len=cap_len)
     for _ in range(warm_up):
         simulated.round()
     tokens, begun = simulated.tokens, simulated.now
@@ -180,14 +183,20 @@ def test_auto_comes_near_the_best_fixed_length(share, link):
 
 
 def test_a_third_of_the_cache_keeps_most_of_the_speed():
-    assert rate(int(0.37 * ALL_PAGES)) >= 0.8 * rate(ALL_PAGES)
+    assert rate(int(0.37 * ALL_PAGES)) >= 0.86 * rate(ALL_PAGES)
 
 
 def test_a_quarter_of_the_cache_keeps_the_link_busy():
-    """What the link needs for 16 requests lets them have 0.82 of the speed at most. How well turns
-    fit changes with a few pages more or less."""
+    """How well turns fit changes with a few pages more or less."""
     rates = [rate(pages) for pages in range(int(0.235 * ALL_PAGES), int(0.29 * ALL_PAGES), 4)]
-    assert sum(rates) / len(rates) >= 0.78 * rate(ALL_PAGES)
+    assert sum(rates) / len(rates) >= 0.82 * rate(ALL_PAGES)
+
+
+@pytest.mark.parametrize("share", [0.15, 0.2, 0.25, 0.3])
+def test_longer_drafts_make_more_of_every_fetch(share):
+    pages = [int(share * ALL_PAGES) + more for more in (0, 6, 12)]
+    long, short = (sum(rate(n, cap_len=cap) for n in pages) for cap in (CAP_LEN, SHORT_CAP_LEN))
+    assert long > short
 
 
 @pytest.mark.parametrize("link", [0.5, 1.0, 2.0])
@@ -222,14 +231,15 @@ def test_lengths_that_know_nothing_of_the_link_would_be_seen(monkeypatch):
 
 def test_a_cache_that_half_the_requests_keep_would_be_seen(monkeypatch):
     where = (int(0.2 * ALL_PAGES), None, 0.5 * PAGES_PER_S)
-    sound = rate(*where)
+    sound = rate(*where, cap_len=SHORT_CAP_LEN)
     monkeypatch.setattr(round_step, "FETCH_SHARE", 0.2)
-    assert rate.__wrapped__(*where) < 0.85 * sound
+    assert rate.__wrapped__(*where, cap_len=SHORT_CAP_LEN) < 0.85 * sound
 
 
 def test_a_link_that_waits_for_room_would_be_seen(monkeypatch):
     monkeypatch.setattr(round_step, "ROUNDS_TO_FILL", 0)
-    assert rate.__wrapped__(int(0.25 * ALL_PAGES)) < 0.75 * rate(ALL_PAGES)
+    found = rate.__wrapped__(int(0.25 * ALL_PAGES), cap_len=SHORT_CAP_LEN)
+    assert found < 0.75 * rate(ALL_PAGES)
 
 
 def test_forgetting_the_cpu_would_be_seen(monkeypatch):
