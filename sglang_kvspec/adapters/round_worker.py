@@ -31,6 +31,7 @@ from sglang_kvspec.adapters.verifying_worker import VerifyingWorker
 from sglang_kvspec.planning.round_clock import WEIGHT, RoundClock
 from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.transfers import received_together
 from sglang_kvspec.runtime.beside_rows import MOST_BESIDE
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.device_attention import DeviceAttention
@@ -171,12 +172,14 @@ class RoundWorker(VerifyingWorker):
             lens, budget = self._lengths.plan(states, late)
             started = self._start(batch, states, pages, lens, late, budget)
         elif self.kv.plan.host_pages and (started.plan is None or started.is_idle):
-            # Nobody is left who was to verify, or it has not been decided: the device drafts
-            # already, which leaves the CPU time to do so.
+            # The device drafts already, which leaves the CPU time to choose who verifies.
             assert self._next_budget is not None
-            if started.plan is not None:
+            assert ahead is not None
+            if ahead.plan is not None:
                 self.stepper.take_back()
             started.plan = self.stepper.plan(states, pages, started.lens, self._next_budget, late)
+        elif started.plan is not None:
+            self.stepper.fetch_ahead(started.plan)
         self._side.join()
         # Of a round that was begun ahead, what was late then may be here.
         started.late = late
@@ -188,8 +191,6 @@ class RoundWorker(VerifyingWorker):
         self.pages.flush()
         if started.is_idle:
             self._wait(states)
-        else:
-            self._observe(started, verified, context)
         if self._ahead is None and self._can_start_ahead(batch, states):
             caps = [state.cap_len(self.config.max_draft_len) for state in states]
             rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
@@ -200,6 +201,8 @@ class RoundWorker(VerifyingWorker):
                 assert self._next_budget is not None
                 plan = self.stepper.plan_ahead(states, pages, lens, self._next_budget)
                 self._ahead.plan = plan
+        if not started.is_idle:
+            self._observe(started, verified, context)
         num_verified = None if started.is_plain else started.num_verified
         return self._result(batch, states, verified, num_verified, logits_output)
 
@@ -387,13 +390,18 @@ class RoundWorker(VerifyingWorker):
             self.counters.observe_beside(len(more.order))
             started.num_beside = len(more.order)
             left = [sum(pair) for pair in zip(left, more.lens, strict=True)]
+        drafted = [tokens for tokens in (started.made, more) if tokens is not None]
+        likeliest = self._likeliest(batch, states, rows, logits_output.next_token_logits)
         self._plan_next(states, started.late, left)
-        for drafted in (started.made, more):
-            for i, tokens in {} if drafted is None else drafted.deliver().items():
-                states[i].drafts.extend(tokens)
+        # The device waits from here on, for the next round.
+        here = received_together([*(each.tokens for each in drafted), *likeliest])
+        for each, tokens in zip(drafted, here, strict=False):
+            for i, made in each.deliver(tokens).items():
+                states[i].drafts.extend(made)
         if self._may_lack:
             self._note_drafts(batch, states, started, more)
-        verified = self._judge(batch, states, rows, logits_output.next_token_logits)
+        targets = here[-1].tolist() if likeliest else []
+        verified = self._judge(batch, states, rows, logits_output.next_token_logits, targets)
         if not batch.return_logprob:
             # Nobody reads them any more, and they are large.
             logits_output.next_token_logits = None
@@ -436,7 +444,9 @@ class RoundWorker(VerifyingWorker):
             order = started.made.order
             logits = started.logits[: len(order)]
             rows = {i: Row(RowKind.VERIFY, states[i].committed_len, 1, pages[i]) for i in order}
-            verified = self._judge(batch, states, rows, logits)
+            likeliest = self._likeliest(batch, states, rows, logits)
+            targets = likeliest[0].tolist() if likeliest else []
+            verified = self._judge(batch, states, rows, logits, targets)
             return verified, LogitsProcessorOutput(next_token_logits=logits)
         emitted: list[Verified | None] = [None] * len(states)
         for i, tokens in started.made.deliver().items():

@@ -95,21 +95,28 @@ class VerifyingWorker(StartingWorker):
         num_pages = -(-(state.verified_len + length) // self.kv.geometry.page_size)
         return Row(RowKind.VERIFY, state.verified_len, length, pages[:num_pages])
 
+    @staticmethod
+    def _likeliest(
+        batch: Any, states: list[RequestState], rows: dict[int, Row], logits: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """[num_tokens] int64 on the device, by logits of these rows; none where nobody takes it."""
+        if logits is None or not any(takes_argmax(batch.reqs[i], states[i]) for i in rows):
+            return []
+        return [logits.argmax(-1)]
+
     def _judge(
         self,
         batch: Any,
         states: list[RequestState],
         rows: dict[int, Row],
         logits: torch.Tensor | None,
+        likeliest: Sequence[int],
     ) -> list[Verified | None]:
         """Verify the requests of `rows` by their logits [num_tokens, vocab] and commit. None for
-        the others."""
+        the others. likeliest: of each token what _likeliest() says, if it does."""
         verified: list[Verified | None] = [None] * len(states)
         if logits is None:
             return verified
-        likeliest: list[int] = []
-        if any(takes_argmax(batch.reqs[i], states[i]) for i in rows):
-            likeliest = logits.argmax(-1).tolist()
         chosen: list[Verified | None] = []
         first = 0
         for i, row in rows.items():

@@ -1,4 +1,4 @@
-"""Small tensors on their way to the device, which nobody waits for.
+"""Small tensors on their way to the device, which nobody waits for, and back.
 
 A copy would go through the engine that brings residuals, and wait there for pages in front of it:
 what a verification needs to know came as late as the residuals of the next one. So the CPU lays
@@ -67,6 +67,15 @@ def send_into(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             target.copy_(values)
         return
     _send(sends)
+
+
+def received_together(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """These tensors of one device and dtype, on the CPU, which waits for the device once."""
+    if not values:
+        return []
+    sizes = [each.numel() for each in values]
+    here = torch.cat([each.flatten() for each in values]).cpu().split_with_sizes(sizes)
+    return [part.view(each.shape) for part, each in zip(here, values, strict=True)]
 
 
 def _send(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -58,9 +58,10 @@ class DraftedTokens:
         index = sent_to(input_ids.device, torch.tensor(pairs).T.contiguous())
         input_ids[index[0]] = self.tokens.flatten()[index[1]]
 
-    def deliver(self) -> dict[int, list[int]]:
-        """What every request got. Waits for the device."""
-        columns = self.tokens.T.tolist()
+    def deliver(self, tokens: torch.Tensor | None = None) -> dict[int, list[int]]:
+        """What every request got. tokens: where the CPU has them already; otherwise this waits for
+        the device."""
+        columns = (self.tokens if tokens is None else tokens).T.tolist()
         return {
             i: tokens[: self.lens[i]]
             for i, tokens in zip(self.order, columns, strict=True)

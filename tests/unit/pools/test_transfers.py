@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_kvspec.pools.transfers import Stage, fields_sent_to, send_into, sent_to
+from sglang_kvspec.pools.transfers import (
+    Stage,
+    fields_sent_to,
+    received_together,
+    send_into,
+    sent_to,
+)
 
 CPU = torch.device("cpu")
 NUM_WORDS = 32
@@ -154,3 +160,11 @@ def test_a_value_of_any_stride():
     device.step()
     assert torch.equal(target, every[:, 2])
     assert int(one) == 7
+
+
+def test_what_comes_together_comes_apart_again():
+    values = [torch.arange(6).view(2, 3).T, torch.empty(0, 4, dtype=torch.int64), torch.tensor([7])]
+    found = received_together(values)
+    assert [each.tolist() for each in found] == [each.tolist() for each in values]
+    assert [each.shape for each in found] == [each.shape for each in values]
+    assert received_together([]) == []
