@@ -194,7 +194,7 @@ def main() -> None:
         "cores": len(os.sched_getaffinity(0)),
         "rounds": rounds,
         "bytes_per_run": num_transfers * 16 * (8 << 20),
-        "stall_s": STALL_S,
+        **({} if arguments.throughput else {"stall_s": STALL_S}),
         "load_average": os.getloadavg()[0],
     }
     write_json(

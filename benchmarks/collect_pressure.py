@@ -51,11 +51,9 @@ def main() -> None:
         if before["machine"] != last.machine:
             parser.error("points of different machines cannot be compared")
         settings = before["settings"] | settings
-        known = {figure.name: figure for figure in figures}
-        figures = [
-            known.get(row["name"], Figure(*(row[key] for key in FIELDS)))
-            for row in before["figures"]
-        ]
+        known = {figure.name for figure in figures}
+        others = [row for row in before["figures"] if row["name"] not in known]
+        figures = [*figures, *(Figure(*(row[key] for key in FIELDS)) for row in others)]
     write_json(
         args.out,
         "pressure",
