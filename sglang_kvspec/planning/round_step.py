@@ -108,6 +108,7 @@ class _Learnt(NamedTuple):
     pace: float | None
     fetched: float
     turns: float
+    num_left: int
 
 
 class RoundPlanner:
@@ -150,7 +151,7 @@ class RoundPlanner:
         before = self._before
         self._waited, self._staying, self._most = before.waited, before.staying, before.most
         self._pace, self._fetched, self._turns = before.pace, before.fetched, before.turns
-        self._num_left += self._num_awaited
+        self._num_left = before.num_left + self._num_awaited
         self._num_awaited = 0
 
     def _remember(self) -> None:
@@ -160,7 +161,7 @@ class RoundPlanner:
 
     def _learnt(self) -> _Learnt:
         means = (self._most, self._pace, self._fetched, self._turns)
-        return _Learnt(self._waited, self._staying, *means)
+        return _Learnt(self._waited, self._staying, *means, self._num_left)
 
     def turns(self, pages_per_s: float) -> Turns | None:
         """What rounds like the last ones need of a link of this speed; None where all residuals

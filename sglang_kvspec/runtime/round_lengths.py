@@ -30,8 +30,9 @@ class RoundLengths:
         self._config, self._clock = config, clock
         self._stepper, self._ranks = stepper, ranks
         self._last: tuple[list[RoundRequest], RoundCost] | None = None
-        # Expected tokens that a draft is to be worth, in millionths.
+        # As last planned: expected tokens that a draft is to be worth, in millionths; most drafts.
         self._price_ppm = 0
+        self._longest = config.max_draft_len
 
     @property
     def link_share(self) -> LinkShare | None:
@@ -51,8 +52,12 @@ class RoundLengths:
         begins, those it has now unless given."""
         have = [len(state.drafts) for state in states] if num_drafts is None else num_drafts
         turns = self._stepper.turns()
+        self._longest = self._config.max_draft_len
+        if self._config.draft_len == AUTO_DRAFT_LEN and turns is None:
+            # There is no fetch that more of them would share.
+            self._longest = min(self._longest, MOST_AUTO_DRAFTS)
         caps = [
-            self._cap(state, have[i], moves=turns is not None, is_late=i in late)
+            self._cap(state, have[i], is_due=turns is None and i not in late)
             for i, state in enumerate(states)
         ]
         rooms = [max(cap - count, 0) for cap, count in zip(caps, have, strict=True)]
@@ -87,23 +92,18 @@ class RoundLengths:
     def pays(self, state: RequestState, num_drafts: int) -> bool:
         """Whether a request that has so many drafts in the planned round, and does not verify then,
         is to draft once more beside those who do."""
-        if num_drafts >= state.cap_len(self._config.max_draft_len):
+        if num_drafts >= state.cap_len(self._longest):
             return False
         worth: float = state.acceptance.probability ** (num_drafts + 1)
         return worth * PPM > self._price_ppm
 
-    def _cap(self, state: RequestState, num_drafts: int, *, moves: bool, is_late: bool) -> int:
+    def _cap(self, state: RequestState, num_drafts: int, *, is_due: bool) -> int:
         """Most drafts it is to have at the end of the round, which it begins with num_drafts.
-        moves: residuals do. is_late: its own are still on the network, so that it does not verify
-        then."""
-        if not moves and not is_late and state.has_waited and num_drafts:
+        is_due: it verifies then."""
+        if is_due and state.has_waited and num_drafts:
             # More drafts would only keep the user waiting (Lynx section 4.2).
             return num_drafts
-        longest = self._config.max_draft_len
-        if self._config.draft_len == AUTO_DRAFT_LEN and not moves:
-            # No fetch that more of them would share.
-            longest = min(longest, MOST_AUTO_DRAFTS)
-        return state.cap_len(longest)
+        return state.cap_len(self._longest)
 
 
 def mean_context(states: Sequence[RequestState]) -> float:

@@ -119,8 +119,10 @@ def test_requests_draft_longer_only_while_residuals_move(encoded, monkeypatch):
     lengths = make_lengths(encoded(1), measured=True, host_gb=1)
     waiting = [of_pages("a", 4, num_drafts=29), of_pages("b", 4, num_drafts=61)]
     assert lengths.plan(waiting, range(2))[0] == [2, 0]
+    assert not lengths.pays(waiting[0], 31)
     monkeypatch.setattr(lengths._stepper, "turns", lambda: Turns(0, 2.0, 1e-3))
     assert lengths.plan(waiting, range(2))[0] == [LATE_STEPS, 2]
+    assert lengths.pays(waiting[0], 31)
 
 
 @pytest.mark.parametrize(("measured", "draft_len"), [(True, "auto"), (False, "auto"), (True, 16)])
