@@ -24,7 +24,6 @@ from serving.records import Record
 
 OUT = Path(__file__).parent / "results" / "pressure_h200.json"
 HOSTED, RESIDENT, LARGE, PLAIN = "hosted", "resident", "hosted_large", "plain"
-FIELDS = ("name", "value", "unit", "spread", "baseline")
 PAIRS = ((RESIDENT, HOSTED), (PLAIN, LARGE))
 
 
@@ -53,7 +52,7 @@ def main() -> None:
         settings = before["settings"] | settings
         known = {figure.name for figure in figures}
         others = [row for row in before["figures"] if row["name"] not in known]
-        figures = [*figures, *(Figure(*(row[key] for key in FIELDS)) for row in others)]
+        figures = [*figures, *(Figure(**row) for row in others)]
     write_json(
         args.out,
         "pressure",
