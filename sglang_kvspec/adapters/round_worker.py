@@ -153,7 +153,7 @@ class RoundWorker(VerifyingWorker):
             self._take_plan_back()
 
     def _take_plan_back(self) -> None:
-        """Of a round that was begun ahead: others are about to change what is in the cache."""
+        """Of a round that was begun ahead, which does not take place as planned."""
         if self._ahead is not None and self._ahead.plan is not None:
             self.stepper.take_back()
             self._ahead.plan = None
@@ -166,20 +166,18 @@ class RoundWorker(VerifyingWorker):
         # SGLang has reserved slots for this round and the next one.
         pages = self._page_table(batch, states, 2 * self.speculative_num_draft_tokens)
         late = self.stepper.find_late(states, pages)
-        ahead, self._ahead = self._ahead, None
-        started = None if ahead is None else ahead.for_batch(states)
+        started = None if self._ahead is None else self._ahead.for_batch(states)
         if started is None:
             lens, budget = self._lengths.plan(states, late)
             started = self._start(batch, states, pages, lens, late, budget)
         elif self.kv.plan.host_pages and (started.plan is None or started.is_idle):
             # The device drafts already, which leaves the CPU time to choose who verifies.
             assert self._next_budget is not None
-            assert ahead is not None
-            if ahead.plan is not None:
-                self.stepper.take_back()
+            self._take_plan_back()
             started.plan = self.stepper.plan(states, pages, started.lens, self._next_budget, late)
         elif started.plan is not None:
             self.stepper.fetch_ahead(started.plan)
+        self._ahead = None
         self._side.join()
         # Of a round that was begun ahead, what was late then may be here.
         started.late = late
@@ -391,7 +389,8 @@ class RoundWorker(VerifyingWorker):
             started.num_beside = len(more.order)
             left = [sum(pair) for pair in zip(left, more.lens, strict=True)]
         drafted = [tokens for tokens in (started.made, more) if tokens is not None]
-        likeliest = self._likeliest(batch, states, rows, logits_output.next_token_logits)
+        logits = logits_output.next_token_logits
+        likeliest = self._likeliest(batch, states, rows, logits)
         self._plan_next(states, started.late, left)
         # The device waits from here on, for the next round.
         here = received_together([*(each.tokens for each in drafted), *likeliest])
@@ -400,8 +399,7 @@ class RoundWorker(VerifyingWorker):
                 states[i].drafts.extend(made)
         if self._may_lack:
             self._note_drafts(batch, states, started, more)
-        targets = here[-1].tolist() if likeliest else []
-        verified = self._judge(batch, states, rows, logits_output.next_token_logits, targets)
+        verified = self._judge(batch, states, rows, logits, here[len(drafted) :])
         if not batch.return_logprob:
             # Nobody reads them any more, and they are large.
             logits_output.next_token_logits = None
@@ -445,8 +443,7 @@ class RoundWorker(VerifyingWorker):
             logits = started.logits[: len(order)]
             rows = {i: Row(RowKind.VERIFY, states[i].committed_len, 1, pages[i]) for i in order}
             likeliest = self._likeliest(batch, states, rows, logits)
-            targets = likeliest[0].tolist() if likeliest else []
-            verified = self._judge(batch, states, rows, logits, targets)
+            verified = self._judge(batch, states, rows, logits, likeliest)
             return verified, LogitsProcessorOutput(next_token_logits=logits)
         emitted: list[Verified | None] = [None] * len(states)
         for i, tokens in started.made.deliver().items():

@@ -110,13 +110,14 @@ class VerifyingWorker(StartingWorker):
         states: list[RequestState],
         rows: dict[int, Row],
         logits: torch.Tensor | None,
-        likeliest: Sequence[int],
+        likeliest: Sequence[torch.Tensor],
     ) -> list[Verified | None]:
         """Verify the requests of `rows` by their logits [num_tokens, vocab] and commit. None for
-        the others. likeliest: of each token what _likeliest() says, if it does."""
+        the others. likeliest: what _likeliest() says of these logits, on the CPU or not."""
         verified: list[Verified | None] = [None] * len(states)
         if logits is None:
             return verified
+        targets = likeliest[0].tolist() if likeliest else []
         chosen: list[Verified | None] = []
         first = 0
         for i, row in rows.items():
@@ -126,7 +127,7 @@ class VerifyingWorker(StartingWorker):
             first = span.stop
             if takes_argmax(req, state):
                 kept = logits[span] if batch.return_logprob else None
-                chosen.append(Verified(self.chooser.judge(state, likeliest[span]), kept))
+                chosen.append(Verified(self.chooser.judge(state, targets[span]), kept))
             else:
                 chosen.append(self._verify(req, state, logits[span]))
         agreed = agree(self.ranks, [states[i] for i in rows], chosen)
