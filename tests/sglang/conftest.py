@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: Any) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test whose server has died says what that said last."""
+    report = yield
+    servers = getattr(item, "funcargs", {}).get("servers")
+    if report.failed and servers is not None and (words := servers.last_words()):
+        report.sections.append(("The server has ended", words))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -52,8 +52,7 @@ def register() -> None:
         counts[_fate(started, states)] += 1
         now = for_batch(started, states)
         if started.plan is not None and now is not None:
-            gone = len(now.plan.verify) < len(started.plan.verify)
-            counts["planned for some who left" if gone else "planned"] += 1
+            counts[_fate_of_plan(started.plan, now.plan)] += 1
         return now
 
     def taken_back(stepper: Any) -> None:
@@ -297,6 +296,13 @@ def _fate(started: Any, states: Sequence[Any]) -> str:
     elif stayed == before[: len(stayed)] == now[: len(stayed)]:
         fate = "grew" if len(now) > len(stayed) else "shrank"
     return f"{'plain' if started.is_plain else 'drafted'} {fate}"
+
+
+def _fate_of_plan(before: Any, now: Any | None) -> str:
+    if now is None:
+        return "planned for those who left"
+    gone = len(now.verify) < len(before.verify)
+    return "planned for some who left" if gone else "planned"
 
 
 def _columns(runs: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -96,6 +96,13 @@ class ServerSwitch:
             self._tested = running
         return GenerateClient(running.server.base_url)
 
+    def last_words(self) -> str | None:
+        """The end of the log of a server that has ended by itself."""
+        for running in (self._tested, self._plain):
+            if running is not None and not running.is_alive:
+                return running.server.log_tail()
+        return None
+
     def release(self) -> None:
         """Stop the server with --kvspec, if there is one."""
         _stop(self._tested)
