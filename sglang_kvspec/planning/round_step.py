@@ -13,9 +13,8 @@ rounds (`wait_bound`), whatever budgets are and however pages come and go.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import NamedTuple
 
 from sglang_kvspec.planning.link_rounds import Turns
 from sglang_kvspec.planning.residency import ResidencyView, choose_resident
@@ -99,16 +98,24 @@ class _Filling:
         self.spill += request.spill
 
 
-class _Learnt(NamedTuple):
-    """What RoundPlanner remembers of rounds; nothing in it changes afterwards."""
+@dataclass(slots=True)
+class _Learnt:
+    """What RoundPlanner remembers of rounds.
 
-    waited: dict[str, int]
-    staying: frozenset[str]
-    most: float | None
-    pace: float | None
-    fetched: float
-    turns: float
-    num_left: int
+    waited: rounds ago every running request has verified. staying: requests whose residuals stay in
+    the cache. most: how many others it holds beside them; fetched, turns: running means of the
+    pages that are fetched and of how many of those others verify in a round. most is None where
+    nothing has to move. pace: running mean of the pages that the link moves in a round. num_left:
+    pages that verifications of plans since taken back had waited for.
+    """
+
+    waited: dict[str, int] = field(default_factory=dict)
+    staying: frozenset[str] = frozenset()
+    most: float | None = None
+    fetched: float = 0.0
+    turns: float = 0.0
+    pace: float | None = None
+    num_left: int = 0
 
 
 class RoundPlanner:
@@ -116,21 +123,13 @@ class RoundPlanner:
     cache, and what the last rounds needed of the link."""
 
     def __init__(self) -> None:
-        self._waited: dict[str, int] = {}
-        self._staying: frozenset[str] = frozenset()
-        # How many requests beside those that stay the cache holds, and running means of what is
-        # fetched and of how many of them verify in a round; None where nothing has to move.
-        self._most: float | None = None
+        self._learnt = _Learnt()
+        # What take_back() goes back to.
+        self._before = replace(self._learnt)
         # Cache slots, and those that a request needs on average.
         self._slots = self._each = 0.0
-        # Running mean of the pages that the link moves in a round.
-        self._pace: float | None = None
-        self._fetched = self._turns = 0.0
-        # Pages that the last plan's verifications wait for, and those of plans before it that were
-        # taken back.
-        self._num_awaited = self._num_left = 0
-        # What take_back() goes back to.
-        self._before = self._learnt()
+        # Pages that the last plan's verifications wait for.
+        self._num_awaited = 0
 
     @staticmethod
     def wait_bound(num_running: int) -> int:
@@ -139,42 +138,38 @@ class RoundPlanner:
 
     def all_verify(self, keys: Iterable[str]) -> None:
         """A round in which nothing has to move, and which was not planned here."""
-        self._remember()
-        self._num_left = 0
-        self._waited = dict.fromkeys(keys, 0)
-        self._most = None
+        learnt = self._begin()
+        learnt.num_left = 0
+        learnt.waited = dict.fromkeys(keys, 0)
+        learnt.most = None
 
     def take_back(self) -> None:
         """The round that was planned last does not take place: nobody has verified in it. What its
         verifications would have waited for counts for the next one, which finds it in the cache;
         what was to come ahead has not been fetched."""
-        before = self._before
-        self._waited, self._staying, self._most = before.waited, before.staying, before.most
-        self._pace, self._fetched, self._turns = before.pace, before.fetched, before.turns
-        self._num_left = before.num_left + self._num_awaited
+        num_left = self._before.num_left + self._num_awaited
+        self._learnt = replace(self._before, num_left=num_left)
         self._num_awaited = 0
 
-    def _remember(self) -> None:
+    def _begin(self) -> _Learnt:
         """A round is being planned."""
-        self._before = self._learnt()
+        self._before = replace(self._learnt)
         self._num_awaited = 0
-
-    def _learnt(self) -> _Learnt:
-        means = (self._most, self._pace, self._fetched, self._turns)
-        return _Learnt(self._waited, self._staying, *means, self._num_left)
+        return self._learnt
 
     def turns(self, pages_per_s: float) -> Turns | None:
         """What rounds like the last ones need of a link of this speed; None where all residuals
         are in the cache."""
-        if self._most is None:
+        learnt = self._learnt
+        if learnt.most is None:
             return None
-        pages = self._fetched / max(self._turns, 1e-6)
-        return Turns(len(self._staying), self._most, max(pages / pages_per_s, 1e-9))
+        pages = learnt.fetched / max(learnt.turns, 1e-6)
+        return Turns(len(learnt.staying), learnt.most, max(pages / pages_per_s, 1e-9))
 
     def room(self, pages_per_s: float) -> tuple[float, float] | None:
         """(requests whose residuals the cache holds at once, at least 1, and seconds that a link of
         this speed needs for those of one); None where all residuals are in the cache."""
-        if self._most is None or self._each < 1:
+        if self._learnt.most is None or self._each < 1:
             return None
         return max(self._slots / self._each, 1.0), self._each / pages_per_s
 
@@ -191,8 +186,8 @@ class RoundPlanner:
 
         A request that no cache holds verifies in every round, and is left to read the store.
         """
-        self._remember()
-        self._waited = {request.key: self._waited.get(request.key, 0) for request in requests}
+        learnt = self._begin()
+        learnt.waited = {request.key: learnt.waited.get(request.key, 0) for request in requests}
         self._choose_staying(requests, cache.num_slots)
         self._slots = float(cache.num_slots)
         self._each = sum(request.num_slots for request in requests) / max(len(requests), 1)
@@ -223,9 +218,9 @@ class RoundPlanner:
             filling.add(requests[verify[0]])
         ahead = self._ahead([requests[i] for i in later], filling, budget.round_pages)
         evict = self._victims(requests, cache, filling, ahead)
-        num_fetched = len(filling.fetch) + len(ahead) + self._num_left
+        num_fetched = len(filling.fetch) + len(ahead) + learnt.num_left
         self._note_turns(requests, cache, verify, num_fetched)
-        self._num_awaited, self._num_left = len(filling.fetch), 0
+        self._num_awaited, learnt.num_left = len(filling.fetch), 0
         self._count(requests, verify)
         return RoundPlan(tuple(sorted(verify)), tuple(filling.fetch), ahead, evict)
 
@@ -236,42 +231,45 @@ class RoundPlanner:
         verify: Collection[int],
         num_fetched: int,
     ) -> None:
-        staying = [request for request in requests if request.key in self._staying]
-        others = [request for request in requests if request.key not in self._staying]
+        learnt = self._learnt
+        staying = [request for request in requests if request.key in learnt.staying]
+        others = [request for request in requests if request.key not in learnt.staying]
         if not others:
-            self._most = None
+            learnt.most = None
             return
         each = sum(request.num_slots for request in others) / len(others)
         room = cache.num_slots - sum(request.num_slots for request in staying)
-        num_turns = sum(requests[i].key not in self._staying for i in verify)
-        if self._most is None:
+        num_turns = sum(requests[i].key not in learnt.staying for i in verify)
+        if learnt.most is None:
             # As if one had been fetched whole.
-            self._fetched, self._turns = each, 1.0
-        self._most = max(room // max(each, 1), 1.0)
-        self._fetched += WEIGHT * (num_fetched - self._fetched)
-        self._turns += WEIGHT * (num_turns - self._turns)
+            learnt.fetched, learnt.turns = each, 1.0
+        learnt.most = max(room // max(each, 1), 1.0)
+        learnt.fetched += WEIGHT * (num_fetched - learnt.fetched)
+        learnt.turns += WEIGHT * (num_turns - learnt.turns)
 
     def _fills_soon(self, requests: Sequence[RoundView], num_slots: int, round_pages: int) -> bool:
         """Whether the link could fill within ROUNDS_TO_FILL rounds what requests share that take
         turns: those whose residuals are still there then do not verify again before it has brought
         others'."""
-        pace = round_pages if self._pace is None else self._pace
-        self._pace = pace + WEIGHT * (round_pages - pace)
-        shared = num_slots - sum(r.num_slots for r in requests if r.key in self._staying)
-        return shared < ROUNDS_TO_FILL * self._pace
+        learnt = self._learnt
+        pace = round_pages if learnt.pace is None else learnt.pace
+        learnt.pace = pace + WEIGHT * (round_pages - pace)
+        shared = num_slots - sum(r.num_slots for r in requests if r.key in learnt.staying)
+        return shared < ROUNDS_TO_FILL * learnt.pace
 
     def _count(self, requests: Sequence[RoundView], verify: Collection[int]) -> None:
         for index, request in enumerate(requests):
             if index in verify:
-                self._waited[request.key] = 0
+                self._learnt.waited[request.key] = 0
             else:
-                self._waited[request.key] += not request.is_lacking
+                self._learnt.waited[request.key] += not request.is_lacking
 
     def _choose_staying(self, requests: Sequence[RoundView], num_slots: int) -> None:
+        learnt = self._learnt
         fitting = [r for r in requests if r.num_slots <= num_slots]
         together = len({page for r in fitting for page in r.pages}) + sum(r.spill for r in fitting)
         if together <= num_slots:
-            self._staying = frozenset(r.key for r in fitting)
+            learnt.staying = frozenset(r.key for r in fitting)
             return
         room = max(max(r.num_slots for r in fitting), ceil(FETCH_SHARE * num_slots))
         views = [
@@ -280,23 +278,24 @@ class RoundPlanner:
                 residual_bytes=request.num_slots,
                 next_use=0,
                 cycle_len=1,
-                is_resident=request.key in self._staying,
+                is_resident=request.key in learnt.staying,
             )
             for index, request in enumerate(fitting)
         ]
         chosen = choose_resident(views, num_slots - room)
-        self._staying = frozenset(fitting[index].key for index in chosen)
+        learnt.staying = frozenset(fitting[index].key for index in chosen)
 
     def _in_order(self, requests: Sequence[RoundView]) -> list[int]:
         """Overdue requests, the oldest first; then those that stay in the cache; then the others by
         priority and by how long they have waited."""
+        learnt = self._learnt
 
         def order(index: int) -> tuple[float, ...]:
             request = requests[index]
-            waited = self._waited[request.key]
+            waited = learnt.waited[request.key]
             if waited >= PATIENCE:
                 return (0, -waited, -request.priority, index)
-            if request.key in self._staying:
+            if request.key in learnt.staying:
                 return (1, -request.priority, -waited, index)
             return (2, -request.priority, -waited, index)
 
@@ -304,7 +303,7 @@ class RoundPlanner:
 
     def _is_forced(self, request: RoundView, verify: Sequence[int], later: Sequence[int]) -> bool:
         is_first = not verify and not later
-        return is_first and self._waited[request.key] >= PATIENCE
+        return is_first and self._learnt.waited[request.key] >= PATIENCE
 
     @staticmethod
     def _ahead(later: Iterable[RoundView], filling: _Filling, round_pages: int) -> tuple[int, ...]:
@@ -333,12 +332,13 @@ class RoundPlanner:
     ) -> tuple[int, ...]:
         """Pages that make room: those of no running request, then of those who have verified last
         and so verify again last, then of those whose residuals stay."""
+        learnt = self._learnt
         lacking = len(filling.fetch) + len(ahead) - cache.num_free
         if lacking <= 0:
             return ()
         worth: dict[int, float] = {}
         for request in requests:
-            value = inf if request.key in self._staying else self._waited[request.key]
+            value = inf if request.key in learnt.staying else learnt.waited[request.key]
             for page in request.cached:
                 worth[page] = max(worth.get(page, -1.0), value)
         loose = sorted(

@@ -101,7 +101,7 @@ def test_ranks_plan_alike_whose_fetches_end_at_different_times(encoded, monkeypa
             monkeypatch.setattr(kv.residuals, "finish_fetches", lambda: None)
         plans.append([stepper.plan(states, ids, [4, 4], budget) for budget in budgets])
         assert kv.residuals.table.counts()["FETCHING"] == is_slow
-        plans[-1].append(stepper._planner._waited)
+        plans[-1].append(stepper._planner._learnt)
     assert plans[0] == plans[1]
 
 
