@@ -30,7 +30,15 @@ REQUEST = RequestBytes(plain=4 * GB, always=1 * GB, residual=3 * GB)
 
 
 def memory_bound(
-    *, hbm_gb, weights_gb, hbm_gb_per_s, link_gb_per_s, full_gb, share, curve, context_len=1000
+    *,
+    curve,
+    hbm_gb=80,
+    weights_gb=20,
+    hbm_gb_per_s=2000,
+    link_gb_per_s=50,
+    full_gb=4,
+    share=0.25,
+    context_len=1000,
 ):
     """A setting in the paper's own terms: nothing counts but bytes over bandwidths."""
     full_s = full_gb / hbm_gb_per_s / context_len
@@ -65,15 +73,7 @@ def test_equation_6_and_the_load_under_way():
 
 
 def test_equation_7():
-    setting = memory_bound(
-        hbm_gb=80,
-        weights_gb=20,
-        hbm_gb_per_s=2000,
-        link_gb_per_s=50,
-        full_gb=4,
-        share=0.25,
-        curve=AcceptanceCurve.geometric(0.9),
-    )
+    setting = memory_bound(curve=AcceptanceCurve.geometric(0.9))
     # (M + B KV_avg) / BW = (20 + 8 * 1.75) / 2000.
     assert gpu_seconds(setting.costs, 8, 1000, 3) == pytest.approx(0.017)
 
@@ -99,15 +99,7 @@ def test_equation_9_says_that_the_link_keeps_up(num_fetching, draft_len, link, i
 
 
 def test_equations_10_and_11():
-    setting = memory_bound(
-        hbm_gb=80,
-        weights_gb=20,
-        hbm_gb_per_s=2000,
-        link_gb_per_s=50,
-        full_gb=4,
-        share=0.25,
-        curve=AcceptanceCurve((3,), (2.4,)),
-    )
+    setting = memory_bound(curve=AcceptanceCurve((3,), (2.4,)))
     cycle = cycle_of(setting, 3, num_resident=6, num_fetching=2)
     assert cycle.gpu_s == pytest.approx(0.017)
     assert cycle.link_s == pytest.approx(2 * 3 / (4 * 50))
@@ -119,11 +111,7 @@ def test_equations_10_and_11():
 def test_the_best_cycle_is_the_best_of_all():
     setting = memory_bound(
         hbm_gb=60,
-        weights_gb=20,
-        hbm_gb_per_s=2000,
         link_gb_per_s=200,
-        full_gb=4,
-        share=0.25,
         curve=AcceptanceCurve.geometric(0.9),
     )
     setting = replace(setting, max_draft_len=20)
@@ -147,9 +135,6 @@ class TestConcreteExample:
         hbm_gb=96,
         weights_gb=50,
         hbm_gb_per_s=1792,
-        link_gb_per_s=50,
-        full_gb=4,
-        share=0.25,
         curve=AcceptanceCurve.geometric(0.95),
     )
 
@@ -281,15 +266,7 @@ def test_plans_fit(setting):
 
 
 def test_where_drafts_are_never_right_the_plan_is_plain_decoding():
-    setting = memory_bound(
-        hbm_gb=80,
-        weights_gb=20,
-        hbm_gb_per_s=2000,
-        link_gb_per_s=50,
-        full_gb=4,
-        share=0.25,
-        curve=AcceptanceCurve.geometric(0.0),
-    )
+    setting = memory_bound(curve=AcceptanceCurve.geometric(0.0))
     expected = expect(setting)
     assert expected.cycle is None
     assert expected.speed_up == 1.0
@@ -299,11 +276,6 @@ def test_where_drafts_are_never_right_the_plan_is_plain_decoding():
 def test_where_nothing_fits_the_plan_says_so():
     setting = memory_bound(
         hbm_gb=20.5,
-        weights_gb=20,
-        hbm_gb_per_s=2000,
-        link_gb_per_s=50,
-        full_gb=4,
-        share=0.25,
         curve=AcceptanceCurve.geometric(0.9),
     )
     expected = expect(setting)
@@ -321,28 +293,16 @@ def test_where_nothing_fits_the_plan_says_so():
     ids=["link", "capacity", "bandwidth"],
 )
 def test_what_binds(change, binds):
-    setting = memory_bound(
-        **{
-            "hbm_gb": 80,
-            "weights_gb": 60,
-            "hbm_gb_per_s": 2000,
-            "full_gb": 4,
-            "share": 0.25,
-            "curve": AcceptanceCurve.geometric(0.99),
-            **change,
-        }
-    )
+    defaults = {"weights_gb": 60, "curve": AcceptanceCurve.geometric(0.99)}
+    setting = memory_bound(**defaults | change)
     assert expect(setting).binds == binds
 
 
 def test_arithmetic_binds_where_products_take_longest():
     setting = memory_bound(
         hbm_gb=800,
-        weights_gb=20,
-        hbm_gb_per_s=2000,
         link_gb_per_s=500,
         full_gb=1,
-        share=0.25,
         curve=AcceptanceCurve.geometric(0.99),
     )
     setting = replace(setting, costs=replace(setting.costs, token_s=0.01))
