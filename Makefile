@@ -16,7 +16,7 @@ PYTHON := $(VENV)/bin/python
 UNIT_TESTS = $(filter-out tests/__pycache__ tests/sglang,$(wildcard tests/*))
 # Tests of servers that share none with the others, behind the unit tests, so that both lanes take
 # about as long.
-SECOND_LANE := $(addprefix tests/sglang/,test_disaggregation.py test_prefix_server.py)
+SECOND_LANE := $(addprefix tests/sglang/,test_disaggregation.py test_prefix_server.py test_teeth.py)
 INSTALLED := $(VENV)/.installed
 # pyenv leaves commands behind for versions that are not active, so candidates are run, not found.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
