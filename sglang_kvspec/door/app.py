@@ -106,8 +106,9 @@ class Door:
 def _open_session() -> ClientSession:
     return ClientSession(
         # Each request needs two connections at a time: under a bound they could wait for one
-        # another forever.
-        connector=TCPConnector(limit=0),
+        # another forever. Each has its own: a server that closes one that has been idle for some
+        # seconds may do so just when the next request is sent on it, which cannot be sent again.
+        connector=TCPConnector(limit=0, force_close=True),
         # Bytes and headers pass as they are.
         auto_decompress=False,
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),

@@ -98,6 +98,30 @@ def test_a_server_that_is_not_there_ends_the_request(open_house, run, failing):
 
 
 @either
+def test_a_server_that_closes_idle_connections_loses_no_request(open_house, run, failing):
+    """Servers do after some seconds: a request on a connection that ends just then would fail."""
+
+    async def scenario():
+        async with open_house() as house:
+            server = (house.prefill if failing == "prefill" else house.decode)[0]
+            used = set()
+
+            async def answer_once(request: web.Request) -> web.StreamResponse:
+                if request.transport in used:
+                    return await server.die(request)
+                used.add(request.transport)
+                return await server.answer(request)
+
+            server.behave = answer_once
+            for _ in range(3):
+                reply = await house.door.post("/generate", json=REQUEST)
+                assert reply.status == 200, await reply.text()
+            assert len(used) == 3
+
+    run(scenario())
+
+
+@either
 def test_a_stream_that_has_begun_ends_with_an_error_and_without_its_end(open_house, run, failing):
     async def scenario():
         async with open_house() as house:
