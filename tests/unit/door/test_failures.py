@@ -103,7 +103,7 @@ def test_a_server_that_closes_idle_connections_loses_no_request(open_house, run,
 
     async def scenario():
         async with open_house() as house:
-            server = (house.prefill if failing == "prefill" else house.decode)[0]
+            server = getattr(house, failing)[0]
             used = set()
 
             async def answer_once(request: web.Request) -> web.StreamResponse:

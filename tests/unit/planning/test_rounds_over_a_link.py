@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from functools import cache
+from statistics import fmean
 
 import pytest
 
@@ -213,6 +214,11 @@ def rate(
     return (simulated.tokens - tokens) / (simulated.now - begun)
 
 
+def mean_rate(caches, *args, **kwargs):
+    """Over caches of so many pages: how well turns fit changes with a few more or less."""
+    return fmean(rate(pages, *args, **kwargs) for pages in caches)
+
+
 def best_fixed_rate(cache_pages, pages_per_s):
     fixed = (2, 4, 6, 8, 10, 12, 16, 24)
     return max(rate(cache_pages, length, pages_per_s) for length in fixed)
@@ -230,16 +236,14 @@ def test_a_third_of_the_cache_keeps_most_of_the_speed():
 
 
 def test_a_quarter_of_the_cache_keeps_the_link_busy():
-    """How well turns fit changes with a few pages more or less."""
-    rates = [rate(pages) for pages in range(int(0.235 * ALL_PAGES), int(0.29 * ALL_PAGES), 4)]
-    assert sum(rates) / len(rates) >= 0.82 * rate(ALL_PAGES)
+    caches = range(int(0.235 * ALL_PAGES), int(0.29 * ALL_PAGES), 4)
+    assert mean_rate(caches) >= 0.82 * rate(ALL_PAGES)
 
 
 @pytest.mark.parametrize("share", [0.15, 0.2, 0.25, 0.3])
 def test_longer_drafts_make_more_of_every_fetch(share):
     pages = [int(share * ALL_PAGES) + more for more in (0, 6, 12)]
-    long, short = (sum(rate(n, cap_len=cap) for n in pages) for cap in (CAP_LEN, SHORT_CAP_LEN))
-    assert long > short
+    assert mean_rate(pages, cap_len=CAP_LEN) > mean_rate(pages, cap_len=SHORT_CAP_LEN)
 
 
 @pytest.mark.parametrize("link", [0.5, 1.0, 2.0])
@@ -258,14 +262,10 @@ def test_what_the_link_is_said_to_allow_is_about_what_is_reached(cached, link):
     assert 0.85 * mean < reached < 1.03 * mean
 
 
-# How well turns fit changes with a few pages more or less.
-A_QUARTER = range(int(0.25 * ALL_PAGES), int(0.28 * ALL_PAGES), 5)
-
-
 def profiled_rate(fixed=None):
     """Where the cache holds about a quarter of the residuals."""
-    rates = [rate(pages, fixed, kind=Profiled) for pages in A_QUARTER]
-    return sum(rates) / len(rates)
+    caches = range(int(0.25 * ALL_PAGES), int(0.28 * ALL_PAGES), 5)
+    return mean_rate(caches, fixed, kind=Profiled)
 
 
 def test_a_profiled_server_keeps_what_was_measured():
