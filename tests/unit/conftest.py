@@ -33,6 +33,8 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
         patch.setenv("TRITON_INTERPRET", "1")
         for name in KERNELS:
             importlib.import_module(f"kvspec_kernels.{name}")
+        # Triton imports it at the first launch, and it looks at the variable, too.
+        importlib.import_module("triton.experimental.gluon")
 
 # Generated cases are the same in every run; `--hypothesis-profile=explore` looks for new ones.
 settings.register_profile(

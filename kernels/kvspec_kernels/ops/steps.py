@@ -30,6 +30,8 @@ def begin_step(
     last two and tail_lens in place; neither waits for the device nor allocates.
     """
     batch = len(tail_lens)
+    if batch == 0:
+        return
     block = min(triton.next_power_of_2(batch), MOST_ROWS)
     begin_step_kernel[(triton.cdiv(batch, block),)](
         tail_indptr,
@@ -73,6 +75,9 @@ class StepEnd:
         place; neither waits for the device nor allocates.
         """
         batch, vocab = logits.shape
+        if batch == 0:
+            step += 1
+            return
         assert logits.stride(1) == 1, "rows of logits must be contiguous"
         parts = min(triton.next_power_of_2(triton.cdiv(vocab, LEAST_LOGITS)), LOGIT_PARTS)
         part = triton.cdiv(vocab, parts)

@@ -27,7 +27,7 @@ def test_tokens_go_behind_those_of_their_tails(device):
     assert lens.tolist() == [3, 6, 3, 0, 8]
 
 
-@pytest.mark.parametrize("batch", [1, 3, MOST_ROWS + 5])
+@pytest.mark.parametrize("batch", [0, 1, 3, MOST_ROWS + 5])
 def test_many_rows(batch, device):
     rng = torch.Generator().manual_seed(batch)
     counts = torch.randint(0, 3, (batch,), generator=rng)
@@ -64,7 +64,7 @@ class Steps:
         self.end(logits, *rows, self.drafts, self.step)
 
 
-@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("batch", [0, 1, 5])
 @pytest.mark.parametrize("vocab", [5, 2 * LEAST_LOGITS + 1, 40 * LEAST_LOGITS - 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_likeliest_token_comes_next(batch, vocab, dtype, device):
