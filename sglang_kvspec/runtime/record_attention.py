@@ -45,9 +45,11 @@ def planned_target(
     max_qo_len: int,
     *,
     is_captured: bool = True,
+    num_likely: int | None = None,
 ) -> VerifyAttention:
     """Over such parts; the index tensors, as VerifyAttention.plan() takes them, are read by every
-    run. is_captured: for a graph, so that what it needs is compiled before anything is served."""
+    run. is_captured: for a graph, so that what it needs is compiled before anything is served.
+    num_likely: parts that runs are likely to have, where not all that there is room for."""
     attention = VerifyAttention(workspace)
     attention.plan(
         qo_indptr,
@@ -60,5 +62,6 @@ def planned_target(
         q_dtype=kv.geometry.dtype,
         max_qo_len=max_qo_len,
         may_join_apart=is_captured,
+        expected_batch=num_likely,
     )
     return attention

@@ -61,6 +61,7 @@ class RefinedVerification:
             rows.past_pages,
             rows.past_last,
             size.max_qo_len,
+            num_likely=min(-(-size.num_tokens // size.max_qo_len), self.num_parts),
         )
 
     def plan(self, rows: TargetRows) -> None:

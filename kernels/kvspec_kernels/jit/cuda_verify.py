@@ -32,6 +32,8 @@ BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 3, 16: 2}
 # Parts of a request and KV head that its last block joins: one after the other while all other
 # multiprocessors are idle. From here on a second kernel, which takes time to start, is quicker.
 MOST_JOINED = 10
+# And of rows that it reads of all these parts together.
+MOST_ROWS_JOINED = 320
 
 
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
@@ -79,10 +81,9 @@ class VerifyKernel:
 
     def counter_bytes(self, batch: int) -> int:
         """Bytes at the start of the workspace: counters of the arrived parts, which must be zero
-        before the first run, or, where these are joined apart, who has which."""
-        counters = batch * self.shape.num_kv_heads * self._max_column_blocks
-        # Room for either, so that sizes do not hang on who joins.
-        return -(-max(counters, batch + 2) * 4 // 16) * 16
+        before the first run, and, where these are joined apart, who has which. Kernels of one batch
+        and max_qo_len may share a workspace, whoever joins."""
+        return self._shares_from(batch) + -(-(batch + 2) * 4 // 16) * 16
 
     def workspace_bytes(self, batch: int) -> int:
         """What counter_bytes() is of, then partial outputs and states, two for each block."""
@@ -139,7 +140,7 @@ class VerifyKernel:
                 workspace[out_from:],
                 workspace[stat_from:],
                 workspace,
-                workspace,
+                workspace[self._shares_from(batch) :],
                 out,
                 lse,
             ),
@@ -152,7 +153,7 @@ class VerifyKernel:
                 (
                     workspace[out_from:],
                     workspace[stat_from:],
-                    workspace,
+                    workspace[self._shares_from(batch) :],
                     qo_indptr,
                     ctypes.c_int(batch),
                     ctypes.c_int(self.shape.num_kv_heads),
@@ -161,6 +162,10 @@ class VerifyKernel:
                     lse,
                 ),
             )
+
+    def _shares_from(self, batch: int) -> int:
+        counters = batch * self.shape.num_kv_heads * self._max_column_blocks
+        return -(-counters * 4 // 16) * 16
 
     def _part_bytes(self, values: int) -> int:
         return 2 * self.grid * 8 * self._columns * values * 4
@@ -201,15 +206,16 @@ def verify_kernel(
     *,
     may_join_apart: bool,
 ) -> VerifyKernel:
-    """The kernel of a shape and number of requests."""
+    """The kernel of a shape and likely number of requests."""
     if not may_join_apart:
         return _verify_kernel(shape, max_qo_len, device, 0)
-    columns, blocks = _columns_and_blocks(shape, max_qo_len * _group(shape))
-    column_blocks = -(-max_qo_len * _group(shape) // (8 * columns))
+    queries = max_qo_len * _group(shape)
+    columns, blocks = _columns_and_blocks(shape, queries)
+    column_blocks = -(-queries // (8 * columns))
     parts = num_blocks(blocks, device) / (batch * shape.num_kv_heads * column_blocks)
-    return _verify_kernel(
-        shape, max_qo_len, device, join_warps(parts) if parts > MOST_JOINED else 0
-    )
+    rows = parts * min(queries, 8 * columns)
+    joins_apart = parts > MOST_JOINED or (parts > 1 and rows > MOST_ROWS_JOINED)
+    return _verify_kernel(shape, max_qo_len, device, join_warps(parts) if joins_apart else 0)
 
 
 @functools.lru_cache(maxsize=64)

@@ -231,10 +231,12 @@ class VerifyAttention(_Attention):
         sm_scale: float | None = None,
         num_sms: int | None = None,
         may_join_apart: bool = True,
+        expected_batch: int | None = None,
     ) -> None:
         """As DraftAttention.plan. Request b has query tokens qo_indptr[b] .. qo_indptr[b + 1], at
         most max_qo_len; qo_indptr [batch_size + 1] int32. kv_dtype must be q_dtype, the default.
         may_join_apart: False where batch sizes vary and nothing may be compiled for a new one.
+        expected_batch: requests that runs are likely to have, where not all of them; for speed.
         """
         if kv_dtype not in (None, q_dtype):
             raise ValueError(f"kv_dtype must be {q_dtype}, like q_dtype, got {kv_dtype}")
@@ -257,6 +259,7 @@ class VerifyAttention(_Attention):
                 qo_indptr=qo_indptr,
                 max_qo_len=max_qo_len,
                 may_join_apart=may_join_apart,
+                expected_batch=expected_batch,
             )
         )
 
@@ -299,6 +302,7 @@ def _make_plan(
     max_qo_len: int = 1,
     arithmetic: Arithmetic = "auto",
     may_join_apart: bool = True,
+    expected_batch: int | None = None,
 ) -> AttentionPlan:
     device = indptr.device
     if num_sms is None:
@@ -321,4 +325,5 @@ def _make_plan(
         num_sms=num_sms,
         arithmetic=arithmetic,
         may_join_apart=may_join_apart,
+        expected_batch=expected_batch,
     )

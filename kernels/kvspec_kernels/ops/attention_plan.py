@@ -77,6 +77,8 @@ class AttentionPlan:
     # Whether a kernel of its own may join what blocks leave of a request, which is a choice by the
     # number of requests. Without it the code does not depend on that.
     may_join_apart: bool = True
+    # Requests that a run is likely to have, where there is room for more; None: batch_size.
+    expected_batch: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "max_qo_len", "num_sms"):
@@ -86,6 +88,10 @@ class AttentionPlan:
             raise ValueError(
                 f"num_qo_heads must be 1 to {MAX_GROUP} times num_kv_heads, "
                 f"got {self.num_qo_heads} and {self.num_kv_heads}"
+            )
+        if self.expected_batch is not None and not 1 <= self.expected_batch <= self.batch_size:
+            raise ValueError(
+                f"expected_batch must be 1 to {self.batch_size}, got {self.expected_batch}"
             )
         if self.max_qo_len > MAX_QO_LEN:
             raise ValueError(f"max_qo_len must be at most {MAX_QO_LEN}, got {self.max_qo_len}")

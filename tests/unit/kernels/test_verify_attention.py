@@ -68,6 +68,7 @@ def most_joined(request, monkeypatch):
     """What blocks of the CUDA kernel leave of a request is joined in one of two ways."""
     most = 0 if request.param == "joined apart" else 10**6
     monkeypatch.setattr(cuda_verify, "MOST_JOINED", most)
+    monkeypatch.setattr(cuda_verify, "MOST_ROWS_JOINED", most)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
@@ -205,6 +206,8 @@ def test_values_at_the_end_of_fp16_stay_finite(prepare, device):
         ({"kv_dtype": FP32}, "kv_dtype must be torch.bfloat16, like q_dtype, got torch.float32"),
         ({"max_qo_len": 66}, "max_qo_len must be at most 65, got 66"),
         ({"max_qo_len": 0}, "max_qo_len must be at least 1, got 0"),
+        ({"expected_batch": 0}, "expected_batch must be 1 to 3, got 0"),
+        ({"expected_batch": 4}, "expected_batch must be 1 to 3, got 4"),
         ({"qo_indptr": torch.zeros(2, dtype=torch.int32)}, r"qo_indptr must have shape \[4\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
