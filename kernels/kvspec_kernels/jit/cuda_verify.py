@@ -65,7 +65,7 @@ class VerifyKernel:
         last one does."""
         self.shape = shape
         queries = max_qo_len * _group(shape)
-        self._columns, self._blocks = _columns_and_blocks(shape, queries)
+        self._columns, self._blocks = columns_and_blocks(shape, queries)
         self._max_column_blocks = -(-queries // (8 * self._columns))
         self._shared = _shared_bytes(shape, self._columns)
         names = ("verify_attention",)
@@ -210,7 +210,7 @@ def verify_kernel(
     if not may_join_apart:
         return _verify_kernel(shape, max_qo_len, device, 0)
     queries = max_qo_len * _group(shape)
-    columns, blocks = _columns_and_blocks(shape, queries)
+    columns, blocks = columns_and_blocks(shape, queries)
     column_blocks = -(-queries // (8 * columns))
     parts = num_blocks(blocks, device) / (batch * shape.num_kv_heads * column_blocks)
     rows = parts * min(queries, 8 * columns)
@@ -251,7 +251,7 @@ def _group(shape: AttentionShape) -> int:
     return shape.num_qo_heads // shape.num_kv_heads
 
 
-def _columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:
+def columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:
     """Columns of 8 that hold the queries at once, as far as registers and memory go."""
     most = 4 if shape.head_dim > 128 else 16
     columns = next(c for c in (1, 2, 4, 8, 16) if 8 * c >= queries or c == most)

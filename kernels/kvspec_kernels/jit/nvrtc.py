@@ -7,7 +7,7 @@ import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,11 +18,18 @@ class CudaError(RuntimeError):
     """NVRTC or the driver refused; holds its log or error name."""
 
 
+class Compiled(NamedTuple):
+    """Machine code, and what the compiler said of it."""
+
+    code: bytes
+    log: str
+
+
 @functools.lru_cache(maxsize=256)
 def compile_cubin(
     source: str, defines: tuple[tuple[str, int | str], ...], architecture: str
-) -> bytes:
-    """Machine code of cuda/`source` for an architecture such as "sm_90a". Needs no GPU."""
+) -> Compiled:
+    """cuda/`source` for an architecture such as "sm_90a". Needs no GPU."""
     from cuda.bindings import nvrtc
 
     text = (SOURCES / source).read_bytes()
@@ -32,14 +39,14 @@ def compile_cubin(
     options.append("--device-as-default-execution-space")
     options += [f"-D{name}={value}" for name, value in defines]
     result, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    nvrtc.nvrtcGetProgramLog(program, log)
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
         raise CudaError(f"{source} did not compile:\n{log.decode()}")
     code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     _checked(nvrtc.nvrtcDestroyProgram(program))
-    return code
+    return Compiled(code, log.decode())
 
 
 class Kernel:
@@ -93,7 +100,7 @@ def _load(
 
     major, minor = torch.cuda.get_device_capability(device)
     suffix = "a" if major >= 9 else ""
-    code = compile_cubin(source, defines, f"sm_{major}{minor}{suffix}")
+    code = compile_cubin(source, defines, f"sm_{major}{minor}{suffix}").code
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the primary context current
         module = _checked(driver.cuModuleLoadData(code))

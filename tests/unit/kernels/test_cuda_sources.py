@@ -14,7 +14,7 @@ from kvspec_kernels.jit.cuda_attention import (
     join_warps,
 )
 from kvspec_kernels.jit.cuda_encode import EncodeShape, encode_defines
-from kvspec_kernels.jit.cuda_verify import join_defines, verify_defines
+from kvspec_kernels.jit.cuda_verify import columns_and_blocks, join_defines, verify_defines
 from kvspec_kernels.ops import read_host
 
 ARCHITECTURE = "sm_90a"
@@ -44,7 +44,9 @@ def shape_of(codec, page_size, head_dim, group, dtype, arithmetic="fp16", bits=4
 def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, group, dtype):
     shape = shape_of(codec, page_size, head_dim, group, dtype, arithmetic, bits)
     defines = draft_defines(shape)
-    assert nvrtc.compile_cubin("draft_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+    assert nvrtc.compile_cubin(
+        "draft_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE
+    ).code
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (96, 1), (128, 4), (256, 16)])
@@ -52,7 +54,7 @@ def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, 
 def test_draft_join_compiles(head_dim, group, join_warps):
     shape = shape_of(Uniform4Settings, 64, head_dim, group, torch.float16)
     defines = draft_join_defines(shape, join_warps)
-    assert nvrtc.compile_cubin("draft_join.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+    assert nvrtc.compile_cubin("draft_join.cu", tuple(sorted(defines.items())), ARCHITECTURE).code
 
 
 @pytest.mark.parametrize(
@@ -72,22 +74,31 @@ def test_warps_follow_the_parts_that_they_join(parts, warps):
         (2, 1, 64, 128, torch.bfloat16),
         (2, 8, 64, 64, torch.float16),
         (2, 4, 128, 256, torch.bfloat16),
+        (4, 16, 64, 128, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("joins_apart", [False, True])
 def test_verify_attention_compiles(codec, bits, columns, page_size, head_dim, dtype, joins_apart):
     shape = shape_of(codec, page_size, head_dim, 4, dtype, bits=bits)
-    defines = verify_defines(shape, columns, blocks=2, joins_apart=joins_apart)
-    assert nvrtc.compile_cubin("verify_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+    sizes = columns_and_blocks(shape, queries=8 * columns)
+    assert sizes[0] == columns
+    defines = verify_defines(shape, *sizes, joins_apart=joins_apart)
+    items = tuple(sorted(defines.items()))
+    compiled = nvrtc.compile_cubin("verify_attention.cu", items, ARCHITECTURE)
+    assert compiled.code
+    # With too few registers every product waits for the one before, which takes twice the time.
+    assert "serialized" not in compiled.log
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_verify_join_compiles(head_dim, dtype):
     shape = shape_of(Uniform4Settings, 64, head_dim, 4, dtype)
-    for columns in (1, 4):
+    for columns in (1, 4, 16):
         defines = join_defines(shape, columns, join_warps=8)
-        assert nvrtc.compile_cubin("verify_join.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+        assert nvrtc.compile_cubin(
+            "verify_join.cu", tuple(sorted(defines.items())), ARCHITECTURE
+        ).code
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -104,7 +115,7 @@ def test_verify_join_compiles(head_dim, dtype):
 def test_encoding_compiles(codec, page_size, head_dim, target, dtype):
     shape = EncodeShape(codec.for_page(page_size), target, page_size, head_dim, dtype)
     defines = encode_defines(shape)
-    assert nvrtc.compile_cubin("encode.cu", tuple(sorted(defines.items())), ARCHITECTURE)
+    assert nvrtc.compile_cubin("encode.cu", tuple(sorted(defines.items())), ARCHITECTURE).code
 
 
 def test_a_source_that_does_not_compile_says_why():
@@ -113,4 +124,4 @@ def test_a_source_that_does_not_compile_says_why():
 
 
 def test_reading_of_host_memory_compiles():
-    assert nvrtc.compile_cubin("read_host.cu", tuple(read_host.DEFINES.items()), ARCHITECTURE)
+    assert nvrtc.compile_cubin("read_host.cu", tuple(read_host.DEFINES.items()), ARCHITECTURE).code

@@ -125,6 +125,17 @@ def test_many_blocks_share_a_request(pages, q_len, check, device):
     check(case)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", [1, 7, 130])
+def test_blocks_share_requests_of_every_width(pages, check, device):
+    """Where one has more queries than a block takes, the pages of those with few count less."""
+    shape = ("int8", "uniform4", 64, 128, 2, 4, BF16)
+    q_lens = [36, 5, 17, 0, 16, 65, 1, 32, 33]
+    lens = [64 * pages - b for b in range(len(q_lens))]
+    tails = [q_len + b for b, q_len in enumerate(q_lens)]
+    check(make_case(lens, q_lens=q_lens, tail_lens=tails, **options_of(shape, device)))
+
+
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])
 @pytest.mark.parametrize("q_len", [1, 16])
 def test_anchors_of_2_bits_give_the_same_bits(codec, q_len, prepare, device):

@@ -31,8 +31,8 @@ constexpr int K_LOAD = ANCHOR_BITS == 2 && CHANNEL_TILES % 8 == 0 && SPARES_REGI
 constexpr int V_LOAD = ANCHOR_BITS == 2 && TOKEN_TILES == 4 && OWN_TILES % 2 == 0 ? 8 : 4;
 // Pages whose rows are known: those in the ring, and two that are looked up.
 constexpr int AHEAD = HALVES / 2 + 2;
-// What a segment of pages costs to begin and to end, in pages.
-constexpr int SEGMENT_UNITS = 6;
+// What a segment of pages costs to begin and to end, as 6 pages of the widest.
+constexpr int SEGMENT_UNITS = 6 * WIDEST_UNITS;
 constexpr int STEPS = TOKEN_TILES / STEP_TILES;
 // Vectors of 8 of a thread's queries. Short runs are mostly spent on fetching instructions, so that
 // loops are unrolled where that hides a latency, and no further.
@@ -45,8 +45,6 @@ constexpr int META_BYTES = WARPS * CHANNEL_TILES * 64;
 constexpr int V_META_BYTES = WARPS * (OWN_TILES * 8 > 16 ? OWN_TILES * 8 : 16) * 16;
 static_assert(HALVES % 2 == 0);
 constexpr int STAT_BYTES = 2 * COLS * 4;
-// Columns whose scores are in registers at a time.
-constexpr int PASS_COLUMNS = COLUMNS < 8 ? COLUMNS : 8, PASSES = COLUMNS / PASS_COLUMNS;
 // Statistics lie where K's metadata does.
 static_assert(META_BYTES >= WARPS * PASS_COLUMNS * 32 && META_BYTES >= 2 * COLS * 4);
 // Sums of a pass's probabilities are taken in tiles of 16 columns and 16 tokens; those of a warp, and
@@ -135,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         int tokens = tail.lens ? tail.lens[b] : 0;
         return indptr[b + 1] - indptr[b] + (tokens + PAGE_SIZE - 1) / PAGE_SIZE;
     };
-    // Units before each request, and all of them: pages and, `rest` for each segment of them, what
-    // it costs to start with another.
+    // Units before each request, and all of them: of pages and, `rest` for each segment of them,
+    // what it costs to start with another.
     auto scan = [&](int rest) {
         int before = 0;
 #pragma unroll 1
@@ -144,9 +142,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             int b = first + lane, units = 0;
             if (b < batch) {
                 int queries = qo_indptr[b + 1] - qo_indptr[b], num_pages = pages_of(b);
-                if (num_pages > 0)
-                    units = (num_pages + rest) * num_kv_heads *
-                            ((queries * GROUP + COLS - 1) / COLS);
+                if (num_pages > 0 && queries > 0)
+                    units = HeadUnits(queries * GROUP, num_pages, rest).all * num_kv_heads;
             }
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -180,33 +177,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     if (blockIdx.x == 0)
         for (int i = threadIdx.x; i < batch + 2; i += THREADS) shares[i] = rests[i];
 #endif
-    int workers = total < gridDim.x ? (int)total : (int)gridDim.x;
+    int workers = num_workers((int)total, gridDim.x);
     int worker = blockIdx.x;
-    i64 begin = 0, end = 0;
+    int begin = 0, end = 0;
     if (worker < workers) {
-        begin = first_unit(total, worker, workers);
-        end = first_unit(total, worker + 1, workers);
+        begin = (int)first_unit(total, worker, workers);
+        end = (int)first_unit(total, worker + 1, workers);
     }
     bool q_aligned = ((u64)q | q_stride * 2 | q_head_stride * 2) % 16 == 0;
     u32 sequence = 0, prob_offset = 0;
-    bool is_first = true;
 
     while (begin < end) {
         Segment s;
-        s.b = request_of(starts, batch, (int)begin);
+        s.b = request_of(starts, batch, begin);
         int first_index = indptr[s.b], past_pages = indptr[s.b + 1] - first_index;
         int num_pages = pages_of(s.b);
         s.first_query = qo_indptr[s.b];
         s.num_queries = qo_indptr[s.b + 1] - s.first_query;
-        int num_blocks = (s.num_queries * GROUP + COLS - 1) / COLS;
-        int num_units = rest + num_pages, within = (int)(begin - starts[s.b]);
-        i64 first_page = begin - within % num_units + rest;
-        int page = max((int)(begin - first_page), 0);
-        s.block = within / num_units % num_blocks;
-        s.head = within / num_units / num_blocks;
+        HeadUnits units(s.num_queries * GROUP, num_pages, rest);
+        int within = begin - starts[s.b], in_head = within % units.all;
+        s.head = within / units.all;
+        s.block = min(in_head / units.wide, units.num_blocks - 1);
         s.num_columns = min(COLS, s.num_queries * GROUP - s.block * COLS);
-        int count = (int)min((i64)(num_pages - page), end - (first_page + page));
-        if (count <= 0) break;
+        int segment_begin = begin - (in_head - s.block * units.wide);
+        // A page is of the block that has its first unit.
+        int each = page_units(s.num_columns), first_page = segment_begin + rest;
+        int page = max((begin - first_page + each - 1) / each, 0);
+        int count = min(num_pages, (end - first_page + each - 1) / each) - page;
+        begin = first_page + num_pages * each;
+        if (count <= 0) continue;
         // The first of them are encoded.
         int encoded = max(min(count, past_pages - page), 0);
         int last_len = page + encoded == past_pages ? last_page_len[s.b] : PAGE_SIZE;
@@ -294,6 +293,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll
                 for (int pass = 0; pass < PASSES; ++pass) {
                     constexpr int PASS_BYTES = PASS_COLUMNS * 128;
+                    // What lies in memory for columns of no query is never looked at.
+                    if (pass > 0 && s.num_columns <= pass * PASS_COLUMNS * 8) break;
                     float scores[PASS_COLUMNS][4];  // less the tops
                     u64 right = operand(query + pass * PASS_BYTES);
                     u64 top_right = operand(top_parts + pass * PASS_BYTES);
@@ -382,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                     };
                     weigh();
-                    if (!IN_TAIL && pass == PASSES - 1) {
+                    if (!IN_TAIL && pass == 0) {
                         if (step == 0)
                             barrier_wait(barrier + 8 * v_slot,
                                          (sequence + 2 * i + 1) / HALVES & 1);
@@ -521,6 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         }
         __syncthreads();
         bool whole = count == num_pages;
+        bool is_first = first_unit(total, worker, workers) >= segment_begin;
         i64 part = (2 * (i64)worker + (is_first ? 0 : 1)) * COLS;
 #pragma unroll
         for (int column = 0; column < COLUMNS; ++column)
@@ -554,7 +556,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             }
 #if !JOIN_APART
         if (!whole) {
-            Owners owners(first_page - rest, rest, num_pages, total, workers);
+            Owners owners(segment_begin, rest, num_pages, each, total, workers);
             __threadfence();
             __syncthreads();
             if (threadIdx.x == 0) {
@@ -571,8 +573,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             }
         }
 #endif
-        begin = first_page + page + count;
-        is_first = false;
         __syncthreads();
     }
 

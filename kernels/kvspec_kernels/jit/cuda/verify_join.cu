@@ -20,11 +20,13 @@ extern "C" __global__ void __launch_bounds__(JOIN_THREADS) verify_join(
     const int* starts = shares + 1;
     int rest = shares[0], total = starts[batch], units = starts[b + 1] - starts[b];
     if (units == 0) return;
-    int first_query = qo_indptr[b], row = (token - first_query) * GROUP + head % GROUP;
-    int num_blocks = ((qo_indptr[b + 1] - first_query) * GROUP + COLS - 1) / COLS;
-    int num_units = units / (num_kv_heads * num_blocks);
-    i64 begin = starts[b] + (i64)(head / GROUP * num_blocks + row / COLS) * num_units;
-    Owners owners(begin, rest, num_units - rest, total, min(total, max_workers));
+    int first_query = qo_indptr[b], num_columns = (qo_indptr[b + 1] - first_query) * GROUP;
+    int row = (token - first_query) * GROUP + head % GROUP, block = row / COLS;
+    int num_pages = pages_of_units(num_columns, units / num_kv_heads, rest);
+    HeadUnits units_of(num_columns, num_pages, rest);
+    int begin = starts[b] + head / GROUP * units_of.all + block * units_of.wide;
+    int each = page_units(min(COLS, num_columns - block * COLS));
+    Owners owners(begin, rest, num_pages, each, total, num_workers(total, max_workers));
     if (owners.first == owners.last) return;
     auto row_of = [&](int worker) { return owners.row_of(worker) + row % COLS; };
     OtherState none = {nullptr, nullptr};

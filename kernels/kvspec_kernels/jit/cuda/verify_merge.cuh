@@ -5,6 +5,41 @@
 
 constexpr int COLS = COLUMNS * 8;
 
+// Columns of 8 whose scores are in registers at a time, in passes, of which a segment makes as many
+// as it has queries for.
+constexpr int PASS_COLUMNS = COLUMNS < 8 ? COLUMNS : 8, PASSES = COLUMNS / PASS_COLUMNS;
+// Work is shared by units. What a page counts, by the time it takes: of the widest segments, and of
+// those with so many queries.
+constexpr int WIDEST_UNITS = PASSES > 1 ? PASSES + 1 : 1;
+__device__ __forceinline__ int page_units(int num_columns) {
+    int passes = (num_columns + PASS_COLUMNS * 8 - 1) / (PASS_COLUMNS * 8);
+    return PASSES > 1 ? passes + 1 : 1;
+}
+
+// Blocks that share all units. Each has a page at least, of whichever segment.
+__device__ __forceinline__ int num_workers(int total, int max_workers) {
+    return max(min(total / WIDEST_UNITS, max_workers), 1);
+}
+
+// Units of a KV head of a request with num_columns queries (at least 1), `rest` for each segment
+// besides its pages.
+struct HeadUnits {
+    int num_blocks, wide, all;  // column blocks; units of each but the last one, and of all
+
+    __device__ __forceinline__ HeadUnits(int num_columns, int num_pages, int rest) {
+        num_blocks = (num_columns + COLS - 1) / COLS;
+        int last = num_columns - (num_blocks - 1) * COLS;
+        wide = rest + num_pages * WIDEST_UNITS;
+        all = (num_blocks - 1) * wide + rest + num_pages * page_units(last);
+    }
+};
+
+// Pages of a request whose heads have so many units.
+__device__ __forceinline__ int pages_of_units(int num_columns, int units, int rest) {
+    HeadUnits none(num_columns, 0, rest), one(num_columns, 1, rest);
+    return (units - none.all) / (one.all - none.all);
+}
+
 struct Segment {
     int b, head, block, first_query, num_queries, num_columns;  // of this column block
 };
@@ -20,11 +55,11 @@ __device__ __forceinline__ i64 out_row(const Segment& s, int column, int num_kv_
 struct Owners {
     int first, last, first_slot;
 
-    // begin: the segment's first unit, of which `rest` come before its pages.
+    // begin: the segment's first unit, of which `rest` come before its pages, of `each` units.
     __device__ __forceinline__ Owners(
-        i64 begin, int rest, int num_pages, i64 total, int workers) {
+        i64 begin, int rest, int num_pages, int each, i64 total, int workers) {
         first = worker_of(begin + rest, total, workers);
-        last = worker_of(begin + rest + num_pages - 1, total, workers);
+        last = worker_of(begin + rest + (num_pages - 1) * each, total, workers);
         first_slot = first_unit(total, first, workers) < begin ? 1 : 0;
     }
 
