@@ -31,8 +31,10 @@ constexpr int K_LOAD = ANCHOR_BITS == 2 && CHANNEL_TILES % 8 == 0 && SPARES_REGI
 constexpr int V_LOAD = ANCHOR_BITS == 2 && TOKEN_TILES == 4 && OWN_TILES % 2 == 0 ? 8 : 4;
 // Pages whose rows are known: those in the ring, and two that are looked up.
 constexpr int AHEAD = HALVES / 2 + 2;
-// What a segment of pages costs to begin and to end, as 6 pages of the widest.
-constexpr int SEGMENT_UNITS = 6 * WIDEST_UNITS;
+// What a segment of pages costs to begin and to end: so many pages of the widest, but no more than
+// such a part of all that a block does. Measured over 32K tokens.
+constexpr int SEGMENT_UNITS = (PASSES > 1 ? 12 : 6) * WIDEST_UNITS;
+constexpr int SEGMENT_PART = PASSES > 1 ? 4 : 16;
 constexpr int STEPS = TOKEN_TILES / STEP_TILES;
 // Vectors of 8 of a thread's queries. Short runs are mostly spent on fetching instructions, so that
 // loops are unrolled where that hides a latency, and no further.
@@ -161,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll 1
         for (bool again = false;; again = true) {
             int units = scan(rest);
-            if (!again) rest = min(units / (int)gridDim.x / 16, SEGMENT_UNITS);
+            if (!again) rest = min(units / (int)gridDim.x / SEGMENT_PART, SEGMENT_UNITS);
             if (again || rest == 0) break;
         }
         if (lane == 0) {

@@ -10,10 +10,10 @@ constexpr int COLS = COLUMNS * 8;
 constexpr int PASS_COLUMNS = COLUMNS < 8 ? COLUMNS : 8, PASSES = COLUMNS / PASS_COLUMNS;
 // Work is shared by units. What a page counts, by the time it takes: of the widest segments, and of
 // those with so many queries.
-constexpr int WIDEST_UNITS = PASSES > 1 ? PASSES + 1 : 1;
+constexpr int WIDEST_UNITS = PASSES > 1 ? PASSES + 2 : 1;
 __device__ __forceinline__ int page_units(int num_columns) {
     int passes = (num_columns + PASS_COLUMNS * 8 - 1) / (PASS_COLUMNS * 8);
-    return PASSES > 1 ? passes + 1 : 1;
+    return PASSES > 1 ? passes + 2 : 1;
 }
 
 // Blocks that share all units. Each has a page at least, of whichever segment.
