@@ -1,5 +1,5 @@
-"""Launches cuda/verify_attention.cu, and cuda/verify_join.cu where there are few requests: the
-Hopper back end of attention over 8-bit pages."""
+"""Launches cuda/verify_attention.cu, and cuda/verify_join.cu where few requests leave many rows to
+join: the Hopper back end of attention over 8-bit pages."""
 
 from __future__ import annotations
 

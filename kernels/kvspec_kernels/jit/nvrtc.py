@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,14 +39,15 @@ def compile_cubin(
     options.append("--device-as-default-execution-space")
     options += [f"-D{name}={value}" for name, value in defines]
     result, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-    nvrtc.nvrtcGetProgramLog(program, log)
+    size = _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    log = _read(size, lambda memory: nvrtc.nvrtcGetProgramLog(program, memory))
+    text = log.rstrip(b"\0").decode()
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CudaError(f"{source} did not compile:\n{log.decode()}")
-    code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+        raise CudaError(f"{source} did not compile:\n{text}")
+    size = _checked(nvrtc.nvrtcGetCUBINSize(program))
+    code = _read(size, lambda memory: nvrtc.nvrtcGetCUBIN(program, memory))
     _checked(nvrtc.nvrtcDestroyProgram(program))
-    return Compiled(code, log.decode())
+    return Compiled(code, text)
 
 
 class Kernel:
@@ -108,6 +109,16 @@ def _load(
             Kernel(_checked(driver.cuModuleGetFunction(module, name.encode())), module)
             for name in names
         )
+
+
+def _read(size: int, write: Callable[[bytes], tuple[Any, ...]]) -> bytes:
+    """What `write` writes into so many bytes, the last of which may be a zero."""
+    # Python has every object of a single byte once, for all who have that byte.
+    if size <= 1:
+        return b""
+    memory = bytes(size)
+    _checked(write(memory))
+    return memory
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:

@@ -75,7 +75,7 @@ class AttentionPlan:
     num_sms: int
     arithmetic: Arithmetic = "auto"
     # Whether a kernel of its own may join what blocks leave of a request, which is a choice by the
-    # number of requests. Without it the code does not depend on that.
+    # likely number of requests and their tokens. Without it the code does not depend on the number.
     may_join_apart: bool = True
     # Requests that a run is likely to have, where there is room for more; None: batch_size.
     expected_batch: int | None = None

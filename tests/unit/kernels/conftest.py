@@ -95,7 +95,7 @@ Run = Callable[[torch.Tensor, torch.Tensor], None]
 @pytest.fixture
 def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
     """Plans a case on the wrapper for its source and returns what runs it into (out, lse), any
-    number of times. The workspace starts as NaN."""
+    number of times. The workspace, where none is given, starts as NaN."""
 
     def prepared(case: AttentionCase, **options: object) -> Run:
         verify = case.source != "anchor"
@@ -126,7 +126,9 @@ def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
             **sizes,
             **max_qo_len,
         )
-        memory = torch.full((nbytes,), POISON_BYTE, dtype=torch.uint8, device=device)
+        memory = options.pop("workspace", None)
+        if memory is None:
+            memory = torch.full((nbytes,), POISON_BYTE, dtype=torch.uint8, device=device)
         attention = (VerifyAttention if verify else DraftAttention)(memory, name)
         if verify:
             options |= {"qo_indptr": case.qo_indptr, "target": case.source, **max_qo_len}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+
 import pytest
 import torch
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
-from kvspec_kernels.jit import nvrtc
+from kvspec_kernels.jit import cuda_verify, nvrtc
 from kvspec_kernels.jit.cuda_attention import (
     AttentionShape,
     draft_defines,
@@ -14,7 +17,12 @@ from kvspec_kernels.jit.cuda_attention import (
     join_warps,
 )
 from kvspec_kernels.jit.cuda_encode import EncodeShape, encode_defines
-from kvspec_kernels.jit.cuda_verify import columns_and_blocks, join_defines, verify_defines
+from kvspec_kernels.jit.cuda_verify import (
+    columns_and_blocks,
+    join_defines,
+    verify_defines,
+    verify_kernel,
+)
 from kvspec_kernels.ops import read_host
 
 ARCHITECTURE = "sm_90a"
@@ -124,4 +132,44 @@ def test_a_source_that_does_not_compile_says_why():
 
 
 def test_reading_of_host_memory_compiles():
-    assert nvrtc.compile_cubin("read_host.cu", tuple(read_host.DEFINES.items()), ARCHITECTURE).code
+    """Of which the compiler has nothing to say, in a log of one byte."""
+    compiled = nvrtc.compile_cubin("read_host.cu", tuple(read_host.DEFINES.items()), ARCHITECTURE)
+    assert compiled.code
+    assert compiled.log == ""
+
+
+def test_bytes_that_all_share_are_not_written_into():
+    def write(memory):
+        ctypes.memset(ctypes.c_char_p(memory), 7, len(memory))
+        return (0,)
+
+    assert nvrtc._read(1, write) == b""
+    assert nvrtc._read(3, write) == b"\x07\x07\x07"
+    assert [bytes([value])[0] for value in range(256)] == list(range(256))
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_qo_len", "group", "warps"),
+    [
+        # 264 blocks: rows of 8 parts for each of three requests of 36 tokens, but of 2 for 16.
+        (3, 36, 4, 1),
+        (16, 36, 4, 0),
+        (1, 36, 4, 4),
+        # Narrow ones have few rows, which their last block joins unless there are many parts.
+        (16, 4, 4, 0),
+        (3, 8, 4, 4),
+        # Each of them is a single block's.
+        (64, 64, 8, 0),
+    ],
+)
+def test_who_joins_parts_follows_the_requests_to_expect(
+    batch, max_qo_len, group, warps, monkeypatch
+):
+    device = torch.device("cuda")
+    monkeypatch.setattr(cuda_verify, "num_blocks", lambda blocks, device: 132 * blocks)
+    monkeypatch.setattr(cuda_verify, "_verify_kernel", lambda *arguments: arguments[-1])
+    shape = shape_of(Uniform4Settings, 64, 128, group, torch.bfloat16)
+    shape = dataclasses.replace(shape, num_qo_heads=8 * group, num_kv_heads=8)
+    sizes = (max_qo_len, batch, device)
+    assert verify_kernel(shape, *sizes, may_join_apart=True) == warps
+    assert verify_kernel(shape, *sizes, may_join_apart=False) == 0

@@ -127,13 +127,35 @@ def test_many_blocks_share_a_request(pages, q_len, check, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages", [1, 7, 130])
-def test_blocks_share_requests_of_every_width(pages, check, device):
-    """Where one has more queries than a block takes, the pages of those with few count less."""
+def test_blocks_share_requests_of_every_width(pages, check, prepare, device):
+    """Where one has more queries than a block takes, the pages of those with few count less, and
+    what memory holds of the columns they do not have is not looked at."""
     shape = ("int8", "uniform4", 64, 128, 2, 4, BF16)
     q_lens = [36, 5, 17, 0, 16, 65, 1, 32, 33]
     lens = [64 * pages - b for b in range(len(q_lens))]
     tails = [q_len + b for b, q_len in enumerate(q_lens)]
-    check(make_case(lens, q_lens=q_lens, tail_lens=tails, **options_of(shape, device)))
+    case = make_case(lens, q_lens=q_lens, tail_lens=tails, **options_of(shape, device))
+    poisoned = dataclasses.replace(case, q=torch.full_like(case.q, torch.nan))
+    prepare(poisoned)(*results_for(case))
+    check(case)
+
+
+@pytest.mark.gpu
+def test_kernels_share_a_workspace_whoever_joins(prepare, device, monkeypatch):
+    """As captured verifications with one max_qo_len do, in any order."""
+    shape = ("int8", "uniform4", 64, 128, 4, 4, BF16)
+    sizes = {"q_lens": [9, 2], "tail_lens": [9, 2]}
+    case = make_case([64 * 40 - 5, 70], **sizes, **options_of(shape, device))
+    workspace = torch.full((1 << 27,), 255, dtype=torch.uint8, device=device)
+    runs = []
+    for most in (0, 10**6):
+        monkeypatch.setattr(cuda_verify, "MOST_JOINED", most)
+        monkeypatch.setattr(cuda_verify, "MOST_ROWS_JOINED", most)
+        runs.append(prepare(case, workspace=workspace))
+    for run in (*runs, *runs, runs[1]):
+        out, lse = results_for(case)
+        run(out, lse)
+        assert_attention(case, out, lse, weights=FP16)
 
 
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])

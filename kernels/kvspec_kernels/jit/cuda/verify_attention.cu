@@ -3,7 +3,7 @@
 // tokens of K in registers, which are multiplied with all queries (wgmma), then a quarter of V's
 // channels, which are multiplied with all probabilities. These and the queries pass through shared
 // memory; no restored value does, and none is restored twice by a block. Blocks share the pages of
-// all requests, KV heads and column blocks (GROUP x tokens, 8 COLUMNS at a time) equally.
+// all requests, KV heads and column blocks (GROUP x tokens, 8 COLUMNS at a time), by what they count.
 //
 // Values are fp16: K and V = x s + z, where x is the 8-bit code (uniform4: / 16), exact, and s, z are
 // those of channel or token. Scores come out of the products less the running maxima, integers that
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         HeadUnits units(s.num_queries * GROUP, num_pages, rest);
         int within = begin - starts[s.b], in_head = within % units.all;
         s.head = within / units.all;
-        s.block = min(in_head / units.wide, units.num_blocks - 1);
+        s.block = in_head / units.wide;
         s.num_columns = min(COLS, s.num_queries * GROUP - s.block * COLS);
         int segment_begin = begin - (in_head - s.block * units.wide);
         // A page is of the block that has its first unit.

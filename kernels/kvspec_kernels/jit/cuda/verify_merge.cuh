@@ -1,4 +1,5 @@
-// Which queries a block attends for, and the merge of a request's parts that blocks left behind.
+// Which queries a block attends for, the units that work is shared by, and the merge of a request's
+// parts that blocks left behind.
 // Needs the defines HEAD_DIM GROUP COLUMNS and Q_BF16.
 #pragma once
 #include "hopper.cuh"
@@ -16,7 +17,8 @@ __device__ __forceinline__ int page_units(int num_columns) {
     return PASSES > 1 ? passes + 2 : 1;
 }
 
-// Blocks that share all units. Each has a page at least, of whichever segment.
+// Blocks that share all units. Each has as many as the widest page counts, so that all between the
+// first and the last one of a segment have a page of it.
 __device__ __forceinline__ int num_workers(int total, int max_workers) {
     return max(min(total / WIDEST_UNITS, max_workers), 1);
 }
