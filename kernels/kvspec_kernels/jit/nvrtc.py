@@ -40,14 +40,14 @@ def compile_cubin(
     options += [f"-D{name}={value}" for name, value in defines]
     result, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     size = _checked(nvrtc.nvrtcGetProgramLogSize(program))
-    log = _read(size, lambda memory: nvrtc.nvrtcGetProgramLog(program, memory))
-    text = log.rstrip(b"\0").decode()
+    said = _read(size, lambda memory: nvrtc.nvrtcGetProgramLog(program, memory))
+    log = said.rstrip(b"\0").decode()
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CudaError(f"{source} did not compile:\n{text}")
+        raise CudaError(f"{source} did not compile:\n{log}")
     size = _checked(nvrtc.nvrtcGetCUBINSize(program))
     code = _read(size, lambda memory: nvrtc.nvrtcGetCUBIN(program, memory))
     _checked(nvrtc.nvrtcDestroyProgram(program))
-    return Compiled(code, text)
+    return Compiled(code, log)
 
 
 class Kernel:
