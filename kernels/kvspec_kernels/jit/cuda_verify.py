@@ -83,7 +83,7 @@ class VerifyKernel:
         """Bytes at the start of the workspace: counters of the arrived parts, which must be zero
         before the first run, and, where these are joined apart, who has which. Kernels of one batch
         and max_qo_len may share a workspace, whoever joins."""
-        return self._shares_from(batch) + -(-(batch + 2) * 4 // 16) * 16
+        return self._shares_from(batch) + _int_bytes(batch + 2)
 
     def workspace_bytes(self, batch: int) -> int:
         """What counter_bytes() is of, then partial outputs and states, two for each block."""
@@ -164,8 +164,7 @@ class VerifyKernel:
             )
 
     def _shares_from(self, batch: int) -> int:
-        counters = batch * self.shape.num_kv_heads * self._max_column_blocks
-        return -(-counters * 4 // 16) * 16
+        return _int_bytes(batch * self.shape.num_kv_heads * self._max_column_blocks)
 
     def _part_bytes(self, values: int) -> int:
         return 2 * self.grid * 8 * self._columns * values * 4
@@ -244,6 +243,11 @@ def verify_defines(
 def join_defines(shape: AttentionShape, columns: int, join_warps: int) -> dict[str, int | str]:
     """The constants that cuda/verify_join.cu is compiled with."""
     return row_join_defines(shape, join_warps) | {"GROUP": _group(shape), "COLUMNS": columns}
+
+
+def _int_bytes(count: int) -> int:
+    """Of so many integers, so that vectors may follow."""
+    return -(-count * 4 // 16) * 16
 
 
 def _group(shape: AttentionShape) -> int:

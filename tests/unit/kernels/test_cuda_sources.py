@@ -34,6 +34,10 @@ def shape_of(codec, page_size, head_dim, group, dtype, arithmetic="fp16", bits=4
     return AttentionShape(settings, page_size, head_dim, 2 * group, 2, dtype, arithmetic)
 
 
+def compiled(source, defines):
+    return nvrtc.compile_cubin(source, tuple(sorted(defines.items())), ARCHITECTURE)
+
+
 @pytest.mark.parametrize(
     ("codec", "bits", "arithmetic", "page_size", "head_dim", "group", "dtype"),
     [
@@ -51,18 +55,14 @@ def shape_of(codec, page_size, head_dim, group, dtype, arithmetic="fp16", bits=4
 )
 def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, group, dtype):
     shape = shape_of(codec, page_size, head_dim, group, dtype, arithmetic, bits)
-    defines = draft_defines(shape)
-    assert nvrtc.compile_cubin(
-        "draft_attention.cu", tuple(sorted(defines.items())), ARCHITECTURE
-    ).code
+    assert compiled("draft_attention.cu", draft_defines(shape)).code
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (96, 1), (128, 4), (256, 16)])
 @pytest.mark.parametrize("join_warps", [1, 8])
 def test_draft_join_compiles(head_dim, group, join_warps):
     shape = shape_of(Uniform4Settings, 64, head_dim, group, torch.float16)
-    defines = draft_join_defines(shape, join_warps)
-    assert nvrtc.compile_cubin("draft_join.cu", tuple(sorted(defines.items())), ARCHITECTURE).code
+    assert compiled("draft_join.cu", draft_join_defines(shape, join_warps)).code
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,10 @@ def test_verify_attention_compiles(codec, bits, columns, page_size, head_dim, dt
     shape = shape_of(codec, page_size, head_dim, 4, dtype, bits=bits)
     sizes = columns_and_blocks(shape, queries=8 * columns)
     assert sizes[0] == columns
-    defines = verify_defines(shape, *sizes, joins_apart=joins_apart)
-    items = tuple(sorted(defines.items()))
-    compiled = nvrtc.compile_cubin("verify_attention.cu", items, ARCHITECTURE)
-    assert compiled.code
+    found = compiled("verify_attention.cu", verify_defines(shape, *sizes, joins_apart=joins_apart))
+    assert found.code
     # With too few registers every product waits for the one before, which takes twice the time.
-    assert "serialized" not in compiled.log
+    assert "serialized" not in found.log
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -103,10 +101,7 @@ def test_verify_attention_compiles(codec, bits, columns, page_size, head_dim, dt
 def test_verify_join_compiles(head_dim, dtype):
     shape = shape_of(Uniform4Settings, 64, head_dim, 4, dtype)
     for columns in (1, 4, 16):
-        defines = join_defines(shape, columns, join_warps=8)
-        assert nvrtc.compile_cubin(
-            "verify_join.cu", tuple(sorted(defines.items())), ARCHITECTURE
-        ).code
+        assert compiled("verify_join.cu", join_defines(shape, columns, join_warps=8)).code
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -122,8 +117,7 @@ def test_verify_join_compiles(head_dim, dtype):
 )
 def test_encoding_compiles(codec, page_size, head_dim, target, dtype):
     shape = EncodeShape(codec.for_page(page_size), target, page_size, head_dim, dtype)
-    defines = encode_defines(shape)
-    assert nvrtc.compile_cubin("encode.cu", tuple(sorted(defines.items())), ARCHITECTURE).code
+    assert compiled("encode.cu", encode_defines(shape)).code
 
 
 def test_a_source_that_does_not_compile_says_why():
@@ -133,9 +127,9 @@ def test_a_source_that_does_not_compile_says_why():
 
 def test_reading_of_host_memory_compiles():
     """Of which the compiler has nothing to say, in a log of one byte."""
-    compiled = nvrtc.compile_cubin("read_host.cu", tuple(read_host.DEFINES.items()), ARCHITECTURE)
-    assert compiled.code
-    assert compiled.log == ""
+    found = compiled("read_host.cu", read_host.DEFINES)
+    assert found.code
+    assert found.log == ""
 
 
 def test_bytes_that_all_share_are_not_written_into():

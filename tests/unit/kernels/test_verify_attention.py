@@ -63,12 +63,20 @@ def options_of(shape: tuple, device: torch.device) -> dict[str, object]:
     }
 
 
-@pytest.fixture(autouse=True, params=["joined apart", "by the last block"] if HAS_CUDA else [""])
-def most_joined(request, monkeypatch):
-    """What blocks of the CUDA kernel leave of a request is joined in one of two ways."""
-    most = 0 if request.param == "joined apart" else 10**6
+WAYS_TO_JOIN = ["joined apart", "by the last block"]
+
+
+def join(way, monkeypatch):
+    """What blocks of kernels planned from here on leave of a request."""
+    most = 0 if way == "joined apart" else 10**6
     monkeypatch.setattr(cuda_verify, "MOST_JOINED", most)
     monkeypatch.setattr(cuda_verify, "MOST_ROWS_JOINED", most)
+
+
+@pytest.fixture(autouse=True, params=WAYS_TO_JOIN if HAS_CUDA else [""])
+def most_joined(request, monkeypatch):
+    """What blocks of the CUDA kernel leave of a request is joined in one of two ways."""
+    join(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
@@ -148,9 +156,8 @@ def test_kernels_share_a_workspace_whoever_joins(prepare, device, monkeypatch):
     case = make_case([64 * 40 - 5, 70], **sizes, **options_of(shape, device))
     workspace = torch.full((1 << 27,), 255, dtype=torch.uint8, device=device)
     runs = []
-    for most in (0, 10**6):
-        monkeypatch.setattr(cuda_verify, "MOST_JOINED", most)
-        monkeypatch.setattr(cuda_verify, "MOST_ROWS_JOINED", most)
+    for way in WAYS_TO_JOIN:
+        join(way, monkeypatch)
         runs.append(prepare(case, workspace=workspace))
     for run in (*runs, *runs, runs[1]):
         out, lse = results_for(case)

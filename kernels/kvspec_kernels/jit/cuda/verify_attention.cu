@@ -174,12 +174,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     __syncthreads();
 
     int rest = *rests;
-    i64 total = starts[batch];
+    int total = starts[batch];
 #if JOIN_APART
     if (blockIdx.x == 0)
         for (int i = threadIdx.x; i < batch + 2; i += THREADS) shares[i] = rests[i];
 #endif
-    int workers = num_workers((int)total, gridDim.x);
+    int workers = num_workers(total, gridDim.x);
     int worker = blockIdx.x;
     int begin = 0, end = 0;
     if (worker < workers) {

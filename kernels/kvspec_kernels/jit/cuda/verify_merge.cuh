@@ -9,13 +9,13 @@ constexpr int COLS = COLUMNS * 8;
 // Columns of 8 whose scores are in registers at a time, in passes, of which a segment makes as many
 // as it has queries for.
 constexpr int PASS_COLUMNS = COLUMNS < 8 ? COLUMNS : 8, PASSES = COLUMNS / PASS_COLUMNS;
-// Work is shared by units. What a page counts, by the time it takes: of the widest segments, and of
-// those with so many queries.
-constexpr int WIDEST_UNITS = PASSES > 1 ? PASSES + 2 : 1;
-__device__ __forceinline__ int page_units(int num_columns) {
+// Work is shared by units. What a page counts, by the time it takes: of segments with so many
+// queries, and of the widest.
+__device__ constexpr int page_units(int num_columns) {
     int passes = (num_columns + PASS_COLUMNS * 8 - 1) / (PASS_COLUMNS * 8);
     return PASSES > 1 ? passes + 2 : 1;
 }
+constexpr int WIDEST_UNITS = page_units(COLS);
 
 // Blocks that share all units. Each has as many as the widest page counts, so that all between the
 // first and the last one of a segment have a page of it.
@@ -26,10 +26,10 @@ __device__ __forceinline__ int num_workers(int total, int max_workers) {
 // Units of a KV head of a request with num_columns queries (at least 1), `rest` for each segment
 // besides its pages.
 struct HeadUnits {
-    int num_blocks, wide, all;  // column blocks; units of each but the last one, and of all
+    int wide, all;  // of each column block but the last one, and of all
 
     __device__ __forceinline__ HeadUnits(int num_columns, int num_pages, int rest) {
-        num_blocks = (num_columns + COLS - 1) / COLS;
+        int num_blocks = (num_columns + COLS - 1) / COLS;
         int last = num_columns - (num_blocks - 1) * COLS;
         wide = rest + num_pages * WIDEST_UNITS;
         all = (num_blocks - 1) * wide + rest + num_pages * page_units(last);
