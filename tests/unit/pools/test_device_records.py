@@ -78,7 +78,7 @@ class Device:
         self.note(pages, records)
 
     def forward(self, *pages, by_layer=False):
-        """Read these pages where kernels find them. What it finds of one that is freed before it has
+        """Read these pages where kernels find them. What it finds of one that was freed before it
         read matters to nobody: others may have landed there."""
         self.kv.require_residuals(pages, by_layer=by_layer)
         self.kv.place_residuals(())
