@@ -1,10 +1,11 @@
 """Launches cuda/draft_attention.cu and cuda/draft_join.cu: the Hopper back end of draft
-attention."""
+attention, over pages and the tail behind them."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,8 @@ HEAD_DIMS = (64, 96, 128, 256)
 PARTS_AT_ONCE = 8
 MOST_JOIN_WARPS = 8
 MAX_GROUP = 16
+# Channels of its queries that a lane holds while a warp attends to the tail, all heads together.
+TAIL_CHANNELS = 16
 
 # fp16: codes become fp16 numbers. int8: they stay integers, and what they are multiplied with
 # becomes such (HACK, section 4).
@@ -112,8 +115,14 @@ class DraftKernel:
         self._join_warps = join_warps
         defines = draft_join_defines(shape, join_warps)
         (self._join,) = nvrtc.load("draft_join.cu", ("draft_join",), defines, device)
+        # Blocks that share the pages.
         self.grid = num_blocks(self._plan.blocks, device)
         self._num_kv_heads = shape.num_kv_heads * shape.head_split
+
+    @property
+    def tail_parts(self) -> int:
+        """Blocks that a request's tail takes of a KV head."""
+        return -(-self.shape.group // tail_heads(self.shape))
 
     def workspace_bytes(self, batch: int) -> int:
         """Partial outputs and states: two for each block, however many requests."""
@@ -126,18 +135,23 @@ class DraftKernel:
         indptr: torch.Tensor,
         indices: torch.Tensor,
         last_page_len: torch.Tensor,
+        tail: Sequence[torch.Tensor] | None,
         sm_scale: float,
         workspace: torch.Tensor,
         past: State,
+        recent: State,
     ) -> None:
-        """Enqueue on the current stream; writes `workspace` and rows of `past`, for join().
+        """Enqueue on the current stream; writes `workspace`, rows of `past` and, where there is a
+        tail, all of `recent`, for join().
 
         q: [batch, num_qo_heads, head_dim], the last dimension contiguous; anchors: [pages,
         num_kv_heads, record] uint8; indptr [batch + 1], indices, last_page_len [batch] int32 on the
-        device.
+        device; tail: the tensors of ops/attention_plan.py's Tail, or None.
         """
+        batch = len(indptr) - 1
+        parts = self.tail_parts if tail is not None else 0
         self._draft.launch(
-            self.grid,
+            self.grid + batch * self._num_kv_heads * parts,
             self._plan.warps * 32,
             (
                 q,
@@ -148,12 +162,15 @@ class DraftKernel:
                 indptr,
                 indices,
                 last_page_len,
-                ctypes.c_int(len(indptr) - 1),
+                tail_arguments(tail),
+                ctypes.c_int(batch),
                 ctypes.c_int(self._num_kv_heads),
+                ctypes.c_int(self.grid),
                 ctypes.c_float(sm_scale * LOG2_E),
                 workspace,
                 workspace[self._part_bytes(self.shape.head_dim) :],
                 *past,
+                *recent,
             ),
             self._plan.shared_bytes,
         )
@@ -163,13 +180,13 @@ class DraftKernel:
         indptr: torch.Tensor,
         workspace: torch.Tensor,
         past: State,
-        tail: State | None,
+        recent: State | None,
         out: State,
     ) -> None:
         """Enqueue on the current stream, behind attend() of the same indptr, workspace and past:
-        `out` of these and `tail`."""
+        `out` of these and `recent`, None where there was no tail."""
         batch = len(indptr) - 1
-        no_tail = (ctypes.c_void_p(), ctypes.c_void_p())
+        none = (ctypes.c_void_p(), ctypes.c_void_p())
         self._join.launch(
             batch * self.shape.num_qo_heads,
             self._join_warps * 32,
@@ -181,7 +198,7 @@ class DraftKernel:
                 ctypes.c_int(self._num_kv_heads),
                 ctypes.c_int(self.grid),
                 *past,
-                *(tail or no_tail),
+                *(recent or none),
                 *out,
             ),
         )
@@ -225,6 +242,7 @@ def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
         "WARPS": plan.warps,
         "HALVES": plan.halves,
         "BLOCKS": plan.blocks,
+        "TAIL_HEADS": tail_heads(shape),
     }
 
 
@@ -296,12 +314,43 @@ def occupancy(shape: AttentionShape) -> Occupancy:
 
 
 def shared_bytes(shape: AttentionShape, warps: int, halves: int) -> int:
-    """Shared memory of a block: query, rings with a barrier each half, and scratch."""
+    """Shared memory of a block: query, and rings with a barrier each half, in whose place the
+    warps' states are afterwards. Blocks of the tail have theirs where the query is."""
     layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     k_bytes = layout["v_codes"].offset
     half = max(k_bytes, layout.nbytes - k_bytes)
     query = _column_tiles(shape) * shape.head_dim // 16 * 512
-    return query + warps * halves * (half + 8)
+    rings = warps * halves * half
+    states = warps * shape.group * (shape.head_dim + 2) * 4
+    return query + -(-max(rings, states) // 8) * 8 + warps * halves * 8
+
+
+def tail_heads(shape: AttentionShape) -> int:
+    """Query heads that a block attends for to the tail."""
+    return min(shape.group, TAIL_CHANNELS * 32 // shape.head_dim)
+
+
+class TailArguments(ctypes.Structure):
+    """As cuda/tail.cuh has it."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("k", "v")]
+        + [
+            (f"{part}_{dimension}", ctypes.c_int64)
+            for part in ("k", "v")
+            for dimension in ("page", "token", "head")
+        ]
+        + [(name, ctypes.c_void_p) for name in ("indptr", "indices", "lens")]
+    )
+
+
+def tail_arguments(tail: Sequence[torch.Tensor] | None) -> TailArguments:
+    """What a kernel is given of ops/attention_plan.py's Tail."""
+    if tail is None:
+        return TailArguments()
+    k, v, *index = tail
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    return TailArguments(k.data_ptr(), v.data_ptr(), *strides, *(x.data_ptr() for x in index))
 
 
 def _column_tiles(shape: AttentionShape) -> int:

@@ -21,6 +21,7 @@ from kvspec_kernels.jit.cuda_attention import (
     record_defines,
     row_join_defines,
     supported,
+    tail_arguments,
 )
 
 WARPS = 4
@@ -131,7 +132,7 @@ class VerifyKernel:
                 indptr,
                 indices,
                 last_page_len,
-                _tail_arguments(tail),
+                tail_arguments(tail),
                 ctypes.c_int(batch),
                 ctypes.c_int(len(q)),
                 ctypes.c_int(self.shape.num_kv_heads),
@@ -168,28 +169,6 @@ class VerifyKernel:
 
     def _part_bytes(self, values: int) -> int:
         return 2 * self.grid * 8 * self._columns * values * 4
-
-
-class _Tail(ctypes.Structure):
-    """As cuda/verify_tail.cuh has it."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("k", "v")]
-        + [
-            (f"{part}_{dimension}", ctypes.c_int64)
-            for part in ("k", "v")
-            for dimension in ("page", "token", "head")
-        ]
-        + [(name, ctypes.c_void_p) for name in ("indptr", "indices", "lens")]
-    )
-
-
-def _tail_arguments(tail: Sequence[torch.Tensor] | None) -> _Tail:
-    if tail is None:
-        return _Tail()
-    k, v, *index = tail
-    strides = (*k.stride()[:3], *v.stride()[:3])
-    return _Tail(k.data_ptr(), v.data_ptr(), *strides, *(x.data_ptr() for x in index))
 
 
 def tail_aligned(window_k: torch.Tensor) -> bool:

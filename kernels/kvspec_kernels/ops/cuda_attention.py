@@ -1,11 +1,8 @@
-"""The Hopper back end: CUDA kernels over encoded pages. Drafts attend to their tail through Triton,
-verify runs in the same kernel."""
+"""The Hopper back end: CUDA kernels over encoded pages and the tail behind them."""
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import replace
 
 import torch
 
@@ -25,14 +22,13 @@ from kvspec_kernels.jit.cuda_verify import (
     verify_supported,
 )
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Tail
-from kvspec_kernels.ops.triton_attention import TritonAttention
 
 ALIGNMENT = 256
 
 
 class CudaAttention:
-    """Runs a plan. `workspace` holds counters and partial states of the CUDA kernel and, for runs
-    with a tail, the states of past and tail before they are joined."""
+    """Runs a plan. `workspace` holds counters and partial states of the CUDA kernel and, for
+    drafts, the states of past and tail before they are joined."""
 
     def __init__(self, plan: AttentionPlan, workspace: torch.Tensor) -> None:
         if not self.covers(plan):
@@ -45,18 +41,15 @@ class CudaAttention:
         self._plan = plan
         self._kernel = _kernel(plan)
         sizes = self._sizes(plan)
-        scratch, empty, tail, *states = torch.split(workspace[: sum(sizes)], sizes)
+        scratch, *states = torch.split(workspace[: sum(sizes)], sizes)
         self._scratch = scratch
         # Of past and tail, which are joined, and of results that go elsewhere.
         half = len(states) // 2
         self._outs = [part.view(plan.q_dtype) for part in states[:half]]
         self._lses = [part.view(torch.float32) for part in states[half:]]
-        self._draft_tail = None
         if isinstance(self._kernel, VerifyKernel):
             # The kernel leaves counters as it finds them.
             scratch[: self._kernel.counter_bytes(plan.batch_size)].zero_()
-        else:
-            self._draft_tail = TritonAttention(_without_past(plan, empty), tail)
 
     @staticmethod
     def covers(plan: AttentionPlan) -> bool:
@@ -73,16 +66,14 @@ class CudaAttention:
 
     @staticmethod
     def _sizes(plan: AttentionPlan) -> list[int]:
-        """Bytes of: kernel scratch, indptr of an empty past, the tail's scratch, outputs, and as
-        many lses: the last is only for results that are not whole."""
+        """Bytes of: kernel scratch, outputs, and as many lses: the last is only for results that
+        are not whole."""
         rows = plan.batch_size * plan.max_qo_len * plan.num_qo_heads
         out, lse = rows * plan.head_dim * plan.q_dtype.itemsize, rows * 4
         is_draft = plan.source == "anchor"
         num_states = 3 if is_draft else 1
         sizes = [
             _kernel(plan).workspace_bytes(plan.batch_size),
-            4 * (plan.batch_size + 1),
-            TritonAttention.workspace_nbytes(plan) if is_draft else 0,
             *[out] * num_states,
             *[lse] * num_states,
         ]
@@ -124,19 +115,20 @@ class CudaAttention:
     ) -> None:
         plan = self._plan
         assert records.anchors is not None
-        past, tail_state = self._state(0, q), None
-        current = beside = torch.cuda.current_stream(q.device)
-        if tail is not None:
-            # The tail's kernels fill few multiprocessors and need not wait for the past's.
-            assert self._draft_tail is not None
-            tail_state, beside = self._state(1, q), _beside(q.device)
-            beside.wait_stream(current)
-            with torch.cuda.stream(beside):
-                self._draft_tail.run(q, records, tail, *tail_state)
-        index = (plan.indptr, plan.indices, plan.last_page_len)
-        kernel.attend(q, records.anchors, *index, plan.sm_scale, self._scratch, past)
-        current.wait_stream(beside)
-        kernel.join(plan.indptr, self._scratch, past, tail_state, out)
+        past, recent = self._state(0, q), self._state(1, q)
+        kernel.attend(
+            q,
+            records.anchors,
+            plan.indptr,
+            plan.indices,
+            plan.last_page_len,
+            tail,
+            plan.sm_scale,
+            self._scratch,
+            past,
+            recent,
+        )
+        kernel.join(plan.indptr, self._scratch, past, None if tail is None else recent, out)
 
     def _verify(
         self, kernel: VerifyKernel, q: torch.Tensor, records: Records, tail: Tail | None, out: State
@@ -155,12 +147,6 @@ class CudaAttention:
         pages = (records.anchors, records.residuals, records.residual_slots)
         index = (plan.qo_indptr, plan.indptr, plan.indices, plan.last_page_len)
         kernel.run(q, *pages, *index, tail, plan.sm_scale, self._scratch, *out)
-
-
-@functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """For what runs beside the current stream for a moment; it joins the capture of a graph."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _shape(plan: AttentionPlan) -> AttentionShape:
@@ -192,10 +178,3 @@ def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:
         return draft_kernel(_shape(plan), plan.batch_size, plan.device)
     sizes = (plan.max_qo_len, plan.expected_batch or plan.batch_size)
     return verify_kernel(_shape(plan), *sizes, plan.device, may_join_apart=plan.may_join_apart)
-
-
-def _without_past(plan: AttentionPlan, workspace: torch.Tensor) -> AttentionPlan:
-    """The plan with no page for any request; `workspace` becomes its indptr."""
-    workspace.zero_()
-    indptr = workspace.view(torch.int32)[: plan.batch_size + 1]
-    return replace(plan, indptr=indptr, last_page_len=indptr[: plan.batch_size])

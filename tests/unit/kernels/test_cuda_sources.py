@@ -15,6 +15,8 @@ from kvspec_kernels.jit.cuda_attention import (
     draft_defines,
     draft_join_defines,
     join_warps,
+    occupancy,
+    tail_heads,
 )
 from kvspec_kernels.jit.cuda_encode import EncodeShape, encode_defines
 from kvspec_kernels.jit.cuda_verify import (
@@ -51,11 +53,33 @@ def compiled(source, defines):
         (Uniform4Settings, 2, "int8", 64, 256, 16, torch.bfloat16),
         (Log4Settings, 2, "int8", 256, 64, 8, torch.bfloat16),
         (Log4Settings, 2, "int8", 32, 96, 1, torch.float16),
+        (Log4Settings, 2, "int8", 32, 64, 16, torch.bfloat16),
     ],
 )
 def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, group, dtype):
     shape = shape_of(codec, page_size, head_dim, group, dtype, arithmetic, bits)
     assert compiled("draft_attention.cu", draft_defines(shape)).code
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("bits", "arithmetic"), [(4, "fp16"), (2, "int8")], ids=["4 bits", "2 bits"]
+)
+@pytest.mark.parametrize("page_size", [32, 64, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("group", range(1, 17))
+def test_a_drafting_block_has_room_for_its_warps_states(
+    codec, bits, arithmetic, page_size, head_dim, group
+):
+    shape = shape_of(codec, page_size, head_dim, group, torch.bfloat16, arithmetic, bits)
+    plan = occupancy(shape)
+    heads_at_once = 4 if arithmetic == "int8" else 8
+    query = -(-shape.group // heads_at_once) * head_dim // 16 * 512
+    barriers = plan.warps * plan.halves * 8
+    states = plan.warps * shape.group * (head_dim + 2) * 4
+    assert query + states + barriers <= plan.shared_bytes
+    # Where the tail is attended to, the query's place is theirs as well.
+    assert 1 <= tail_heads(shape) <= shape.group
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (96, 1), (128, 4), (256, 16)])

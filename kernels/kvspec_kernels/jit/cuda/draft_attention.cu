@@ -1,13 +1,14 @@
 // Decode attention over anchor pages, for Hopper: codes go from memory to matrix registers without
 // a shuffle. Blocks share the pages of all requests and KV heads equally, whatever the lengths;
-// draft_join.cu joins what they leave of a request. The warps of a block take pages in turn; bulk
-// copies fill a ring of each warp ahead of it, K and V apart. What a warp does with a page is in
-// draft_half.cuh or draft_int8.cuh.
+// others, behind them, have the requests' newest tokens (draft_tail.cuh). draft_join.cu joins what all
+// of them leave of a request. The warps of a block take pages in turn; bulk copies fill a ring of each
+// warp ahead of it, K and V apart. What a warp does with a page is in draft_half.cuh or draft_int8.cuh.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4
-// ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES TOP.
+// ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS TAIL_HEADS K_BYTES V_BYTES RECORD_BYTES TOP.
 
 #include "draft_shares.cuh"
+#include "draft_tail.cuh"
 #if INT8
 #include "draft_int8.cuh"
 #else
@@ -16,23 +17,36 @@
 
 constexpr int THREADS = WARPS * 32;
 constexpr int HALF_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
+// The rings and, between requests, the warps' states.
+constexpr int RING_BYTES = WARPS * HALVES * HALF_BYTES;
+constexpr int STATE_BYTES = WarpStates<GROUP>::BYTES;
+constexpr int SCRATCH_BYTES = ((RING_BYTES > STATE_BYTES ? RING_BYTES : STATE_BYTES) + 7) / 8 * 8;
 
 // A KV head with more query heads than fit is met HEAD_SPLIT times; num_kv_heads counts each time.
-// q: [batch, num_kv_heads * GROUP, HEAD_DIM]. partial_out: [2 * grid, GROUP, HEAD_DIM], sums of weighed
-// V; partial_stat: [2 * grid, GROUP, 2], (max, base 2, and sum). Rows of past_out, like q, and past_lse
-// [batch, num_kv_heads * GROUP], base 2, are written where a single block has all of a head's pages.
+// q: [batch, num_kv_heads * GROUP, HEAD_DIM]. The first max_workers blocks have the pages; where there
+// is a tail, batch * num_kv_heads * TAIL_PARTS others follow. partial_out: [2 * max_workers, GROUP,
+// HEAD_DIM], sums of weighed V; partial_stat: [2 * max_workers, GROUP, 2], (max, base 2, and sum). Rows
+// of past_out, like q, and past_lse [batch, num_kv_heads * GROUP], base 2, are written where a single
+// block has all of a head's pages, those of tail_out and tail_lse wherever there is a tail.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
     i64 page_stride, const int* __restrict__ indptr, const int* __restrict__ indices,
-    const int* __restrict__ last_page_len, int batch, int num_kv_heads, float scale_log2,
-    float* __restrict__ partial_out, float* __restrict__ partial_stat,
-    void* __restrict__ past_out, float* __restrict__ past_lse) {
+    const int* __restrict__ last_page_len, Tail tail, int batch, int num_kv_heads, int max_workers,
+    float scale_log2, float* __restrict__ partial_out, float* __restrict__ partial_stat,
+    void* __restrict__ past_out, float* __restrict__ past_lse, void* __restrict__ tail_out,
+    float* __restrict__ tail_lse) {
     extern __shared__ __align__(128) u8 memory[];
+    int worker = blockIdx.x;
+    if (worker >= max_workers) {
+        attend_to_tail(worker - max_workers, q, q_stride, q_head_stride, tail, num_kv_heads,
+                       scale_log2, memory, tail_out, tail_lse);
+        return;
+    }
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint4* query = reinterpret_cast<uint4*>(memory);
-    u8* scratch = memory + QUERY_BYTES;  // the rings, between requests
+    u8* scratch = memory + QUERY_BYTES;
     u8* ring = scratch + warp * HALVES * HALF_BYTES;
-    u32 barrier = shared_address(scratch + WARPS * HALVES * HALF_BYTES) + warp * HALVES * 8;
+    u32 barrier = shared_address(scratch + SCRATCH_BYTES) + warp * HALVES * 8;
     if (lane == 0) {
         for (int i = 0; i < HALVES; ++i) barrier_init(barrier + 8 * i);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -41,8 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     __syncwarp();
 
     i64 total = (i64)indptr[batch] * num_kv_heads;
-    int workers = active_workers(total, gridDim.x);
-    int worker = blockIdx.x;
+    int workers = active_workers(total, max_workers);
     i64 begin = 0, end = 0;
     if (worker < workers) {
         begin = first_unit(total, worker, workers);
@@ -58,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         int head = (int)(within / num_pages), page = (int)(within % num_pages);
         int count = (int)min((i64)(num_pages - page), end - begin);
         const int* pages = indices + first_index + page;
-        int tail = page + count == num_pages ? last_page_len[b] : PAGE_SIZE;
+        int last_len = page + count == num_pages ? last_page_len[b] : PAGE_SIZE;
         const u8* records = anchors + (i64)(head / HEAD_SPLIT) * RECORD_BYTES;
         // The n-th part of this request that the warp reads: K or V of a page.
         auto fetch_part = [&](int n, int id) {
@@ -95,12 +108,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
             score_page(scores, query, part, scale_log2, lane);
             __syncwarp();
             if (page_of(n + HALVES) < count) fetch_part(n + HALVES, next[0]);
-            softmax_page(state, scores, i + 1 == count ? tail : PAGE_SIZE, lane);
+            softmax_page(state, scores, i + 1 == count ? last_len : PAGE_SIZE, lane);
             part = ring + (sequence + n + 1) % HALVES * HALF_BYTES;
             barrier_wait(barrier + (sequence + n + 1) % HALVES * 8, (sequence + n + 1) / HALVES & 1);
 #if !LOG4
-            if (i + 1 == count && tail < PAGE_SIZE)
-                clear_tokens(ring + (sequence + n + 1) % HALVES * HALF_BYTES, tail, lane);
+            if (i + 1 == count && last_len < PAGE_SIZE)
+                clear_tokens(ring + (sequence + n + 1) % HALVES * HALF_BYTES, last_len, lane);
 #endif
             weigh_page(state, scores, part, v_base, lane);
             __syncwarp();
@@ -109,36 +122,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         sequence += n;
 
         // The warps' states become the block's: the rings are empty now and serve as scratch.
-        float* tops = reinterpret_cast<float*>(scratch);  // [WARPS][GROUP]
-        float* sums = tops + WARPS * GROUP;            // [WARPS][GROUP]
-        float* outs = sums + WARPS * GROUP;            // [WARPS][GROUP][HEAD_DIM]
+        WarpStates<GROUP> states(scratch);
         __syncthreads();
-        state.store(tops, sums, outs, warp, lane);
+        state.store(states.tops, states.sums, states.outs, warp, lane);
         __syncthreads();
         bool whole = count == num_pages;
         i64 row = ((i64)b * num_kv_heads + head) * GROUP, part = part_row(worker, is_first);
-        for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
-            int h = i / HEAD_DIM;
-            float top = tops[h], sum = 0.0f, x = 0.0f;
-#pragma unroll
-            for (int w = 1; w < WARPS; ++w) top = fmaxf(top, tops[w * GROUP + h]);
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-                float weight = exp2_approx(tops[w * GROUP + h] - top);
-                sum += weight * sums[w * GROUP + h];
-                x += weight * outs[w * GROUP * HEAD_DIM + i];
-            }
+        states.join([&](int h, int channel, float top, float sum, float x) {
             if (whole) {
-                store_output(past_out, row * HEAD_DIM + i, x / sum);
-                if (i % HEAD_DIM == 0) past_lse[row + h] = top + log2f(sum);
+                store_output(past_out, (row + h) * HEAD_DIM + channel, x / sum);
+                if (channel == 0) past_lse[row + h] = top + log2f(sum);
             } else {
-                __stcg(partial_out + part * HEAD_DIM + i, x);
-                if (i % HEAD_DIM == 0) {
+                __stcg(partial_out + (part + h) * HEAD_DIM + channel, x);
+                if (channel == 0) {
                     __stcg(partial_stat + (part + h) * 2, top);
                     __stcg(partial_stat + (part + h) * 2 + 1, sum);
                 }
             }
-        }
+        });
         begin += count;
         is_first = false;
         // Ordinary writes to the ring come before the next bulk copies into it.

@@ -1,15 +1,7 @@
 // Full-precision tokens after a request's encoded pages, as the operands that pages become. Few and
 // read once, they come straight from global memory. Needs the define Q_BF16.
 #pragma once
-#include "hopper.cuh"
-
-// As in ops/attention_plan.py. Strides count elements: of a page, a token and a head. lens is null
-// where no request has such tokens.
-struct Tail {
-    const u16 *k, *v;
-    i64 k_page, k_token, k_head, v_page, v_token, v_head;
-    const int *indptr, *indices, *lens;
-};
+#include "tail.cuh"
 
 __device__ __forceinline__ u32 as_half2(u32 pair) {
 #if Q_BF16
