@@ -104,10 +104,12 @@ class DeviceKV(KVTiers):
         v: torch.Tensor,
         source: torch.Tensor,
         pages: torch.Tensor,
+        residual_slots: torch.Tensor,
     ) -> None:
         """Write the records of pages [N] of a layer from k, v [S, page_size, num_kv_heads,
         head_dim], of which page i is source[i]. source and pages are int32 on the device; entries
-        of -1 in both are skipped."""
+        of -1 in both are skipped. residual_slots: as residual_slots_of(pages) gives, once for all
+        layers of a forward."""
         encode_pages(
             k,
             v,
@@ -115,10 +117,15 @@ class DeviceKV(KVTiers):
             self.anchors.layer(layer),
             pages,
             self.residuals.cache_layer(layer),
-            self.residual_slots.index_select(0, pages.clamp(min=0)),
+            residual_slots,
             self.codec.settings,
             self.codec.target,  # type: ignore[arg-type]
         )
+
+    def residual_slots_of(self, pages: torch.Tensor) -> torch.Tensor:
+        """Where residuals of pages [N], int32 on the device, are now: like pages, anything valid
+        where they are -1."""
+        return self.residual_slots.index_select(0, pages.clamp(min=0))
 
     def exact_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of all residual slots, in place, where the target is `exact`: each [slots,
@@ -154,8 +161,10 @@ class DeviceKV(KVTiers):
         self.finish_encode(pages)
 
     def _encode_published(self) -> None:
+        source, pages = self._published
+        slots = self.residual_slots_of(pages)
         for layer in range(self.geometry.num_layers):
-            self.encode_from(layer, *self.window.layer(layer), *self._published)
+            self.encode_from(layer, *self.window.layer(layer), source, pages, slots)
 
     def capture_publishing(self) -> None:
         """Make a CUDA graph of what publish() launches, a kernel a layer. Not before the kernels
@@ -231,8 +240,9 @@ class DeviceKV(KVTiers):
             rows = torch.arange(first, first + len(part), dtype=torch.int32)
             ids = torch.tensor(part, dtype=torch.int32)
             source, places = sent_together(self.device, [rows, ids])
+            slots = self.residual_slots_of(places)
             for layer in range(self.geometry.num_layers):
-                self.encode_from(layer, k[:, layer], v[:, layer], source, places)
+                self.encode_from(layer, k[:, layer], v[:, layer], source, places, slots)
             self.finish_encode(part)
 
     def _slots_of(self, pages: Sequence[int]) -> list[int]:

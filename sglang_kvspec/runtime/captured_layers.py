@@ -46,6 +46,7 @@ class VerifyLayers:
     def __init__(self, kv: DeviceKV, rows: VerifyRows, attention: CapturedTarget) -> None:
         self._kv, self._rows, self._attention = kv, rows, attention
 
+        self._residual_slots: torch.Tensor | None = None
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
@@ -53,7 +54,11 @@ class VerifyLayers:
         window = _store(self._kv, layer, rows, k, v)
         if rows.max_encoded:
             # Tokens behind such a page see it as it is encoded.
-            self._kv.encode_from(layer, *window, rows.encode_source, rows.encode_pages)
+            if layer == 0 or self._residual_slots is None:
+                # For all layers of this forward.
+                self._residual_slots = self._kv.residual_slots_of(rows.encode_pages)
+            index = (rows.encode_source, rows.encode_pages, self._residual_slots)
+            self._kv.encode_from(layer, *window, *index)
         index = (rows.tail_indptr[: parts + 1], rows.tail_slots, rows.tail_lens[:parts])
         return self._attention.run(layer, q, Tail(*window, *index))
 

@@ -69,7 +69,8 @@ class DeviceAttention:
             *("token_slots", "token_offsets", "encode_source", "encode_pages"),
             *("fill_scratch", "fill_window", "keep_scratch", "keep_window"),
         )
-        self._index = fields_sent_to(self.kv.device, rows, names)
+        index = self._index = fields_sent_to(self.kv.device, rows, names)
+        index["encode_residuals"] = self.kv.residual_slots_of(index["encode_pages"])
         if rows.num_scratch:
             geometry = self.kv.geometry
             heads = (geometry.num_kv_heads, geometry.head_dim)
@@ -146,7 +147,8 @@ class DeviceAttention:
             if len(index["keep_scratch"]):
                 to_window[index["keep_window"]] = part[index["keep_scratch"]]
         if len(index["encode_source"]):
-            self.kv.encode_from(layer, *pool, index["encode_source"], index["encode_pages"])
+            names = ("encode_source", "encode_pages", "encode_residuals")
+            self.kv.encode_from(layer, *pool, *(index[name] for name in names))
         return pool
 
     def warm_up(self, max_draft_len: int) -> None:

@@ -90,14 +90,15 @@ def make_device_kv() -> Callable[..., Any]:
             v: torch.Tensor,
             source: torch.Tensor,
             pages: torch.Tensor,
+            residual_slots: torch.Tensor,
         ) -> None:
             assert k.stride() == v.stride()
-            assert source.dtype == pages.dtype == torch.int32
+            assert source.dtype == pages.dtype == residual_slots.dtype == torch.int32
             used = source >= 0
             rows, ids = source[used].long(), pages[used].long()
             record = self.codec.encode(k[rows], v[rows])
             self.anchors.layer(layer)[ids] = record.anchor
-            self.residuals.cache_layer(layer)[self.residual_slots[ids].long()] = record.residual
+            self.residuals.cache_layer(layer)[residual_slots[used].long()] = record.residual
 
     class RecordingKV(DeviceKV):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -111,6 +112,7 @@ def make_device_kv() -> Callable[..., Any]:
             v: torch.Tensor,
             source: torch.Tensor,
             pages: torch.Tensor,
+            residual_slots: torch.Tensor,
         ) -> None:
             window_k, window_v = self.window.layer(layer)
             assert k is window_k

@@ -56,10 +56,10 @@ def device_machine(prefix_cache_machine, make_device_kv):
 
         # What kernels do
 
-        def encode_from(self, layer, k, v, source, pages):
-            for place, page in zip(source.tolist(), pages.tolist(), strict=True):
+        def encode_from(self, layer, k, v, source, pages, residual_slots):
+            entries = (each.tolist() for each in (source, pages, residual_slots))
+            for place, page, slot in zip(*entries, strict=True):
                 if page >= 0:
-                    slot = int(self.kv.residual_slots[page])
                     self.streams.main.do(partial(self.encode, k, v, place, page, slot))
 
         def encode(self, k, v, place, page, slot):
@@ -79,7 +79,9 @@ def device_machine(prefix_cache_machine, make_device_kv):
             kv.await_layer(0)
             for i in direct:
                 k, v = self.content(links[i])
-                self.encode_from(0, k[None], v[None], torch.tensor([0]), torch.tensor([pages[i]]))
+                one = torch.tensor([pages[i]])
+                slots = kv.residual_slots_of(one)
+                self.encode_from(0, k[None], v[None], torch.tensor([0]), one, slots)
             kv.finish_encode([pages[i] for i in direct])
             kv.end_forward()
             if links and len(links) - 1 in new:

@@ -145,7 +145,8 @@ def test_what_kernels_are_given_fits_the_pools(make_device_kv, monkeypatch):
     kv.open_pages([9, 3])
     pages = torch.tensor([3, 12, -1], dtype=torch.int32)
     k, v = kv.window.layer(1)
-    device_kv.DeviceKV.encode_from(kv, 1, k, v, torch.tensor([1, 0, -1]), pages)
+    found = kv.residual_slots_of(pages)
+    device_kv.DeviceKV.encode_from(kv, 1, k, v, torch.tensor([1, 0, -1]), pages, found)
     ((k_, v_, source, anchors, anchor_slots, residuals, slots, codec, target),) = calls
     assert k_ is k
     assert v_ is v

@@ -42,7 +42,7 @@ class Kernels:
         self.clock = 0
         self.kv.encode_from = self.encode_from
 
-    def encode_from(self, layer, k, v, source, pages):
+    def encode_from(self, layer, k, v, source, pages, residual_slots):
         if layer == 0:
             # Entries of -1 are skipped.
             for page in pages[pages >= 0].tolist():
