@@ -10,6 +10,7 @@ from kvspec_kernels.ops.append import append
 from kvspec_kernels.ops.attention import Tail
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.draft_rows import DraftRows
+from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.step_attention import StepAttention
 from sglang_kvspec.runtime.verify_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
@@ -45,18 +46,18 @@ class VerifyLayers:
 
     def __init__(self, kv: DeviceKV, rows: VerifyRows, attention: CapturedTarget) -> None:
         self._kv, self._rows, self._attention = kv, rows, attention
-
         self._residual_slots: torch.Tensor | None = None
+
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         rows, parts = self._rows, self._attention.num_parts
         window = _store(self._kv, layer, rows, k, v)
         if rows.max_encoded:
-            # Tokens behind such a page see it as it is encoded.
             if layer == 0 or self._residual_slots is None:
                 # For all layers of this forward.
                 self._residual_slots = self._kv.residual_slots_of(rows.encode_pages)
+            # Tokens behind such a page see it as it is encoded.
             index = (rows.encode_source, rows.encode_pages, self._residual_slots)
             self._kv.encode_from(layer, *window, *index)
         index = (rows.tail_indptr[: parts + 1], rows.tail_slots, rows.tail_lens[:parts])
@@ -65,17 +66,27 @@ class VerifyLayers:
 
 class BesideLayers:
     """One token of each of `drafts`, and behind them those of `verification`, which are of other
-    requests."""
+    requests. A GPU does both at once: the small kernels of either, and its last blocks, run where
+    the other leaves room."""
 
-    def __init__(self, drafts: StepLayers, num_drafts: int, verification: VerifyLayers) -> None:
+    def __init__(
+        self,
+        drafts: StepLayers,
+        num_drafts: int,
+        verification: VerifyLayers,
+        side: SideStream,
+    ) -> None:
         self._drafts, self._num_drafts, self._verification = drafts, num_drafts, verification
+        self._side = side
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         count = self._num_drafts
-        drafted = self._drafts.forward(layer, q[:count], k[:count], v[:count])
+        with self._side:
+            drafted = self._drafts.forward(layer, q[:count], k[:count], v[:count])
         verified = self._verification.forward(layer, q[count:], k[count:], v[count:])
+        self._side.join()
         return torch.cat((drafted, verified))
 
 

@@ -20,6 +20,7 @@ from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.ordered_attention import OrderedAttention, OrderedStep
 from sglang_kvspec.runtime.refined_attention import RefinedAttention
+from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.step_attention import (
     AnchorStep,
     ExactStep,
@@ -59,6 +60,8 @@ class DeviceAttention:
         self._scratch: KV | None = None
         self._index: dict[str, torch.Tensor] = {}
         self._captured: CapturedLayers | None = None
+        # For drafts, while other requests verify.
+        self._beside = SideStream(kv.device)
 
     # Target
 
@@ -238,7 +241,7 @@ class DeviceAttention:
         forward."""
         step_layers = StepLayers(self.kv, drafts, step)
         verification = VerifyLayers(self.kv, rows, attention)
-        self._captured = BesideLayers(step_layers, drafts.max_batch, verification)
+        self._captured = BesideLayers(step_layers, drafts.max_batch, verification, self._beside)
 
     def end_captured(self) -> None:
         """Forwards are planned ones again."""
