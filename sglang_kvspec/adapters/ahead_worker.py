@@ -176,17 +176,32 @@ class AheadWorker(VerifyingWorker):
         pages: list[torch.Tensor],
         late: frozenset[int],
     ) -> None:
-        """The next round, if it has not begun and may, as _plan_next() has said."""
+        """The next round, if it has not begun and may, as _plan_next() has said. Pages that became
+        full are encoded behind its drafts, which read them in the window, so that the device does
+        not wait while the CPU has that done."""
         if self._ahead is not None or not self._can_begin_ahead(batch, states):
             return
         caps = [state.cap_len(self.config.max_draft_len) for state in states]
         rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
         lens = [min(pair) for pair in zip(self._next_lens, rooms, strict=True)]
+        if not any(lens) or not self._window_has_room(states, lens):
+            # What is not a draft is to see them as they are encoded.
+            self.pages.flush()
         self._ahead = self._start(batch, states, pages, lens, late)
+        self.pages.flush()
         if self.kv.plan.host_pages and not late and self.decoding is None:
             # What it verifies comes while SGLang sends this round's tokens.
             assert self._next_budget is not None
             self._ahead.plan = self.stepper.plan_ahead(states, pages, lens, self._next_budget)
+
+    def _window_has_room(self, states: Sequence[RequestState], lens: Sequence[int]) -> bool:
+        """Whether these drafts fit in the window beside pages that have yet to leave it."""
+        size = self.kv.geometry.page_size
+        most = 0
+        for state, count in zip(states, lens, strict=True):
+            position = state.next_position
+            most += (position + count) // size - position // size + (position % size == 0)
+        return most <= self.kv.window.slots.num_free
 
     def _can_begin_ahead(self, batch: Any, states: list[RequestState]) -> bool:
         return (

@@ -54,10 +54,11 @@ class RoundWorker(AheadWorker):
         finish = self._finish_plain if started.is_plain else self._finish_round
         verified, logits_output = finish(batch, states, pages, started)
         self._over_at = time.perf_counter()
-        self.pages.flush()
         if started.is_idle:
+            self.pages.flush()
             self._wait(states)
         self._begin_ahead(batch, states, pages, late)
+        self.pages.flush()
         if not started.is_idle:
             self._observe(started, verified, context)
         num_verified = None if started.is_plain else started.num_verified

@@ -174,6 +174,40 @@ def test_who_drafts_beside_a_verification(worker: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("next_len", "position", "num_free", "order"),
+    [
+        (3, 64 + 20, 0, ["start", "flush", "plan"]),
+        # Tokens without drafts are to see full pages as they are encoded.
+        (0, 64 + 20, 9, ["flush", "start", "flush", "plan"]),
+        # Two requests run on into another page, or begin one.
+        (3, 64 + 62, 2, ["start", "flush", "plan"]),
+        (3, 64 + 62, 1, ["flush", "start", "flush", "plan"]),
+        (3, 128, 1, ["flush", "start", "flush", "plan"]),
+    ],
+)
+def test_full_pages_are_encoded_behind_the_next_drafts(
+    worker: Any, next_len: int, position: int, num_free: int, order: list[str]
+) -> None:
+    """Who verifies is planned when they are, as their residuals count."""
+    done: list[str] = []
+    states = [request_state(rid, committed_len=position) for rid in "ab"]
+    window = SimpleNamespace(slots=SimpleNamespace(num_free=num_free))
+    geometry, plan = SimpleNamespace(page_size=64), SimpleNamespace(host_pages=9)
+    worker.kv = SimpleNamespace(window=window, geometry=geometry, plan=plan)
+    worker.pages = SimpleNamespace(flush=lambda: done.append("flush"))
+    worker.config = SimpleNamespace(max_draft_len=16)
+    worker._graphs, worker._next_budget, worker._ahead = object(), object(), None
+    worker._next_lens = [next_len] * 2
+    worker._start = lambda *_: done.append("start") or SimpleNamespace(plan=None)
+    worker.stepper = SimpleNamespace(plan_ahead=lambda *_: done.append("plan"))
+    reqs = [SimpleNamespace(grammar=None)] * 2
+    batch = SimpleNamespace(return_logprob=False, reqs=reqs)
+    worker.apart = None
+    worker._begin_ahead(batch, states, [None, None], frozenset())
+    assert done == order
+
+
+@pytest.mark.parametrize(
     ("next_lens", "logprob", "committed_len", "goes_on"),
     [
         ([0], False, 64, True),
