@@ -79,6 +79,9 @@ def _shrink_cache(num_pages: int) -> None:
 
     def planned(*args: Any, **kwargs: Any) -> Any:
         plan = plan_capacity(*args, **kwargs)
+        if not plan.host_pages:
+            # There would be nowhere else for the others.
+            return plan
         return replace(plan, cache_pages=min(plan.cache_pages, num_pages))
 
     pool_sizing.plan_capacity = planned
