@@ -21,7 +21,7 @@ from harness.soak import Soak
 from harness.suite import Suite, run_one_by_one
 
 from sglang_kvspec.core.config import MOST_AUTO_DRAFTS
-from sglang_kvspec.testing.transfer_report import read_transfer_report
+from sglang_kvspec.testing.transfer_report import TransferReport, read_transfer_report
 
 pytestmark = pytest.mark.server
 
@@ -198,16 +198,24 @@ def test_a_decode_server_that_works_in_rounds(pair: Pair, reference: PlainRefere
     """As a GPU's does. The last test of this module, whose servers are others afterwards."""
     pair.restart_decode("--kvspec-schedule=rounds")
     client, tasks = pair.client, reference.suite.prompts
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        outputs = pool.map(lambda t: client.generate(t.input_ids, t.max_new_tokens), tasks)
-        answers = list(zip(tasks, outputs, strict=True))
-    reference.check(answers)
-    # One that was retracted does not know any more how its KV came.
-    reports = [
-        read_transfer_report(output.meta)
-        for task, output in answers
-        if len(task.input_ids) > 64 and not output.num_retractions
-    ]
+
+    def ask_all() -> list[TransferReport]:
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            outputs = pool.map(lambda t: client.generate(t.input_ids, t.max_new_tokens), tasks)
+            answers = list(zip(tasks, outputs, strict=True))
+        reference.check(answers)
+        client.flush_cache()
+        # One that was retracted does not know any more how its KV came.
+        return [
+            read_transfer_report(output.meta)
+            for task, output in answers
+            if len(task.input_ids) > 64 and not output.num_retractions
+        ]
+
+    # Where a slow machine had most of them retracted, there are too few to compare.
+    crowds = (ask_all() for _ in range(5))
+    reports = next((reports for reports in crowds if len(reports) > 2), [])
+    assert reports, "five times nearly all were retracted"
     residuals = [report.transfer.seconds.residuals for report in reports]
     verified = [report.transfer.seconds.first_verification for report in reports]
     assert all(map(le, residuals, verified))
