@@ -25,6 +25,7 @@ from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.beside_rows import MOST_BESIDE
 from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.draft_rows import drafts_fit
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
@@ -176,15 +177,19 @@ class AheadWorker(VerifyingWorker):
         pages: list[torch.Tensor],
         late: frozenset[int],
     ) -> None:
-        """The next round, if it has not begun and may, as _plan_next() has said. Pages that became
-        full are encoded behind its drafts, which read them in the window, so that the device does
-        not wait while the CPU has that done."""
+        """The next round, if it has not begun and may, as _plan_next() has said.
+
+        The CPU has full pages encoded once the device drafts, which reads them in the window: what
+        encodes them writes nothing that those drafts read, and whoever gets their places in the
+        window is behind the drafts.
+        """
         if self._ahead is not None or not self._can_begin_ahead(batch, states):
             return
         caps = [state.cap_len(self.config.max_draft_len) for state in states]
         rooms = [cap - len(state.drafts) for state, cap in zip(states, caps, strict=True)]
         lens = [min(pair) for pair in zip(self._next_lens, rooms, strict=True)]
-        if not any(lens) or not self._window_has_room(states, lens):
+        starts = [(state.next_position, n) for state, n in zip(states, lens, strict=True)]
+        if not any(lens) or not drafts_fit(self.kv, starts):
             # What is not a draft is to see them as they are encoded.
             self.pages.flush()
         self._ahead = self._start(batch, states, pages, lens, late)
@@ -193,15 +198,6 @@ class AheadWorker(VerifyingWorker):
             # What it verifies comes while SGLang sends this round's tokens.
             assert self._next_budget is not None
             self._ahead.plan = self.stepper.plan_ahead(states, pages, lens, self._next_budget)
-
-    def _window_has_room(self, states: Sequence[RequestState], lens: Sequence[int]) -> bool:
-        """Whether these drafts fit in the window beside pages that have yet to leave it."""
-        size = self.kv.geometry.page_size
-        most = 0
-        for state, count in zip(states, lens, strict=True):
-            position = state.next_position
-            most += (position + count) // size - position // size + (position % size == 0)
-        return most <= self.kv.window.slots.num_free
 
     def _can_begin_ahead(self, batch: Any, states: list[RequestState]) -> bool:
         return (

@@ -55,7 +55,6 @@ class RoundWorker(AheadWorker):
         verified, logits_output = finish(batch, states, pages, started)
         self._over_at = time.perf_counter()
         if started.is_idle:
-            self.pages.flush()
             self._wait(states)
         self._begin_ahead(batch, states, pages, late)
         self.pages.flush()

@@ -13,6 +13,7 @@ Schedule = Literal["auto", "staggered", "rounds"]
 Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
 
 MAX_DRAFT_LEN = 64
+MOST_RECENT_PAGES = 64
 AUTO_DRAFT_LEN = "auto"
 # With the token before them as many as kernels that verify take at once: one more would be a pass
 # of its own over everything that the request has in memory.
@@ -89,9 +90,10 @@ class KVSpecConfig:
                 f"--kvspec-draft-len must be 'auto' or an integer from 0 to {MAX_DRAFT_LEN}, "
                 f"got {self.draft_len!r}"
             )
-        if type(self.recent_pages) is not int or not 1 <= self.recent_pages <= 64:
+        if type(self.recent_pages) is not int or not 1 <= self.recent_pages <= MOST_RECENT_PAGES:
             raise ConfigError(
-                f"--kvspec-recent-pages must be an integer from 1 to 64, got {self.recent_pages!r}"
+                f"--kvspec-recent-pages must be an integer from 1 to {MOST_RECENT_PAGES}, "
+                f"got {self.recent_pages!r}"
             )
         if self.host_gb is not None and not _is_between(self.host_gb, 0, MAX_HOST_GB):
             raise ConfigError(

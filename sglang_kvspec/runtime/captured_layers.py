@@ -54,9 +54,10 @@ class VerifyLayers:
         rows, parts = self._rows, self._attention.num_parts
         window = _store(self._kv, layer, rows, k, v)
         if rows.max_encoded:
-            if layer == 0 or self._residual_slots is None:
+            if layer == 0:
                 # For all layers of this forward.
                 self._residual_slots = self._kv.residual_slots_of(rows.encode_pages)
+            assert self._residual_slots is not None
             # Tokens behind such a page see it as it is encoded.
             index = (rows.encode_source, rows.encode_pages, self._residual_slots)
             self._kv.encode_from(layer, *window, *index)

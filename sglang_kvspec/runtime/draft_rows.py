@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvspec_kernels.ops.steps import StepEnd, begin_step
+from sglang_kvspec.core.config import MOST_RECENT_PAGES
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.transfers import send_into
 from sglang_kvspec.runtime.target_rows import indptr
@@ -52,7 +53,10 @@ class DraftRows:
         input_ids and positions lie, in memory of their own unless given."""
         self.page_size, self.device = page_size, device
         self.max_batch, self.max_steps = max_batch, max_steps
-        self._max_tail = 2 * max_batch + max_batch * (max_steps // page_size + 64)
+        # Of a row: the newest full pages, those that have yet to make them older, the one that is
+        # being filled, and what drafts spill into.
+        spill = -(-max_steps // page_size)
+        self._max_tail = max_batch * (MOST_RECENT_PAGES + (spill + 1) + 1 + spill)
 
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -170,6 +174,17 @@ def open_for_drafts(kv: KVTiers, position: int, pages: torch.Tensor, num_drafts:
     window."""
     size = kv.geometry.page_size
     kv.open_pages(pages[position // size : (position + num_drafts) // size + 1].tolist())
+
+
+def drafts_fit(kv: KVTiers, starts: Iterable[tuple[int, int]]) -> bool:
+    """Whether open_for_drafts() moves nothing out of the window for requests that draft so many
+    tokens each: (position, num_drafts). It may not where this says no."""
+    size = kv.geometry.page_size
+    most = sum(
+        (position + num_drafts) // size - position // size + (position % size == 0)
+        for position, num_drafts in starts
+    )
+    return most <= kv.window.slots.num_free
 
 
 def draft_row(

@@ -50,7 +50,7 @@ class AnchorStep:
             "settings": kv.codec.settings,
             "q_dtype": kv.geometry.dtype,
         }
-        # The CUDA kernel is for the past; it leaves the tail to the other one.
+        # The CUDA kernel shares out pages of the past, of which there are none.
         backend: Literal["auto", "triton"] = "auto" if past else "triton"
         nbytes = workspace_nbytes(
             batch_size=batch,

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_kvspec.runtime.draft_rows import draft_row, drafts_fit
 from sglang_kvspec.runtime.pages import DevicePageKeeper
 
 SIZE = 32
@@ -48,6 +49,45 @@ def test_full_pages_are_encoded_once_and_the_newest_stay(make_device_kv, steps, 
     done = [page for layer, _, pages in kv.encodings if layer == 0 for page in pages]
     assert sorted(done) == sorted(PAGES[: length // SIZE])
     assert [e[1:] for e in kv.encodings[0::2]] == [e[1:] for e in kv.encodings[1::2]]
+
+
+@settings(max_examples=100)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, SIZE)), max_size=9
+    ),
+    recent_pages=st.integers(1, 2),
+    spare=st.integers(0, 2),
+)
+def test_drafts_may_begin_before_the_flush(make_device_kv, steps, recent_pages, spare):
+    """Of two requests that share a window of as many pages as both need, and some to spare: rows
+    of drafts read window pages and encoded ones, and the flush finds what it is to encode."""
+    pages = [PAGES, [15, 21, 19, 14, 20, 17, 16, 18]]
+    kv = make_device_kv(window_pages=2 * (recent_pages + 2) + spare, num_pages=21, num_layers=1)
+    keeper = DevicePageKeeper(kv, recent_pages)
+    lengths = [0, 0]
+    for *growths, num_drafts in steps:
+        ends = [min(sum(pair), 6 * SIZE) for pair in zip(lengths, growths, strict=True)]
+        for own, before, after in zip(pages, lengths, ends, strict=True):
+            grow(kv, keeper, before, after, pages=own)
+        lengths = ends
+        if not drafts_fit(kv, [(length, num_drafts) for length in lengths]):
+            keeper.flush()
+        before = set(kv.window.slots)
+        rows = [
+            draft_row(kv, 1, length, torch.tensor(own), num_drafts)
+            for length, own in zip(lengths, pages, strict=True)
+        ]
+        assert before <= set(kv.window.slots)
+        for row, own, length in zip(rows, pages, lengths, strict=True):
+            assert encoded(kv).issuperset(row.past.tolist())
+            assert row.tail_len == length - len(row.past) * SIZE
+            behind = own[len(row.past) : (length + num_drafts) // SIZE + 1]
+            assert row.tail == [kv.window.slots.slot_of(page) for page in behind]
+        keeper.flush()
+        kv.check_integrity()
+        full = {page for n, own in zip(lengths, pages, strict=True) for page in own[: n // SIZE]}
+        assert encoded(kv) == full
 
 
 def test_nothing_happens_before_the_flush_and_then_at_once(make_device_kv):
