@@ -190,7 +190,7 @@ class AheadWorker(VerifyingWorker):
         lens = [min(pair) for pair in zip(self._next_lens, rooms, strict=True)]
         starts = [(state.next_position, n) for state, n in zip(states, lens, strict=True)]
         if not any(lens) or not drafts_fit(self.kv, starts):
-            # What is not a draft is to see them as they are encoded.
+            # What is not a draft is to see them as they are encoded; and who leaves makes room.
             self.pages.flush()
         self._ahead = self._start(batch, states, pages, lens, late)
         self.pages.flush()

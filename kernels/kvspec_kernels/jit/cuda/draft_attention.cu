@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         // The warps' states become the block's: the rings are empty now and serve as scratch.
         WarpStates<GROUP> states(scratch);
         __syncthreads();
-        state.store(states.tops, states.sums, states.outs, warp, lane);
+        state.store(states, warp, lane);
         __syncthreads();
         bool whole = count == num_pages;
         i64 row = ((i64)b * num_kv_heads + head) * GROUP, part = part_row(worker, is_first);

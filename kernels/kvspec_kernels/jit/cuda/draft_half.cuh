@@ -57,9 +57,9 @@ struct State {
         }
     }
 
-    // Into the warp's rows of tops, sums [WARPS][GROUP] and outs [WARPS][GROUP][HEAD_DIM].
+    // Into the warp's rows.
     __device__ __forceinline__ void store(
-        float* tops, float* sums, float* outs, int warp, int lane) const {
+        const WarpStates<GROUP>& states, int warp, int lane) const {
         int g = lane >> 2, t = lane & 3;
 #pragma unroll
         for (int column = 0; column < COLUMN_TILES; ++column)
@@ -76,14 +76,14 @@ struct State {
                 if (in_group >= GROUP) continue;
                 int at = warp * GROUP + in_group;
                 if (g == 0) {
-                    tops[at] = max[column][j];
-                    sums[at] = all;
+                    states.tops[at] = max[column][j];
+                    states.sums[at] = all;
                 }
 #pragma unroll
                 for (int tile = 0; tile < CHANNEL_TILES; ++tile)
 #pragma unroll
                     for (int half = 0; half < 2; ++half)
-                        outs[at * HEAD_DIM + tile * 16 + half * 8 + g] =
+                        states.outs[at * HEAD_DIM + tile * 16 + half * 8 + g] =
                             out[column][tile][2 * half + j] + shift;
             }
     }

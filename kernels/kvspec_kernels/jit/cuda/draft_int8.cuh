@@ -93,9 +93,9 @@ struct State {
         }
     }
 
-    // Into the warp's rows of tops, sums [WARPS][GROUP] and outs [WARPS][GROUP][HEAD_DIM].
+    // Into the warp's rows.
     __device__ __forceinline__ void store(
-        float* tops, float* sums, float* outs, int warp, int lane) const {
+        const WarpStates<GROUP>& states, int warp, int lane) const {
         int g = lane >> 2, t = lane & 3;
 #pragma unroll
         for (int column = 0; column < COLUMN_TILES; ++column) {
@@ -111,12 +111,13 @@ struct State {
             if (in_group >= GROUP) continue;
             int at = warp * GROUP + in_group;
             if (g == 0) {
-                tops[at] = max[column];
-                sums[at] = all;
+                states.tops[at] = max[column];
+                states.sums[at] = all;
             }
 #pragma unroll
             for (int i = 0; i < CHANNEL_TILES * 2; ++i)
-                outs[at * HEAD_DIM + i * 8 + g] = out[column][i / 2][i % 2] + (more + shift[column]);
+                states.outs[at * HEAD_DIM + i * 8 + g] =
+                    out[column][i / 2][i % 2] + (more + shift[column]);
         }
     }
 };

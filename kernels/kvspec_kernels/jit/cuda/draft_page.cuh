@@ -1,6 +1,6 @@
 // What both ways to draft know of a page: sizes, and byte offsets in its record (formats.py).
 #pragma once
-#include "hopper.cuh"
+#include "warp_states.cuh"
 
 constexpr int CHANNEL_TILES = HEAD_DIM / 16;
 constexpr int TOKEN_TILES = PAGE_SIZE / 16;

@@ -13,14 +13,6 @@ constexpr int TAIL_PARTS = (GROUP + TAIL_HEADS - 1) / TAIL_HEADS;
 // Whose loads are under way at a time.
 constexpr int TAIL_TOKENS = 4;
 
-__device__ __forceinline__ float value_of(u16 x) {
-#if Q_BF16
-    return low_bf16(x);
-#else
-    return half_to_float(x);
-#endif
-}
-
 // tokens[i][j] = channel lane + 32 j of token first + i, or of the last of `count`. memory: of a KV
 // head, page 0, token 0.
 __device__ __forceinline__ void load_tokens(

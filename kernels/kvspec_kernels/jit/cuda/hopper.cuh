@@ -77,6 +77,15 @@ __device__ __forceinline__ float half_to_float(u16 x) {
     return r;
 }
 
+// Of a number in the dtype of q.
+__device__ __forceinline__ float value_of(u16 x) {
+#if Q_BF16
+    return low_bf16(x);
+#else
+    return half_to_float(x);
+#endif
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

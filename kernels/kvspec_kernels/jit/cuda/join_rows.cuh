@@ -17,12 +17,7 @@ struct OtherState {
     __device__ __forceinline__ float lse_of(i64 index) const { return out ? lse[index] : NEG_INF; }
 
     __device__ __forceinline__ float value(i64 at) const {
-        if (!out) return 0.0f;
-#if Q_BF16
-        return low_bf16(out[at]);
-#else
-        return half_to_float(out[at]);
-#endif
+        return out ? value_of(out[at]) : 0.0f;
     }
 };
 
