@@ -99,14 +99,15 @@ class AheadWorker(VerifyingWorker):
 
     def _capture(self, runner: Any) -> None:
         longest, attention = self.config.max_draft_len, self.attention
-        sizes = sizes_of(runner, attention, longest) if longest else ()
-        tokens = [self._most_beside + size.num_tokens for size in sizes]
+        beside = self._most_beside
+        sizes = sizes_of(runner, attention, longest, beside) if longest else ()
+        tokens = [beside + size.num_tokens for size in sizes]
         forward = ForwardCapture(runner, max([runner.max_running_requests, *tokens]))
         parts = (self.kv, longest, self.chooser, self.ranks)
         self._graphs = GraphStepper(runner, forward, attention, *parts)
         if sizes:
             parts = (runner, forward, attention, longest, sizes)
-            self._verify_graphs = VerifyGraphs(*parts, self._most_beside)
+            self._verify_graphs = VerifyGraphs(*parts, beside)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)

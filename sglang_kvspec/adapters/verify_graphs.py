@@ -26,10 +26,13 @@ logger = logging.getLogger(__name__)
 WARM_UPS = 1
 
 
-def sizes_of(runner: Any, attention: DeviceAttention, max_draft_len: int) -> tuple[VerifySize, ...]:
-    """For which verifications a server is to have graphs."""
+def sizes_of(
+    runner: Any, attention: DeviceAttention, max_draft_len: int, max_beside: int = 0
+) -> tuple[VerifySize, ...]:
+    """For which verifications a server is to have graphs whose requests draft up to so many tokens,
+    while up to max_beside others draft."""
     longest, counts = max_draft_len + 1, attention.query_counts
-    return sizes_to_capture(runner.max_running_requests, longest, counts)
+    return sizes_to_capture(runner.max_running_requests, longest, counts, max_beside)
 
 
 class VerifiedLogits(NamedTuple):

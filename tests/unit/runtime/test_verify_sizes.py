@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,10 +25,11 @@ def servers(draw):
     return max_rows, longest, draw(st.sampled_from(QUERY_COUNTS)), lengths
 
 
-@given(servers())
-def test_whatever_a_server_verifies_has_a_size_up_to_the_largest(server):
+@given(servers(), st.integers(0, 64))
+def test_whatever_a_server_verifies_has_a_size_up_to_the_largest(server, num_beside):
     max_rows, longest, query_counts, lengths = server
-    size = find_size(sizes_to_capture(max_rows, longest, query_counts), lengths)
+    sizes = sizes_to_capture(max_rows, longest, query_counts, num_beside)
+    size = find_size(sizes, lengths)
     if size is not None:
         assert size.num_tokens >= sum(lengths)
         assert size.max_qo_len >= max(lengths)
@@ -72,3 +74,21 @@ def test_no_size_is_beyond_what_requests_can_fill():
         VerifySize(32, 9),
         VerifySize(48, 9),
     )
+
+
+@pytest.mark.parametrize(
+    ("num_verified", "num_beside", "num_tokens"),
+    [
+        (107, 21, 107),
+        (108, 21, 128),
+        (139, 21, 139),
+        (140, 21, 160),
+        (112, 16, 112),
+        (112, 0, 128),
+        (112, 32, 128),
+        (112, 150, 128),
+    ],
+)
+def test_with_drafts_beside_it_fits_the_products_where_it_can(num_verified, num_beside, num_tokens):
+    sizes = sizes_to_capture(21, 64, [64], num_beside)
+    assert find_size(sizes, [64, 24, num_verified - 88]) == VerifySize(num_tokens, 64)
