@@ -112,14 +112,20 @@ class GraphStepper:
             kv.device,
         )
 
-        def capture(make_attention: Callable[[DraftRows, int], StepAttention]) -> StepGraphs:
-            return StepGraphs(forward, attention, self._rows, make_attention)
+        def capture(
+            make_attention: Callable[[DraftRows, int], StepAttention], **settings: bool
+        ) -> StepGraphs:
+            return StepGraphs(forward, attention, self._rows, make_attention, **settings)
 
         self._target = capture(attention.make_target_step)
         self._short_target = self._target
         if attention.short_steps_differ:
             self._short_target = capture(attention.make_short_target_step)
-        self._drafts = capture(attention.make_draft_step) if max_draft_len else None
+        self._drafts: StepGraphs | None = None
+        if max_draft_len:
+            # A draft may round as it likes. But ranks that meet in a graph must take the same one.
+            is_alone = ranks.size == 1
+            self._drafts = capture(attention.make_draft_step, may_use_other_blas=is_alone)
         # That made the last tokens without drafts.
         self._advancing = self._target
         self.empty_step_s = self._short_target.time_empty_step()

@@ -20,7 +20,7 @@ PENALISED = SamplingParams(temperature=0, top_k=1, presence_penalty=0.1)
 class FakeGraphs:
     """A step's most likely token is the number after the row's input. Notes what rows read."""
 
-    def __init__(self, forward, attention, rows, make_attention):
+    def __init__(self, forward, attention, rows, make_attention, *, may_use_other_blas=False):
         self.rows, self.batch_sizes, self.seen = rows, [4], []
 
     def time_empty_step(self):

@@ -1,0 +1,81 @@
+"""Which of the graphs of a step is kept."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvspec.adapters import step_graphs
+from sglang_kvspec.adapters.step_graphs import OTHER_BLAS, StepGraphs
+
+
+def library():
+    return torch.backends.cuda.preferred_blas_library()
+
+
+class FakeForward:
+    """Graphs that take as long as `seconds` says of a number of rows and whether it was the other
+    library that was asked for when they were captured."""
+
+    def __init__(self, seconds):
+        self.seconds, self.now = seconds, 0.0
+        self.logits = torch.zeros(8, 1)
+        self.own = library()
+
+    def capture(self, rows, num_tokens, stream, warm_ups):
+        is_other = library() != self.own
+        assert not is_other or library() == other_library()
+
+        def replay():
+            self.now += self.seconds(num_tokens, is_other)
+
+        return SimpleNamespace(replay=replay, is_other=is_other)
+
+
+def other_library():
+    return {"cublaslt": torch._C._BlasBackend.Cublaslt}[OTHER_BLAS]
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    def make(seconds, **settings):
+        forward = FakeForward(seconds)
+        monkeypatch.setattr(
+            step_graphs, "graph_capture", lambda: nullcontext(SimpleNamespace(stream=None))
+        )
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(step_graphs.time, "perf_counter", lambda: forward.now)
+        attention = SimpleNamespace(begin_steps=lambda *_: None, end_captured=lambda: None)
+        rows = SimpleNamespace(max_batch=8, clear=lambda: None)
+        step = SimpleNamespace(plan=lambda rows: None)
+        graphs = StepGraphs(forward, attention, rows, lambda rows, batch: step, **settings)
+        assert library() == forward.own
+        return graphs
+
+    return make
+
+
+def used(graphs):
+    return {size: graph.is_other for size, graph in graphs._graphs.items()}
+
+
+def test_each_size_takes_the_faster_library(captured):
+    def seconds(num_rows, is_other):
+        return num_rows + (0.5 if is_other == (num_rows < 4) else 0.0)
+
+    graphs = captured(seconds, may_use_other_blas=True)
+    assert used(graphs) == {1: False, 2: False, 4: True, 8: True}
+    assert graphs.time_empty_step() == pytest.approx(1.0)
+
+
+def test_where_both_are_as_fast_it_is_what_torch_is_set_to(captured):
+    graphs = captured(lambda num_rows, is_other: 1.0, may_use_other_blas=True)
+    assert not any(used(graphs).values())
+
+
+def test_target_steps_are_as_torch_is_set(captured):
+    graphs = captured(lambda num_rows, is_other: 1.0 - is_other / 2)
+    assert not any(used(graphs).values())
