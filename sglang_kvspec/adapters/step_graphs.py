@@ -21,7 +21,7 @@ COARSE_FROM, COARSE_STEP = 32, 8
 WARM_UPS = 2
 TIMED_STEPS = 5
 # Which of them is faster depends on a product's shape: on an H200 this one takes 1 to 3 % less for
-# 16 to 64 rows of a model of 32B, and up to half as long again for 149.
+# 16 to 64 rows of a model of 32B, and 18 % more for 149.
 OTHER_BLAS = "cublaslt"
 
 
