@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.step_attention import StepAttention
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +112,7 @@ class GraphStepper:
             kv.device,
         )
 
-        def capture(
-            make_attention: Callable[[DraftRows, int], StepAttention], **settings: bool
-        ) -> StepGraphs:
-            return StepGraphs(forward, attention, self._rows, make_attention, **settings)
-
+        capture = partial(StepGraphs, forward, attention, self._rows)
         self._target = capture(attention.make_target_step)
         self._short_target = self._target
         if attention.short_steps_differ:

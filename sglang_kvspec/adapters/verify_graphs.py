@@ -27,7 +27,7 @@ WARM_UPS = 1
 
 
 def sizes_of(
-    runner: Any, attention: DeviceAttention, max_draft_len: int, max_beside: int = 0
+    runner: Any, attention: DeviceAttention, max_draft_len: int, max_beside: int
 ) -> tuple[VerifySize, ...]:
     """For which verifications a server is to have graphs whose requests draft up to so many tokens,
     while up to max_beside others draft."""

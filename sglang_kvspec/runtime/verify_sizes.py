@@ -31,11 +31,12 @@ def sizes_to_capture(
     num_beside: rows of other requests in the same products.
     """
     fitting = {count - num_beside for count in LAST_OF_TILES if count > num_beside}
+    counts = sorted(fitting.union(TOKEN_COUNTS))
     widest = sorted({count for count in query_counts if count < longest - 1} | {longest})
     sizes = []
     for max_qo_len in widest:
         below = 0
-        for num_tokens in sorted({*TOKEN_COUNTS, *fitting}):
+        for num_tokens in counts:
             # One size more than what requests of this length can have: they may not fill it.
             if num_tokens >= max_qo_len and below < max_rows * max_qo_len:
                 sizes.append(VerifySize(num_tokens, max_qo_len))

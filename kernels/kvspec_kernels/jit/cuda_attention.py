@@ -18,6 +18,7 @@ from kvspec_kernels.formats import (
     anchor_layout,
 )
 from kvspec_kernels.jit import nvrtc
+from kvspec_kernels.jit.tail import tail_arguments
 
 LOG2_E = 1.4426950408889634
 MULTIPROCESSOR_REGISTERS = 65536
@@ -328,29 +329,6 @@ def shared_bytes(shape: AttentionShape, warps: int, halves: int) -> int:
 def tail_heads(shape: AttentionShape) -> int:
     """Query heads that a block attends for to the tail."""
     return min(shape.group, TAIL_CHANNELS * 32 // shape.head_dim)
-
-
-class TailArguments(ctypes.Structure):
-    """As cuda/tail.cuh has it."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("k", "v")]
-        + [
-            (f"{part}_{dimension}", ctypes.c_int64)
-            for part in ("k", "v")
-            for dimension in ("page", "token", "head")
-        ]
-        + [(name, ctypes.c_void_p) for name in ("indptr", "indices", "lens")]
-    )
-
-
-def tail_arguments(tail: Sequence[torch.Tensor] | None) -> TailArguments:
-    """What a kernel is given of ops/attention_plan.py's Tail."""
-    if tail is None:
-        return TailArguments()
-    k, v, *index = tail
-    strides = (*k.stride()[:3], *v.stride()[:3])
-    return TailArguments(k.data_ptr(), v.data_ptr(), *strides, *(x.data_ptr() for x in index))
 
 
 def _column_tiles(shape: AttentionShape) -> int:

@@ -21,8 +21,8 @@ from kvspec_kernels.jit.cuda_attention import (
     record_defines,
     row_join_defines,
     supported,
-    tail_arguments,
 )
+from kvspec_kernels.jit.tail import tail_arguments
 
 WARPS = 4
 # Parts of pages (K or V) in a block's ring: two pages.

@@ -55,7 +55,7 @@ def graphs(make_device_kv, monkeypatch, forward):
         max_running_requests=MAX_ROWS,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(MAX_ROWS, 4 * SIZE)),
     )
-    sizes = verify_graphs.sizes_of(runner, attention, MAX_DRAFTS)
+    sizes = verify_graphs.sizes_of(runner, attention, MAX_DRAFTS, MAX_BESIDE)
     return verify_graphs.VerifyGraphs(runner, forward, attention, MAX_DRAFTS, sizes, MAX_BESIDE)
 
 
