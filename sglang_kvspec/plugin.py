@@ -25,10 +25,14 @@ def register() -> None:
 
 
 def activate_platform() -> str | None:
-    """The platform class to use where there is no accelerator, else None.
+    """Return the platform class for a machine without an accelerator, else None.
 
+    Wrong --kvspec flags end the process here, since SGLang calls no plugin earlier.
     `SGLANG_USE_CPU_ENGINE=1` asks for SGLang's own CPU engine and wins.
     """
+    from sglang_kvspec.adapters.early_refusal import refuse_early
+
+    refuse_early()
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     import torch

@@ -2,14 +2,18 @@
 
 Each module says in its docstring which symbol it hooks, why, for which SGLang versions, and when
 it can go; it defines TARGET, KIND (SGLang's hook type), SCOPE and `hook`. Scopes: `flags` (always),
-`cpu` (whenever the reference platform runs), `kvspec` (a server started with --kvspec), and
+`cpu` (whenever the reference platform runs), `kvspec` (a server started with --kvspec),
+`front_kvspec` (the process of such a server that takes requests, which loads its HTTP modules), and
 `cpu_kvspec` and `cuda_kvspec` (such a server on the reference platform, or on a GPU).
 """
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from types import ModuleType
+
+PLUGIN_NAME, DISTRIBUTION_NAME = "kvspec", "sglang-kvspec"
 
 MANIFEST = (
     "add_cli_args",
@@ -27,6 +31,7 @@ MANIFEST = (
     "mha_kv_pool",
     "paged_release",
     "paged_clear",
+    "kv_release",
     "fused_kv_write",
     "pool_configurator",
     "draft_kv_pool",
@@ -34,6 +39,7 @@ MANIFEST = (
     "spec_tokens",
     "finish_state",
     "stream_output",
+    "batch_output",
     "penalty_tokens",
     "worker_info",
     "prefill_room",
@@ -46,9 +52,14 @@ MANIFEST = (
     "idle_wait",
     "weight_load",
     "internal_state",
+    "http_app",
+    "request_gate",
     "request_check",
+    "pool_size",
     "spec_meta_info",
     "cached_tokens",
+    "response_usage",
+    "streaming_usage",
 )
 
 _registered: set[str] = set()
@@ -59,15 +70,37 @@ def _modules(scope: str) -> list[ModuleType]:
     return [module for module in modules if scope == module.SCOPE]
 
 
+class OwnHooksToDebug(logging.Filter):
+    """Lower SGLang's INFO line for each hooked symbol to DEBUG where all its hooks are ours."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        source = f"plugin={PLUGIN_NAME}, dist={DISTRIBUTION_NAME}"
+        args = record.args
+        if record.levelno == logging.INFO and isinstance(args, tuple) and args[-1:] == (source,):
+            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+            return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+        return True
+
+
 def register_scope(scope: str) -> None:
     """Register every hook of a scope with SGLang, once. SGLang applies them."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins import hook_registry
 
     if scope in _registered:
         return
+    if not _registered:
+        hook_registry.logger.addFilter(OwnHooksToDebug())
     _registered.add(scope)
+    source = hook_registry.HookSource(PLUGIN_NAME, DISTRIBUTION_NAME)
     for module in _modules(scope):
-        HookRegistry.register(module.TARGET, module.hook, HookType(module.KIND))
+        hook_registry.HookRegistry.register(
+            module.TARGET, module.hook, hook_registry.HookType(module.KIND), source=source
+        )
+
+
+def num_hooks(*scopes: str) -> int:
+    """Return how many hooks these scopes have."""
+    return sum(len(_modules(scope)) for scope in scopes)
 
 
 def verify_applied(*scopes: str) -> None:

@@ -8,15 +8,21 @@ environment variable, because plugins load in a spawned scheduler before it has 
 from __future__ import annotations
 
 import json
+import logging
 import os
+from functools import cache
 from importlib import metadata
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT_NAME = "SGLANG_KVSPEC"
+DEBUG_NAME = "SGLANG_KVSPEC_DEBUG"
 ALGORITHM_NAME = "KVSPEC"
 SUPPORTED_SGLANG = ("0.5.17",)
+_DEBUG_VALUES = {"1": True, "true": True, "0": False, "false": False}
 
 
 def is_on() -> bool:
@@ -24,15 +30,25 @@ def is_on() -> bool:
 
 
 def debug_mode() -> bool:
-    """SGLANG_KVSPEC_DEBUG=1: NaN or inf in an encoded page raises instead of being carried, and on
-    a CPU pages of the residual store are read with checksums."""
-    return os.environ.get("SGLANG_KVSPEC_DEBUG", "0") == "1"
+    """Return whether SGLANG_KVSPEC_DEBUG is on. Raises ConfigError for a value that is no switch.
+
+    Debug mode makes NaN or inf in an encoded page an error. On a CPU it also checks pages of the
+    residual store against checksums.
+    """
+    value = os.environ.get(DEBUG_NAME, "0")
+    is_on = _DEBUG_VALUES.get(value.lower())
+    if is_on is None:
+        raise ConfigError(
+            f"{DEBUG_NAME} must be one of {', '.join(_DEBUG_VALUES)}, got {value!r}: set it to 1 "
+            "or unset it"
+        )
+    return is_on
 
 
 def switch_on(config: KVSpecConfig) -> None:
     """Make this process and those it spawns serve KVSpec. Raises HookError."""
     os.environ[ENVIRONMENT_NAME] = json.dumps(config.to_dict())
-    register_everything()
+    register_everything(takes_requests=True)
 
 
 def switch_off() -> None:
@@ -63,8 +79,11 @@ def staggers(config: KVSpecConfig) -> bool:
     return config.schedule == "staggered"
 
 
-def register_everything() -> None:
-    """Register algorithm, attention backend and hooks, apply them, and check that all applied."""
+def register_everything(*, takes_requests: bool = False) -> None:
+    """Register algorithm, attention backend and hooks, apply them, and check that all applied.
+
+    takes_requests: this process serves HTTP, or is the program that uses sglang.Engine.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from kvspec_patches import register_scope
@@ -75,17 +94,29 @@ def register_everything() -> None:
     attention.register()
     prefix_backend.register()
     backend.register()
-    for scope in _scopes():
+    scopes = (*_scopes(), *(("front_kvspec",) if takes_requests else ()))
+    for scope in scopes:
         register_scope(scope)
     HookRegistry.apply_hooks()
-    verify_hooks()
+    verify_hooks(*scopes)
+    _log_hooks(*scopes)
 
 
-def verify_hooks() -> None:
-    """Raise HookError unless every hook this process needs to serve KVSpec has applied."""
+@cache
+def _log_hooks(*scopes: str) -> None:
+    """Log one line for all hooks, once a process."""
+    from kvspec_patches import num_hooks
+
+    version = metadata.version("sglang")
+    logger.info("KVSpec: %d hooks applied to SGLang %s", num_hooks(*scopes), version)
+
+
+def verify_hooks(*scopes: str) -> None:
+    """Raise HookError unless every hook of these scopes has applied, by default of those that a
+    scheduler needs."""
     from kvspec_patches import verify_applied
 
-    verify_applied(*_scopes())
+    verify_applied(*(scopes or _scopes()))
 
 
 def _scopes() -> tuple[str, ...]:

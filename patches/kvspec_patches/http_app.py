@@ -1,0 +1,23 @@
+"""_setup_and_run_http_server: puts a check of bodies before SGLang's endpoints.
+
+SGLang 0.5.17 answers some invalid bodies with status 500 and a traceback. Remove when it answers
+them with 400.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TARGET = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+KIND = "before"
+SCOPE = "front_kvspec"
+
+
+def hook(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.entrypoints.http_server import app
+
+    from sglang_kvspec.adapters.activation import config_of
+    from sglang_kvspec.adapters.body_gate import BodyGate
+
+    if config_of(server_args) is not None:
+        app.add_middleware(BodyGate, vocab_size=tokenizer_manager.model_config.vocab_size)

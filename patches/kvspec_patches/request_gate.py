@@ -1,0 +1,30 @@
+"""TokenizerManager.generate_request: refuses what would end a scheduler, before it is normalised.
+
+SGLang 0.5.17 normalises a request before it looks at types and counts. Remove when SGLang validates
+sampling parameters and bounds the number of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+KIND = "around"
+SCOPE = "front_kvspec"
+
+
+def hook(
+    original: Callable[..., AsyncIterator[Any]], self: Any, obj: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
+    from sglang_kvspec.adapters.activation import config_of
+    from sglang_kvspec.adapters.request_gate import check_raw, pool_pages_of
+
+    if config_of(self.server_args) is not None:
+        try:
+            check_raw(obj, pool_pages_of(self))
+        except ValueError:
+            # SGLang aborts what was to be streamed, once it is over, by what normalising has set.
+            obj.is_single, obj.rid = True, ""
+            raise
+    return original(self, obj, *args, **kwargs)
