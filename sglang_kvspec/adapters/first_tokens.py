@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters.grammar import allowed_by, masks_along
-from sglang_kvspec.adapters.requests import sampling_params_of
+from sglang_kvspec.adapters.requests import fail_without_choice, sampling_params_of
 from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.forward_plan import Row
 from sglang_kvspec.runtime.ranks import Ranks
+
+# Stands for no token where ranks tell each other which they took.
+_NONE = -1
 
 
 def first_tokens(
@@ -21,8 +24,11 @@ def first_tokens(
     chooser: Chooser,
     ranks: Ranks,
 ) -> list[Verified | None]:
-    """Of each request by its row of logits [num_reqs, vocab]; those of the first rank. None for a
-    chunk that is not the last: SGLang ignores its token."""
+    """Choose each request's token from its row of logits [num_reqs, vocab], as rank 0 does.
+
+    None for a chunk that is not the last: SGLang ignores its token. A request whose row allows no
+    choice is failed; its entry is None, too.
+    """
     firsts: list[Verified | None] = []
     for i, (req, row) in enumerate(zip(reqs, rows, strict=True)):
         if req.inflight_middle_chunks > 0:
@@ -33,10 +39,13 @@ def first_tokens(
         params, output = sampling_params_of(req), list(req.output_ids)
         firsts.append(chooser.first(own, params, output, row.end, allowed))
     tokens = ranks.numbers(
-        [0 if first is None else first.tokens[0] for first in firsts],
+        [_NONE if first is None else [*first.tokens, _NONE][0] for first in firsts],
         about=[(req.rid, row.end) for req, row in zip(reqs, rows, strict=True)],
     )
-    return [
-        None if first is None else first._replace(tokens=[token])
-        for first, token in zip(firsts, tokens, strict=True)
-    ]
+    agreed: list[Verified | None] = []
+    for req, first, token in zip(reqs, firsts, tokens, strict=True):
+        if first is not None and token == _NONE:
+            fail_without_choice(req)
+            first = None
+        agreed.append(None if first is None else first._replace(tokens=[token]))
+    return agreed

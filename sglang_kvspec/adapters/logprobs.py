@@ -48,7 +48,8 @@ def fill_logprobs(
         chosen[i, :num_tokens] = logprobs[range(num_tokens), result.tokens].cpu()
         rows = range(i * stride, i * stride + num_tokens)
         for flat, row in zip(rows, logprobs, strict=True):
-            if batch.top_logprobs_nums[i]:
+            # SGLang lets clients ask for fewer than none.
+            if batch.top_logprobs_nums[i] > 0:
                 values, tokens = row.topk(batch.top_logprobs_nums[i])
                 lists["next_token_top_logprobs_val"][flat] = values
                 lists["next_token_top_logprobs_idx"][flat] = tokens
@@ -58,5 +59,9 @@ def fill_logprobs(
                 # The one list that SGLang takes as it is and does not convert from tensors.
                 lists["next_token_token_ids_logprobs_idx"][flat] = wanted
     output.next_token_logprobs = chosen[:, 0] if is_prefill else chosen
+    if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
+        # No token is asked for; as SGLang does, other log-probabilities at its place are given.
+        # SGLang's own batch.is_prefill_only is never set with speculation.
+        output.next_token_logprobs = None
     for name in _LISTS:
         setattr(output, name, lists[name])

@@ -16,6 +16,7 @@ from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.pressure import Pressure
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 
@@ -48,6 +49,8 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         # So of requests that start before residuals of their prefix are here, where some may.
         self.early_starts: EarlyStarts | None = None
         self.pressure = Pressure()
+        # Moves pages out of the recent window; the worker puts it here.
+        self.keeper: PageKeeper | DevicePageKeeper | None = None
         # Who else must know when pages are freed, before anyone can write to them again.
         self.freed_listeners: list[Callable[[list[int]], None]] = []
         self.head_num = geometry.num_kv_heads
@@ -56,6 +59,13 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
 
     def get_kv_size_bytes(self) -> int:
         return self.kv.hbm_nbytes
+
+    def retire(self, req: Any, req_to_token_pool: Any) -> None:
+        """Encode the committed pages of a request that ends, which SGLang caches as a prefix."""
+        if self.keeper is None:
+            return
+        slots = req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len]
+        self.keeper.retire(slots[:: self.page_size].cpu().to(torch.int64) // self.page_size)
 
     def on_pages_freed(self, pages: list[int]) -> None:
         for listener in self.freed_listeners:

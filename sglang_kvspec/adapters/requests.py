@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -9,6 +10,11 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Parameters that change logits by what a request has emitted.
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
 
 
 def check_request(obj: Any) -> None:
@@ -24,6 +30,11 @@ def check_request(obj: Any) -> None:
         raise ValueError(
             "--kvspec does not return hidden states yet: remove return_hidden_states or use a "
             "plain server"
+        )
+    if getattr(obj, "return_sampling_mask", None):
+        raise ValueError(
+            "--kvspec does not return sampling masks: remove return_sampling_mask or use a plain "
+            "server"
         )
 
 
@@ -73,6 +84,7 @@ def _state(req: Any, committed_len: int, pending: int, output: list[int]) -> Req
         params=sampling_params_of(req),
         remaining=int(req.sampling_params.max_new_tokens) - len(output),
         priority=priority_of(req),
+        is_streamed=bool(req.stream),
     )
 
 
@@ -84,10 +96,33 @@ def priority_of(req: Any) -> int:
     return -priority if get_schedule().schedule_low_priority_values_first else priority
 
 
-def fail(req: Any, message: str) -> None:
-    """Have SGLang end a running request with status 500 once it has processed the iteration.
+def fail_without_choice(req: Any) -> None:
+    """End a request whose next token cannot be chosen.
+
+    The status is 400 where the request brings what can mask every token or overflow its logits. It
+    is 500 where it brings none of that: then the model has given NaN or inf.
+    """
+    causes = _choice_limits(req)
+    if causes:
+        message = f"no token is left to choose from here: correct {' or '.join(causes)}"
+        fail(req, message, HTTPStatus.BAD_REQUEST)
+    else:
+        fail(req, "the model's logits hold NaN or inf: check its weights and --dtype")
+    logger.error("%s (request %s)", req.to_finish.message, req.rid)
+
+
+def _choice_limits(req: Any) -> list[str]:
+    """Return the names of what a request lets decide, beside the model, which token is chosen."""
+    params, unset = sampling_params_of(req), SamplingParams()
+    names = ("logit_bias", *PENALTIES)
+    limits = [name for name in names if getattr(params, name) != getattr(unset, name)]
+    return limits if req.grammar is None else ["the grammar", *limits]
+
+
+def fail(req: Any, message: str, status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR) -> None:
+    """Have SGLang end a running request with this status once it has processed the iteration.
     Nothing it computes from now on is sent or cached."""
-    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+    req.to_finish = FINISH_ABORT(message, status)
     req.finished_len = len(req.output_ids)
     req.skip_radix_cache_insert = True
 

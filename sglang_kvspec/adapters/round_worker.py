@@ -200,6 +200,16 @@ class RoundWorker(AheadWorker):
             emitted[i] = Verified(tokens, None)
         return emitted, LogitsProcessorOutput(next_token_logits=None)
 
+    def _expected_s(self, states: list[RequestState], lengths: list[int]) -> dict[int, float]:
+        if self._graphs is None or not self._next_lens:
+            # The next round is not planned yet.
+            return {}
+        seconds = self.clock.cost(mean_context(states)).seconds(self._next_lens)
+        if not any(self._next_lens):
+            # As many steps as a round without drafts takes tokens.
+            seconds *= self._plain_steps
+        return {i: seconds for i, n in enumerate(lengths) if n > 1}
+
     # Control plane
 
     def kvspec_report(self) -> dict[str, Any]:

@@ -61,13 +61,16 @@ class StaggeredWorker(StartingWorker):
             agreed = agree(self.ranks, [states[i] for i in indices], chosen)
             for i, choice in zip(indices, agreed, strict=True):
                 if choice is not None:
-                    verified[i] = self._commit(states[i], rows[i], choice)
+                    verified[i] = self._commit(batch.reqs[i], states[i], rows[i], choice)
             # Copies lie before it here; on a machine with a link they would run beside it.
             self.stepper.speeds.note_iteration(time.perf_counter() - begun)
         elif self._may_lack:
             self._await_residuals()
         self.counters.observe_step(plan)
         return self._result(batch, states, verified, cap_lens, logits_output)
+
+    def _expected_s(self, states: list[RequestState], lengths: list[int]) -> dict[int, float]:
+        return {i: self.stepper.cycle_s(states[i]) for i, n in enumerate(lengths) if n > 1}
 
     def _rows(self, plan: StepPlan, batch: Any, states: list[RequestState]) -> dict[int, Row]:
         """Row of every request that takes part in this forward, in batch order."""

@@ -20,6 +20,7 @@ from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.ranks import agree
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_lengths import RoundLengths
+from sglang_kvspec.runtime.sampling import num_finite
 
 
 class VerifyingWorker(StartingWorker):
@@ -99,10 +100,13 @@ class VerifyingWorker(StartingWorker):
     def _likeliest(
         batch: Any, states: list[RequestState], rows: dict[int, Row], logits: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """[num_tokens] int64 on the device, by logits of these rows; none where nobody takes it."""
+        """Return the top-1 token of every row of logits, and the bits of its logit as float64, both
+        [num_tokens] int64 on the device, so that one transfer brings them; nothing where no
+        request takes top-1 tokens."""
         if logits is None or not any(takes_argmax(batch.reqs[i], states[i]) for i in rows):
             return []
-        return [logits.argmax(-1)]
+        largest, tokens = logits.max(-1)
+        return [tokens, largest.double().view(torch.int64)]
 
     def _judge(
         self,
@@ -117,7 +121,10 @@ class VerifyingWorker(StartingWorker):
         verified: list[Verified | None] = [None] * len(states)
         if logits is None:
             return verified
-        targets = likeliest[0].tolist() if likeliest else []
+        targets: list[int] = []
+        if likeliest:
+            targets = likeliest[0].tolist()
+            largest = likeliest[1].view(torch.float64)
         chosen: list[Verified | None] = []
         first = 0
         for i, row in rows.items():
@@ -127,11 +134,13 @@ class VerifyingWorker(StartingWorker):
             first = span.stop
             if takes_argmax(req, state):
                 kept = logits[span] if batch.return_logprob else None
-                chosen.append(Verified(self.chooser.judge(state, targets[span]), kept))
+                num_sound = num_finite(largest[span])
+                tokens = self.chooser.judge(state, targets[span], num_sound)
+                chosen.append(Verified(tokens, kept))
             else:
                 chosen.append(self._verify(req, state, logits[span]))
         agreed = agree(self.ranks, [states[i] for i in rows], chosen)
         for (i, row), choice in zip(rows.items(), agreed, strict=True):
             assert choice is not None
-            verified[i] = self._commit(states[i], row, choice)
+            verified[i] = self._commit(batch.reqs[i], states[i], row, choice)
         return verified

@@ -15,13 +15,13 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_kvspec.adapters import loaded_hits
-from sglang_kvspec.adapters.activation import config_of
+from sglang_kvspec.adapters import loaded_hits, round_times
+from sglang_kvspec.adapters.activation import config_of, staggers
 from sglang_kvspec.adapters.first_tokens import first_tokens
 from sglang_kvspec.adapters.grammar import allowed_by, masks_along
 from sglang_kvspec.adapters.logprobs import fill_logprobs
-from sglang_kvspec.adapters.ranks import device_of, ranks_of
-from sglang_kvspec.adapters.requests import new_state
+from sglang_kvspec.adapters.ranks import device_of, ranks_of, ranks_on_a_machine
+from sglang_kvspec.adapters.requests import fail_without_choice, new_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
 from sglang_kvspec.adapters.spoiled_pages import SpoiledPages
 from sglang_kvspec.adapters.transfer.apart import Apart
@@ -34,7 +34,7 @@ from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefil
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.remote_prefixes import RemoteMetrics
-from sglang_kvspec.runtime.report import build_report
+from sglang_kvspec.runtime.report import build_report, resolved_values
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.stepper import Stepper
@@ -91,6 +91,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         on_device = isinstance(self.kv, DeviceKV)
         keeper = DevicePageKeeper if on_device else PageKeeper
         self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
+        self._pool.keeper = self.pages
         self.spoiled = SpoiledPages(self.kv.residuals, self.ranks, self.counters)
         if self.server_args.disaggregation_mode != "null":
             runner = self._target_worker.model_runner
@@ -162,14 +163,11 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
         self.pages.flush()
-        for req, row in zip(batch.reqs, rows, strict=True):
-            if self.apart is not None and req.inflight_middle_chunks <= 0:
+        for req in batch.reqs if self.apart is not None else ():
+            if req.inflight_middle_chunks <= 0:
                 self.apart.note_prompt(req)
             if req.to_finish is not None:
-                # SGLang says when a request leaves that has decoded, not when one has not.
-                self.pages.retire(row.pages)
-                if self.apart is not None:
-                    self.apart.withhold(req)
+                self.apart.withhold(req)
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
         result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)
@@ -197,6 +195,11 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     def _iterate(self, batch: Any) -> GenerationBatchResult:
         """Draft, verify, or both, for the requests of a decode batch."""
 
+    @abstractmethod
+    def _expected_s(self, states: list[RequestState], lengths: list[int]) -> dict[int, float]:
+        """Return the seconds until requests that emitted lengths[i] > 1 tokens emit the next ones,
+        as far as that is known."""
+
     def _verify(self, req: Any, state: RequestState, logits: torch.Tensor) -> Verified:
         """Judge a request's drafts by its rows of logits. Does not commit."""
         masks = masks_along(req.grammar, state.drafts, logits)
@@ -205,8 +208,13 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             verified = verified._replace(tokens=verified.tokens[: masks.max_tokens])
         return verified
 
-    def _commit(self, state: RequestState, row: Row, verified: Verified) -> Verified:
-        """Take over what a verification emitted."""
+    def _commit(
+        self, req: Any, state: RequestState, row: Row, verified: Verified
+    ) -> Verified | None:
+        """Take over what a verification emitted; None for a request that cannot go on."""
+        if not verified.tokens:
+            fail_without_choice(req)
+            return None
         self.counters.observe_verification(len(state.drafts), len(verified.tokens) - 1)
         before = state.verified_len
         if self.decoding is not None:
@@ -233,6 +241,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         if batch.return_logprob:
             fill_logprobs(logits_output, batch, verified, [s.params for s in states], stride)
         lengths = [0 if entry is None else len(entry.tokens) for entry in verified]
+        if self.config.stream == "paced":
+            for i, seconds in self._expected_s(states, lengths).items():
+                round_times.note(batch.reqs[i], seconds)
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=tokens.flatten(),
@@ -344,10 +355,6 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             assert state.rid == req.rid, "SGLang and KVSpec disagree on the order of requests"
             assert state.committed_len == length, f"{req.rid}: {state.committed_len} != {length}"
 
-    def prepare_for_kv_cache_release(self, req: Any) -> None:
-        """A request finishes: what SGLang now keeps as prefix cache leaves the recent window."""
-        self.pages.retire(self._page_ids(req, req.kv_committed_len))
-
     # Control plane
 
     def kvspec_report(self) -> dict[str, Any]:
@@ -359,7 +366,14 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         prefixes = {} if tiers is None else {"prefix_tiers": tiers.report()}
         if self.apart is not None:
             report["transfer"] = self.apart.report()
+        resolved = resolved_values(
+            self.config,
+            self.kv.plan,
+            schedule="staggered" if staggers(self.config) else "rounds",
+            num_sharing=ranks_on_a_machine(self.server_args),
+        )
         return report | {
+            "resolved": resolved,
             "ranks": self.ranks.size,
             "speeds": self.stepper.speeds.report(),
             "pressure": self.pressure.report(),

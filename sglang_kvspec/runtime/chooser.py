@@ -14,12 +14,14 @@ from sglang_kvspec.runtime.sampling import (
     adjust_logits,
     choose_with_noise,
     distribution,
+    num_sound_rows,
 )
 
 
 class Verified(NamedTuple):
-    """tokens: what is emitted, at least one. logits: [>= len(tokens), vocab] fp32, the target each
-    token was chosen from, for log-probabilities; None where nobody asks for them."""
+    """tokens: what is emitted; none where the first row of logits allows no choice. logits:
+    [>= len(tokens), vocab] fp32, the target each token was chosen from, for log-probabilities;
+    None where no request asks for them."""
 
     tokens: list[int]
     logits: torch.Tensor | None
@@ -29,7 +31,9 @@ class Chooser:
     """One generator for all requests without a seed of their own.
 
     Greedy requests take the most likely token. Seeded ones use noise fixed by seed and position, so
-    that they repeat themselves. All others are verified by rejection sampling.
+    that they repeat themselves. All others are verified by rejection sampling. A row without a
+    finite largest logit (NaN, inf, or every token masked) ends a verification before it; where it
+    is the first, nothing is emitted and the request cannot go on.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -45,6 +49,8 @@ class Chooser:
     ) -> Verified:
         """The token at `position`, from the logits [1, vocab] of a prefill's last token."""
         logits = adjust_logits(logits, params, output, (), mask)
+        if not num_sound_rows(logits, params):
+            return Verified([], logits)
         return Verified([self._choose(logits, params, position)[0]], logits)
 
     def draft(self, state: RequestState, logits: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -52,6 +58,10 @@ class Chooser:
         params = state.params
         output = [*state.output, *state.drafts] if params.depends_on_output else ()
         logits = adjust_logits(logits, params, output, (), mask)
+        if not num_sound_rows(logits, params):
+            # Verification rejects any draft here; the first token's distribution is a valid one.
+            logits = torch.full_like(logits, float("-inf"))
+            logits[:, 0] = 0
         token, probs = self._choose(logits, params, state.next_position + 1)
         state.drafts.append(token)
         if probs is not None:
@@ -63,19 +73,29 @@ class Chooser:
         """Judge the drafts of `state` by target logits [num_drafts + 1, vocab]. Does not commit."""
         params = state.params
         logits = adjust_logits(logits, params, state.output, state.drafts, masks)
+        num_sound = num_sound_rows(logits, params)
+        if not num_sound:
+            return Verified([], logits)
+        sound, drafts = logits[:num_sound], state.drafts[: num_sound - 1]
         if params.is_greedy:
-            return Verified(accept_matching(state.drafts, logits.argmax(-1).tolist()), logits)
-        probs = distribution(logits, params)
+            return Verified(accept_matching(drafts, sound.argmax(-1).tolist()), logits)
+        probs = distribution(sound, params)
         if params.seed is not None:
             targets = choose_with_noise(probs, params.seed, state.committed_len + 1)
-            return Verified(accept_matching(state.drafts, targets), logits)
-        tokens = accept_by_rejection(state.drafts, state.draft_probs, probs, self._generator)
-        return Verified(tokens, logits)
+            return Verified(accept_matching(drafts, targets), logits)
+        draft_probs = state.draft_probs[: num_sound - 1]
+        return Verified(accept_by_rejection(drafts, draft_probs, probs, self._generator), logits)
 
     @staticmethod
-    def judge(state: RequestState, targets: Sequence[int]) -> list[int]:
-        """What a verification emits whose target chose `targets` (num_drafts + 1) outright."""
-        return accept_matching(state.drafts, targets)
+    def judge(state: RequestState, targets: Sequence[int], num_sound: int) -> list[int]:
+        """Tokens of a verification whose target chose `targets` (num_drafts + 1) outright.
+
+        num_sound: rows before the first without a finite largest logit.
+        """
+        assert len(targets) == len(state.drafts) + 1
+        if not num_sound:
+            return []
+        return accept_matching(state.drafts[: num_sound - 1], targets[:num_sound])
 
     def _choose(
         self, logits: torch.Tensor, params: SamplingParams, position: int

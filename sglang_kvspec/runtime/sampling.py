@@ -93,6 +93,22 @@ def _penalise(row: torch.Tensor, params: SamplingParams, seen: Counter[int]) -> 
         row[tokens] = torch.where(values < 0, values * scale, values / scale)
 
 
+def num_sound_rows(logits: torch.Tensor, params: SamplingParams) -> int:
+    """Rows of adjusted logits [n, vocab] before the first from which no token can be chosen.
+
+    The largest logit of such a row is not finite: the row holds NaN or inf, or every token in it is
+    masked. Sampled requests divide by the temperature, which may overflow.
+    """
+    largest = logits.amax(-1)
+    return num_finite(largest if params.is_greedy else largest / params.temperature)
+
+
+def num_finite(largest: torch.Tensor) -> int:
+    """Numbers in `largest` [n] before the first that is not finite."""
+    sound = torch.isfinite(largest).tolist()
+    return len(sound) if all(sound) else sound.index(False)
+
+
 def logprobs_of(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Log-probabilities SGLang reports: after temperature, before top-k, top-p and min-p."""
     return torch.log_softmax(logits / params.temperature, dim=-1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,21 @@ def test_drafts_were_accepted_and_reported(url: str) -> None:
     assert report["verified"] < 100, "two tokens a verification would be no speculation at all"
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_says_what_became_of_drafts(url: str, path: str, n: int) -> None:
+    prompt: dict[str, Any] = {"prompt": LONG_PROMPT}
+    if "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": LONG_PROMPT}]}
+    body = {"model": "m", **prompt, "temperature": 0, "max_tokens": 60, "n": n}
+    whole = post(url, path, body)["usage"]
+    *_, last = events(url, path, {**body, "stream_options": {"include_usage": True}})
+    for usage in (whole, last["usage"]):
+        details = usage["completion_tokens_details"]
+        assert 0 < details["accepted_prediction_tokens"] < usage["completion_tokens"]
+        assert details["rejected_prediction_tokens"] >= 0
+
+
 def test_seeds_repeat_and_differ(url: str, seeded_answers: dict[int, list[int]]) -> None:
     together: dict[int, list[int]] = {}
     threads = [
@@ -83,6 +100,12 @@ def test_abort_ends_a_stream_and_frees_its_pages(url: str) -> None:
     assert report["pools"]["window_pages_used"] == 0
 
 
+def test_an_answer_of_one_token_leaves_nothing_in_the_window(url: str) -> None:
+    for length in (64, 70, 130):
+        generate(url, max_new_tokens=1, request={"text": None, "input_ids": [66] * length})
+    assert report_of(url)["pools"]["window_pages_used"] == 0
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("return_hidden_states", True), ("custom_logit_processor", '{"callable": "00"}')],
@@ -95,11 +118,106 @@ def test_refuses_what_it_cannot_serve(url: str, field: str, value: Any) -> None:
     assert field.split("_")[-1] in reply.text.replace(" ", "_")
 
 
+NOTHING = {"ebnf": "root ::= root", "max_new_tokens": 8}
+GENERATE, DETOKENIZE = "/generate", "/v1/detokenize"
+# Each would end a plain server's scheduler, or be answered with status 500.
+HOSTILE: dict[str, tuple[str, Any, str]] = {
+    "top logprobs beyond the vocabulary": (
+        *(GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 100_000}),
+        "top_logprobs_num",
+    ),
+    **{
+        f"{name} {value!r}": (GENERATE, {"text": "x", "sampling_params": {name: value}}, name)
+        for name, value in (
+            *(("max_new_tokens", 1.5), ("max_new_tokens", "x"), ("top_k", 1.5)),
+            *(("n", 0), ("n", -1), ("n", 100_000), ("n", None)),
+        )
+    },
+    **{
+        f"input_ids {ids}": (GENERATE, {"input_ids": ids}, words)
+        for ids, words in (
+            *(([1, 100_000_000], "input_ids"), ([-1], "input_ids"), ([[1], [2, -5]], "input_ids")),
+            *(([[]], "no tokens"), ([], "input_ids")),
+        )
+    },
+    **{
+        f"empty grammar {kind}": (GENERATE, {"text": "x", "sampling_params": params}, "grammar")
+        for kind, params in (
+            ("greedy", {**NOTHING, "temperature": 0}),
+            ("sampled", {**NOTHING, "temperature": 0.9}),
+            ("seeded", {**NOTHING, "temperature": 0.9, "sampling_seed": 3}),
+            ("biased", {**NOTHING, "temperature": 0, "logit_bias": {"5": 1.0}}),
+        )
+    },
+    "overrides": (
+        *(GENERATE, {"text": "x", "positional_embed_overrides": [1]}),
+        "positional_embed_overrides",
+    ),
+    "completions of no sample": ("/v1/completions", {"model": "m", "prompt": "x", "n": 0}, "n"),
+    "completions of too many": (
+        *("/v1/completions", {"model": "m", "prompt": "x", "n": 100_000}),
+        "n must be at most 384",
+    ),
+    "a chat that is no object": ("/v1/chat/completions", "x", "JSON object"),
+    "tokens below the vocabulary": (DETOKENIZE, {"model": "m", "tokens": [-5]}, "tokens"),
+    "tokens beyond the vocabulary": (DETOKENIZE, {"model": "m", "tokens": [10**8]}, "tokens"),
+}
+
+
+@pytest.fixture(scope="module")
+def valid_answer(url: str) -> dict[str, Any]:
+    return essence(generate(url, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_requests_are_refused(name: str, url: str, valid_answer: dict[str, Any]) -> None:
+    path, body, words = HOSTILE[name]
+    reply = requests.post(f"{url}{path}", json=body, timeout=60)
+    assert reply.status_code == 400, reply.text
+    assert words in reply.text
+    assert essence(generate(url, max_new_tokens=8)) == valid_answer
+
+
+def test_a_request_without_a_choice_ends_alone(url: str, valid_answer: dict[str, Any]) -> None:
+    """A grammar that allows nothing fails beside a stream, which goes on."""
+    body = {"text": LONG_PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 200}}
+    whole = essence(post(url, "/generate", body))
+    chunks, refused = [], None
+    for number, chunk in enumerate(events(url, "/generate", body)):
+        if number == 2:
+            request = {"text": "x", "sampling_params": {**NOTHING, "temperature": 0.9}}
+            refused = requests.post(f"{url}/generate", json=request, timeout=60)
+        chunks.append(chunk)
+    assert refused is not None
+    assert refused.status_code == 400
+    assert essence(chunks[-1]) == whole
+
+
+def test_a_paced_stream_brings_tokens_one_by_one(url: str) -> None:
+    params = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+    body = {"text": LONG_PROMPT, "sampling_params": params}
+    whole = generate(url, max_new_tokens=200, ignore_eos=True)
+    chunks = list(events(url, "/generate", body))
+    assert essence(chunks[-1]) == essence(whole)
+    texts = [chunk["text"] for chunk in chunks]
+    for before, after in pairwise(texts):
+        assert after.startswith(before)
+    sizes = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
+    steps = [after - before for before, after in pairwise([0, *sizes])]
+    assert all(step > 0 for step in steps)
+    # Tokens that the end of a round releases share a chunk, and on a busy machine some others.
+    assert len(steps) > 2 * whole["meta_info"]["kvspec"]["verified"]
+    assert steps.count(1) > len(steps) / 2
+
+
 def test_server_info_and_metrics(url: str) -> None:
     generate(url, max_new_tokens=60, ignore_eos=True)
     report = report_of(url)
     assert report["config"]["codec"] == "uniform4"
-    assert report["pools"]["kv_bytes_allocated"] >= report["pools"]["kv_bytes"]
+    assert report["pools"]["kv_bytes_allocated"] <= report["pools"]["kv_bytes"]
+    assert report["config"]["schedule"] == "auto"
+    assert report["resolved"]["schedule"] == "staggered"
+    assert report["resolved"]["host_bytes"] == report["pools"]["host_bytes"] > 0
     assert report["counters"]["accepted"] > 0
     assert report["anchor_bits_per_element"] <= 4.6
     text = requests.get(f"{url}/metrics", timeout=60).text
@@ -115,13 +233,22 @@ def test_server_info_and_metrics(url: str) -> None:
         "pages",
     ):
         assert f"sglang:kvspec_{name}{{" in text, name
+    assert 'reason="test"' not in text
 
 
 def test_start_line_says_what_fits(servers: ServerSwitch, url: str) -> None:
     log = Path(servers.log_path).read_text()
     (line,) = [line for line in log.splitlines() if "KVSpec:" in line and "tokens fit" in line]
     assert "24576 tokens fit" in line
+    assert "x, limited by" not in line
     assert "codec uniform4" in line
+
+
+def test_hooks_log_one_line(servers: ServerSwitch, url: str) -> None:
+    log = Path(servers.log_path).read_text()
+    (line,) = [line for line in log.splitlines() if "hooks applied" in line]
+    assert re.search(r"KVSpec: \d+ hooks applied to SGLang 0\.5\.17", line)
+    assert "hook(s)" not in log
 
 
 def test_profile_is_written(url: str, tmp_path: Path) -> None:

@@ -144,6 +144,31 @@ def logprobs(url: str) -> Any:
     return {name: meta[name] for name in (*names, "input_token_logprobs", "input_top_logprobs")}
 
 
+def logprobs_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """Everything that an answer says of log-probabilities."""
+    meta = answer["meta_info"]
+    return {**essence(answer), **{key: meta[key] for key in meta if "logprobs" in key}}
+
+
+@case
+def negative_top_logprobs(url: str) -> Any:
+    request = {"return_logprob": True, "top_logprobs_num": -3}
+    return logprobs_of(generate(url, max_new_tokens=20, request=request))
+
+
+@case
+def logprobs_of_no_token(url: str) -> Any:
+    asked = [{"return_logprob": True, **each} for each in ({}, {"top_logprobs_num": 2})]
+    return [logprobs_of(generate(url, PROMPT, max_new_tokens=0, request=r)) for r in asked]
+
+
+@case
+def chosen_logprobs_of_no_token(url: str) -> Any:
+    more = [{"token_ids_logprob": [5, 77]}, {"logprob_start_len": 0}]
+    asked = [{"return_logprob": True, **each} for each in more]
+    return [logprobs_of(generate(url, PROMPT, max_new_tokens=0, request=r)) for r in asked]
+
+
 @case
 def logprobs_with_stop_and_penalty(url: str) -> Any:
     request = {"return_logprob": True, "top_logprobs_num": 2}
@@ -234,6 +259,13 @@ def openai_completion(url: str) -> Any:
     body = {"model": "m", "prompt": LONG_PROMPT, "max_tokens": 60, "temperature": 0, "logprobs": 2}
     choice = post(url, "/v1/completions", body)["choices"][0]
     return {"text": choice["text"], "logprobs": choice["logprobs"]["token_logprobs"]}
+
+
+@case
+def openai_completion_with_negative_logprobs(url: str) -> Any:
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logprobs": -1}
+    choice = post(url, "/v1/completions", body)["choices"][0]
+    return {"text": choice["text"], "logprobs": choice["logprobs"]}
 
 
 @case

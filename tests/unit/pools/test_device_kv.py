@@ -55,6 +55,12 @@ def test_more_pages_than_are_published_at_once(make_device_kv):
     assert found == [(kv.window.slots.slot_of(page), page) for page in pages]
 
 
+@pytest.mark.parametrize("options", [{}, {"store": True, "cache_pages": 3}])
+def test_memory_is_what_the_plan_said(make_device_kv, options):
+    kv = make_device_kv(**options)
+    assert kv.hbm_nbytes == kv.plan.hbm_bytes
+
+
 def test_publishing_nothing_launches_nothing(make_device_kv):
     kv = make_device_kv()
     kv.publish([])

@@ -237,9 +237,10 @@ def test_pages_of_another_dtype_are_refused(make_kv):
         kv.encode(0, torch.tensor([1]), k.float(), v.float())
 
 
-def test_memory_is_what_the_plan_said_plus_the_padding_page(make_kv):
-    kv = make_kv(cache_pages=3)
-    assert kv.hbm_nbytes == kv.plan.hbm_bytes + kv.plan.page_bytes.anchor
+@pytest.mark.parametrize("store", [True, False])
+def test_memory_is_what_the_plan_said(make_kv, store):
+    kv = make_kv(cache_pages=3 if store else None, store=store)
+    assert kv.hbm_nbytes == kv.plan.hbm_bytes
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_judging_an_argmax_request_is_verifying_it(params, output, seed, wrong_a
     targets = logits.argmax(-1).tolist()
     drafts = [(t + (i == wrong_at)) % VOCAB for i, t in enumerate(targets[:3])]
     state, chooser = make_state(params, drafts, [*output, 1]), Chooser(0, torch.device("cpu"))
-    judged = chooser.judge(state, targets)
+    judged = chooser.judge(state, targets, 4)
     assert judged == targets[: min(wrong_at, 3) + 1]
     assert judged == chooser.verify(state, logits, None).tokens
     assert state.drafts == drafts
@@ -59,10 +59,10 @@ def test_judging_an_argmax_request_is_verifying_it(params, output, seed, wrong_a
 
 
 def test_judging_takes_one_target_more_than_there_are_drafts():
-    assert Chooser.judge(make_state(GREEDY), [5]) == [5]
+    assert Chooser.judge(make_state(GREEDY), [5], 1) == [5]
     for drafts in ([1, 2], [1, 2, 3, 4]):
         with pytest.raises(AssertionError):
-            Chooser.judge(make_state(GREEDY, drafts), [1, 2, 3, 4])
+            Chooser.judge(make_state(GREEDY, drafts), [1, 2, 3, 4], 4)
 
 
 @given(params=params_of_any_kind)

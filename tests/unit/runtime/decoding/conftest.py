@@ -184,6 +184,7 @@ class Engine:
         num_drafts, before = len(state.drafts), state.committed_len
         emitted = request.take(self.chooser.verify(state, logits, None))
         self.counters.observe_verification(num_drafts, len(emitted) - 1)
+        assert emitted, "output differs in length: the logits allow no choice"
         state.commit(emitted)
         assert not state.drafts, "a verification left drafts behind"
         assert state.committed_len == len(request.prompt) + len(state.output) - 1

@@ -1,0 +1,19 @@
+"""release_kv_cache: pages that stay as a cached prefix leave the recent window.
+
+SGLang 0.5.17 tells a worker of requests that end while they decode, not of those that end with
+their prefill. Remove when workers hear of every request that leaves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TARGET = "sglang.srt.mem_cache.common.release_kv_cache"
+KIND = "before"
+SCOPE = "kvspec"
+
+
+def hook(req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+    if is_insert and req.req_pool_idx is not None:
+        pool = tree_cache.token_to_kv_pool_allocator.get_kvcache()
+        pool.retire(req, tree_cache.req_to_token_pool)
