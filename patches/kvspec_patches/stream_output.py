@@ -1,7 +1,8 @@
-"""SchedulerOutputStreamer.stream_output: sends nothing for a request that emitted nothing.
+"""SchedulerOutputStreamer.stream_output: sends nothing for a request that emitted nothing; with
+--kvspec-stream paced, sends each token of a stream in a message of its own.
 
 SGLang 0.5.17 decides by output length alone and would send an empty chunk every draft iteration.
-Remove when it skips requests without new tokens.
+Remove when it skips requests without new tokens, and can send the tokens of a run one by one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,16 @@ SCOPE = "kvspec"
 def hook(
     original: Callable[..., Any], self: Any, reqs: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    if not self.spec_algorithm.is_none():
-        reqs = [r for r in reqs if r.finished() or len(r.output_ids) != r.send_token_offset]
-    return original(self, reqs, *args, **kwargs)
+    from sglang_kvspec.adapters.activation import config_of
+    from sglang_kvspec.adapters.streaming import stream_by_token
+
+    if self.spec_algorithm.is_none():
+        return original(self, reqs, *args, **kwargs)
+    reqs = [r for r in reqs if r.finished() or len(r.output_ids) != r.send_token_offset]
+    config = config_of(self.server_args)
+    if config is None or config.stream == "burst":
+        return original(self, reqs, *args, **kwargs)
+    stream_by_token(
+        lambda some: original(self, some, *args, **kwargs), reqs, self.server_args.stream_interval
+    )
+    return None

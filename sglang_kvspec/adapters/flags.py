@@ -29,7 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "kvspec", "serve on a 4-bit KV cache and return exactly what full precision returns"
     )
-    group.add_argument("--kvspec", action="store_true", help="turn KVSpec on")
+    group.add_argument(
+        "--kvspec", nargs="?", const=True, metavar="true|false", help="turn KVSpec on"
+    )
     group.add_argument(
         "--kvspec-target",
         metavar="{exact,int8}",
@@ -70,6 +72,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="{auto,staggered,rounds}",
         help="verifications take turns (staggered), or all requests draft, then all verify "
         "(rounds); auto: staggered on a CPU, rounds on a GPU (default: auto)",
+    )
+    group.add_argument(
+        "--kvspec-stream",
+        metavar="{paced,burst}",
+        help="tokens of a round reach a stream one by one over the time of the next round (paced), "
+        f"or all at once (burst) (default: {default.stream})",
     )
     group.add_argument(
         "--kvspec-prefix-host-gb",
@@ -171,9 +179,7 @@ def parse_config(values: dict[str, Any]) -> KVSpecConfig | None:
     Strings are converted, as flags and YAML files give them. Raises ConfigError.
     """
     values = dict(values)
-    on = values.pop("kvspec", False)
-    if not isinstance(on, bool):
-        raise ConfigError(f"--kvspec is a switch, got the value {on!r}")
+    on = _switch(values.pop("kvspec", False))
     options = {name.removeprefix(PREFIX): value for name, value in values.items()}
     options = {name: value for name, value in options.items() if value is not None}
     if not on:
@@ -182,6 +188,18 @@ def parse_config(values: dict[str, Any]) -> KVSpecConfig | None:
             raise ConfigError(f"{flag} has no effect without --kvspec")
         return None
     return KVSpecConfig.from_dict({name: _convert(name, v) for name, v in options.items()})
+
+
+def _switch(value: Any) -> bool:
+    # A quoted word in a YAML file comes as a string.
+    words = {"true": True, "false": False}
+    on = words.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(on, bool):
+        raise ConfigError(
+            f"--kvspec must stand alone or with true or false, got {value!r}: write --kvspec, or "
+            "`kvspec: true` in a --config file"
+        )
+    return on
 
 
 _NUMBERS: dict[str, type[int] | type[float]] = {

@@ -10,6 +10,7 @@ from sglang_kvspec.core.errors import ConfigError
 Target = Literal["exact", "int8"]
 CodecName = Literal["log4", "uniform4"]
 Schedule = Literal["auto", "staggered", "rounds"]
+Stream = Literal["paced", "burst"]
 Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
 
 MAX_DRAFT_LEN = 64
@@ -42,6 +43,8 @@ class KVSpecConfig:
     recent_pages: full pages of the newest tokens kept in full precision, besides the partial page.
     schedule: whether verifications take turns, so that residual traffic hides behind drafting, or
     all requests draft and then all verify; auto is the first on a CPU and the second on a GPU.
+    stream: how the tokens of a round reach a stream: one by one over the time of the next round, or
+    all at once.
     prefix_host_gb: GiB of host memory for prefixes that the KV cache had no more room for, of all
     ranks on a machine.
     prefix_hbm_fraction: share in [0, 0.9] of the KV memory budget that keeps the anchors of such
@@ -66,6 +69,7 @@ class KVSpecConfig:
     host_gb: float | None = None
     residual_hbm_fraction: float = 0.25
     schedule: Schedule = "auto"
+    stream: Stream = "paced"
     prefix_host_gb: float = 0
     prefix_hbm_fraction: float = 0
     prefix_dir: str | None = None
@@ -83,6 +87,7 @@ class KVSpecConfig:
         _check_choice("--kvspec-target", self.target, get_args(Target))
         _check_choice("--kvspec-codec", self.codec, get_args(CodecName))
         _check_choice("--kvspec-schedule", self.schedule, get_args(Schedule))
+        _check_choice("--kvspec-stream", self.stream, get_args(Stream))
         if self.draft_len != AUTO_DRAFT_LEN and not (
             type(self.draft_len) is int and 0 <= self.draft_len <= MAX_DRAFT_LEN
         ):

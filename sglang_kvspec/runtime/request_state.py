@@ -19,6 +19,8 @@ class RequestState:
     output: every token the user was or will be sent, pending included. draft_probs: for sampled
     requests, the distribution [vocab] each draft was drawn from. remaining: tokens the request may
     still emit. priority: a higher one verifies first where verifications compete.
+    is_streamed: a client reads tokens as they come. last_emitted: tokens that its last
+    verification, or its prefill, emitted.
     has_waited: it drafts since it could not verify, and shall verify as soon as it can.
     tail: of a request that started on anchors, the last tokens before `pending` until its first
     verification: they are known, as all of the prompt, but have no verified KV before it. The first
@@ -36,6 +38,8 @@ class RequestState:
     drafts: list[int] = field(default_factory=list)
     draft_probs: list[torch.Tensor] = field(default_factory=list)
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+    is_streamed: bool = False
+    last_emitted: int = 1
     has_waited: bool = False
     tail: list[int] = field(default_factory=list)
     timeline: Timeline | None = None
@@ -74,6 +78,7 @@ class RequestState:
         self.acceptance.observe(len(self.drafts), len(emitted) - 1)
         self.committed_len += len(emitted)
         self.pending = emitted[-1]
+        self.last_emitted = len(emitted)
         self.output.extend(emitted)
         self.remaining -= len(emitted)
         self.has_waited = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 import torch
 
@@ -18,6 +19,9 @@ from sglang_kvspec.runtime.speeds import Speeds
 # What the planner is told the link moves stays while estimates differ by a smaller share: with
 # every change places may be lost.
 LINK_HYSTERESIS = 1 / 8
+# Where streams are paced, a streamed request takes at most so many iterations to draft and verify
+# for each token that it emitted last, so that those fill the time evenly.
+ITERATIONS_A_TOKEN = 1.3
 
 
 class Stepper:
@@ -71,11 +75,24 @@ class Stepper:
         plan = self._kv.plan
         return plan.host_pages > 0 and plan.cache_pages > 0
 
-    def _view(self, state: RequestState, pages: torch.Tensor) -> RequestView:
+    def cycle_s(self, state: RequestState) -> float:
+        """Return the seconds that a request, whose drafts were just verified, is expected to draft
+        and verify again."""
+        best_len, _ = self._lengths_of(state)
+        return (best_len + 1) * self.speeds.iteration_s
+
+    def _lengths_of(self, state: RequestState) -> tuple[int, int]:
+        """Best and largest number of drafts before the next verification."""
         cap_len = state.cap_len(self._config.max_draft_len)
         best_len = cap_len
         if self._config.draft_len == AUTO_DRAFT_LEN and cap_len:
             best_len = best_draft_len(state.acceptance.probability, cap_len, self._cost)
+            if state.is_streamed and self._config.stream == "paced":
+                best_len = min(best_len, ceil(ITERATIONS_A_TOKEN * state.last_emitted) - 1)
+        return best_len, cap_len
+
+    def _view(self, state: RequestState, pages: torch.Tensor) -> RequestView:
+        best_len, cap_len = self._lengths_of(state)
         missing: list[int] = []
         resident: list[int] = []
         arriving: list[int] = []

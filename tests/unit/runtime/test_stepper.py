@@ -53,8 +53,24 @@ def test_a_poor_drafter_verifies_sooner(make_kv):
         good.acceptance.observe(8, 8)
         poor.acceptance.observe(8, 0)
     for state in (good, poor):
-        until_verified(Stepper(KVSpecConfig(), make_kv()), state, pages())
+        until_verified(Stepper(KVSpecConfig(stream="burst"), make_kv()), state, pages())
     assert len(poor.drafts) < len(good.drafts)
+
+
+@pytest.mark.parametrize(("last_emitted", "longest"), [(1, 1), (2, 2), (4, 5), (8, 10), (20, 25)])
+def test_paced_tokens_fill_the_time_until_the_next_verification(make_kv, last_emitted, longest):
+    paced, burst = request_state(), request_state()
+    for stream, state in (("paced", paced), ("burst", burst)):
+        state.is_streamed, state.last_emitted = True, last_emitted
+        for _ in range(20):
+            state.acceptance.observe(30, 30)
+        until_verified(Stepper(KVSpecConfig(stream=stream), make_kv()), state, pages())
+    assert len(paced.drafts) == longest < len(burst.drafts)
+
+
+def test_a_cycle_is_expected_to_take_its_drafts_and_the_verification(make_kv):
+    stepper, state = Stepper(KVSpecConfig(draft_len=5), make_kv()), request_state()
+    assert stepper.cycle_s(state) == pytest.approx(6 * stepper.speeds.iteration_s)
 
 
 def test_missing_pages_are_fetched_before_the_verification(encoded):

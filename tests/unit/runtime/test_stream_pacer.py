@@ -1,0 +1,269 @@
+"""StreamPacer: which token leaves when, by a clock that the tests set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_kvspec.runtime.stream_pacer import RATIOS, WEIGHT, StreamPacer
+
+
+class Reader:
+    """Sends rounds to a pacer, reads what is due, and notes when each token arrived."""
+
+    def __init__(self):
+        self.pacer = StreamPacer()
+        self.arrivals = []
+
+    def note(self, items, now):
+        self.arrivals += [(item, now) for item in items]
+
+    def round(self, key, items, now, *, ends=False):
+        """Send the tokens of a round at once, as a verification emits them."""
+        for i, item in enumerate(items):
+            following = len(items) - 1 - i
+            is_last = ends and not following
+            ready = self.pacer.receive(key, item, following=following, is_last=is_last, now=now)
+            self.note(ready, now)
+
+    def read_until(self, end):
+        """Hand on what is due, as a timer does, up to this time."""
+        while (due := self.pacer.next_due()) is not None and due <= end:
+            self.note(self.pacer.take_due(due), due)
+
+    def times(self):
+        return dict(self.arrivals)
+
+    def items(self):
+        return [item for item, _ in self.arrivals]
+
+
+@pytest.fixture
+def reader():
+    return Reader()
+
+
+def settled(reader, key="s", period=1.0, rounds=40):
+    """Send rounds of one token, until the pacer knows the period; return the time of the next."""
+    for i in range(rounds):
+        reader.round(key, [f"{key}-{i}"], i * period)
+    reader.arrivals.clear()
+    return rounds * period
+
+
+def test_the_first_round_of_a_stream_is_not_held(reader):
+    reader.round("s", "abc", 5.0)
+    assert reader.arrivals == [("a", 5.0), ("b", 5.0), ("c", 5.0)]
+    assert reader.pacer.next_due() is None
+
+
+def test_the_first_token_of_a_round_leaves_at_once(reader):
+    now = settled(reader)
+    reader.round("s", "abcd", now)
+    assert reader.arrivals == [("a", now)]
+
+
+def test_tokens_of_a_round_are_spread_over_the_expected_time(reader):
+    now = settled(reader)
+    reader.round("s", "abcd", now)
+    reader.read_until(now + 1)
+    offsets = [at - now for _, at in reader.arrivals]
+    assert reader.items() == list("abcd")
+    assert offsets == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.01)
+
+
+@pytest.mark.parametrize("period", [0.02, 4.0])
+def test_spacing_adapts_to_another_round_time(reader, period):
+    now = settled(reader)
+    for _ in range(60):
+        reader.round("s", ["x"], now)
+        now += period
+    reader.arrivals.clear()
+    reader.round("s", "ab", now)
+    reader.read_until(now + 10)
+    assert reader.times()["b"] - now == pytest.approx(period / 2, rel=0.05)
+
+
+def test_a_slower_round_lets_the_next_one_be_expected_slower(reader):
+    now = settled(reader)
+    reader.round("s", ["x"], now)
+    reader.round("s", "ab", now + 1.3)
+    reader.read_until(now + 10)
+    # The mean ratio and its mean deviation have both learned of the 0.3.
+    learned = 1 + 2 * WEIGHT * 0.3
+    assert reader.times()["b"] - (now + 1.3) == pytest.approx(1.3 * learned / 2, rel=0.01)
+
+
+def test_what_is_learned_of_one_round_is_bounded(reader):
+    now = settled(reader)
+    reader.round("s", ["x"], now)
+    reader.round("s", "ab", now + 50)
+    reader.read_until(now + 1000)
+    learned = 1 + 2 * WEIGHT * (RATIOS[1] - 1)
+    assert reader.times()["b"] - (now + 50) == pytest.approx(50 * learned / 2, rel=0.01)
+
+
+def test_a_given_time_counts_more_than_what_rounds_took(reader):
+    now = settled(reader)
+    for i, item in enumerate("abcd"):
+        ready = reader.pacer.receive(
+            "s", item, following=3 - i, is_last=False, now=now, expected_s=4.0
+        )
+        reader.note(ready, now)
+    reader.read_until(now + 10)
+    offsets = [at - now for _, at in reader.arrivals]
+    assert offsets == pytest.approx([0, 1, 2, 3], abs=0.05)
+
+
+def test_a_quick_round_among_slow_ones_does_not_hurry_the_next(reader):
+    """An expectation that is too short would let the stream run dry."""
+    now = settled(reader)
+    reader.round("s", ["x"], now)
+    reader.round("s", "ab", now + 0.1)
+    reader.read_until(now + 10)
+    assert reader.times()["b"] - (now + 0.1) > 0.35
+
+
+def test_a_round_releases_what_the_round_before_left(reader):
+    now = settled(reader)
+    reader.round("s", "abcd", now)
+    reader.round("s", "ef", now + 0.3)
+    assert reader.arrivals == [("a", now), *[(item, now + 0.3) for item in "bcde"]]
+
+
+def test_the_end_of_an_answer_holds_nothing(reader):
+    now = settled(reader)
+    reader.round("s", "abcd", now)
+    reader.round("s", "efg", now + 0.1, ends=True)
+    assert reader.items() == list("abcdefg")
+    assert reader.times()["g"] == now + 0.1
+    assert reader.pacer.num_streams == 0
+    assert reader.pacer.next_due() is None
+
+
+def test_a_stream_of_one_token_is_forgotten(reader):
+    reader.round("s", "a", 0.0, ends=True)
+    assert reader.items() == ["a"]
+    assert reader.pacer.num_streams == 0
+
+
+def test_a_token_that_comes_after_its_time_is_not_held(reader):
+    now = settled(reader)
+    reader.note(reader.pacer.receive("s", "a", following=2, is_last=False, now=now), now)
+    late = now + 0.9
+    reader.note(reader.pacer.receive("s", "b", following=1, is_last=False, now=late), late)
+    assert reader.times()["b"] == late
+
+
+def test_a_late_token_waits_for_the_tokens_before_it(reader):
+    now = settled(reader)
+    reader.note(reader.pacer.receive("s", "a", following=2, is_last=False, now=now), now)
+    reader.note(reader.pacer.receive("s", "b", following=1, is_last=False, now=now), now)
+    late = now + 0.9
+    reader.note(reader.pacer.receive("s", "c", following=0, is_last=False, now=late), late)
+    reader.note(reader.pacer.take_due(late), late)
+    assert reader.items() == list("abc")
+
+
+def test_a_dropped_stream_gives_no_token_and_no_due_time(reader):
+    now = settled(reader)
+    reader.round("s", "abcd", now)
+    reader.pacer.drop("s")
+    assert reader.pacer.num_streams == 0
+    assert reader.pacer.next_due() is None
+    assert reader.pacer.take_due(now + 100) == []
+    reader.pacer.drop("s")
+
+
+def test_streams_do_not_hold_each_other(reader):
+    slow = settled(reader, "slow", period=1.0)
+    quick = settled(reader, "quick", period=0.1, rounds=400)
+    assert slow == quick
+    reader.round("slow", ["s1", "s2"], slow)
+    reader.round("quick", ["q1", "q2"], slow)
+    assert reader.items() == ["s1", "q1"]
+    reader.read_until(slow + 0.2)
+    assert reader.items() == ["s1", "q1", "q2"]
+    reader.pacer.drop("quick")
+    reader.read_until(slow + 1)
+    assert reader.items() == ["s1", "q1", "q2", "s2"]
+
+
+def test_many_streams_are_read_in_the_order_of_their_times(reader):
+    for i in range(100):
+        settled(reader, f"{i}", period=1 + i / 100, rounds=30)
+    for i in range(100):
+        reader.round(f"{i}", [f"a{i}", f"b{i}"], 100.0)
+    assert len(reader.arrivals) == 100
+    reader.read_until(1000.0)
+    assert sorted(reader.items()) == sorted(f"{name}{i}" for name in "ab" for i in range(100))
+    times = [at for _, at in reader.arrivals]
+    assert times == sorted(times)
+
+
+@dataclass(frozen=True)
+class Round:
+    stream: int
+    num_tokens: int
+    gap_s: float
+    token_gap_s: float
+    ends: bool
+
+
+rounds_of_streams = st.lists(
+    st.builds(
+        Round,
+        stream=st.integers(0, 2),
+        num_tokens=st.integers(1, 6),
+        gap_s=st.sampled_from([0.0, 0.001, 0.1, 0.5, 3.0]),
+        token_gap_s=st.sampled_from([0.0, 0.0, 0.001, 0.2]),
+        ends=st.booleans(),
+    ),
+    max_size=25,
+)
+
+
+@given(rounds=rounds_of_streams, reads=st.booleans())
+def test_every_token_leaves_once_in_order_and_before_the_next_round(rounds, reads):
+    """reads: the timer runs between rounds; without it, rounds and ends alone release tokens."""
+    reader, now, number = Reader(), 0.0, 0
+    sent, due_by, last = {}, {}, []
+    for each in rounds:
+        now += each.gap_s
+        open_items = [item for item in sent if item[0] == each.stream and item not in due_by]
+        for i in range(each.num_tokens):
+            now += each.token_gap_s if i else 0.0
+            if reads:
+                reader.read_until(now)
+            item, number = (each.stream, number), number + 1
+            following = each.num_tokens - 1 - i
+            is_last = each.ends and not following
+            sent[item] = now
+            if not i:
+                # Whatever earlier rounds left is handed on with the first token of this one.
+                due_by |= dict.fromkeys([*open_items, item], now)
+            if is_last:
+                last.append(item)
+                mine = [item for item in sent if item[0] == each.stream]
+                due_by |= {item: now for item in mine if item not in due_by}
+            reader.note(
+                reader.pacer.receive(
+                    each.stream, item, following=following, is_last=is_last, now=now
+                ),
+                now,
+            )
+    reader.read_until(float("inf"))
+    assert sorted(reader.items()) == sorted(sent)
+    for stream in range(3):
+        mine = [item for item in reader.items() if item[0] == stream]
+        assert mine == sorted(mine)
+    for item, at in reader.arrivals:
+        assert sent[item] <= at <= due_by.get(item, float("inf"))
+    for item in last:
+        assert reader.times()[item] == sent[item]
+    assert reader.pacer.next_due() is None
+    ended = {each.stream: each.ends for each in rounds}
+    assert reader.pacer.num_streams == sum(not ends for ends in ended.values())
