@@ -103,6 +103,12 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
+    """Return the model's config.json. Raises ConfigError for a path that is not on this machine."""
+    if not path.exists():
+        raise ConfigError(
+            f"--model {path} cannot be read: No such file or directory (allowed: a local "
+            "config.json or the folder it lies in; download the config of a model on a hub first)"
+        )
     return read_json(path / "config.json" if path.is_dir() else path, "--model")
 
 
@@ -191,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     planning = commands.add_parser("plan", help="what to expect of a model on a GPU")
     add = planning.add_argument
-    add("--model", type=Path, required=True, help="config.json, or the folder it lies in")
+    add("--model", type=Path, required=True, help="local config.json, or its folder")
     add("--gpu", default="H200", help=f"one of {', '.join(DEVICES)} (default: %(default)s)")
     add("--context", type=int, default=32768, help="tokens of each request (default: %(default)s)")
     defaults = KVSpecConfig()

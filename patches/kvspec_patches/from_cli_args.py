@@ -7,10 +7,10 @@ SGLang 0.5.17. Remove when SGLang lets plugins declare flags.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from sglang_kvspec.adapters.early_refusal import exit_with
 from sglang_kvspec.adapters.flags import flag_values, pending_flags
 from sglang_kvspec.core.errors import KVSpecError
 
@@ -24,7 +24,6 @@ def hook(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> A
     try:
         return original(cls, args)
     except KVSpecError as error:
-        print(f"sglang-kvspec: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        exit_with(error)
     finally:
         pending_flags.reset(token)

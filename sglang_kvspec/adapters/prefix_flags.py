@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 PREFIX_CACHE = "kvspec"
 
 
+def check_plain_prefix_cache(kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError for a server without --kvspec that asks for KVSpec's prefix cache."""
+    if kwargs.get("radix_cache_backend") == PREFIX_CACHE:
+        raise ConfigError(
+            f"--radix-cache-backend {PREFIX_CACHE} needs --kvspec: add --kvspec, or leave "
+            "--radix-cache-backend unset"
+        )
+
+
 def check_prefix_tiers(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     """Raise ConfigError or UnsupportedError for what the tiers of the prefix cache cannot be
     combined with, or cannot use."""
@@ -25,7 +34,6 @@ def check_prefix_tiers(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         flag = "--kvspec-prefix-dir" if config.prefix_dir else "--kvspec-prefix-host-gb"
     for name, fine in (
         ("disable_radix_cache", (None, False)),
-        ("radix_cache_backend", (None, PREFIX_CACHE)),
         # Replicas would each take all of what their ranks are to share.
         ("dp_size", (None, 1)),
     ):

@@ -7,7 +7,12 @@ from typing import Any
 
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.flags import PREFIX, parse_config, pending_flags
-from sglang_kvspec.adapters.prefix_flags import PREFIX_CACHE, check_prefix_tiers
+from sglang_kvspec.adapters.prefix_flags import (
+    PREFIX_CACHE,
+    check_plain_prefix_cache,
+    check_prefix_tiers,
+)
+from sglang_kvspec.adapters.size_flags import check_sizes
 from sglang_kvspec.adapters.transfer_flags import check_plain_transfer, check_transfer_flags
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
@@ -45,6 +50,15 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "is_embedding": (False, "KVSpec serves generation"),
     "rl_on_policy_target": (None, "KVSpec does not repeat a trainer's kernels"),
     "dllm_algorithm": (None, "KVSpec verifies one token after the other"),
+    "speculative_num_draft_tokens": (None, "--kvspec-draft-len is the number of drafts"),
+    "speculative_num_steps": (None, "--kvspec-draft-len is the number of drafts"),
+    "speculative_eagle_topk": (None, "KVSpec drafts one sequence, no tree"),
+    "tokenizer_worker_num": (1, "SGLang's further HTTP workers load no plugins"),
+    "detokenizer_worker_num": (1, "further detokenizers need further tokenizer workers"),
+    "grpc_mode": (False, "its requests reach the scheduler without KVSpec's checks"),
+    "smg_grpc_mode": (False, "its requests reach the scheduler without KVSpec's checks"),
+    "use_ray": (False, "SGLang's Ray actors load no plugins"),
+    "encoder_only": (False, "KVSpec serves generation"),
 }
 _GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
@@ -63,6 +77,7 @@ def build_server_args(
         if str(kwargs.get("speculative_algorithm")).upper() == activation.ALGORITHM_NAME:
             raise ConfigError("--speculative-algorithm KVSPEC is set by --kvspec, use that flag")
         check_plain_transfer(kwargs)
+        check_plain_prefix_cache(kwargs)
         activation.switch_off()
         original(target, *args, **kwargs)
         return
@@ -97,7 +112,7 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for SGLang options KVSpec cannot honour: flag, value and reason."""
     for name, (fine, reason) in _REFUSED.items():
         value = kwargs.get(name, fine)
-        if value != fine and value not in (None, False):
+        if value != fine and value is not None and value is not False:
             raise ConfigError(
                 f"{_flag(name)} {value} cannot be combined with --kvspec (allowed: "
                 f"{'leave it unset' if fine in (None, False) else fine}): {reason}"
@@ -109,6 +124,8 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         ("decode_attention_backend", (None,)),
         ("speculative_draft_model_path", (None,)),
         ("grammar_backend", _GRAMMAR_BACKENDS),
+        # A cache of another plugin would move pages that only KVSpec's pool can read.
+        ("radix_cache_backend", (None, PREFIX_CACHE)),
     ):
         value = kwargs.get(name)
         if value not in allowed:
@@ -116,13 +133,28 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{_flag(name)} {value} cannot be combined with --kvspec (allowed: {choices})"
             )
+    _check_environment()
     from sglang_kvspec.codecs.registry import check_page_size
 
-    check_page_size(kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
+    page_size = _page_size(kwargs)
+    check_page_size(page_size)
+    check_sizes(config, kwargs, page_size)
     _check_host_budget(config)
     check_transfer_flags(config, kwargs)
     if config.keeps_prefixes:
         check_prefix_tiers(config, kwargs)
+
+
+def _check_environment() -> None:
+    """Raise ConfigError for environment variables that KVSpec cannot honour or understand."""
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            "SGLANG_RUST_SERVER=1 cannot be combined with --kvspec (allowed: leave it unset): its "
+            "requests reach the scheduler without KVSpec's checks"
+        )
+    activation.debug_mode()
 
 
 def check_cpu_flags(kwargs: dict[str, Any]) -> None:
@@ -131,6 +163,11 @@ def check_cpu_flags(kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             "--enable-deterministic-inference needs a GPU with --kvspec (on a CPU leave it unset): "
             "SGLang's batch-invariant kernels are Triton's"
+        )
+    if kwargs.get("quantization") is not None:
+        raise UnsupportedError(
+            f"--quantization {kwargs['quantization']} needs a GPU with --kvspec (on a CPU leave it "
+            "unset): SGLang's kernels for quantised weights are a GPU's"
         )
 
 
@@ -158,7 +195,7 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             "version (allowed: auto, rounds)"
         )
     if kwargs.get("enable_deterministic_inference"):
-        _check_deterministic(config, kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
+        _check_deterministic(config, _page_size(kwargs))
     if config.target == "int8" and kwargs.get("page_size") not in (None, DEFAULT_PAGE_SIZE):
         raise UnsupportedError(
             f"--page-size {kwargs['page_size']} cannot be combined with --kvspec-target int8 on a "
@@ -178,6 +215,11 @@ def _check_deterministic(config: KVSpecConfig, page_size: int) -> None:
             f"--page-size {page_size} cannot be combined with --enable-deterministic-inference "
             "(allowed: powers of two)"
         )
+
+
+def _page_size(kwargs: dict[str, Any]) -> int:
+    asked = kwargs.get("page_size")
+    return DEFAULT_PAGE_SIZE if asked is None else int(asked)
 
 
 def _flag(name: str) -> str:
@@ -210,7 +252,7 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
         "speculative_num_steps": max(config.max_draft_len, 1),
         "speculative_eagle_topk": 1,
         "attention_backend": ATTENTION_BACKEND,
-        "page_size": kwargs.get("page_size") or DEFAULT_PAGE_SIZE,
+        "page_size": _page_size(kwargs),
         "max_running_requests": kwargs.get("max_running_requests") or DEFAULT_MAX_RUNNING_REQUESTS,
         "grammar_backend": kwargs.get("grammar_backend") or "xgrammar",
         "radix_cache_backend": kwargs.get("radix_cache_backend") or prefix_cache,

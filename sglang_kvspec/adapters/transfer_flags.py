@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+from sglang_kvspec.core.errors import ConfigError, TransportError, UnsupportedError
 
 TRANSFER_BACKEND = "kvspec"
 _MODES = ("prefill", "decode")
@@ -52,6 +52,33 @@ def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             "--kvspec-prefix-host-gb, --kvspec-prefix-dir and --kvspec-prefix-server have no "
             "effect on a decode server, which keeps no prefixes: give them to the prefill server"
         )
+    _check_link(config, mode)
+
+
+def _check_link(config: KVSpecConfig, mode: str) -> None:
+    """Read the keys, and listen for a moment where a prefill server would send from."""
+    # Imported late: a plain server loads no transport.
+    from sglang_kvspec.transport.keys import check_address, load_keys
+    from sglang_kvspec.transport.port import ZmqPort
+
+    folder, host = config.transfer_keys, config.transfer_host
+    keys = None if folder is None else load_keys("--kvspec-transfer-keys", folder)
+    if keys is not None and mode == "decode" and len(keys.peers) != 1:
+        raise ConfigError(
+            f"--kvspec-transfer-keys {folder}: peers/*.key must hold one key on a decode server, "
+            f"which all prefill servers share, got {len(keys.peers)}"
+        )
+    address = f"tcp://{host}:0"
+    try:
+        if mode == "prefill":
+            ZmqPort(address, bind=True, keys=keys).close()
+        else:
+            check_address(address, keys, bind=True)
+    except TransportError as error:
+        raise ConfigError(
+            f"--kvspec-transfer-host {host}: {error} (allowed: an address of this machine; off "
+            "loopback --kvspec-transfer-keys is needed)"
+        ) from None
 
 
 def _check_unused(config: KVSpecConfig) -> None:

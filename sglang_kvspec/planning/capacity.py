@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_kvspec.core.errors import ConfigError
+
+# Page 0, to which SGLang writes what it pads batches with: anchors are stored for it, too.
+PADDING_PAGES = 1
+
+# Limits of the number of pages.
+KV_MEMORY, HOST_MEMORY, MAX_TOKENS = "KV memory", "host memory", "--max-total-tokens"
+# The KV memory, where the recent window takes most of it.
+RECENT_WINDOW = "recent window"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +29,8 @@ class CapacityPlan:
     """Pages of each pool. num_pages: what SGLang may allocate (its padding page comes on top).
 
     host_pages is num_pages with a host store (write-through, one slot a page) and 0 without one,
-    when cache_pages is num_pages. binding: what limited num_pages. kept_anchor_pages: whose anchors
-    stay in KV memory once the pages have gone to others.
+    when cache_pages is num_pages. binding: what limited num_pages, of the four above.
+    kept_anchor_pages: whose anchors stay in KV memory once the pages have gone to others.
     """
 
     num_pages: int
@@ -37,10 +45,14 @@ class CapacityPlan:
     def hbm_bytes(self) -> int:
         page = self.page_bytes
         return (
-            (self.num_pages + self.kept_anchor_pages) * page.anchor
-            + self.window_pages * page.plain
+            (self.num_pages + PADDING_PAGES + self.kept_anchor_pages) * page.anchor
+            + self.window_bytes
             + self.cache_pages * page.residual
         )
+
+    @property
+    def window_bytes(self) -> int:
+        return self.window_pages * self.page_bytes.plain
 
     @property
     def host_bytes(self) -> int:
@@ -85,7 +97,8 @@ def split_shared_memory(
 
     Returns (KV bytes, host bytes) such that both hold about the same number of pages.
     """
-    rest = max(budget_bytes - window_pages * page_bytes.plain, 0)
+    fixed_bytes = window_pages * page_bytes.plain + PADDING_PAGES * page_bytes.anchor
+    rest = max(budget_bytes - fixed_bytes, 0)
     kv_page = min(
         page_bytes.anchor / (1 - residual_fraction), page_bytes.anchor + page_bytes.residual
     )
@@ -112,21 +125,22 @@ def plan_capacity(
     whatever its share, or holds all num_pages where these are fewer. Raises ConfigError when not
     one page fits.
     """
-    rest = budget_bytes - window_pages * page_bytes.plain - kept_anchor_pages * page_bytes.anchor
+    rest = budget_bytes - window_pages * page_bytes.plain
+    rest -= (kept_anchor_pages + PADDING_PAGES) * page_bytes.anchor
     limits: dict[str, int] = {}
     all_cached = rest // (page_bytes.anchor + page_bytes.residual)
     if host_bytes == 0:
-        limits["KV memory"] = all_cached
+        limits[KV_MEMORY] = all_cached
     else:
         # A share that could cache more than every page's residual is worth more as anchors.
         anchors = int(rest * (1 - residual_fraction)) // page_bytes.anchor
         beside_cache = (rest - min_cache_pages * page_bytes.residual) // page_bytes.anchor
-        limits["KV memory"] = max(min(anchors, beside_cache), all_cached)
-        limits["host memory"] = (
+        limits[KV_MEMORY] = max(min(anchors, beside_cache), all_cached)
+        limits[HOST_MEMORY] = (
             host_limit_bytes if host_bytes is None else host_bytes
         ) // page_bytes.residual
     if max_pages is not None:
-        limits["--max-total-tokens"] = max_pages
+        limits[MAX_TOKENS] = max_pages
     binding = min(limits, key=lambda name: limits[name])
     num_pages = limits[binding]
     if num_pages < 1:
@@ -139,7 +153,7 @@ def plan_capacity(
         # Whatever anchors leave: more than the share asked for when something else binds.
         left = rest - num_pages * page_bytes.anchor
         cache_pages = min(left // page_bytes.residual, num_pages)
-    return CapacityPlan(
+    plan = CapacityPlan(
         num_pages=num_pages,
         window_pages=window_pages,
         cache_pages=cache_pages,
@@ -148,12 +162,22 @@ def plan_capacity(
         binding=binding,
         kept_anchor_pages=kept_anchor_pages,
     )
+    if binding == KV_MEMORY and _is_mostly_window(plan):
+        return replace(plan, binding=RECENT_WINDOW)
+    return plan
+
+
+def _is_mostly_window(plan: CapacityPlan) -> bool:
+    """Return True where the window takes half of the KV memory, or all that encoding saves."""
+    rest_bytes = plan.hbm_bytes - plan.window_bytes
+    fits_bytes = plan.num_pages * plan.page_bytes.plain
+    return plan.window_bytes >= rest_bytes or rest_bytes <= fits_bytes < plan.hbm_bytes
 
 
 def _too_small(binding: str, budget_bytes: int, window_pages: int, page_bytes: PageBytes) -> str:
-    if binding == "--max-total-tokens":
+    if binding == MAX_TOKENS:
         return "--max-total-tokens must be at least the page size, so that one page fits"
-    if binding == "host memory":
+    if binding == HOST_MEMORY:
         return (
             "--kvspec-host-gb leaves no room for one page of residuals "
             f"({page_bytes.residual} bytes); raise it, or set 0 to keep residuals in KV memory"

@@ -146,6 +146,13 @@ class Forecast:
 
 
 def forecast(deployment: Deployment, context_len: int) -> Forecast:
+    """Raises ConfigError for a context that the model cannot hold."""
+    longest = deployment.model.max_context
+    if context_len > longest:
+        raise ConfigError(
+            f"--context must be at most {longest}, the longest context of the model "
+            f"(max_position_embeddings in its config), got {context_len}"
+        )
     setting = deployment.setting(context_len)
     return Forecast(
         context_len,

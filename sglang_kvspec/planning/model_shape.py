@@ -11,6 +11,7 @@ from sglang_kvspec.core.errors import ConfigError
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Of a model whose config names no longest context.
 MAX_CONTEXT = 2**19
+MAX_ROPE_FACTOR = 1024
 # Feed-forward blocks of two matrices; all others have three (gate, up, down).
 UNGATED_MODELS = frozenset({"opt", "gpt_neox", "phi", "starcoder2", "nemotron"})
 # Keys of a config whose model keeps something other than one K and one V per token and head.
@@ -99,7 +100,7 @@ class ModelShape:
             experts_per_token=feed_forward.experts_per_token,
             weight_bytes_per_param=_weight_bytes(config),
             kv_dtype_bytes=_dtype_bytes(config),
-            max_context=_size(config, "max_position_embeddings", default=MAX_CONTEXT),
+            max_context=_longest_context(config),
         )
 
     def of_rank(self, tp: int) -> ModelShape:
@@ -196,6 +197,20 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if type(value) is not int or value < 1:
         raise ConfigError(f"{key} in the model's config must be a positive integer, got {value!r}")
     return value
+
+
+def _longest_context(config: Mapping[str, Any]) -> int:
+    """Return the most tokens of a context, stretched where the config scales rotary positions."""
+    longest = _size(config, "max_position_embeddings", default=MAX_CONTEXT)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, Mapping):
+        return longest
+    factor = scaling.get("factor")
+    if not isinstance(factor, (int, float)) or not 1 <= factor < MAX_ROPE_FACTOR:
+        return longest
+    # Without the original length, the factor is that of max_position_embeddings.
+    trained = _size(scaling, "original_max_position_embeddings", default=longest)
+    return max(longest, int(trained * factor))
 
 
 def _dtype_bytes(config: Mapping[str, Any]) -> int:

@@ -15,6 +15,10 @@ from sglang_kvspec.core.errors import ConfigError, TransportError
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _KEY_CHARS = 40
+_ALLOWED_FOLDER = (
+    "allowed: a folder with certificates own.key_secret and peers/*.key, as "
+    "zmq.auth.create_certificates writes them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,10 @@ class CurveKeys:
                 raise TransportError(
                     f"a CURVE key is Z85 text of {_KEY_CHARS} characters, got {len(key)}"
                 )
+            try:
+                z85.decode(key)
+            except (KeyError, ValueError):
+                raise TransportError("a CURVE key is Z85 text, got other characters") from None
         if not self.peers:
             raise TransportError("CURVE needs the public key of at least one peer")
 
@@ -58,11 +66,14 @@ def load_keys(flag: str, folder: str) -> CurveKeys:
             zmq.auth.load_certificate(path)[0] for path in sorted(own.parent.glob("peers/*.key"))
         ]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {folder}: {error}") from None
+        raise ConfigError(f"{flag} {folder}: {error} ({_ALLOWED_FOLDER})") from None
     if secret is None or not peers:
         lacking = f"no secret key in {own.name}" if secret is None else "no peers/*.key"
-        raise ConfigError(f"{flag} {folder}: {lacking}")
-    return CurveKeys(public, secret, frozenset(peers))
+        raise ConfigError(f"{flag} {folder}: {lacking} ({_ALLOWED_FOLDER})")
+    try:
+        return CurveKeys(public, secret, frozenset(peers))
+    except TransportError as error:
+        raise ConfigError(f"{flag} {folder}: {error} ({_ALLOWED_FOLDER})") from None
 
 
 def check_address(address: str, keys: CurveKeys | None, *, bind: bool) -> None:

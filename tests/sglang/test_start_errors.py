@@ -14,10 +14,12 @@ import pytest
 from harness.models import DEMO_MODEL
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
+from zmq.auth import create_certificates
 
 from sglang_kvspec.adapters import activation
+from sglang_kvspec.adapters.early_refusal import check_arguments
 from sglang_kvspec.adapters.model_check import check_model, model_config_of
-from sglang_kvspec.adapters.server_args import _implied, check_gpu_flags
+from sglang_kvspec.adapters.server_args import _implied, check_flags, check_gpu_flags
 from sglang_kvspec.core.config import KVSpecConfig, Transfer
 from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, UnsupportedError
 
@@ -26,6 +28,8 @@ BASE = ("--model-path", str(DEMO_MODEL), "--device", "cpu")
 DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend kvspec"
 
 PREFIX_SERVER = "--kvspec-prefix-server tcp://127.0.0.1:5"
+
+PREFILL_FLAGS = DECODE.replace("decode", "prefill")
 
 DETERMINISTIC = {"enable_deterministic_inference": True}
 PREFILL = {
@@ -50,6 +54,24 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     (line,) = [line for line in text.splitlines() if line.startswith("sglang-kvspec: error:")]
     assert "Traceback" not in text
     return line
+
+
+def early_refusal_of(*arguments: str) -> str | None:
+    """The line that the same command line is refused with while SGLang is being imported."""
+    try:
+        check_arguments(arguments)
+    except ConfigError as error:
+        return f"sglang-kvspec: error: {error}"
+    return None
+
+
+def certificates(folder: Path, *peers: str) -> str:
+    """A folder of keys as --kvspec-transfer-keys takes it."""
+    (folder / "peers").mkdir()
+    create_certificates(folder, "own")
+    for peer in peers:
+        create_certificates(folder / "peers", peer)
+    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +109,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
             ["--nnodes 2", "--disaggregation-mode decode", "allowed: 1"],
         ),
         (
-            f"{DECODE.replace('decode', 'prefill')} --dp-size 2",
+            f"{PREFILL_FLAGS} --dp-size 2",
             ["--dp-size 2", "--disaggregation-mode prefill", "allowed: 1"],
         ),
         (
@@ -124,7 +146,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ),
         (
             "--kvspec-prefix-host-gb 1 --radix-cache-backend lmcache",
-            ["--radix-cache-backend lmcache", "--kvspec-prefix-host-gb", "allowed: kvspec"],
+            ["--radix-cache-backend lmcache", "--kvspec", "allowed: kvspec"],
         ),
         ("--kvspec-prefix-server 127.0.0.1:5", ["--kvspec-prefix-server", "tcp://host:port"]),
         ("--kvspec-prefix-server tcp://127.0.0.1", ["--kvspec-prefix-server", "tcp://host:port"]),
@@ -150,12 +172,172 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--enable-streaming-session", ["--enable-streaming-session", "partial pages"]),
         ("--enable-deterministic-inference", ["--enable-deterministic-inference", "needs a GPU"]),
         ("--rl-on-policy-target fsdp", ["--rl-on-policy-target", "fsdp", "leave it unset"]),
+        ("--radix-cache-backend lmcache", ["--radix-cache-backend lmcache", "allowed: kvspec"]),
+        ("--max-running-requests 0", ["--max-running-requests 0", "allowed: 1 or more"]),
+        ("--max-running-requests -1", ["--max-running-requests -1", "allowed: 1 or more"]),
+        ("--chunked-prefill-size 1", ["--chunked-prefill-size 1", "multiples of the page size 64"]),
+        (
+            "--chunked-prefill-size 64 --page-size 128",
+            ["--chunked-prefill-size 64", "multiples of the page size 128"],
+        ),
+        ("--max-total-tokens 1", ["--max-total-tokens 1", "allowed: 128 or more", "whole pages"]),
+        ("--max-total-tokens 127", ["--max-total-tokens 127", "allowed: 128 or more"]),
+        (
+            "--max-total-tokens 63 --kvspec-draft-len 0",
+            ["--max-total-tokens 63", "allowed: 64 or more"],
+        ),
+        ("--max-queued-requests 0", ["--max-queued-requests 0", "allowed: 1 or more"]),
+        ("--prefill-max-requests 0", ["--prefill-max-requests 0", "allowed: 1 or more"]),
+        ("--detokenizer-worker-num 2", ["--detokenizer-worker-num 2", "allowed: 1"]),
+        ("--quantization fp8", ["--quantization fp8", "needs a GPU", "leave it unset"]),
+        ("--context-length 1", ["--context-length 1", "allowed: 2 or more"]),
+        ("--page-size 0", ["--page-size", "0", "multiple of 32"]),
+        ("--tokenizer-worker-num 2", ["--tokenizer-worker-num 2", "allowed: 1", "no plugins"]),
+        ("--grpc-mode", ["--grpc-mode", "leave it unset"]),
+        ("--smg-grpc-mode", ["--smg-grpc-mode", "leave it unset"]),
+        (
+            "--speculative-num-draft-tokens 5",
+            ["--speculative-num-draft-tokens 5", "leave it unset", "--kvspec-draft-len"],
+        ),
+        ("--speculative-num-steps 5", ["--speculative-num-steps 5", "--kvspec-draft-len"]),
+        ("--speculative-eagle-topk 4", ["--speculative-eagle-topk 4", "leave it unset"]),
+        ("--tokenizer-worker-num 0", ["--tokenizer-worker-num 0", "allowed: 1"]),
+        ("--tp-size 0", ["--tp-size 0", "allowed: 1 or more"]),
+        ("--dp-size 0", ["--dp-size 0", "allowed: 1 or more"]),
+        ("--mem-fraction-static 0", ["--mem-fraction-static 0", "above 0", "at most 1"]),
+        ("--mem-fraction-static 2", ["--mem-fraction-static 2", "above 0", "at most 1"]),
+        ("--use-ray", ["--use-ray", "leave it unset", "no plugins"]),
+        ("--encoder-only", ["--encoder-only", "leave it unset"]),
+        (
+            f"{DECODE} --kvspec-transfer-host 0.0.0.0",
+            ["--kvspec-transfer-host 0.0.0.0", "without CURVE keys", "--kvspec-transfer-keys"],
+        ),
+        (
+            f"{PREFILL_FLAGS} --kvspec-transfer-host 0.0.0.0",
+            ["--kvspec-transfer-host 0.0.0.0", "without CURVE keys", "--kvspec-transfer-keys"],
+        ),
+        (
+            f"{PREFILL_FLAGS} --kvspec-transfer-keys /nowhere",
+            ["--kvspec-transfer-keys /nowhere", "own.key_secret and peers/*.key"],
+        ),
+        (
+            f"{DECODE} --kvspec-transfer-keys /nowhere",
+            ["--kvspec-transfer-keys /nowhere", "own.key_secret and peers/*.key"],
+        ),
     ],
 )
 def test_bad_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[str]) -> None:
     line = refusal(capsys, "--kvspec", *flags.split())
     for part in expected:
         assert part in line
+    # A check while SGLang is being imported says the same, or leaves it to this one.
+    assert early_refusal_of(*BASE, "--kvspec", *flags.split()) in (None, line)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kvspec: 'yes'", "--kvspec must stand alone or with true or false, got 'yes'"),
+        ("kvspec: 1", "got '1'"),
+        ("kvspec: 'off'", "got 'off'"),
+        ("kvspec:", "got 'None'"),
+        ("kvspec: {a: 1}", "got "),
+        ("kvspec: false\nkvspec-codec: log4", "--kvspec-codec has no effect without --kvspec"),
+    ],
+)
+def test_a_wrong_yaml_switch_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, expected: str
+) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(text + "\n")
+    line = refusal(capsys, "--config", str(path))
+    assert expected in line
+    assert early_refusal_of(*BASE, "--config", str(path)) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "is_on"),
+    [("true", True), ("'true'", True), ("'True'", True), ("yes", True), ("off", False)],
+)
+def test_a_yaml_switch(tmp_path: Path, text: str, is_on: bool) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(f"kvspec: {text}\n")
+    args = prepare_server_args([*BASE, "--config", str(path)])
+    assert (activation.config_of(args) is not None) == is_on
+
+
+@pytest.mark.parametrize("flags", ["--kvspec true", "--kvspec=true", "--kvspec", "--kvspec false"])
+def test_the_switch_may_have_a_value(flags: str) -> None:
+    args = prepare_server_args([*BASE, *flags.split()])
+    assert (activation.config_of(args) is not None) == ("false" not in flags)
+    assert early_refusal_of(*BASE, *flags.split()) is None
+
+
+def test_a_host_that_is_not_this_machine_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = certificates(tmp_path, "one")
+    flags = (*PREFILL_FLAGS.split(), "--kvspec-transfer-keys", keys)
+    line = refusal(capsys, "--kvspec", *flags, "--kvspec-transfer-host", "192.0.2.1")
+    assert "--kvspec-transfer-host 192.0.2.1: " in line
+    assert "allowed: an address of this machine" in line
+    prepare_server_args([*BASE, "--kvspec", *flags, "--kvspec-transfer-host", "0.0.0.0"])
+
+
+def test_a_decode_server_has_one_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = certificates(tmp_path, "one", "two")
+    line = refusal(capsys, "--kvspec", *DECODE.split(), "--kvspec-transfer-keys", keys)
+    assert f"--kvspec-transfer-keys {keys}" in line
+    assert "one key on a decode server" in line
+    prefill = (*PREFILL_FLAGS.split(), "--kvspec-transfer-keys", keys)
+    prepare_server_args([*BASE, "--kvspec", *prefill])
+
+
+@pytest.mark.parametrize("value", ["yes", "2", ""])
+def test_a_wrong_debug_switch_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    monkeypatch.setenv("SGLANG_KVSPEC_DEBUG", value)
+    line = refusal(capsys, "--kvspec")
+    assert f"SGLANG_KVSPEC_DEBUG must be one of 1, true, 0, false, got {value!r}" in line
+    # A plain server has no use for it.
+    prepare_server_args([*BASE])
+
+
+@pytest.mark.parametrize(
+    ("value", "is_on"),
+    [("1", True), ("true", True), ("TRUE", True), ("0", False), ("False", False)],
+)
+def test_the_debug_switch(monkeypatch: pytest.MonkeyPatch, value: str, is_on: bool) -> None:
+    monkeypatch.setenv("SGLANG_KVSPEC_DEBUG", value)
+    assert activation.debug_mode() is is_on
+
+
+def test_a_server_that_passes_requests_unchecked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "true")
+    line = refusal(capsys, "--kvspec")
+    assert "SGLANG_RUST_SERVER=1 cannot be combined with --kvspec" in line
+    assert "leave it unset" in line
+
+
+@pytest.mark.parametrize("size", ["-1", "0", "64", "4096"])
+def test_chunks_of_whole_pages(size: str) -> None:
+    args = prepare_server_args([*BASE, "--kvspec", "--chunked-prefill-size", size])
+    assert args.chunked_prefill_size == int(size)
+
+
+def test_prefix_cache_without_the_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, "--radix-cache-backend", "kvspec")
+    assert "--radix-cache-backend kvspec needs --kvspec" in line
+
+
+def test_prefix_cache_of_a_gpu_without_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "cpu_platform_is_active", lambda: False)
+    check_flags(KVSpecConfig(), {"radix_cache_backend": "kvspec"})
+    with pytest.raises(ConfigError, match=r"--radix-cache-backend mine .*allowed: kvspec"):
+        check_flags(KVSpecConfig(), {"radix_cache_backend": "mine"})
 
 
 def test_options_without_the_switch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 import argparse
-import math
+import logging
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
-from sglang_kvspec.core.config import DEFAULT_PREFIX_GB, LOOPBACK
-from sglang_kvspec.core.errors import KVSpecError
-from sglang_kvspec.transport.keys import load_keys
+from sglang_kvspec.core.config import DEFAULT_PREFIX_GB, LOOPBACK, MAX_HOST_GB
+from sglang_kvspec.core.errors import (
+    ConfigError,
+    KVSpecError,
+    PrefixStoreError,
+    TransportError,
+)
+from sglang_kvspec.transport.keys import CurveKeys, load_keys
 from sglang_kvspec.transport.port import ZmqPort
 from sglang_kvspec.transport.prefix_server.server import PrefixServer
 from sglang_kvspec.transport.prefix_server.shelves import Shelves
 
 GIB = 2**30
 DEFAULT_PORT = 30500
+MAX_PORT = 65535
 # A server that is told to end waits this long for what is on its way to disk.
 CLOSE_TIMEOUT_S = 10.0
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. Exits with code 2 after one sentence about wrong input."""
     args = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
         keys = None if args.keys is None else load_keys("--keys", args.keys)
-        shelves = Shelves(args.dir, int(args.gb * GIB), args.models)
-        port = ZmqPort(f"tcp://{args.host}:{args.port}", bind=True, keys=keys)
+        shelves = _open_shelves(args)
+        port = _listen(args.host, args.port, keys)
     except KVSpecError as error:
         print(f"sglang-kvspec: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     print(f"prefixes of {args.dir} on {port.address}", flush=True)
     _serve(PrefixServer(port, shelves), shelves)
+
+
+def _open_shelves(args: argparse.Namespace) -> Shelves:
+    try:
+        return Shelves(args.dir, int(args.gb * GIB), args.models)
+    except PrefixStoreError as error:
+        raise ConfigError(
+            f"--dir {error} (allowed: a folder to write to, of no other prefix server)"
+        ) from None
+
+
+def _listen(host: str, port: int, keys: CurveKeys | None) -> ZmqPort:
+    try:
+        return ZmqPort(f"tcp://{host}:{port}", bind=True, keys=keys)
+    except TransportError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: {error} (allowed: an address of this machine and a "
+            "free port; off loopback --keys is needed)"
+        ) from None
 
 
 def _serve(server: PrefixServer, shelves: Shelves) -> None:
@@ -88,24 +115,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < number <= MAX_HOST_GB:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {MAX_HOST_GB:g}")
     return number
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
 
 
 def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text} is no port")
-    return number
+    if not (text.isdecimal() and int(text) <= MAX_PORT):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port (allowed: 0 to {MAX_PORT})")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class Rig:
         self, name: str, layout: StoreLayout = LAYOUT, bucket: TokenBucket | None = None
     ) -> StoreClient:
         port = self.network.port(name.encode())
-        client = StoreClient(port, layout, bucket=bucket, clock=self.network.clock)
+        client = StoreClient(port, layout, bucket=bucket, clock=self.network.clock, address="toy")
         self.clients[name], self.events[name] = client, []
         return client
 

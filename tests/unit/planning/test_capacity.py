@@ -118,11 +118,12 @@ def test_memory_left_over_by_another_limit_caches_residuals(limits):
 
 def test_the_longest_request_takes_its_cache_from_the_anchors():
     page = PageBytes(plain=1000, anchor=100, residual=1000)
-    assert plan(10**6, page, fraction=0.1).cache_pages == 100
-    made = plan(10**6, page, fraction=0.1, min_cache_pages=500)
+    budget = 10**6 + page.anchor  # of the padding page
+    assert plan(budget, page, fraction=0.1).cache_pages == 100
+    made = plan(budget, page, fraction=0.1, min_cache_pages=500)
     assert (made.num_pages, made.cache_pages) == (5000, 500)
     # Where it cannot have that, no request is longer than what is cached whole.
-    short = plan(10**6, page, fraction=0.1, min_cache_pages=950)
+    short = plan(budget, page, fraction=0.1, min_cache_pages=950)
     assert short.num_pages == short.cache_pages == 909
 
 
@@ -262,6 +263,33 @@ def test_kept_anchors_take_their_share_of_what_the_window_leaves(budget, page, w
 
 def test_memory_that_kept_anchors_leave_must_hold_a_page():
     with pytest.raises(ConfigError, match="one page"):
-        plan(10_000, PageBytes(4000, 1000, 4000), host=0, kept_anchor_pages=6)
-    made = plan(10_000, PageBytes(4000, 1000, 4000), host=0, kept_anchor_pages=5)
+        plan(10_000, PageBytes(4000, 1000, 4000), host=0, kept_anchor_pages=5)
+    made = plan(10_000, PageBytes(4000, 1000, 4000), host=0, kept_anchor_pages=4)
     assert (made.num_pages, made.hbm_bytes) == (1, 10_000)
+
+
+def test_the_anchor_of_the_padding_page_is_planned():
+    page = PageBytes(plain=1000, anchor=250, residual=1000)
+    made = plan(5 * 1250 + 250, page, host=0)
+    assert (made.num_pages, made.hbm_bytes) == (5, 5 * 1250 + 250)
+    assert plan(5 * 1250 + 249, page, host=0).num_pages == 4
+
+
+def test_a_window_that_takes_most_of_the_memory_is_named():
+    page = PageBytes(plain=1000, anchor=250, residual=1000)
+    half = plan(200_000, page, window=100)
+    assert half.binding == "recent window"
+    # Less than half, but more than what encoding saves.
+    lossy = PageBytes(plain=1000, anchor=700, residual=1000)
+    saved = plan(1_000_000, lossy, window=400, fraction=0)
+    assert saved.binding == "recent window"
+    assert saved.num_pages < saved.plain_pages
+    assert plan(1_000_000, page, window=100).binding == "KV memory"
+    assert plan(200_000, page, window=100, max_pages=8).binding == "--max-total-tokens"
+
+
+def test_residuals_in_kv_memory_are_not_blamed_on_the_window():
+    page = PageBytes(plain=1000, anchor=300, residual=1000)
+    made = plan(1_000_000, page, window=10, host=0)
+    assert made.num_pages < made.plain_pages
+    assert made.binding == "KV memory"

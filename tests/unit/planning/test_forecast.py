@@ -154,6 +154,7 @@ def test_longer_contexts_never_let_more_requests_in(context_len, longer, target)
 )
 def test_no_deployment_is_planned_below_plain(context_len, gpu, target, probability, gbps):
     config = deployment(
+        model=replace(LLAMA_8B, max_context=600_000),
         device=find_device(gpu).with_link(gbps * 1e9),
         target=target,
         curve=AcceptanceCurve.geometric(probability, 16),
@@ -196,6 +197,8 @@ def test_bad_deployments_are_refused(change, words):
 def test_bad_contexts_gpus_and_links_are_refused():
     with pytest.raises(ConfigError, match="--context"):
         forecast(deployment(), 0)
+    with pytest.raises(ConfigError, match="--context must be at most 131072"):
+        forecast(deployment(), 131073)
     with pytest.raises(ConfigError, match=r"--gpu must be one of .*H200"):
         find_device("TPU")
     with pytest.raises(ConfigError, match="--link-gbps"):

@@ -142,3 +142,20 @@ def test_what_cannot_be_planned_is_said(change, words):
 def test_ranks_must_divide_heads(tp):
     with pytest.raises(ConfigError, match="--tp"):
         ModelShape.from_config(LLAMA_8B).of_rank(tp)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 32768),
+        ({"rope_type": "linear", "factor": 2.0}, 65536),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 2048}, 32768),
+        ({"rope_type": "default"}, 32768),
+        ({"type": "dynamic", "factor": "x"}, 32768),
+        ({"type": "dynamic", "factor": float("nan")}, 32768),
+    ],
+)
+def test_scaled_positions_lengthen_the_context(scaling, longest):
+    config = {**LLAMA_8B, "max_position_embeddings": 32768, "rope_scaling": scaling}
+    assert ModelShape.from_config(config).max_context == longest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -179,12 +180,17 @@ def test_only_servers_whose_keys_are_listed_get_in(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--host", "0.0.0.0"], "without CURVE keys"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 --port 0: refusing to listen"),
         (["--keys", "/nowhere"], "--keys /nowhere"),
         (["--gb", "0"], "not above 0"),
-        (["--port", "70000"], "no port"),
+        (["--gb", "1e300"], "1e300 is not above 0 and at most"),
+        (["--gb", "many"], "'many' is no number"),
+        (["--port", "70000"], "'70000' is no port (allowed: 0 to 65535)"),
+        (["--port", "x"], "'x' is no port (allowed: 0 to 65535)"),
         (["--models", "0"], "at least 1"),
-        (["--dir", "/dev/null/x"], "cannot write it"),
+        (["--models", "few"], "'few' is not an integer of at least 1"),
+        (["--dir", "/dev/null/x"], "--dir /dev/null/x: cannot write it"),
+        (["--host", "::1"], "--host ::1 --port 0: expected tcp://host:port"),
     ],
 )
 def test_bad_arguments(
@@ -194,6 +200,20 @@ def test_bad_arguments(
         command.main(["--dir", str(tmp_path), "--port", "0", *arguments])
     assert stop.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_used_port_is_refused_by_its_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit) as stop:
+            command.main(["--dir", str(tmp_path), "--port", port])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"--host 127.0.0.1 --port {port}: " in error
+    assert "Address already in use" in error
+    assert error.count("\n") == 1
 
 
 def test_a_folder_has_one_prefix_server(
@@ -208,4 +228,16 @@ def test_a_folder_has_one_prefix_server(
 def test_keys_need_a_secret_and_a_peer(keys: dict[str, Path]) -> None:
     (keys["server"] / "peers" / "store.key").unlink()
     with pytest.raises(ConfigError, match=r"--flag .*no peers"):
+        load_keys("--flag", str(keys["server"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"), [("short", "40 characters, got 5"), ("~" * 40, "other characters")]
+)
+def test_malformed_keys_are_refused_by_their_flag(
+    keys: dict[str, Path], key: str, reason: str
+) -> None:
+    peer = keys["server"] / "peers" / "store.key"
+    peer.write_text(f'curve\n    public-key = "{key}"\n')
+    with pytest.raises(ConfigError, match=rf"--flag .*{reason}.*own.key_secret and peers"):
         load_keys("--flag", str(keys["server"]))
