@@ -1,8 +1,9 @@
 """TokenizerManager._calculate_spec_decoding_metrics: draft counts of a varying draft length.
 
 SGLang 0.5.17 multiplies verifications by the configured draft length. The worker reports the drafts
-it really verified through the per-request cap counter, which SGLang sums and transports. Says too,
-in our words, where cached prompt tokens were. Remove when results carry the number of proposed
+it really verified through the per-request cap counter, which SGLang sums and transports. Adds, in
+our words, where cached prompt tokens were, and the drafts to the count from which SGLang makes an
+OpenAI answer's usage. Remove when results carry the number of proposed
 drafts.
 """
 
@@ -12,11 +13,12 @@ from typing import Any
 
 TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 KIND = "after"
-SCOPE = "kvspec"
+SCOPE = "front_kvspec"
 
 
 def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
     from sglang_kvspec.adapters.activation import config_of
+    from sglang_kvspec.adapters.usage import CountedTokens
 
     if config_of(self.server_args) is None or not getattr(recv_obj, "spec_verify_ct", None):
         return
@@ -25,7 +27,9 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
     accepted = recv_obj.spec_num_correct_drafts[i]
     for carrier in ("spec_cap_length", "spec_cap_lens_histogram"):
         meta_info.pop(carrier, None)
+    num_tokens = recv_obj.completion_tokens[i]
     meta_info.update(
+        completion_tokens=CountedTokens.of(num_tokens, drafted=drafted, accepted=accepted),
         spec_verify_ct=verified,
         spec_num_proposed_drafts=drafted,
         spec_proposed_drafts=drafted,

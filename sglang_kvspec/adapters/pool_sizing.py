@@ -21,6 +21,9 @@ from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.units import GIB
 from sglang_kvspec.planning.capacity import (
+    HOST_MEMORY,
+    MAX_TOKENS,
+    RECENT_WINDOW,
     CapacityPlan,
     PageBytes,
     kept_anchor_pages_for,
@@ -186,13 +189,12 @@ def page_bytes_of(geometry: KVGeometry, codec: Codec) -> PageBytes:
 def describe(
     plan: CapacityPlan, config: KVSpecConfig, codec: Codec, page_size: int, num_ranks: int = 1
 ) -> str:
-    """The plan in one line for a person."""
-    fits, plain = plan.num_pages * page_size, plan.plain_pages * page_size
+    """Return the plan in one line for a person."""
     draft_len = config.draft_len if config.drafts else "off"
     kept = plan.kept_anchor_pages * plan.page_bytes.anchor / GIB
     return (
-        f"KVSpec: {fits} tokens fit where plain KV holds {plain} ({fits / max(plain, 1):.2f}x, "
-        f"limited by {plan.binding}); target {config.target}, codec {config.codec} "
+        f"KVSpec: {plan.num_pages * page_size} tokens fit{_limit(plan, page_size)}; "
+        f"target {config.target}, codec {config.codec} "
         f"({codec.anchor_bits_per_element:.2f} bits an element), draft length {draft_len}; "
         f"{f'on each of {num_ranks} ranks: ' if num_ranks > 1 else ''}"
         f"KV memory {plan.hbm_bytes / GIB:.2f} GiB = anchors "
@@ -202,3 +204,20 @@ def describe(
         f"{f' + kept anchors {kept:.2f}' if kept else ''}; "
         f"residual store {plan.host_bytes / GIB:.2f} GiB of host memory"
     )
+
+
+def _limit(plan: CapacityPlan, page_size: int) -> str:
+    """Say what limits the plan; compare it with plain KV only where the KV memory does."""
+    if plan.binding == MAX_TOKENS:
+        return f", the limit that {MAX_TOKENS} sets"
+    if plan.binding == RECENT_WINDOW:
+        share = plan.window_bytes / plan.hbm_bytes
+        return (
+            f": the recent window takes {share:.0%} of the KV memory "
+            "(lower --max-running-requests for more)"
+        )
+    ratio = plan.num_pages / max(plan.plain_pages, 1)
+    if plan.binding == HOST_MEMORY and ratio < 1:
+        return ": host memory holds residuals of no more (raise --kvspec-host-gb for more)"
+    plain = plan.plain_pages * page_size
+    return f" where plain KV holds {plain} ({ratio:.2f}x, limited by {plan.binding})"

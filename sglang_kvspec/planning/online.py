@@ -48,6 +48,15 @@ class OnlineValue:
     first: tuple[float, ...] = ()
     deviation: Deviation = Deviation()
 
+    @property
+    def observed(self) -> float | None:
+        """The value without the guess; None until one was observed."""
+        if not self.num_observed:
+            return None
+        if self.num_observed <= NUM_FIRST:
+            return exp(median(self.first[1:]))
+        return self.value
+
     def observe(self, value: float) -> OnlineValue:
         """Zero, negative and non-finite values teach nothing."""
         if not 0 < value < float("inf"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.pools.tiered_kv import TieredKV
-from sglang_kvspec.runtime.pressure import REASONS, Pressure
+from sglang_kvspec.runtime.pressure import OPERATING_REASONS, Pressure
 from sglang_kvspec.runtime.speeds import Speeds
 
 # Where a cached prefix can be: in the KV cache, in host memory outside of it, on disk, at a prefix
@@ -137,13 +137,13 @@ class MetricsExporter:
         self._retracted = counter("retracted_requests", "Requests retracted", "reason")
         self._link = Gauge(
             "sglang:kvspec_link_bytes_per_second",
-            "Residual bytes that the link moves a second, as estimated from fetches",
+            "Residual bytes that the link moves a second, as fetches showed",
             label,
             multiprocess_mode="mostrecent",
         )
         self._iteration = Gauge(
             "sglang:kvspec_iteration_seconds",
-            "Seconds of an iteration or round, as estimated from those before",
+            "Seconds of an iteration or round, as those before showed",
             label,
             multiprocess_mode="mostrecent",
         )
@@ -179,12 +179,17 @@ class MetricsExporter:
         for state, num_pages in kv.residuals.table.counts().items():
             self._pages.labels(name, state.lower()).set(num_pages)
         self._waiting.labels(name).set(pressure.waiting)
-        for reason in REASONS:
+        for reason in OPERATING_REASONS:
             num_new = pressure.retracted[reason] - self._last_retracted[reason]
             self._retracted.labels(name, reason).inc(num_new)
         self._last_retracted = Counter(pressure.retracted)
-        self._link.labels(name).set(speeds.link_bytes_per_s)
-        self._iteration.labels(name).set(speeds.iteration_s)
+        for gauge, value in (
+            (self._link, speeds.observed_link_bytes_per_s),
+            (self._iteration, speeds.observed_iteration_s),
+        ):
+            # Naming the labels alone would export a sample of 0.
+            if value is not None:
+                gauge.labels(name).set(value)
         self._bits.labels(name).set(kv.codec.anchor_bits_per_element)
         self._last_bytes = bytes_now
         self._last = SpecCounters(

@@ -6,13 +6,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+# Why a running server retracts requests.
+OPERATING_REASONS = ("memory", "priority")
+# Also what SGLANG_TEST_RETRACT forces, which /server_info reports and metrics leave out.
+REASONS = (*OPERATING_REASONS, "test")
+
 
 @dataclass(slots=True)
 class Pressure:
     """waiting: requests in SGLang's queue while its first one waits for pages; most_waiting: of all
     times. held_back: times that a request was not started for want of pages. retracted: requests
-    by reason: `memory`, `priority`, `test`. out_of_memory: requests that failed, since alone they
-    did not fit."""
+    by reason, of REASONS. out_of_memory: requests that failed, since alone they did not fit."""
 
     waiting: int = 0
     most_waiting: int = 0
@@ -44,6 +48,3 @@ class Pressure:
             "retracted": {reason: self.retracted[reason] for reason in REASONS},
             "out_of_memory": self.out_of_memory,
         }
-
-
-REASONS = ("memory", "priority", "test")

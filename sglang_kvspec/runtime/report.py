@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.units import GIB
+from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.metrics import HIT_TIERS, KEPT_TIERS, SpecCounters
 
@@ -62,4 +64,35 @@ def build_report(
             "kept_anchors": {tier: counters.kept_anchors[tier] for tier in KEPT_TIERS},
             "accept_histogram": {str(n): c for n, c in sorted(counters.accept_histogram.items())},
         },
+    }
+
+
+def resolved_values(
+    config: KVSpecConfig, plan: CapacityPlan, *, schedule: str, num_sharing: int
+) -> dict[str, Any]:
+    """Return what the server does where flags left the choice to it, in the flags' units.
+
+    num_sharing: ranks of this server on a machine, whose host memory --kvspec-host-gb divides.
+    None stands for what is off.
+    """
+    page = plan.page_bytes
+    cache_bytes = plan.cache_pages * page.residual
+    kept_bytes = plan.kept_anchor_pages * page.anchor
+    has_server = config.prefix_server is not None
+    return {
+        "schedule": schedule,
+        "max_draft_len": config.max_draft_len,
+        "recent_pages": config.recent_pages,
+        "host_gb": plan.host_bytes * num_sharing / GIB,
+        "host_bytes": plan.host_bytes * num_sharing,
+        "residual_hbm_fraction": cache_bytes / plan.hbm_bytes,
+        "residual_cache_bytes": cache_bytes,
+        "recent_window_bytes": plan.window_bytes,
+        "prefix_hbm_fraction": kept_bytes / plan.hbm_bytes,
+        "kept_anchor_bytes": kept_bytes,
+        "prefix_host_gb": config.prefix_host_gb or None,
+        "prefix_gb": None if config.prefix_dir is None else config.prefix_disk_gb,
+        "prefix_publish_gbps": config.publish_gbps if has_server else None,
+        "prefix_wait_ms": config.prefix_wait_s * 1000 if has_server else None,
+        "link_gbps": config.link_gbps,
     }

@@ -38,11 +38,21 @@ class Speeds:
     def iteration_s(self) -> float:
         return self._iteration_s.value
 
+    @property
+    def observed_link_bytes_per_s(self) -> float | None:
+        """Bytes a second by fetches alone, without the guess; None before the first."""
+        return self._link.rate.observed
+
+    @property
+    def observed_iteration_s(self) -> float | None:
+        """Seconds by iterations alone, without the guess; None before the first."""
+        return self._iteration_s.observed
+
     def report(self) -> dict[str, Any]:
-        """For /server_info. Without observations a value is a guess."""
+        """Return what was observed, for /server_info: null until something was."""
         return {
-            "link_bytes_per_s": self.link_bytes_per_s,
+            "link_bytes_per_s": self.observed_link_bytes_per_s,
             "link_observations": self._link.rate.num_observed,
-            "iteration_s": self.iteration_s,
+            "iteration_s": self.observed_iteration_s,
             "iteration_observations": self._iteration_s.num_observed,
         }

@@ -25,15 +25,15 @@ def plan_on_gpu(monkeypatch):
     monkeypatch.setattr(pool_sizing, "least_of_all_ranks", lambda value: value)
     monkeypatch.setattr(pool_sizing, "page_bytes_of", lambda geometry, codec: PAGE)
 
-    def make(max_pages=None, **options):
+    def make(max_pages=None, budget=40 * GIB, context_len=32768, **options):
         kvc = SimpleNamespace(
             device="cuda",
             server_args=SimpleNamespace(max_running_requests=8, tp_size=1, nnodes=1),
-            model_config=SimpleNamespace(context_len=32768),
+            model_config=SimpleNamespace(context_len=context_len),
         )
         sizing = object.__new__(pool_sizing.KVSpecPoolConfigurator)
         sizing._kvc, sizing._config = kvc, KVSpecConfig(**options)
-        sizing._budget_bytes = 40 * GIB
+        sizing._budget_bytes = budget
         sizing._plan(max_pages)
         return pool_sizing.take_plan(kvc)
 
@@ -100,3 +100,32 @@ def test_kept_anchors_come_out_of_the_kv_memory(plan_on_gpu, host_gb):
         assert made.cache_pages < without.cache_pages
     else:
         assert 0.89 * without.num_pages < made.num_pages < 0.91 * without.num_pages
+
+
+def start_line(plan):
+    codec = SimpleNamespace(anchor_bits_per_element=4.5)
+    return pool_sizing.describe(plan, KVSpecConfig(), codec, page_size=64)
+
+
+def test_the_start_line_compares_with_plain_kv_where_kv_memory_limits(plan_on_gpu):
+    plan = plan_on_gpu(host_gb=400, residual_hbm_fraction=0.01)
+    ratio = plan.num_pages / plan.plain_pages
+    assert f"({ratio:.2f}x, limited by KV memory)" in start_line(plan)
+
+
+def test_the_start_line_names_the_limit_that_the_user_set(plan_on_gpu):
+    line = start_line(plan_on_gpu(max_pages=100))
+    assert "6400 tokens fit, the limit that --max-total-tokens sets; " in line
+    assert "0." not in line.split(";")[0]
+
+
+def test_the_start_line_names_a_window_that_takes_most_of_the_memory(plan_on_gpu):
+    plan = plan_on_gpu(recent_pages=50, budget=5 * GIB, context_len=64)
+    assert plan.num_pages < plan.plain_pages
+    assert "the recent window takes 65% of the KV memory" in start_line(plan)
+    assert "x, limited by" not in start_line(plan)
+
+
+def test_the_start_line_names_host_memory_that_is_too_small(plan_on_gpu):
+    plan = replace(plan_on_gpu(host_gb=80), num_pages=100, host_pages=100)
+    assert "6400 tokens fit: host memory holds residuals of no more" in start_line(plan)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from prometheus_client import REGISTRY
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.planning.link_estimate import GUESSED_BYTES_PER_S
 from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pressure import Pressure
-from sglang_kvspec.runtime.report import build_report
-from sglang_kvspec.runtime.speeds import GUESSED_ITERATION_S, Speeds
+from sglang_kvspec.runtime.report import build_report, resolved_values
+from sglang_kvspec.runtime.speeds import Speeds
 
 
 def plan(draft=(), verify=(), wait=()):
@@ -109,6 +111,30 @@ def test_report_of_an_idle_server(make_kv):
     json.dumps(report, allow_nan=False)
 
 
+def test_resolved_values_are_in_the_units_of_the_flags(kv):
+    config = KVSpecConfig(draft_len=5, prefix_server="tcp://h:1", prefix_publish_gbps=0.5)
+    plan = kv.plan
+    resolved = resolved_values(config, plan, schedule="rounds", num_sharing=2)
+    json.dumps(resolved, allow_nan=False)
+    assert resolved["schedule"] == "rounds"
+    assert resolved["max_draft_len"] == 5
+    assert resolved["host_bytes"] == 2 * 12 * plan.page_bytes.residual
+    assert resolved["host_gb"] * 2**30 == resolved["host_bytes"]
+    assert resolved["residual_cache_bytes"] == plan.page_bytes.residual
+    assert resolved["residual_hbm_fraction"] == plan.page_bytes.residual / plan.hbm_bytes
+    assert resolved["recent_window_bytes"] == plan.window_pages * plan.page_bytes.plain
+    assert (resolved["prefix_publish_gbps"], resolved["prefix_wait_ms"]) == (0.5, 1000)
+    assert resolved["prefix_gb"] is None
+    assert resolved["prefix_host_gb"] is None
+
+
+def test_resolved_values_of_prefix_tiers(kv):
+    config = KVSpecConfig(prefix_dir="/somewhere", prefix_host_gb=2.5)
+    resolved = resolved_values(config, kv.plan, schedule="rounds", num_sharing=1)
+    assert (resolved["prefix_gb"], resolved["prefix_host_gb"]) == (16, 2.5)
+    assert resolved["prefix_publish_gbps"] is resolved["prefix_wait_ms"] is None
+
+
 def value(name, **labels):
     return REGISTRY.get_sample_value(f"sglang:kvspec_{name}", {"model_name": "toy"} | labels)
 
@@ -130,8 +156,6 @@ def test_published_values(exporter, counters, kv):
     assert value("prefix_hit_tokens_total", tier="disk") == 128
     assert value("prefix_kept_anchor_tokens_total", tier="host") == 64
     assert value("prefix_kept_anchor_tokens_total", tier="disk") == 32
-    assert value("link_bytes_per_second") == GUESSED_BYTES_PER_S
-    assert value("iteration_seconds") == GUESSED_ITERATION_S
     assert value("pages", state="stored") == 1
     assert value("pages", state="resident") == 1
     assert value("pages", state="absent") == 11
@@ -181,16 +205,96 @@ def test_every_possible_accept_length_has_a_finite_bucket(exporter, kv):
     assert value("accept_length_count") == value("accept_length_bucket", le="64.0") == 65
 
 
+class MeasuredFetches:
+    """Residuals of which fetches have taken these (bytes, seconds)."""
+
+    def __init__(self, *times):
+        self.times = times
+
+    def take_fetch_times(self):
+        return self.times
+
+
+def test_speeds_are_no_metric_before_they_are_observed(exporter, counters, kv):
+    speeds = Speeds(MeasuredFetches((1 << 21, 0.001)))
+    exporter.publish(counters, kv, speeds, Pressure())
+    assert value("link_bytes_per_second") is None
+    assert value("iteration_seconds") is None
+    speeds.note_iteration(0.25)
+    exporter.publish(counters, kv, speeds, Pressure())
+    assert value("link_bytes_per_second") is None
+    assert value("iteration_seconds") == pytest.approx(0.25)
+    speeds.note_fetches()
+    exporter.publish(counters, kv, speeds, Pressure())
+    assert value("link_bytes_per_second") == pytest.approx((1 << 21) / 0.001)
+
+
+def test_speeds_are_reported_without_their_guesses():
+    speeds = Speeds(MeasuredFetches((1 << 21, 0.001), (1 << 21, 0.002), (1 << 21, 0.004)))
+    assert speeds.report() == {
+        "link_bytes_per_s": None,
+        "link_observations": 0,
+        "iteration_s": None,
+        "iteration_observations": 0,
+    }
+    speeds.note_fetches()
+    assert speeds.report()["link_bytes_per_s"] == pytest.approx((1 << 21) / 0.002)
+    assert speeds.report()["link_observations"] == 3
+
+
+PUBLISH_IN_ONE_OF_SEVERAL_PROCESSES = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from types import SimpleNamespace
+from collections import Counter
+from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
+from sglang_kvspec.runtime.pressure import Pressure
+
+residuals = SimpleNamespace(
+    bytes_fetched=0, bytes_streamed=0, table=SimpleNamespace(counts=lambda: {})
+)
+kv = SimpleNamespace(residuals=residuals, codec=SimpleNamespace(anchor_bits_per_element=4.5))
+exporter, pressure = MetricsExporter("toy"), Pressure()
+pressure.note_retraction("test", 1)
+for iteration_s in (None, 0.25):
+    speeds = SimpleNamespace(observed_link_bytes_per_s=None, observed_iteration_s=iteration_s)
+    exporter.publish(SpecCounters(), kv, speeds, pressure)
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    print(generate_latest(registry).decode())
+    print("=====")
+"""
+
+
+def test_what_was_not_observed_is_no_metric_of_several_processes(tmp_path):
+    """SGLang collects metrics of its processes from files, which a sample enters with its
+    labels."""
+    run = subprocess.run(
+        [sys.executable, "-c", PUBLISH_IN_ONE_OF_SEVERAL_PROCESSES],
+        env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, after, _ = run.stdout.split("=====")
+    assert "sglang:kvspec_link_bytes_per_second{" not in before + after
+    assert "sglang:kvspec_iteration_seconds{" not in before
+    assert 'sglang:kvspec_iteration_seconds{model_name="toy"} 0.25' in after
+    assert 'reason="memory"' in after
+    assert 'reason="test"' not in after
+
+
 def test_pressure_is_published(exporter, counters, kv):
     pressure = Pressure()
     pressure.note_decision(lacks_pages=True)
     pressure.note_queue(5)
     pressure.note_retraction("memory", 2)
+    pressure.note_retraction("test", 1)
     for _ in range(2):
         exporter.publish(counters, kv, Speeds(kv.residuals), pressure)
     assert value("requests_waiting_for_pages") == 5
     assert value("retracted_requests_total", reason="memory") == 2
     assert value("retracted_requests_total", reason="priority") == 0
+    assert value("retracted_requests_total", reason="test") is None
     # The queue empties while nothing was decided: nobody waits any more.
     pressure.note_queue(0)
     pressure.note_retraction("memory", 1)

@@ -1,0 +1,26 @@
+"""UsageProcessor.calculate_streaming_usage: accepted and rejected drafts of OpenAI streams.
+
+SGLang 0.5.17 has no completion_tokens_details. Remove when its UsageInfo has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TARGET = "sglang.srt.entrypoints.openai.usage_processor.UsageProcessor.calculate_streaming_usage"
+KIND = "after"
+SCOPE = "front_kvspec"
+
+
+def hook(
+    result: Any,
+    prompt_tokens: Mapping[int, int],
+    reasoning_tokens: Mapping[int, int],
+    completion_tokens: Mapping[int, int],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    from sglang_kvspec.adapters.usage import add_drafts
+
+    add_drafts(result, completion_tokens.values())

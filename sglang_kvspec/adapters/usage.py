@@ -1,0 +1,65 @@
+"""Accepted and rejected drafts in the usage of OpenAI answers, under OpenAI's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from sglang.srt.entrypoints.openai import protocol
+
+FIELD = "completion_tokens_details"
+# Models of SGLang whose serializers hold a copy of UsageInfo's.
+_ANSWERS = (
+    protocol.CompletionResponse,
+    protocol.CompletionStreamResponse,
+    protocol.ChatCompletionResponse,
+    protocol.ChatCompletionStreamResponse,
+)
+
+
+class CompletionTokensDetails(BaseModel):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class CountedTokens(int):
+    """Completion tokens of one answer that carry the counts of its drafts.
+
+    SGLang hands this number alone to what makes the usage of a stream.
+    """
+
+    accepted: int
+    rejected: int
+
+    @classmethod
+    def of(cls, num_tokens: int, *, drafted: int, accepted: int) -> CountedTokens:
+        counted = cls(num_tokens)
+        counted.accepted, counted.rejected = accepted, drafted - accepted
+        return counted
+
+
+def add_drafts(usage: Any, completion_tokens: Iterable[int]) -> None:
+    """Add the drafts of all answers to a UsageInfo; nothing where none of them was counted."""
+    counted = [tokens for tokens in completion_tokens if isinstance(tokens, CountedTokens)]
+    if not counted:
+        return
+    _allow_details()
+    details = CompletionTokensDetails(
+        accepted_prediction_tokens=sum(tokens.accepted for tokens in counted),
+        rejected_prediction_tokens=sum(tokens.rejected for tokens in counted),
+    )
+    setattr(usage, FIELD, details)
+
+
+@cache
+def _allow_details() -> None:
+    """Give SGLang's UsageInfo the field that OpenAI has and SGLang lacks."""
+    fields = protocol.UsageInfo.model_fields
+    if FIELD in fields:
+        return
+    fields[FIELD] = FieldInfo(annotation=CompletionTokensDetails | None, default=None)
+    for model in (protocol.UsageInfo, *_ANSWERS):
+        model.model_rebuild(force=True)
