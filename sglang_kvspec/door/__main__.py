@@ -4,31 +4,51 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
+import sys
 from collections.abc import Sequence
 
 from aiohttp import web
 
 from sglang_kvspec.door.app import make_app
 from sglang_kvspec.door.exchange import Limits
+from sglang_kvspec.door.malformed import log_in_one_line
 from sglang_kvspec.door.servers import Servers, server_url
+
+MAX_PORT = 65535
+# Beyond any machine, and small enough to be counted in bytes.
+MAX_LIMIT = 1e12
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; then finish what runs, for --drain-s at most."""
+    """Serve until SIGTERM or SIGINT; then finish what runs, for --drain-s at most.
+
+    Exits with code 2 after one sentence if the door cannot listen where it was told to.
+    """
     args = _parser().parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    log_in_one_line()
     limits = Limits(
         request_bytes=int(args.max_request_mb * 2**20), request_s=args.request_timeout_s
     )
-    web.run_app(
-        make_app(Servers(args.prefill, args.decode), limits),
-        host=args.host,
-        port=args.port,
-        shutdown_timeout=args.drain_s,
-        handler_cancellation=True,
-        access_log=None,
-    )
+    app = make_app(Servers(args.prefill, args.decode), limits)
+    try:
+        web.run_app(
+            app,
+            host=args.host,
+            port=args.port,
+            shutdown_timeout=args.drain_s,
+            handler_cancellation=True,
+            access_log=None,
+        )
+    except (OSError, UnicodeError) as error:
+        # Only listening raises these here: errors of a request are answered where they happen.
+        reason = getattr(error, "strerror", None) or error
+        print(
+            f"sglang-kvspec: error: --host {args.host} --port {args.port}: {reason} "
+            "(allowed: an address of this machine and a free port)",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,8 +65,12 @@ def _parser() -> argparse.ArgumentParser:
             type=_url,
             help=f"a server with --disaggregation-mode {role}; several take turns",
         )
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (%(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="where to listen (%(default)s)")
+    parser.add_argument(
+        "--host", type=_host, default="127.0.0.1", help="where to listen (%(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="where to listen; 0 for a free one (%(default)s)"
+    )
     parser.add_argument(
         "--max-request-mb",
         type=_positive,
@@ -75,11 +99,27 @@ def _url(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _host(text: str) -> str:
+    """Refuse an empty host, which aiohttp takes for all addresses of the machine."""
+    if not text:
+        raise argparse.ArgumentTypeError("it must not be empty (0.0.0.0 for all addresses)")
+    return text
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and int(text) <= MAX_PORT):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port (allowed: 0 to {MAX_PORT})")
+    return int(text)
+
+
 def _positive(text: str) -> float:
-    """aiohttp takes 0 for no limit at all."""
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    """Refuse 0, which aiohttp takes for no limit at all."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < number <= MAX_LIMIT:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {MAX_LIMIT:g}")
     return number
 
 

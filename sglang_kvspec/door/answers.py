@@ -59,8 +59,7 @@ async def report(
     incoming: web.Request, outgoing: web.StreamResponse, failed: SideFailed
 ) -> web.StreamResponse:
     """Tell the client: as an answer, or, where one has begun, by an event and a broken end."""
-    # On one line: some of it is a server's, or a client's, own words.
-    logger.warning("%s %s: %s", failed.status, incoming.path, " ".join(failed.message.split()))
+    log_failure(incoming, failed.status, failed.message)
     if not outgoing.prepared:
         return web.Response(status=failed.status, body=failed.body, content_type="application/json")
     if outgoing.content_type == EVENT_STREAM:
@@ -73,6 +72,11 @@ async def report(
     if incoming.transport is not None:
         incoming.transport.close()
     return outgoing
+
+
+def log_failure(incoming: web.Request, status: int, message: str) -> None:
+    """Log on one line what may be a server's, or a client's, own words."""
+    logger.warning("%s %s: %s", status, incoming.path, " ".join(message.split()))
 
 
 def request_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -8,9 +8,22 @@ from typing import Any
 
 from aiohttp import ClientSession, TCPConnector, web
 
-from sglang_kvspec.door.answers import credentials, relay, report, request_headers
-from sglang_kvspec.door.errors import ClientGone, RequestError, SideFailed, error_body
+from sglang_kvspec.door.answers import (
+    credentials,
+    log_failure,
+    relay,
+    report,
+    request_headers,
+)
+from sglang_kvspec.door.errors import (
+    ClientGone,
+    RequestError,
+    SideFailed,
+    WrongServer,
+    error_body,
+)
 from sglang_kvspec.door.exchange import Exchange, Limits
+from sglang_kvspec.door.roles import check_roles
 from sglang_kvspec.door.rooms import PROMPT_FIELDS, read_request
 from sglang_kvspec.door.servers import Server, Servers
 
@@ -28,8 +41,11 @@ def make_app(servers: Servers, limits: Limits) -> web.Application:
 
     async def sessions(app: web.Application) -> AsyncIterator[None]:
         async with _open_session() as session:
-            app[_EXCHANGE] = Exchange(session, limits)
+            exchange = app[_EXCHANGE] = Exchange(session, limits)
+            checking = asyncio.create_task(check_roles(exchange, servers.all()))
             yield
+            checking.cancel()
+            await asyncio.gather(checking, return_exceptions=True)
 
     app.cleanup_ctx.append(sessions)
     app.add_routes([web.post(path, door.generate) for path in PROMPT_FIELDS])
@@ -52,7 +68,11 @@ class Door:
             request = read_request(incoming.path, await incoming.read())
             prefill, decode = self._servers.next("prefill"), self._servers.next("decode")
             return await incoming.app[_EXCHANGE].run(incoming, request, prefill, decode)
+        except web.HTTPRequestEntityTooLarge as error:
+            log_failure(incoming, error.status, str(error.text))
+            raise
         except RequestError as error:
+            log_failure(incoming, 400, str(error))
             return web.json_response(body=error_body(400, str(error)), status=400)
 
     async def ask_decode(self, incoming: web.Request) -> web.StreamResponse:
@@ -73,28 +93,47 @@ class Door:
         exchange = incoming.app[_EXCHANGE]
 
         async def ask(server: Server) -> Said:
+            info: Said = {}
             try:
                 info = await exchange.server_info(server, incoming.headers)
+                server.check(info)
             except SideFailed as failed:
-                info = {"error": failed.message}
+                info = {**info, "error": failed.message}
             return {"url": server.url, **info}
 
         return web.json_response(await self._of_all(ask))
 
     async def health(self, incoming: web.Request) -> web.Response:
-        """200 where a request would find a server of either role; which ones do not answer."""
+        """Answer 200 where a request would find a server of either role; say which ones do not
+        answer, or have another role."""
         exchange = incoming.app[_EXCHANGE]
 
         async def ask(server: Server) -> Said:
             try:
                 async with exchange.ask(server, "/health", credentials(incoming.headers)):
-                    return {"url": server.url, "healthy": True}
+                    pass
+                if not server.fits:
+                    await self._check(exchange, server, incoming)
             except SideFailed as failed:
                 return {"url": server.url, "healthy": False, "error": failed.message}
+            return {"url": server.url, "healthy": True}
 
         states = await self._of_all(ask)
         fit = all(any(state["healthy"] for state in role) for role in states.values())
         return web.json_response(states, status=200 if fit else 503)
+
+    @staticmethod
+    async def _check(exchange: Exchange, server: Server, incoming: web.Request) -> None:
+        """Check a server's role; raise WrongServer.
+
+        A server that refuses to tell this client its role is not counted out.
+        """
+        try:
+            server.check(await exchange.server_info(server, incoming.headers))
+        except WrongServer:
+            raise
+        except SideFailed:
+            pass
 
     async def _of_all(self, ask: Callable[[Server], Awaitable[Said]]) -> dict[str, list[Said]]:
         return {

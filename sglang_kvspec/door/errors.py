@@ -27,6 +27,10 @@ class SideFailed(Exception):
         self.body = error_body(status, message) if body is None else body
 
 
+class WrongServer(SideFailed):
+    """A server has another role than the door was told, or lacks what that role needs."""
+
+
 def error_body(status: int, message: str) -> bytes:
     """An error as SGLang's clients know it."""
     kind = "invalid_request_error" if status < 500 else "server_error"

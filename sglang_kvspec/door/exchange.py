@@ -30,12 +30,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Limits:
     """request_s: from a request to the end of its answer; question_s: the same for what the door
-    asks of a server; connect_s: to reach one."""
+    asks of a server; connect_s: to reach one; verdict_s: from a decode server's failure until the
+    prefill server must have said what was wrong with the request."""
 
     request_bytes: int = 64 << 20
     request_s: float = 3600.0
     question_s: float = 30.0
     connect_s: float = 10.0
+    verdict_s: float = 1.0
 
 
 class Exchange:
@@ -43,6 +45,7 @@ class Exchange:
 
     def __init__(self, session: ClientSession, limits: Limits) -> None:
         self._session = session
+        self._verdict_s = limits.verdict_s
         self._question = ClientTimeout(total=limits.question_s, sock_connect=limits.connect_s)
         self._request = ClientTimeout(total=limits.request_s, sock_connect=limits.connect_s)
 
@@ -67,9 +70,15 @@ class Exchange:
                 other = group.create_task(
                     self._prefill(prefill, incoming.path, bodies.prefill, headers)
                 )
-                async with self.ask(decode, incoming.path, headers, bodies.decode) as answer:
-                    await relay(incoming, outgoing, answer)
-                    answered = True
+                try:
+                    async with self.ask(decode, incoming.path, headers, bodies.decode) as answer:
+                        await relay(incoming, outgoing, answer)
+                        answered = True
+                except SideFailed as failure:
+                    if failure.status >= 500:
+                        # The reason may be a refusal that the prefill server is about to send.
+                        await asyncio.wait({other}, timeout=self._verdict_s)
+                    raise
                 other.cancel()
         except* SideFailed as failures:
             failed = _first(failures)
@@ -135,6 +144,8 @@ def _reason(error: ClientError) -> str:
 
 
 def _first(failures: BaseExceptionGroup[SideFailed]) -> SideFailed:
-    """A group of groups has one at its leaves; the first is what ended the others."""
-    inner = failures.exceptions[0]
-    return inner if isinstance(inner, SideFailed) else _first(inner)
+    """Return the failure that ended the others: a refusal where there is one, else the first."""
+    leaves = [
+        inner if isinstance(inner, SideFailed) else _first(inner) for inner in failures.exceptions
+    ]
+    return min(leaves, key=lambda failure: failure.status >= 500)

@@ -59,6 +59,8 @@ def read_request(path: str, body: bytes) -> Request:
             "log-probabilities of the prompt stay on the prefill server: only those of the output "
             "can be had where prefill and decode are apart"
         )
+    # Raises for a batch without prompts, while an answer can still have a status.
+    num_prompts(path, request)
     return request
 
 

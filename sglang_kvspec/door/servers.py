@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from sglang_kvspec.door.errors import SideFailed
+from sglang_kvspec.door.errors import WrongServer
 from sglang_kvspec.door.rooms import Meeting
 
 Role = Literal["prefill", "decode"]
@@ -21,6 +21,7 @@ class Server:
         self.role = role
         self.url = url
         self._meeting: Meeting | None = None
+        self._fits = False
 
     def __str__(self) -> str:
         return f"the {self.role} server {self.url}"
@@ -34,19 +35,37 @@ class Server:
         assert self._meeting is not None, f"{self} has not introduced itself"
         return self._meeting
 
+    @property
+    def fits(self) -> bool:
+        """True once the server has said, since it last failed, that it has its role."""
+        return self._fits
+
     def introduce(self, info: Mapping[str, Any]) -> None:
-        """Take in its /server_info. Raises SideFailed where it is not what the door was told."""
+        """Take in the server's /server_info. Raises WrongServer."""
+        self._meeting = self.check(info)
+
+    def check(self, info: Mapping[str, Any]) -> Meeting:
+        """Return where requests meet the server, by its /server_info.
+
+        Raises WrongServer where the server is not what the door was told.
+        """
+        self._fits = False
         mode, port = info.get("disaggregation_mode"), info.get("disaggregation_bootstrap_port")
         if mode != self.role:
-            raise SideFailed(502, f"{self} runs with --disaggregation-mode {mode}")
+            raise WrongServer(
+                502,
+                f"{self} runs with --disaggregation-mode {mode}, not {self.role}: give the door "
+                "another URL or start that server in its role",
+            )
         if not isinstance(port, int):
-            raise SideFailed(502, f"{self} names no bootstrap port, but {port!r}")
+            raise WrongServer(502, f"{self} names no bootstrap port, but {port!r}")
         host = urlsplit(self.url).hostname
         assert host is not None, "server_url() let it in"
-        self._meeting = Meeting(host, port)
+        self._fits = True
+        return Meeting(host, port)
 
     def forget(self) -> None:
-        self._meeting = None
+        self._meeting, self._fits = None, False
 
 
 class Servers:
@@ -58,6 +77,9 @@ class Servers:
             "decode": tuple(Server("decode", url) for url in decode),
         }
         self._turns = {role: cycle(servers) for role, servers in self.by_role.items()}
+
+    def all(self) -> list[Server]:
+        return [server for servers in self.by_role.values() for server in servers]
 
     def next(self, role: Role) -> Server:
         return next(self._turns[role])

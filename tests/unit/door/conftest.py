@@ -42,7 +42,7 @@ class Stub:
         self.headers: list[dict[str, str]] = []
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
-        self.healthy = True
+        self.healthy = self.is_up = True
         self.key: str | None = None
         self.behave: Behaviour = self.answer
         app = web.Application()
@@ -82,7 +82,9 @@ class Stub:
             self.cancelled.set()
             raise
 
-    async def _info(self, request: web.Request) -> web.Response:
+    async def _info(self, request: web.Request) -> web.StreamResponse:
+        if not self.is_up:
+            return await self.die(request)
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             raise web.HTTPUnauthorized
         return web.json_response(self.info)
@@ -105,12 +107,17 @@ class House:
 
 
 @asynccontextmanager
-async def _open_house(num_each: int = 1, **limits: Any) -> AsyncIterator[House]:
+async def _open_house(
+    num_each: int = 1, wrong: dict[str, Any] | None = None, late: bool = False, **limits: Any
+) -> AsyncIterator[House]:
+    """wrong: what the first prefill server says of itself. late: it is not up yet."""
     async with AsyncExitStack() as stack:
         rooms: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         stubs = {
             role: [Stub(role, rooms) for _ in range(num_each)] for role in ("prefill", "decode")
         }
+        stubs["prefill"][0].info |= wrong or {}
+        stubs["prefill"][0].is_up = not late
         for stub in (*stubs["prefill"], *stubs["decode"]):
             await stub.server.start_server()
             stack.push_async_callback(stub.server.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 from aiohttp import ClientSession, web
@@ -27,12 +28,48 @@ def test_anything_else_stops_the_start_with_a_sentence(text, capsys):
 
 
 @pytest.mark.parametrize("flag", ["--max-request-mb", "--request-timeout-s", "--drain-s"])
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e300", "x"])
 def test_no_limit_can_be_switched_off(flag, value, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--prefill", "http://h:1", "--decode", "http://h:1", flag, value])
     assert stopped.value.code == 2
     assert flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--port", "70000"), ("--port", "-1"), ("--host", "")])
+def test_an_impossible_address_is_refused_by_its_flag(flags, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--prefill", "http://h:1", "--decode", "http://h:1", *flags])
+    assert stopped.value.code == 2
+    assert f"argument {flags[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("127.0.0.1", "address already in use"),
+        ("192.0.2.1", "cannot assign requested address"),
+        ("nowhere.invalid", ""),
+        ("a..b", "label"),
+    ],
+)
+def test_a_door_that_cannot_listen_says_so_in_a_sentence(host, reason, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit) as stopped:
+            main(
+                [
+                    *("--prefill", "http://h:1", "--decode", "http://h:1"),
+                    *("--host", host, "--port", port),
+                ]
+            )
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    sentence = f"sglang-kvspec: error: --host {host} --port {port}: "
+    (line,) = [line for line in error.splitlines() if line.startswith(sentence)]
+    assert reason in line
+    assert "allowed: an address of this machine and a free port" in line
+    assert "Traceback" not in error
 
 
 def test_closing_lets_a_running_request_finish(open_house, run):

@@ -267,3 +267,25 @@ def test_a_prefill_server_that_came_back_is_met_where_it_is_now(open_house, run,
             assert decode.requests[-1]["bootstrap_port"] == 9000
 
     run(scenario())
+
+
+def test_a_refusal_behind_a_failed_decode_server_is_what_the_client_gets(open_house, run):
+    async def scenario():
+        async with open_house(verdict_s=20.0) as house:
+            prefill, decode = house.prefill[0], house.decode[0]
+            decode_failed = asyncio.Event()
+
+            async def fail(request: web.Request) -> web.StreamResponse:
+                decode_failed.set()
+                return web.json_response({"error": {"message": "its KV is lost"}}, status=500)
+
+            async def refuse_later(request: web.Request) -> web.StreamResponse:
+                await decode_failed.wait()
+                return web.json_response({"error": {"message": "no such grammar"}}, status=400)
+
+            decode.behave, prefill.behave = fail, refuse_later
+            reply = await house.door.post("/generate", json=REQUEST)
+            assert reply.status == 400
+            assert "no such grammar" in await reply.text()
+
+    run(scenario())

@@ -135,3 +135,18 @@ def test_everything_else_is_not(path, body):
 def test_an_empty_batch_is_refused():
     with pytest.raises(RequestError, match="text is an empty list"):
         num_prompts("/generate", {"text": []})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", b'{"text": []}'),
+        ("/generate", b'{"input_ids": []}'),
+        ("/v1/completions", b'{"prompt": []}'),
+    ],
+)
+def test_a_batch_without_prompts_is_refused_before_servers_are_asked(
+    path: str, body: bytes
+) -> None:
+    with pytest.raises(RequestError, match="empty list"):
+        read_request(path, body)
