@@ -11,6 +11,7 @@ from sglang_kvspec.pools.prefix_store.disk_file import Bytes
 from sglang_kvspec.pools.prefix_store.entries import Entry, pack_link, pack_stamp
 from sglang_kvspec.pools.prefix_store.page_keys import PageLink
 from sglang_kvspec.pools.prefix_store.state import StoreState
+from sglang_kvspec.pools.prefix_store.write_health import WriteHealth
 
 
 class PagePut(NamedTuple):
@@ -28,8 +29,9 @@ class PagePut(NamedTuple):
 class Committer:
     """Used by one thread. A page whose write fails is not stored, and that is all."""
 
-    def __init__(self, state: StoreState) -> None:
-        self._state = state
+    def __init__(self, state: StoreState, health: WriteHealth | None = None) -> None:
+        """health: of the disk; None for a store in memory."""
+        self._state, self._health = state, health
 
     def commit(self, put: PagePut) -> None:
         state, link = self._state, put.link
@@ -82,12 +84,16 @@ class Committer:
         try:
             entry = Entry(held.sequence, checksum, link.key, meta)
             state.slabs[tier].write(place.slot, entry, record)
-        except OSError:
+        except OSError as error:
+            if self._health is not None:
+                self._health.note_failure(error)
             with state.lock:
                 state.counters.write_errors += 1
             # The entry may be the part that was written.
             state.vacate([place])
             return False
+        if self._health is not None:
+            self._health.note_success()
         with state.lock:
             # A reader may have found the anchor damaged meanwhile.
             is_wanted = tier is Tier.ANCHOR or self._takes_residual(link, stamp)

@@ -29,6 +29,7 @@ from sglang_kvspec.pools.prefix_store.page_keys import PageLink
 from sglang_kvspec.pools.prefix_store.reader import PrefixReader
 from sglang_kvspec.pools.prefix_store.slab import Slab
 from sglang_kvspec.pools.prefix_store.state import StoreState
+from sglang_kvspec.pools.prefix_store.write_health import WriteHealth
 from sglang_kvspec.pools.prefix_store.write_queue import WriteQueue
 from sglang_kvspec.pools.prefix_store.writer_lock import WriterLock
 
@@ -151,7 +152,8 @@ def open_store(
             raise PrefixStoreError(f"prefix store {directory}: cannot write it: {error}") from error
         raise
     bucket = TokenBucket(limits.write_bytes_per_s, limits.write_burst_bytes, clock)
-    queue = WriteQueue(Committer(state).commit, limits.queue_bytes, bucket)
+    committer = Committer(state, WriteHealth(directory, clock))
+    queue = WriteQueue(committer.commit, limits.queue_bytes, bucket)
     if threaded:
         queue.start()
     return PrefixStore(state, lambda: _close_all(opened), queue)

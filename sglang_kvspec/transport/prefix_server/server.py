@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from sglang_kvspec.transport.prefixes.frames import (
     Unknown,
 )
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
+
+logger = logging.getLogger(__name__)
 
 # Pieces sent before frames are read again.
 _PIECES_AT_ONCE = 16
@@ -60,6 +63,8 @@ class PrefixServer:
         self._port, self._clock = port, clock
         self._peers = Peers(shelves)
         self._turn = 0
+        # Reason of the last refusal that was logged; None once a server was let in.
+        self._refused: str | None = None
         self.link_counters = LinkCounters(since_s=clock())
         self.counters = ServerCounters()
 
@@ -105,8 +110,16 @@ class PrefixServer:
             peer = self._peers.greet(name, frame, now_s)
         except PrefixStoreError as error:
             self.link_counters.refusals += 1
+            if str(error) != self._refused:
+                self._refused = str(error)
+                logger.warning(
+                    "KVSpec: refused a server, which computes its prompts without these prefixes "
+                    "(it loses speed and changes no output): %s",
+                    error,
+                )
             self._answer(name, Deny(frame.nonce, str(error)[:512]))
         else:
+            self._refused = None
             self._answer(name, Admit(frame.nonce, peer.session))
 
     def _serve(self, name: bytes, peer: Peer, frame: FromServer, payload: Buffer | None) -> None:

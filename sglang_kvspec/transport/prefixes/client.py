@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from sglang_kvspec.transport.session import LinkState
 from sglang_kvspec.transport.shaping import TokenBucket
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 
+logger = logging.getLogger(__name__)
+
 _STORE = b""
 # Frames of a published page handed over before this end reads again.
 _PARTS_AT_ONCE = 8
@@ -44,12 +47,14 @@ _PARTS_AT_ONCE = 8
 class StoreTiming:
     """probe_s: without a word for that long, the store is asked whether it is there. silence_s:
     without one for that long, it counts as lost, and so does all that it was asked. retry_s:
-    between greetings; denied_s: after it would not have this server."""
+    between greetings; denied_s: after it would not have this server; absent_s: without an answer
+    to the first greeting for that long, the log says so."""
 
     probe_s: float = 0.5
     silence_s: float = 1.5
     retry_s: float = 0.5
     denied_s: float = 10.0
+    absent_s: float = 10.0
 
 
 class StoreClient:
@@ -63,8 +68,9 @@ class StoreClient:
         bucket: TokenBucket | None = None,
         timing: StoreTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
+        address: str = "",
     ) -> None:
-        """bucket: the bandwidth that publishing may use."""
+        """bucket: the bandwidth that publishing may use. address: the store's, for the log."""
         self._port, self._layout, self._bucket, self._clock = port, layout, bucket, clock
         self._timing = timing or StoreTiming()
         self.counters = LinkCounters(since_s=clock())
@@ -76,6 +82,7 @@ class StoreClient:
         self._greet_at_s = self._heard_s = self._probed_s = clock()
         self._fetching, self._publishing = Fetching(layout), Publishing()
         self._events: list[StoreEvent] = []
+        self._log = _StateLog(address)
 
     def seek(
         self, lookup: int, chain: Chain, keys: Sequence[bytes], *, anchors_first: bool = False
@@ -128,12 +135,16 @@ class StoreClient:
             elif now_s - max(self._heard_s, self._probed_s) >= self._timing.probe_s:
                 self._probed_s = now_s
                 self._send(Probe(self._session))
-        elif now_s >= self._greet_at_s:
+            return
+        if now_s - self.counters.since_s >= self._timing.absent_s:
+            self._log.note_loss("no answer since the start")
+        if now_s >= self._greet_at_s:
             self._greet_at_s = now_s + self._timing.retry_s
             self._send(Greet(self._nonce, self._layout))
 
     def _lose(self, reason: str) -> None:
         self.counters.lost_sessions += 1
+        self._log.note_loss(reason)
         self.state, self._greet_at_s = LinkState.GREETING, self._clock()
         self._nonce = randbits(62)
         self._events += self._fetching.end_all(reason)
@@ -143,6 +154,7 @@ class StoreClient:
 
     def _deny(self, reason: str) -> None:
         self.counters.refusals += 1
+        self._log.note_denial(reason)
         self.state, self.denial = LinkState.REFUSED, reason
         self._greet_at_s = self._clock() + self._timing.denied_s
 
@@ -223,6 +235,36 @@ class StoreClient:
         if isinstance(frame, Deny):
             self._deny(frame.reason)
             return
+        self._log.note_link()
         self.state, self.denial = LinkState.LIVE, None
         self._session, self._heard_s = frame.session, self._clock()
         self.counters.sessions += 1
+
+
+class _StateLog:
+    """One line in the log for each change of the link, however many requests it concerns."""
+
+    LOSS = "prompts are computed without its prefixes, which costs speed and changes no output"
+
+    def __init__(self, address: str) -> None:
+        self._name = f"the prefix server {address}".rstrip()
+        # "linked", "lost" or why the store refuses; None before the first line.
+        self._said: str | None = None
+
+    def note_link(self) -> None:
+        if self._turns_to("linked"):
+            logger.info("KVSpec: linked to %s; its prefixes are used", self._name)
+
+    def note_loss(self, reason: str) -> None:
+        # A store that refuses this server is not lost.
+        if self._said in (None, "linked") and self._turns_to("lost"):
+            logger.warning("KVSpec: no link to %s (%s): %s", self._name, reason, self.LOSS)
+
+    def note_denial(self, reason: str) -> None:
+        if self._turns_to(reason):
+            logger.warning("KVSpec: %s refuses this server (%s): %s", self._name, reason, self.LOSS)
+
+    def _turns_to(self, said: str) -> bool:
+        is_new = said != self._said
+        self._said = said
+        return is_new

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import subprocess
 import sys
 
 import pytest
+
+from sglang_kvspec.pools.prefix_store.write_health import MENDED_S
 
 FILES = ("anchors.data", "anchors.index", "residuals.data", "residuals.index")
 
@@ -26,6 +29,33 @@ def test_a_full_disk_loses_new_pages_and_keeps_old_ones(make_store, small, files
     assert small.found(store, [5, 5, 6, 6]) == (2, 2)
     store._state.catalogue.check_integrity()
     assert not store.counters.damaged_anchors + store.counters.damaged_residuals
+
+
+def test_a_full_disk_and_its_end_are_said_once(make_store, small, files, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    now_s = [0.0]
+    store = make_store(clock=lambda: now_s[0])
+    small.write(store, [1, 1])
+    assert not caplog.records
+    files.error = errno.ENOSPC
+    # Small writes between large ones may succeed.
+    for page, files.failing in ((2, {"write"}), (3, set()), (4, {"write"}), (5, {"write"})):
+        small.write(store, [page, page])
+        now_s[0] += 1.0
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert f"{tmp_path / 'store'}: No space left on device" in warning.getMessage()
+    assert "costs speed and changes no output" in warning.getMessage()
+    files.failing = set()
+    for page in (6, 7, 8):
+        small.write(store, [page, page])
+        now_s[0] += MENDED_S
+    _, mended = caplog.records
+    assert mended.levelname == "INFO"
+    assert f"store {tmp_path / 'store'} again" in mended.getMessage()
+    files.failing = {"write"}
+    small.write(store, [9, 9])
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
 
 
 def test_a_file_size_limit_is_a_full_disk(tmp_path):
@@ -50,7 +80,9 @@ print(len(pages), store.counters.write_errors > 0)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
-    assert (done.stdout.split(), done.stderr) == (["4", "True"], "")
+    assert done.stdout.split() == ["4", "True"]
+    (line,) = done.stderr.splitlines()
+    assert "File too large. New prefixes are not kept" in line
 
 
 def test_an_unreadable_block_is_a_miss_and_stays_where_it_is(make_store, small, files):

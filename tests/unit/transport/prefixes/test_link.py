@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from sglang_kvspec.pools.prefix_store.disk_file import DiskFile
 from sglang_kvspec.transport.frames import Stream
 from sglang_kvspec.transport.prefix_server.outbox import MAX_UNSENT_BYTES
 from sglang_kvspec.transport.prefix_server.testing import (
@@ -106,6 +109,73 @@ def test_the_store_outlives_its_process(stocked: Rig) -> None:
     stocked.seek("a", 1, links)
     stocked.run()
     assert fetched(stocked, "a", links) == (6, None)
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def test_a_store_that_dies_and_comes_back_is_said_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rig.add("a")
+    rig.run(3)
+    ((level, text),) = lines_of(caplog)
+    assert (level, text[:39]) == ("INFO", "KVSpec: linked to the prefix server toy")
+    caplog.clear()
+    rig.kill()
+    for lookup in range(9):
+        rig.seek("a", lookup, links_of(1))
+        rig.run(20)
+    ((level, text),) = lines_of(caplog)
+    assert level == "WARNING"
+    assert "no link to the prefix server toy (the store has fallen silent)" in text
+    assert "costs speed and changes no output" in text
+    caplog.clear()
+    rig.start()
+    rig.run(60)
+    assert [level for level, _ in lines_of(caplog)] == ["INFO"]
+
+
+def test_a_store_that_is_not_there_at_the_start_is_said_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rig.kill()
+    rig.add("a")
+    rig.run(100)
+    assert not lines_of(caplog)
+    rig.run(400)
+    ((level, text),) = lines_of(caplog)
+    assert level == "WARNING"
+    assert "(no answer since the start)" in text
+
+
+def test_a_refusal_is_said_once_on_either_side(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rig.add("a", msgspec.structs.replace(LAYOUT, store_version=99))
+    rig.run(600)
+    assert rig.clients["a"].counters.refusals > 2
+    theirs, ours = sorted(lines_of(caplog), key=lambda line: "refuses this" in line[1])
+    assert {theirs[0], ours[0]} == {"WARNING"}
+    for _, text in (theirs, ours):
+        assert "store version" in text
+        assert "changes no output" in text
+
+
+def test_a_prefix_server_with_a_full_disk_says_so_once(
+    stocked: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: DiskFile, offset: int, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DiskFile, "write", fail)
+    stocked.publish("a", links_of(7, 8, 9), first=10)
+    stocked.settle()
+    ((level, text),) = lines_of(caplog)
+    assert level == "WARNING"
+    assert "No space left on device. New prefixes are not kept" in text
 
 
 def test_a_silent_store_ends_everything_in_bounded_time(stocked: Rig) -> None:
