@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-pd serve test test-gpu identity soak check bench-acceptance clean
+.PHONY: help env demo demo-pd serve test test-gpu identity soak fuzz check bench-acceptance clean
 
 VENV ?= .venv
 MODEL ?= models/demo-5m
@@ -73,6 +73,9 @@ identity: $(INSTALLED) ## every prompt, model, codec and scenario against plain 
 soak: $(INSTALLED) ## half an hour of random traffic against plain SGLang's answers
 	$(PYTHON) -m pytest tests/sglang/test_soak.py -m soak \
 		--soak-report benchmarks/results/soak.json $(PYTEST_ARGS)
+
+fuzz: $(INSTALLED) ## 10,000 generated requests to servers of every role: about 15 minutes
+	$(PYTHON) benchmarks/bench_hardening.py --pairs 0 --refusals 1 --out .kvspec/fuzz.json $(ARGS)
 
 check: $(INSTALLED) ## formatting, lint and types
 	$(PYTHON) -m ruff format --check .

@@ -43,7 +43,8 @@ def connect(
     if rate:
         bucket = TokenBucket(rate, BURST_BYTES, time.monotonic())
     port = ZmqPort(config.prefix_server, bind=False, keys=prefix_server_keys(config))
-    client = StoreClient(port, StoreLayout(**asdict(identity)), bucket=bucket)
+    layout = StoreLayout(**asdict(identity))
+    client = StoreClient(port, layout, bucket=bucket, address=config.prefix_server)
     news = threading.Event()
     return RemotePrefixes(
         StoreLoop(client, on_news=news.set),

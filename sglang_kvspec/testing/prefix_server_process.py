@@ -36,6 +36,10 @@ class PrefixServerProcess:
     def address(self) -> str:
         return f"tcp://127.0.0.1:{self._port}"
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Returns once it listens."""
         self._process = subprocess.Popen(

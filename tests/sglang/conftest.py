@@ -12,6 +12,8 @@ import pytest
 
 # No package: a root called tests/sglang/__init__.py would shadow SGLang itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+# The fuzzer is a benchmark's, of which these tests run a short part.
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from harness.faults import fault_file_in
 from harness.feature_answers import KVSPEC, PLAIN, SEEDS, answer_to, sample

@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import requests
+from hardening.fuzzer import Fuzzer, ask_generate, held_by, run
 from harness.client import Output
 from harness.feature_answers import CHAT_TEMPLATE, SEEDS, answer_to, assert_same, sample
 from harness.features import CASES, generate
 from harness.models import DEMO_MODEL
-from harness.pair import Pair, PairClient, PairSpec, open_door, wait_until
+from harness.pair import Pair, PairClient, PairSpec, wait_until
 from harness.references import PlainReference, Workload
 from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
-from harness.servers import Announce
+from harness.servers import START_TIMEOUT_S, Announce
 from harness.soak import Soak
 from harness.suite import Suite, run_one_by_one
 
 from sglang_kvspec.core.config import MOST_AUTO_DRAFTS
+from sglang_kvspec.testing.door_process import open_door
 from sglang_kvspec.testing.transfer_report import TransferReport, read_transfer_report
 
 pytestmark = pytest.mark.server
@@ -39,7 +41,7 @@ PAIR = PairSpec(
     environment=dict(STRICT_CHECKS.environment + FORCED_RETRACTION.environment),
 )
 # What users do to one server; but for what the door refuses, or has no path for.
-REFUSED = ("logprobs", "several_samples", "prompt_only")
+REFUSED = ("logprobs", "several_samples", "prompt_only", "chosen_logprobs_of_no_token")
 WITHOUT_PATH = ("cached_prefix", "session", "pause_and_continue")
 # Many prompts, each with a second of residuals on the slow link.
 LONG = ("stop_string_at_length_limit", "stop_token_at_length_limit")
@@ -49,7 +51,8 @@ SAME = [name for name in CASES if name not in (*REFUSED, *WITHOUT_PATH, *LONG)]
 @pytest.fixture(scope="module")
 def url(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a door to both servers."""
-    with open_door(pair, tmp_path_factory.mktemp("door") / "door.log") as door_url:
+    log_path = tmp_path_factory.mktemp("door") / "door.log"
+    with open_door(pair, log_path, START_TIMEOUT_S) as door_url:
         yield door_url
 
 
@@ -192,6 +195,21 @@ def test_a_grammar_that_cannot_be_compiled(url: str) -> None:
 
 def allocated_pages(client: PairClient) -> int:
     return int(client.prefill.kvspec_report()["pools"]["num_pages_allocated"])
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "door"])
+def test_either_server_and_the_door_survive_generated_requests(
+    pair: Pair, url: str, role: str
+) -> None:
+    sides = {"prefill": pair.prefill, "decode": pair.decode}
+    holders = [side.base_url for side in sides.values()]
+    fuzzer = Fuzzer(
+        sides[role].base_url if role in sides else url,
+        ask=lambda prompt: ask_generate(url, prompt),
+        held=lambda: "; ".join(filter(None, map(held_by, holders))),
+        logs=[side.log_path for side in sides.values()],
+    )
+    assert run(fuzzer, 4096, 60, seed=2).findings() == []
 
 
 def test_a_decode_server_that_works_in_rounds(pair: Pair, reference: PlainReference) -> None:

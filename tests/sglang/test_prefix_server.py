@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import requests
+from hardening.store_attack import attack_store
 from harness.arrival import run_staggered
 from harness.client import GenerateClient
 from harness.models import DEMO_MODEL
@@ -103,6 +104,18 @@ def test_a_store_that_stalls_or_dies_costs_hits_and_no_answer(
     assert check(run_one_by_one(client, tasks, lambda: None), expected)["remote"] == 0
     store.start()
     wait_until_live(client, True)
+    client.flush_cache()
+    hits = check(run_one_by_one(client, tasks, lambda: None), expected)
+    assert hits["remote"] > 0
+
+
+def test_hostile_messages_cost_a_prefix_server_nothing(
+    client: GenerateClient, store: PrefixServerProcess, expected: Pairs
+) -> None:
+    tasks = tasks_of(expected)
+    wait_until_live(client, True)
+    attack_store(store.address, 500, seed=1)
+    assert store.is_alive
     client.flush_cache()
     hits = check(run_one_by_one(client, tasks, lambda: None), expected)
     assert hits["remote"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,6 @@ import requests
 from harness.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, GenerateClient
 from harness.servers import START_TIMEOUT_S, Announce
 
-from sglang_kvspec.testing.http_process import HttpProcess
-from sglang_kvspec.testing.port_lease import PortLease
 from sglang_kvspec.testing.server_pair import ServerPair
 from sglang_kvspec.testing.server_process import CPU_ARGUMENTS
 
@@ -141,24 +138,6 @@ def running_pair(spec: PairSpec, log_folder: Path, announce: Announce) -> Iterat
         pair.wait_healthy(START_TIMEOUT_S)
         announce(f"two servers up in {time.monotonic() - started:.0f} s: {spec.label}")
         yield pair
-
-
-@contextmanager
-def open_door(pair: Pair, log_path: Path) -> Iterator[str]:
-    """URL of a door to both."""
-    ports = PortLease()
-    command = (
-        *(sys.executable, "-m", "sglang_kvspec.door", f"--port={ports.http}"),
-        f"--prefill={pair.prefill.base_url}",
-        f"--decode={pair.decode.base_url}",
-    )
-    url = f"http://127.0.0.1:{ports.http}"
-    try:
-        with HttpProcess(command, base_url=url, log_path=log_path) as door:
-            door.wait_healthy(START_TIMEOUT_S)
-            yield url
-    finally:
-        ports.release()
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

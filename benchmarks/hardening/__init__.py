@@ -1,0 +1,1 @@
+"""A hostile day of use: generated requests, streams, refusals."""
