@@ -41,7 +41,7 @@ PAIR = PairSpec(
     environment=dict(STRICT_CHECKS.environment + FORCED_RETRACTION.environment),
 )
 # What users do to one server; but for what the door refuses, or has no path for.
-REFUSED = ("logprobs", "several_samples", "prompt_only", "chosen_logprobs_of_no_token")
+REFUSED = ("logprobs", "several_samples", "prompt_only", "logprobs_of_no_token")
 WITHOUT_PATH = ("cached_prefix", "session", "pause_and_continue")
 # Many prompts, each with a second of residuals on the slow link.
 LONG = ("stop_string_at_length_limit", "stop_token_at_length_limit")
@@ -170,6 +170,10 @@ def test_other_prompts_of_the_same_length_fail(client: PairClient) -> None:
         ({"session_params": {"id": "unknown"}}, "session_params cannot be served"),
         ({"sampling_params": {"n": 2}}, "n > 1 needs a transfer for each sample"),
         ({"return_logprob": True, "token_ids_logprob": [5]}, "token_ids_logprob cannot be had"),
+        (
+            {"return_logprob": True, "sampling_params": {"max_new_tokens": 0}},
+            "has no token to describe",
+        ),
         ({"return_logprob": True, "top_logprobs_num": 129}, "top_logprobs_num must be at most 128"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

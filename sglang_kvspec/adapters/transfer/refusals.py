@@ -38,6 +38,12 @@ def check_transferred(obj: Any) -> None:
             "token_ids_logprob cannot be had where prefill and decode are apart: those of the "
             "first token stay on the prefill server"
         )
+    if obj.sampling_params.get("max_new_tokens") == 0:
+        # SGLang's decode server would report whatever its handover buffer held before.
+        raise ValueError(
+            "return_logprob with max_new_tokens 0 has no token to describe where prefill and decode "
+            "are apart: ask for a token, or leave return_logprob out"
+        )
     if (obj.top_logprobs_num or 0) > MAX_TOP_LOGPROBS:
         raise ValueError(
             f"top_logprobs_num must be at most {MAX_TOP_LOGPROBS} where prefill and decode are "
