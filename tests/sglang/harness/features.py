@@ -158,13 +158,7 @@ def negative_top_logprobs(url: str) -> Any:
 
 @case
 def logprobs_of_no_token(url: str) -> Any:
-    asked = [{"return_logprob": True, **each} for each in ({}, {"top_logprobs_num": 2})]
-    return [logprobs_of(generate(url, PROMPT, max_new_tokens=0, request=r)) for r in asked]
-
-
-@case
-def chosen_logprobs_of_no_token(url: str) -> Any:
-    more = [{"token_ids_logprob": [5, 77]}, {"logprob_start_len": 0}]
+    more = [{}, {"top_logprobs_num": 2}, {"token_ids_logprob": [5, 77]}, {"logprob_start_len": 0}]
     asked = [{"return_logprob": True, **each} for each in more]
     return [logprobs_of(generate(url, PROMPT, max_new_tokens=0, request=r)) for r in asked]
 
