@@ -22,6 +22,8 @@ LINK_HYSTERESIS = 1 / 8
 # Where streams are paced, a streamed request takes at most so many iterations to draft and verify
 # for each token that it emitted last, so that those fill the time evenly.
 ITERATIONS_A_TOKEN = 1.3
+# Such a request verifies no more drafts at once: all other streams wait for the verification.
+MOST_STREAMED_DRAFTS = 6
 
 
 class Stepper:
@@ -88,7 +90,8 @@ class Stepper:
         if self._config.draft_len == AUTO_DRAFT_LEN and cap_len:
             best_len = best_draft_len(state.acceptance.probability, cap_len, self._cost)
             if state.is_streamed and self._config.stream == "paced":
-                best_len = min(best_len, ceil(ITERATIONS_A_TOKEN * state.last_emitted) - 1)
+                filling = ceil(ITERATIONS_A_TOKEN * state.last_emitted) - 1
+                best_len = min(best_len, filling, MOST_STREAMED_DRAFTS)
         return best_len, cap_len
 
     def _view(self, state: RequestState, pages: torch.Tensor) -> RequestView:

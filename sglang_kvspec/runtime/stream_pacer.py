@@ -2,7 +2,8 @@
 
 A verification emits several tokens at once. Handed on at once they make a stream stutter: a burst,
 then silence until the next round. The pacer spreads them over the time that the next round is
-expected to take.
+expected to take, and a little more: tokens that are left when that round comes fill the gap behind
+it if it brings few.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
+# Time over which tokens are spread, relative to the longest that a round is expected to take. With
+# less, a stream runs dry behind a rejected draft; with more, tokens reach their time limit.
+MARGIN = 1.15
 # Weight of the newest round in what is learned of the others.
 WEIGHT = 0.25
 # Rounds take between half and twice the time that was expected; what is beyond is a prefill's.
@@ -25,29 +30,32 @@ RATIOS = (0.5, 2.0)
 class _Stream(Generic[Item]):
     """One answer under way. Times in seconds.
 
-    held: items that wait, with the time at which each is due. following: tokens of the round that
+    held: items that wait, with the time at which each is due, ascending. num_old: how many of them,
+    the first ones, were left by the round before this one. following: tokens of the round that
     have not come yet. expected_s: what the round under way is expected to take, 0 for unknown.
     mean_s: mean time of a round. ratio, spread: time of rounds over what was expected, mean and
-    mean deviation. step_s: time between two tokens of this round.
+    mean deviation. first_due, step_s: when this round's first token is due, and the time between
+    two tokens. limit: time by which every token of this round is due.
     """
 
     began: float
     held: deque[tuple[float, Item]] = field(default_factory=deque)
+    num_old: int = 0
     following: int = 0
     index: int = 0
     expected_s: float = 0.0
     mean_s: float = 0.0
     ratio: float = 1.0
     spread: float = 0.1
+    first_due: float = 0.0
     step_s: float = 0.0
+    limit: float = 0.0
 
     def begin_round(self, now: float, num_tokens: int, expected_s: float) -> None:
-        """Spread num_tokens over the time until the next round.
+        """Spread num_tokens, behind those that are held, over the time until the next round.
 
         Unless it is given, the next round is expected to take what the last one took, or what
-        rounds take in the mean, if that is more. The time is rather too long than too short: what
-        is left over leaves at once when the next round comes, but a stream that has run dry stands
-        still until then.
+        rounds take in the mean, if that is more. Items that the last two rounds left are due.
         """
         elapsed_s = now - self.began
         if self.expected_s:
@@ -58,19 +66,37 @@ class _Stream(Generic[Item]):
         self.mean_s += (WEIGHT if self.mean_s else 1.0) * (elapsed_s - self.mean_s)
         self.began, self.index = now, 0
         self.expected_s = expected_s or max(elapsed_s, self.mean_s)
-        self.step_s = self.expected_s * (self.ratio + self.spread) / num_tokens
+        longest_s = self.expected_s * (self.ratio + self.spread)
+        self.limit = now + longest_s
+        num_kept = len(self.held) - self.num_old
+        self.step_s = MARGIN * longest_s / (num_kept + num_tokens)
+        for i, (due, item) in enumerate(self.held):
+            # None is moved beyond the time that its own round was expected to take.
+            self.held[i] = (min(due, now + max(i - self.num_old, -1) * self.step_s), item)
+        self.first_due = now + num_kept * self.step_s
+        self.num_old = num_kept
 
-    def release(self) -> list[Item]:
-        """Take out everything that is held."""
-        items = [item for _, item in self.held]
-        self.held.clear()
+    def hold(self, item: Item) -> float:
+        """Put the round's next item behind those that are held; return the time it is due at."""
+        due = min(self.first_due + self.index * self.step_s, self.limit)
+        self.index += 1
+        self.held.append((due, item))
+        return due
+
+    def release(self, now: float) -> list[Item]:
+        """Take out what is due."""
+        items = []
+        while self.held and self.held[0][0] <= now:
+            items.append(self.held.popleft()[1])
+            self.num_old = max(self.num_old - 1, 0)
         return items
 
 
 class StreamPacer(Generic[Item]):
     """Holds items, one a token, until their time has come; in the order in which they came.
 
-    No item is held beyond the next round of its stream, and none once its stream has ended.
+    No item is held for longer than its stream's next round is expected to take at most, beyond the
+    round after that, or once its stream has ended.
     """
 
     def __init__(self) -> None:
@@ -97,24 +123,20 @@ class StreamPacer(Generic[Item]):
         stream = self._streams.get(key)
         if is_last:
             self._streams.pop(key, None)
-            return [*(stream.release() if stream else ()), item]
+            return [*(stream.release(inf) if stream else ()), item]
         if stream is None:
-            stream = self._streams[key] = _Stream(now)
-            stream.following = following
-            return [item]
-        if not stream.following:
-            ready = stream.release()
+            stream = self._streams[key] = _Stream(now, limit=now)
+        elif not stream.following:
             stream.begin_round(now, following + 1, expected_s)
-            stream.following = following
-            return [*ready, item]
+            # Items that are held may be due earlier than before.
+            for due, _ in stream.held:
+                self._note(due, key)
         stream.following = following
-        stream.index += 1
-        due = stream.began + stream.index * stream.step_s
-        if due <= now and not stream.held:
-            return [item]
-        stream.held.append((due, item))
+        self._note(stream.hold(item), key)
+        return stream.release(now)
+
+    def _note(self, due: float, key: str) -> None:
         heapq.heappush(self._due, (due, next(self._numbers), key))
-        return []
 
     def take_due(self, now: float) -> list[Item]:
         """Take out the items whose time has come."""
@@ -122,8 +144,8 @@ class StreamPacer(Generic[Item]):
         while self._due and self._due[0][0] <= now:
             _, _, key = heapq.heappop(self._due)
             stream = self._streams.get(key)
-            while stream is not None and stream.held and stream.held[0][0] <= now:
-                items.append(stream.held.popleft()[1])
+            if stream is not None:
+                items += stream.release(now)
         return items
 
     def next_due(self) -> float | None:

@@ -362,11 +362,12 @@ def test_messages_without_counts_are_not_held():
     run(play())
 
 
-def test_held_tokens_go_before_the_round_that_releases_them():
+def test_held_tokens_go_before_the_end_that_releases_them():
     async def play():
         front = Front(streams=["a"], others=["b"])
         await begin(front, "a")
-        await front.receive(*one_round("a", 0, 4), make_message(["b", "a"], number=9))
+        end = make_message(["b", "a"], finished="a", number=9)
+        await front.receive(*one_round("a", 0, 4), end)
         assert front.texts()[1:] == [*(f"text a {i}" for i in range(4)), "text b 9", "text a 9"]
 
     run(play())
