@@ -41,8 +41,8 @@ def check_transferred(obj: Any) -> None:
     if obj.sampling_params.get("max_new_tokens") == 0:
         # SGLang's decode server would report whatever its handover buffer held before.
         raise ValueError(
-            "return_logprob with max_new_tokens 0 has no token to describe where prefill and decode "
-            "are apart: ask for a token, or leave return_logprob out"
+            "return_logprob with max_new_tokens 0 has no token to describe where prefill and "
+            "decode are apart: ask for a token, or leave return_logprob out"
         )
     if (obj.top_logprobs_num or 0) > MAX_TOP_LOGPROBS:
         raise ValueError(
