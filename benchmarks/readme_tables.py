@@ -52,13 +52,35 @@ TRANSFER_TITLES = {
     "transfer.inversion_mb": "MB of residuals that an anchor waited for, most",
 }
 
+# Title, and what was asked for.
+HARDENING_TITLES = {
+    "fuzz.http.requests": ("generated requests to servers of one process", "10000 or more"),
+    "fuzz.http.answered": ("of them answered with 200", ""),
+    "fuzz.http.crashes": ("servers that ended, or connections that broke", "0"),
+    "fuzz.http.errors": ("answers of status 500 and more", ""),
+    "fuzz.http.neighbours_changed": ("answers beside them that changed", "0"),
+    "fuzz.http.leaks": ("pages left in use", "0"),
+    "fuzz.http.tracebacks": ("tracebacks in a log", ""),
+    "fuzz.roles": ("roles without a finding: prefill, decode, door, prefix server", "4"),
+    "stream.p99_itl_vs_plain.paced": (
+        "p99 gap between chunks, `paced`, against plain SGLang",
+        "2.5 or less",
+    ),
+    "stream.p99_itl_vs_plain.burst": ("the same with `burst`", ""),
+    "stream.rate.paced_vs_burst": ("tokens a second, `paced` against `burst`", "0.98 or more"),
+    "stream.rate_vs_plain.paced": ("tokens a second, `paced`, against plain SGLang", ""),
+    "refusals.seconds": ("seconds until a wrong --kvspec flag is refused", "3 or less"),
+}
+
 
 def main() -> None:
     figures = json.loads((RESULTS / "main_job.json").read_text())["figures"]
     transfer = json.loads((RESULTS / "transfer.json").read_text())["figures"]
+    hardening = json.loads((RESULTS / "hardening.json").read_text())["figures"]
     text = README.read_text(encoding="utf-8")
     text = replace_between(text, "figures", table(figures))
     text = replace_between(text, "transfer", transfer_table(transfer))
+    text = replace_between(text, "hardening", hardening_table(hardening))
     text = replace_between(text, "ttkt_gpu", gpu_lines(RESULTS / "ttkt_h200.json"))
     README.write_text(text, encoding="utf-8")
     tables.main()
@@ -72,6 +94,17 @@ def transfer_table(figures: list[dict[str, Any]]) -> str:
         row = rows[name]
         goal = row["baseline"] if isinstance(row["baseline"], float) else ""
         lines.append(f"| {title} | {value_of(row)} | {goal} |")
+    return "\n".join(lines)
+
+
+def hardening_table(figures: list[dict[str, Any]]) -> str:
+    """By the order of the titles, with half of what lies between least and largest as spread."""
+    rows = {row["name"]: row for row in figures}
+    lines = ["| what | value | asked for |", "|---|---|---|"]
+    lines += [
+        f"| {title} | {value_of(rows[name])} | {goal} |"
+        for name, (title, goal) in HARDENING_TITLES.items()
+    ]
     return "\n".join(lines)
 
 
