@@ -13,8 +13,9 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
-from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, CodecName, KVSpecConfig, Target
+from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, CodecName, Target
 from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.flags import FLAG_OF
 from sglang_kvspec.planning.costs import AcceptanceCurve
 from sglang_kvspec.planning.devices import DEVICES, GB, MEMORY_SHARE, find_device
 from sglang_kvspec.planning.forecast import (
@@ -200,9 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, required=True, help="local config.json, or its folder")
     add("--gpu", default="H200", help=f"one of {', '.join(DEVICES)} (default: %(default)s)")
     add("--context", type=int, default=32768, help="tokens of each request (default: %(default)s)")
-    defaults = KVSpecConfig()
-    add("--codec", choices=get_args(CodecName), default=defaults.codec)
-    add("--target", choices=get_args(Target), default=defaults.target)
+    for option, choices in (("codec", CodecName), ("target", Target)):
+        flag = FLAG_OF[option]
+        add(f"--{option}", choices=get_args(choices), default=flag.default, help=flag.help_line())
     add("--tp", type=int, default=1, help="tensor-parallel GPUs (default: %(default)s)")
     add("--host-memory-gb", type=float, help="of the residual store (default: as much as needed)")
     add("--link-gbps", type=float, help="measured GB/s a GPU (default: 86 %% of the published)")

@@ -1,0 +1,156 @@
+"""Kinds of values that a flag takes: how each is parsed, checked and described."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+# Above any real size, rate or time. A machine's own memory is checked when a server starts.
+MOST = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(ABC):
+    """metavar: placeholder of the value in --help."""
+
+    metavar: str
+
+    def parse(self, value: Any) -> Any:
+        """Convert what a command line, a YAML file or a caller gives.
+
+        Raises ValueError, TypeError or OverflowError for what cannot be converted. What is
+        converted may still be refused by allows().
+        """
+        return value
+
+    @abstractmethod
+    def allows(self, value: object) -> bool: ...
+
+    @abstractmethod
+    def demand(self, value: object) -> str:
+        """Say what `value`, which is not allowed, must be: "must be ..."."""
+
+    @abstractmethod
+    def allowed(self, default: object) -> str:
+        """Describe the allowed values in Markdown, with the default first where all are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Kind):
+    """True or false; a command line may leave the value out."""
+
+    metavar: str = "true|false"
+
+    def parse(self, value: Any) -> Any:
+        # A quoted word in a YAML file is a string.
+        words = {"true": True, "false": False}
+        return words.get(value.lower(), value) if isinstance(value, str) else value
+
+    def allows(self, value: object) -> bool:
+        return isinstance(value, bool)
+
+    def demand(self, value: object) -> str:
+        return "must stand alone or with true or false"
+
+    def allowed(self, default: object) -> str:
+        return "`false`, `true`"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Kind):
+    """One of several words."""
+
+    choices: tuple[str, ...]
+
+    def allows(self, value: object) -> bool:
+        return value in self.choices
+
+    def demand(self, value: object) -> str:
+        return f"must be one of {', '.join(self.choices)}"
+
+    def allowed(self, default: object) -> str:
+        ordered = sorted(self.choices, key=lambda choice: choice != default)
+        return ", ".join(f"`{choice}`" for choice in ordered)
+
+
+@dataclass(frozen=True, slots=True)
+class Integer(Kind):
+    """Whole number from `least` to `most`, or `word` where there is one."""
+
+    least: int
+    most: int
+    word: str | None = None
+
+    def parse(self, value: Any) -> Any:
+        if value == self.word or isinstance(value, bool):
+            return value
+        number = int(value)
+        if not isinstance(value, str) and number != value:
+            raise ValueError(f"{value!r} is not a whole number")
+        return number
+
+    def allows(self, value: object) -> bool:
+        if self.word is not None and value == self.word:
+            return True
+        return type(value) is int and self.least <= value <= self.most
+
+    def demand(self, value: object) -> str:
+        word = "" if self.word is None else f"{self.word!r} or "
+        return f"must be {word}an integer from {self.least} to {self.most}"
+
+    def allowed(self, default: object) -> str:
+        word = "" if self.word is None else f"`{self.word}`, "
+        return f"{word}{self.least} to {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Kind):
+    """Finite number from `least` to `most`, in `unit`; `is_above`: `least` itself is refused."""
+
+    least: float = 0
+    most: float = MOST
+    unit: str = ""
+    is_above: bool = False
+
+    def parse(self, value: Any) -> Any:
+        return value if isinstance(value, bool) else float(value)
+
+    def allows(self, value: object) -> bool:
+        if not _is_number(value) or not self.least <= value <= self.most:  # type: ignore[operator]
+            return False
+        return not self.is_above or value != self.least
+
+    def demand(self, value: object) -> str:
+        number = "" if _is_number(value) else "a number "
+        unit = f" ({self.unit})" if self.unit else ""
+        if self.most != MOST:
+            return f"must be {number}between {self.least:g} and {self.most:g}{unit}"
+        sign = ">" if self.is_above else ">="
+        return f"must be {number}{sign} {self.least:g} and finite{unit}"
+
+    def allowed(self, default: object) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        if self.most != MOST:
+            return f"{self.least:g} to {self.most:g}{unit}"
+        return f"above {self.least:g}{unit}" if self.is_above else f"{self.least:g}{unit} or more"
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Kind):
+    """Text that is not empty; `what` it must name, such as "a folder"."""
+
+    what: str
+
+    def allows(self, value: object) -> bool:
+        return isinstance(value, str) and value != ""
+
+    def demand(self, value: object) -> str:
+        return f"must be {self.what}"
+
+    def allowed(self, default: object) -> str:
+        return self.what
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

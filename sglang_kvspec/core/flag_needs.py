@@ -1,0 +1,149 @@
+"""Conditions that a flag has on other flags, on SGLang's arguments and on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_kvspec.core.errors import ConfigError, KVSpecError, UnsupportedError
+
+if TYPE_CHECKING:
+    from sglang_kvspec.core.config import KVSpecConfig
+
+DEFAULT_PAGE_SIZE = 64
+DISAGGREGATION_ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Surroundings of KVSpec's flags on one machine.
+
+    arguments: SGLang's own, by name; unset ones may be absent. memory_gib: of this machine.
+    """
+
+    arguments: Mapping[str, Any]
+    memory_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Condition of a flag on the other flags, checked where the flag has another value than its
+    default.
+
+    sentence: refusal, a format string over `flag`, `value` and `config`. note: the need in the
+    README's table.
+    """
+
+    is_met: Callable[[KVSpecConfig], bool]
+    sentence: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerNeed:
+    """Condition of a flag on a server, checked where the flag has another value than its default.
+
+    sentence: refusal, a format string over `flag`, `value`, `config` and `server`. note: the need
+    in the README's table. only_on_gpu: CPU servers are not checked.
+    """
+
+    is_met: Callable[[KVSpecConfig, Server], bool]
+    sentence: str
+    note: str = ""
+    error: type[KVSpecError] = UnsupportedError
+    only_on_gpu: bool = False
+
+
+def flag_name(option: str) -> str:
+    """Return the flag of a KVSpecConfig field: draft_len is --kvspec-draft-len."""
+    return "--kvspec-" + option.replace("_", "-")
+
+
+def any_of(*options: str, why: str = "") -> Need:
+    """Return the need for at least one of these options, behind which `why` follows."""
+
+    def is_met(config: KVSpecConfig) -> bool:
+        return any(getattr(config, option) for option in options)
+
+    flags = [flag_name(option) for option in options]
+    return Need(
+        is_met,
+        f"{{flag}} {{value}} has no effect without {' or '.join(flags)}{why}",
+        note=f"needs {' or '.join(f'`{flag}`' for flag in flags)}",
+    )
+
+
+def has_exact_target(config: KVSpecConfig) -> bool:
+    return config.target == "exact"
+
+
+def can_verify(config: KVSpecConfig) -> bool:
+    """With a lossy transfer, auto is 0."""
+    return not config.is_lossy or config.draft_len == 0
+
+
+def is_split_over_servers(config: KVSpecConfig, server: Server) -> bool:
+    return server.arguments.get("disaggregation_mode") in DISAGGREGATION_ROLES
+
+
+def keeps_prefixes(config: KVSpecConfig, server: Server) -> bool:
+    return server.arguments.get("disaggregation_mode") != "decode"
+
+
+def has_prefix_cache(config: KVSpecConfig, server: Server) -> bool:
+    return not server.arguments.get("disable_radix_cache")
+
+
+def has_one_replica(config: KVSpecConfig, server: Server) -> bool:
+    return server.arguments.get("dp_size") in (None, 1)
+
+
+def fits_host(config: KVSpecConfig, server: Server) -> bool:
+    return (config.host_gb or 0) <= server.memory_gib
+
+
+def fits_prefix_host(config: KVSpecConfig, server: Server) -> bool:
+    return config.prefix_host_gb <= server.memory_gib
+
+
+def prefills_one_request(config: KVSpecConfig, server: Server) -> bool:
+    """Residuals in the KV memory leave SGLang its choice."""
+    return not config.host_gb or server.arguments.get("prefill_max_requests") in (None, 1)
+
+
+def verifies_in_rounds(config: KVSpecConfig, server: Server) -> bool:
+    return config.schedule != "staggered"
+
+
+def is_not_deterministic(config: KVSpecConfig, server: Server) -> bool:
+    return not server.arguments.get("enable_deterministic_inference")
+
+
+def has_default_pages(config: KVSpecConfig, server: Server) -> bool:
+    return server.arguments.get("page_size") in (None, DEFAULT_PAGE_SIZE)
+
+
+# Needs that several flags have.
+SPLIT_OVER_SERVERS = ServerNeed(
+    is_split_over_servers,
+    "{flag} {value} has no effect without --disaggregation-mode prefill or decode",
+    error=ConfigError,
+)
+IN_HOST_MEMORY = "{flag} {value} is more than this machine's {server.memory_gib:.1f} GiB"
+PREFIX_TIER = (
+    ServerNeed(
+        keeps_prefixes,
+        "{flag} {value} has no effect on a decode server, which keeps no prefixes: give it to the "
+        "prefill server",
+    ),
+    ServerNeed(
+        has_prefix_cache,
+        "--disable-radix-cache cannot be combined with {flag} (allowed: leave it unset)",
+    ),
+    # Replicas would each take all of what their ranks are to share.
+    ServerNeed(
+        has_one_replica,
+        "--dp-size {server.arguments[dp_size]} cannot be combined with {flag} (allowed: 1)",
+    ),
+)

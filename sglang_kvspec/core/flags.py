@@ -1,0 +1,293 @@
+"""The --kvspec flags: type, unit, range, default, needs and help of each, once.
+
+From this table come KVSpecConfig's defaults and checks, the command line and its help, the checks
+of a server's arguments, and the README's tables of flags.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.flag import Flag
+from sglang_kvspec.core.flag_kinds import MOST, Choice, Integer, Number, Switch, Text
+from sglang_kvspec.core.flag_needs import (
+    DEFAULT_PAGE_SIZE,
+    IN_HOST_MEMORY,
+    PREFIX_TIER,
+    SPLIT_OVER_SERVERS,
+    Need,
+    ServerNeed,
+    any_of,
+    can_verify,
+    fits_host,
+    fits_prefix_host,
+    has_default_pages,
+    has_exact_target,
+    is_not_deterministic,
+    prefills_one_request,
+    verifies_in_rounds,
+)
+
+Target = Literal["exact", "int8"]
+CodecName = Literal["log4", "uniform4"]
+Schedule = Literal["auto", "staggered", "rounds"]
+Stream = Literal["paced", "burst"]
+Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
+
+AUTO_DRAFT_LEN = "auto"
+MAX_DRAFT_LEN = 64
+MOST_RECENT_PAGES = 64
+MAX_HOST_GB = MOST
+DEFAULT_PREFIX_GB = 16.0
+DEFAULT_PUBLISH_GBPS = 0.1
+DEFAULT_PREFIX_WAIT_MS = 1000.0
+LOOPBACK = "127.0.0.1"
+
+
+def _choice(literal: Any) -> Choice:
+    choices = get_args(literal)
+    return Choice(f"{{{','.join(choices)}}}", choices)
+
+
+SWITCH = Flag(
+    "",
+    Switch(),
+    default=False,
+    help="turn KVSpec on, also without a value; without it the server is SGLang's own",
+    hint=": write --kvspec, or `kvspec: true` in a --config file",
+)
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(
+        "target",
+        _choice(Target),
+        default="exact",
+        help="precision that output is verified against: the model's own KV dtype, bit by bit "
+        "(`exact`), or 8-bit KV (`int8`)",
+        note="`int8` has a quarter of the residual bytes",
+        server_needs=(
+            ServerNeed(
+                is_not_deterministic,
+                "{flag} {value} cannot be combined with --enable-deterministic-inference (allowed: "
+                "exact): its kernel splits contexts by what runs beside them",
+                only_on_gpu=True,
+            ),
+            ServerNeed(
+                has_default_pages,
+                "--page-size {server.arguments[page_size]} cannot be combined with {flag} {value} "
+                f"on a GPU (allowed: {DEFAULT_PAGE_SIZE})",
+                only_on_gpu=True,
+            ),
+        ),
+    ),
+    Flag(
+        "codec",
+        _choice(CodecName),
+        default="uniform4",
+        help="how a page is split into anchor and residual: uniform codes (`uniform4`, as in "
+        "QuantSpec), or sign and magnitude by chunk (`log4`, as in Lynx)",
+    ),
+    Flag(
+        "draft_len",
+        Integer("N|auto", least=0, most=MAX_DRAFT_LEN, word=AUTO_DRAFT_LEN),
+        default=AUTO_DRAFT_LEN,
+        help="tokens drafted before a verification; `auto` follows each request's acceptance, 0 "
+        "turns drafting off",
+        needs=(
+            Need(
+                can_verify,
+                "{flag} {value} has no effect with --kvspec-transfer {config.transfer}, which "
+                "leaves nothing to verify against (allowed: auto, 0)",
+                note="a lossy `--kvspec-transfer` allows `auto` and 0 only",
+            ),
+        ),
+    ),
+    Flag(
+        "recent_pages",
+        Integer("N", least=1, most=MOST_RECENT_PAGES),
+        default=1,
+        help="full pages of the newest tokens kept in full precision, besides the partial page",
+    ),
+    Flag(
+        "host_gb",
+        Number("GB", unit="GiB"),
+        default=None,
+        unset="enough for every page; on a GPU 0",
+        help="host memory for residuals, of all ranks on a machine together; 0 keeps residuals in "
+        "the KV memory",
+        note="on a GPU this memory is pinned",
+        server_needs=(
+            ServerNeed(fits_host, IN_HOST_MEMORY, error=ConfigError),
+            ServerNeed(
+                prefills_one_request,
+                "--prefill-max-requests {server.arguments[prefill_max_requests]} cannot be "
+                "combined with {flag} on a GPU (allowed: 1): the residual cache is only sure to "
+                "hold the prefix of one request",
+                only_on_gpu=True,
+            ),
+        ),
+    ),
+    Flag(
+        "residual_hbm_fraction",
+        Number("F", most=0.9),
+        default=0.25,
+        help="share of the KV memory that caches residual pages",
+    ),
+    Flag(
+        "schedule",
+        _choice(Schedule),
+        default="auto",
+        help="verifications take turns (`staggered`), or all requests draft and then all verify "
+        "(`rounds`); `auto` is `staggered` on a CPU and `rounds` on a GPU",
+        server_needs=(
+            ServerNeed(
+                verifies_in_rounds,
+                "{flag} {value}: on a GPU requests draft and verify in rounds in this version "
+                "(allowed: auto, rounds)",
+                note="`staggered` is refused on a GPU",
+                only_on_gpu=True,
+            ),
+        ),
+    ),
+    Flag(
+        "stream",
+        _choice(Stream),
+        default="paced",
+        help="tokens of a round reach a stream one by one over the expected time of the next round "
+        "(`paced`), or all at once (`burst`)",
+        note="the end of an answer is never held",
+    ),
+    Flag(
+        "prefix_host_gb",
+        Number("GB", unit="GiB"),
+        default=0,
+        help="host memory for cached prefixes that no longer fit the KV memory, of all ranks on a "
+        "machine together",
+        server_needs=(
+            ServerNeed(fits_prefix_host, IN_HOST_MEMORY, error=ConfigError),
+            *PREFIX_TIER,
+        ),
+    ),
+    Flag(
+        "prefix_hbm_fraction",
+        Number("F", most=0.9),
+        default=0,
+        help="share of the KV memory that keeps the anchors of prefixes whose residuals are only "
+        "in host memory or on disk",
+        needs=(
+            any_of(
+                "prefix_host_gb",
+                "prefix_dir",
+                why=", where residuals of kept anchors would be",
+            ),
+        ),
+    ),
+    Flag(
+        "prefix_dir",
+        Text("DIR", "a folder"),
+        default=None,
+        unset="none",
+        help="folder that keeps cached prefixes over restarts of the same model",
+        server_needs=PREFIX_TIER,
+    ),
+    Flag(
+        "prefix_gb",
+        Number("GB", unit="GiB", is_above=True),
+        default=None,
+        unset=DEFAULT_PREFIX_GB,
+        help="disk space for the prefixes of a model, of all ranks on a machine together",
+        needs=(any_of("prefix_dir"),),
+    ),
+    Flag(
+        "prefix_server",
+        Text("tcp://HOST:PORT", "tcp://host:port"),
+        default=None,
+        unset="none",
+        help="address of a prefix server, `python -m sglang_kvspec.transport.prefix_server`, which "
+        "keeps prefixes for several servers of the same model",
+        note="the prefix server may start later, stop and return",
+        server_needs=PREFIX_TIER,
+        table="prefix_server",
+    ),
+    Flag(
+        "prefix_server_keys",
+        Text("DIR", "a folder"),
+        default=None,
+        unset="none",
+        help="folder with this server's CURVE certificate, `own.key_secret`, and that of "
+        "the prefix server alone, `peers/*.key`; required off loopback",
+        needs=(any_of("prefix_server"),),
+        table="prefix_server",
+    ),
+    Flag(
+        "prefix_publish_gbps",
+        Number("G", unit="GB/s"),
+        default=None,
+        unset=DEFAULT_PUBLISH_GBPS,
+        help="highest rate (GB: 1e9 bytes) at which a server's ranks together send finished "
+        "prefixes to the prefix server; 0 for none",
+        needs=(any_of("prefix_server"),),
+        table="prefix_server",
+    ),
+    Flag(
+        "prefix_wait_ms",
+        Number("MS", unit="ms"),
+        default=None,
+        unset=DEFAULT_PREFIX_WAIT_MS,
+        help="longest time that a queued request waits for pages from the prefix server",
+        needs=(any_of("prefix_server"),),
+        table="prefix_server",
+    ),
+    Flag(
+        "transfer",
+        _choice(Transfer),
+        default="split",
+        help="how KV goes from a prefill to a decode server: anchors before residuals (`split`), "
+        "or, for comparison, all at once: in full precision (`full`), or lossy and decoded without "
+        "verification (`int8`, `int4`, `cachegen`)",
+        needs=(
+            Need(
+                has_exact_target,
+                "{flag} {value} cannot be combined with --kvspec-target {config.target} (allowed: "
+                "exact): it sends what the model wrote, or less",
+                note="all but `split` need `--kvspec-target exact`",
+            ),
+        ),
+        server_needs=(SPLIT_OVER_SERVERS,),
+        table="transfer",
+    ),
+    Flag(
+        "link_gbps",
+        Number("G", unit="GB/s", is_above=True),
+        default=None,
+        unset="no limit",
+        help="highest rate (GB: 1e9 bytes) at which a prefill server's ranks send together, in "
+        "equal shares",
+        note="emulates any link",
+        server_needs=(SPLIT_OVER_SERVERS,),
+        table="transfer",
+    ),
+    Flag(
+        "transfer_host",
+        Text("HOST", "an address of this machine"),
+        default=LOOPBACK,
+        help="address that a prefill server sends KV from; off loopback `--kvspec-transfer-keys` "
+        "is required",
+        server_needs=(SPLIT_OVER_SERVERS,),
+        table="transfer",
+    ),
+    Flag(
+        "transfer_keys",
+        Text("DIR", "a folder"),
+        default=None,
+        unset="none",
+        help="folder with this server's CURVE certificate, `own.key_secret`, and those of the "
+        "servers it may talk to, `peers/*.key`",
+        server_needs=(SPLIT_OVER_SERVERS,),
+        table="transfer",
+    ),
+)
+
+FLAG_OF: dict[str, Flag] = {flag.option: flag for flag in FLAGS}
+DEFAULTS: dict[str, Any] = {flag.option: flag.default for flag in FLAGS}
