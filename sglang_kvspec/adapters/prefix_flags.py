@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.core.errors import ConfigError, TransportError, UnsupportedError
+from sglang_kvspec.core.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
     from sglang_kvspec.transport.keys import CurveKeys
@@ -25,24 +25,8 @@ def check_plain_prefix_cache(kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_prefix_tiers(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError or UnsupportedError for what the tiers of the prefix cache cannot be
-    combined with, or cannot use."""
-    if config.prefix_server is not None:
-        flag = "--kvspec-prefix-server"
-    else:
-        flag = "--kvspec-prefix-dir" if config.prefix_dir else "--kvspec-prefix-host-gb"
-    for name, fine in (
-        ("disable_radix_cache", (None, False)),
-        # Replicas would each take all of what their ranks are to share.
-        ("dp_size", (None, 1)),
-    ):
-        value = kwargs.get(name)
-        if value not in fine:
-            raise UnsupportedError(
-                f"--{name.replace('_', '-')} {value} cannot be combined with {flag} (allowed: "
-                f"{'leave it unset' if fine[1] is False else fine[1]})"
-            )
+def check_prefix_tiers(config: KVSpecConfig) -> None:
+    """Raise ConfigError for a folder or an address that the prefix cache's tiers cannot use."""
     if config.prefix_dir is not None:
         _check_folder("--kvspec-prefix-dir", Path(config.prefix_dir))
     if config.prefix_server is not None:

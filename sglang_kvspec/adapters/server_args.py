@@ -16,6 +16,8 @@ from sglang_kvspec.adapters.size_flags import check_sizes
 from sglang_kvspec.adapters.transfer_flags import check_plain_transfer, check_transfer_flags
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+from sglang_kvspec.core.flag_needs import Server
+from sglang_kvspec.core.flags import FLAGS
 from sglang_kvspec.core.units import GIB
 
 ATTENTION_BACKEND = "kvspec"
@@ -139,10 +141,17 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     page_size = _page_size(kwargs)
     check_page_size(page_size)
     check_sizes(config, kwargs, page_size)
-    _check_host_budget(config)
+    _check_needs(config, kwargs, on_gpu=False)
     check_transfer_flags(config, kwargs)
-    if config.keeps_prefixes:
-        check_prefix_tiers(config, kwargs)
+    check_prefix_tiers(config)
+
+
+def _check_needs(config: KVSpecConfig, kwargs: dict[str, Any], *, on_gpu: bool) -> None:
+    import psutil
+
+    server = Server(kwargs, memory_gib=psutil.virtual_memory().total / GIB)
+    for flag in FLAGS:
+        flag.check_server(config, server, on_gpu=on_gpu)
 
 
 def _check_environment() -> None:
@@ -183,34 +192,9 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, this one "
             f"has {capability[0]}.{capability[1]}"
         )
-    if config.host_gb and kwargs.get("prefill_max_requests") not in (None, 1):
-        raise UnsupportedError(
-            f"--prefill-max-requests {kwargs['prefill_max_requests']} cannot be combined with "
-            "--kvspec-host-gb on a GPU (allowed: 1): the residual cache holds the prefix of one "
-            "request for sure"
-        )
-    if config.schedule == "staggered":
-        raise UnsupportedError(
-            "--kvspec-schedule staggered: on a GPU requests draft and verify in rounds in this "
-            "version (allowed: auto, rounds)"
-        )
-    if kwargs.get("enable_deterministic_inference"):
-        _check_deterministic(config, _page_size(kwargs))
-    if config.target == "int8" and kwargs.get("page_size") not in (None, DEFAULT_PAGE_SIZE):
-        raise UnsupportedError(
-            f"--page-size {kwargs['page_size']} cannot be combined with --kvspec-target int8 on a "
-            f"GPU (allowed: {DEFAULT_PAGE_SIZE})"
-        )
-
-
-def _check_deterministic(config: KVSpecConfig, page_size: int) -> None:
-    if config.target != "exact":
-        raise UnsupportedError(
-            f"--kvspec-target {config.target} cannot be combined with "
-            "--enable-deterministic-inference (allowed: exact): its kernel splits contexts by what "
-            "runs beside them"
-        )
-    if page_size & (page_size - 1):
+    _check_needs(config, kwargs, on_gpu=True)
+    page_size = _page_size(kwargs)
+    if kwargs.get("enable_deterministic_inference") and page_size & (page_size - 1):
         raise UnsupportedError(
             f"--page-size {page_size} cannot be combined with --enable-deterministic-inference "
             "(allowed: powers of two)"
@@ -224,20 +208,6 @@ def _page_size(kwargs: dict[str, Any]) -> int:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _check_host_budget(config: KVSpecConfig) -> None:
-    import psutil
-
-    total_gb = psutil.virtual_memory().total / GIB
-    for name, asked_gb in (
-        ("host", config.host_gb or 0),
-        ("prefix-host", config.prefix_host_gb),
-    ):
-        if asked_gb > total_gb:
-            raise ConfigError(
-                f"--kvspec-{name}-gb {asked_gb:g} is more than this machine's {total_gb:.1f} GiB"
-            )
 
 
 def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +226,7 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
         "max_running_requests": kwargs.get("max_running_requests") or DEFAULT_MAX_RUNNING_REQUESTS,
         "grammar_backend": kwargs.get("grammar_backend") or "xgrammar",
         "radix_cache_backend": kwargs.get("radix_cache_backend") or prefix_cache,
-        # See check_gpu_flags.
+        # See the needs of --kvspec-host-gb.
         "prefill_max_requests": 1 if hosted_on_gpu else kwargs.get("prefill_max_requests"),
         # The CPU computes where it decides, and on a GPU a round of many steps is one iteration:
         # there is nothing to overlap with.

@@ -6,9 +6,9 @@ from typing import Any
 
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, TransportError, UnsupportedError
+from sglang_kvspec.core.flag_needs import DISAGGREGATION_ROLES
 
 TRANSFER_BACKEND = "kvspec"
-_MODES = ("prefill", "decode")
 
 
 def register_choice() -> None:
@@ -29,11 +29,9 @@ def check_plain_transfer(kwargs: dict[str, Any]) -> None:
 
 
 def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError or UnsupportedError for a prefill or decode server that cannot work, and
-    for flags that only such a server has a use for."""
-    mode = kwargs.get("disaggregation_mode") or "null"
-    if mode not in _MODES:
-        _check_unused(config)
+    """Raise ConfigError or UnsupportedError for a prefill or decode server that cannot work."""
+    mode = kwargs.get("disaggregation_mode")
+    if mode not in DISAGGREGATION_ROLES:
         return
     backend = kwargs.get("disaggregation_transfer_backend")
     if backend != TRANSFER_BACKEND:
@@ -47,11 +45,6 @@ def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
                 f"--{name.replace('_', '-')} {kwargs[name]} cannot be combined with "
                 f"--disaggregation-mode {mode} in this version of KVSpec (allowed: 1)"
             )
-    if config.keeps_prefixes and mode == "decode":
-        raise UnsupportedError(
-            "--kvspec-prefix-host-gb, --kvspec-prefix-dir and --kvspec-prefix-server have no "
-            "effect on a decode server, which keeps no prefixes: give them to the prefill server"
-        )
     _check_link(config, mode)
 
 
@@ -79,14 +72,3 @@ def _check_link(config: KVSpecConfig, mode: str) -> None:
             f"--kvspec-transfer-host {host}: {error} (allowed: an address of this machine; off "
             "loopback --kvspec-transfer-keys is needed)"
         ) from None
-
-
-def _check_unused(config: KVSpecConfig) -> None:
-    default = KVSpecConfig()
-    for name in ("transfer", "link_gbps", "transfer_host", "transfer_keys"):
-        value = getattr(config, name)
-        if value != getattr(default, name):
-            flag = "--kvspec-" + name.replace("_", "-")
-            raise ConfigError(
-                f"{flag} {value} has no effect without --disaggregation-mode prefill or decode"
-            )

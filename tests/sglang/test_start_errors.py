@@ -453,7 +453,6 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
             (9, 0),
             "--prefill-max-requests 2 .*--kvspec-host-gb",
         ),
-        ({"schedule": "staggered"}, {}, (9, 0), "--kvspec-schedule staggered"),
         ({"target": "int8"}, {"page_size": 128}, (9, 0), "--page-size 128"),
         ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
         ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),

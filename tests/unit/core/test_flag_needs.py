@@ -1,0 +1,199 @@
+"""Every declared need of a flag: one combination that lacks it, and the sentence it is refused
+with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import ConfigError, KVSpecError, UnsupportedError
+from sglang_kvspec.core.flag_needs import Need, Server, ServerNeed
+from sglang_kvspec.core.flags import FLAGS
+
+MEMORY_GIB = 64.0
+
+Options = dict[str, Any]
+
+# Options of KVSpec, and the sentence that refuses them.
+LACKING: list[tuple[Options, str]] = [
+    (
+        {"draft_len": 8, "transfer": "int4"},
+        "--kvspec-draft-len 8 has no effect with --kvspec-transfer int4, which leaves nothing to "
+        "verify against (allowed: auto, 0)",
+    ),
+    (
+        {"prefix_hbm_fraction": 0.1},
+        "--kvspec-prefix-hbm-fraction 0.1 has no effect without --kvspec-prefix-host-gb or "
+        "--kvspec-prefix-dir, where residuals of kept anchors would be",
+    ),
+    (
+        {"prefix_gb": 4},
+        "--kvspec-prefix-gb 4 has no effect without --kvspec-prefix-dir",
+    ),
+    (
+        {"prefix_server_keys": "keys"},
+        "--kvspec-prefix-server-keys keys has no effect without --kvspec-prefix-server",
+    ),
+    (
+        {"prefix_publish_gbps": 1.5},
+        "--kvspec-prefix-publish-gbps 1.5 has no effect without --kvspec-prefix-server",
+    ),
+    (
+        {"prefix_wait_ms": 5.0},
+        "--kvspec-prefix-wait-ms 5 has no effect without --kvspec-prefix-server",
+    ),
+    (
+        {"transfer": "full", "target": "int8"},
+        "--kvspec-transfer full cannot be combined with --kvspec-target int8 (allowed: exact): it "
+        "sends what the model wrote, or less",
+    ),
+]
+
+PREFILL = {"disaggregation_mode": "prefill"}
+DECODE = {"disaggregation_mode": "decode"}
+PREFIX_TIERS = {"prefix_host_gb": 1, "prefix_dir": "x", "prefix_server": "tcp://127.0.0.1:5"}
+
+# Options of KVSpec, SGLang's arguments, whether on a GPU only, and the sentence.
+LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
+    (
+        {"target": "int8"},
+        {"enable_deterministic_inference": True},
+        True,
+        "--kvspec-target int8 cannot be combined with --enable-deterministic-inference (allowed: "
+        "exact): its kernel splits contexts by what runs beside them",
+    ),
+    (
+        {"target": "int8"},
+        {"page_size": 128},
+        True,
+        "--page-size 128 cannot be combined with --kvspec-target int8 on a GPU (allowed: 64)",
+    ),
+    (
+        {"host_gb": 64.5},
+        {},
+        False,
+        "--kvspec-host-gb 64.5 is more than this machine's 64.0 GiB",
+    ),
+    (
+        {"host_gb": 4},
+        {"prefill_max_requests": 2},
+        True,
+        "--prefill-max-requests 2 cannot be combined with --kvspec-host-gb on a GPU (allowed: 1): "
+        "the residual cache is only sure to hold the prefix of one request",
+    ),
+    (
+        {"schedule": "staggered"},
+        {},
+        True,
+        "--kvspec-schedule staggered: on a GPU requests draft and verify in rounds in this version "
+        "(allowed: auto, rounds)",
+    ),
+    (
+        {"prefix_host_gb": 1e9},
+        {},
+        False,
+        "--kvspec-prefix-host-gb 1e+09 is more than this machine's 64.0 GiB",
+    ),
+    *(
+        (
+            {option: value},
+            arguments,
+            False,
+            sentence.format(flag="--kvspec-" + option.replace("_", "-"), value=value),
+        )
+        for option, value in PREFIX_TIERS.items()
+        for arguments, sentence in (
+            (
+                DECODE,
+                "{flag} {value} has no effect on a decode server, which keeps no prefixes: give it "
+                "to the prefill server",
+            ),
+            (
+                {"disable_radix_cache": True},
+                "--disable-radix-cache cannot be combined with {flag} (allowed: leave it unset)",
+            ),
+            ({"dp_size": 2}, "--dp-size 2 cannot be combined with {flag} (allowed: 1)"),
+        )
+    ),
+    *(
+        (
+            {option: value},
+            {"disaggregation_mode": "null"},
+            False,
+            f"--kvspec-{option.replace('_', '-')} {value} has no effect without "
+            "--disaggregation-mode prefill or decode",
+        )
+        for option, value in (
+            ("transfer", "full"),
+            ("link_gbps", 1.5),
+            ("transfer_host", "0.0.0.0"),
+            ("transfer_keys", "keys"),
+        )
+    ),
+]
+
+# Combinations that meet all needs.
+FINE: list[tuple[Options, Options]] = [
+    ({}, {}),
+    ({}, {"enable_deterministic_inference": True, "page_size": 128, "prefill_max_requests": 2}),
+    ({"host_gb": 64.0}, {"prefill_max_requests": 1}),
+    ({"host_gb": 0}, {"prefill_max_requests": 2}),
+    ({"target": "int8"}, {"page_size": 64}),
+    ({"schedule": "rounds"}, {}),
+    ({"transfer": "int4", "draft_len": 0}, PREFILL),
+    ({"transfer": "int4"}, DECODE),
+    ({"transfer_host": "127.0.0.1", "transfer": "split"}, {}),
+    (
+        {"prefix_hbm_fraction": 0.1, "prefix_gb": 4, "prefix_wait_ms": 5} | PREFIX_TIERS,
+        {"dp_size": 1, "disable_radix_cache": False},
+    ),
+    (PREFIX_TIERS, PREFILL),
+]
+
+
+def check_servers(config: KVSpecConfig, arguments: Options, *, on_gpu: bool) -> None:
+    for flag in FLAGS:
+        flag.check_server(config, Server(arguments, MEMORY_GIB), on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize(("options", "sentence"), LACKING, ids=lambda value: str(value)[:60])
+def test_a_need_that_is_not_met_is_refused(options: Options, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KVSpecConfig(**options)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "on_gpu", "sentence"),
+    LACKING_ON_A_SERVER,
+    ids=[f"{options} {arguments}" for options, arguments, *_ in LACKING_ON_A_SERVER],
+)
+def test_a_server_without_what_a_flag_needs_is_refused(
+    options: Options, arguments: Options, on_gpu: bool, sentence: str
+) -> None:
+    config = KVSpecConfig(**options)
+    with pytest.raises(KVSpecError) as caught:
+        check_servers(config, arguments, on_gpu=on_gpu)
+    assert str(caught.value) == sentence
+    # A wrong combination of flags is for the user to mend, or is not supported yet.
+    assert type(caught.value) in (ConfigError, UnsupportedError)
+    check_servers(config, arguments, on_gpu=not on_gpu)
+
+
+@pytest.mark.parametrize(("options", "arguments"), FINE, ids=str)
+def test_what_meets_all_needs_passes(options: Options, arguments: Options) -> None:
+    config = KVSpecConfig(**options)
+    for on_gpu in (False, True):
+        check_servers(config, arguments, on_gpu=on_gpu)
+
+
+def test_every_declared_need_is_tested() -> None:
+    """Each sentence above belongs to one need, and each need has one."""
+    needs: list[Need | ServerNeed] = [
+        need for flag in FLAGS for need in (*flag.needs, *flag.server_needs)
+    ]
+    assert len(LACKING) + len(LACKING_ON_A_SERVER) == len(needs)
+    sentences = [row[-1] for row in (*LACKING, *LACKING_ON_A_SERVER)]
+    assert len(set(sentences)) == len(sentences)
