@@ -1,5 +1,5 @@
-"""Copies the figures of benchmarks/results into the README, so that no number is typed by hand, and
-draws the plot of serving beside them.
+"""Copies the figures of benchmarks/results and the declarations of flags into the README, so that
+none is typed by hand, and draws the plot of serving beside them.
 
 python benchmarks/readme_tables.py
 """
@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flag_tables import flag_tables
 from serving import tables
 from ttkt.readme_table import gpu_lines
 
@@ -82,8 +83,14 @@ def main() -> None:
     text = replace_between(text, "transfer", transfer_table(transfer))
     text = replace_between(text, "hardening", hardening_table(hardening))
     text = replace_between(text, "ttkt_gpu", gpu_lines(RESULTS / "ttkt_h200.json"))
-    README.write_text(text, encoding="utf-8")
+    README.write_text(with_flag_tables(text), encoding="utf-8")
     tables.main()
+
+
+def with_flag_tables(text: str) -> str:
+    for mark, table_of_flags in flag_tables().items():
+        text = replace_between(text, mark, table_of_flags)
+    return text
 
 
 def transfer_table(figures: list[dict[str, Any]]) -> str:
