@@ -63,7 +63,7 @@ endif
 
 # The Python of a machine with a GPU, with torch, triton, pytest and hypothesis: no environment here.
 test-gpu: ## tests of the kernels on a CUDA device: make test-gpu PYTHON=/path/to/python
-	PYTHONPATH=.:kernels:patches $(PYTHON) -m pytest $(wildcard tests/unit/kernels tests/gpu) \
+	PYTHONPATH=.:kernels:patches:testkit $(PYTHON) -m pytest $(wildcard tests/unit/kernels tests/gpu) \
 		$(PYTEST_ARGS)
 
 identity: $(INSTALLED) ## every prompt, model, codec and scenario against plain SGLang: hours
@@ -80,8 +80,8 @@ fuzz: $(INSTALLED) ## 10,000 generated requests to servers of every role: about 
 check: $(INSTALLED) ## formatting, lint and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime testing transport \
-		door cli.py) kernels/kvspec_kernels
+	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime transport \
+		door cli.py) kernels/kvspec_kernels testkit/kvspec_testkit
 
 bench-acceptance: $(INSTALLED) ## mean accepted draft length per codec, with a curve
 	$(PYTHON) benchmarks/bench_acceptance.py $(ARGS)
@@ -95,7 +95,7 @@ clean: ## delete caches and build output; .venv stays
 # pip can.
 $(INSTALLED): export UV_CACHE_DIR := $(abspath $(VENV))/uv-cache
 $(INSTALLED): export UV_HTTP_TIMEOUT := 180
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml testkit/pyproject.toml
 	@if [ -z "$(HOST_PYTHON)" ]; then \
 		echo "Python 3.11 or 3.12 is needed, found: $$(python3 --version 2>&1 || true)." \
 			"Name one with: make HOST_PYTHON=/path/to/python3.12 ..." >&2; \
@@ -114,7 +114,7 @@ $(INSTALLED): pyproject.toml
 	@index="$${PIP_INDEX_URL:-$$($(PYTHON) -m pip config get global.index-url 2>/dev/null || true)}"; \
 	if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
 	set -x; \
-	$(PYTHON) -m uv pip install --python $(PYTHON) -e '.[test,bench]' \
-		|| $(PYTHON) -m pip install -e '.[test,bench]'
+	$(PYTHON) -m uv pip install --python $(PYTHON) -e '.[test,bench]' -e testkit \
+		|| $(PYTHON) -m pip install -e '.[test,bench]' -e testkit
 	@rm -rf $(UV_CACHE_DIR)
 	@touch $@

@@ -35,7 +35,7 @@ from hardening.targets import (
 )
 from rich.console import Console
 
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent / "models"))

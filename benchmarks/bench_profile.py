@@ -19,7 +19,7 @@ round down, mostly the launching of kernels: how much is said, and idle time is 
 The trace and what else is known of the run stay in --logs, from where --parse reads them again
 without a GPU; --commit then says of which commit the run was. Without a GPU a server can be
 profiled, but there is nothing to share out: exit status 1. Where the checkout is not installed:
-PYTHONPATH=.:kernels:patches (see bench_serving.py).
+PYTHONPATH=.:kernels:patches:testkit (see bench_serving.py).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from serving.systems import SYSTEMS
 from serving.trace import TraceError, read_trace
 from serving.trace_rounds import steady_rounds
 
+from kvspec_testkit.servers.server_process import ServerStartError
 from sglang_kvspec.planning.model_shape import ModelShape
-from sglang_kvspec.testing.server_process import ServerStartError
 
 START_TIMEOUT_S = 300.0
 DRAFTING_STEPS, PLAIN_STEPS = 3, 12

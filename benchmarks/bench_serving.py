@@ -15,8 +15,9 @@ writes both, too. Points that a later run adds to OUT.points.jsonl are reported 
 decode: prompts are sent once for one token, then again, from the prefix cache, for --output-len;
 the rate is that of the time in which all requests decode. end-to-end: prompts are sent once.
 
-Without an installed checkout, call it with PYTHONPATH=.:kernels:patches (and SGLang's folder, where
-that is not installed either); the plugins' entry points are then made up from pyproject.toml.
+Without an installed checkout, call it with PYTHONPATH=.:kernels:patches:testkit (and SGLang's
+folder, where that is not installed either); the plugins' entry points are then made up from
+pyproject.toml.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from serving.points import Model, Point, label
 from serving.report import console_table, write_report
 from serving.systems import SYSTEMS, System
 
-from sglang_kvspec.testing.server_process import ServerStartError
+from kvspec_testkit.servers.server_process import ServerStartError
 
 START_TIMEOUT_S = 300.0
 console = Console(width=150)

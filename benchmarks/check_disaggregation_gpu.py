@@ -35,9 +35,9 @@ from serving.environment import server_environment
 from serving.live_server import kvspec_of
 from ttkt.requests_apart import TIMEOUT_S, Answer, ask
 
-from sglang_kvspec.testing.server_pair import ServerPair
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
-from sglang_kvspec.testing.transfer_report import Transfer, read_transfer_report
+from kvspec_testkit.servers.server_pair import ServerPair
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
+from kvspec_testkit.servers.transfer_report import Transfer, read_transfer_report
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 300.0

@@ -23,8 +23,8 @@ then compute the same rows over the same bytes. --drift: host memory and disk of
 first refuse one page of eight, and lose one of eight that they are asked for, so that ranks must
 agree on what each of them has. --cpu: a dry run on the CPU, in float32.
 
-Without an installed checkout, call it with PYTHONPATH=.:kernels:patches. Exits with 1 where an
-answer differs or a tier was not used.
+Without an installed checkout, call it with PYTHONPATH=.:kernels:patches:testkit. Exits with 1
+where an answer differs or a tier was not used.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from serving.environment import ROOT, server_environment
 from serving.kept_check import KeptCase, check_kept_anchors
 from serving.tier_server import TierServer
 
-from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
-from sglang_kvspec.transport.testing.proxy import Proxy
+from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
+from kvspec_testkit.transport.proxy import Proxy
 
 FAULTS = ROOT / "tests" / "sglang" / "faults"
 # Together the prompts are several times as much as the small one holds, and of a prompt's residuals

@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sglang_kvspec.testing.server_process import ServerProcess
+from kvspec_testkit.servers.server_process import ServerProcess
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"

@@ -21,7 +21,7 @@ from demo_requests import Stage, read_source, run_stream
 from rich.console import Console
 from rich.markup import escape
 
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess, ServerStartError
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess, ServerStartError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = REPOSITORY / "models" / "demo-5m"

@@ -14,8 +14,8 @@ from demo_requests import Answer, ask, read_source, run_stream
 from rich.console import Console
 from rich.markup import escape
 
-from sglang_kvspec.testing.server_process import ServerStartError
-from sglang_kvspec.testing.transfer_report import read_transfer_report
+from kvspec_testkit.servers.server_process import ServerStartError
+from kvspec_testkit.servers.transfer_report import read_transfer_report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = REPOSITORY / "models" / "demo-5m"

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from sglang_kvspec.testing.transfer_report import TransferReport
+from kvspec_testkit.servers.transfer_report import TransferReport
 
 _UNKNOWN = "-"
 # Of the picture, from the top.

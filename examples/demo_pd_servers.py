@@ -10,10 +10,10 @@ from types import TracebackType
 
 from rich.console import Console
 
-from sglang_kvspec.testing.http_process import HttpProcess
-from sglang_kvspec.testing.port_lease import PortLease
-from sglang_kvspec.testing.server_pair import ServerPair
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
+from kvspec_testkit.servers.http_process import HttpProcess
+from kvspec_testkit.servers.port_lease import PortLease
+from kvspec_testkit.servers.server_pair import ServerPair
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 
 START_TIMEOUT_S = 600.0
 PREFILL_ARGUMENTS = (

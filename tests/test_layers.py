@@ -16,6 +16,7 @@ SOURCE_ROOTS = {
     "sglang_kvspec": ROOT,
     "kvspec_kernels": ROOT / "kernels",
     "kvspec_patches": ROOT / "patches",
+    "kvspec_testkit": ROOT / "testkit",
 }
 
 
@@ -42,7 +43,6 @@ _ADAPTERS = (*_RUNTIME, "sglang_kvspec.runtime")
 
 LAYERS: Mapping[str, Layer] = {
     CORE: Layer(),
-    "sglang_kvspec.testing": Layer((), ("msgspec",)),
     "sglang_kvspec.planning": Layer((CORE,)),
     "sglang_kvspec.codecs": Layer(_CODECS, None),
     "sglang_kvspec.compressors": Layer(_CODECS, None),
@@ -66,8 +66,13 @@ LAYERS: Mapping[str, Layer] = {
     # torch for CUDA brings cuda-bindings along.
     "kvspec_kernels.jit": Layer(("kvspec_kernels.formats",), ("torch", "triton", "cuda")),
     "kvspec_kernels.ops": Layer((KERNELS,), ("torch", "triton")),
-    "kvspec_kernels.testing": Layer((KERNELS,), ("torch", "triton")),
     "kvspec_kernels": Layer((KERNELS,), ("torch", "triton")),
+    # Outside the wheel: no layer above names it, so no product module may import it.
+    "kvspec_testkit": Layer(
+        ("sglang_kvspec", "kvspec_kernels", "kvspec_patches"), None, sglang=True
+    ),
+    # Runs servers from a machine without torch.
+    "kvspec_testkit.servers": Layer((), ("msgspec",)),
 }
 
 # (module, imported prefix): why it may. Each is a debt, not a model.
@@ -202,7 +207,7 @@ def test_no_module_escapes_the_walk() -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [CORE, "sglang_kvspec.planning", "sglang_kvspec.testing", "sglang_kvspec.door"]
+    "layer", [CORE, "sglang_kvspec.planning", "kvspec_testkit.servers", "sglang_kvspec.door"]
 )
 def test_pure_layers_do_not_reach_torch_or_sglang(layer: str) -> None:
     imports = project_imports()
@@ -237,7 +242,11 @@ def test_a_prefix_server_starts_without_torch() -> None:
         ("sglang_kvspec.runtime.engine", "if TYPE_CHECKING:\n    from sglang import Engine"),
         ("sglang_kvspec.adapters.worker", "import kvspec_patches"),
         ("sglang_kvspec.adapters.worker", "from sglang_kvspec.plugin import register"),
-        ("sglang_kvspec.testing.server_process", "import sglang"),
+        ("kvspec_testkit.servers.server_process", "import sglang"),
+        ("sglang_kvspec.adapters.worker", "from kvspec_testkit.runtime import states"),
+        ("sglang_kvspec.plugin", "import kvspec_testkit"),
+        ("kvspec_kernels.ops.encode", "from kvspec_testkit.kernels import cases"),
+        ("kvspec_patches.vocab_mask", "import kvspec_testkit"),
         ("sglang_kvspec", "import torch"),
         ("kvspec_kernels.formats", "from kvspec_kernels.reference import log4"),
         ("kvspec_kernels.reference.log4", "from kvspec_kernels.ops import encode"),
@@ -277,7 +286,7 @@ def test_transitive_torch_is_seen() -> None:
 
 def test_source_roots_and_tests_are_not_packages() -> None:
     """A package called kernels or sglang on sys.path would shadow the one that SGLang imports."""
-    roots = [ROOT / "kernels" / "__init__.py", ROOT / "patches" / "__init__.py"]
+    roots = [ROOT / name / "__init__.py" for name in ("kernels", "patches", "testkit")]
     found = [path for path in roots if path.exists()]
     found += sorted((ROOT / "tests").rglob("__init__.py"))
     assert not found

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import zmq
 from msgspec.msgpack import encode as pack
 
+from kvspec_testkit.transport.fuzz import damaged_messages, forged_messages, noise_value
 from sglang_kvspec.transport.prefixes.frames import STORE_PROTOCOL
-from sglang_kvspec.transport.testing.fuzz import damaged_messages, forged_messages, noise_value
 from sglang_kvspec.transport.wire import seal
 
 # Messages on one connection, after which another is opened.

@@ -13,10 +13,10 @@ import requests
 
 from hardening.fuzzer import Fuzzer, ask_generate, held_by
 from hardening.store_attack import attack_store
-from sglang_kvspec.testing.door_process import open_door
-from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
-from sglang_kvspec.testing.server_pair import ServerPair
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
+from kvspec_testkit.servers.door_process import open_door
+from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
+from kvspec_testkit.servers.server_pair import ServerPair
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "demo-5m"

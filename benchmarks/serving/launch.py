@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvspec_testkit.servers.server_process import ServerProcess
 from serving.environment import server_environment
 from serving.live_server import LiveServer
 from serving.points import Model
 from serving.prompts import folder_with_tokenizer
 from serving.systems import System, server_arguments
-from sglang_kvspec.testing.server_process import ServerProcess
 
 # Of the folder that a run keeps its files in: what acceptance is replayed from.
 CURVE = "curve.json"

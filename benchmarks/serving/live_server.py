@@ -13,6 +13,7 @@ from typing import Any
 import requests
 from acceptance.report import versions
 
+from kvspec_testkit.servers.server_process import ServerProcess
 from serving import client, compiled
 from serving.decode_rate import decode_rate
 from serving.link_watch import LinkWatch
@@ -20,7 +21,6 @@ from serving.machine import hbm_used_gib
 from serving.points import MAX_CONCURRENCY, Point
 from serving.prompts import write_texts
 from serving.records import Record
-from sglang_kvspec.testing.server_process import ServerProcess
 
 _REQUEST_TIMEOUT_S = 120.0
 _FLUSH_TIMEOUT_S = 60.0

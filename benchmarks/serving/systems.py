@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 from serving.points import Model
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS
 
 BASELINE = "bf16"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import requests
 
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 from serving.live_server import kvspec_of
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
 
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 300.0

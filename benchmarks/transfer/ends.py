@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvspec_testkit.transport.rig import IDENTITY
 from sglang_kvspec.transport import (
     CurveKeys,
     PageMemory,
@@ -27,7 +28,6 @@ from sglang_kvspec.transport import (
     ZmqPort,
 )
 from sglang_kvspec.transport.frames import Data, Identity
-from sglang_kvspec.transport.testing.rig import IDENTITY
 
 # Arrivals are logged as (clock, stream, transfer, bytes); both processes read the same clock.
 Log = list[tuple[float, int, int, int]]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import islice
 from random import Random
 
-from sglang_kvspec.transport.testing.fuzz import damaged_messages, forged_messages
-from sglang_kvspec.transport.testing.loopback import LoopbackLink
-from sglang_kvspec.transport.testing.network import SENDER, Faults
-from sglang_kvspec.transport.testing.rig import SMALL, Rig
+from kvspec_testkit.transport.fuzz import damaged_messages, forged_messages
+from kvspec_testkit.transport.loopback import LoopbackLink
+from kvspec_testkit.transport.network import SENDER, Faults
+from kvspec_testkit.transport.rig import SMALL, Rig
 
 TRANSFERS = (1, 2, 3)
 EVENTS = ("cut", "restart sender", "stall", "no credit", "cancel", "abort", "flood")

@@ -9,8 +9,8 @@ from itertools import islice
 
 import zmq
 
-from sglang_kvspec.transport.testing.fuzz import damaged_messages, forged_messages
-from sglang_kvspec.transport.testing.loopback import LoopbackLink
+from kvspec_testkit.transport.fuzz import damaged_messages, forged_messages
+from kvspec_testkit.transport.loopback import LoopbackLink
 from sglang_kvspec.transport.wire import FrameError, decode
 
 

@@ -9,6 +9,7 @@ from threading import Event, Thread
 
 import torch
 
+from kvspec_testkit.transport.rig import IDENTITY
 from sglang_kvspec.transport import (
     Receiver,
     ReceiverLoop,
@@ -21,7 +22,6 @@ from sglang_kvspec.transport import (
     TransferFailed,
     ZmqPort,
 )
-from sglang_kvspec.transport.testing.rig import IDENTITY
 from transfer.ends import Offers, ReceiverReport, SenderReport, page_memory, rss_bytes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 
-from sglang_kvspec.testing.server_pair import ServerPair
+from kvspec_testkit.servers.server_pair import ServerPair
 
 TIMEOUT_S = (10, 900)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from serving.environment import server_environment
 
-from sglang_kvspec.testing.server_pair import ServerPair
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS
+from kvspec_testkit.servers.server_pair import ServerPair
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 
 LINK_CONTROL = Path(__file__).resolve().parent / "link_control"
 # Faster than any loopback: nothing is held back.

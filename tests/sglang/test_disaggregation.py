@@ -21,9 +21,9 @@ from harness.servers import START_TIMEOUT_S, Announce
 from harness.soak import Soak
 from harness.suite import Suite, run_one_by_one
 
+from kvspec_testkit.servers.door_process import open_door
+from kvspec_testkit.servers.transfer_report import TransferReport, read_transfer_report
 from sglang_kvspec.core.config import MOST_AUTO_DRAFTS
-from sglang_kvspec.testing.door_process import open_door
-from sglang_kvspec.testing.transfer_report import TransferReport, read_transfer_report
 
 pytestmark = pytest.mark.server
 

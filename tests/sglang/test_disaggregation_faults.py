@@ -25,8 +25,8 @@ from harness.references import PlainReference, Workload
 from harness.scenarios import STRICT_CHECKS
 from harness.servers import Announce, ServerSwitch
 
+from kvspec_testkit.transport.proxy import Proxy
 from sglang_kvspec.transport.session import Timing
-from sglang_kvspec.transport.testing.proxy import Proxy
 
 pytestmark = [pytest.mark.server, pytest.mark.identity]
 

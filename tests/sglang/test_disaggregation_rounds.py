@@ -19,7 +19,7 @@ from harness.servers import Announce, ServerSwitch
 from harness.soak import Soak
 from harness.suite import Task
 
-from sglang_kvspec.testing.transfer_report import TransferReport, read_transfer_report
+from kvspec_testkit.servers.transfer_report import TransferReport, read_transfer_report
 
 pytestmark = [pytest.mark.server, pytest.mark.identity]
 

@@ -35,7 +35,7 @@ from harness.pair_ranks import (
 from harness.references import PlainReference
 from harness.servers import Announce, ServerSwitch
 
-from sglang_kvspec.transport.testing.proxy import Proxy
+from kvspec_testkit.transport.proxy import Proxy
 
 # Servers of three ranks take more than a minute to start on two cores.
 pytestmark = [pytest.mark.server, pytest.mark.identity]

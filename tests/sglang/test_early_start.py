@@ -20,8 +20,8 @@ from harness.scenarios import STRICT_CHECKS
 from harness.servers import Announce, ServerSpec, ServerSwitch
 from harness.suite import run_one_by_one
 
-from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
-from sglang_kvspec.transport.testing.proxy import Proxy
+from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
+from kvspec_testkit.transport.proxy import Proxy
 
 pytestmark = pytest.mark.server
 

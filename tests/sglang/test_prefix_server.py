@@ -17,7 +17,7 @@ from harness.scenarios import STRICT_CHECKS
 from harness.servers import Announce, ServerSpec, ServerSwitch
 from harness.suite import run_one_by_one
 
-from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
+from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
 
 pytestmark = pytest.mark.server
 

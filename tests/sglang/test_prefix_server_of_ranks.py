@@ -17,7 +17,7 @@ from harness.prefix_hits import Pairs, ask, ask_all_at_once, full_tokens, longes
 from harness.scenarios import STRICT_CHECKS
 from harness.servers import Announce, ServerSpec, ServerSwitch
 
-from sglang_kvspec.testing.prefix_server_process import PrefixServerProcess
+from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
 
 pytestmark = [pytest.mark.server, pytest.mark.identity]
 

@@ -13,12 +13,12 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from kvspec_patches import spec_tokens, weight_load
+from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.adapters.round_worker import RoundWorker
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.started_round import StartedRound
-from sglang_kvspec.runtime.testing.states import request_state
 
 
 class Fence:

@@ -24,15 +24,19 @@ from sglang_kvspec.pools.tiered_kv import TieredKV
 # it when triton is imported, so that is done before any test module is. It must not reach the
 # servers that other tests start.
 KERNELS = (
-    *("ops.attention", "ops.ordered_attention", "ops.encode", "ops.append", "ops.copy_rows"),
-    "ops.steps",
-    "testing.division",
+    "kvspec_kernels.ops.attention",
+    "kvspec_kernels.ops.ordered_attention",
+    "kvspec_kernels.ops.encode",
+    "kvspec_kernels.ops.append",
+    "kvspec_kernels.ops.copy_rows",
+    "kvspec_kernels.ops.steps",
+    "kvspec_testkit.kernels.division",
 )
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         for name in KERNELS:
-            importlib.import_module(f"kvspec_kernels.{name}")
+            importlib.import_module(name)
         # Triton imports it at the first launch, and it looks at the variable, too.
         importlib.import_module("triton.experimental.gluon")
 

@@ -1,7 +1,7 @@
 """Arithmetic that rounds as the references do.
 
 Launch kernels that use it with `enable_fp_fusion=False`: only the fused operations written here are
-meant. Triton's interpreter fuses nothing and knows no assembly: `testing.py` teaches it.
+meant. Triton's interpreter fuses nothing and knows no assembly; the test kit adds both.
 """
 
 from __future__ import annotations

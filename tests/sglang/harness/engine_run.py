@@ -12,8 +12,8 @@ import subprocess
 import sys
 from typing import Any
 
-from sglang_kvspec.testing.port_lease import PortLease
-from sglang_kvspec.testing.server_process import CPU_ENVIRONMENT
+from kvspec_testkit.servers.port_lease import PortLease
+from kvspec_testkit.servers.server_process import CPU_ENVIRONMENT
 
 _TIMEOUT_S = 600.0
 

@@ -15,8 +15,8 @@ import requests
 from harness.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, GenerateClient
 from harness.servers import START_TIMEOUT_S, Announce
 
-from sglang_kvspec.testing.server_pair import ServerPair
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS
+from kvspec_testkit.servers.server_pair import ServerPair
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 
 # Between one look and the next at what ends by itself.
 POLL_S = 0.1

@@ -15,7 +15,7 @@ from harness.pair import Pair, PairClient, wait_until
 from harness.references import PlainReference
 from harness.suite import Task
 
-from sglang_kvspec.testing.server_process import ServerProcess
+from kvspec_testkit.servers.server_process import ServerProcess
 
 
 class Round:

@@ -18,7 +18,7 @@ from harness.servers import Announce
 from harness.soak import Soak
 from harness.suite import Task, run_one_by_one
 
-from sglang_kvspec.testing.transfer_report import read_transfer_report
+from kvspec_testkit.servers.transfer_report import read_transfer_report
 
 RANKS_WORKLOAD = Workload(DEMO_MODEL, (127, 1025, 64, 700), max_new_tokens=32)
 SLOW_RANK = "slow_rank"

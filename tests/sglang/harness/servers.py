@@ -11,7 +11,7 @@ from types import TracebackType
 
 from harness.client import GenerateClient
 
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 
 # Imports take most of it, in three processes, of two servers of two ranks in eight, several times
 # over on a busy machine.

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from kvspec_testkit.runtime.meeting import BOTH, Meeting, MeetingRanks
 from sglang_kvspec.adapters import loaded_hits
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
 from sglang_kvspec.adapters.pool import KVSpecPool
@@ -38,7 +39,6 @@ from sglang_kvspec.pools.prefix_store import (
     open_store,
 )
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
-from sglang_kvspec.runtime.testing.meeting import BOTH, Meeting, MeetingRanks
 
 SIZE = 32
 NUM_PAGES = 10

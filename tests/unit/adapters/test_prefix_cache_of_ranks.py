@@ -12,9 +12,9 @@ from hypothesis import Phase
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from kvspec_testkit.runtime.meeting import BOTH
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
-from sglang_kvspec.runtime.testing.meeting import BOTH
 
 SIZE = 32
 NUM_PAGES = 10

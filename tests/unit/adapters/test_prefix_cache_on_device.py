@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
+from kvspec_testkit.pools.streams import ModelStreams
 from sglang_kvspec.pools.lanes import PromptLane
-from sglang_kvspec.pools.testing.streams import ModelStreams
 
 SIZE = 32
 NUM_PAGES = 10

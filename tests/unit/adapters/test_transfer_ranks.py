@@ -9,6 +9,7 @@ import pytest
 import requests
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
+from kvspec_testkit.servers.port_lease import PortLease
 from sglang_kvspec.adapters.transfer import decoding, peers, prefill
 from sglang_kvspec.adapters.transfer.decode import DecodeManager
 from sglang_kvspec.adapters.transfer.directory import (
@@ -23,7 +24,6 @@ from sglang_kvspec.adapters.transfer.prefill import PrefillManager
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.runtime.disaggregation.arrivals import ON_ANOTHER_RANK
 from sglang_kvspec.runtime.ranks import Ranks
-from sglang_kvspec.testing.port_lease import PortLease
 
 
 class OtherRank:

@@ -19,12 +19,12 @@ from kvspec_kernels.ops.attention import (
 )
 from kvspec_kernels.ops.attention_plan import Arithmetic, AttentionPlan
 from kvspec_kernels.ops.cuda_attention import CudaAttention
-from kvspec_kernels.testing.cases import (
+from kvspec_testkit.kernels.cases import (
     POISON_BYTE,
     AttentionCase,
     results_for,
 )
-from kvspec_kernels.testing.comparison import assert_attention
+from kvspec_testkit.kernels.comparison import assert_attention
 
 FOLDER = Path(__file__).parent
 HAS_CUDA = torch.cuda.is_available()

@@ -7,8 +7,8 @@ import torch
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.ops.append import append
-from kvspec_kernels.testing.encoding import encode_by_reference
-from kvspec_kernels.testing.interpreter import teach_interpreter
+from kvspec_testkit.kernels.encoding import encode_by_reference
+from kvspec_testkit.kernels.interpreter import teach_interpreter
 
 teach_interpreter()
 

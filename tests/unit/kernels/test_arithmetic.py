@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvspec_kernels.testing.division import divide_kernel
-from kvspec_kernels.testing.interpreter import teach_interpreter
+from kvspec_testkit.kernels.division import divide_kernel
+from kvspec_testkit.kernels.interpreter import teach_interpreter
 
 teach_interpreter()
 

@@ -10,14 +10,14 @@ import sys
 import pytest
 import torch
 
-from kvspec_kernels.testing.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.runtime import paged_prefill
+from kvspec_testkit.runtime.attention_pair import AttentionPair
+from kvspec_testkit.runtime.captured_verification import CapturedVerification
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.runtime.beside_rows import BesideRows
 from sglang_kvspec.runtime.draft_rows import DraftRows
-from sglang_kvspec.runtime.testing import paged_prefill
-from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
-from sglang_kvspec.runtime.testing.captured_verification import CapturedVerification
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 

@@ -14,9 +14,9 @@ from kvspec_kernels.ops import encoding
 from kvspec_kernels.ops.encode import encode_pages
 from kvspec_kernels.reference import log4, uniform4
 from kvspec_kernels.reference.companding import tables
-from kvspec_kernels.testing import encoding as both
-from kvspec_kernels.testing.encoding import POISON, encode_by_reference, make_pages, poisoned
-from kvspec_kernels.testing.interpreter import exact_fma, teach_interpreter
+from kvspec_testkit.kernels import encoding as both
+from kvspec_testkit.kernels.encoding import POISON, encode_by_reference, make_pages, poisoned
+from kvspec_testkit.kernels.interpreter import exact_fma, teach_interpreter
 
 teach_interpreter()
 

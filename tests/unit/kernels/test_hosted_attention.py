@@ -12,7 +12,9 @@ from functools import partial
 import pytest
 import torch
 
-from kvspec_kernels.testing.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.runtime import paged_prefill
+from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.host_copies import HostCopies
@@ -20,8 +22,6 @@ from sglang_kvspec.pools.hosted_residuals import HostedResiduals
 from sglang_kvspec.pools.page_records import copy_in, copy_out
 from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.draft_rows import DraftRows
-from sglang_kvspec.runtime.testing import paged_prefill
-from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
 
 PAGE = 64
 # Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16; a wrong page, slot or

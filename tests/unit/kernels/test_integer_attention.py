@@ -9,7 +9,7 @@ import torch
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout
 from kvspec_kernels.reference import integer_attention
-from kvspec_kernels.testing.cases import make_case
+from kvspec_testkit.kernels.cases import make_case
 
 SETTINGS = [
     Uniform4Settings(),

@@ -9,8 +9,8 @@ import torch
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.reference.attention import attend, merge_states
-from kvspec_kernels.testing.cases import make_case, results_for
-from kvspec_kernels.testing.comparison import assert_attention
+from kvspec_testkit.kernels.cases import make_case, results_for
+from kvspec_testkit.kernels.comparison import assert_attention
 
 HEADS, HEAD_DIM = 3, 16
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvspec_kernels.testing.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import teach_interpreter
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.pools.device_kv import DeviceKV

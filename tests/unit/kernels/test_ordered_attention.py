@@ -11,7 +11,7 @@ import torch
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.ordered_attention import Past, ordered_attention
 from kvspec_kernels.reference.attention import attend
-from kvspec_kernels.testing.comparison import assert_within_reference
+from kvspec_testkit.kernels.comparison import assert_within_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Page size, head size, KV heads, group, dtype.

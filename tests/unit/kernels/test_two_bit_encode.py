@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvspec_kernels.formats import FormatError, Log4Settings, Uniform4Settings
-from kvspec_kernels.testing.encoding import assert_same_records, make_pages
-from kvspec_kernels.testing.interpreter import teach_interpreter
+from kvspec_testkit.kernels.encoding import assert_same_records, make_pages
+from kvspec_testkit.kernels.interpreter import teach_interpreter
 
 teach_interpreter()
 

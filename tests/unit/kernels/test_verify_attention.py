@@ -13,8 +13,8 @@ from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.jit import cuda_verify
 from kvspec_kernels.jit.cuda_verify import tail_aligned
 from kvspec_kernels.ops.attention import VerifyAttention
-from kvspec_kernels.testing.cases import make_case, results_for
-from kvspec_kernels.testing.comparison import assert_attention
+from kvspec_testkit.kernels.cases import make_case, results_for
+from kvspec_testkit.kernels.comparison import assert_attention
 
 SETTINGS = {
     "log4": Log4Settings.for_page,

@@ -21,12 +21,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvspec_testkit.pools.streams import ModelEvent, ModelStreams
 from sglang_kvspec.core.errors import CapacityError, PageStateError
 from sglang_kvspec.pools import staged_records
 from sglang_kvspec.pools.lanes import PromptLane
 from sglang_kvspec.pools.page_records import PageRecords, copy_in, copy_out
 from sglang_kvspec.pools.residual_table import ResidualState
-from sglang_kvspec.pools.testing.streams import ModelEvent, ModelStreams
 
 NUM_PAGES, LAYERS = 7, 3
 SHAPE = {"num_layers": LAYERS, "num_pages": NUM_PAGES, "num_kv_heads": 2, "head_dim": 16}

@@ -10,10 +10,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from kvspec_testkit.pools.streams import ModelStreams
 from sglang_kvspec.pools.host_copies import HostCopies
 from sglang_kvspec.pools.lanes import Lanes, PromptLane, make_lanes
 from sglang_kvspec.pools.record_pool import RecordPool
-from sglang_kvspec.pools.testing.streams import ModelStreams
 
 NUM_PAGES, NUM_SLOTS, LAYERS = 4, 3, 2
 CPU = torch.device("cpu")

@@ -21,10 +21,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvspec_testkit.pools.streams import ModelStreams
 from sglang_kvspec.core.errors import CapacityError, PageStateError
 from sglang_kvspec.pools.hosted_residuals import HostedResiduals
 from sglang_kvspec.pools.residual_table import ResidualState
-from sglang_kvspec.pools.testing.streams import ModelStreams
 
 NUM_PAGES, LAYERS = 7, 2
 subsets = st.sets(st.integers(1, NUM_PAGES), min_size=1, max_size=4)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from kvspec_testkit.pools.toy_prefixes import compute, holds, links_of, room
 from sglang_kvspec.pools.anchor_slots import AnchorSlots
 from sglang_kvspec.pools.kept_anchors import KeptAnchors
 from sglang_kvspec.pools.kv_tiers import KVTiers
@@ -21,7 +22,6 @@ from sglang_kvspec.pools.prefix_store import (
 )
 from sglang_kvspec.pools.prefix_store.catalogue import Tier
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
-from sglang_kvspec.pools.testing.toy_prefixes import compute, holds, links_of, room
 
 LAYERS = 2
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvspec_testkit.pools.toy_prefixes import compute, holds, links_of, room
 from sglang_kvspec.pools import prefix_reads, prefix_tiers
 from sglang_kvspec.pools.kept_anchors import KeptAnchors
 from sglang_kvspec.pools.page_records import copy_in, copy_out
@@ -29,7 +30,6 @@ from sglang_kvspec.pools.prefix_store import (
 )
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
-from sglang_kvspec.pools.testing.toy_prefixes import compute, holds, links_of, room
 
 LAYERS = 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -170,9 +171,12 @@ def run_ranks(
 
     def run(script: Path, size: int) -> list[dict[str, Any]]:
         rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
+        # The ranks import what pytest put on the path of this process.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         processes = [
             subprocess.Popen(
                 [sys.executable, script, str(rank), str(size), rendezvous],
+                env=environment,
                 stdout=subprocess.PIPE,
                 text=True,
             )

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from kvspec_testkit.pools.toy_prefixes import PAGE_SIZE, compute, holds, links_of, room
+from kvspec_testkit.runtime.rank_group import refusal, this_rank
 from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.pools.geometry import KVGeometry
@@ -26,12 +28,10 @@ from sglang_kvspec.pools.prefix_store import (
     open_store,
 )
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
-from sglang_kvspec.pools.testing.toy_prefixes import PAGE_SIZE, compute, holds, links_of, room
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import WaitingRequests
-from sglang_kvspec.runtime.testing.rank_group import refusal, this_rank
 
 NUM_PAGES = 24
 # More than one batch of copies.

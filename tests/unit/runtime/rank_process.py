@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from kvspec_testkit.runtime.rank_group import refusal, this_rank
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.ranks import Ranks, agree, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
-from sglang_kvspec.runtime.testing.rank_group import refusal, this_rank
 
 VOCAB, NUM_ROUNDS, MAX_DRAFTS = 40, 12, 4
 KINDS = {

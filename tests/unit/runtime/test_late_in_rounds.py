@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.planning.link_rounds import Turns
 from sglang_kvspec.planning.round_step import RoundBudget
@@ -16,7 +17,6 @@ from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.round_lengths import FIRST_DRAFT_LEN, LATE_STEPS, RoundLengths
 from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.started_round import StartedRound
-from sglang_kvspec.runtime.testing.states import request_state
 
 SIZE = 32
 PLENTY = RoundBudget(100, 100)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.planning.link_estimate import GUESSED_BYTES_PER_S
 from sglang_kvspec.planning.round_step import RoundBudget
 from sglang_kvspec.planning.rounds import RoundCost
 from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.round_stepper import RoundStepper
-from sglang_kvspec.runtime.testing.states import request_state
 
 SIZE = 32
 PLENTY = RoundBudget(100, 100)

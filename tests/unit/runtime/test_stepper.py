@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.speeds import Speeds
 from sglang_kvspec.runtime.stepper import Stepper
-from sglang_kvspec.runtime.testing.states import request_state
 
 
 def pages(*ids):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvspec_testkit.transport.network import SENDER, Faults, NetworkPort
+from kvspec_testkit.transport.rig import Rig
 from sglang_kvspec.transport import (
     LinkState,
     SegmentKey,
@@ -16,8 +18,6 @@ from sglang_kvspec.transport.counters import LinkCounters
 from sglang_kvspec.transport.frames import Data, Refuse, Welcome
 from sglang_kvspec.transport.holds import Holds
 from sglang_kvspec.transport.segments import Segment
-from sglang_kvspec.transport.testing.network import SENDER, Faults, NetworkPort
-from sglang_kvspec.transport.testing.rig import Rig
 from sglang_kvspec.transport.wire import Drop, decode, encode
 
 

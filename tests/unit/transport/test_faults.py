@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvspec_testkit.transport.network import SENDER, Faults
+from kvspec_testkit.transport.rig import SMALL, Pages, Rig
 from sglang_kvspec.transport import SegmentKey, Stream, StreamArrived, TransferEnded, TransferShape
-from sglang_kvspec.transport.testing.network import SENDER, Faults
-from sglang_kvspec.transport.testing.rig import SMALL, Pages, Rig
 
 TRANSFERS = (1, 2, 3)
 FAULTS = {

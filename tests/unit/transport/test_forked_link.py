@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import torch
 
+from kvspec_testkit.transport.loopback import ANY, DEADLINE_S, FAST
+from kvspec_testkit.transport.rig import IDENTITY, Pages
 from sglang_kvspec.transport import (
     ForkedLink,
     Receiver,
@@ -28,8 +30,6 @@ from sglang_kvspec.transport import (
     ZmqPort,
 )
 from sglang_kvspec.transport.segments import Part, number_of, on_the_wire, part_of
-from sglang_kvspec.transport.testing.loopback import ANY, DEADLINE_S, FAST
-from sglang_kvspec.transport.testing.rig import IDENTITY, Pages
 
 SHAPE = TransferShape(3, 1, 100_000, 300_000)
 LARGEST = (1 << 63) - 1

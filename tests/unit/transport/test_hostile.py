@@ -6,12 +6,12 @@ from itertools import islice
 
 import pytest
 
+from kvspec_testkit.transport.fuzz import damaged_messages, forged_messages
+from kvspec_testkit.transport.network import SENDER
+from kvspec_testkit.transport.rig import IDENTITY, POISON, SMALL, Pages, Rig
 from sglang_kvspec.core.errors import HandshakeRefused, TransportError
 from sglang_kvspec.transport import Stream, TransferShape
 from sglang_kvspec.transport.frames import PROTOCOL, Abort, Ack, Data, Open
-from sglang_kvspec.transport.testing.fuzz import damaged_messages, forged_messages
-from sglang_kvspec.transport.testing.network import SENDER
-from sglang_kvspec.transport.testing.rig import IDENTITY, POISON, SMALL, Pages, Rig
 from sglang_kvspec.transport.wire import Drop, FrameError, decode, encode, seal
 
 TRANSFERS = (1, 2, 3)

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import torch
 
+from kvspec_testkit.transport.loopback import ANY, DEADLINE_S, FAST
+from kvspec_testkit.transport.rig import IDENTITY, Pages
 from sglang_kvspec.core.errors import HandshakeRefused, TransportError
 from sglang_kvspec.transport import (
     JoinedLink,
@@ -30,8 +32,6 @@ from sglang_kvspec.transport import (
     ZmqPort,
 )
 from sglang_kvspec.transport.counters import LinkCounters
-from sglang_kvspec.transport.testing.loopback import ANY, DEADLINE_S, FAST
-from sglang_kvspec.transport.testing.rig import IDENTITY, Pages
 
 SHAPE = TransferShape(3, 2, 100_000, 300_000, num_residual_pages=2)
 

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvspec_testkit.transport.loopback import ANY, DEADLINE_S, FAST
+from kvspec_testkit.transport.rig import IDENTITY, Pages
 from sglang_kvspec.core.errors import HandshakeRefused, TransportError
 from sglang_kvspec.transport import (
     Arrival,
@@ -37,8 +39,6 @@ from sglang_kvspec.transport import (
     ZmqPort,
 )
 from sglang_kvspec.transport.loop import SWITCH_INTERVAL_S, Loop
-from sglang_kvspec.transport.testing.loopback import ANY, DEADLINE_S, FAST
-from sglang_kvspec.transport.testing.rig import IDENTITY, Pages
 
 SHAPE = TransferShape(4, 2, 100_000, 300_000)
 SMALL = TransferShape(1, 1, 100, 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvspec_testkit.transport.network import Faults
+from kvspec_testkit.transport.rig import IDENTITY, Rig
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.transport import (
     FlightLimits,
@@ -16,8 +18,6 @@ from sglang_kvspec.transport import (
 from sglang_kvspec.transport.frames import Hello, Open
 from sglang_kvspec.transport.openings import MAX_UNOFFERED_TRANSFERS
 from sglang_kvspec.transport.scheduler import SendScheduler
-from sglang_kvspec.transport.testing.network import Faults
-from sglang_kvspec.transport.testing.rig import IDENTITY, Rig
 from sglang_kvspec.transport.wire import encode
 
 LIMITS = FlightLimits(piece_bytes=10, residual_bytes=25, total_bytes=60, frames=8)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kvspec_testkit.transport.rig import IDENTITY
 from sglang_kvspec.transport.counters import LinkCounters
 from sglang_kvspec.transport.frames import PROTOCOL, Ack, Hello, Identity, Ping, Refuse, Welcome
 from sglang_kvspec.transport.handshake import mismatch
 from sglang_kvspec.transport.peers import MAX_PEERS, Peers
 from sglang_kvspec.transport.session import Session, Timing
-from sglang_kvspec.transport.testing.rig import IDENTITY
 from sglang_kvspec.transport.wire import Drop, FrameError
 
 TIMING = Timing()

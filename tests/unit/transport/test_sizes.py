@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvspec_testkit.transport.network import SENDER
+from kvspec_testkit.transport.rig import POISON, Pages, Rig
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.transport import PageArrived, SegmentKey, Stream, TransferShape
 from sglang_kvspec.transport.arrivals import Incoming
 from sglang_kvspec.transport.frames import PROTOCOL, Data, Open
-from sglang_kvspec.transport.testing.network import SENDER
-from sglang_kvspec.transport.testing.rig import POISON, Pages, Rig
 from sglang_kvspec.transport.wire import Drop, FrameError, decode, encode, seal
 
 SHAPE = TransferShape(2, 2, 100, 300, num_residual_pages=1)

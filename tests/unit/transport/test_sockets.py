@@ -11,6 +11,7 @@ import pytest
 import torch
 import zmq
 
+from kvspec_testkit.transport.loopback import ANY, ORDER, LoopbackLink
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.transport import (
     CurveKeys,
@@ -21,7 +22,6 @@ from sglang_kvspec.transport import (
     TransferEnded,
     ZmqPort,
 )
-from sglang_kvspec.transport.testing.loopback import ANY, ORDER, LoopbackLink
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvspec_testkit.transport.fuzz import SAMPLES, damaged_messages, forged_messages
 from sglang_kvspec.transport.frames import MAX_PIECE_BYTES, PROTOCOL, Data, Open, Stream
-from sglang_kvspec.transport.testing.fuzz import SAMPLES, damaged_messages, forged_messages
 from sglang_kvspec.transport.wire import (
     MAX_HEAD_BYTES,
     Drop,

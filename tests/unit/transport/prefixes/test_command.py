@@ -15,17 +15,17 @@ import pytest
 import zmq
 from zmq.auth import create_certificates
 
-from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.transport.keys import CurveKeys, load_keys
-from sglang_kvspec.transport.port import ZmqPort
-from sglang_kvspec.transport.prefix_server import __main__ as command
-from sglang_kvspec.transport.prefix_server.testing import (
+from kvspec_testkit.transport.prefix_rig import (
     LAYOUT,
     anchor_of,
     chain_of,
     links_of,
     residual_of,
 )
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.transport.keys import CurveKeys, load_keys
+from sglang_kvspec.transport.port import ZmqPort
+from sglang_kvspec.transport.prefix_server import __main__ as command
 from sglang_kvspec.transport.prefixes import (
     LookupEnded,
     PageFetched,

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from kvspec_testkit.transport.prefix_rig import LAYOUT
 from sglang_kvspec.transport.frames import Stream
-from sglang_kvspec.transport.prefix_server.testing import LAYOUT
 from sglang_kvspec.transport.prefixes import AnchorFetched, LookupEnded, PageFetched
 from sglang_kvspec.transport.prefixes.fetching import Fetching
 from sglang_kvspec.transport.prefixes.frames import Fetch, Found, Gone, Piece

@@ -9,9 +9,11 @@ import msgspec
 import pytest
 from msgspec.msgpack import encode as pack
 
+from kvspec_testkit.transport.fuzz import noise_value
+from kvspec_testkit.transport.network import SENDER
+from kvspec_testkit.transport.prefix_rig import IDENTITY, LAYOUT, Rig, chain_of, links_of
 from sglang_kvspec.pools.prefix_store import StoreIdentity
 from sglang_kvspec.transport.frames import Stream
-from sglang_kvspec.transport.prefix_server.testing import IDENTITY, LAYOUT, Rig, chain_of, links_of
 from sglang_kvspec.transport.prefixes.frames import (
     STORE_PROTOCOL,
     STORE_WIRE,
@@ -32,8 +34,6 @@ from sglang_kvspec.transport.prefixes.frames import (
     Unknown,
 )
 from sglang_kvspec.transport.session import LinkState
-from sglang_kvspec.transport.testing.fuzz import noise_value
-from sglang_kvspec.transport.testing.network import SENDER
 from sglang_kvspec.transport.wire import Drop, FrameError
 
 CHAIN = chain_of(links_of(1, 2))

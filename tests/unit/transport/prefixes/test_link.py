@@ -10,10 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sglang_kvspec.pools.prefix_store.disk_file import DiskFile
-from sglang_kvspec.transport.frames import Stream
-from sglang_kvspec.transport.prefix_server.outbox import MAX_UNSENT_BYTES
-from sglang_kvspec.transport.prefix_server.testing import (
+from kvspec_testkit.transport.network import SENDER
+from kvspec_testkit.transport.prefix_rig import (
     LAYOUT,
     TICK_S,
     Rig,
@@ -22,6 +20,9 @@ from sglang_kvspec.transport.prefix_server.testing import (
     links_of,
     residual_of,
 )
+from sglang_kvspec.pools.prefix_store.disk_file import DiskFile
+from sglang_kvspec.transport.frames import Stream
+from sglang_kvspec.transport.prefix_server.outbox import MAX_UNSENT_BYTES
 from sglang_kvspec.transport.prefixes import LookupEnded, PageFetched, PublishEnded
 from sglang_kvspec.transport.prefixes.frames import (
     STORE_PIECE_BYTES,
@@ -35,7 +36,6 @@ from sglang_kvspec.transport.prefixes.frames import (
 )
 from sglang_kvspec.transport.session import LinkState
 from sglang_kvspec.transport.shaping import TokenBucket
-from sglang_kvspec.transport.testing.network import SENDER
 from sglang_kvspec.transport.wire import Drop, FrameError
 
 PAGE_BYTES = LAYOUT.anchor_page_bytes + LAYOUT.residual_page_bytes

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from sglang_kvspec.testing.transfer_report import read_transfer_report
+from kvspec_testkit.servers.transfer_report import read_transfer_report
 
 META_INFO = {
     "prompt_tokens": 4000,

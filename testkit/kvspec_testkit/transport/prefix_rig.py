@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from kvspec_testkit.transport.network import SENDER, Faults, Network
 from sglang_kvspec.pools.prefix_store import PageLink, StoreIdentity, chain_links
 from sglang_kvspec.transport.prefix_server.server import PrefixServer
 from sglang_kvspec.transport.prefix_server.shelves import Shelves
 from sglang_kvspec.transport.prefixes import Chain, StoreClient, StoreEvent, StoreLayout
 from sglang_kvspec.transport.session import LinkState
 from sglang_kvspec.transport.shaping import TokenBucket
-from sglang_kvspec.transport.testing.network import SENDER, Faults, Network
 
 PAGE_SIZE = 4
 IDENTITY = StoreIdentity(

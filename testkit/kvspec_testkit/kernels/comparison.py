@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvspec_kernels.testing.cases import AttentionCase
+from kvspec_testkit.kernels.cases import AttentionCase
 
 
 def largest(errors: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from random import Random
 
 from msgspec.msgpack import encode as pack
 
+from kvspec_testkit.transport.rig import IDENTITY
 from sglang_kvspec.transport.frames import (
     PROTOCOL,
     Abort,
@@ -22,7 +23,6 @@ from sglang_kvspec.transport.frames import (
     Stream,
     Welcome,
 )
-from sglang_kvspec.transport.testing.rig import IDENTITY
 from sglang_kvspec.transport.wire import encode, seal
 
 SAMPLES: tuple[tuple[Frame, bytes | None], ...] = (

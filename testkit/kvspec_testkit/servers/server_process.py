@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sglang_kvspec.testing.http_process import HttpProcess, ServerStartError
-from sglang_kvspec.testing.port_lease import PortLease
+from kvspec_testkit.servers.http_process import HttpProcess, ServerStartError
+from kvspec_testkit.servers.port_lease import PortLease
 
 __all__ = ["CPU_ARGUMENTS", "CPU_ENVIRONMENT", "ServerProcess", "ServerStartError"]
 

@@ -6,6 +6,7 @@ from random import Random
 
 import torch
 
+from kvspec_testkit.transport.network import NO_FAULTS, SENDER, Faults, Network
 from sglang_kvspec.transport.arrivals import Arrival, PageArrived, StreamArrived, TransferFailed
 from sglang_kvspec.transport.flight import FlightLimits
 from sglang_kvspec.transport.frames import PROTOCOL, Identity, Stream
@@ -16,7 +17,6 @@ from sglang_kvspec.transport.segments import SegmentKey, TransferShape
 from sglang_kvspec.transport.sender import SegmentReleased, Sender, SendEvent, TransferEnded
 from sglang_kvspec.transport.session import Timing
 from sglang_kvspec.transport.shaping import TokenBucket
-from sglang_kvspec.transport.testing.network import NO_FAULTS, SENDER, Faults, Network
 
 IDENTITY = Identity(
     protocol=PROTOCOL,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from sglang_kvspec.testing.port_lease import PortLease
-from sglang_kvspec.testing.server_process import ServerProcess
+from kvspec_testkit.servers.port_lease import PortLease
+from kvspec_testkit.servers.server_process import ServerProcess
 
 
 class ServerPair:

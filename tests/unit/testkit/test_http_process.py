@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_kvspec.testing.http_process import HttpProcess, ServerStartError
+from kvspec_testkit.servers.http_process import HttpProcess, ServerStartError
 
 
 def test_a_command_that_ends_is_reported_with_its_log(tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from sglang_kvspec.testing import port_lease
-from sglang_kvspec.testing.port_lease import PortLease
+from kvspec_testkit.servers import port_lease
+from kvspec_testkit.servers.port_lease import PortLease
 
 
 def test_leases_never_share_a_port():

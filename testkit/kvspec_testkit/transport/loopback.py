@@ -7,6 +7,8 @@ from time import monotonic
 
 import torch
 
+from kvspec_testkit.transport.proxy import Proxy
+from kvspec_testkit.transport.rig import IDENTITY, Pages
 from sglang_kvspec.transport.arrivals import Arrival, PageArrived, StreamArrived, TransferFailed
 from sglang_kvspec.transport.frames import Stream
 from sglang_kvspec.transport.keys import CurveKeys
@@ -15,8 +17,6 @@ from sglang_kvspec.transport.receiver import Receiver
 from sglang_kvspec.transport.segments import SegmentKey, TransferShape
 from sglang_kvspec.transport.sender import Sender, SendEvent, TransferEnded
 from sglang_kvspec.transport.session import Timing
-from sglang_kvspec.transport.testing.proxy import Proxy
-from sglang_kvspec.transport.testing.rig import IDENTITY, Pages
 
 ANY = "tcp://127.0.0.1:0"
 FAST = Timing(heartbeat_s=0.05, probe_s=0.02, silence_s=0.4, gone_s=2.0, retry_s=0.05)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.pools.transfers import send_into
 from sglang_kvspec.runtime.beside_rows import BesideRows
 from sglang_kvspec.runtime.draft_rows import draft_row, open_for_drafts
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
-from sglang_kvspec.runtime.testing.attention_pair import AttentionPair
 from sglang_kvspec.runtime.verify_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize

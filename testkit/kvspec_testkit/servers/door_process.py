@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sglang_kvspec.testing.http_process import HttpProcess
-from sglang_kvspec.testing.port_lease import PortLease
-from sglang_kvspec.testing.server_pair import ServerPair
+from kvspec_testkit.servers.http_process import HttpProcess
+from kvspec_testkit.servers.port_lease import PortLease
+from kvspec_testkit.servers.server_pair import ServerPair
 
 
 @contextmanager

@@ -1,1 +1,0 @@
-"""What the demo and the tests need to run real servers. Imports the standard library only."""

@@ -1,0 +1,1 @@
+"""Test servers, rigs and fault injectors for tests, benchmarks and examples; never shipped."""

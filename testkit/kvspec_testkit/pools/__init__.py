@@ -1,0 +1,1 @@
+"""Streams and prefixes for tests of the pools."""

@@ -1,0 +1,1 @@
+"""Attention pairs, rank groups and request states for tests of the runtime."""
