@@ -81,7 +81,8 @@ check: $(INSTALLED) ## formatting, lint and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime transport \
-		door cli.py) kernels/kvspec_kernels testkit/kvspec_testkit
+		door cli.py) kernels/kvspec_kernels testkit/kvspec_testkit \
+		benchmarks/planner
 
 bench-acceptance: $(INSTALLED) ## mean accepted draft length per codec, with a curve
 	$(PYTHON) benchmarks/bench_acceptance.py $(ARGS)

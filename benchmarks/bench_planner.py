@@ -21,15 +21,14 @@ import torch
 from acceptance.report import Figure, write_json
 from planner.cases import OUTPUT_LEN, PROMPT_SPREAD, Case, Outcome, run_case, run_link_bound
 from planner.loads import load_figures
+from planner.operating_point import LINK_SHARE, choose_operating_point
 from planner.plots import draw_sweep
+from planner.schedules import LockStep, PlainDecoding, Sequential
+from planner.simulation import simulate
+from planner.staggered import Staggered
+from planner.traces import TraceRequest, read_trace
 from rich.console import Console
 from rich.table import Table
-
-from sglang_kvspec.planning.operating_point import LINK_SHARE, choose_operating_point
-from sglang_kvspec.planning.schedules import LockStep, PlainDecoding, Sequential
-from sglang_kvspec.planning.simulation import simulate
-from sglang_kvspec.planning.staggered import Staggered
-from sglang_kvspec.planning.traces import TraceRequest, read_trace
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BUDGETS = (0.20, 0.30, 0.40, 0.50, 0.60, 0.75)

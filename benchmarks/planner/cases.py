@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
+from planner.operating_point import OperatingPoint, choose_operating_point
+from planner.schedules import LockStep, PlainDecoding, Sequential
+from planner.simulation import Machine, simulate
+from planner.staggered import Staggered
+from planner.traces import TraceRequest, generate_trace
 from sglang_kvspec.core.config import Target
 from sglang_kvspec.planning.devices import Device, find_device
 from sglang_kvspec.planning.forecast import MEASURED_ACCEPTANCE, Deployment
 from sglang_kvspec.planning.model_shape import ModelShape
-from sglang_kvspec.planning.operating_point import OperatingPoint, choose_operating_point
-from sglang_kvspec.planning.schedules import LockStep, PlainDecoding, Sequential
-from sglang_kvspec.planning.simulation import Machine, simulate
-from sglang_kvspec.planning.staggered import Staggered
 from sglang_kvspec.planning.throughput import Setting
-from sglang_kvspec.planning.traces import TraceRequest, generate_trace
 
 OUTPUT_LEN = 512
 PROMPT_SPREAD = 0.05

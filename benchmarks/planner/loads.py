@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from acceptance.report import Figure
 
 from planner.cases import OUTPUT_LEN, Case
-from sglang_kvspec.planning.operating_point import Loading, choose_operating_point
+from planner.operating_point import Loading, choose_operating_point
 
 # Name in the figures, and the ways of which the best counts.
 WAYS: Mapping[str, tuple[Loading, ...]] = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import ceil
 
+from planner.schedules import Drafting
+from planner.simulation import Machine, RunningRequest, Step
 from sglang_kvspec.planning.admission import Ask, Outcome
 from sglang_kvspec.planning.reservations import IterationBudget, VerificationPlanner
-from sglang_kvspec.planning.schedules import Drafting
-from sglang_kvspec.planning.simulation import Machine, RunningRequest, Step
 
 
 class Link:

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from sglang_kvspec.core.errors import CapacityError, ConfigError
-from sglang_kvspec.planning.schedules import LockStep, PlainDecoding, Sequential
-from sglang_kvspec.planning.simulation import (
+from planner.schedules import LockStep, PlainDecoding, Sequential
+from planner.simulation import (
     Machine,
     Report,
     RunningRequest,
     Schedule,
     simulate,
 )
-from sglang_kvspec.planning.staggered import Staggered
-from sglang_kvspec.planning.traces import TraceRequest, generate_trace, read_trace, write_trace
+from planner.staggered import Staggered
+from planner.traces import TraceRequest, generate_trace, read_trace, write_trace
+
+from sglang_kvspec.core.errors import CapacityError, ConfigError
 
 DRAFTING = (Staggered, LockStep, Sequential)
 

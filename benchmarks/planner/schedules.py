@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import ceil
 
+from planner.simulation import Machine, RunningRequest, Schedule, Step
+from planner.traces import TraceRequest
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.residency import ResidencyView, choose_resident
-from sglang_kvspec.planning.simulation import Machine, RunningRequest, Schedule, Step
-from sglang_kvspec.planning.traces import TraceRequest
 
 
 class PlainDecoding(Schedule):

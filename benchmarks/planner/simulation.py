@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from planner.traces import TraceRequest
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.planning.costs import Costs
-from sglang_kvspec.planning.traces import TraceRequest
 
 
 class Curve(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from sglang_kvspec.planning.simulation import Machine
+from planner.simulation import Machine
 from sglang_kvspec.planning.throughput import gpu_seconds
 
 # Of the longest draft: beyond it a request whose place is taken finds few later ones, and waits.

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
-from sglang_kvspec.planning.operating_point import (
+from planner.operating_point import (
     Loading,
     choose_operating_point,
     operating_points,
     plain_tokens_per_s,
 )
-from sglang_kvspec.planning.simulation import Machine, Report, simulate
-from sglang_kvspec.planning.staggered import Staggered
-from sglang_kvspec.planning.traces import TraceRequest, generate_trace
+from planner.simulation import Machine, Report, simulate
+from planner.staggered import Staggered
+from planner.traces import TraceRequest, generate_trace
+
+from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
 
 CONTEXT_LEN, OUTPUT_LEN = 8000, 200
 MACHINE = Machine(
