@@ -95,9 +95,8 @@ def rows(figures: Figures) -> list[str]:
         )
         for target in ("exact", "int8")
     ]
-    for case, what in (("plain", "append, batch 16, one layer"), ("encoding", "with 16 pages")):
-        lines.append(_row(what, figures, f"append.{{}}.exact.{case}.us_per_layer", "{:.1f} us"))
-    return lines
+    append = "append, batch 16, one layer"
+    return [*lines, _row(append, figures, "append.us_per_layer", "{:.1f} us")]
 
 
 def _row(what: str, figures: Figures, name: str, form: str, baseline: str = "") -> str:

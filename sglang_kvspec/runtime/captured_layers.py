@@ -99,19 +99,5 @@ def _store(
     window_k, window_v = kv.window.layer(layer)
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
-    append(
-        k,
-        v,
-        window_k,
-        window_v,
-        rows.slots[:num_tokens],
-        rows.offsets[:num_tokens],
-        rows.no_page[:num_tokens],
-        kv.anchors.layer(layer),
-        rows.no_page[:num_tokens],
-        kv.residuals.cache_layer(layer),
-        rows.no_page[:num_tokens],
-        kv.codec.settings,
-        kv.codec.target,  # type: ignore[arg-type]
-    )
+    append(k, v, window_k, window_v, rows.slots[:num_tokens], rows.offsets[:num_tokens])
     return window_k, window_v

@@ -77,8 +77,6 @@ class DraftRows:
         # What step s chose for row b, [s, b].
         self.drafts = ints(max_steps, max_batch, dtype=torch.int64)
         self._end = StepEnd(max_batch, device)
-        # No row encodes a page while it drafts.
-        self.no_page = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
 
     def clear(self) -> None:
         """No row has a request."""

@@ -46,8 +46,6 @@ class VerifyRows:
         self.input_ids, self.positions = tokens
         self.slots = ints(max_tokens, -1)
         self.offsets = ints(max_tokens)
-        # No token encodes a page as it is written: the pages below are encoded when all are.
-        self.no_page = ints(max_tokens, -1)
         self.qo_indptr = ints(max_parts + 1)
         self.past_indptr = ints(max_parts + 1)
         self.past_pages = ints(max_past)

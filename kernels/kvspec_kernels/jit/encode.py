@@ -71,92 +71,6 @@ def _encode_part(
         )
 
 
-@triton.jit
-def encode_page(
-    k_ptr,
-    v_ptr,
-    page,
-    anchors_ptr,
-    anchor,
-    residuals_ptr,
-    residual,
-    edges_ptr,
-    one,
-    head,
-    is_v,
-    stride_page,
-    stride_head,
-    stride_anchor,
-    stride_anchor_head,
-    stride_residual,
-    stride_residual_head,
-    stride_token: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_GROUP: tl.constexpr,
-    PART_WORDS: tl.constexpr,
-    KV_DTYPE: tl.constexpr,
-    CODEC: tl.constexpr,
-    ANCHOR_BITS: tl.constexpr,
-    EXACT: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    V_CHUNK: tl.constexpr,
-    K_FIELDS: tl.constexpr,
-    V_FIELDS: tl.constexpr,
-    LAW: tl.constexpr,
-):
-    """Encode V (is_v) or K of a head of a page into slots anchor and residual, all int64.
-
-    k_ptr, v_ptr: pairs of channels, int32 or int64; strides in pairs. anchors_ptr, residuals_ptr:
-    int32; strides in words. PART_WORDS: of the residual record. CODEC: log4 or uniform4, with
-    ANCHOR_BITS 4 or 2. EXACT: the target, else int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of
-    `records.py`. LAW: of `encode_log4.py`, else empty.
-    """
-    offset = page * stride_page + head * stride_head
-    anchor_ptr = anchors_ptr + anchor * stride_anchor + head * stride_anchor_head
-    residual_ptr = residuals_ptr + residual * stride_residual + head * stride_residual_head
-    if is_v:
-        _encode_part(
-            v_ptr + offset,
-            anchor_ptr,
-            residual_ptr + PART_WORDS,
-            edges_ptr,
-            one,
-            True,
-            V_CHUNK,
-            V_FIELDS,
-            stride_token,
-            PAGE_SIZE,
-            HEAD_DIM,
-            TILE_GROUP,
-            KV_DTYPE,
-            CODEC,
-            ANCHOR_BITS,
-            EXACT,
-            LAW,
-        )
-    else:
-        _encode_part(
-            k_ptr + offset,
-            anchor_ptr,
-            residual_ptr,
-            edges_ptr,
-            one,
-            False,
-            K_CHUNK,
-            K_FIELDS,
-            stride_token,
-            PAGE_SIZE,
-            HEAD_DIM,
-            TILE_GROUP,
-            KV_DTYPE,
-            CODEC,
-            ANCHOR_BITS,
-            EXACT,
-            LAW,
-        )
-
-
 @triton.jit(do_not_specialize=["one"])
 def encode_kernel(
     k_ptr,
@@ -193,42 +107,61 @@ def encode_kernel(
     """One page, head and part a program: grid (entries * 2 * num_heads,).
 
     one: 1, unknown to the compiler, which would otherwise give every thread 16 contiguous bytes: a
-    thread with fewer channels and more tokens prepares less metadata. The rest: `encode_page`.
+    thread with fewer channels and more tokens prepares less metadata.
+
+    k_ptr, v_ptr: pairs of channels, int32 or int64; strides in pairs. anchors_ptr, residuals_ptr:
+    int32; strides in words. PART_WORDS: of the residual record. CODEC: log4 or uniform4, with
+    ANCHOR_BITS 4 or 2. EXACT: the target, else int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of
+    `records.py`. LAW: of `encode_log4.py`, else empty.
     """
     pid = tl.program_id(0)
     entry = pid // (2 * num_heads)
     page = tl.load(source_ptr + entry).to(tl.int64)
     if page >= 0:
-        encode_page(
-            k_ptr,
-            v_ptr,
-            page,
-            anchors_ptr,
-            tl.load(anchor_slots_ptr + entry).to(tl.int64),
-            residuals_ptr,
-            tl.load(residual_slots_ptr + entry).to(tl.int64),
-            edges_ptr,
-            one,
-            pid % num_heads,
-            pid // num_heads % 2 == 1,
-            stride_page,
-            stride_head,
-            stride_anchor,
-            stride_anchor_head,
-            stride_residual,
-            stride_residual_head,
-            stride_token,
-            PAGE_SIZE,
-            HEAD_DIM,
-            TILE_GROUP,
-            PART_WORDS,
-            KV_DTYPE,
-            CODEC,
-            ANCHOR_BITS,
-            EXACT,
-            K_CHUNK,
-            V_CHUNK,
-            K_FIELDS,
-            V_FIELDS,
-            LAW,
-        )
+        head = pid % num_heads
+        is_v = pid // num_heads % 2 == 1
+        anchor = tl.load(anchor_slots_ptr + entry).to(tl.int64)
+        residual = tl.load(residual_slots_ptr + entry).to(tl.int64)
+        offset = page * stride_page + head * stride_head
+        anchor_ptr = anchors_ptr + anchor * stride_anchor + head * stride_anchor_head
+        residual_ptr = residuals_ptr + residual * stride_residual + head * stride_residual_head
+        if is_v:
+            _encode_part(
+                v_ptr + offset,
+                anchor_ptr,
+                residual_ptr + PART_WORDS,
+                edges_ptr,
+                one,
+                True,
+                V_CHUNK,
+                V_FIELDS,
+                stride_token,
+                PAGE_SIZE,
+                HEAD_DIM,
+                TILE_GROUP,
+                KV_DTYPE,
+                CODEC,
+                ANCHOR_BITS,
+                EXACT,
+                LAW,
+            )
+        else:
+            _encode_part(
+                k_ptr + offset,
+                anchor_ptr,
+                residual_ptr,
+                edges_ptr,
+                one,
+                False,
+                K_CHUNK,
+                K_FIELDS,
+                stride_token,
+                PAGE_SIZE,
+                HEAD_DIM,
+                TILE_GROUP,
+                KV_DTYPE,
+                CODEC,
+                ANCHOR_BITS,
+                EXACT,
+                LAW,
+            )

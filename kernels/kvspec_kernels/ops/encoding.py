@@ -1,4 +1,4 @@
-"""What encode and append share: constants of their kernels, and checks of pages and records."""
+"""Constants of the encode kernels, and checks of the pages and records of encode and append."""
 
 from __future__ import annotations
 
