@@ -162,22 +162,6 @@ class IterationCosts:
         pairs = query_tokens / num_rows * kv_tokens
         return hypot(self.verify_kv_token_s * kv_tokens, self.verify_pair_s * pairs)
 
-    def scaled(
-        self, *, base: float = 1.0, draft: float = 1.0, verify: float = 1.0
-    ) -> IterationCosts:
-        """These costs with what every row shares, drafts' and verifications' attention scaled."""
-        return replace(
-            self,
-            overhead_s=self.overhead_s * base,
-            kvspec_s=self.kvspec_s * base,
-            weights_s=self.weights_s * base,
-            experts_s=self.experts_s * base,
-            token_s=self.token_s * base,
-            draft_kv_token_s=self.draft_kv_token_s * draft,
-            verify_kv_token_s=self.verify_kv_token_s * verify,
-            verify_pair_s=self.verify_pair_s * verify,
-        )
-
     def with_faster(self, *, memory: float = 1.0, arithmetic: float = 1.0) -> IterationCosts:
         """These costs on a GPU with so many times the memory bandwidth and FLOP/s."""
         return replace(

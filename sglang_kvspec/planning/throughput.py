@@ -161,15 +161,6 @@ def cycles_per_load(residual_bytes: float, link_bytes_per_s: float, iteration_s:
     return max(1, ceil(residual_bytes / (link_bytes_per_s * iteration_s)))
 
 
-def loads_in_flight(num_fetching: int, draft_len: int, load_iterations: float) -> float:
-    """The left side of equation 9: loads under way at once, of which the link carries one.
-
-    With the iterations a load really takes, not rounded, `<= 1` says the same as link_seconds <=
-    iteration_s.
-    """
-    return num_fetching * load_iterations / (draft_len + 1)
-
-
 def cycle_of(setting: Setting, draft_len: int, num_resident: int, num_fetching: int) -> Cycle:
     """What a choice of draft length and requests comes to; whether it fits is not asked."""
     residual, link = setting.request.residual, setting.link_bytes_per_s

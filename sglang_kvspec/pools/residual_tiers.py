@@ -76,10 +76,6 @@ class ResidualTiers:
         return self._cache.nbytes
 
     @property
-    def host_nbytes(self) -> int:
-        return self._store.nbytes if self._store else 0
-
-    @property
     def cache(self) -> RecordPool:
         return self._cache
 

@@ -12,12 +12,11 @@ from sglang_kvspec.transport.wire import Drop
 
 @dataclass(slots=True)
 class StreamCounters:
-    """payload_bytes counts what was sent or written, resent_* what of it was sent again, and
-    duplicate_bytes what arrived though it was there. busy_s: time with bytes on their way."""
+    """payload_bytes counts what was sent or written, resent_bytes what of it was sent again,
+    and duplicate_bytes what arrived though it was there. busy_s: time with bytes on their way."""
 
     frames: int = 0
     payload_bytes: int = 0
-    resent_frames: int = 0
     resent_bytes: int = 0
     duplicate_bytes: int = 0
     busy_s: float = 0.0

@@ -97,7 +97,6 @@ class Gatekeeper:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_ZAP_ADDRESS)
-        self.refused = 0
 
     def serve(self) -> None:
         """Answer what has been asked."""
@@ -105,7 +104,6 @@ class Gatekeeper:
             request = self.socket.recv_multipart()
             version, request_id = request[0], request[1]
             is_peer = request[5:6] == [b"CURVE"] and request[6] in self._allowed
-            self.refused += not is_peer
             status, text = (b"200", b"OK") if is_peer else (b"400", b"unknown key")
             self.socket.send_multipart([version, request_id, status, text, b"", b""])
 

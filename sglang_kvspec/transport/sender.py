@@ -196,7 +196,6 @@ class Sender:
         counted.frames += 1
         counted.payload_bytes += length
         if again:
-            counted.resent_frames += 1
             counted.resent_bytes += length
         if self._link is not None:
             self._link.spend(length, self._clock())

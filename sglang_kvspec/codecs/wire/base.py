@@ -52,23 +52,18 @@ class WireCodec(Protocol):
     def name(self) -> str: ...
 
     @property
-    def is_lossless(self) -> bool:
-        """Whether decode gives back every bit, whatever the page holds."""
-        ...
-
-    @property
     def max_page_bytes(self) -> int:
         """No encoded page is longer. All are exactly as long, but for `cachegen`."""
         ...
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """One page as contiguous uint8 [nbytes]. Equal pages give equal bytes. Raises CodecError
-        for tensors of another shape or dtype and, unless lossless, for NaN and inf."""
+        for tensors of another shape or dtype and, but for `full`, for NaN and inf."""
         ...
 
     def decode(self, payload: torch.Tensor) -> KV:
         """What a decode server computes with: fresh, contiguous (k, v) in the KV dtype, finite
-        unless the codec is lossless. Raises CodecError for bytes that cannot be read as a page of
+        unless the codec is `full`. Raises CodecError for bytes that cannot be read as a page of
         this geometry, in a time and memory that depend on the geometry alone."""
         ...
 

@@ -46,7 +46,6 @@ class CacheGenWireCodec:
     """
 
     name: ClassVar[str] = "cachegen"
-    is_lossless: ClassVar[bool] = False
 
     geometry: PageGeometry
     bins: tuple[float, float, float] = BINS

@@ -17,7 +17,6 @@ class FullWireCodec:
     """base.WireCodec that carries every bit, NaN and inf included: K's numbers, then V's."""
 
     name: ClassVar[str] = "full"
-    is_lossless: ClassVar[bool] = True
 
     geometry: PageGeometry
 

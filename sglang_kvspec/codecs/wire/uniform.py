@@ -62,10 +62,6 @@ class UniformWireCodec:
         return f"int{self.bits}"
 
     @property
-    def is_lossless(self) -> bool:
-        return False
-
-    @property
     def max_page_bytes(self) -> int:
         return self.layout.nbytes
 

@@ -70,7 +70,7 @@ class Arrivals:
             raise ValueError(f"bootstrap room {room} is in use")
         handover_bytes = self._handovers.of_part(link.num_parts).max_bytes
         staging = Staging(len(pages) - 1, self._wire, handover_bytes, link.num_parts)
-        landing = Landing(room, link, pages, staging, self._clock())
+        landing = Landing(room, link, pages, staging)
         rows = [(index, 0) for index in range(len(pages))]
         link.expect(room, rows, staging.shape, staging, timeout_s)
         self._landings[room] = landing

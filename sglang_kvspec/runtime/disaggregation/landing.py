@@ -79,7 +79,7 @@ class Landing:
     part each, until the anchors land."""
 
     def __init__(
-        self, room: int, link: ReceivingLink, pages: Sequence[int], staging: Staging, now_s: float
+        self, room: int, link: ReceivingLink, pages: Sequence[int], staging: Staging
     ) -> None:
         self.room, self.link = room, link
         self.pages: list[int] | None = list(pages[:-1])
@@ -96,7 +96,6 @@ class Landing:
         self.tails: list[torch.Tensor] = []
         self.has_run = False
         self.failure: str | None = None
-        self.expected_at = now_s
         self.arrived_at: dict[Stream, float] = {}
         self.num_bytes = dict.fromkeys(Stream, 0)
 

@@ -95,9 +95,6 @@ class Peers:
         self._shelves = shelves
         self._peers: dict[bytes, Peer] = {}
 
-    def __len__(self) -> int:
-        return len(self._peers)
-
     def greet(self, name: bytes, frame: Greet, now_s: float) -> Peer:
         """A greeting may be repeated. Raises PrefixStoreError with the reason to deny it."""
         peer = self._peers.get(name)

@@ -79,10 +79,6 @@ class PrefixServer:
             is_full = any(peer.outbox.has(s) for _, peer in self._peers.items() for s in Stream)
             self._port.wait(min(timeout_s, _FULL_WAIT_S) if is_full else timeout_s)
 
-    @property
-    def num_peers(self) -> int:
-        return len(self._peers)
-
     def wake(self) -> None:
         """From any thread: ends the wait of the present or the next step()."""
         self._port.wake()

@@ -8,7 +8,6 @@ import torch
 from kvspec_kernels import formats
 from kvspec_kernels.formats import FormatError, Log4Settings, Uniform4Settings
 from sglang_kvspec.codecs import make_codec
-from sglang_kvspec.codecs.accounting import token_bytes
 from sglang_kvspec.core.errors import ConfigError
 
 PAGE_SIZES = [32, 64, 96, 128, 160, 192, 224, 256]
@@ -89,15 +88,6 @@ def test_uniform4_anchor_bits():
     codec = make_codec("uniform4", target="exact", page_size=64, head_dim=128, dtype=torch.bfloat16)
     # K: 32 bits of metadata per 64 tokens of a channel; V: 32 per 128 channels of a token.
     assert codec.anchor_bits_per_element == 4 + (32 / 64 + 32 / 128) / 2
-
-
-def test_bytes_per_token():
-    codec = make_codec("uniform4", target="int8", page_size=64, head_dim=128, dtype=torch.bfloat16)
-    got = token_bytes(codec, num_kv_heads=8)
-    assert got.plain == 8 * 2 * 128 * 2
-    assert got.residual_exact == got.plain
-    assert got.residual_int8 == got.plain / 4
-    assert got.anchor == got.plain * 4.375 / 16
 
 
 @pytest.mark.parametrize("target", ["exact", "int8"])

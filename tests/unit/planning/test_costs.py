@@ -57,13 +57,6 @@ def test_experts_are_read_as_tokens_reach_them():
     assert costs.seconds(1000, 0, 0, 0, 0) == pytest.approx(10)
 
 
-def test_scaling_a_part_scales_only_that_part():
-    whole = COSTS.seconds(2, 300, 1, 5, 100)
-    assert COSTS.scaled(draft=2).seconds(2, 300, 1, 5, 100) == pytest.approx(whole + 3)
-    assert COSTS.scaled(verify=2).seconds(2, 300, 1, 5, 100) == pytest.approx(whole + hypot(2, 0.5))
-    assert COSTS.scaled(base=2).seconds(2, 300, 1, 5, 100) == pytest.approx(whole + 11.5)
-
-
 def test_a_faster_gpu_speeds_up_what_it_is_faster_at():
     faster = COSTS.with_faster(memory=2)
     assert faster.seconds(2, 300, 1, 5, 100) == pytest.approx(1.5 + 5 + 1.5 + hypot(1, 0.5))

@@ -21,7 +21,6 @@ from sglang_kvspec.planning.throughput import (
     gpu_seconds,
     held_bytes,
     link_seconds,
-    loads_in_flight,
 )
 
 GB = 1e9
@@ -85,19 +84,6 @@ def test_equation_8_moves_every_residual_once_a_cycle():
     assert moved == pytest.approx(6 * REQUEST.residual)
 
 
-@given(
-    num_fetching=st.integers(1, 60),
-    draft_len=st.integers(1, 64),
-    link=st.floats(1e9, 1e12),
-    iteration_s=st.floats(1e-4, 1),
-)
-def test_equation_9_says_that_the_link_keeps_up(num_fetching, draft_len, link, iteration_s):
-    load_s = REQUEST.residual / link
-    in_flight = loads_in_flight(num_fetching, draft_len, load_s / iteration_s)
-    link_s = link_seconds(num_fetching, REQUEST.residual, draft_len, link)
-    assert in_flight == pytest.approx(link_s / iteration_s)
-
-
 def test_equations_10_and_11():
     setting = memory_bound(curve=AcceptanceCurve((3,), (2.4,)))
     cycle = cycle_of(setting, 3, num_resident=6, num_fetching=2)
@@ -152,7 +138,6 @@ class TestConcreteExample:
     def test_loads_hide_and_take_turns(self):
         # One verification every 3 iterations: 10 requests in 30.
         assert link_seconds(10, 4 * GB, 29, 50 * GB) < 0.035
-        assert loads_in_flight(10, 29, 3) == pytest.approx(1)
 
     def test_peak_memory_is_64_not_90_gb(self):
         # Reloading all 4 GB, as in the example; ours counts a verification and a load at once.

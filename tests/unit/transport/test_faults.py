@@ -59,7 +59,7 @@ def test_pieces_that_were_not_lost_are_not_sent_again() -> None:
     rig = started(Rig(0))
     rig.run(10)
     rig.check_complete()
-    assert all(c.resent_frames == 0 for c in rig.sender.counters.streams.values())
+    assert all(c.resent_bytes == 0 for c in rig.sender.counters.streams.values())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -72,7 +72,7 @@ def test_a_connection_that_breaks_again_and_again(seed: int) -> None:
         rig.network.cut()
     rig.run(30)
     rig.check_complete()
-    assert sum(c.resent_frames for c in rig.sender.counters.streams.values())
+    assert sum(c.resent_bytes for c in rig.sender.counters.streams.values())
 
 
 def test_residuals_behind_every_anchor() -> None:
