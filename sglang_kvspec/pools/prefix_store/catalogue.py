@@ -83,9 +83,6 @@ class Catalogue:
             return None
         return self.held(tier, page.key)
 
-    def occupant(self, place: Place) -> bytes | None:
-        return self._shelves[place.tier].keys.get(place.slot)
-
     def touch(self, keys: Iterable[bytes]) -> None:
         """Pages were used, all of them together."""
         self._now += 1

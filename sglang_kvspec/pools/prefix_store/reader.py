@@ -22,8 +22,8 @@ class PrefixHit(NamedTuple):
 
 
 class PrefixReader:
-    """A store that another process may be writing. Everything but `refresh` and `close` may be
-    called from any thread."""
+    """A store as it was when it was opened, which another process may be writing. Everything but
+    `close` may be called from any thread."""
 
     def __init__(self, state: StoreState, close_files: Callable[[], None]) -> None:
         self._state = state
@@ -73,16 +73,6 @@ class PrefixReader:
     def read_residuals(self, pages: Sequence[StoredPage], out: Sequence[memoryview]) -> list[bool]:
         """Likewise the residuals: those that were encoded together with the looked-up anchors."""
         return self._read(Tier.RESIDUAL, pages, out)
-
-    def refresh(self) -> None:
-        """See what the writing process has done since. On errors the store stays as it was seen."""
-        if self._state.writable or self._closed:
-            return
-        try:
-            self._state.load()
-        except OSError:
-            with self._state.lock:
-                self._state.counters.read_errors += 1
 
     def close(self) -> None:
         if not self._closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,7 +20,6 @@ class Slab:
         self._data = data
         self._index = index
         self._layout = layout
-        self._seen = np.zeros((0, layout.nbytes), dtype=np.uint8)
 
     def has_header(self) -> bool:
         found = bytearray(HEADER_BYTES)
@@ -42,31 +41,15 @@ class Slab:
         """Slots that have an entry, free or not."""
         return max(0, self._index.size() - HEADER_BYTES) // self._layout.nbytes
 
-    def changed_slots(self, doubtful: Sequence[int] = ()) -> list[int]:
-        """Slots whose entry is not what it was at the last call, what was written first coming
-        first; at the first call, and wherever `doubtful`, they count as having been free."""
-        num_slots = max(self.num_slots(), len(self._seen))
-        found = np.zeros((num_slots, self._layout.nbytes), dtype=np.uint8)
+    def load_index(self) -> Iterator[tuple[int, Entry | None]]:
+        """Read the index; yield the slots that are not free with their entries, the oldest first.
+        None for an entry that was being written when the writer died, or is right now."""
+        found = np.zeros((self.num_slots(), self._layout.nbytes), dtype=np.uint8)
         self._index.read_into(HEADER_BYTES, [found.reshape(-1).data])
-        before = np.zeros_like(found)
-        before[: len(self._seen)] = self._seen
-        before[[slot for slot in doubtful if slot < num_slots]] = 0
-        self._seen = found
-        changed = np.flatnonzero((found != before).any(axis=1))
-        sequences = np.ascontiguousarray(found[changed, SEQUENCE]).view("<u8").reshape(-1)
-        slots: list[int] = changed[np.argsort(sequences, kind="stable")].tolist()
-        return slots
-
-    def seen_entry(self, slot: int) -> tuple[Entry | None, bool]:
-        """A slot's entry as of the last `changed_slots`; and if there is none, whether the slot is
-        not free either: it was being written when the writer died, or is right now."""
-        raw = self._seen[slot].tobytes()
-        entry = self._layout.unpack(slot, raw)
-        return entry, entry is None and raw != self._layout.free
-
-    def forget_seen(self) -> None:
-        """Let the next call of `changed_slots` be the first one."""
-        self._seen = self._seen[:0]
+        written = np.flatnonzero(found.any(axis=1))
+        sequences = np.ascontiguousarray(found[written, SEQUENCE]).view("<u8").reshape(-1)
+        slots: list[int] = written[np.argsort(sequences, kind="stable")].tolist()
+        return ((slot, self._layout.unpack(slot, found[slot].tobytes())) for slot in slots)
 
     def entry(self, slot: int) -> Entry | None:
         raw = bytearray(self._layout.nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -49,39 +49,22 @@ class StoreState:
     lock: Lock = field(default_factory=Lock)
     # The next record's; larger than that of any record in the store.
     sequence: int = 1
-    # Of a store that another process writes: slots whose record was forgotten although its entry
-    # stood, and that may come to hold the very same entry again.
-    doubtful: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
 
     def load(self) -> None:
-        """Bring the catalogue to what the index files say now. Raises OSError."""
-        # Residuals first: one that is written meanwhile is a change of the next time, whereas one
-        # seen before its anchor would be taken for a leftover.
+        """Fill the empty catalogue with what the index files say. Raises OSError."""
+        # Residuals first: another process may be writing, and a residual that was read before its
+        # anchor was would be taken for a leftover.
+        residuals = self.slabs[Tier.RESIDUAL].load_index()
+        anchors = self.slabs[Tier.ANCHOR].load_index()
         with self.lock:
-            doubtful = self.doubtful
-            self.doubtful = (set(), set())
-        try:
-            residuals = self.slabs[Tier.RESIDUAL].changed_slots(list(doubtful[Tier.RESIDUAL]))
-            anchors = self.slabs[Tier.ANCHOR].changed_slots(list(doubtful[Tier.ANCHOR]))
-        except OSError:
-            for slab in self.slabs:
-                slab.forget_seen()
-            raise
-        changed = (anchors, residuals)
-        with self.lock:
-            for tier in Tier:
-                self._drop(tier, changed[tier])
-            vacated = [place for tier in Tier for place in self._add(tier, changed[tier])]
-        self._clear(vacated)
+            useless = [*self._add(Tier.ANCHOR, anchors), *self._add(Tier.RESIDUAL, residuals)]
+        self._clear(useless)
 
     def vacate(self, places: Sequence[Place]) -> None:
         """Free slots that the catalogue has just forgotten."""
         self._clear(places)
         with self.lock:
             self.catalogue.release(places)
-            if not self.writable:
-                for place in places:
-                    self.doubtful[place.tier].add(place.slot)
 
     def _clear(self, places: Sequence[Place]) -> None:
         if not self.writable:
@@ -94,19 +77,12 @@ class StoreState:
                 with self.lock:
                     self.counters.write_errors += 1
 
-    def _drop(self, tier: Tier, slots: Sequence[int]) -> None:
-        for slot in slots:
-            key = self.catalogue.occupant(Place(tier, slot))
-            if key is not None:
-                self.catalogue.release(self.catalogue.forget(tier, key))
-
-    def _add(self, tier: Tier, slots: Sequence[int]) -> list[Place]:
+    def _add(self, tier: Tier, written: Iterable[tuple[int, Entry | None]]) -> list[Place]:
         """Returns slots whose record is of no use."""
         useless = []
-        for slot in slots:
-            entry, is_torn = self.slabs[tier].seen_entry(slot)
-            self.counters.torn += is_torn
+        for slot, entry in written:
             if entry is None:
+                self.counters.torn += 1
                 continue
             place = Place(tier, slot)
             self.sequence = max(self.sequence, entry.sequence + 1)

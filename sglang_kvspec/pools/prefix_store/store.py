@@ -144,8 +144,6 @@ def open_store(
                 slab.start_empty()
             slab.shrink_to(count)
         state.load()
-        for slab in slabs:
-            slab.forget_seen()
     except BaseException as error:
         _close_all(opened)
         if isinstance(error, OSError):

@@ -154,4 +154,3 @@ def test_a_closed_store_takes_and_finds_nothing_and_does_not_raise(make_store, s
     (link,) = small.links([2, 2])
     assert not store.put(link, small.anchor(link))
     assert small.read(store, pages) == ([None], [None])
-    store.refresh()

@@ -166,16 +166,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
         assert self.damaged or self.kept() == before, "a restart changed what is kept"
 
-    @rule(tokens=prefixes, refresh=st.booleans())
-    def read_from_another_process(self, tokens, refresh):
+    @rule(tokens=prefixes, reopen=st.booleans())
+    def read_from_another_process(self, tokens, reopen):
+        if reopen and self.reader is not None:
+            self.reader.close()
+            self.reader = None
         if self.reader is None:
             try:
                 self.reader = open_reader(self.folder / "store", self.small.identity)
             except PrefixStoreError:
                 assert self.damaged
                 return
-        if refresh:
-            self.reader.refresh()
             if not self.damaged:
                 assert self.reader.num_pages == len(self.kept())
         self.check(self.reader, tokens)
