@@ -16,6 +16,7 @@ from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.runtime.disaggregation.set_aside import SetAside
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.pressure import Pressure
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
@@ -51,6 +52,8 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         self.pressure = Pressure()
         # Moves pages out of the recent window; the worker puts it here.
         self.keeper: PageKeeper | DevicePageKeeper | None = None
+        # Keeps the KV of retracted pages and their number of tokens; a decode server puts it here.
+        self.keep_retracted: Callable[[list[int], int], SetAside] | None = None
         # Who else must know when pages are freed, before anyone can write to them again.
         self.freed_listeners: list[Callable[[list[int]], None]] = []
         self.head_num = geometry.num_kv_heads
@@ -78,10 +81,11 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         self.kv.free_all()
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
-        """A decode server retracts a request, whose slots these are."""
-        from sglang_kvspec.adapters.transfer.decoding import set_aside
-
-        return set_aside(self._pages_of(indices), len(indices))
+        """Keep the KV of a request that a decode server retracts. indices: its slots."""
+        assert self.keep_retracted is not None, (
+            "only a decode server keeps KV of retracted requests"
+        )
+        return self.keep_retracted(self._pages_of(indices), len(indices))
 
     def load_cpu_copy(
         self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
