@@ -12,16 +12,12 @@ def register() -> None:
     beyond the flags are installed only when KVSpec is on, so that a server started without
     `--kvspec` runs SGLang's own code.
     """
-    from kvspec_patches import register_scope
-    from sglang_kvspec.adapters import activation
-    from sglang_kvspec.adapters.transfer_flags import register_choice
+    from sglang_kvspec.adapters.environment import is_on
+    from sglang_kvspec.composition import register_everything, register_flags
 
-    register_scope("flags")
-    register_choice()
-    if activation.cpu_platform_is_active():
-        register_scope("cpu")
-    if activation.is_on():
-        activation.register_everything()
+    register_flags()
+    if is_on():
+        register_everything()
 
 
 def activate_platform() -> str | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -54,13 +56,15 @@ LAYERS: Mapping[str, Layer] = {
     ),
     "sglang_kvspec.runtime": Layer(_RUNTIME, None),
     "sglang_kvspec.adapters": Layer(_ADAPTERS, None, sglang=True),
-    "sglang_kvspec.plugin": Layer(("sglang_kvspec", "kvspec_patches"), None, sglang=True),
+    # The composition root: alone above both the adapters and the hooks.
+    "sglang_kvspec.composition": Layer(("sglang_kvspec.adapters", "kvspec_patches")),
+    "sglang_kvspec.plugin": Layer(("sglang_kvspec",), None, sglang=True),
     # Answers before torch could have been imported.
     "sglang_kvspec.cli": Layer((CORE, "sglang_kvspec.planning"), ("rich", "matplotlib")),
     # Serves HTTP beside any SGLang server, on a machine without a GPU or torch.
     "sglang_kvspec.door": Layer((), ("aiohttp",)),
     "sglang_kvspec": Layer(),
-    "kvspec_patches": Layer(("sglang_kvspec",), None, sglang=True),
+    "kvspec_patches": Layer((*_ADAPTERS, "sglang_kvspec.adapters"), None, sglang=True),
     "kvspec_kernels.formats": Layer((), ("torch",)),
     "kvspec_kernels.reference": Layer(("kvspec_kernels.formats",), ("torch",)),
     # torch for CUDA brings cuda-bindings along.
@@ -73,16 +77,6 @@ LAYERS: Mapping[str, Layer] = {
     ),
     # Runs servers from a machine without torch.
     "kvspec_testkit.servers": Layer((), ("msgspec",)),
-}
-
-# (module, imported prefix): why it may. Each is a debt, not a model.
-EXCEPTIONS: Mapping[tuple[str, str], str] = {
-    ("sglang_kvspec.adapters.activation", "kvspec_patches"): (
-        "parsing --kvspec must install the hooks and refuse to go on where one did not apply"
-    ),
-    ("sglang_kvspec.adapters.algorithm", "kvspec_patches"): (
-        "the worker factory calls verify_applied(): the design's way to fail closed"
-    ),
 }
 
 Imports = Mapping[str, frozenset[str]]
@@ -105,28 +99,74 @@ def module_files() -> dict[str, Path]:
 def imported_names(source: str, module: str, *, is_package: bool) -> frozenset[str]:
     """Dotted names that `source` imports anywhere in it: statements, relative or not, lazy or
     for type checking only, and `import_module("literal")`. `from a import b` names a and a.b."""
+    names = set()
+    for base, members in _import_statements(source, module, is_package=is_package):
+        names |= {base, *(f"{base}.{member}" for member in members)}
+    return frozenset(names)
+
+
+def _import_statements(
+    source: str, module: str, *, is_package: bool
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield what every import names: (a, (b, c)) for `from a import b, c`, (a, ()) otherwise."""
     package = module if is_package else module.rpartition(".")[0]
-    return frozenset(_names_of_imports(ast.walk(ast.parse(source)), package))
-
-
-def _names_of_imports(nodes: Iterable[ast.AST], package: str) -> Iterator[str]:
-    for node in nodes:
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parent = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parent, base] if base else parent)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            yield base, tuple(alias.name for alias in node.names)
         elif isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
             name = called.id if isinstance(called, ast.Name) else called
             if name in ("import_module", "__import__") and node.args:
                 first = node.args[0]
                 if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                    yield first.value
+                    yield first.value, ()
+
+
+def loaded_modules(
+    source: str, module: str, modules: Collection[str], *, is_package: bool
+) -> frozenset[str]:
+    """Return which of `modules` an import anywhere in `source` loads, besides the packages that
+    hold `module` itself.
+
+    `from a import b` loads a.b if that is a module. Importing a.b also runs a/__init__.py.
+    """
+    loaded = set()
+    for base, members in _import_statements(source, module, is_package=is_package):
+        named = {f"{base}.{member}" for member in members}
+        loaded |= named & set(modules)
+        if not named or named - set(modules):
+            loaded.add(base)
+    for name in list(loaded):
+        packages = accumulate(name.split("."), "{}.{}".format)
+        loaded |= {package for package in packages if not _is_within(module, package)}
+    return frozenset(loaded & set(modules))
+
+
+def import_graph() -> dict[str, frozenset[str]]:
+    """Every module of the project, and the modules of the project that it loads."""
+    files = module_files()
+    return {
+        module: loaded_modules(
+            path.read_text(encoding="utf-8"), module, files, is_package=path.name == "__init__.py"
+        )
+        for module, path in files.items()
+    }
+
+
+def find_cycle(graph: Imports) -> list[str]:
+    """Return modules of which each imports the next, and the last is the first; [] if none do."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        cycle: list[str] = error.args[1]
+        return cycle[::-1]
+    return []
 
 
 def project_imports() -> dict[str, frozenset[str]]:
@@ -170,8 +210,6 @@ def _objection(module: str, name: str) -> str | None:
             return None
         if any(_is_within(name, other) for other in allowed):
             return None
-        if any(_is_within(name, to) for who, to in EXCEPTIONS if who == module):
-            return None
         return f"{prefix} may import {', '.join(layer.internal) or 'nothing above itself'}"
     if distribution == "sglang":
         return None if layer.sglang else "sglang belongs in adapters/, patches/ and plugin.py"
@@ -197,6 +235,11 @@ def reachable(start: str, imports: Imports) -> frozenset[str]:
 def test_every_import_points_down() -> None:
     found = violations(project_imports())
     assert not found, "\n" + "\n".join(found)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Late imports and imports for type checking count, too."""
+    assert not (cycle := find_cycle(import_graph())), " imports ".join(cycle)
 
 
 def test_no_module_escapes_the_walk() -> None:
@@ -247,6 +290,10 @@ def test_a_prefix_server_starts_without_torch() -> None:
         ("sglang_kvspec.plugin", "import kvspec_testkit"),
         ("kvspec_kernels.ops.encode", "from kvspec_testkit.kernels import cases"),
         ("kvspec_patches.vocab_mask", "import kvspec_testkit"),
+        ("sglang_kvspec.adapters.worker", "from sglang_kvspec import composition"),
+        ("sglang_kvspec.composition", "from sglang_kvspec.runtime import ranks"),
+        ("sglang_kvspec.composition", "from sglang.srt import plugins"),
+        ("kvspec_patches.http_app", "from sglang_kvspec.composition import verify_hooks"),
         ("sglang_kvspec", "import torch"),
         ("kvspec_kernels.formats", "from kvspec_kernels.reference import log4"),
         ("kvspec_kernels.reference.log4", "from kvspec_kernels.ops import encode"),
@@ -269,6 +316,43 @@ def test_the_checker_catches_a_forbidden_import(module: str, source: str) -> Non
 )
 def test_the_checker_lets_a_downward_import_pass(module: str, source: str) -> None:
     assert not violations({module: imported_names(source, module, is_package=False)})
+
+
+@pytest.mark.parametrize(
+    "closing",
+    [
+        "from a.first import VALUE",
+        "from a import first",
+        "from . import first",
+        "import a.first",
+        "def late():\n    import a.first",
+        "if TYPE_CHECKING:\n    from .first import Value",
+        "importlib.import_module('a.first')",
+        # b/__init__.py imports a.first.
+        "from b.other import VALUE",
+        "from b import VALUE",
+    ],
+)
+def test_a_cycle_is_found(closing: str) -> None:
+    modules = {"a": "", "a.first": "from a import last", "a.last": closing}
+    modules |= {"b": "import a.first", "b.other": ""}
+    graph = {
+        module: loaded_modules(source, module, modules, is_package=module in ("a", "b"))
+        for module, source in modules.items()
+    }
+    cycle = find_cycle(graph)
+    assert {"a.first", "a.last"} <= set(cycle)
+    assert all(after in graph[before] for before, after in pairwise(cycle))
+
+
+def test_modules_of_one_package_are_no_cycle_with_it() -> None:
+    modules = {"a": "from a.low import VALUE", "a.low": "", "a.high": "from a import low"}
+    graph = {
+        module: loaded_modules(source, module, modules, is_package=module == "a")
+        for module, source in modules.items()
+    }
+    assert graph == {"a": {"a.low"}, "a.low": set(), "a.high": {"a.low"}}
+    assert not find_cycle(graph)
 
 
 def test_a_folder_without_a_layer_fails() -> None:

@@ -8,25 +8,29 @@ environment variable, because plugins load in a spawned scheduler before it has 
 from __future__ import annotations
 
 import json
-import logging
 import os
-from functools import cache
+from collections.abc import Callable
 from importlib import metadata
 
+from sglang_kvspec.adapters.environment import ENVIRONMENT_NAME
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 
-logger = logging.getLogger(__name__)
-
-ENVIRONMENT_NAME = "SGLANG_KVSPEC"
 DEBUG_NAME = "SGLANG_KVSPEC_DEBUG"
 ALGORITHM_NAME = "KVSPEC"
 SUPPORTED_SGLANG = ("0.5.17",)
 _DEBUG_VALUES = {"1": True, "true": True, "0": False, "false": False}
 
 
-def is_on() -> bool:
-    return ENVIRONMENT_NAME in os.environ
+# Registers algorithm, backends and hooks in a process that takes requests.
+_register: Callable[[], None] | None = None
+
+
+def when_switched_on(register: Callable[[], None]) -> None:
+    """Set the function that switch_on() calls. The composition root calls this first, because no
+    adapter may import the composition root."""
+    global _register
+    _register = register
 
 
 def debug_mode() -> bool:
@@ -47,8 +51,9 @@ def debug_mode() -> bool:
 
 def switch_on(config: KVSpecConfig) -> None:
     """Make this process and those it spawns serve KVSpec. Raises HookError."""
+    assert _register is not None, "flags were parsed before the plugin registered its hooks"
     os.environ[ENVIRONMENT_NAME] = json.dumps(config.to_dict())
-    register_everything(takes_requests=True)
+    _register()
 
 
 def switch_off() -> None:
@@ -77,52 +82,6 @@ def staggers(config: KVSpecConfig) -> bool:
     if config.schedule == "auto":
         return cpu_platform_is_active()
     return config.schedule == "staggered"
-
-
-def register_everything(*, takes_requests: bool = False) -> None:
-    """Register algorithm, attention backend and hooks, apply them, and check that all applied.
-
-    takes_requests: this process serves HTTP, or is the program that uses sglang.Engine.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from kvspec_patches import register_scope
-    from sglang_kvspec.adapters import algorithm, attention, prefix_backend
-    from sglang_kvspec.adapters.transfer import backend
-
-    algorithm.register()
-    attention.register()
-    prefix_backend.register()
-    backend.register()
-    scopes = (*_scopes(), *(("front_kvspec",) if takes_requests else ()))
-    for scope in scopes:
-        register_scope(scope)
-    HookRegistry.apply_hooks()
-    verify_hooks(*scopes)
-    _log_hooks(*scopes)
-
-
-@cache
-def _log_hooks(*scopes: str) -> None:
-    """Log one line for all hooks, once a process."""
-    from kvspec_patches import num_hooks
-
-    version = metadata.version("sglang")
-    logger.info("KVSpec: %d hooks applied to SGLang %s", num_hooks(*scopes), version)
-
-
-def verify_hooks(*scopes: str) -> None:
-    """Raise HookError unless every hook of these scopes has applied, by default of those that a
-    scheduler needs."""
-    from kvspec_patches import verify_applied
-
-    verify_applied(*(scopes or _scopes()))
-
-
-def _scopes() -> tuple[str, ...]:
-    if cpu_platform_is_active():
-        return "flags", "kvspec", "cpu", "cpu_kvspec"
-    return "flags", "kvspec", "cuda_kvspec"
 
 
 def config_of(server_args: object) -> KVSpecConfig | None:

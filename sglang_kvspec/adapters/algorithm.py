@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from sglang_kvspec.adapters.activation import ALGORITHM_NAME
+from sglang_kvspec.adapters.activation import ALGORITHM_NAME, config_of, staggers
 
 
 class KVSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
@@ -44,8 +45,11 @@ class KVSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
 _is_registered = False
 
 
-def register() -> None:
-    """Register KVSPEC with SGLang, once a process."""
+def register(verify_hooks: Callable[[], None]) -> None:
+    """Register KVSPEC with SGLang, once a process.
+
+    verify_hooks: raises HookError where a hook did not apply; called before a worker is made.
+    """
     global _is_registered
     if _is_registered:
         return
@@ -56,12 +60,6 @@ def register() -> None:
         ALGORITHM_NAME, supports_overlap=True, spec_class=KVSpecAlgorithm
     )
     def create_worker(server_args: Any) -> type:
-        from sglang_kvspec.adapters.activation import (
-            config_of,
-            staggers,
-            verify_hooks,
-        )
-
         verify_hooks()
         config = config_of(server_args)
         assert config is not None, "the KVSPEC algorithm was chosen without --kvspec"

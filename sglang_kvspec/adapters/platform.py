@@ -31,8 +31,8 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        from sglang_kvspec.adapters.activation import is_on
         from sglang_kvspec.adapters.allocator import KVSpecAllocator, TorchPagedAllocator
+        from sglang_kvspec.adapters.environment import is_on
 
         return KVSpecAllocator if is_on() else TorchPagedAllocator
 

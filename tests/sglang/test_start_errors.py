@@ -18,6 +18,7 @@ from zmq.auth import create_certificates
 
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.early_refusal import check_arguments
+from sglang_kvspec.adapters.environment import ENVIRONMENT_NAME
 from sglang_kvspec.adapters.model_check import check_model, model_config_of
 from sglang_kvspec.adapters.server_args import _implied, check_flags, check_gpu_flags
 from sglang_kvspec.core.config import KVSpecConfig, Transfer
@@ -524,7 +525,7 @@ def test_bad_flag_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_plain_arguments_are_untouched() -> None:
     args = prepare_server_args([*BASE])
     assert activation.config_of(args) is None
-    assert activation.ENVIRONMENT_NAME not in os.environ
+    assert ENVIRONMENT_NAME not in os.environ
     assert (args.page_size, args.attention_backend) == (1, "torch_native")
     assert args.speculative_algorithm is None
 

@@ -10,7 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from sglang.srt.plugins import hook_registry
 
-import kvspec_patches
+from kvspec_patches import registration
+from sglang_kvspec import composition
 
 OTHER = hook_registry.HookSource("other", "sglang-other")
 
@@ -24,7 +25,7 @@ def registry(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvspec_toy", toy)
     monkeypatch.setattr(hook_registry.HookRegistry, "_hooks", defaultdict(list))
     monkeypatch.setattr(hook_registry.HookRegistry, "_patched", set())
-    monkeypatch.setattr(kvspec_patches, "_registered", set())
+    monkeypatch.setattr(registration, "_registered", set())
     monkeypatch.setattr(hook_registry.logger, "filters", [])
     return hook_registry.HookRegistry
 
@@ -49,10 +50,10 @@ def levels_by_target(caplog):
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])
 def test_lines_of_own_hooks_are_debug(registry, monkeypatch, caplog, level):
     hooks = {"flags": toy_hooks("ours"), "cpu": toy_hooks("both")}
-    monkeypatch.setattr(kvspec_patches, "_modules", hooks.__getitem__)
+    monkeypatch.setattr(registration, "_modules", hooks.__getitem__)
     caplog.set_level(level, hook_registry.logger.name)
     for scope in hooks:
-        kvspec_patches.register_scope(scope)
+        registration.register_scope(scope)
     for module in toy_hooks("others", "both"):
         registry.register(module.TARGET, module.hook, source=OTHER)
     registry.apply_hooks()
@@ -64,20 +65,18 @@ def test_lines_of_own_hooks_are_debug(registry, monkeypatch, caplog, level):
 
 
 def test_hooks_name_the_plugin(registry, monkeypatch):
-    monkeypatch.setattr(kvspec_patches, "_modules", lambda scope: toy_hooks("ours"))
-    kvspec_patches.register_scope("flags")
+    monkeypatch.setattr(registration, "_modules", lambda scope: toy_hooks("ours"))
+    registration.register_scope("flags")
     ((_, _, source),) = registry._hooks["kvspec_toy.ours"]
     assert source == ("kvspec", "sglang-kvspec")
 
 
 def test_one_line_a_process_counts_the_hooks(caplog):
-    from sglang_kvspec.adapters import activation
-
-    caplog.set_level(logging.INFO, activation.logger.name)
-    activation._log_hooks.cache_clear()
+    caplog.set_level(logging.INFO, composition.logger.name)
+    composition._log_hooks.cache_clear()
     for _ in range(2):
-        activation._log_hooks("flags", "kvspec")
-    count = kvspec_patches.num_hooks("flags", "kvspec")
+        composition._log_hooks("flags", "kvspec")
+    count = registration.num_hooks("flags", "kvspec")
     assert count > 20
     assert [record.getMessage() for record in caplog.records] == [
         f"KVSpec: {count} hooks applied to SGLang 0.5.17"
