@@ -70,8 +70,7 @@ def check_sglang_version(installed: str | None = None) -> None:
 
 
 def cpu_platform_is_active() -> bool:
-    from sglang.srt.platforms import current_platform
-
+    from sglang_kvspec.adapters.compat.active_platform import current_platform
     from sglang_kvspec.adapters.platform import ReferencePlatform
 
     return isinstance(current_platform, ReferencePlatform)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_registry import CustomSpecAlgo
-
 from sglang_kvspec.adapters.activation import ALGORITHM_NAME, config_of, staggers
+from sglang_kvspec.adapters.compat.speculative import CustomSpecAlgo, SpeculativeAlgorithm
 
 
 class KVSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
@@ -35,7 +33,7 @@ class KVSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> Any:
-        from sglang.srt.managers.overlap_utils import FutureMap
+        from sglang_kvspec.adapters.compat.future_map import FutureMap
 
         return FutureMap(
             device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func, get_last_loc
+
+from sglang_kvspec.adapters.compat.allocation import assign_req_to_token_pool_func, get_last_loc
 
 
 def warm_up_allocation(allocator: Any, req_to_token: torch.Tensor, max_requests: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
-from sglang.srt.utils import get_num_new_pages
+
+from sglang_kvspec.adapters.compat.allocator import (
+    PagedTokenToKVPoolAllocator,
+    alloc_extend_naive,
+    get_num_new_pages,
+)
 
 
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]

@@ -6,19 +6,20 @@ import math
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.attention_registry import (
+
+from sglang_kvspec.adapters.compat.attention import (
     ATTENTION_BACKENDS,
+    AttentionBackend,
+    AttentionType,
+    LogitsProcessor,
+    RadixAttention,
     register_attention_backend,
 )
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.server_args import (
+from sglang_kvspec.adapters.compat.server_args import (
     add_attention_backend_choices,
     add_deterministic_attention_backend_choices,
     add_radix_supported_deterministic_attention_backend_choices,
 )
-
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.kv_tiers import KVTiers
@@ -82,7 +83,7 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
 def _attention_over(kv: KVTiers, runner: Any) -> ReferenceAttention | DeviceAttention:
     if isinstance(kv, DeviceKV):
-        from sglang.srt.runtime_context import get_parallel
+        from sglang_kvspec.adapters.compat.runtime_context import get_parallel
 
         num_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         in_order = runner.server_args.enable_deterministic_inference

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
+from sglang_kvspec.adapters.compat.batches import LogitsProcessorOutput
 from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.sampling import SamplingParams, logprobs_of
 

@@ -22,7 +22,7 @@ def check_model(
 
     model: SGLang's ModelConfig; no weights are read. num_ranks: among which its heads are split.
     """
-    from sglang.srt.configs.model_config import AttentionArch
+    from sglang_kvspec.adapters.compat.model_config import AttentionArch
 
     text = model.hf_text_config
     kinds = {
@@ -92,7 +92,7 @@ def model_config_of(fields: dict[str, Any]) -> Any:
 
     SGLang's own resolution asserts on some models KVSpec refuses; the refusal is to come first.
     """
-    from sglang.srt.configs.model_config import ModelConfig
+    from sglang_kvspec.adapters.compat.model_config import ModelConfig
 
     names = {
         "trust_remote_code": "trust_remote_code",
@@ -115,6 +115,6 @@ def _has_sliding_window(model: Any, text: Any) -> bool:
 
 
 def _has_recurrent_state(model: Any) -> bool:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang_kvspec.adapters.compat.hybrid_models import mambaish_config
 
     return mambaish_config(model) is not None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.platforms.cpu import CpuDeviceMixin
-from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import SRTPlatform
+
+from sglang_kvspec.adapters.compat.platforms import CpuDeviceMixin, PlatformEnum, SRTPlatform
 
 
 class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
@@ -26,7 +25,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def get_mha_kv_pool_cls(self) -> type:
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        from sglang_kvspec.adapters.compat.memory_pool import MHATokenToKVPool
 
         return MHATokenToKVPool
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_kvspec.adapters.activation import debug_mode
+from sglang_kvspec.adapters.compat.memory_pool import KVCache
 from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, take_plan
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.device_kv import DeviceKV

@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 import torch
-from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, MemoryPoolConfig
 
 from sglang_kvspec.adapters.activation import debug_mode
+from sglang_kvspec.adapters.compat.pool_sizing import DefaultPoolConfigurator, MemoryPoolConfig
 from sglang_kvspec.adapters.ranks import (
     least_of_all_ranks,
     ranks_on_a_machine,
@@ -155,7 +155,7 @@ def available_host_bytes() -> int:
 
 
 def geometry_of(kvc: Any) -> KVGeometry:
-    from sglang.srt.runtime_context import get_parallel
+    from sglang_kvspec.adapters.compat.runtime_context import get_parallel
 
     return KVGeometry(
         num_layers=kvc.layer_info.num_effective_layers,

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-from sglang.srt.mem_cache.registry import (
+from sglang_kvspec.adapters.activation import config_of
+from sglang_kvspec.adapters.compat.prefix_cache import (
+    BasePrefixCache,
     TreeCacheBuildContext,
     default_radix_cache_factory,
     get_radix_cache_factory,
     register_radix_cache_backend,
 )
-
-from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.model_identity import arithmetic_of, fingerprint, hash_of_weights
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.adapters.prefix_flags import PREFIX_CACHE

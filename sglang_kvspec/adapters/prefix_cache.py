@@ -8,18 +8,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import (
+
+from sglang_kvspec.adapters import loaded_hits
+from sglang_kvspec.adapters.agreed_hits import AgreedHits, Lacking
+from sglang_kvspec.adapters.compat.prefix_cache import (
     EvictParams,
     EvictResult,
     InitLoadBackParams,
     InsertParams,
     MatchPrefixParams,
     MatchResult,
+    RadixCache,
+    RadixKey,
+    TreeNode,
 )
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
-
-from sglang_kvspec.adapters import loaded_hits
-from sglang_kvspec.adapters.agreed_hits import AgreedHits, Lacking
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.prefix_store import PageLink, chain_links
 from sglang_kvspec.pools.prefix_tiers import PrefixTiers

@@ -34,7 +34,7 @@ def ranks_on_a_machine(server_args: Any) -> int:
 
 def ranks_on_a_numa_node(server_args: Any) -> int:
     """Ranks that share what SGLang counts as one rank's memory on a CPU, at most."""
-    from sglang.srt.utils.common import get_cpu_ids_by_node
+    from sglang_kvspec.adapters.compat.processors import get_cpu_ids_by_node
 
     return -(-ranks_on_a_machine(server_args) // len(get_cpu_ids_by_node()))
 
@@ -42,7 +42,7 @@ def ranks_on_a_numa_node(server_args: Any) -> int:
 def least_of_all_ranks(value: int) -> int:
     """The least of what ranks measured: a page has one number on all of them, so every rank's pool
     must hold as many. To be called by all ranks."""
-    from sglang.srt.distributed.parallel_state import get_world_group
+    from sglang_kvspec.adapters.compat.parallel_state import get_world_group
 
     world = get_world_group()
     if world.world_size == 1:

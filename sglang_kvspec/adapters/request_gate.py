@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from sglang.srt.managers.io_struct import GenerateReqInput, PositionalEmbeds, SessionParams
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_kvspec.adapters.compat.messages import (
+    GenerateReqInput,
+    PositionalEmbeds,
+    SamplingParams,
+    SessionParams,
+)
 
 # SGLang sends integers between processes as signed 64-bit numbers.
 INT64 = range(-(2**63), 2**63)

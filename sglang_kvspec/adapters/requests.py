@@ -6,8 +6,7 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
+from sglang_kvspec.adapters.compat.requests import FINISH_ABORT
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 
@@ -90,7 +89,7 @@ def _state(req: Any, committed_len: int, pending: int, output: list[int]) -> Req
 
 def priority_of(req: Any) -> int:
     """Higher goes first. SGLang's may be the other way round, and unset."""
-    from sglang.srt.runtime_context import get_schedule
+    from sglang_kvspec.adapters.compat.runtime_context import get_schedule
 
     priority = int(getattr(req, "priority", None) or 0)
     return -priority if get_schedule().schedule_low_priority_values_first else priority

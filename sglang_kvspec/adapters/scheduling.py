@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import AddReqResult
-from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
-
+from sglang_kvspec.adapters.compat.scheduling import AddReqResult, get_alloc_reserve_per_decode
 from sglang_kvspec.adapters.requests import priority_of
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.intake import Intake, PageNeed

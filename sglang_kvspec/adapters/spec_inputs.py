@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
+from sglang_kvspec.adapters.compat.speculative import SpecInput, SpecInputType
 from sglang_kvspec.runtime.request_state import RequestState
 
 

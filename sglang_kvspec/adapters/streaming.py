@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
-from sglang.srt.managers.io_struct import (
+
+from sglang_kvspec.adapters import round_times
+from sglang_kvspec.adapters.compat.messages import (
     BatchStrOutput,
     BatchTokenIDOutput,
     unwrap_from_pickle,
     wrap_as_pickle,
 )
-
-from sglang_kvspec.adapters import round_times
 from sglang_kvspec.runtime.stream_pacer import StreamPacer
 
 logger = logging.getLogger(__name__)

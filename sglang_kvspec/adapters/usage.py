@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from sglang.srt.entrypoints.openai import protocol
+
+from sglang_kvspec.adapters.compat.openai import protocol
 
 FIELD = "completion_tokens_details"
 # Models of SGLang whose serializers hold a copy of UsageInfo's.

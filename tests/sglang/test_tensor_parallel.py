@@ -21,6 +21,7 @@ from harness.scenarios import STRICT_CHECKS
 from harness.servers import ServerSpec, ServerSwitch
 
 from sglang_kvspec.adapters.attention import check_logits
+from sglang_kvspec.adapters.compat import processors
 from sglang_kvspec.adapters.ranks import ranks_on_a_machine, ranks_on_a_numa_node
 from sglang_kvspec.core.errors import UnsupportedError
 
@@ -104,7 +105,7 @@ def test_two_ranks_answer_like_one(
 
 def test_ranks_divide_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks on two machines of two NUMA nodes each."""
-    monkeypatch.setattr("sglang.srt.utils.common.get_cpu_ids_by_node", lambda: ["0-3", "4-7"])
+    monkeypatch.setattr(processors, "get_cpu_ids_by_node", lambda: ["0-3", "4-7"])
     for tp_size, on_machine, on_node in ((1, 1, 1), (2, 1, 1), (4, 2, 1), (8, 4, 2), (10, 5, 3)):
         args = SimpleNamespace(tp_size=tp_size, nnodes=2)
         assert (ranks_on_a_machine(args), ranks_on_a_numa_node(args)) == (on_machine, on_node)

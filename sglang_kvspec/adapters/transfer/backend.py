@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, TransferBackend
-
+from sglang_kvspec.adapters.compat.disaggregation import (
+    DisaggregationMode,
+    KVClassType,
+    TransferBackend,
+)
 from sglang_kvspec.adapters.transfer_flags import TRANSFER_BACKEND
 
 _MEMBER = "KVSPEC"
@@ -32,9 +35,7 @@ def kv_class(
     """disaggregation.utils.get_kv_class, which knows our backend too."""
     if transfer_backend is not TransferBackend(TRANSFER_BACKEND):
         return original(transfer_backend, class_type)
-    from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-
+    from sglang_kvspec.adapters.compat.transfer import CommonKVBootstrapServer, KVArgs
     from sglang_kvspec.adapters.transfer.decode import KVSpecReceiver
     from sglang_kvspec.adapters.transfer.prefill import KVSpecSender
 

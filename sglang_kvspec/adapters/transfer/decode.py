@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
-from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
-from sglang.srt.disaggregation.common.conn import PrefillServerInfo
-from sglang.srt.environ import envs
 
+from sglang_kvspec.adapters.compat.environ import envs
+from sglang_kvspec.adapters.compat.transfer import BaseKVReceiver, KVPoll, PrefillServerInfo
 from sglang_kvspec.adapters.transfer.directory import Answer, Asker, Directory, query_route
 from sglang_kvspec.adapters.transfer.links import PrefillLinks
 from sglang_kvspec.adapters.transfer.peers import (

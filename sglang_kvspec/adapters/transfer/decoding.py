@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-
+from sglang_kvspec.adapters.compat.disaggregation import FAKE_BOOTSTRAP_HOST
 from sglang_kvspec.adapters.requests import fail, resumed_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.adapters.transfer.peers import Serving, serving

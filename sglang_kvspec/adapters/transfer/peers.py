@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sglang.srt.disaggregation.common.conn import KVTransferError
 
+from sglang_kvspec.adapters.compat.transfer import KVTransferError
 from sglang_kvspec.adapters.model_identity import (
     hash_of_all_ranks,
     hash_of_weights,

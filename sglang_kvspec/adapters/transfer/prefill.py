@@ -8,13 +8,9 @@ import weakref
 from typing import Any
 
 import requests
-from sglang.srt.disaggregation.base.conn import (
-    BaseKVSender,
-    KVPoll,
-    KVTransferMetric,
-)
-from sglang.srt.environ import envs
 
+from sglang_kvspec.adapters.compat.environ import envs
+from sglang_kvspec.adapters.compat.transfer import BaseKVSender, KVPoll, KVTransferMetric
 from sglang_kvspec.adapters.transfer.peers import (
     WEIGHTS_CHANGED,
     Serving,

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt import runtime_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_kvspec.adapters.compat import runtime_context
 from sglang_kvspec.adapters.first_tokens import first_tokens
 from sglang_kvspec.adapters.requests import fail_without_choice, new_state
 from sglang_kvspec.adapters.verifying_worker import VerifyingWorker

@@ -1,0 +1,27 @@
+"""Base classes of transfer ends: SGLang has no interface for transfer backends of plugins."""
+
+from __future__ import annotations
+
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVReceiver,
+    BaseKVSender,
+    KVArgs,
+    KVPoll,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    KVTransferError,
+    PrefillServerInfo,
+)
+
+__all__ = [
+    "BaseKVReceiver",
+    "BaseKVSender",
+    "CommonKVBootstrapServer",
+    "KVArgs",
+    "KVPoll",
+    "KVTransferError",
+    "KVTransferMetric",
+    "PrefillServerInfo",
+]
