@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from importlib import metadata
 
-from kvspec_patches.registration import apply_hooks, num_hooks, register_scope, verify_applied
+from kvspec_patches.hook import Scope
+from kvspec_patches.registration import apply_hooks, describe, register_scope, verify_applied
 from sglang_kvspec.adapters.activation import cpu_platform_is_active, when_switched_on
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ def register_everything(*, takes_requests: bool = False) -> None:
     attention.register()
     prefix_backend.register()
     backend.register()
-    scopes = (*_scopes(), *(("front_kvspec",) if takes_requests else ()))
+    front: tuple[Scope, ...] = ("front_kvspec",) if takes_requests else ()
+    scopes = (*_scopes(), *front)
     for scope in scopes:
         register_scope(scope)
     apply_hooks()
@@ -53,10 +54,9 @@ def register_everything(*, takes_requests: bool = False) -> None:
 
 
 @cache
-def _log_hooks(*scopes: str) -> None:
+def _log_hooks(*scopes: Scope) -> None:
     """Log one line for all hooks, once a process."""
-    version = metadata.version("sglang")
-    logger.info("KVSpec: %d hooks applied to SGLang %s", num_hooks(*scopes), version)
+    logger.info("KVSpec: %s", describe(*scopes))
 
 
 def verify_hooks() -> None:
@@ -64,7 +64,7 @@ def verify_hooks() -> None:
     verify_applied(*_scopes())
 
 
-def _scopes() -> tuple[str, ...]:
+def _scopes() -> tuple[Scope, ...]:
     if cpu_platform_is_active():
         return "flags", "kvspec", "cpu", "cpu_kvspec"
     return "flags", "kvspec", "cuda_kvspec"

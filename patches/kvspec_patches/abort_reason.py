@@ -2,17 +2,13 @@
 
 SGLang 0.5.17 has such a request, one whose grammar cannot be compiled, say, computed as one of a
 single token; prefill and decode servers then find that its transfer failed, and answer 500 where
-one server answers 400. Remove when the first reason of a request to end is kept.
+one server answers 400.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.disaggregation.utils.prepare_abort"
-KIND = "around"
-SCOPE = "kvspec"
 
 
 def hook(

@@ -1,15 +1,8 @@
-"""assign_req_to_token_pool_func: writes new slots into req_to_token with torch, not Triton.
-
-SGLang 0.5.17. Remove when SGLang has a torch path for out-of-tree platforms.
-"""
+"""assign_req_to_token_pool_func: writes new slots into req_to_token with torch, not Triton."""
 
 from __future__ import annotations
 
 import torch
-
-TARGET = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
-KIND = "replace"
-SCOPE = "cpu_kvspec"
 
 
 def hook(

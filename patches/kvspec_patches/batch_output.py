@@ -1,6 +1,6 @@
 """TokenizerManager._handle_batch_output: paces the tokens of a round (--kvspec-stream paced).
 
-SGLang 0.5.17 hands output on as it comes. Remove when streams can be paced.
+SGLang 0.5.17 hands output on as it comes.
 """
 
 from __future__ import annotations
@@ -8,10 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
-
-TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output"
-KIND = "around"
-SCOPE = "front_kvspec"
 
 
 def hook(original: Callable[..., Awaitable[None]], self: Any, output: Any) -> Awaitable[None]:

@@ -1,20 +1,12 @@
-"""SchedulerOutputStreamer.get_cached_tokens_details: which hits came from a prefix server, of
-which the anchors were in GPU memory still, and what was drafted before residuals came.
+"""SchedulerOutputStreamer.get_cached_tokens_details: which hits came from a prefix server, of which
+the anchors were in GPU memory still, and what was drafted before residuals came.
 
-SGLang 0.5.17 has three tiers, and counts the first as storage's. Remove when caches can name
-theirs.
+SGLang 0.5.17 has three tiers, and counts the first as storage's.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = (
-    "sglang.srt.managers.scheduler_components.output_streamer."
-    "SchedulerOutputStreamer.get_cached_tokens_details"
-)
-KIND = "after"
-SCOPE = "kvspec"
 
 
 def hook(result: dict[str, Any] | None, self: Any, req: Any) -> dict[str, Any] | None:

@@ -1,18 +1,13 @@
 """Req.update_spec_correct_drafts_histogram: an iteration that only drafted verified nothing.
 
-SGLang 0.5.17 counts every iteration of a speculative request as one verification and passes -1
-here when it accepted no token, which indexes an empty histogram or corrupts its last bin. Remove
-when results carry the number of verifications (0.5.23: num_non_draft_tokens_per_req).
+SGLang 0.5.17 counts every iteration of a speculative request as one verification and passes -1 here
+when it accepted no token, which indexes an empty histogram or corrupts its last bin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram"
-KIND = "around"
-SCOPE = "kvspec"
 
 
 def hook(original: Callable[..., None], self: Any, num_correct_drafts: int) -> None:

@@ -1,18 +1,13 @@
 """Req.update_finish_state: checks a verified run token by token, as plain decoding would.
 
 SGLang 0.5.17 checks the whole run at once: the length limit hides a stop token or string that came
-before it in the same run, and a run of length 0 rescans all output (`output_ids[-0:]`). Remove when
-stops are examined in token order.
+before it in the same run, and a run of length 0 rescans all output (`output_ids[-0:]`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
-KIND = "around"
-SCOPE = "kvspec"
 
 
 def hook(original: Callable[..., None], self: Any, new_accepted_len: int = 1) -> None:

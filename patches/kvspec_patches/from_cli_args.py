@@ -1,7 +1,5 @@
 """ServerArgs.from_cli_args: carries the --kvspec flags to ServerArgs, which drops what it does not
 declare, and turns a bad flag into one line instead of a traceback.
-
-SGLang 0.5.17. Remove when SGLang lets plugins declare flags.
 """
 
 from __future__ import annotations
@@ -13,10 +11,6 @@ from typing import Any
 from sglang_kvspec.adapters.early_refusal import exit_with
 from sglang_kvspec.adapters.flags import flag_values, pending_flags
 from sglang_kvspec.core.errors import KVSpecError
-
-TARGET = "sglang.srt.server_args.ServerArgs.from_cli_args"
-KIND = "around"
-SCOPE = "flags"
 
 
 def hook(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:

@@ -1,16 +1,12 @@
 """enable_fused_set_kv_buffer: rotary kernels must not write KV themselves into a pool of records.
 
-SGLang 0.5.17 asks only for CUDA and bf16. Remove when it asks the pool.
+SGLang 0.5.17 asks only for CUDA and bf16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
-KIND = "around"
-SCOPE = "cuda_kvspec"
 
 
 def hook(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:

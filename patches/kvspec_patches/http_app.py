@@ -1,16 +1,11 @@
 """_setup_and_run_http_server: puts a check of bodies before SGLang's endpoints.
 
-SGLang 0.5.17 answers some invalid bodies with status 500 and a traceback. Remove when it answers
-them with 400.
+SGLang 0.5.17 answers some invalid bodies with status 500 and a traceback.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
-KIND = "before"
-SCOPE = "front_kvspec"
 
 
 def hook(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:

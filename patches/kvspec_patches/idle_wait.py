@@ -1,16 +1,12 @@
 """Scheduler.on_idle: a server that only waits for its links does not spin.
 
 SGLang 0.5.17 polls transfers as fast as it can while no batch runs, which takes the core from the
-thread that moves the bytes. Remove when it waits for transfer backends.
+thread that moves the bytes.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = "sglang.srt.managers.scheduler.Scheduler.on_idle"
-KIND = "after"
-SCOPE = "kvspec"
 
 
 def hook(result: None, self: Any) -> None:

@@ -1,15 +1,8 @@
-"""Scheduler.get_internal_state: adds the `kvspec` section to /server_info.
-
-SGLang 0.5.17. Remove when speculative workers can report state.
-"""
+"""Scheduler.get_internal_state: adds the `kvspec` section to /server_info."""
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
-KIND = "after"
-SCOPE = "kvspec"
 
 
 def hook(result: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

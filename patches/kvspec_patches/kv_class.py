@@ -1,16 +1,12 @@
 """disaggregation.utils.get_kv_class: the classes of `--disaggregation-transfer-backend kvspec`.
 
-SGLang 0.5.17 knows a closed list of backends. Remove when transfer backends can be registered.
+SGLang 0.5.17 knows a closed list of backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.disaggregation.utils.get_kv_class"
-KIND = "around"
-SCOPE = "kvspec"
 
 
 def hook(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:

@@ -1,16 +1,12 @@
 """release_kv_cache: pages that stay as a cached prefix leave the recent window.
 
 SGLang 0.5.17 tells a worker of requests that end while they decode, not of those that end with
-their prefill. Remove when workers hear of every request that leaves.
+their prefill.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = "sglang.srt.mem_cache.common.release_kv_cache"
-KIND = "before"
-SCOPE = "kvspec"
 
 
 def hook(req: Any, tree_cache: Any, is_insert: bool = True) -> None:

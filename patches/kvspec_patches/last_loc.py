@@ -1,15 +1,8 @@
-"""get_last_loc: takes the torch path, which SGLang chooses by backend name.
-
-SGLang 0.5.17. Remove when SGLang asks the platform instead of a list of names.
-"""
+"""get_last_loc: takes the torch path, which SGLang chooses by backend name."""
 
 from __future__ import annotations
 
 import torch
-
-TARGET = "sglang.srt.mem_cache.allocation.get_last_loc"
-KIND = "replace"
-SCOPE = "cpu_kvspec"
 
 
 def hook(

@@ -1,16 +1,9 @@
-"""KVCacheConfigurator._build_mha_kv_pool: builds our pool on a GPU from the plan the sizing made.
-
-SGLang 0.5.17. Remove when pool classes receive the sizing plan.
-"""
+"""KVCacheConfigurator._build_mha_kv_pool: builds our pool on a GPU from the sizing plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool"
-KIND = "around"
-SCOPE = "cuda_kvspec"
 
 
 def hook(original: Callable[..., Any], self: Any, *, max_total_num_tokens: int, **rest: Any) -> Any:

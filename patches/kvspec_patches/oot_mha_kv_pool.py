@@ -1,17 +1,13 @@
 """KVCacheConfigurator._build_oot_mha_kv_pool: builds our pool from the plan the sizing made.
 
 The platform's class hook would get a token count only; ours needs the window, residual and host
-budgets decided together with it. SGLang 0.5.17. Remove when pool classes receive the sizing plan.
+budgets decided together with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_oot_mha_kv_pool"
-KIND = "around"
-SCOPE = "cpu_kvspec"
 
 
 def hook(original: Callable[..., Any], self: Any, *, max_total_num_tokens: int) -> Any:

@@ -1,7 +1,6 @@
 """PagedTokenToKVPoolAllocator._release_page_ids: tells our pool which pages became free.
 
-All frees of single pages, deferred groups included, end here. SGLang 0.5.17. Remove when pools are
-told about freed pages.
+All frees of single pages, deferred groups included, end here.
 """
 
 from __future__ import annotations
@@ -9,10 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-TARGET = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids"
-KIND = "after"
-SCOPE = "cuda_kvspec"
 
 
 def hook(result: None, self: Any, *page_ids: torch.Tensor) -> None:

@@ -1,17 +1,13 @@
 """init_model_parallel_group: ranks on a CPU talk through gloo alone.
 
 SGLang 0.5.17 also sets up NCCL, which torch's CUDA build brings along and which raises on a CPU,
-and an all-reduce between GPUs, which only warns. Remove when SGLang asks the platform.
+and an all-reduce between GPUs, which only warns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
-KIND = "around"
-SCOPE = "cpu"
 
 
 def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,9 @@
-"""create_memory_pool_configurator: sizes the pool from anchor bytes, not from the model's KV dtype.
-
-SGLang 0.5.17. Remove when SGLang lets a pool class state its own bytes per token.
-"""
+"""create_memory_pool_configurator: sizes the pool from anchor bytes, not from the KV dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator"
-KIND = "around"
-SCOPE = "kvspec"
 
 
 def hook(original: Callable[..., Any], kvc: Any) -> Any:

@@ -1,15 +1,11 @@
 """Engine._launch_subprocesses: tells the HTTP process how many tokens the KV pool holds.
 
-SGLang 0.5.17 hands on the longest prompt alone. Remove when TokenizerManager knows the pool's size.
+SGLang 0.5.17 hands on the longest prompt alone.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
-KIND = "after"
-SCOPE = "front_kvspec"
 
 
 def hook(result: tuple[Any, ...], cls: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,16 +1,9 @@
-"""PrefillAdder.preempt_to_schedule: counts the requests that one of a higher priority retracts.
-
-SGLang 0.5.17. Remove when SGLang counts them.
-"""
+"""PrefillAdder.preempt_to_schedule: counts the requests that one of a higher priority retracts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule"
-KIND = "around"
-SCOPE = "kvspec"
 
 
 def hook(original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any) -> bool:

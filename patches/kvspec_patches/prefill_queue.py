@@ -1,18 +1,13 @@
 """Scheduler.get_new_batch_prefill: requests wait for prefixes on their way, or start on their
 anchors, and are counted; ranks agree on what their tiers have.
 
-SGLang 0.5.17 waits and agrees so for its own hierarchical cache only. Remove when prefix caches can
-say whom to wait for and what to agree on, and SGLang what its queue waits for.
+SGLang 0.5.17 waits and agrees so for its own hierarchical cache only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
-KIND = "around"
-SCOPE = "kvspec"
 
 
 def hook(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,9 @@
-"""PrefillAdder.add_one_req: a request that would soon have others retracted waits in the queue.
-
-SGLang 0.5.17. Remove when SGLang counts what speculative decoding reserves, in pages.
-"""
+"""PrefillAdder.add_one_req: a request that would soon have others retracted waits in the queue."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
-KIND = "around"
-SCOPE = "kvspec"
 
 
 def hook(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:

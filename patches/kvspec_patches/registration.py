@@ -3,66 +3,21 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Iterable
+from importlib import metadata
 
+from kvspec_patches.hook import Hook, Scope
+from kvspec_patches.hooks import HOOKS
 from sglang_kvspec.core.errors import HookError
 
 PLUGIN_NAME, DISTRIBUTION_NAME = "kvspec", "sglang-kvspec"
 
-MANIFEST = (
-    "add_cli_args",
-    "from_cli_args",
-    "server_args_init",
-    "support_triton",
-    "threads_binding",
-    "parallel_group",
-    "vocab_mask",
-    "xgrammar_bitmask",
-    "xgrammar_apply_mask",
-    "assign_req_to_token",
-    "last_loc",
-    "oot_mha_kv_pool",
-    "mha_kv_pool",
-    "paged_release",
-    "paged_clear",
-    "kv_release",
-    "fused_kv_write",
-    "pool_configurator",
-    "draft_kv_pool",
-    "drafts_histogram",
-    "spec_tokens",
-    "finish_state",
-    "stream_output",
-    "batch_output",
-    "penalty_tokens",
-    "worker_info",
-    "prefill_room",
-    "prefill_queue",
-    "preemption",
-    "retract_decode",
-    "retraction_order",
-    "kv_class",
-    "abort_reason",
-    "idle_wait",
-    "weight_load",
-    "internal_state",
-    "http_app",
-    "request_gate",
-    "request_check",
-    "pool_size",
-    "spec_meta_info",
-    "cached_tokens",
-    "response_usage",
-    "streaming_usage",
-)
-
-_registered: set[str] = set()
+_registered: set[Scope] = set()
 
 
-def _modules(scope: str) -> list[ModuleType]:
-    modules = [import_module(f"kvspec_patches.{name}") for name in MANIFEST]
-    return [module for module in modules if scope == module.SCOPE]
+def hooks_of(*scopes: Scope) -> list[Hook]:
+    """Return the hooks of these scopes, scope by scope, in the order of the table."""
+    return [hook for scope in scopes for hook in HOOKS if hook.scope == scope]
 
 
 class OwnHooksToDebug(logging.Filter):
@@ -77,7 +32,7 @@ class OwnHooksToDebug(logging.Filter):
         return True
 
 
-def register_scope(scope: str) -> None:
+def register_scope(scope: Scope) -> None:
     """Register every hook of a scope with SGLang, once. SGLang applies them."""
     from sglang.srt.plugins import hook_registry
 
@@ -87,15 +42,10 @@ def register_scope(scope: str) -> None:
         hook_registry.logger.addFilter(OwnHooksToDebug())
     _registered.add(scope)
     source = hook_registry.HookSource(PLUGIN_NAME, DISTRIBUTION_NAME)
-    for module in _modules(scope):
+    for hook in hooks_of(scope):
         hook_registry.HookRegistry.register(
-            module.TARGET, module.hook, hook_registry.HookType(module.KIND), source=source
+            hook.target, hook.function, hook_registry.HookType(hook.kind), source=source
         )
-
-
-def num_hooks(*scopes: str) -> int:
-    """Return how many hooks these scopes have."""
-    return sum(len(_modules(scope)) for scope in scopes)
 
 
 def apply_hooks() -> None:
@@ -105,23 +55,31 @@ def apply_hooks() -> None:
     HookRegistry.apply_hooks()
 
 
-def verify_applied(*scopes: str) -> None:
-    """Raise HookError naming every symbol of these scopes that is not patched.
+def verify_applied(*scopes: Scope) -> None:
+    """Raise HookError naming every symbol of these scopes that is not patched, or whose hook is
+    not for the installed SGLang.
 
     SGLang logs a hook that fails to apply and serves on; a half-patched server would not be safe.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [
-        module.TARGET
-        for scope in scopes
-        for module in _modules(scope)
-        if module.TARGET not in HookRegistry._patched
-    ]
-    if missing:
-        import sglang
+    version, hooks = metadata.version("sglang"), hooks_of(*scopes)
+    if missing := [hook for hook in hooks if hook.target not in HookRegistry._patched]:
+        raise HookError(_refusal("did not apply to", missing, version))
+    if untested := [hook for hook in hooks if version not in hook.releases]:
+        raise HookError(_refusal("are not made for", untested, version))
 
-        raise HookError(
-            f"--kvspec cannot start: hooks did not apply to {', '.join(missing)} "
-            f"of SGLang {sglang.__version__}"
-        )
+
+def _refusal(what: str, hooks: Iterable[Hook], version: str) -> str:
+    targets = ", ".join(hook.target for hook in hooks)
+    return f"--kvspec cannot start: hooks {what} {targets} of SGLang {version}"
+
+
+def describe(*scopes: Scope) -> str:
+    """Return one line for a person: how many hooks are in, of which plugin, and which."""
+    names = {scope: ", ".join(hook.name for hook in hooks_of(scope)) for scope in scopes}
+    return (
+        f"{len(hooks_of(*scopes))} hooks applied to SGLang {metadata.version('sglang')} by plugin "
+        f"{PLUGIN_NAME} ({DISTRIBUTION_NAME} {metadata.version(DISTRIBUTION_NAME)}): "
+        + "; ".join(f"{scope}: {names[scope]}" for scope in scopes)
+    )

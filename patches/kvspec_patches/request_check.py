@@ -1,15 +1,8 @@
-"""TokenizerManager._validate_one_request: refuses a request KVSpec would answer wrongly.
-
-SGLang 0.5.17. Remove when speculative algorithms can validate requests.
-"""
+"""TokenizerManager._validate_one_request: refuses a request KVSpec would answer wrongly."""
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
-KIND = "after"
-SCOPE = "front_kvspec"
 
 
 def hook(result: None, self: Any, obj: Any, input_ids: Any, *args: Any, **kwargs: Any) -> None:

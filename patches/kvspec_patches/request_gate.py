@@ -1,17 +1,12 @@
 """TokenizerManager.generate_request: refuses what would end a scheduler, before it is normalised.
 
-SGLang 0.5.17 normalises a request before it looks at types and counts. Remove when SGLang validates
-sampling parameters and bounds the number of samples.
+SGLang 0.5.17 normalises a request before it looks at types and counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
-
-TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
-KIND = "around"
-SCOPE = "front_kvspec"
 
 
 def hook(

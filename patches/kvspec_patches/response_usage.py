@@ -1,15 +1,11 @@
 """UsageProcessor.calculate_response_usage: accepted and rejected drafts of whole OpenAI answers.
 
-SGLang 0.5.17 has no completion_tokens_details. Remove when its UsageInfo has them.
+SGLang 0.5.17 has no completion_tokens_details.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = "sglang.srt.entrypoints.openai.usage_processor.UsageProcessor.calculate_response_usage"
-KIND = "after"
-SCOPE = "front_kvspec"
 
 
 def hook(result: Any, responses: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,5 @@
 """ServerArgs.__init__: accepts kvspec keyword arguments (sglang.Engine passes its own on) and
 switches KVSpec on or off for the processes this one spawns.
-
-SGLang 0.5.17. Remove when SGLang lets plugins declare fields.
 """
 
 from __future__ import annotations
@@ -10,10 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_kvspec.adapters.server_args import build_server_args
-
-TARGET = "sglang.srt.server_args.ServerArgs.__init__"
-KIND = "around"
-SCOPE = "flags"
 
 
 def hook(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

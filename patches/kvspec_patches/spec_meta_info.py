@@ -3,17 +3,12 @@
 SGLang 0.5.17 multiplies verifications by the configured draft length. The worker reports the drafts
 it really verified through the per-request cap counter, which SGLang sums and transports. Adds, in
 our words, where cached prompt tokens were, and the drafts to the count from which SGLang makes an
-OpenAI answer's usage. Remove when results carry the number of proposed
-drafts.
+OpenAI answer's usage.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
-KIND = "after"
-SCOPE = "front_kvspec"
 
 
 def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:

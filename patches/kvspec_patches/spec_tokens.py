@@ -2,19 +2,12 @@
 
 SGLang 0.5.17 counts all but one token of every run as accepted drafts, and every run as a
 verification. A result without cap_lens is of an iteration in which nobody drafted or verified: what
-was counted for it is taken back. Remove when results carry the number of proposed drafts.
+was counted for it is taken back.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor."
-    "SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
-)
-KIND = "after"
-SCOPE = "kvspec"
 
 
 def hook(tokens: list[list[int]], self: Any, result: Any, batch: Any) -> None:

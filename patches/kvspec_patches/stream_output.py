@@ -2,19 +2,12 @@
 --kvspec-stream paced, sends each token of a stream in a message of its own.
 
 SGLang 0.5.17 decides by output length alone and would send an empty chunk every draft iteration.
-Remove when it skips requests without new tokens, and can send the tokens of a run one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = (
-    "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
-)
-KIND = "around"
-SCOPE = "kvspec"
 
 
 def hook(

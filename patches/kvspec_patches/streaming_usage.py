@@ -1,16 +1,12 @@
 """UsageProcessor.calculate_streaming_usage: accepted and rejected drafts of OpenAI streams.
 
-SGLang 0.5.17 has no completion_tokens_details. Remove when its UsageInfo has them.
+SGLang 0.5.17 has no completion_tokens_details.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-TARGET = "sglang.srt.entrypoints.openai.usage_processor.UsageProcessor.calculate_streaming_usage"
-KIND = "after"
-SCOPE = "front_kvspec"
 
 
 def hook(

@@ -1,17 +1,13 @@
 """numa_utils.init_threads_binding: ranks of a server may share a NUMA node.
 
 SGLang 0.5.17 wants a NUMA node a rank, for kernels that the reference platform does not have: plain
-torch is not bound to cores. Remove when SGLang asks the platform.
+torch is not bound to cores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-TARGET = "sglang.srt.utils.numa_utils.init_threads_binding"
-KIND = "around"
-SCOPE = "cpu"
 
 
 def hook(original: Callable[..., Any], *, tp_rank: int, tp_size: int) -> Any:

@@ -1,7 +1,7 @@
 """get_masked_input_and_mask: runs as written where there is no device to compile it for.
 
 With several ranks SGLang 0.5.17 compiles this handful of operations at the first request: on a CPU
-that takes 20 seconds and a C++ compiler. Remove when SGLang asks the platform.
+that takes 20 seconds and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -10,10 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-TARGET = "sglang.srt.layers.vocab_parallel_embedding.get_masked_input_and_mask"
-KIND = "around"
-SCOPE = "cpu"
 
 
 def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,19 +2,11 @@
 
 SGLang 0.5.17 opens this context around every kind of update. Of an update from other processes it
 tells no draft worker, of one from tensors only if asked to, and of the others after the fact.
-Remove when speculative workers hear of every update.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = (
-    "sglang.srt.managers.scheduler_components.weight_updater."
-    "SchedulerWeightUpdaterManager._observe_weight_load"
-)
-KIND = "before"
-SCOPE = "kvspec"
 
 
 def hook(self: Any, source: str) -> None:

@@ -1,16 +1,12 @@
 """TpModelWorker.get_worker_info: no request may be longer than the pool holds it with its drafts.
 
 SGLang 0.5.17 lets one in that fills the whole pool, and aborts it near its end for want of the
-slots behind it. Remove when SGLang subtracts what speculative decoding reserves.
+slots behind it.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-TARGET = "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info"
-KIND = "after"
-SCOPE = "kvspec"
 
 
 def hook(result: Any, self: Any) -> Any:

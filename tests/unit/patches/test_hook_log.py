@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections import defaultdict
-from types import ModuleType, SimpleNamespace
+from dataclasses import replace
+from types import ModuleType
 
 import pytest
 from sglang.srt.plugins import hook_registry
 
 from kvspec_patches import registration
+from kvspec_patches.hook import Hook
 from sglang_kvspec import composition
+from sglang_kvspec.core.errors import HookError
 
 OTHER = hook_registry.HookSource("other", "sglang-other")
 
@@ -30,13 +33,11 @@ def registry(monkeypatch):
     return hook_registry.HookRegistry
 
 
-def toy_hooks(*names):
+def toy_hooks(scope, *names):
     def hook(original):
         return original()
 
-    return [
-        SimpleNamespace(TARGET=f"kvspec_toy.{name}", KIND="around", hook=hook) for name in names
-    ]
+    return [Hook(f"kvspec_toy.{name}", "around", scope, hook, "never") for name in names]
 
 
 def levels_by_target(caplog):
@@ -49,13 +50,13 @@ def levels_by_target(caplog):
 
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])
 def test_lines_of_own_hooks_are_debug(registry, monkeypatch, caplog, level):
-    hooks = {"flags": toy_hooks("ours"), "cpu": toy_hooks("both")}
-    monkeypatch.setattr(registration, "_modules", hooks.__getitem__)
+    hooks = [*toy_hooks("flags", "ours"), *toy_hooks("cpu", "both")]
+    monkeypatch.setattr(registration, "HOOKS", hooks)
     caplog.set_level(level, hook_registry.logger.name)
-    for scope in hooks:
-        registration.register_scope(scope)
-    for module in toy_hooks("others", "both"):
-        registry.register(module.TARGET, module.hook, source=OTHER)
+    for hook in hooks:
+        registration.register_scope(hook.scope)
+    for hook in toy_hooks("flags", "others", "both"):
+        registry.register(hook.target, hook.function, source=OTHER)
     registry.apply_hooks()
     levels = {"kvspec_toy.others": "INFO", "kvspec_toy.both": "INFO"}
     if level == "DEBUG":
@@ -65,19 +66,39 @@ def test_lines_of_own_hooks_are_debug(registry, monkeypatch, caplog, level):
 
 
 def test_hooks_name_the_plugin(registry, monkeypatch):
-    monkeypatch.setattr(registration, "_modules", lambda scope: toy_hooks("ours"))
+    monkeypatch.setattr(registration, "HOOKS", toy_hooks("flags", "ours"))
     registration.register_scope("flags")
     ((_, _, source),) = registry._hooks["kvspec_toy.ours"]
     assert source == ("kvspec", "sglang-kvspec")
 
 
-def test_one_line_a_process_counts_the_hooks(caplog):
+def test_one_line_a_process_names_the_hooks(caplog):
     caplog.set_level(logging.INFO, composition.logger.name)
     composition._log_hooks.cache_clear()
     for _ in range(2):
         composition._log_hooks("flags", "kvspec")
-    count = registration.num_hooks("flags", "kvspec")
+    count = len(registration.hooks_of("flags", "kvspec"))
     assert count > 20
-    assert [record.getMessage() for record in caplog.records] == [
-        f"KVSpec: {count} hooks applied to SGLang 0.5.17"
-    ]
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert line.startswith(f"KVSpec: {count} hooks applied to SGLang 0.5.17 by plugin kvspec (")
+    assert "flags: add_cli_args, from_cli_args, server_args_init; kvspec: kv_release, " in line
+    assert "front_kvspec" not in line
+
+
+def test_a_hook_that_did_not_apply_is_named(registry, monkeypatch):
+    monkeypatch.setattr(registration, "HOOKS", toy_hooks("flags", "ours", "absent"))
+    registration.register_scope("flags")
+    registration.apply_hooks()
+    with pytest.raises(HookError, match=r"hooks did not apply to kvspec_toy\.absent of SGLang 0"):
+        registration.verify_applied("flags")
+    registration.verify_applied("cpu")
+
+
+def test_a_hook_for_another_release_is_named(registry, monkeypatch):
+    hooks = [replace(hook, releases=("0.5.16",)) for hook in toy_hooks("flags", "ours")]
+    monkeypatch.setattr(registration, "HOOKS", hooks)
+    registration.register_scope("flags")
+    registration.apply_hooks()
+    with pytest.raises(HookError, match=r"hooks are not made for kvspec_toy\.ours of SGLang 0\.5"):
+        registration.verify_applied("flags")
