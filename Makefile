@@ -77,12 +77,13 @@ soak: $(INSTALLED) ## half an hour of random traffic against plain SGLang's answ
 fuzz: $(INSTALLED) ## 10,000 generated requests to servers of every role: about 15 minutes
 	$(PYTHON) benchmarks/bench_hardening.py --pairs 0 --refusals 1 --out .kvspec/fuzz.json $(ARGS)
 
-check: $(INSTALLED) ## formatting, lint and types
+check: $(INSTALLED) ## formatting, lint, types and layers
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs pools planning runtime transport \
 		door cli.py) kernels/kvspec_kernels testkit/kvspec_testkit \
 		benchmarks/planner
+	$(PYTHON) -m pytest -q tests/test_layers.py
 
 bench-acceptance: $(INSTALLED) ## mean accepted draft length per codec, with a curve
 	$(PYTHON) benchmarks/bench_acceptance.py $(ARGS)
