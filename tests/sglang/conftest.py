@@ -32,6 +32,12 @@ from harness.suite import Task, TokenIds
 # Of tests alone: benchmarks measure servers as users start them.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
+# For one test and the fixtures made for it: servers started one after the other, and the answers of
+# plain SGLang to all cases. A signal, not a thread, ends the test: fixtures then stop the servers.
+SERVER_TEST = pytest.mark.timeout(1800, method="signal")
+# The full matrix takes hours in one test, and a soak test as long as it is told.
+UNBOUNDED = pytest.mark.timeout(0)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -63,6 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        is_long = any(map(item.get_closest_marker, ("identity", "soak")))
+        if item.get_closest_marker("server") and not item.get_closest_marker("timeout"):
+            item.add_marker(UNBOUNDED if is_long else SERVER_TEST)
 
 
 @pytest.hookimpl(wrapper=True)
