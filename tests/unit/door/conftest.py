@@ -41,6 +41,8 @@ class Stub:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.asked = asyncio.Event()
+        # Counts requests for its role, answered or not.
+        self.asked_role = asyncio.Semaphore(0)
         self.cancelled = asyncio.Event()
         self.healthy = self.is_up = True
         self.key: str | None = None
@@ -83,6 +85,7 @@ class Stub:
             raise
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
+        self.asked_role.release()
         if not self.is_up:
             return await self.die(request)
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from sglang_kvspec.door import roles
+from sglang_kvspec.door import app, roles
 
 
 def lines_of(caplog):
@@ -19,22 +19,24 @@ def lines_of(caplog):
 
 
 @pytest.fixture(autouse=True)
-def short_retries(monkeypatch, caplog):
-    monkeypatch.setattr(roles.check_roles, "__defaults__", (0.02,))
+def checked(monkeypatch, caplog):
+    """Event that the check of all roles is over; between two questions the check waits 10 ms."""
+    over = asyncio.Event()
+
+    async def check(exchange, servers):
+        await roles.check_roles(exchange, servers, retry_s=0.01)
+        over.set()
+
+    monkeypatch.setattr(app, "check_roles", check)
     caplog.set_level(logging.INFO)
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
+    return over
 
 
 @pytest.mark.parametrize("mode", ["null", "decode"])
-def test_a_wrong_role_is_said_at_the_start_in_one_line(open_house, run, caplog, mode):
+def test_a_wrong_role_is_said_at_the_start_in_one_line(open_house, run, caplog, checked, mode):
     async def scenario():
         async with open_house(wrong={"disaggregation_mode": mode}) as house:
-            await until(lambda: lines_of(caplog))
-            await asyncio.sleep(0.1)
+            await checked.wait()
             assert lines_of(caplog) == [
                 (
                     "ERROR",
@@ -47,27 +49,28 @@ def test_a_wrong_role_is_said_at_the_start_in_one_line(open_house, run, caplog, 
     run(scenario())
 
 
-def test_a_server_that_is_not_up_yet_is_asked_again(open_house, run, caplog):
+def test_a_server_that_is_not_up_yet_is_asked_again(open_house, run, caplog, checked):
     async def scenario():
         async with open_house(late=True) as house:
-            await until(lambda: lines_of(caplog))
-            await asyncio.sleep(0.1)
+            # The third question follows two failures, of which one is told.
+            for _ in range(3):
+                await house.prefill[0].asked_role.acquire()
             ((level, text),) = lines_of(caplog)
             assert level == "INFO"
             assert "waiting for a server: the connection to the prefill server" in text
             house.prefill[0].info["disaggregation_mode"] = "decode"
             house.prefill[0].is_up = True
-            await until(lambda: len(lines_of(caplog)) > 1)
+            await checked.wait()
             assert lines_of(caplog)[1][0] == "ERROR"
 
     run(scenario())
 
 
-def test_servers_of_their_role_are_not_mentioned(open_house, run, caplog):
+def test_servers_of_their_role_are_not_mentioned(open_house, run, caplog, checked):
     async def scenario():
         async with open_house() as house:
             assert (await house.door.get("/health")).status == 200
-            await asyncio.sleep(0.1)
+            await checked.wait()
             assert not lines_of(caplog)
 
     run(scenario())
@@ -92,12 +95,13 @@ def test_a_server_of_another_role_is_not_healthy(open_house, run):
 
 
 def test_a_server_that_tells_its_role_to_clients_with_a_key_only_is_healthy(
-    open_house, run, caplog
+    open_house, run, caplog, checked
 ):
     async def scenario():
         async with open_house() as house:
             house.prefill[0].key = "secret"
             assert (await house.door.get("/health")).status == 200
+            await checked.wait()
             assert not [line for line in lines_of(caplog) if line[0] == "ERROR"]
 
     run(scenario())

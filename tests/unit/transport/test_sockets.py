@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from time import monotonic
 
 import pytest
 import torch
@@ -22,6 +21,10 @@ from sglang_kvspec.transport import (
     TransferEnded,
     ZmqPort,
 )
+
+# Longer than any test may take.
+NEVER_S = 3600.0
+NUM_WAKES = 200
 
 
 @pytest.fixture
@@ -263,21 +266,37 @@ def test_keys_are_checked_and_not_shown() -> None:
         CurveKeys(public, secret, frozenset())
 
 
-def test_a_wake_ends_one_wait_whether_it_comes_before_or_in_it() -> None:
+def test_wakes_end_one_wait(link: LoopbackLink) -> None:
     port = ZmqPort(ANY, bind=True)
+    peer = ZmqPort(port.address, bind=False)
+    link.closers += [port.close, peer.close]
     port.wake()
     port.wake()
-    start_s = monotonic()
-    assert not port.wait(30)
-    assert monotonic() - start_s < 10
-    assert not port.wait(0.05)
-    assert monotonic() - start_s > 0.04
-    timer = threading.Timer(0.05, port.wake)
-    timer.start()
-    start_s = monotonic()
-    assert not port.wait(30)
-    assert 0.04 < monotonic() - start_s < 10
-    timer.join()
+    assert not port.wait(NEVER_S)
+    # A wake that were left would end this wait, too, and make it False.
+    link.until(lambda: peer.send(b"", b"message") is not None)
+    assert port.wait(NEVER_S)
+
+
+def test_a_wake_ends_a_wait_that_has_begun() -> None:
+    """Some of the wakes come after the wait's begin, others before. A wait that no wake ends runs
+    into the time limit of the test."""
+    port = ZmqPort(ANY, bind=True)
+    turns, ends = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait() -> None:
+        for _ in range(NUM_WAKES):
+            turns.release()
+            assert not port.wait(NEVER_S)
+            ends.release()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    for _ in range(NUM_WAKES):
+        turns.acquire()
+        port.wake()
+        ends.acquire()
+    waiter.join()
     port.close()
 
 
