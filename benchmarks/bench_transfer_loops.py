@@ -33,7 +33,7 @@ def main() -> None:
             ends = {"no loop": (send_all, receive_all)}
             for beside in BESIDE:
                 pair = (send_by_loop, receive_by_loop)
-                ends[f"loops, {beside}"] = tuple(partial(end, beside=beside) for end in pair)
+                ends[f"loops, {beside}"] = tuple(partial(end, piggyback=beside) for end in pair)
             for name, pair in ends.items():
                 _, received = run_pair(*pair, offers)
                 measured = received.num_bytes / received.seconds / 1e9

@@ -41,7 +41,8 @@ _CODECS = (CORE, KERNELS, "sglang_kvspec.codecs", "sglang_kvspec.compressors")
 # planning's plans are plain data, so the pools and wires that carry them out may name them.
 _MEMORY = (*_CODECS, "sglang_kvspec.planning")
 _RUNTIME = (*_MEMORY, "sglang_kvspec.pools", "sglang_kvspec.transport")
-_ADAPTERS = (*_RUNTIME, "sglang_kvspec.runtime")
+_ENGINE = (*_RUNTIME, "sglang_kvspec.runtime")
+_ADAPTERS = (*_ENGINE, "sglang_kvspec.engine")
 
 LAYERS: Mapping[str, Layer] = {
     CORE: Layer(),
@@ -55,6 +56,8 @@ LAYERS: Mapping[str, Layer] = {
         (*_MEMORY, "sglang_kvspec.pools", "sglang_kvspec.transport"), None
     ),
     "sglang_kvspec.runtime": Layer(_RUNTIME, None),
+    # The loop. Knows nothing of SGLang.
+    "sglang_kvspec.engine": Layer(_ENGINE, None),
     "sglang_kvspec.adapters": Layer(_ADAPTERS, None),
     "sglang_kvspec.adapters.compat": Layer(sglang=True),
     # The composition root: alone above both the adapters and the hooks.
@@ -78,21 +81,6 @@ LAYERS: Mapping[str, Layer] = {
     ),
     # Runs servers from a machine without torch.
     "kvspec_testkit.servers": Layer((), ("msgspec",)),
-}
-
-_WORKERS = "the speculative workers are being divided: they move to compat with that"
-_FLAGS = "the checks of flags are being rewritten: they move to compat with that"
-# Modules of sglang_kvspec.adapters that may still import sglang themselves: why.
-NOT_YET_ON_COMPAT: Mapping[str, str] = {
-    f"sglang_kvspec.adapters.{name}": reason
-    for reason, names in (
-        (_WORKERS, ("worker", "verifying_worker", "round_worker", "ahead_worker")),
-        (_WORKERS, ("starting_worker", "staggered_worker", "drafters", "step_graphs")),
-        (_WORKERS, ("verify_graphs", "forward_capture", "grammar", "spoiled_pages")),
-        (_WORKERS, ("loaded_hits", "round_times", "first_tokens", "early_start")),
-        (_FLAGS, ("early_refusal", "server_args", "transfer_flags")),
-    )
-    for name in names
 }
 
 Imports = Mapping[str, frozenset[str]]
@@ -228,7 +216,7 @@ def _objection(module: str, name: str) -> str | None:
             return None
         return f"{prefix} may import {', '.join(layer.internal) or 'nothing above itself'}"
     if distribution == "sglang":
-        if layer.sglang or module in NOT_YET_ON_COMPAT:
+        if layer.sglang:
             return None
         return "sglang belongs in adapters/compat/, patches/ and plugin.py"
     if layer.external is not None and distribution not in layer.external:
@@ -292,15 +280,15 @@ def test_a_prefix_server_starts_without_torch() -> None:
     [
         ("sglang_kvspec.core.config", "from sglang_kvspec.codecs import base"),
         ("sglang_kvspec.core.config", "import torch"),
-        ("sglang_kvspec.planning.step", "import torch.nn"),
-        ("sglang_kvspec.planning.step", "from sglang_kvspec.pools.geometry import KVGeometry"),
+        ("sglang_kvspec.planning.rounds", "import torch.nn"),
+        ("sglang_kvspec.planning.rounds", "from sglang_kvspec.pools.geometry import KVGeometry"),
         ("sglang_kvspec.codecs.log4", "from ..pools import geometry"),
         ("sglang_kvspec.codecs.log4", "def late():\n    from sglang.srt import utils"),
         ("sglang_kvspec.pools.anchors", "from sglang_kvspec import runtime"),
         ("sglang_kvspec.pools.anchors", "from .. import runtime"),
-        ("sglang_kvspec.runtime.engine", "import sglang.srt.managers.scheduler"),
-        ("sglang_kvspec.runtime.engine", "importlib.import_module('sglang.srt.utils')"),
-        ("sglang_kvspec.runtime.engine", "if TYPE_CHECKING:\n    from sglang import Engine"),
+        ("sglang_kvspec.engine.loop", "import sglang.srt.managers.scheduler"),
+        ("sglang_kvspec.engine.loop", "importlib.import_module('sglang.srt.utils')"),
+        ("sglang_kvspec.engine.loop", "if TYPE_CHECKING:\n    from sglang import Engine"),
         ("sglang_kvspec.adapters.pool", "from sglang.srt.mem_cache.memory_pool import KVCache"),
         ("sglang_kvspec.adapters.pool", "def late():\n    from sglang.srt import environ"),
         ("sglang_kvspec.adapters.compat.pool", "from sglang_kvspec.adapters import pool"),
@@ -330,9 +318,8 @@ def test_the_checker_catches_a_forbidden_import(module: str, source: str) -> Non
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("sglang_kvspec.runtime.engine", "from . import acceptance\nimport torch, heapq"),
+        ("sglang_kvspec.engine.loop", "from . import batch\nimport torch, heapq"),
         ("sglang_kvspec.pools.anchors", "from sglang_kvspec.codecs.base import Codec"),
-        ("sglang_kvspec.adapters.worker", "from sglang.srt.managers import scheduler"),
         ("sglang_kvspec.adapters.compat.pool", "from sglang.srt.mem_cache import memory_pool"),
         ("sglang_kvspec.adapters.pool", "from sglang_kvspec.adapters.compat.environ import envs"),
         ("kvspec_kernels.ops.encode", "from kvspec_kernels.jit import encode\nimport triton"),
@@ -386,10 +373,10 @@ def test_a_folder_without_a_layer_fails() -> None:
 
 def test_transitive_torch_is_seen() -> None:
     imports = {
-        "sglang_kvspec.planning.step": frozenset({"sglang_kvspec.core.ids"}),
+        "sglang_kvspec.planning.rounds": frozenset({"sglang_kvspec.core.ids"}),
         "sglang_kvspec.core.ids": frozenset({"torch"}),
     }
-    assert "torch" in reachable("sglang_kvspec.planning.step", imports)
+    assert "torch" in reachable("sglang_kvspec.planning.rounds", imports)
 
 
 def test_source_roots_and_tests_are_not_packages() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import requests
 
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 from round_trace.counts import Round, read_rounds
-from sglang_kvspec.testing.server_process import CPU_ARGUMENTS, ServerProcess
 
 PLUGIN = Path(__file__).resolve().parent / "plugin"
 START_TIMEOUT_S = 480.0

@@ -10,8 +10,8 @@ from typing import Any
 
 
 def hook(result: dict[str, Any] | None, self: Any, req: Any) -> dict[str, Any] | None:
-    from sglang_kvspec.adapters import loaded_hits
+    from sglang_kvspec.adapters import hit_breakdown
 
-    loaded = loaded_hits.tokens_of(req)._asdict()
-    loaded["drafts_on_anchors"] = loaded_hits.drafts_of(req)
+    loaded = hit_breakdown.tokens_of(req)._asdict()
+    loaded["drafts_on_anchors"] = hit_breakdown.drafts_of(req)
     return {**(result or {}), **loaded} if any(loaded.values()) else result

@@ -76,13 +76,6 @@ def cpu_platform_is_active() -> bool:
     return isinstance(current_platform, ReferencePlatform)
 
 
-def staggers(config: KVSpecConfig) -> bool:
-    """Whether verifications take turns: not whether that was asked for."""
-    if config.schedule == "auto":
-        return cpu_platform_is_active()
-    return config.schedule == "staggered"
-
-
 def config_of(server_args: object) -> KVSpecConfig | None:
     """The configuration a ServerArgs was built with; None for a plain server."""
     return getattr(server_args, "_kvspec", None)

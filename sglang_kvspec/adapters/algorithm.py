@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_kvspec.adapters.activation import ALGORITHM_NAME, config_of, staggers
+from sglang_kvspec.adapters.activation import ALGORITHM_NAME
 from sglang_kvspec.adapters.compat.speculative import CustomSpecAlgo, SpeculativeAlgorithm
 
 
@@ -58,13 +58,7 @@ def register(verify_hooks: Callable[[], None]) -> None:
         ALGORITHM_NAME, supports_overlap=True, spec_class=KVSpecAlgorithm
     )
     def create_worker(server_args: Any) -> type:
+        from sglang_kvspec.adapters.worker import KVSpecWorker
+
         verify_hooks()
-        config = config_of(server_args)
-        assert config is not None, "the KVSPEC algorithm was chosen without --kvspec"
-        if staggers(config):
-            from sglang_kvspec.adapters.staggered_worker import StaggeredWorker
-
-            return StaggeredWorker
-        from sglang_kvspec.adapters.round_worker import RoundWorker
-
-        return RoundWorker
+        return KVSpecWorker

@@ -69,7 +69,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
     add_flags(parser)
     if "--config" in arguments:
         # Imported late: needs yaml, which most command lines do not.
-        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+        from sglang_kvspec.adapters.compat.config_file import ConfigArgumentMerger
 
         try:
             arguments = ConfigArgumentMerger(parser).merge_config_with_args(list(arguments))

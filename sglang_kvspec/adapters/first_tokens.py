@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from sglang_kvspec.adapters.grammar import allowed_by, masks_along
 from sglang_kvspec.adapters.requests import fail_without_choice, sampling_params_of
 from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.forward_plan import Row
+from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.ranks import Ranks
 
 # Stands for no token where ranks tell each other which they took.

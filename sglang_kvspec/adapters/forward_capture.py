@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from sglang.srt.layers.dp_attention import (
+
+from sglang_kvspec.adapters.compat.forward import (
+    CaptureHiddenMode,
     DpPaddingMode,
+    ForwardBatch,
+    ForwardContext,
+    ForwardMode,
+    forward_context,
     set_dp_buffer_len,
     set_is_extend_in_batch,
 )
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 
 class StaticRows(Protocol):

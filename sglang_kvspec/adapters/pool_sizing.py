@@ -34,9 +34,9 @@ from sglang_kvspec.planning.capacity import (
 )
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.staged_records import buffer_bytes
-from sglang_kvspec.runtime.beside_rows import MOST_BESIDE
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.exact_attention import WORKSPACE_BYTES
+from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         args = self._kvc.server_args
         tokens = args.max_running_requests * (self._config.max_draft_len + 1)
         if self._config.host_gb != 0:
-            tokens += min(args.max_running_requests, MOST_BESIDE)
+            tokens += min(args.max_running_requests, MOST_PIGGYBACK)
         itemsize = self._kvc.model_config.dtype.itemsize + torch.float32.itemsize
         logits_bytes = tokens * int(self._kvc.model_config.vocab_size) * itemsize
         buffer = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_kvspec.adapters import loaded_hits
+from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.agreed_hits import AgreedHits, Lacking
 from sglang_kvspec.adapters.compat.prefix_cache import (
     EvictParams,
@@ -144,7 +144,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         req.host_hit_length = num_tokens
         num_stored = loaded.num_from_disk + loaded.num_from_remote
         req.storage_hit_length = num_stored * self.page_size
-        loaded_hits.note(req, loaded, self.page_size)
+        hit_breakdown.note(req, loaded, self.page_size)
         node = params.best_match_node
         # Others have no use for anchors alone.
         if num_tokens and not self._lacks_residuals(req):

@@ -84,6 +84,7 @@ def _state(req: Any, committed_len: int, pending: int, output: list[int]) -> Req
         remaining=int(req.sampling_params.max_new_tokens) - len(output),
         priority=priority_of(req),
         is_streamed=bool(req.stream),
+        grammar=req.grammar,
     )
 
 
@@ -124,11 +125,6 @@ def fail(req: Any, message: str, status: HTTPStatus = HTTPStatus.INTERNAL_SERVER
     req.to_finish = FINISH_ABORT(message, status)
     req.finished_len = len(req.output_ids)
     req.skip_radix_cache_insert = True
-
-
-def takes_argmax(req: Any, state: RequestState) -> bool:
-    """Whether every token of a request is that of the largest logit, as the model gives it."""
-    return state.params.is_argmax and req.grammar is None
 
 
 def _stop_tokens(req: Any) -> frozenset[int]:

@@ -156,7 +156,7 @@ def _check_needs(config: KVSpecConfig, kwargs: dict[str, Any], *, on_gpu: bool) 
 
 def _check_environment() -> None:
     """Raise ConfigError for environment variables that KVSpec cannot honour or understand."""
-    from sglang.srt.environ import envs
+    from sglang_kvspec.adapters.compat.environ import envs
 
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from sglang.srt.distributed.parallel_state import graph_capture
 
+from sglang_kvspec.adapters.compat.parallel_state import graph_capture
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows

@@ -13,7 +13,7 @@ TRANSFER_BACKEND = "kvspec"
 
 def register_choice() -> None:
     """Let SGLang's command line take our backend, once a process."""
-    from sglang.srt.server_args import (
+    from sglang_kvspec.adapters.compat.server_args import (
         DISAGG_TRANSFER_BACKEND_CHOICES,
         add_disagg_transfer_backend_choices,
     )

@@ -1,63 +1,40 @@
-"""What the speculative workers share: prefill, verification, and their place in SGLang."""
+"""KVSPEC's speculative worker: translates SGLang's batches for the engine, and what it answers."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_kvspec.adapters import loaded_hits, round_times
-from sglang_kvspec.adapters.activation import config_of, staggers
-from sglang_kvspec.adapters.first_tokens import first_tokens
-from sglang_kvspec.adapters.grammar import allowed_by, masks_along
+from sglang_kvspec.adapters import round_times
+from sglang_kvspec.adapters.activation import config_of
+from sglang_kvspec.adapters.assembly import build_loop, schedule_of, share_parts
+from sglang_kvspec.adapters.compat.batches import GenerationBatchResult, LogitsProcessorOutput
+from sglang_kvspec.adapters.compat.spec_worker import BaseSpecWorker
 from sglang_kvspec.adapters.logprobs import fill_logprobs
+from sglang_kvspec.adapters.prefill import Prefill
+from sglang_kvspec.adapters.ragged_forward import RaggedForward
 from sglang_kvspec.adapters.ranks import device_of, ranks_of, ranks_on_a_machine
-from sglang_kvspec.adapters.requests import fail_without_choice, new_state
-from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput, RaggedForwardInput
-from sglang_kvspec.adapters.spoiled_pages import SpoiledPages
-from sglang_kvspec.adapters.transfer.apart import Apart
-from sglang_kvspec.adapters.transfer.decoding import Decoding
-from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.adapters.requests import fail_without_choice
+from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
+from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.loop import RoundResult
 from sglang_kvspec.pools.transfers import sent_to
 from sglang_kvspec.runtime.chooser import Chooser, Verified
-from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
-from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import RemoteMetrics
 from sglang_kvspec.runtime.report import build_report, resolved_values
 from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.round_stepper import RoundStepper
-from sglang_kvspec.runtime.stepper import Stepper
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
-    """Drafts and verifies with the target model itself; a subclass decides who does what when.
+    """Drafts and verifies with the target model itself.
 
     Invariants with SGLang: batch.seq_lens is the number of tokens with verified KV; the pending
     token follows it; slots for drafts are reserved behind it and persist until it moves.
     """
-
-    # Of the subclass, made once there are pools.
-    stepper: Stepper | RoundStepper
-
-    # Whether all of the last iteration came from CUDA graphs, which SGLang logs.
-    _from_graphs = False
-
-    # What _ragged_batch changes of a ScheduleBatch.
-    FORWARD_FIELDS = (
-        *("forward_mode", "input_ids", "out_cache_loc", "req_pool_indices", "seq_lens"),
-        *("seq_lens_cpu", "seq_lens_sum", "spec_info"),
-    )
 
     def __init__(
         self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any
@@ -71,12 +48,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self._draft_worker = None
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
+        self.ranks: Ranks = ranks_of(target_worker.model_runner.tp_group)
+        self._chooser = Chooser(server_args.random_seed, device_of(server_args, gpu_id))
         self._exporter: MetricsExporter | None = None
         self._remote_exporter: RemoteMetrics | None = None
-        # Of a prefill or a decode server.
-        self.apart: Apart | None = None
-        self.ranks = ranks_of(target_worker.model_runner.tp_group)
-        self.chooser = Chooser(server_args.random_seed, device_of(server_args, gpu_id))
 
     def alloc_memory_pool(
         self,
@@ -84,166 +59,97 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        self.req_to_token_pool = req_to_token_pool
-        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
-        self._pool = token_to_kv_pool_allocator.get_kvcache()
-        self.kv, self.pressure = self._pool.kv, self._pool.pressure
-        on_device = isinstance(self.kv, DeviceKV)
-        keeper = DevicePageKeeper if on_device else PageKeeper
-        self.pages: DevicePageKeeper | PageKeeper = keeper(self.kv, self.config.recent_pages)
-        self._pool.keeper = self.pages
-        self.spoiled = SpoiledPages(self.kv.residuals, self.ranks, self.counters)
-        if self.server_args.disaggregation_mode != "null":
-            runner = self._target_worker.model_runner
-            self.apart = Apart(self.config, self._pool, runner, self.server_args, self.ranks)
+        """SGLang has made its pools."""
+        self.parts = share_parts(
+            self.config,
+            self.server_args,
+            self._target_worker.model_runner,
+            RaggedForward(self._target_worker),
+            self._chooser,
+            self.ranks,
+            self.counters,
+            req_to_token_pool,
+            token_to_kv_pool_allocator,
+        )
         if self.server_args.enable_metrics and self.ranks.is_first:
             self._exporter = MetricsExporter(self.server_args.served_model_name)
             if self.config.prefix_server is not None:
                 self._remote_exporter = RemoteMetrics(self.server_args.served_model_name)
 
-    @property
-    def decoding(self) -> Decoding | None:
-        return None if self.apart is None else self.apart.decoding
-
-    @property
-    def attention(self) -> Any:
-        return self._target_worker.model_runner.attn_backend.attention
+    def init_cuda_graphs(self) -> None:
+        """SGLang has loaded the model and its attention backend."""
+        super().init_cuda_graphs()
+        self.loop = build_loop(self.parts)
+        self._prefill = Prefill(self.parts, self.loop)
+        if self.parts.apart is not None:
+            self.parts.apart.write_behind(self.loop.overlap.hold_up)
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, **kwargs: Any
     ) -> GenerationBatchResult:
         if batch.forward_mode.is_extend():
-            result = self._prefill(batch)
+            result = self._prefill.run(batch)
         elif batch.forward_mode.is_idle():
             result = self._target_worker.forward_batch_generation(batch)
             result.next_draft_input = KVSpecDraftInput([])
         else:
-            result = self._iterate(batch)
+            result = self._run_round(batch)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
+        self._publish()
+        return result
+
+    def _publish(self) -> None:
+        """Export what the iteration changed."""
+        parts = self.parts
         if self._exporter is not None:
-            self._exporter.publish(self.counters, self.kv, self.stepper.speeds, self.pressure)
-        if self.apart is not None:
-            self.apart.publish()
+            speeds = self.loop.starter.planner.speeds
+            self._exporter.publish(self.counters, parts.kv, speeds, parts.pool.pressure)
+        if parts.apart is not None:
+            parts.apart.publish()
         if self._remote_exporter is not None:
-            self._remote_exporter.publish(self._pool.prefix_tiers.remote_report)
-        return result
+            self._remote_exporter.publish(parts.pool.prefix_tiers.remote_report)
 
-    # Prefill
+    # Rounds
 
-    def _prefill(self, batch: Any) -> GenerationBatchResult:
-        size = self.kv.geometry.page_size
-        rows = [
-            prefill_row(
-                start,
-                length,
-                self._page_ids(req, start + length),
-                page_size=size,
-                recent_pages=self.config.recent_pages,
-            )
-            for req, start, length in zip(
-                batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
-            )
-        ]
-        for req, row in zip(batch.reqs, rows, strict=True):
-            cached, computed = row.past_pages(size), row.pages[row.start // size :]
-            if self.spoiled.fails(req, cached):
-                self.kv.residuals.spoil(computed.tolist())
-        self.kv.prefetch_residuals(page for row in rows for page in row.past_pages(size).tolist())
-        result = self._forward(ForwardPlan(tuple(rows)), batch=batch)
-        for row in rows:
-            self.pages.commit(row.pages, row.start, row.end)
-        self._count_hits(batch.reqs)
-        logits = result.logits_output.next_token_logits
-        firsts = first_tokens(batch.reqs, rows, logits, self.chooser, self.ranks)
-        states = [
-            new_state(req, row.end, 0 if first is None else first.tokens[0])
-            for req, row, first in zip(batch.reqs, rows, firsts, strict=True)
-        ]
-        if batch.return_logprob:
-            fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
-        self.pages.flush()
-        for req in batch.reqs if self.apart is not None else ():
-            if req.inflight_middle_chunks <= 0:
-                self.apart.note_prompt(req)
-            if req.to_finish is not None:
-                self.apart.withhold(req)
-        device = batch.seq_lens.device
-        result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
-        result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)
-        result.new_seq_lens = batch.seq_lens.clone()
-        result.next_draft_input = KVSpecDraftInput(states)
-        result.speculative_num_draft_tokens = self.speculative_num_draft_tokens
-        return result
-
-    def _count_hits(self, reqs: Sequence[Any]) -> None:
-        """Of requests whose prompt is complete with this forward, for the first time."""
-        for req in reqs:
-            if req.inflight_middle_chunks == 0 and not req.retracted_stain:
-                loaded = loaded_hits.tokens_of(req)
-                self.counters.observe_hits(
-                    resident=req.cached_tokens_device,
-                    host=req.cached_tokens_host,
-                    disk=req.cached_tokens_storage - loaded.remote,
-                    remote=loaded.remote,
-                )
-                self.counters.observe_kept_anchors(host=loaded.kept_host, disk=loaded.kept_disk)
-
-    # Drafting and verifying
-
-    @abstractmethod
-    def _iterate(self, batch: Any) -> GenerationBatchResult:
-        """Draft, verify, or both, for the requests of a decode batch."""
-
-    @abstractmethod
-    def _expected_s(self, states: list[RequestState], lengths: list[int]) -> dict[int, float]:
-        """Return the seconds until requests that emitted lengths[i] > 1 tokens emit the next ones,
-        as far as that is known."""
-
-    def _verify(self, req: Any, state: RequestState, logits: torch.Tensor) -> Verified:
-        """Judge a request's drafts by its rows of logits. Does not commit."""
-        masks = masks_along(req.grammar, state.drafts, logits)
-        verified = self.chooser.verify(state, logits, allowed_by(masks))
-        if masks is not None:
-            verified = verified._replace(tokens=verified.tokens[: masks.max_tokens])
-        return verified
-
-    def _commit(
-        self, req: Any, state: RequestState, row: Row, verified: Verified
-    ) -> Verified | None:
-        """Take over what a verification emitted; None for a request that cannot go on."""
-        if not verified.tokens:
-            fail_without_choice(req)
-            return None
-        self.counters.observe_verification(len(state.drafts), len(verified.tokens) - 1)
-        before = state.verified_len
-        if self.decoding is not None:
-            self.decoding.note_verification(state, len(verified.tokens))
-        state.commit(verified.tokens)
-        self.pages.commit(row.pages, before, state.committed_len)
-        return verified
+    def _run_round(self, batch: Any) -> GenerationBatchResult:
+        states = batch.spec_info.states
+        _check_states(batch, states)
+        # SGLang has reserved slots for this round and the next one.
+        num_ahead = 2 * self.speculative_num_draft_tokens
+        round_batch = RoundBatch(
+            states=states,
+            pages=[],
+            handles=batch.reqs,
+            source=batch,
+            wants_logprobs=batch.return_logprob,
+        )
+        self.parts.arrivals.receive(round_batch)
+        counts = [state.committed_len + num_ahead for state in states]
+        round_batch.pages = self.parts.table.of_batch(batch.req_pool_indices, counts)
+        done = self.loop.run_round(round_batch)
+        for req, entry in zip(batch.reqs, done.emitted, strict=True):
+            if entry is not None and not entry.tokens:
+                fail_without_choice(req)
+        return self._result(batch, states, done)
 
     def _result(
-        self,
-        batch: Any,
-        states: list[RequestState],
-        verified: Sequence[Verified | None],
-        cap_lens: list[int] | None,
-        logits_output: Any,
+        self, batch: Any, states: list[RequestState], done: RoundResult
     ) -> GenerationBatchResult:
-        """cap_lens: drafts that were verified; None where nobody drafted or verified."""
         stride = self.speculative_num_draft_tokens
+        emitted = [entry if entry is not None and entry.tokens else None for entry in done.emitted]
         # SGLang reads these on the CPU, all but the lengths.
         tokens = torch.zeros((len(states), stride), dtype=torch.int64)
-        for i, entry in enumerate(verified):
+        for i, entry in enumerate(emitted):
             if entry is not None:
                 tokens[i, : len(entry.tokens)] = torch.tensor(entry.tokens)
+        logits_output = LogitsProcessorOutput(next_token_logits=done.logits)
         if batch.return_logprob:
-            fill_logprobs(logits_output, batch, verified, [s.params for s in states], stride)
-        lengths = [0 if entry is None else len(entry.tokens) for entry in verified]
+            fill_logprobs(logits_output, batch, emitted, [s.params for s in states], stride)
         if self.config.stream == "paced":
-            for i, seconds in self._expected_s(states, lengths).items():
-                round_times.note(batch.reqs[i], seconds)
+            self._note_round_times(batch.reqs, states, emitted)
+        cap_lens = done.num_verified
+        lengths = [0 if entry is None else len(entry.tokens) for entry in emitted]
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=tokens.flatten(),
@@ -255,137 +161,54 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             ),
             next_draft_input=KVSpecDraftInput(states),
             speculative_num_draft_tokens=stride,
-            can_run_cuda_graph=self._from_graphs,
+            can_run_cuda_graph=done.was_captured,
         )
 
-    # Forward
-
-    def _forward(
-        self, plan: ForwardPlan, batch: Any = None, forward_batch: Any = None
-    ) -> GenerationBatchResult:
-        """Run the model without sampling; logits of a prefill's last tokens, or of every token."""
-        self.attention.begin(plan)
-        result = self._target_worker.forward_batch_generation(
-            batch, forward_batch=forward_batch, is_verify=True
-        )
-        self.attention.finish()
-        return result
-
-    def _ragged_batch(
+    def _note_round_times(
         self,
-        batch: Any,
-        states: list[RequestState],
-        rows: dict[int, Row],
-        drafted: DraftedTokens | None = None,
-    ) -> ForwardBatch:
-        """A TARGET_VERIFY batch of the given rows. Verified are the states' drafts, and behind them
-        those of `drafted` where it is given. SGLang restores `batch` after the iteration."""
-        tokens, positions, firsts, lasts = self._tokens_of(states, rows)
-        device = batch.seq_lens.device
-
-        def on_device(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return sent_to(device, torch.as_tensor(values, dtype=dtype))
-
-        taking_part = on_device(list(rows))
-        batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.input_ids = on_device(tokens)
-        if drafted is not None:
-            drafted.place(batch.input_ids, firsts, lasts)
-        # Where KV goes is the attention backend's to know.
-        batch.out_cache_loc = torch.zeros(len(tokens), dtype=torch.int64, device=device)
-        batch.req_pool_indices = batch.req_pool_indices[taking_part]
-        ends = torch.tensor([row.end for row in rows.values()], dtype=batch.seq_lens.dtype)
-        batch.seq_lens, batch.seq_lens_cpu = on_device(ends, ends.dtype), ends
-        batch.seq_lens_sum = int(ends.sum())
-        batch.spec_info = RaggedForwardInput(on_device(positions))
-        # Log-probabilities are computed here from verified logits, not by the logits processor.
-        wants_logprob, batch.return_logprob = batch.return_logprob, False
-        forward_batch = ForwardBatch.init_new(
-            batch,
-            self._target_worker.model_runner,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            return_hidden_states_before_norm=False,
-        )
-        batch.return_logprob = wants_logprob
-        lengths = [row.length for row in rows.values()]
-        starts = [row.start for row in rows.values()]
-        forward_batch.extend_seq_lens = on_device(lengths, torch.int32)
-        forward_batch.extend_prefix_lens = on_device(starts, torch.int32)
-        forward_batch.extend_seq_lens_cpu = lengths
-        forward_batch.extend_prefix_lens_cpu = starts
-        return forward_batch
-
-    @staticmethod
-    def _tokens_of(
-        states: Sequence[RequestState], rows: dict[int, Row]
-    ) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Tokens of a ragged forward, their positions, and for every request where behind its
-        states' drafts those follow that are only on the device, or -1 for one without a VERIFY row,
-        and where its last token is, or -1 for one without a DRAFT row."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        firsts, lasts = [-1] * len(states), [-1] * len(states)
-        for i, row in rows.items():
-            state = states[i]
-            if row.kind is RowKind.DRAFT:
-                given = state.undrafted
-                lasts[i] = len(tokens) + len(given) - 1
-            else:
-                given = state.unverified
-                firsts[i] = len(tokens) + len(given)
-            tokens += given + [0] * (row.length - len(given))
-            positions += range(row.start, row.end)
-        return tokens, positions, firsts, lasts
-
-    # Requests
-
-    def _page_ids(self, req: Any, num_tokens: int) -> torch.Tensor:
-        """Of a request's first tokens: [ceil(num_tokens / page_size)] int64 on the CPU."""
-        size = self.kv.geometry.page_size
-        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens:size]
-        return slots.cpu().to(torch.int64) // size
-
-    @staticmethod
-    def _zip(batch: Any, states: list[RequestState]) -> Any:
-        return zip(batch.reqs, states, strict=True)
-
-    def _check_states(self, batch: Any, states: list[RequestState]) -> None:
-        lengths = batch.seq_lens.tolist()
-        for (req, state), length in zip(self._zip(batch, states), lengths, strict=True):
-            assert state.rid == req.rid, "SGLang and KVSpec disagree on the order of requests"
-            assert state.committed_len == length, f"{req.rid}: {state.committed_len} != {length}"
+        reqs: Sequence[Any],
+        states: Sequence[RequestState],
+        emitted: Sequence[Verified | None],
+    ) -> None:
+        """Note when requests that emitted several tokens are expected to emit the next ones."""
+        seconds = self.loop.seconds_to_next(states)
+        for req, entry, each in zip(reqs, emitted, seconds, strict=True):
+            if entry is not None and len(entry.tokens) > 1 and each:
+                round_times.note(req, each)
 
     # Control plane
 
     def kvspec_report(self) -> dict[str, Any]:
-        allocator = self.token_to_kv_pool_allocator
-        allocated = (allocator.size - allocator.available_size()) // self.kv.geometry.page_size
-        report = build_report(self.config, self.kv, self.counters, allocated)
+        """Return the kvspec section of /server_info."""
+        parts = self.parts
+        allocator, pool = parts.allocator, parts.pool
+        allocated = (allocator.size - allocator.available_size()) // parts.kv.geometry.page_size
+        report = build_report(self.config, parts.kv, self.counters, allocated)
         # SGLang asks the first rank; the others hold as many pages, of other heads.
-        tiers = self._pool.prefix_tiers
-        prefixes = {} if tiers is None else {"prefix_tiers": tiers.report()}
-        if self.apart is not None:
-            report["transfer"] = self.apart.report()
+        prefixes = {} if pool.prefix_tiers is None else {"prefix_tiers": pool.prefix_tiers.report()}
+        if parts.apart is not None:
+            report["transfer"] = parts.apart.report()
         resolved = resolved_values(
             self.config,
-            self.kv.plan,
-            schedule="staggered" if staggers(self.config) else "rounds",
+            parts.kv.plan,
+            schedule=schedule_of(self.config),
             num_sharing=ranks_on_a_machine(self.server_args),
         )
         return report | {
             "resolved": resolved,
             "ranks": self.ranks.size,
-            "speeds": self.stepper.speeds.report(),
-            "pressure": self.pressure.report(),
+            "pressure": pool.pressure.report(),
+            **self.loop.report(),
             **prefixes,
         }
 
     def weights_will_change(self) -> None:
         """Called before any update of weights, from wherever they come."""
-        if self._pool.prefix_tiers is not None:
-            self._pool.prefix_tiers.weights_will_change()
-        if self.apart is not None:
-            self.apart.weights_will_change()
+        if self.parts.pool.prefix_tiers is not None:
+            self.parts.pool.prefix_tiers.weights_will_change()
+        if self.parts.apart is not None:
+            self.parts.apart.weights_will_change()
+        self.loop.overlap.cancel()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."
@@ -397,3 +220,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."
+
+
+def _check_states(batch: Any, states: Sequence[RequestState]) -> None:
+    lengths = batch.seq_lens.tolist()
+    for req, state, length in zip(batch.reqs, states, lengths, strict=True):
+        assert state.rid == req.rid, "SGLang and KVSpec disagree on the order of requests"
+        assert state.committed_len == length, f"{req.rid}: {state.committed_len} != {length}"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag_kinds import Integer, Kind, Number
-from sglang_kvspec.core.flag_needs import Need, Server, ServerNeed, flag_name
-
-if TYPE_CHECKING:
-    from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.flag_needs import Need, Server, ServerNeed, Settings, flag_name
 
 Table = Literal["server", "prefix_server", "transfer"]
 
@@ -72,14 +69,14 @@ class Flag:
         if not (value is None and self.default is None) and not self.kind.allows(value):
             raise self._refusal(value)
 
-    def check_needs(self, config: KVSpecConfig) -> None:
+    def check_needs(self, config: Settings) -> None:
         """Raise ConfigError for the first need on other flags that `config` does not meet."""
         if self._is_set(config):
             for need in self.needs:
                 if not need.is_met(config):
                     raise ConfigError(self._sentence(need.sentence, config=config))
 
-    def check_server(self, config: KVSpecConfig, server: Server, *, on_gpu: bool) -> None:
+    def check_server(self, config: Settings, server: Server, *, on_gpu: bool) -> None:
         """Raise the error of the first need that `server` does not meet.
 
         on_gpu: which needs are checked, those of a GPU or those of any server.
@@ -89,10 +86,10 @@ class Flag:
                 if need.only_on_gpu == on_gpu and not need.is_met(config, server):
                     raise need.error(self._sentence(need.sentence, config=config, server=server))
 
-    def _is_set(self, config: KVSpecConfig) -> bool:
+    def _is_set(self, config: Settings) -> bool:
         return bool(getattr(config, self.option) != self.default)
 
-    def _sentence(self, template: str, *, config: KVSpecConfig, **context: Any) -> str:
+    def _sentence(self, template: str, *, config: Settings, **context: Any) -> str:
         value = text_of(getattr(config, self.option))
         return template.format(flag=self.name, value=value, config=config, **context)
 

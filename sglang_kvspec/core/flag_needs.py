@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_kvspec.core.errors import ConfigError, KVSpecError, UnsupportedError
 
-if TYPE_CHECKING:
-    from sglang_kvspec.core.config import KVSpecConfig
-
+# A KVSpecConfig, whose module builds on this one.
+Settings = Any
 DEFAULT_PAGE_SIZE = 64
 DISAGGREGATION_ROLES = ("prefill", "decode")
 
@@ -35,7 +34,7 @@ class Need:
     README's table.
     """
 
-    is_met: Callable[[KVSpecConfig], bool]
+    is_met: Callable[[Settings], bool]
     sentence: str
     note: str = ""
 
@@ -48,7 +47,7 @@ class ServerNeed:
     in the README's table. only_on_gpu: CPU servers are not checked.
     """
 
-    is_met: Callable[[KVSpecConfig, Server], bool]
+    is_met: Callable[[Settings, Server], bool]
     sentence: str
     note: str = ""
     error: type[KVSpecError] = UnsupportedError
@@ -63,7 +62,7 @@ def flag_name(option: str) -> str:
 def any_of(*options: str, why: str = "") -> Need:
     """Return the need for at least one of these options, behind which `why` follows."""
 
-    def is_met(config: KVSpecConfig) -> bool:
+    def is_met(config: Settings) -> bool:
         return any(getattr(config, option) for option in options)
 
     flags = [flag_name(option) for option in options]
@@ -74,53 +73,49 @@ def any_of(*options: str, why: str = "") -> Need:
     )
 
 
-def has_exact_target(config: KVSpecConfig) -> bool:
-    return config.target == "exact"
+def has_exact_target(config: Settings) -> bool:
+    return bool(config.target == "exact")
 
 
-def can_verify(config: KVSpecConfig) -> bool:
+def can_verify(config: Settings) -> bool:
     """With a lossy transfer, auto is 0."""
     return not config.is_lossy or config.draft_len == 0
 
 
-def is_split_over_servers(config: KVSpecConfig, server: Server) -> bool:
+def is_split_over_servers(config: Settings, server: Server) -> bool:
     return server.arguments.get("disaggregation_mode") in DISAGGREGATION_ROLES
 
 
-def keeps_prefixes(config: KVSpecConfig, server: Server) -> bool:
+def keeps_prefixes(config: Settings, server: Server) -> bool:
     return server.arguments.get("disaggregation_mode") != "decode"
 
 
-def has_prefix_cache(config: KVSpecConfig, server: Server) -> bool:
+def has_prefix_cache(config: Settings, server: Server) -> bool:
     return not server.arguments.get("disable_radix_cache")
 
 
-def has_one_replica(config: KVSpecConfig, server: Server) -> bool:
+def has_one_replica(config: Settings, server: Server) -> bool:
     return server.arguments.get("dp_size") in (None, 1)
 
 
-def fits_host(config: KVSpecConfig, server: Server) -> bool:
+def fits_host(config: Settings, server: Server) -> bool:
     return (config.host_gb or 0) <= server.memory_gib
 
 
-def fits_prefix_host(config: KVSpecConfig, server: Server) -> bool:
-    return config.prefix_host_gb <= server.memory_gib
+def fits_prefix_host(config: Settings, server: Server) -> bool:
+    return bool(config.prefix_host_gb <= server.memory_gib)
 
 
-def prefills_one_request(config: KVSpecConfig, server: Server) -> bool:
+def prefills_one_request(config: Settings, server: Server) -> bool:
     """Residuals in the KV memory leave SGLang its choice."""
     return not config.host_gb or server.arguments.get("prefill_max_requests") in (None, 1)
 
 
-def verifies_in_rounds(config: KVSpecConfig, server: Server) -> bool:
-    return config.schedule != "staggered"
-
-
-def is_not_deterministic(config: KVSpecConfig, server: Server) -> bool:
+def is_not_deterministic(config: Settings, server: Server) -> bool:
     return not server.arguments.get("enable_deterministic_inference")
 
 
-def has_default_pages(config: KVSpecConfig, server: Server) -> bool:
+def has_default_pages(config: Settings, server: Server) -> bool:
     return server.arguments.get("page_size") in (None, DEFAULT_PAGE_SIZE)
 
 

@@ -26,7 +26,6 @@ from sglang_kvspec.core.flag_needs import (
     has_exact_target,
     is_not_deterministic,
     prefills_one_request,
-    verifies_in_rounds,
 )
 
 Target = Literal["exact", "int8"]
@@ -138,17 +137,8 @@ FLAGS: tuple[Flag, ...] = (
         "schedule",
         _choice(Schedule),
         default="auto",
-        help="verifications take turns (`staggered`), or all requests draft and then all verify "
-        "(`rounds`); `auto` is `staggered` on a CPU and `rounds` on a GPU",
-        server_needs=(
-            ServerNeed(
-                verifies_in_rounds,
-                "{flag} {value}: on a GPU requests draft and verify in rounds in this version "
-                "(allowed: auto, rounds)",
-                note="`staggered` is refused on a GPU",
-                only_on_gpu=True,
-            ),
-        ),
+        help="`rounds`: all requests draft, then all verify; `staggered`: verifications take "
+        "turns, and all other requests draft in the same forward; `auto` is `rounds`",
     ),
     Flag(
         "stream",

@@ -75,7 +75,7 @@ def share_of_speed(
     alike = [(RoundRequest(probability, longest), num)]
 
     def best_rate(turns: Turns) -> float:
-        added = float(cost.beside)
+        added = float(cost.piggyback)
         return max(_rate(alike, cost, turns, length, added) for length in range(longest + 1))
 
     resident = best_rate(Turns(num, 0.0, fetch_s))

@@ -34,8 +34,8 @@ class RoundClock:
     bytes that verifying reads of a context over those that a draft step reads, of which its kernels
     may turn out to read more a second. has_plain: whether steps without drafts are not
     verifications, and are observed by observe_plain(). row_per_token: a guess of the seconds that a
-    token of context adds to a draft step, which counts until longer contexts are seen. beside:
-    whether requests draft in the forward in which others verify.
+    token of context adds to a draft step, which counts until longer contexts are seen.
+    piggyback: whether requests draft in the forward in which others verify.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class RoundClock:
         *,
         has_plain: bool = False,
         row_per_token: float | None = None,
-        beside: bool = False,
+        piggyback: bool = False,
     ) -> None:
-        self._beside = beside
+        self._piggyback = piggyback
         # Of a draft step, over the tokens of context that its rows read.
         self._draft = _FadingLine(step, row_per_token)
         self._most_reads = self._request_reads = request_reads
@@ -85,14 +85,14 @@ class RoundClock:
         enqueue_s: float | None = 0.0,
         verified_lens: Sequence[int] | None = None,
         between_s: float | None = None,
-        num_beside: int = 0,
+        num_piggyback: int = 0,
     ) -> None:
         """A round of these lengths, over a mean context of so many tokens, took so long.
 
         enqueue_s: after which the device had been given all of it, None where that waited for other
         work. verified_lens: drafts of each request that verified, those of all unless given.
         between_s: for which the device had waited for this round, None where that is not known.
-        num_beside: requests that drafted in the forward of those that verified.
+        num_piggyback: requests that drafted in the forward of those that verified.
         """
         verified_lens = draft_lens if verified_lens is None else verified_lens
         steps, drafted = max(draft_lens, default=0), sum(draft_lens)
@@ -121,7 +121,7 @@ class RoundClock:
         if self._draft.weight:
             cost = replace(self.cost(context), token=0.0, plain=None)
             without_tokens = replace(cost, enqueue=0.0, between=0.0)
-            known = without_tokens.seconds([0] * len(verified_lens)) + num_beside * cost.row
+            known = without_tokens.seconds([0] * len(verified_lens)) + num_piggyback * cost.row
             self._observe_reads(verify_s - known, cost.request * len(verified_lens))
             num_tokens = sum(verified_lens) + len(verified_lens)
             per_token = max(0.0, verify_s - known) / num_tokens
@@ -145,7 +145,7 @@ class RoundClock:
         row = per_token * context
         request = row * self._request_reads
         costs = (step, row, request, self._token or 0.0)
-        return RoundCost(*costs, self._plain, self.enqueue_s, self.between_s, self._beside)
+        return RoundCost(*costs, self._plain, self.enqueue_s, self.between_s, self._piggyback)
 
     def observe_plain(self, num_requests: int, context: float, step_s: float) -> None:
         """A step without drafts of so many requests over a mean context took so long."""

@@ -16,9 +16,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
+from sglang_kvspec.planning.cache_filling import CacheFilling
 from sglang_kvspec.planning.link_rounds import Turns
 from sglang_kvspec.planning.residency import ResidencyView, choose_resident
-from sglang_kvspec.planning.step import CacheView
+from sglang_kvspec.planning.round_plan import CacheView, RoundBudget, RoundPlan, RoundView
 
 PATIENCE = 8
 # Of a round in running means.
@@ -29,75 +30,6 @@ FETCH_SHARE = 0.7
 ROUNDS_TO_FILL = 1.7
 
 
-@dataclass(frozen=True, slots=True)
-class RoundView:
-    """What planning a round knows of a running request.
-
-    key: names it for as long as it runs. missing: encoded pages whose residual is in the store
-    only; cached: those in the cache or on their way into it. spill: cache slots that its
-    verification may need besides. is_lacking: other residuals are still on the network, so that it
-    cannot verify, and its turn has not begun.
-    """
-
-    key: str
-    missing: tuple[int, ...] = ()
-    cached: tuple[int, ...] = ()
-    spill: int = 0
-    priority: int = 0
-    is_lacking: bool = False
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        return (*self.missing, *self.cached)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.missing) + len(self.cached) + self.spill
-
-
-@dataclass(frozen=True, slots=True)
-class RoundBudget:
-    """Pages that the link moves while the round drafts, and in all of it."""
-
-    drafting_pages: int
-    round_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoundPlan:
-    """verify: indices of requests, ascending. evict, then fetch: pages to move before the round
-    drafts; first those that its verifications read, then `ahead`, for later ones."""
-
-    verify: tuple[int, ...]
-    fetch: tuple[int, ...] = ()
-    ahead: tuple[int, ...] = ()
-    evict: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Filling:
-    """The cache as this round's verifications fill it."""
-
-    num_slots: int
-    budget: int
-    pages: set[int] = field(default_factory=set)
-    fetch: dict[int, None] = field(default_factory=dict)
-    spill: int = 0
-
-    def holds(self, request: RoundView, reserved: int = 0) -> bool:
-        together = len(self.pages.union(request.pages)) + self.spill + request.spill
-        return together + reserved <= self.num_slots
-
-    def can_bring(self, request: RoundView) -> bool:
-        new = set(request.missing) - self.fetch.keys()
-        return not new or len(self.fetch) + len(new) <= self.budget
-
-    def add(self, request: RoundView) -> None:
-        self.pages.update(request.pages)
-        self.fetch |= dict.fromkeys(request.missing)
-        self.spill += request.spill
-
-
 @dataclass(slots=True)
 class _Learnt:
     """What RoundPlanner remembers of rounds.
@@ -106,7 +38,7 @@ class _Learnt:
     the cache. most: how many others it holds beside them; fetched, turns: running means of the
     pages that are fetched and of how many of those others verify in a round. most is None where
     nothing has to move. pace: running mean of the pages that the link moves in a round. num_left:
-    pages that verifications of plans since taken back had waited for.
+    pages that verifications of cancelled plans had waited for.
     """
 
     waited: dict[str, int] = field(default_factory=dict)
@@ -124,7 +56,7 @@ class RoundPlanner:
 
     def __init__(self) -> None:
         self._learnt = _Learnt()
-        # What take_back() goes back to.
+        # What cancel() goes back to.
         self._before = replace(self._learnt)
         # Cache slots, and those that a request needs on average.
         self._slots = self._each = 0.0
@@ -143,7 +75,7 @@ class RoundPlanner:
         learnt.waited = dict.fromkeys(keys, 0)
         learnt.most = None
 
-    def take_back(self) -> None:
+    def cancel(self) -> None:
         """The round that was planned last does not take place: nobody has verified in it. What its
         verifications would have waited for counts for the next one, which finds it in the cache;
         what was to come ahead has not been fetched."""
@@ -192,7 +124,7 @@ class RoundPlanner:
         self._slots = float(cache.num_slots)
         self._each = sum(request.num_slots for request in requests) / max(len(requests), 1)
         fills_soon = self._fills_soon(requests, cache.num_slots, budget.round_pages)
-        filling = _Filling(cache.num_slots, budget.drafting_pages)
+        filling = CacheFilling(cache.num_slots, budget.drafting_pages)
         verify: list[int] = []
         later: list[int] = []
         # Of those who wait, where the link is to have room for it.
@@ -306,7 +238,9 @@ class RoundPlanner:
         return is_first and self._learnt.waited[request.key] >= PATIENCE
 
     @staticmethod
-    def _ahead(later: Iterable[RoundView], filling: _Filling, round_pages: int) -> tuple[int, ...]:
+    def _ahead(
+        later: Iterable[RoundView], filling: CacheFilling, round_pages: int
+    ) -> tuple[int, ...]:
         """Pages to fetch for requests that verify in a later round, in their order."""
         room = filling.num_slots - len(filling.pages) - filling.spill
         left = round_pages - len(filling.fetch)
@@ -327,7 +261,7 @@ class RoundPlanner:
         self,
         requests: Sequence[RoundView],
         cache: CacheView,
-        filling: _Filling,
+        filling: CacheFilling,
         ahead: Collection[int],
     ) -> tuple[int, ...]:
         """Pages that make room: those of no running request, then of those who have verified last

@@ -20,7 +20,7 @@ class RoundCost:
     """Seconds. A draft step of b rows takes step + row * b, verifying t tokens of r requests
     step + request * r + token * t. plain: where a step without drafts is no such verification, it
     takes this many times step + request * r. enqueue: least that a round with a verification
-    takes. between: from the end of such a round to the first step of the next. beside: whether
+    takes. between: from the end of such a round to the first step of the next. piggyback: whether
     those who do not verify draft once more in the forward of those who do."""
 
     step: float
@@ -30,7 +30,7 @@ class RoundCost:
     plain: float | None = None
     enqueue: float = 0.0
     between: float = 0.0
-    beside: bool = False
+    piggyback: bool = False
 
     def seconds(self, draft_lens: Sequence[int], num_verify: float | None = None) -> float:
         """Of a round in which request i drafts draft_lens[i] tokens and num_verify of them verify,
@@ -40,7 +40,7 @@ class RoundCost:
             return self.plain * (self.step + self.request * len(draft_lens))
         num_verify = len(draft_lens) if num_verify is None else num_verify
         steps = max(draft_lens, default=0) + 1
-        if self.beside:
+        if self.piggyback:
             drafted += min(num_verify, 1.0) * (len(draft_lens) - num_verify)
         verified = drafted + num_verify
         requests = self.request * num_verify

@@ -65,7 +65,7 @@ class VerifyLayers:
         return self._attention.run(layer, q, Tail(*window, *index))
 
 
-class BesideLayers:
+class PiggybackLayers:
     """One token of each of `drafts`, and behind them those of `verification`, which are of other
     requests. A GPU does both at once: the small kernels of either, and its last blocks, run where
     the other leaves room."""

@@ -10,8 +10,8 @@ from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.transfers import fields_sent_to
 from sglang_kvspec.runtime.captured_layers import (
-    BesideLayers,
     CapturedLayers,
+    PiggybackLayers,
     StepLayers,
     VerifyLayers,
 )
@@ -38,7 +38,7 @@ class DeviceAttention:
     """Writes the KV of a planned forward and attends, layer by layer, as ReferenceAttention does.
 
     begin(plan), forward(layer, ...) once for every layer, finish(). Between begin_steps(),
-    begin_verification() or begin_beside() and end_captured() forward() works on DraftRows,
+    begin_verification() or begin_piggyback() and end_captured() forward() works on DraftRows,
     VerifyRows or both instead, which a CUDA graph may capture. open(plan) and finish() enclose the
     replay of a verification.
     """
@@ -61,7 +61,7 @@ class DeviceAttention:
         self._index: dict[str, torch.Tensor] = {}
         self._captured: CapturedLayers | None = None
         # For drafts, while other requests verify.
-        self._beside = SideStream(kv.device)
+        self._piggyback = SideStream(kv.device)
 
     # Target
 
@@ -234,14 +234,16 @@ class DeviceAttention:
     def begin_verification(self, rows: VerifyRows, attention: CapturedTarget) -> None:
         self._captured = VerifyLayers(self.kv, rows, attention)
 
-    def begin_beside(
+    def begin_piggyback(
         self, drafts: DraftRows, step: StepAttention, rows: VerifyRows, attention: CapturedTarget
     ) -> None:
         """A verification and, in front of it, a draft step of all rows of `drafts`, in one
         forward."""
         step_layers = StepLayers(self.kv, drafts, step)
         verification = VerifyLayers(self.kv, rows, attention)
-        self._captured = BesideLayers(step_layers, drafts.max_batch, verification, self._beside)
+        self._captured = PiggybackLayers(
+            step_layers, drafts.max_batch, verification, self._piggyback
+        )
 
     def end_captured(self) -> None:
         """Forwards are planned ones again."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.pressure import OPERATING_REASONS, Pressure
 from sglang_kvspec.runtime.speeds import Speeds
@@ -21,7 +20,7 @@ KEPT_TIERS = ("host", "disk")
 class SpecCounters:
     """Totals since the server started. accept_histogram: verifications by accepted drafts.
 
-    mixed_iterations: forwards in which some drafted and others verified; drafted_beside: drafts
+    mixed_iterations: forwards in which some drafted and others verified; drafted_piggyback: drafts
     that rounds made in them. waits: request-iterations spent waiting for residuals. plain: tokens
     emitted without drafting or verifying, because drafts would not have paid. hit_tokens: of
     prompts, found in the prefix cache, by the tier where their KV was. kept_anchors: of these,
@@ -31,7 +30,7 @@ class SpecCounters:
 
     iterations: int = 0
     mixed_iterations: int = 0
-    drafted_beside: int = 0
+    drafted_piggyback: int = 0
     drafted: int = 0
     accepted: int = 0
     verifications: int = 0
@@ -43,11 +42,6 @@ class SpecCounters:
     hit_tokens: Counter[str] = field(default_factory=Counter)
     kept_anchors: Counter[str] = field(default_factory=Counter)
 
-    def observe_step(self, plan: StepPlan) -> None:
-        self.iterations += 1
-        self.mixed_iterations += bool(plan.draft) and bool(plan.verify)
-        self.waits += len(plan.wait)
-
     def observe_verification(self, num_drafts: int, num_accepted: int) -> None:
         self.verifications += 1
         self.drafted += num_drafts
@@ -55,10 +49,10 @@ class SpecCounters:
         self.emitted += num_accepted + 1
         self.accept_histogram[num_accepted] += 1
 
-    def observe_beside(self, num_drafts: int) -> None:
+    def observe_piggyback(self, num_drafts: int) -> None:
         """Requests drafted in the forward in which others verified."""
         self.mixed_iterations += num_drafts > 0
-        self.drafted_beside += num_drafts
+        self.drafted_piggyback += num_drafts
 
     def observe_plain(self, num_tokens: int) -> None:
         self.plain += num_tokens

@@ -50,7 +50,7 @@ def build_report(
         "counters": {
             "iterations": counters.iterations,
             "mixed_iterations": counters.mixed_iterations,
-            "drafted_beside": counters.drafted_beside,
+            "drafted_piggyback": counters.drafted_piggyback,
             "drafted": counters.drafted,
             "accepted": counters.accepted,
             "rejected": counters.rejected,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ class RequestState:
     tail: of a request that started on anchors, the last tokens before `pending` until its first
     verification: they are known, as all of the prompt, but have no verified KV before it. The first
     draft gives them KV that drafts may read.
+    grammar: what constrains its tokens, as runtime/grammar.py takes it; None for nothing.
     timeline and room (SGLang's bootstrap room): of a request that another server prefilled.
     """
 
@@ -44,6 +46,12 @@ class RequestState:
     tail: list[int] = field(default_factory=list)
     timeline: Timeline | None = None
     room: int | None = None
+    grammar: Any = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is that of the largest logit, as the model gives it."""
+        return self.params.is_argmax and self.grammar is None
 
     @property
     def next_position(self) -> int:

@@ -20,7 +20,7 @@ class VerifySize(NamedTuple):
 
 
 def sizes_to_capture(
-    max_rows: int, longest: int, query_counts: Iterable[int], num_beside: int = 0
+    max_rows: int, longest: int, query_counts: Iterable[int], num_piggyback: int = 0
 ) -> tuple[VerifySize, ...]:
     """Ascending by max_qo_len and then num_tokens; find_size() finds one among them for every
     verification of up to max_rows requests, with up to `longest` tokens each, that together with
@@ -28,9 +28,9 @@ def sizes_to_capture(
 
     query_counts: tokens of a request at which the attention's kernel changes; those that are not
     below `longest` by more than one count as `longest`.
-    num_beside: rows of other requests in the same products.
+    num_piggyback: rows of other requests in the same products.
     """
-    fitting = {count - num_beside for count in LAST_OF_TILES if count > num_beside}
+    fitting = {count - num_piggyback for count in LAST_OF_TILES if count > num_piggyback}
     counts = sorted(fitting.union(TOKEN_COUNTS))
     widest = sorted({count for count in query_counts if count < longest - 1} | {longest})
     sizes = []

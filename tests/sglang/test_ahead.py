@@ -109,7 +109,7 @@ def test_plans_met_batches_that_had_changed(servers: ServerSwitch) -> None:
     fates = report["ahead"]
     for fate in ("planned", "planned for some who left", "planned again"):
         assert fates.get(fate), fates
-    assert report["counters"]["drafted_beside"]
+    assert report["counters"]["drafted_piggyback"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_whoever_joins_or_leaves(
     _answers_as_asked_alone(url, plain_asks, seed, concurrent)
     report = report_of(url)
     # Where residuals stay all verify at once.
-    assert not report["counters"]["drafted_beside"]
+    assert not report["counters"]["drafted_piggyback"]
     assert not [fate for fate in report["ahead"] if fate.startswith("planned")]
 
 

@@ -183,6 +183,23 @@ def _parts(
 
 
 @pytest.fixture
+def encoded(make_kv: Callable[..., TieredKV]) -> Callable[..., TieredKV]:
+    """Builds a KV cache whose pages 1..num_encoded are encoded, the first ones resident. Options
+    as for make_kv."""
+
+    def make(num_encoded: int, **options: Any) -> TieredKV:
+        kv = make_kv(**options)
+        pages = list(range(1, num_encoded + 1))
+        k = torch.randn((num_encoded, 32, 2, 16), generator=torch.Generator().manual_seed(0))
+        kv.begin_encode(pages)
+        kv.encode(0, torch.tensor(pages), k, k)
+        kv.finish_encode(pages)
+        return kv
+
+    return make
+
+
+@pytest.fixture
 def run_machine(make_kv: Callable[..., TieredKV]) -> Callable[..., None]:
     """Runs a state machine that is made of make_kv."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_kvspec.adapters.transfer.decoding import Decoding, set_aside
@@ -51,6 +51,15 @@ class Apart:
         if self.decoding is None:
             return links
         return links | {"drafts_on_anchors": self.decoding.drafts_on_anchors}
+
+    def note_prefill(self, reqs: Sequence[Any]) -> None:
+        """Tell the links of prompts that are complete with a forward, and withhold KV of requests
+        that failed in it."""
+        for req in reqs:
+            if req.inflight_middle_chunks <= 0:
+                self.note_prompt(req)
+            if req.to_finish is not None:
+                self.withhold(req)
 
     def note_prompt(self, req: Any) -> None:
         """The prompt of a prefill server's request is complete with this forward."""

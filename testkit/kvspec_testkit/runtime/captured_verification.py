@@ -6,9 +6,9 @@ import torch
 
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.pools.transfers import send_into
-from sglang_kvspec.runtime.beside_rows import BesideRows
 from sglang_kvspec.runtime.draft_rows import draft_row, open_for_drafts
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
 from sglang_kvspec.runtime.verify_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
@@ -24,10 +24,10 @@ class CapturedVerification:
         rows: VerifyRows,
         attended: CapturedTarget,
         size: VerifySize,
-        beside: BesideRows | None = None,
+        beside: PiggybackRows | None = None,
     ) -> None:
         """beside: over `rows`, where others may draft in the same forward."""
-        self._beside = beside
+        self._piggyback = beside
         # Rows in front of the tokens that are verified.
         self._front = 0
         if beside is not None:
@@ -54,12 +54,12 @@ class CapturedVerification:
 
     def _run(self) -> None:
         attention = self._pair.attention
-        beside, device = self._beside, self._pair.kv.device
+        beside, device = self._piggyback, self._pair.kv.device
         num_tokens = self._front + self._size.num_tokens
         if beside is None:
             attention.begin_verification(self._rows, self._attended)
         else:
-            attention.begin_beside(beside.drafts, self._step, self._rows, self._attended)
+            attention.begin_piggyback(beside.drafts, self._step, self._rows, self._attended)
             beside.begin_step(num_tokens)
         scale = self._pair.geometry.head_dim**-0.5
         for layer in range(self._pair.geometry.num_layers):
@@ -100,10 +100,10 @@ class CapturedVerification:
         opened = pair.attention.open(plan)
         tokens = list(range(count))
         values = self._rows.values_of(opened, tokens, tokens)
-        if self._beside is not None:
+        if self._piggyback is not None:
             loaded = [draft_row(pair.kv, 0, row.start, row.pages, 1) for row in drafts]
-            values += self._beside.drafts.values_of(loaded)
-            self._beside.drafts.begin_round()
+            values += self._piggyback.drafts.values_of(loaded)
+            self._piggyback.drafts.begin_round()
         send_into(values)
         self._attended.plan(opened)
         front = self._front

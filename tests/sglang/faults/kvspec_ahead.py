@@ -15,72 +15,88 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from sglang_kvspec.planning.round_step import RoundBudget
+from sglang_kvspec.planning.round_plan import RoundBudget
 
 
 def register() -> None:
     if "SGLANG_KVSPEC" not in os.environ or "KVSPEC_AHEAD_SEED" not in os.environ:
         return
-    from sglang_kvspec.adapters.round_worker import RoundWorker
-    from sglang_kvspec.runtime.round_stepper import RoundStepper
-    from sglang_kvspec.runtime.started_round import StartedRound
+    from sglang_kvspec.adapters.assembly import Captured, factories
+    from sglang_kvspec.adapters.worker import KVSpecWorker
+    from sglang_kvspec.engine.overlap import OverlappedRounds
 
-    report, for_batch = RoundWorker.kvspec_report, StartedRound.for_batch
     counts: Counter[str] = Counter()
-    init_cuda_graphs, iterate = RoundWorker.init_cuda_graphs, RoundWorker._iterate
-    go_on, take_back = RoundWorker._go_on, RoundStepper.take_back
+    sides: list[LateSide] = []
 
-    def init(worker: Any) -> None:
-        init_cuda_graphs(worker)
-        worker._side = LateSide(worker.kv)
-        worker._graphs = ImmediateStepper(worker)
-        worker._holds_all = not worker.kv.plan.host_pages
-        worker._lengths = AnyLengths(worker, int(os.environ["KVSPEC_AHEAD_SEED"]))
+    def side(kv: Any) -> LateSide:
+        sides.append(LateSide(kv))
+        return sides[-1]
 
-    def iterate_with_batch(worker: Any, batch: Any) -> Any:
-        worker._graphs.begin(batch)
-        return iterate(worker, batch)
+    def captured(parts: Any, most_piggyback: int) -> Captured:
+        steps = ImmediateSteps(parts, sides)
+        return Captured(steps, SharedVerify(parts.forward, steps))
 
-    def counted(started: Any, states: Sequence[Any]) -> Any:
-        counts[_fate(started, states)] += 1
-        now = for_batch(started, states)
-        if started.plan is not None and now is not None:
-            counts[_fate_of_plan(started.plan, now.plan)] += 1
-        return now
+    def scheduler(parts: Any, *_: object) -> AnyLengths:
+        return AnyLengths(parts, int(os.environ["KVSPEC_AHEAD_SEED"]))
 
-    def taken_back(stepper: Any) -> None:
-        counts["planned again"] += 1
-        take_back(stepper)
+    def overlap(*arguments: Any) -> CountedOverlap:
+        return CountedOverlap(OverlappedRounds(*arguments), counts)
 
-    def going_on(worker: Any, *arguments: Any) -> Any:
-        started = go_on(worker, *arguments)
-        counts["went on"] += started is not None
-        return started
+    factories.side, factories.captured = side, captured
+    factories.scheduler, factories.overlap = scheduler, overlap
+    report = KVSpecWorker.kvspec_report
+    KVSpecWorker.kvspec_report = lambda worker: report(worker) | {"ahead": dict(counts)}
 
-    StartedRound.for_batch = counted
-    RoundStepper.take_back = taken_back
-    RoundWorker._go_on = going_on
-    RoundWorker.kvspec_report = lambda worker: report(worker) | {"ahead": dict(counts)}
-    RoundWorker.init_cuda_graphs = init
-    RoundWorker._iterate = iterate_with_batch
+
+class CountedOverlap:
+    """Overlapped rounds, and what became of each."""
+
+    def __init__(self, inner: Any, counts: Counter[str]) -> None:
+        self._inner, self._counts = inner, counts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def take(self, batch: Any) -> Any:
+        before = self._inner.ahead
+        if before is not None:
+            self._counts[_fate(before, batch.states)] += 1
+            now = before.for_batch(batch.states)
+            if before.plan is not None and now is not None:
+                self._counts[_fate_of_plan(before.plan, now.plan)] += 1
+                if now.plan is None or now.is_idle:
+                    self._counts["planned again"] += 1
+        return self._inner.take(batch)
+
+    def hold_up(self) -> None:
+        ahead = self._inner.ahead
+        if ahead is not None and ahead.plan is not None:
+            self._counts["planned again"] += 1
+        self._inner.hold_up()
+
+    def extend(self, batch: Any, started: Any) -> None:
+        self._inner.extend(batch, started)
+        if self._inner.ahead is not None:
+            self._counts["went on"] += 1
 
 
 class AnyLengths:
-    """In place of RoundLengths: a third of the rounds without drafts, and the others as uneven as
+    """In place of RoundScheduler: a third of the rounds without drafts, and the others as uneven as
     they may be. Where residuals move, so is what the link has time for."""
 
     link_share = None
+    piggybacks_sampled = False
 
-    def __init__(self, worker: Any, seed: int) -> None:
-        self._max_draft_len = worker.config.max_draft_len
-        self._cache_pages = worker.kv.plan.cache_pages if worker.kv.plan.host_pages else 0
+    def __init__(self, parts: Any, seed: int) -> None:
+        self._max_draft_len = parts.config.max_draft_len
+        plan = parts.kv.plan
+        self._cache_pages = plan.cache_pages if plan.host_pages else 0
         self._rng = random.Random(seed)
 
     def plan(
@@ -88,17 +104,23 @@ class AnyLengths:
         states: Sequence[Any],
         late: Collection[int] = (),
         num_drafts: Sequence[int] | None = None,
-    ) -> tuple[list[int], RoundBudget]:
+    ) -> Any:
+        from sglang_kvspec.engine.schedule import RoundSchedule
+
         rng = self._rng
         most = rng.choice((1, 4, self._max_draft_len))
         if rng.random() < 1 / 3:
             most = 0
         rooms = [max(state.cap_len(most) - len(state.drafts), 0) for state in states]
         pages = rng.randint(0, self._cache_pages)
-        return [rng.randint(0, room) for room in rooms], RoundBudget(pages, 2 * pages)
+        lens = [rng.randint(0, room) for room in rooms]
+        return RoundSchedule(lens, RoundBudget(pages, 2 * pages))
 
-    def pays(self, state: Any, num_drafts: int) -> bool:
+    def piggybacks(self, state: Any, num_drafts: int) -> bool:
         return num_drafts < state.cap_len(self._max_draft_len) and self._rng.random() < 0.7
+
+    def seconds_to_next(self, states: Sequence[Any], schedule: Any) -> list[float]:
+        return [0.0] * len(states)
 
 
 class LateSide:
@@ -136,97 +158,89 @@ class LateSide:
         self._written, self._taken_over = set(), set()
 
 
-class ImmediateStepper:
-    """In place of GraphStepper: the same calls and results, from the worker's own forwards."""
+class SharedVerify:
+    """In place of VerifyGraphs: logits lie where the next steps leave theirs."""
+
+    def __init__(self, forward: Any, steps: ImmediateSteps) -> None:
+        self._forward, self._steps = forward, steps
+
+    def run(
+        self, batch: Any, rows: Mapping[int, Any], made: Any, piggyback: Mapping[int, Any]
+    ) -> Any:
+        from sglang_kvspec.engine.ports import VerifyLogits
+        from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+
+        logits = self._forward.run(batch, {**rows, **piggyback}, made)
+        self._steps.shared = logits
+        if not piggyback:
+            return VerifyLogits(logits)
+        num_tokens = sum(row.length for row in rows.values())
+        behind = logits[num_tokens:]
+        chosen = behind.argmax(-1)[None]
+        drafted = DraftedTokens.of_one_step(chosen, list(piggyback), len(batch.states))
+        return VerifyLogits(logits[:num_tokens], behind, drafted)
+
+
+class ImmediateSteps:
+    """In place of CudaGraphDrafter: the same calls and results, from forwards of the model."""
 
     empty_step_s = 1e-3
 
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
+    def __init__(self, parts: Any, sides: Sequence[LateSide]) -> None:
+        from sglang_kvspec.engine.eager_drafter import EagerDrafter
+
+        self._parts, self._sides = parts, sides
+        self._eager = EagerDrafter(parts.forward, parts.chooser, parts.ranks)
         # Logits of the last verification.
-        self._shared = torch.empty(0)
-        self._verify_rows = worker._verify_rows
-        worker._verify_rows = self._verify_into_shared
-        self.batch: Any = None
-        self._fields: dict[str, Any] = {}
+        self.shared = torch.empty(0)
         # Where those who advanced last are by now, and their pages; in the order of the tokens'
         # columns, as batches change.
-        self._advanced: list[tuple[Any, torch.Tensor]] = []
+        self._advanced: list[tuple[Any, torch.Tensor, Any]] = []
+        self._batch: Any = None
         # Drafts of the last round, which lie where steps leave theirs.
         self._drafted = torch.empty(0, dtype=torch.int64)
 
-    def begin(self, batch: Any) -> None:
-        """An iteration. A verification of some of its requests leaves only those in the batch."""
-        self.batch = batch
-        self._fields = {name: getattr(batch, name) for name in self._worker.FORWARD_FIELDS}
-
-    def _verify_into_shared(self, *arguments: Any) -> Any:
-        output, beside = self._verify_rows(*arguments)
-        self._shared = output.next_token_logits
-        return output, beside
-
-    @contextmanager
-    def _whole_batch(self) -> Iterator[None]:
-        left = {name: getattr(self.batch, name) for name in self._fields}
-        for name, value in self._fields.items():
-            setattr(self.batch, name, value)
-        yield
-        for name, value in left.items():
-            setattr(self.batch, name, value)
-
-    def draft(
-        self, batch: Any, states: Sequence[Any], pages: Sequence[torch.Tensor], lens: Sequence[int]
-    ) -> Any:
-        from sglang_kvspec.adapters.drafters import EagerDrafter
-        from sglang_kvspec.adapters.requests import takes_argmax
+    def draft(self, batch: Any, lens: Sequence[int]) -> Any:
         from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 
-        self._shared.fill_(float("nan"))
+        self.shared.fill_(float("nan"))
+        states, pages = batch.states, batch.pages
         order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
-        eager = EagerDrafter(self._worker)
         # A request whose residuals are late has drafts already.
         starts = [state.next_position for state in states]
-        if not all(takes_argmax(batch.reqs[i], states[i]) for i in order):
-            eager.draft(batch, states, pages, lens)
+        if not all(states[i].is_greedy for i in order):
+            self._eager.draft(batch, lens)
             self._note_writes(starts, pages, lens)
             return None
-        # The worker notes the drafts of a round itself.
-        apart = {"rid": "", "draft_probs": [], "timeline": None, "room": None}
-        shadows = [replace(s, drafts=list(s.drafts), **apart) for s in states]
-        with self._whole_batch():
-            eager.draft(batch, shadows, pages, lens)
+        shadows = [replace(s, drafts=list(s.drafts), draft_probs=[]) for s in states]
+        self._eager.draft(replace(batch, states=shadows), lens)
         self._note_writes(starts, pages, lens)
         self._drafted = _columns([shadows[i].drafts[len(states[i].drafts) :] for i in order])
         return DraftedTokens(self._drafted, order, lens)
 
-    def read_prompt_end(self, batch: Any, state: Any, pages: torch.Tensor) -> torch.Tensor:
-        from sglang_kvspec.adapters.drafters import EagerDrafter
-
-        self._shared.fill_(float("nan"))
+    def read_prompt_end(self, batch: Any) -> torch.Tensor:
+        self.shared.fill_(float("nan"))
         self._drafted.fill_(-1)
         self._advanced = []
-        return EagerDrafter(self._worker).read_prompt_end(batch, state, pages)
+        return self._eager.read_prompt_end(batch)
 
     def advance(
-        self,
-        states: Sequence[Any],
-        pages: Sequence[torch.Tensor],
-        max_steps: int,
-        late: Collection[int] = (),
+        self, batch: Any, max_steps: int, skipped: Collection[int]
     ) -> tuple[Any, torch.Tensor]:
         from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 
-        worker = self._worker
-        size = worker.kv.geometry.page_size
+        states, pages = batch.states, batch.pages
+        size = self._parts.kv.geometry.page_size
         counts = [max(min(max_steps, state.remaining), 0) for state in states]
-        counts = [0 if i in late else count for i, count in enumerate(counts)]
-        if worker.kv.codec.target == "int8":
+        counts = [0 if i in skipped else count for i, count in enumerate(counts)]
+        if self._parts.kv.codec.target == "int8":
             room = [size - state.committed_len % size for state in states]
             counts = [min(pair) for pair in zip(counts, room, strict=True)]
         order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
         shadows = [replace(state, drafts=[], draft_probs=[]) for state in states]
-        taken, logits = self._advance(shadows, pages, counts, order)
-        self._advanced = [(shadows[i], pages[i]) for i in order]
+        self._batch = replace(batch, states=shadows)
+        taken, logits = self._advance(counts, order)
+        self._advanced = [(shadows[i], pages[i], batch.handles[i]) for i in order]
         return DraftedTokens(_columns([taken[i] for i in order]), order, counts), logits
 
     def advance_on(self, made: Any, steps: int) -> Any:
@@ -234,54 +248,47 @@ class ImmediateStepper:
 
         counts = [steps] * len(made.order)
         of_request = dict(zip(made.order, self._advanced, strict=True))
-        shadows, pages = zip(*(of_request[i] for i in range(len(counts))), strict=True)
-        taken, _ = self._advance(shadows, pages, counts, made.order)
+        parts = [of_request[i] for i in range(len(counts))]
+        shadows, pages, handles = (list(column) for column in zip(*parts, strict=True))
+        self._batch = replace(self._batch, states=shadows, pages=pages, handles=handles)
+        taken, _ = self._advance(counts, made.order)
         return DraftedTokens(_columns([taken[i] for i in made.order]), made.order, counts)
 
     def _advance(
-        self,
-        shadows: Sequence[Any],
-        pages: Sequence[torch.Tensor],
-        counts: Sequence[int],
-        order: Sequence[int],
+        self, counts: Sequence[int], order: Sequence[int]
     ) -> tuple[list[list[int]], torch.Tensor]:
-        """Tokens that each request takes at once, and the logits of the last step. shadows[i]:
-        request i, goes on with it."""
-        from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+        """Tokens that each request takes at once, and the logits of the last step. The states of
+        self._batch go on with them."""
+        from sglang_kvspec.runtime.forward_plan import Row, RowKind
 
-        self._shared.fill_(float("nan"))
-        worker, batch = self._worker, self.batch
-        size = worker.kv.geometry.page_size
-        starts = [shadow.committed_len for shadow in shadows]
-        taken: list[list[int]] = [[] for _ in shadows]
+        self.shared.fill_(float("nan"))
+        batch = self._batch
+        size = self._parts.kv.geometry.page_size
+        starts = [shadow.committed_len for shadow in batch.states]
+        taken: list[list[int]] = [[] for _ in batch.states]
         logits = torch.empty(0)
         for step in range(max(counts)):
             rows = {}
             for i in sorted(i for i in order if counts[i] > step):
-                start = shadows[i].committed_len
-                ids = pages[i][: start // size + 1]
+                start = batch.states[i].committed_len
+                ids = batch.pages[i][: start // size + 1]
                 assert len(ids) == start // size + 1, "beyond the pages of the round"
                 rows[i] = Row(RowKind.VERIFY, start, 1, ids)
-            with self._whole_batch():
-                result = worker._forward(
-                    ForwardPlan(tuple(rows.values())),
-                    forward_batch=worker._ragged_batch(batch, shadows, rows),
-                )
-            logits = result.logits_output.next_token_logits
+            logits = self._parts.forward.run(batch, rows)
             for i, row in zip(rows, logits, strict=True):
                 taken[i].append(int(row.argmax()))
-                shadows[i].committed_len += 1
-                shadows[i].pending = taken[i][-1]
-        self._note_writes(starts, pages, counts)
+                batch.states[i].committed_len += 1
+                batch.states[i].pending = taken[i][-1]
+        self._note_writes(starts, batch.pages, counts)
         return taken, logits
 
     def _note_writes(
         self, starts: Sequence[int], pages: Sequence[torch.Tensor], lens: Sequence[int]
     ) -> None:
-        size = self._worker.kv.geometry.page_size
+        size = self._parts.kv.geometry.page_size
         for start, ids, count in zip(starts, pages, lens, strict=True):
             for position in range(start, start + count):
-                self._worker._side.wrote(int(ids[position // size]))
+                self._sides[-1].wrote(int(ids[position // size]))
 
 
 def _fate(started: Any, states: Sequence[Any]) -> str:

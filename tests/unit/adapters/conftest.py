@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvspec_testkit.runtime.meeting import BOTH, Meeting, MeetingRanks
-from sglang_kvspec.adapters import loaded_hits
+from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
@@ -164,7 +164,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.hits["resident"] += resident
         self.hits["disk"] += req.storage_hit_length
         self.hits["host"] += req.host_hit_length - req.storage_hit_length
-        loaded = loaded_hits.tokens_of(req)
+        loaded = hit_breakdown.tokens_of(req)
         assert loaded.kept_host <= req.host_hit_length - req.storage_hit_length
         assert loaded.kept_disk <= req.storage_hit_length
         self.kept_hits += loaded.kept_host + loaded.kept_disk

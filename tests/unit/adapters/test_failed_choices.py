@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
 
@@ -13,8 +12,11 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_kvspec.adapters.compat import runtime_context
 from sglang_kvspec.adapters.first_tokens import first_tokens
 from sglang_kvspec.adapters.requests import fail_without_choice, new_state
-from sglang_kvspec.adapters.verifying_worker import VerifyingWorker
-from sglang_kvspec.runtime.chooser import Chooser
+from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
+from sglang_kvspec.adapters.worker import KVSpecWorker
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.engine.loop import RoundResult
+from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.ranks import Ranks
 
@@ -108,7 +110,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_what_the_request_brings_is_its_own_fault(cause, caplog):
+def test_causes_in_the_request_are_answered_with_400(cause, caplog):
     req = make_request(output=(1, 2), **CAUSES[cause])
     fail_without_choice(req)
     assert_failed(req, HTTPStatus.BAD_REQUEST, "correct", cause)
@@ -124,7 +126,7 @@ def test_every_possible_cause_is_named():
 
 @every_kind
 @pytest.mark.parametrize("more", [{}, {"logit_bias": {}}, {"top_p": 0.5, "min_p": 0.1}])
-def test_all_else_is_the_fault_of_the_server(kind, more):
+def test_other_causes_are_answered_with_500(kind, more):
     req = make_request(**kind, **more)
     fail_without_choice(req)
     assert_failed(req, HTTPStatus.INTERNAL_SERVER_ERROR, "NaN or inf")
@@ -175,114 +177,49 @@ def test_logits_of_a_chunk_that_is_not_the_last_do_not_matter():
     assert_goes_on(req)
 
 
-# Verifications
+# Rounds
 
 
-class Worker:
-    """The part of a worker that judges verifications."""
+@pytest.fixture
+def run_round():
+    """Runs a round of KVSpecWorker in which the engine emits the given entries."""
 
-    def __init__(self):
-        self.chooser, self.ranks, self.decoding = Chooser(0, CPU), Ranks(), None
-        self.observed, self.committed = [], []
-        self.counters = SimpleNamespace(observe_verification=lambda *n: self.observed.append(n))
-        self.pages = SimpleNamespace(commit=lambda *args: self.committed.append(args[1:]))
-        self._verify = partial(VerifyingWorker._verify, self)
-        self._commit = partial(VerifyingWorker._commit, self)
+    def run(reqs, emitted):
+        worker = object.__new__(KVSpecWorker)
+        worker.config = KVSpecConfig(draft_len=4)
+        worker.speculative_num_draft_tokens = 5
+        lens = [1 if entry is None else max(len(entry.tokens), 1) for entry in emitted]
+        worker.parts = SimpleNamespace(
+            arrivals=SimpleNamespace(receive=lambda batch: None),
+            table=SimpleNamespace(of_batch=lambda rows, counts: [None] * len(counts)),
+        )
+        worker.loop = SimpleNamespace(
+            run_round=lambda batch: RoundResult(emitted, lens, None, was_captured=False)
+        )
+        states = [new_state(req, 10, 1) for req in reqs]
+        batch = SimpleNamespace(
+            reqs=reqs,
+            seq_lens=torch.tensor([10] * len(reqs)),
+            req_pool_indices=None,
+            return_logprob=False,
+            spec_info=KVSpecDraftInput(states),
+        )
+        return worker._run_round(batch)
 
-    def judge(self, reqs, states, logits, return_logprob=False):
-        batch = SimpleNamespace(reqs=reqs, return_logprob=return_logprob)
-        rows = {
-            i: Row(RowKind.VERIFY, state.verified_len, len(state.unverified), torch.tensor([i]))
-            for i, state in enumerate(states)
-        }
-        likeliest = VerifyingWorker._likeliest(batch, states, rows, logits)
-        return VerifyingWorker._judge(self, batch, states, rows, logits, likeliest)
-
-
-NUM_DRAFTS = 3
-
-
-def make_states(reqs):
-    """Requests that have drafted token 2 each time."""
-    states = [new_state(req, 10, 1) for req in reqs]
-    for state in states:
-        state.drafts = [2] * NUM_DRAFTS
-        state.draft_probs = [torch.eye(VOCAB)[2]] * NUM_DRAFTS
-    return states
-
-
-def make_logits(num_requests):
-    """The target chooses token 2, whichever way."""
-    logits = torch.zeros((num_requests * (NUM_DRAFTS + 1), VOCAB))
-    logits[:, 2] = 200.0
-    return logits
+    return run
 
 
 @every_kind
-@pytest.mark.parametrize("bad", [NAN, float("inf")])
-@pytest.mark.parametrize("with_greedy", [True, False])
-def test_a_verification_fails_only_a_request_whose_first_row_is_unsound(kind, bad, with_greedy):
-    neighbour = GREEDY if with_greedy else SAMPLED
-    reqs = [make_request("a", **neighbour), make_request("b", **kind), make_request("c", **kind)]
-    states, worker = make_states(reqs), Worker()
-    logits = make_logits(3)
-    logits[NUM_DRAFTS + 1, 0] = bad
-    verified = worker.judge(reqs, states, logits)
-    assert verified[1] is None
+def test_a_round_fails_only_requests_that_cannot_go_on(kind, run_round):
+    reqs = [make_request(rid, **kind) for rid in "abc"]
+    result = run_round(reqs, [Verified([2, 3], None), Verified([], None), None])
     assert_failed(reqs[1], HTTPStatus.INTERNAL_SERVER_ERROR)
-    for i in (0, 2):
-        assert verified[i].tokens == [2] * (NUM_DRAFTS + 1)
-        assert states[i].committed_len == 10 + NUM_DRAFTS + 1
     assert_goes_on(reqs[0], reqs[2])
-    # Nothing of the request that failed is counted, or kept in pages.
-    assert worker.observed == [(NUM_DRAFTS, NUM_DRAFTS)] * 2
-    assert worker.committed == [(10, 10 + NUM_DRAFTS + 1)] * 2
-    assert states[1].committed_len == 10
+    assert result.accept_lens.tolist() == [2, 0, 0]
+    assert result.next_token_ids.tolist() == [2, 3, 0, 0, 0, *[0] * 10]
 
 
-@every_kind
-@pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("return_logprob", [True, False])
-def test_a_verification_emits_what_comes_before_an_unsound_row(kind, at, return_logprob):
-    reqs = [make_request("a", **kind), make_request("b", **kind)]
-    states, worker = make_states(reqs), Worker()
-    logits = make_logits(2)
-    logits[at, 5] = NAN
-    verified = worker.judge(reqs, states, logits, return_logprob)
-    assert verified[0].tokens == [2] * at
-    assert verified[1].tokens == [2] * (NUM_DRAFTS + 1)
-    assert_goes_on(*reqs)
-    # The next verification begins at the unsound row.
-    states[0].drafts = [2]
-    states[0].draft_probs = [torch.eye(VOCAB)[2]]
-    worker.judge(reqs[:1], states[:1], logits[at : at + 2].clone())
-    assert_failed(reqs[0], HTTPStatus.INTERNAL_SERVER_ERROR)
-
-
-@every_kind
-def test_a_verification_fails_a_request_whose_grammar_allows_nothing(kind):
-    reqs = [make_request("a", grammar=Allowing(), **kind), make_request("b", **GREEDY)]
-    states, worker = make_states(reqs), Worker()
-    verified = worker.judge(reqs, states, make_logits(2))
-    assert verified[0] is None
-    assert verified[1].tokens == [2] * (NUM_DRAFTS + 1)
-    assert_failed(reqs[0], HTTPStatus.BAD_REQUEST, "grammar")
-    assert_goes_on(reqs[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_largest_logits_reach_the_cpu_with_all_their_bits(dtype):
-    """Largest logits travel as integers, so that one transfer brings them with the tokens."""
-    logits = make_logits(1).to(dtype)
-    logits[0], logits[1, 4], logits[2, 0] = -float("inf"), NAN, float("inf")
-    req = make_request(**GREEDY)
-    (state,) = make_states([req])
-    rows = {0: Row(RowKind.VERIFY, 10, NUM_DRAFTS + 1, torch.tensor([0]))}
-    batch = SimpleNamespace(reqs=[req])
-    tokens, bits = VerifyingWorker._likeliest(batch, [state], rows, logits)
-    assert tokens.dtype == bits.dtype == torch.int64
-    largest = bits.view(torch.float64).tolist()
-    assert largest[0] == -float("inf")
-    assert largest[1] != largest[1]
-    assert largest[2:] == [float("inf"), 200.0]
-    assert tokens[3] == 2
+def test_a_round_names_what_the_failed_request_brought(run_round):
+    req = make_request(grammar=Allowing(), **GREEDY)
+    run_round([req], [Verified([], None)])
+    assert_failed(req, HTTPStatus.BAD_REQUEST, "grammar")

@@ -1,4 +1,4 @@
-"""VerifyGraphs over forwards that are not captured: what a replay finds, and what is left to it."""
+"""VerifyGraphs over forwards that are not captured: what a replay reads and returns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.adapters import verify_graphs
-from sglang_kvspec.runtime.beside_rows import BesideDraft
+from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
-SIZE, MAX_ROWS, MAX_DRAFTS, VOCAB, MAX_BESIDE = 64, 2, 8, 7, 3
+SIZE, MAX_ROWS, MAX_DRAFTS, VOCAB, MAX_PIGGYBACK = 64, 2, 8, 7, 3
 
 
 class FakeForward:
@@ -55,87 +56,101 @@ def graphs(make_device_kv, monkeypatch, forward):
         max_running_requests=MAX_ROWS,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(MAX_ROWS, 4 * SIZE)),
     )
-    sizes = verify_graphs.sizes_of(runner, attention, MAX_DRAFTS, MAX_BESIDE)
-    return verify_graphs.VerifyGraphs(runner, forward, attention, MAX_DRAFTS, sizes, MAX_BESIDE)
+    sizes = verify_graphs.sizes_of(runner, attention, MAX_DRAFTS, MAX_PIGGYBACK)
+    return verify_graphs.VerifyGraphs(runner, forward, attention, MAX_DRAFTS, sizes, MAX_PIGGYBACK)
 
 
-def plan_of(*spans):
-    """(start, length, pages) of each row."""
-    return ForwardPlan(
-        tuple(Row(RowKind.VERIFY, *span[:2], torch.tensor(span[2])) for span in spans)
-    )
+def verifying(start, tokens, pages, num_made=0):
+    """Request that verifies its pending token and drafts, `tokens`, from position `start` on;
+    num_made: drafts behind them that only the device knows."""
+    state = request_state(committed_len=start)
+    state.pending, *state.drafts = tokens
+    return state, Row(RowKind.VERIFY, start, len(tokens) + num_made, torch.tensor(pages))
 
 
-def run(graphs, plan, tokens, drafted=None, firsts=(), beside=()):
-    positions = [p for row in plan.rows for p in range(row.start, row.end)]
-    firsts = firsts or [-1] * len(plan.rows)
-    return graphs.run(plan, tokens, positions, drafted, firsts, beside)
+def drafting(start, token, pages, num_made=0):
+    """Request that drafts once, at position `start`, behind `token` or drafts that only the device
+    knows."""
+    state = request_state(committed_len=start - num_made)
+    state.pending = token
+    return state, Row(RowKind.DRAFT, start, 1, torch.tensor(pages))
+
+
+def run(graphs, requests, made=None):
+    states = [state for state, _ in requests]
+    rows = {i: row for i, (_, row) in enumerate(requests)}
+    batch = RoundBatch(states, [row.pages for row in rows.values()], [None] * len(states))
+    verify = {i: row for i, row in rows.items() if row.kind is RowKind.VERIFY}
+    piggyback = {i: row for i, row in rows.items() if row.kind is RowKind.DRAFT}
+    return graphs.run(batch, verify, made, piggyback)
 
 
 def test_logits_are_those_of_the_rows_tokens(graphs):
     # Pages 3 and 4 are the first request's, of which it fills the first on the way.
-    plan = plan_of((62, 4, [3, 4]), (5, 2, [7]))
-    logits, _ = run(graphs, plan, [10, 11, 12, 13, 20, 21])
-    assert logits[:, 0].tolist() == [10, 11, 12, 13, 20, 21]
-    assert logits[:, 1].tolist() == [62, 63, 64, 65, 5, 6]
+    requests = [verifying(62, [10, 11, 12, 13], [3, 4]), verifying(5, [20, 21], [7])]
+    out = run(graphs, requests)
+    assert out.logits[:, 0].tolist() == [10, 11, 12, 13, 20, 21]
+    assert out.logits[:, 1].tolist() == [62, 63, 64, 65, 5, 6]
+    assert out.drafted is None
+    assert out.draft_logits is None
     window = graphs._attention.kv.window.slots
     assert set(window) == {3, 4, 7}
     # The next forward may begin.
-    run(graphs, plan_of((6, 1, [7])), [30])
+    run(graphs, [verifying(6, [30], [7])])
 
 
 def test_drafts_that_are_only_on_the_device_are_verified(graphs):
-    drafted = DraftedTokens(torch.tensor([[50, 60], [51, 0]]), order=[1, 0], lens=[1, 2])
-    plan = plan_of((3, 2, [5]), (9, 3, [6]))
+    made = DraftedTokens(torch.tensor([[50, 60], [51, 0]]), order=[1, 0], lens=[1, 2])
     # The first request is the second column; both begin with their pending tokens.
-    logits, _ = run(graphs, plan, [1, 0, 2, 0, 0], drafted, firsts=[1, 3])
-    assert logits[:, 0].tolist() == [1, 60, 2, 50, 51]
+    requests = [verifying(3, [1], [5], num_made=1), verifying(9, [2], [6], num_made=2)]
+    out = run(graphs, requests, made)
+    assert out.logits[:, 0].tolist() == [1, 60, 2, 50, 51]
 
 
-def test_what_has_no_room_is_left_alone(graphs, forward):
+def test_a_verification_without_room_leaves_nothing_behind(graphs, forward):
     graphs.sizes = [size for size in graphs.sizes if size.max_qo_len < MAX_DRAFTS + 1]
-    plan = plan_of((3, MAX_DRAFTS + 1, [5]))
-    assert run(graphs, plan, list(range(MAX_DRAFTS + 1))) is None
+    request = verifying(3, list(range(MAX_DRAFTS + 1)), [5])
+    assert run(graphs, [request]) is None
     assert not forward.replayed
     assert not list(graphs._attention.kv.window.slots)
-    # Nothing was begun that would have to be finished.
-    graphs._attention.open(plan)
+    # No forward has begun that would have to be finished.
+    graphs._attention.open(ForwardPlan((request[1],)))
 
 
 def test_large_forwards_are_captured_first(graphs, forward):
-    alone, beside = forward.captured[::2], forward.captured[1::2]
+    alone, with_drafts = forward.captured[::2], forward.captured[1::2]
     assert len(alone) == len(graphs.sizes)
     assert alone == sorted(alone, reverse=True)
-    assert beside == [MAX_BESIDE + num_tokens for num_tokens in alone]
+    assert with_drafts == [MAX_PIGGYBACK + num_tokens for num_tokens in alone]
 
 
-def beside(index, token, start, pages):
-    return BesideDraft(index, token, Row(RowKind.DRAFT, start, 1, torch.tensor(pages)))
-
-
-def test_others_draft_in_the_same_forward(graphs):
+def test_piggyback_drafts_are_made_in_the_same_forward(graphs):
     """0 and 3 verify; 1 drafts behind a draft of this round, 2 behind its pending token."""
-    drafted = DraftedTokens(torch.tensor([[50, 60], [51, 0]]), order=[1, 3], lens=[0, 2, 0, 1])
-    plan = plan_of((3, 1, [5]), (9, 2, [6]))
-    others = [beside(1, 0, 2 * SIZE, [8, 9, 10]), beside(2, 4, 7, [11])]
-    firsts = [1, -1, -1, 2]
-    logits, more = run(graphs, plan, [1, 2, 0], drafted, firsts, others)
-    assert logits[:, :2].tolist() == [[1, 3], [2, 9], [60, 10]]
-    rows = graphs._beside.drafts
-    assert rows.input_ids.shape == (MAX_BESIDE,)
+    made = DraftedTokens(torch.tensor([[50, 60], [51, 0]]), order=[1, 3], lens=[0, 2, 0, 1])
+    requests = [
+        verifying(3, [1], [5]),
+        drafting(2 * SIZE, 0, [8, 9, 10], num_made=2),
+        drafting(7, 4, [11]),
+        verifying(9, [2], [6], num_made=1),
+    ]
+    out = run(graphs, requests, made)
+    assert out.logits[:, :2].tolist() == [[1, 3], [2, 9], [60, 10]]
+    rows = graphs._piggyback.drafts
+    assert rows.input_ids.shape == (MAX_PIGGYBACK,)
     assert graphs._forward.logits[:2, :2].tolist() == [[51, 2 * SIZE], [4, 7]]
-    # What it chose: here the column with the largest entry.
+    assert torch.equal(out.draft_logits, graphs._forward.logits[:2])
+    # The fake forward's largest entry is the draft.
     chosen = [int(graphs._forward.logits[row].argmax()) for row in range(2)]
-    assert more.deliver() == {1: [chosen[0]], 2: [chosen[1]]}
-    assert more.lens == [0, 1, 1, 0]
+    assert out.drafted.deliver() == {1: [chosen[0]], 2: [chosen[1]]}
+    assert out.drafted.lens == [0, 1, 1, 0]
     # Page 10 was opened for the token of request 1; pages 8 and 9 are read as anchors.
     assert {10, 11} <= set(graphs._attention.kv.window.slots)
     assert rows.past_pages[:2].tolist() == [8, 9]
 
 
-def test_a_draft_beside_leaves_nothing_behind(graphs, forward):
-    run(graphs, plan_of((3, 1, [5])), [1], None, [-1, -1], [beside(1, 4, 7, [11])])
-    logits, more = run(graphs, plan_of((3, 1, [5])), [2])
-    assert more is None
-    assert logits[:, :2].tolist() == [[2, 3]]
+def test_a_piggyback_draft_leaves_nothing_behind(graphs, forward):
+    run(graphs, [verifying(3, [1], [5]), drafting(7, 4, [11])])
+    out = run(graphs, [verifying(3, [2], [5])])
+    assert out.drafted is None
+    assert out.logits[:, :2].tolist() == [[2, 3]]
     assert forward.replayed[-1] % 2 == 0, "a graph without drafts"

@@ -84,13 +84,6 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         "the residual cache is only sure to hold the prefix of one request",
     ),
     (
-        {"schedule": "staggered"},
-        {},
-        True,
-        "--kvspec-schedule staggered: on a GPU requests draft and verify in rounds in this version "
-        "(allowed: auto, rounds)",
-    ),
-    (
         {"prefix_host_gb": 1e9},
         {},
         False,

@@ -16,8 +16,8 @@ from kvspec_testkit.runtime.attention_pair import AttentionPair
 from kvspec_testkit.runtime.captured_verification import CapturedVerification
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.runtime.beside_rows import BesideRows
 from sglang_kvspec.runtime.draft_rows import DraftRows
+from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 
@@ -82,18 +82,18 @@ def rows_of(pair):
     )
 
 
-def captured_beside(pair, *sizes, max_beside=2):
+def captured_beside(pair, *sizes, max_piggyback=2):
     """The same, where others draft in the same forward."""
     verify = rows_of(pair)
     device = pair.kv.device
-    tokens = torch.zeros((2, max_beside + MAX_TOKENS), dtype=torch.int64, device=device)
-    drafts = DraftRows(max_beside, 1, NUM_PAGES, PAGE, device, tokens[:, :max_beside])
-    return made_over(pair, verify, sizes, BesideRows(drafts, verify, tokens))
+    tokens = torch.zeros((2, max_piggyback + MAX_TOKENS), dtype=torch.int64, device=device)
+    drafts = DraftRows(max_piggyback, 1, NUM_PAGES, PAGE, device, tokens[:, :max_piggyback])
+    return made_over(pair, verify, sizes, PiggybackRows(drafts, verify, tokens))
 
 
-def made_over(pair, rows, sizes, beside=None):
+def made_over(pair, rows, sizes, piggyback=None):
     made = pair.attention.make_verifications(rows)
-    return [CapturedVerification(pair, rows, made.make(size), size, beside) for size in sizes]
+    return [CapturedVerification(pair, rows, made.make(size), size, piggyback) for size in sizes]
 
 
 @TARGETS
@@ -127,12 +127,12 @@ def test_others_draft_in_the_same_forward(make_pair, target):
     large, small = captured_beside(pair, VerifySize(16, 12), VerifySize(4, 2))
     pair.prefill(a=PAGE + 60, b=PAGE - 2, c=3)
     # b fills its page with its second draft and begins another with the third.
-    small.verify(beside={"b": 0}, a=2)
-    large.verify({"a": 7}, beside={"b": 1, "c": 0}, a=9)
-    small.verify(beside={"b": 2}, c=2)
+    small.verify(piggyback={"b": 0}, a=2)
+    large.verify({"a": 7}, piggyback={"b": 1, "c": 0}, a=9)
+    small.verify(piggyback={"b": 2}, c=2)
     # Nobody drafts beside; what did before has no effect.
     large.verify({"b": 3}, a=3, b=4)
-    small.verify(beside={"b": 0, "a": 0}, c=1)
+    small.verify(piggyback={"b": 0, "a": 0}, c=1)
 
 
 def test_drafts_beside_read_anchors_alone(make_pair):
@@ -143,9 +143,9 @@ def test_drafts_beside_read_anchors_alone(make_pair):
     pair.prefill(b=3 * PAGE + 60)
     both.verify(b=1)
     fetched = pair.kv.residuals.bytes_fetched
-    both.verify(beside={"a": 0}, b=1)
+    both.verify(piggyback={"a": 0}, b=1)
     assert pair.kv.residuals.bytes_fetched == fetched
-    both.verify(beside={"b": 0}, a=9)
+    both.verify(piggyback={"b": 0}, a=9)
 
 
 def test_nothing_happens_once_cleared(make_pair):

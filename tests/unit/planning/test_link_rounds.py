@@ -84,7 +84,7 @@ def test_drafts_that_requests_have_do_not_make_them_slow():
 
 def test_rounds_in_which_others_draft_beside_are_faster():
     """What a round's verification drafts for the others needs no step of its own."""
-    beside = replace(COST, beside=True)
+    beside = replace(COST, piggyback=True)
     assert beside.seconds([4] * 16, 3) == pytest.approx(
         COST.seconds([4] * 16, 3) + 13 * (COST.row + COST.token)
     )
@@ -93,6 +93,6 @@ def test_rounds_in_which_others_draft_beside_are_faster():
 
 
 def test_where_all_verify_nobody_drafts_beside():
-    beside = replace(COST, beside=True)
+    beside = replace(COST, piggyback=True)
     assert beside.seconds([4] * 16) == COST.seconds([4] * 16)
     assert plan_round([GOOD] * 16, beside) == plan_round([GOOD] * 16, COST)

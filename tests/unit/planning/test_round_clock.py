@@ -421,12 +421,12 @@ def test_where_drafts_never_pay_they_are_tried_rarely():
 
 
 def test_what_drafts_beside_a_verification_took_is_not_put_on_its_tokens():
-    clock = RoundClock(STEP_S, READS, beside=True)
+    clock = RoundClock(STEP_S, READS, piggyback=True)
     play(clock, [8] * 16, 4096)
     cost = true_cost(4096)
     for _ in range(30):
         draft_s = cost.step * 4 + cost.row * 64
         verify_s = cost.seconds([0] * 3) + cost.token * 36 + 13 * cost.row
-        clock.observe([4] * 16, 4096, draft_s, verify_s, 0.0, [12] * 3, num_beside=13)
+        clock.observe([4] * 16, 4096, draft_s, verify_s, 0.0, [12] * 3, num_piggyback=13)
     assert clock.cost(4096).token == pytest.approx(TOKEN_S)
-    assert clock.cost(4096).beside
+    assert clock.cost(4096).piggyback

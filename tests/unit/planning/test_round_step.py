@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_kvspec.planning import round_step
+from sglang_kvspec.planning.round_plan import CacheView
 from sglang_kvspec.planning.round_step import (
     PATIENCE,
     RoundBudget,
     RoundPlanner,
     RoundView,
 )
-from sglang_kvspec.planning.step import CacheView
 
 PLENTY = RoundBudget(10**6, 10**6)
 NOTHING = RoundBudget(0, 0)

@@ -19,9 +19,9 @@ from sglang_kvspec.planning import round_step
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
 from sglang_kvspec.planning.link_rounds import plan_turns, share_of_speed
 from sglang_kvspec.planning.round_clock import RoundClock
-from sglang_kvspec.planning.round_step import RoundBudget, RoundPlan, RoundPlanner, RoundView
+from sglang_kvspec.planning.round_plan import CacheView, RoundBudget, RoundPlan, RoundView
+from sglang_kvspec.planning.round_step import RoundPlanner
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
-from sglang_kvspec.planning.step import CacheView
 
 CAP_LEN = KVSpecConfig(host_gb=1).max_draft_len
 # Of a user who asks for fewer: what requests do meanwhile counts for more.
@@ -69,7 +69,7 @@ class Simulated:
         self._drafts = [0] * NUM_REQUESTS
         self._estimates = [AcceptanceEstimate() for _ in range(NUM_REQUESTS)]
         self._planner = RoundPlanner()
-        self._clock = RoundClock(COST.step, self.request_reads, beside=True)
+        self._clock = RoundClock(COST.step, self.request_reads, piggyback=True)
         self.lens: list[int] = []
 
     def round(self):
@@ -96,8 +96,8 @@ class Simulated:
                 self._drafts[i] += 1
         self._verify(plan.verify)
         times = (draft_s, end - drafted_at - wait_s, enqueue_s)
-        num_beside = len(beside) if verified else 0
-        self._clock.observe(lens, CONTEXT, *times, verified, BETWEEN_S, num_beside)
+        num_piggyback = len(beside) if verified else 0
+        self._clock.observe(lens, CONTEXT, *times, verified, BETWEEN_S, num_piggyback)
         self.now = end + BETWEEN_S
 
     def _verify_s(self, verified):

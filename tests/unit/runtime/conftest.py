@@ -146,22 +146,6 @@ def assert_attention() -> Callable[[torch.Tensor, torch.Tensor], None]:
     return check
 
 
-@pytest.fixture
-def encoded(make_kv):
-    """A pool whose pages 1..num_encoded are encoded; the first ones are in the cache."""
-
-    def make(num_encoded, **options):
-        kv = make_kv(**options)
-        pages = list(range(1, num_encoded + 1))
-        k = torch.randn((num_encoded, 32, 2, 16), generator=torch.Generator().manual_seed(0))
-        kv.begin_encode(pages)
-        kv.encode(0, torch.tensor(pages), k, k)
-        kv.finish_encode(pages)
-        return kv
-
-    return make
-
-
 @pytest.fixture(scope="session")
 def run_ranks(
     tmp_path_factory: pytest.TempPathFactory,

@@ -12,22 +12,19 @@ import torch
 from prometheus_client import REGISTRY
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.planning.step import StepPlan
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.pressure import Pressure
 from sglang_kvspec.runtime.report import build_report, resolved_values
 from sglang_kvspec.runtime.speeds import Speeds
 
 
-def plan(draft=(), verify=(), wait=()):
-    return StepPlan(draft, verify, wait, (), ())
-
-
 @pytest.fixture
 def counters():
     counters = SpecCounters()
-    for step in (plan((0, 1), (2,)), plan((0,), (), (1, 2)), plan((), (0,), (1,)), plan()):
-        counters.observe_step(step)
+    for num_piggyback in (2, 0, 0):
+        counters.iterations += 1
+        counters.observe_piggyback(num_piggyback)
+    counters.waits = 3
     for num_drafts, num_accepted in ((5, 5), (5, 2), (3, 2), (0, 0)):
         counters.observe_verification(num_drafts, num_accepted)
     for hits in ((64, 0, 128), (0, 192, 0), (64, 0, 0)):
@@ -169,7 +166,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
     assert value("residual_bytes_total", path="streamed") == kv.plan.page_bytes.residual
     assert value("accept_length_count") == 4
     counters.observe_verification(8, 5)
-    counters.observe_step(plan(wait=(0,)))
+    counters.waits += 1
     counters.observe_hits(0, 64, 0)
     counters.observe_kept_anchors(host=0, disk=64)
     kv.residuals.evict([1])

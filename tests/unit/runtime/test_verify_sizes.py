@@ -26,9 +26,9 @@ def servers(draw):
 
 
 @given(servers(), st.integers(0, 64))
-def test_whatever_a_server_verifies_has_a_size_up_to_the_largest(server, num_beside):
+def test_whatever_a_server_verifies_has_a_size_up_to_the_largest(server, num_piggyback):
     max_rows, longest, query_counts, lengths = server
-    sizes = sizes_to_capture(max_rows, longest, query_counts, num_beside)
+    sizes = sizes_to_capture(max_rows, longest, query_counts, num_piggyback)
     size = find_size(sizes, lengths)
     if size is not None:
         assert size.num_tokens >= sum(lengths)
@@ -77,7 +77,7 @@ def test_no_size_is_beyond_what_requests_can_fill():
 
 
 @pytest.mark.parametrize(
-    ("num_verified", "num_beside", "num_tokens"),
+    ("num_verified", "num_piggyback", "num_tokens"),
     [
         (107, 21, 107),
         (108, 21, 128),
@@ -89,6 +89,8 @@ def test_no_size_is_beyond_what_requests_can_fill():
         (112, 150, 128),
     ],
 )
-def test_with_drafts_beside_it_fits_the_products_where_it_can(num_verified, num_beside, num_tokens):
-    sizes = sizes_to_capture(21, 64, [64], num_beside)
+def test_with_drafts_beside_it_fits_the_products_where_it_can(
+    num_verified, num_piggyback, num_tokens
+):
+    sizes = sizes_to_capture(21, 64, [64], num_piggyback)
     assert find_size(sizes, [64, 24, num_verified - 88]) == VerifySize(num_tokens, 64)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvspec_patches import cached_tokens, spec_meta_info
-from sglang_kvspec.adapters import loaded_hits
-from sglang_kvspec.adapters.loaded_hits import LoadedTokens
+from sglang_kvspec.adapters import hit_breakdown
+from sglang_kvspec.adapters.hit_breakdown import LoadedTokens
 from sglang_kvspec.pools.page_sources import Loaded
 
 SIZE = 64
@@ -26,31 +26,31 @@ def request(host=0, storage=0, retracted=False):
 
 def test_tokens_of_pages_that_were_loaded():
     req = request(host=4 * SIZE, storage=5 * SIZE)
-    assert loaded_hits.tokens_of(req) == LoadedTokens()
+    assert hit_breakdown.tokens_of(req) == LoadedTokens()
     loaded = Loaded(9, num_from_disk=3, num_from_remote=2, kept_host=4, kept_disk=1)
-    loaded_hits.note(req, loaded, SIZE)
-    assert loaded_hits.tokens_of(req) == LoadedTokens(2 * SIZE, 4 * SIZE, SIZE)
+    hit_breakdown.note(req, loaded, SIZE)
+    assert hit_breakdown.tokens_of(req) == LoadedTokens(2 * SIZE, 4 * SIZE, SIZE)
 
 
 def test_no_more_is_told_than_sglang_counts():
     req = request(host=SIZE, storage=SIZE)
-    loaded_hits.note(req, Loaded(9, 3, 2, kept_host=4, kept_disk=3), SIZE)
-    assert loaded_hits.tokens_of(req) == LoadedTokens(SIZE, SIZE, 0)
+    hit_breakdown.note(req, Loaded(9, 3, 2, kept_host=4, kept_disk=3), SIZE)
+    assert hit_breakdown.tokens_of(req) == LoadedTokens(SIZE, SIZE, 0)
 
 
 def test_a_retracted_request_has_been_counted():
     req = request(host=SIZE, storage=SIZE, retracted=True)
-    loaded_hits.note(req, Loaded(2, 1, kept_host=1, kept_disk=1), SIZE)
-    assert loaded_hits.tokens_of(req) == LoadedTokens()
+    hit_breakdown.note(req, Loaded(2, 1, kept_host=1, kept_disk=1), SIZE)
+    assert hit_breakdown.tokens_of(req) == LoadedTokens()
 
 
 @pytest.mark.parametrize("remote", [0, 1])
 def test_what_an_answer_says(remote):
     """From the scheduler's hook to that of the process that answers."""
     req = request(host=2 * SIZE, storage=3 * SIZE)
-    loaded_hits.note(req, Loaded(5, 3 - remote, remote, kept_host=1, kept_disk=2), SIZE)
+    hit_breakdown.note(req, Loaded(5, 3 - remote, remote, kept_host=1, kept_disk=2), SIZE)
     for _ in range(remote):
-        loaded_hits.note_drafts(req, 1)
+        hit_breakdown.note_drafts(req, 1)
     told = {"device": SIZE, "host": 2 * SIZE, "storage": 3 * SIZE}
     details = cached_tokens.hook(told, None, req)
     assert spec_meta_info._hits([None, details], 1) == {

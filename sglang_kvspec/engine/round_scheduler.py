@@ -1,17 +1,18 @@
-"""How many drafts each request adds in a round, the same on every rank."""
+"""Rounds: all requests draft, then verify together."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN, MOST_AUTO_DRAFTS, KVSpecConfig
+from sglang_kvspec.engine.residual_planner import ResidualPlanner
+from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.planning.link_rounds import LinkShare, plan_turns, share_of_speed
 from sglang_kvspec.planning.round_clock import RoundClock
-from sglang_kvspec.planning.round_step import RoundBudget
+from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.round_stepper import RoundStepper
 
 PPM = 1_000_000
 # Drafts of the first round, before anything was measured.
@@ -21,23 +22,39 @@ FIRST_DRAFT_LEN = 8
 LATE_STEPS = 4
 
 
-class RoundLengths:
-    """By what `clock` measured of earlier rounds."""
+class RoundScheduler:
+    """All requests draft, then all verify whose residuals can be there.
+
+    draft_len auto: each round's lengths are those with the most expected tokens a second, by every
+    request's acceptance so far and by what rounds took. Greedy requests that do not verify
+    piggyback a draft where that is worth its price.
+    """
+
+    piggybacks_sampled = False
 
     def __init__(
-        self, config: KVSpecConfig, clock: RoundClock, stepper: RoundStepper, ranks: Ranks
+        self,
+        config: KVSpecConfig,
+        clock: RoundClock,
+        planner: ResidualPlanner,
+        ranks: Ranks,
+        plain_steps: int = 0,
     ) -> None:
+        """plain_steps: most tokens that a round without drafts takes at once, 0 where every token
+        is verified."""
         self._config, self._clock = config, clock
-        self._stepper, self._ranks = stepper, ranks
+        self._planner, self._ranks = planner, ranks
         self._last: tuple[list[RoundRequest], RoundCost] | None = None
         # As last planned: expected tokens that a draft is to be worth, in millionths; most drafts.
         self._price_ppm = 0
         self._longest = config.max_draft_len
+        self._plain_steps = plain_steps
+        self._last_lens: list[int] = []
 
     @property
     def link_share(self) -> LinkShare | None:
         """What the link lets the requests of the last round reach; None where nothing moves."""
-        room = self._stepper.room()
+        room = self._planner.room()
         return None if room is None or self._last is None else share_of_speed(*self._last, *room)
 
     def plan(
@@ -45,13 +62,11 @@ class RoundLengths:
         states: Sequence[RequestState],
         late: Collection[int] = (),
         num_drafts: Sequence[int] | None = None,
-    ) -> tuple[list[int], RoundBudget]:
-        """Drafts that each request adds to those it has, and what the link moves meanwhile. late:
-        requests whose residuals are still on the network, which draft along up to their caps and
-        have no say in how much the others do. num_drafts: drafts that each will have when the round
-        begins, those it has now unless given."""
+    ) -> RoundSchedule:
+        """Plan as VerifyScheduler says. Late requests draft along up to their caps, and have no say
+        in how much the others draft."""
         have = [len(state.drafts) for state in states] if num_drafts is None else num_drafts
-        turns = self._stepper.turns()
+        turns = self._planner.turns()
         self._longest = self._config.max_draft_len
         if self._config.draft_len == AUTO_DRAFT_LEN and turns is None:
             # There is no fetch that more of them would share.
@@ -81,21 +96,34 @@ class RoundLengths:
             chosen = dict(zip(ready, best, strict=True))
             steps = max([LATE_STEPS, *chosen.values()])
             lens = [chosen.get(i, min(steps, room)) for i, room in enumerate(rooms)]
-        budget = self._stepper.budget(lens, cost)
+        budget = self._planner.budget(lens, cost)
         # Ranks measure different times and must do the same.
         *lens, drafting_pages, round_pages, self._price_ppm = self._ranks.numbers(
             [*lens, budget.drafting_pages, budget.round_pages, price_ppm],
             about=[(state.rid, state.committed_len) for state in states],
         )
-        return lens, RoundBudget(drafting_pages, round_pages)
+        self._last_lens = lens
+        return RoundSchedule(lens, RoundBudget(drafting_pages, round_pages))
 
-    def pays(self, state: RequestState, num_drafts: int) -> bool:
-        """Whether a request that has so many drafts in the planned round, and does not verify then,
-        is to draft once more beside those who do."""
+    def piggybacks(self, state: RequestState, num_drafts: int) -> bool:
+        """Whether one more draft is worth its price in the round that was planned last."""
         if num_drafts >= state.cap_len(self._longest):
             return False
         worth: float = state.acceptance.probability ** (num_drafts + 1)
         return worth * PPM > self._price_ppm
+
+    def seconds_to_next(
+        self, states: Sequence[RequestState], schedule: RoundSchedule | None
+    ) -> list[float]:
+        """Return what the next round costs, the same for all requests."""
+        lens = self._last_lens if schedule is None else schedule.lens
+        if len(lens) != len(states):
+            return [0.0] * len(states)
+        seconds = self._clock.cost(mean_context(states)).seconds(lens)
+        if not any(lens) and self._plain_steps:
+            # As many steps as a round without drafts takes tokens.
+            seconds *= self._plain_steps
+        return [seconds] * len(states)
 
     def _cap(self, state: RequestState, num_drafts: int, *, is_due: bool) -> int:
         """Most drafts it is to have at the end of the round, which it begins with num_drafts.

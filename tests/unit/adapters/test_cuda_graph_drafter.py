@@ -1,4 +1,4 @@
-"""GraphStepper over steps that are not captured: whose drafts follow which token."""
+"""CudaGraphDrafter over steps that are not captured: which token each draft follows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_kvspec.adapters import cuda_graph_drafter
+from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
@@ -40,9 +42,7 @@ class FakeGraphs:
 
 @pytest.fixture
 def drafter(make_device_kv, monkeypatch):
-    from sglang_kvspec.adapters import drafters
-
-    monkeypatch.setattr(drafters, "StepGraphs", FakeGraphs)
+    monkeypatch.setattr(cuda_graph_drafter, "StepGraphs", FakeGraphs)
     makers = ("make_draft_step", "make_target_step", "make_short_target_step")
     attention = SimpleNamespace(**dict.fromkeys(makers), short_steps_differ=True)
     kv = make_device_kv(page_size=SIZE)
@@ -51,34 +51,39 @@ def drafter(make_device_kv, monkeypatch):
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8 * SIZE)),
     )
     chooser = Chooser(0, torch.device("cpu"))
-    return drafters.GraphStepper(runner, None, attention, kv, MAX_STEPS, chooser, Ranks())
+    return cuda_graph_drafter.CudaGraphDrafter(
+        runner, None, attention, kv, MAX_STEPS, chooser, Ranks()
+    )
 
 
 def state_of(pending, committed_len, params=GREEDY):
     return RequestState("r", committed_len, pending, [pending], params, remaining=100)
 
 
+def batch_of(states, pages):
+    return RoundBatch(states, [torch.tensor(ids) for ids in pages], [None] * len(states))
+
+
 @pytest.mark.parametrize("params", [GREEDY, PENALISED], ids=["argmax", "chosen"])
 def test_a_request_that_did_not_verify_drafts_on(drafter, params):
     a, b = state_of(5, 30, params), state_of(20, 3, params)
-    batch = SimpleNamespace(reqs=[SimpleNamespace(grammar=None)] * 2)
-    pages = [torch.tensor([7, 2]), torch.tensor([9])]
+    batch = batch_of([a, b], [[7, 2], [9]])
 
     def draft(*lens):
-        drafted = drafter.draft(batch, [a, b], pages, lens)
+        drafted = drafter.draft(batch, lens)
         if drafted is not None:
             for i, tokens in drafted.deliver().items():
                 [a, b][i].drafts.extend(tokens)
 
     draft(4, 2)
     assert (a.drafts, b.drafts) == ([6, 7, 8, 9], [21, 22])
-    # Only b verified: nothing of it is left but its new pending token.
+    # Only b verified: its new pending token alone remains.
     b.commit([21, 22, 33])
     before = len(drafter._drafts.seen)
     draft(2, 3)
     assert (a.drafts, b.drafts) == ([6, 7, 8, 9, 10, 11], [34, 35, 36])
     seen = drafter._drafts.seen[before:]
-    # b drafts longest and comes first; a goes on from its last draft, in its second page by now.
+    # b drafts longest and comes first; a drafts on from its last draft, in its second page.
     assert [positions for _, positions, _ in seen] == [[6, 34], [7, 35], [8]]
     assert [tokens for tokens, _, _ in seen] == [[33, 9], [34, 10], [35]]
     slots = drafter._kv.window.slots
@@ -91,11 +96,10 @@ def test_a_request_that_did_not_verify_drafts_on(drafter, params):
 
 @pytest.mark.parametrize("length", [1, 3, 4, 9, SIZE])
 def test_the_end_of_a_prompt_is_read_in_few_steps(drafter, length):
-    """Each of its tokens in a place of its own, seeing encoded pages and the tokens before it."""
+    """Each token has a place of its own, and sees encoded pages and the tokens before it."""
     *tail, pending = range(11, 11 + length)
     state = state_of(pending, 2 * SIZE + len(tail))
     state.tail = tail
-    pages = torch.tensor([5, 3, 8])
     replay, seen = drafter._drafts.replay, []
 
     def noted(batch):
@@ -107,7 +111,7 @@ def test_the_end_of_a_prompt_is_read_in_few_steps(drafter, length):
         return logits
 
     drafter._drafts.replay = noted
-    logits = drafter.read_prompt_end(None, state, pages)
+    logits = drafter.read_prompt_end(batch_of([state], [[5, 3, 8]]))
     assert logits.shape == (1, VOCAB)
     assert int(logits.argmax()) == pending + 1
     steps = [range(first, min(first + 4, length)) for first in range(0, length, 4)]
@@ -117,28 +121,28 @@ def test_the_end_of_a_prompt_is_read_in_few_steps(drafter, length):
         ([11 + n for n in step], [2 * SIZE + n for n in step], [slot] * len(step)) for step in steps
     ]
     assert list(drafter._kv.window.slots) == [8]
-    # It drafts on behind its first draft.
+    # The request drafts on behind its first draft.
     state.drafts = [pending + 1]
-    batch = SimpleNamespace(reqs=[SimpleNamespace(grammar=None)])
-    drafted = drafter.draft(batch, [state], [torch.tensor([5, 3, 8, 6])], [2])
+    drafted = drafter.draft(batch_of([state], [[5, 3, 8, 6]]), [2])
     assert drafted.deliver() == {0: [pending + 2, pending + 3]}
     assert drafter._drafts.seen[-2][:2] == ([pending + 1], [2 * SIZE + length])
 
 
-def test_tokens_without_drafts_leave_out_whoever_is_late(drafter):
-    """Its residuals are not all here, and it may have drafts."""
+def test_tokens_without_drafts_leave_out_late_requests(drafter):
+    """Residuals of a late request have yet to come, and it may have drafts."""
     late, ready = state_of(5, 30), state_of(20, 3)
     late.drafts = [6, 7]
-    made, _ = drafter.advance([late, ready], [torch.tensor([7, 2]), torch.tensor([9])], 3, {0})
+    made, _ = drafter.advance(batch_of([late, ready], [[7, 2], [9]]), 3, {0})
     assert made.deliver() == {1: [21, 22, 23]}
     assert list(drafter._kv.window.slots) == [9]
 
 
 def test_tokens_without_drafts_go_on_before_they_are_read(drafter):
-    """On the device alone, from the token and the place to which it has come."""
+    """The device continues alone, from its last token and position."""
     a, b = state_of(5, 2), state_of(20, 33)
-    states, pages = [a, b], [torch.tensor([7]), torch.tensor([9, 4])]
-    made, _ = drafter.advance(states, pages, 4)
+    states = [a, b]
+    batch = batch_of(states, [[7], [9, 4]])
+    made, _ = drafter.advance(batch, 4, ())
     more = drafter.advance_on(made, 3)
     again = drafter.advance_on(more, 2)
     # Read only now.
@@ -150,8 +154,8 @@ def test_tokens_without_drafts_go_on_before_they_are_read(drafter):
     assert [tokens for tokens, _, _ in seen] == [[5 + step, 20 + step] for step in range(9)]
     slots = drafter._kv.window.slots
     assert {tuple(where) for _, _, where in seen} == {(slots.slot_of(7), slots.slot_of(4))}
-    # As if it had been asked of the CPU again.
+    # The CPU continues from the same place.
     for state in states:
         state.commit(list(range(state.pending + 1, state.pending + 10)))
-    made, _ = drafter.advance(states, pages, 1)
+    made, _ = drafter.advance(batch, 1, ())
     assert drafter._short_target.seen[-1][:2] == ([14, 29], [11, 42])

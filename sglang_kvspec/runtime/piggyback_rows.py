@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sglang_kvspec.runtime.draft_rows import DraftRows
-from sglang_kvspec.runtime.forward_plan import Row
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 
 # Requests that draft while others verify: their rows are in every such product of weights.
-MOST_BESIDE = 64
+MOST_PIGGYBACK = 64
 
 
-@dataclass(frozen=True, slots=True)
-class BesideDraft:
-    """A request that drafts once more while others verify. index: in the batch. token: behind which
-    it drafts, unless that is only on the device. row: of this token, a DRAFT."""
-
-    index: int
-    token: int
-    row: Row
-
-
-class BesideRows:
+class PiggybackRows:
     """The tokens of all rows of `drafts`, and behind them the first ones of `verify`: both lie in
     the [2, drafts.max_batch + verify.max_tokens] int64 `tokens`, input ids and positions."""
 

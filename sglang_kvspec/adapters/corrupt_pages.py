@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sglang_kvspec.adapters.requests import fail
 from sglang_kvspec.core.errors import SpoiledResidual
+from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.ranks import Ranks
@@ -17,16 +17,16 @@ from sglang_kvspec.runtime.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 
-class SpoiledPages:
-    """Finds them where `residuals`, those of a KV cache, are checked."""
+class CorruptPageGuard:
+    """Finds such pages where `residuals`, those of a KV cache, are checked."""
 
     def __init__(self, residuals: Any, ranks: Ranks, counters: SpecCounters) -> None:
         self._residuals, self._ranks, self._counters = residuals, ranks, counters
 
     def fails(self, req: Any, pages: torch.Tensor) -> bool:
-        """Fail a request that is about to read these pages' residuals where it cannot read them
-        right; one that prefills, with its last chunk, since SGLang would lose the pages of another.
-        Raises SpoiledResidual where other ranks would go on serving it."""
+        """Fail a request that is about to read residuals of these pages which are corrupt. Return
+        whether it does. A request that prefills fails with its last chunk, since SGLang would lose
+        the pages of another. Raises SpoiledResidual where other ranks would go on serving it."""
         residuals = self._residuals
         spoiled = residuals.find_spoiled(pages.tolist()) if residuals.is_checked else []
         if not spoiled:
@@ -44,9 +44,9 @@ class SpoiledPages:
             self._counters.spoiled += 1
         return True
 
-    def drop(self, reqs: Sequence[Any], rows: dict[int, Row]) -> None:
-        """Take verifications out of a forward that cannot read what they need, and fail their
-        requests."""
+    def drop(self, batch: RoundBatch, rows: dict[int, Row]) -> None:
+        """Take the rows of verifications that cannot read what they need out of `rows`, and fail
+        their requests."""
         for i, row in list(rows.items()):
-            if row.kind is RowKind.VERIFY and self.fails(reqs[i], row.pages):
+            if row.kind is RowKind.VERIFY and self.fails(batch.handles[i], row.pages):
                 del rows[i]

@@ -40,14 +40,14 @@ def requests(toy):
 
 
 @pytest.fixture(scope="module")
-def plain(toy, attention_lab, requests):
+def plain(toy, requests):
     known = {}
 
     def decode(name="greedy", lengths=LENGTHS):
         key = (name, *lengths)
         if key not in known:
             every = requests(PARAMS[name], lengths)
-            known[key] = [toy.plain_decode(toy.model, r, attention_lab.dense) for r in every]
+            known[key] = [toy.plain_decode(toy.model, r) for r in every]
         return known[key]
 
     return decode
@@ -146,7 +146,7 @@ def test_seeded_and_penalised_output_is_that_of_plain_decoding(toy, requests, pl
     assert engine.counters.rejected
 
 
-def test_a_cached_prefix_serves_several_requests(toy, attention_lab):
+def test_a_cached_prefix_serves_several_requests(toy):
     rng = torch.Generator().manual_seed(9)
     prefix = torch.randint(toy.vocab, (64,), generator=rng).tolist()
 
@@ -156,7 +156,7 @@ def test_a_cached_prefix_serves_several_requests(toy, attention_lab):
 
     engine = toy.Engine(toy.kv(cache_pages=3), toy.model, KVSpecConfig())
     first, *others = requests()
-    wanted = [toy.plain_decode(toy.model, r, attention_lab.dense) for r in (first, *others)]
+    wanted = [toy.plain_decode(toy.model, r) for r in (first, *others)]
     engine.kept.update(engine.free_pages[-2:])
     served = engine.serve([first])
     for request in others:

@@ -1,33 +1,50 @@
-"""A toy transformer, decoded plainly and by all of runtime/ as the SGLang worker drives it."""
+"""A toy transformer, decoded plainly and by the engine's loop, as a server drives it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.planning.round_step import RoundBudget
-from sglang_kvspec.planning.step import StepPlan
+from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.committer import Committer
+from sglang_kvspec.engine.eager_drafter import EagerDrafter
+from sglang_kvspec.engine.loop import RoundLoop, RoundResult
+from sglang_kvspec.engine.observer import RoundObserver
+from sglang_kvspec.engine.overlap import NoOverlap
+from sglang_kvspec.engine.ports import VerifyScheduler
+from sglang_kvspec.engine.residual_planner import ResidualPlanner
+from sglang_kvspec.engine.row_tokens import row_tokens
+from sglang_kvspec.engine.schedule import RoundSchedule
+from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
+from sglang_kvspec.engine.starter import RoundStarter
+from sglang_kvspec.engine.verifier import Verifier
+from sglang_kvspec.planning.draft_length import DraftCost
+from sglang_kvspec.planning.round_clock import RoundClock
+from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.chooser import Chooser, Verified
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, prefill_row
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import PageKeeper
+from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.round_stepper import RoundStepper
 from sglang_kvspec.runtime.sampling import (
     SamplingParams,
     adjust_logits,
     choose_with_noise,
     distribution,
 )
-from sglang_kvspec.runtime.stepper import Stepper
+from sglang_kvspec.runtime.side_stream import SideStream
 
 # Encoded pages of the longest request, and what it spills into.
 LARGEST_PAGES = 7
@@ -84,7 +101,16 @@ class Output(NamedTuple):
     logits: torch.Tensor
 
 
-def plain_decode(model: ToyModel, request: Request, dense: Callable[..., torch.Tensor]) -> Output:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torch.Tensor:
+    """Causal attention of queries [n, heads, head_dim] at positions first.. over k, v
+    [first + n, num_kv_heads, head_dim], in fp64."""
+    mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(first)
+    parts = (part.double().movedim(0, 1) for part in (q, k, v))
+    out = scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+    return out.movedim(0, 1).to(q.dtype)
+
+
+def plain_decode(model: ToyModel, request: Request) -> Output:
     """One token at a time over a full-precision cache; greedy or seeded."""
     cache = [[torch.empty(0, KV_HEADS, HEAD_DIM)] * 2 for _ in range(LAYERS)]
 
@@ -110,35 +136,112 @@ def plain_decode(model: ToyModel, request: Request, dense: Callable[..., torch.T
     return Output(tokens[len(request.prompt) :], torch.stack(rows))
 
 
+class ToyForward:
+    """The engine's ModelForward over the toy model and the reference attention."""
+
+    def __init__(self, kv: TieredKV, model: ToyModel) -> None:
+        self.attention, self.model = ReferenceAttention(kv), model
+
+    def run(
+        self, batch: RoundBatch, rows: Mapping[int, Row], made: DraftedTokens | None = None
+    ) -> torch.Tensor:
+        assert made is None, "a CPU knows all drafts"
+        return self.run_rows(list(rows.values()), row_tokens(batch.states, rows).tokens)
+
+    def run_rows(self, rows: list[Row], tokens: list[int]) -> torch.Tensor:
+        self.attention.begin(ForwardPlan(tuple(rows)))
+        positions = [p for row in rows for p in range(row.start, row.end)]
+        logits = self.model.logits(
+            tokens, positions, lambda *args: self.attention.forward(*args, HEAD_DIM**-0.5)
+        )
+        self.attention.finish()
+        return logits
+
+
+class NoArrivals:
+    """All residuals are here."""
+
+    may_lack = come_with_requests = False
+
+    def note_verification(self, state: RequestState, num_emitted: int) -> None:
+        pass
+
+
+class NoGuard:
+    """No page is ever corrupt."""
+
+    def drop(self, batch: RoundBatch, rows: dict[int, Row]) -> None:
+        pass
+
+
 class Engine:
-    """Serves requests with at most `max_running` at once; freed pages are reused at once."""
+    """Serves requests with at most `max_running` at once, staggered; freed pages are reused."""
 
     def __init__(
         self, kv: TieredKV, model: ToyModel, config: KVSpecConfig, max_running: int = 3
     ) -> None:
-        self.kv, self.model, self.config, self.max_running = kv, model, config, max_running
-        self.attention = ReferenceAttention(kv)
+        self.kv, self.config, self.max_running = kv, config, max_running
+        self.forward = ToyForward(kv, model)
         self.keeper = PageKeeper(kv, config.recent_pages)
-        self.stepper = Stepper(config, kv)
         self.chooser = Chooser(0, torch.device("cpu"))
         self.counters = SpecCounters()
         self.free_pages = list(range(kv.plan.num_pages, 0, -1))
         self.kept: set[int] = set()
+        self.loop = self._loop(ResidualPlanner(kv))
+
+    def _loop(self, planner: ResidualPlanner) -> RoundLoop:
+        ranks, timer = Ranks(), PhaseTimer(self.kv.device)
+        clock = RoundClock(1e-3, 4.0, piggyback=True)
+        scheduler = self._scheduler(planner, ranks)
+        starter = RoundStarter(
+            kv=self.kv,
+            side=SideStream(self.kv.device),
+            drafter=EagerDrafter(self.forward, self.chooser, ranks),
+            planner=planner,
+            arrivals=NoArrivals(),
+        )
+        verifier = Verifier(
+            forward=self.forward,
+            captured=None,
+            scheduler=scheduler,
+            planner=planner,
+            guard=NoGuard(),
+            chooser=self.chooser,
+            ranks=ranks,
+            timer=timer,
+            page_size=self.kv.geometry.page_size,
+            most_piggyback=64,
+        )
+        return RoundLoop(
+            scheduler=scheduler,
+            starter=starter,
+            verifier=verifier,
+            committer=Committer(self.chooser, self.keeper, NoArrivals(), ranks, self.counters),
+            overlap=NoOverlap(),
+            observer=RoundObserver(self.counters, planner.speeds, clock, timer),
+            pages=self.keeper,
+            arrivals=NoArrivals(),
+            chooser=self.chooser,
+            ranks=ranks,
+        )
+
+    def _scheduler(self, planner: ResidualPlanner, ranks: Ranks) -> VerifyScheduler:
+        return StaggeredScheduler(self.config, DraftCost(), planner, ranks)
 
     def serve(self, requests: Sequence[Request], chunk: int = 10**6) -> list[Output]:
         waiting, running = list(requests), []
         while waiting or running:
             while waiting and len(running) < self.max_running:
                 running.append(waiting.pop(0))
-                self._prefill(running[-1], chunk, len(running))
-            self._iterate(running)
+                self._prefill(running[-1], chunk)
+            self._run_round(running)
             for request in [r for r in running if r.state.remaining == 0]:
                 running.remove(request)
                 self._release(request)
             self.kv.check_integrity()
         return [Output(r.state.output, torch.stack(r.logits)) for r in requests]
 
-    def _prefill(self, request: Request, chunk: int, num_running: int) -> None:
+    def _prefill(self, request: Request, chunk: int) -> None:
         """Pages the request brings hold the start of its prompt already."""
         size = self.kv.geometry.page_size
         self.kept.update(request.pages)
@@ -148,12 +251,12 @@ class Engine:
             pages = self._pages(request, start + length)
             recent = self.config.recent_pages
             row = prefill_row(start, length, pages, page_size=size, recent_pages=recent)
-            logits = self._forward([row], request.prompt[start : row.end])
+            logits = self.forward.run_rows([row], request.prompt[start : row.end])
             self.keeper.commit(row.pages, row.start, row.end)
             start = row.end
         (first,) = request.take(self.chooser.first(logits[-1:], request.params, (), start, None))
         request.state = RequestState(
-            rid="",
+            rid=str(id(request)),
             committed_len=start,
             pending=first,
             output=[first],
@@ -161,52 +264,22 @@ class Engine:
             remaining=request.num_new - 1,
         )
 
-    def _iterate(self, running: list[Request]) -> None:
+    def _run_round(self, running: list[Request]) -> RoundResult:
         states = [r.state for r in running]
-        pages = [self._pages(r, r.state.committed_len) for r in running]
-        plan = self.stepper.plan(states, pages)
-        rows = {i: self._row(plan, i, r) for i, r in enumerate(running) if i not in plan.wait}
-        tokens = []
-        for i, row in rows.items():
-            s = states[i]
-            tokens += [s.last_token] if row.kind is RowKind.DRAFT else [s.pending, *s.drafts]
-        logits = self._forward(list(rows.values()), tokens) if rows else torch.empty(0)
-        spans = logits.split([row.length for row in rows.values()])
-        for (i, row), part in zip(rows.items(), spans, strict=True):
-            if row.kind is RowKind.DRAFT:
-                self.chooser.draft(states[i], part, None)
-            else:
-                self._verify(running[i], row, part)
-        self.counters.observe_step(plan)
-
-    def _verify(self, request: Request, row: Row, logits: torch.Tensor) -> None:
-        state = request.state
-        num_drafts, before = len(state.drafts), state.committed_len
-        emitted = request.take(self.chooser.verify(state, logits, None))
-        self.counters.observe_verification(num_drafts, len(emitted) - 1)
-        assert emitted, "output differs in length: the logits allow no choice"
-        state.commit(emitted)
-        assert not state.drafts, "a verification left drafts behind"
-        assert state.committed_len == len(request.prompt) + len(state.output) - 1
-        self.keeper.commit(row.pages, before, state.committed_len)
-
-    def _row(self, plan: StepPlan, index: int, request: Request) -> Row:
-        state = request.state
-        if index in plan.draft:
-            pages = self._pages(request, state.next_position + 1)
-            return Row(RowKind.DRAFT, state.next_position, 1, pages)
-        length = len(state.drafts) + 1
-        pages = self._pages(request, state.committed_len + length)
-        return Row(RowKind.VERIFY, state.committed_len, length, pages)
-
-    def _forward(self, rows: list[Row], tokens: list[int]) -> torch.Tensor:
-        self.attention.begin(ForwardPlan(tuple(rows)))
-        positions = [p for row in rows for p in range(row.start, row.end)]
-        logits = self.model.logits(
-            tokens, positions, lambda *args: self.attention.forward(*args, HEAD_DIM**-0.5)
-        )
-        self.attention.finish()
-        return logits
+        # As far as the drafts of a round go.
+        most = [s.next_position + s.cap_len(self.config.max_draft_len) + 1 for s in states]
+        ends = [min(end, len(r.prompt) + r.num_new) for r, end in zip(running, most, strict=True)]
+        pages = [self._pages(r, end) for r, end in zip(running, ends, strict=True)]
+        batch = RoundBatch(states, pages, running, wants_logprobs=True)
+        done = self.loop.run_round(batch)
+        for request, entry in zip(running, done.emitted, strict=True):
+            if entry is not None:
+                assert entry.tokens, "output differs in length: the logits allow no choice"
+                request.take(entry)
+                state = request.state
+                assert not state.drafts, "a verification left drafts behind"
+                assert state.committed_len == len(request.prompt) + len(state.output) - 1
+        return done
 
     def _pages(self, request: Request, num_tokens: int) -> torch.Tensor:
         needed = -(-num_tokens // self.kv.geometry.page_size)
@@ -223,49 +296,42 @@ class Engine:
         self.free_pages += gone
 
 
+class FixedRounds:
+    """Up to five drafts a round; the link moves `link_pages` while they are made."""
+
+    piggybacks_sampled = False
+    link_share = None
+
+    def __init__(self, most: int, link_pages: int) -> None:
+        self._most = most
+        self._budget = RoundBudget(link_pages, 2 * link_pages)
+
+    def plan(self, states, late=(), num_drafts=None) -> RoundSchedule:
+        lens = [max(0, min(5, s.cap_len(self._most) - len(s.drafts))) for s in states]
+        return RoundSchedule(lens, self._budget)
+
+    def piggybacks(self, state: RequestState, num_drafts: int) -> bool:
+        return False
+
+
 class RoundEngine(Engine):
     """The same in rounds, whose link moves `link_pages` while a round drafts."""
 
     def __init__(self, *args, link_pages: int = 2, **options) -> None:
-        super().__init__(*args, **options)
-        self.rounds = RoundStepper(self.kv)
         self.link_pages = link_pages
         self.num_waited = 0
+        super().__init__(*args, **options)
 
-    def _prefill(self, request: Request, chunk: int, num_running: int) -> None:
-        super()._prefill(request, chunk, num_running)
-        request.state.rid = str(id(request))
+    def _scheduler(self, planner: ResidualPlanner, ranks: Ranks) -> VerifyScheduler:
+        return FixedRounds(min(self.config.max_draft_len, 7), self.link_pages)
 
-    def _iterate(self, running: list[Request]) -> None:
-        states = [r.state for r in running]
-        most = min(self.config.max_draft_len, 7)
-        lens = [max(0, min(5, state.cap_len(most) - len(state.drafts))) for state in states]
-        ends = [s.next_position + n + 1 for s, n in zip(states, lens, strict=True)]
-        pages = [self._pages(r, end) for r, end in zip(running, ends, strict=True)]
-        budget = RoundBudget(self.link_pages, 2 * self.link_pages)
-        plan = self.rounds.plan(states, pages, lens, budget)
-        for step in range(max(lens)):
-            going = [i for i, n in enumerate(lens) if n > step]
-            rows = [Row(RowKind.DRAFT, states[i].next_position, 1, pages[i]) for i in going]
-            logits = self._forward(rows, [states[i].last_token for i in going])
-            for i, part in zip(going, logits, strict=True):
-                self.chooser.draft(states[i], part[None], None)
-        self.rounds.await_fetches(plan, pages)
+    def _run_round(self, running: list[Request]) -> RoundResult:
         before = self.kv.residuals.bytes_streamed
-        self.num_waited += len(running) - len(plan.verify)
-        rows = [
-            Row(RowKind.VERIFY, states[i].committed_len, len(states[i].drafts) + 1, pages[i])
-            for i in plan.verify
-        ]
-        tokens = [t for i in plan.verify for t in (states[i].pending, *states[i].drafts)]
-        if not rows:
-            return
-        logits = self._forward(rows, tokens)
+        done = super()._run_round(running)
         if self.kv.plan.cache_pages >= LARGEST_PAGES:
             assert self.kv.residuals.bytes_streamed == before, "a page was not fetched as planned"
-        spans = logits.split([row.length for row in rows])
-        for i, row, part in zip(plan.verify, rows, spans, strict=True):
-            self._verify(running[i], row, part)
+        self.num_waited += sum(entry is None for entry in done.emitted)
+        return done
 
 
 def assert_same_output(served: Sequence[Output], plain: Sequence[Output]) -> None:

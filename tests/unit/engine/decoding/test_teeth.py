@@ -15,7 +15,7 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 
 @pytest.fixture(scope="module")
-def serve_and_compare(toy, attention_lab):
+def serve_and_compare(toy):
     """Serve a few greedy requests, whose pages are reused, and compare with plain decoding."""
 
     def requests():
@@ -26,7 +26,7 @@ def serve_and_compare(toy, attention_lab):
             for n, new in lengths
         ]
 
-    plain = [toy.plain_decode(toy.model, r, attention_lab.dense) for r in requests()]
+    plain = [toy.plain_decode(toy.model, r) for r in requests()]
 
     def run(target="exact"):
         engine = toy.Engine(toy.kv(target=target), toy.model, KVSpecConfig(target=target))

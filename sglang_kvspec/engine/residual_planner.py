@@ -1,4 +1,4 @@
-"""Feeds the pure planner of rounds with what requests and pools look like, and moves pages."""
+"""Which requests verify at the end of a round, by where their residuals are; and page copies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from sglang_kvspec.planning.link_rounds import Turns
-from sglang_kvspec.planning.round_step import RoundBudget, RoundPlan, RoundPlanner, RoundView
+from sglang_kvspec.planning.round_plan import CacheView, RoundBudget, RoundPlan, RoundView
+from sglang_kvspec.planning.round_step import RoundPlanner
 from sglang_kvspec.planning.rounds import RoundCost
-from sglang_kvspec.planning.step import CacheView
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.request_state import RequestState
@@ -19,8 +19,8 @@ from sglang_kvspec.runtime.speeds import Speeds
 IN_CACHE = (ResidualState.RESIDENT, ResidualState.FETCHING)
 
 
-class RoundStepper:
-    """Decides who verifies at the end of each round, and starts the copies that this needs."""
+class ResidualPlanner:
+    """Decides which requests verify, and starts the page copies that this needs."""
 
     def __init__(self, kv: KVTiers) -> None:
         self._kv = kv
@@ -33,24 +33,27 @@ class RoundStepper:
         pages: Sequence[torch.Tensor],
         lens: Sequence[int],
         budget: RoundBudget,
-        late: Collection[int] = (),
+        held: Collection[int] = (),
         *,
+        drafts: bool,
         starts_ahead: bool = True,
     ) -> RoundPlan:
         """Plan a round in which request i adds lens[i] drafts, and start to move pages for it.
 
-        pages: page ids of each request from position 0 on, at least of its verified tokens. late:
-        as find_late() says. starts_ahead: as fetch_ahead() does, which otherwise is to follow.
+        pages: page ids of each request from position 0 on, at least of its verified tokens. held:
+        requests that do not verify in this round whatever is in the cache, those of find_late()
+        among them. drafts: whether any request drafts before the round's verifications or, if there
+        are none, in their place. starts_ahead: fetch_ahead() is called, too, and not to follow.
         """
         residuals = self._kv.residuals
         residuals.finish_fetches()
         spills = [self._spill(state, n) for state, n in zip(states, lens, strict=True)]
         if self._nothing_can_move(sum(spills)):
-            ready = [i for i in range(len(states)) if i not in late]
+            ready = [i for i in range(len(states)) if i not in held]
             self._planner.all_verify(states[i].rid for i in ready)
             return RoundPlan(tuple(ready))
         views = [
-            self._view(*parts, is_lacking=i in late)
+            self._view(*parts, is_lacking=i in held)
             for i, parts in enumerate(zip(states, pages, spills, strict=True))
         ]
         slots = residuals.cache_slots
@@ -58,7 +61,7 @@ class RoundStepper:
         # The other slots are of pages that land, whose residuals have nowhere else to go.
         num_slots = len(cached) + slots.num_free
         cache = CacheView(num_slots, slots.num_free, cached)
-        plan = self._planner.plan(views, cache, budget, drafts=any(lens))
+        plan = self._planner.plan(views, cache, budget, drafts=drafts)
         residuals.evict(plan.evict)
         residuals.start_fetch(plan.fetch)
         if starts_ahead:
@@ -77,30 +80,35 @@ class RoundStepper:
         pages: Sequence[torch.Tensor],
         lens: Sequence[int],
         budget: RoundBudget,
+        held: Collection[int] = (),
     ) -> RoundPlan:
-        """The same before it is known who stays for the round: requests that have all their tokens
-        are about to leave. A plan for a round that others have come before is to be taken back;
-        once it is known that nobody has, fetch_ahead() follows, which a prefill would wait for."""
+        """Plan a round before the server has said which requests stay for it.
+
+        Requests that have all their tokens are about to leave. If other forwards come first, call
+        cancel(); if none has come, call fetch_ahead(), whose copies a prefill would wait for.
+        """
         going = [i for i, state in enumerate(states) if state.remaining > 0]
         plan = self.plan(
             [states[i] for i in going],
             [pages[i] for i in going],
             [lens[i] for i in going],
             budget,
+            [place for place, i in enumerate(going) if i in held],
+            drafts=any(lens),
             starts_ahead=False,
         )
         return replace(plan, verify=tuple(going[i] for i in plan.verify))
 
-    def take_back(self) -> None:
-        """The round that was planned last does not take place like that. What it has fetched stays
-        in the cache as long as nobody needs its place."""
-        self._planner.take_back()
+    def cancel(self) -> None:
+        """Forget the last plan. Pages that it has fetched stay in the cache until their place is
+        needed."""
+        self._planner.cancel()
 
     def find_late(
         self, states: Sequence[RequestState], pages: Sequence[torch.Tensor]
     ) -> frozenset[int]:
-        """Requests that cannot verify, since another server has yet to send some of their
-        residuals; notes of each that it has waited. pages: as in plan()."""
+        """Return the requests that cannot verify, because another server has yet to send some of
+        their residuals, and mark each as having waited. pages: as in plan()."""
         table = self._kv.residuals.table
         if not table.num_in(ResidualState.IN_FLIGHT):
             return frozenset()
@@ -127,17 +135,20 @@ class RoundStepper:
     def budget(self, lens: Sequence[int], cost: RoundCost) -> RoundBudget:
         """What the link moves in a round that adds such drafts, by what it was seen to move. Ranks
         measure different times: the first one's is to count."""
-        self.speeds.note_fetches()
         drafting_s = cost.step * max(lens, default=0) + cost.row * sum(lens)
-        round_s = cost.seconds(lens)
-        return RoundBudget(int(drafting_s * self._pages_per_s), int(round_s * self._pages_per_s))
+        return RoundBudget(self.pages_in(drafting_s), self.pages_in(cost.seconds(lens)))
+
+    def pages_in(self, seconds: float) -> int:
+        """Residual pages that the link moves in this time, by what it was seen to move."""
+        self.speeds.note_fetches()
+        return int(seconds * self._pages_per_s)
 
     @property
     def _pages_per_s(self) -> float:
         return self.speeds.link_bytes_per_s / self._kv.plan.page_bytes.residual
 
     def await_fetches(self, plan: RoundPlan, pages: Sequence[torch.Tensor]) -> None:
-        """What is enqueued from now on follows the fetches of requests that verify. pages: as in
+        """Let what is enqueued from now on follow the fetches of requests that verify. pages: as in
         plan()."""
         self._kv.await_residuals(page for i in plan.verify for page in pages[i].tolist())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sglang_kvspec.planning.round_step import RoundPlan
+from sglang_kvspec.planning.round_plan import RoundPlan
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.request_state import RequestState
@@ -15,20 +15,24 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 @dataclass(slots=True)
 class StartedRound:
-    """Request i is states[i] and drafts lens[i] tokens more. timer: runs while it does. begun_at:
-    time.perf_counter() when the device was first told of its steps. between_s: for which it had
-    waited for that since the last round, None where that is not known. num_steps: what the timer's
-    seconds are of, also where the requests with the most have left. is_held_up: other forwards came
-    before it could end. plan: who verifies and what is fetched for that, None where everybody does
-    or it is yet to be decided. late: requests that cannot verify whatever the plan, as residuals of
-    theirs are still on the network, by now; lacking: those of which that was so when it began.
-    num_verified: of a round that is over, drafts that each request had verified; num_beside:
-    requests that drafted once more meanwhile; ends_prompts: more than drafts were verified, of
-    requests that had started on anchors.
+    """Request i is states[i] and adds lens[i] drafts.
 
-    is_plain: it takes tokens at the target precision instead. made: tokens that are still on the
-    device only. logits: of a plain round whose one token is to be chosen from them, a row for each
+    timer: runs while the round drafts. begun_at: time.perf_counter() when the device was first told
+    of its steps. between_s: seconds since the last round for which the device had waited for that,
+    None where they are not known. num_steps: what the timer's seconds are of, also where the
+    requests with the most drafts have left. is_held_up: other forwards came before its end.
+    plan: which requests verify and what is fetched for that; None where all do, or that is yet to
+    be decided. late: requests that cannot verify whatever the plan, as residuals of theirs are
+    still on the network, by now; lacking: those of which that was so when the round began. held:
+    those that the schedule keeps from verifying.
+
+    is_plain: the round takes tokens at the target precision instead. made: tokens that only the
+    device knows. logits: of a plain round whose one token is to be chosen from them, a row for each
     of made.order.
+
+    Of a round that is over: num_verified: drafts that each request had verified; num_piggyback:
+    requests that drafted in the forward of others; ends_prompts: more than drafts were verified, of
+    requests that had started on anchors; enqueue_s: from begun_at until all was enqueued.
     """
 
     states: Sequence[RequestState]
@@ -44,8 +48,10 @@ class StartedRound:
     plan: RoundPlan | None = None
     late: frozenset[int] = frozenset()
     lacking: frozenset[int] = frozenset()
+    held: frozenset[int] = frozenset()
     num_verified: list[int] = field(default_factory=list)
-    num_beside: int = 0
+    num_piggyback: int = 0
+    enqueue_s: float = 0.0
     ends_prompts: bool = False
     _step_s: float | None = None
 
@@ -56,11 +62,11 @@ class StartedRound:
     def verify(self) -> Sequence[int]:
         """Requests that verify at the end."""
         planned = range(len(self.states)) if self.plan is None else self.plan.verify
-        return [i for i in planned if i not in self.late]
+        return [i for i in planned if i not in self.late and i not in self.held]
 
     @property
     def is_idle(self) -> bool:
-        """Nobody drafts in it, and nobody can verify."""
+        """Whether no request drafts in it, and none can verify."""
         return not self.is_plain and not any(self.lens) and not self.verify
 
     def steps_on(self, page_size: int, most: int) -> int:
@@ -124,6 +130,7 @@ class StartedRound:
             plan = replace(plan, verify=tuple(verify)) if verify or not plan.verify else None
         none: frozenset[int] = frozenset()
         lacking = frozenset(now for before, now in places.items() if before in self.lacking)
+        held = frozenset(now for before, now in places.items() if before in self.held)
         return replace(
             self,
             states=states,
@@ -132,5 +139,6 @@ class StartedRound:
             plan=plan,
             late=none,
             lacking=lacking,
+            held=held,
             num_verified=[],
         )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvspec.adapters.grammar import mask_after, masks_along
+from sglang_kvspec.runtime.grammar import mask_after, masks_along
 
 VOCAB = 5
 EVERY_TOKEN = [True] * VOCAB

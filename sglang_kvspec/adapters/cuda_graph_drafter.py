@@ -1,4 +1,4 @@
-"""How a round's steps are made: forward by forward, or by replaying CUDA graphs."""
+"""Drafts, and tokens without drafts, by replaying CUDA graphs of one step."""
 
 from __future__ import annotations
 
@@ -11,82 +11,30 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
-from sglang_kvspec.adapters.grammar import mask_after
-from sglang_kvspec.adapters.requests import takes_argmax
 from sglang_kvspec.adapters.step_graphs import StepGraphs
+from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts, target_row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
-from sglang_kvspec.runtime.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
 # Tokens a request takes at once where nobody drafts: what one step's requests wait for each other
 # for, and what one that ends in between computes in vain.
 PLAIN_STEPS = 8
-# As few that are worth an iteration of SGLang's, which has to keep up with the device.
-LEAST_STEPS_ON = PLAIN_STEPS // 2
 # Contexts of a batch that are read in less time than FlashInfer's kernels, ours for the tail, and
 # one to merge both take to start.
 SHORT_TOKENS = 24576
 
 
-class EagerDrafter:
-    """One ragged forward a step, through the worker that owns this drafter."""
+class CudaGraphDrafter:
+    """The engine's Drafter and PlainSteps on a GPU: replays captured steps.
 
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-
-    def draft(
-        self,
-        batch: Any,
-        states: Sequence[RequestState],
-        pages: Sequence[torch.Tensor],
-        lens: Sequence[int],
-    ) -> None:
-        worker = self._worker
-        for step in range(max(lens)):
-            rows = {
-                i: Row(RowKind.DRAFT, state.next_position, 1, pages[i])
-                for i, state in enumerate(states)
-                if lens[i] > step
-            }
-            for i, logits in zip(rows, self._logits(batch, states, rows), strict=True):
-                mask = mask_after(batch.reqs[i].grammar, states[i].drafts, logits[None])
-                worker.chooser.draft(states[i], logits[None], mask)
-                worker._note_draft(batch.reqs[i], states[i])
-            agree_on_drafts(worker.ranks, [states[i] for i in rows])
-
-    def read_prompt_end(self, batch: Any, state: RequestState, pages: torch.Tensor) -> torch.Tensor:
-        """As GraphStepper's."""
-        start, length = state.verified_len, len(state.undrafted)
-        row = Row(RowKind.DRAFT, start, length, pages)
-        return self._logits(batch, [state], {0: row})[-1:]
-
-    def _logits(
-        self, batch: Any, states: Sequence[RequestState], rows: dict[int, Row]
-    ) -> torch.Tensor:
-        """Of every token of these rows, [num_tokens, vocab]. Leaves the batch as it is."""
-        worker = self._worker
-        kept = {name: getattr(batch, name) for name in worker.FORWARD_FIELDS}
-        result = worker._forward(
-            ForwardPlan(tuple(rows.values())),
-            forward_batch=worker._ragged_batch(batch, states, rows),
-        )
-        for name, value in kept.items():
-            setattr(batch, name, value)
-        return result.logits_output.next_token_logits  # type: ignore[no-any-return]
-
-
-class GraphStepper:
-    """Replays captured steps: drafts, and tokens at the target precision where drafts do not pay.
-
-    For requests that take the largest logit nothing waits for the GPU, not even at the end. Calls
-    enqueue on the current stream.
+    For greedy requests the CPU never waits for the GPU. Calls enqueue on the current stream.
     """
 
     def __init__(
@@ -134,15 +82,10 @@ class GraphStepper:
             self.empty_step_s * 1e3,
         )
 
-    def draft(
-        self,
-        batch: Any,
-        states: Sequence[RequestState],
-        pages: Sequence[torch.Tensor],
-        lens: Sequence[int],
-    ) -> DraftedTokens | None:
-        """Make lens[i] drafts for states[i]; append them, or return them where they are not known
-        yet. pages[i]: page ids on the CPU, up to the last draft's and the token after it."""
+    def draft(self, batch: RoundBatch, lens: Sequence[int]) -> DraftedTokens | None:
+        """Make lens[i] drafts for request i; append them, or return them where only the device
+        knows them."""
+        states, pages = batch.states, batch.pages
         assert self._drafts is not None, "the server was started without drafting"
         order = _longest_first(lens)
         for i in order:
@@ -155,7 +98,7 @@ class GraphStepper:
                 for i, (token, position) in zip(order, starts, strict=True)
             ]
         )
-        if all(takes_argmax(batch.reqs[i], states[i]) for i in order):
+        if all(states[i].is_greedy for i in order):
             for step in range(max(lens)):
                 self._drafts.replay(sum(lens[i] > step for i in order))
             return DraftedTokens(self._made(max(lens), len(order)), order, lens)
@@ -163,21 +106,21 @@ class GraphStepper:
             going = [i for i in order if lens[i] > step]
             logits = self._drafts.replay(len(going))[: len(going)]
             for i, row in zip(going, logits, strict=True):
-                mask = mask_after(batch.reqs[i].grammar, states[i].drafts, row[None])
+                mask = mask_after(states[i].grammar, states[i].drafts, row[None])
                 self._chooser.draft(states[i], row[None], mask)
             agree_on_drafts(self._ranks, [states[i] for i in going])
             self._rows.override([states[i].last_token for i in going])
         return None
 
-    def read_prompt_end(self, batch: Any, state: RequestState, pages: torch.Tensor) -> torch.Tensor:
-        """Of a request that starts on anchors: let the tokens of its prompt that have no KV have
-        some that drafts may read. Returns the logits [1, vocab] of its first draft. pages: page ids
-        on the CPU, up to the last of these tokens'. What draft() returned before is overwritten.
+    def read_prompt_end(self, batch: RoundBatch) -> torch.Tensor:
+        """Give the tail of the prompt of the batch's only request KV that drafts may read. Return
+        the logits [1, vocab] of its first draft. Overwrites what draft() returned before.
 
         Each token is a row of its own, as many in a step as that has rows, so that this takes few
         steps: the layers write KV of all rows before they attend.
         """
         assert self._drafts is not None, "the server was started without drafting"
+        (state,), (pages,) = batch.states, batch.pages
         start, tokens = state.verified_len, state.undrafted
         open_for_drafts(self._kv, start, pages, len(tokens) - 1)
         most = self._rows.max_batch
@@ -193,23 +136,19 @@ class GraphStepper:
         return logits[len(part) - 1 : len(part)]
 
     def advance(
-        self,
-        states: Sequence[RequestState],
-        pages: Sequence[torch.Tensor],
-        max_steps: int,
-        late: Collection[int] = (),
+        self, batch: RoundBatch, max_steps: int, skipped: Collection[int]
     ) -> tuple[DraftedTokens, torch.Tensor]:
         """Let every request take up to max_steps tokens, each the most likely one, but for those
-        that are late, whose residuals are not all here: some other has tokens left to take.
-        pages[i]: page ids on the CPU, up to the last token's.
+        that are skipped. Some request that is not has tokens left to take.
 
         Returns the tokens and the logits of the last step, whose first rows are those of the
         tokens' order.
         """
+        states, pages = batch.states, batch.pages
         size = self._kv.geometry.page_size
         counts = []
         for i, state in enumerate(states):
-            count = 0 if i in late else max(min(max_steps, state.remaining), 0)
+            count = 0 if i in skipped else max(min(max_steps, state.remaining), 0)
             if self._kv.codec.target == "int8":
                 # The next page's tokens are to see this one at 8 bits, once it is encoded.
                 count = min(count, size - state.committed_len % size)

@@ -1,0 +1,254 @@
+"""Puts the engine together for one rank of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_kvspec.adapters.allocation_warm_up import warm_up_allocation
+from sglang_kvspec.adapters.arrivals import ServerArrivals
+from sglang_kvspec.adapters.corrupt_pages import CorruptPageGuard
+from sglang_kvspec.adapters.cuda_graph_drafter import PLAIN_STEPS, CudaGraphDrafter
+from sglang_kvspec.adapters.forward_capture import ForwardCapture
+from sglang_kvspec.adapters.page_table import PageTable
+from sglang_kvspec.adapters.ragged_forward import RaggedForward
+from sglang_kvspec.adapters.transfer.apart import Apart
+from sglang_kvspec.adapters.verify_graphs import VerifyGraphs, sizes_of
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.engine.committer import Committer
+from sglang_kvspec.engine.eager_drafter import EagerDrafter
+from sglang_kvspec.engine.loop import RoundLoop
+from sglang_kvspec.engine.observer import RoundObserver
+from sglang_kvspec.engine.overlap import NoOverlap, Overlap, OverlappedRounds
+from sglang_kvspec.engine.ports import CapturedVerify, VerifyScheduler
+from sglang_kvspec.engine.residual_planner import ResidualPlanner
+from sglang_kvspec.engine.round_scheduler import RoundScheduler
+from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
+from sglang_kvspec.engine.starter import RoundStarter
+from sglang_kvspec.engine.verifier import Verifier
+from sglang_kvspec.planning.draft_length import DraftCost
+from sglang_kvspec.planning.round_clock import RoundClock
+from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.runtime.chooser import Chooser
+from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.metrics import SpecCounters
+from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
+from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.runtime.side_stream import SideStream
+
+# Seconds of a draft step, guessed for a machine where none is timed at the start.
+CPU_STEP_S = 1e-3
+
+
+@dataclass(slots=True)
+class WorkerParts:
+    """What prefills and rounds of one rank share. apart: of a prefill or a decode server."""
+
+    config: KVSpecConfig
+    server_args: Any
+    runner: Any
+    pool: Any
+    allocator: Any
+    kv: KVTiers
+    pages: PageKeeper | DevicePageKeeper
+    table: PageTable
+    forward: RaggedForward
+    chooser: Chooser
+    ranks: Ranks
+    counters: SpecCounters
+    guard: CorruptPageGuard
+    apart: Apart | None
+    arrivals: ServerArrivals
+
+
+class Captured(NamedTuple):
+    """What replays forwards. verify: None where the server does not draft."""
+
+    drafter: CudaGraphDrafter
+    verify: CapturedVerify | None
+
+
+def share_parts(
+    config: KVSpecConfig,
+    server_args: Any,
+    runner: Any,
+    forward: RaggedForward,
+    chooser: Chooser,
+    ranks: Ranks,
+    counters: SpecCounters,
+    req_to_token_pool: Any,
+    allocator: Any,
+) -> WorkerParts:
+    """Make what needs SGLang's pools, once they exist."""
+    pool = allocator.get_kvcache()
+    kv = pool.kv
+    keeper = DevicePageKeeper if isinstance(kv, DeviceKV) else PageKeeper
+    pages: DevicePageKeeper | PageKeeper = keeper(kv, config.recent_pages)
+    pool.keeper = pages
+    apart = None
+    if server_args.disaggregation_mode != "null":
+        apart = Apart(config, pool, runner, server_args, ranks)
+    return WorkerParts(
+        config=config,
+        server_args=server_args,
+        runner=runner,
+        pool=pool,
+        allocator=allocator,
+        kv=kv,
+        pages=pages,
+        table=PageTable(req_to_token_pool, kv.geometry.page_size),
+        forward=forward,
+        chooser=chooser,
+        ranks=ranks,
+        counters=counters,
+        guard=CorruptPageGuard(kv.residuals, ranks, counters),
+        apart=apart,
+        arrivals=ServerArrivals(pool, None if apart is None else apart.decoding),
+    )
+
+
+def schedule_of(config: KVSpecConfig) -> str:
+    """Return the schedule in effect: rounds or staggered."""
+    return "rounds" if config.schedule == "auto" else config.schedule
+
+
+def build_loop(parts: WorkerParts) -> RoundLoop:
+    """Build the round loop of a rank. On a GPU this captures CUDA graphs."""
+    config, kv, ranks = parts.config, parts.kv, parts.ranks
+    most_piggyback = _most_piggyback(parts)
+    captured = factories.captured(parts, most_piggyback)
+    holds_all = captured is not None and not kv.plan.host_pages
+    plain_steps = min(PLAIN_STEPS, config.max_draft_len + 1) if holds_all else 0
+    clock = _clock(parts, captured, has_plain=holds_all, piggyback=most_piggyback > 0)
+    planner = ResidualPlanner(kv)
+    scheduler = factories.scheduler(parts, clock, planner, plain_steps)
+    timer = PhaseTimer(kv.device)
+    starter = RoundStarter(
+        kv=kv,
+        side=factories.side(kv),
+        drafter=EagerDrafter(parts.forward, parts.chooser, ranks)
+        if captured is None
+        else captured.drafter,
+        planner=planner,
+        arrivals=parts.arrivals,
+        plain=captured.drafter if captured is not None and holds_all else None,
+        plain_steps=plain_steps,
+    )
+    overlap: Overlap = NoOverlap()
+    if captured is not None:
+        overlap = factories.overlap(starter, scheduler, parts.pages, config.max_draft_len)
+    return RoundLoop(
+        scheduler=scheduler,
+        starter=starter,
+        verifier=Verifier(
+            forward=parts.forward,
+            captured=None if captured is None else captured.verify,
+            scheduler=scheduler,
+            planner=planner,
+            guard=parts.guard,
+            chooser=parts.chooser,
+            ranks=ranks,
+            timer=timer,
+            page_size=kv.geometry.page_size,
+            most_piggyback=most_piggyback,
+            drafts_eagerly=not isinstance(kv, DeviceKV),
+        ),
+        committer=Committer(parts.chooser, parts.pages, parts.arrivals, ranks, parts.counters),
+        overlap=overlap,
+        observer=RoundObserver(parts.counters, planner.speeds, clock, timer),
+        pages=parts.pages,
+        arrivals=parts.arrivals,
+        chooser=parts.chooser,
+        ranks=ranks,
+        captures=captured is not None,
+    )
+
+
+def _most_piggyback(parts: WorkerParts) -> int:
+    """Return how many requests may draft in the forward in which others verify."""
+    config, arrivals = parts.config, parts.arrivals
+    # In rounds all verify at once where residuals stay; and a request that came from another
+    # server does not draft for longer than it has to.
+    is_staggered = schedule_of(config) == "staggered"
+    waits = bool(parts.kv.plan.host_pages) and not arrivals.come_with_requests
+    if config.max_draft_len and (is_staggered or waits):
+        return int(min(parts.runner.max_running_requests, MOST_PIGGYBACK))
+    return 0
+
+
+def _clock(
+    parts: WorkerParts, captured: Captured | None, *, has_plain: bool, piggyback: bool
+) -> RoundClock:
+    page = parts.kv.plan.page_bytes
+    both = page.residual if parts.config.target == "exact" else page.anchor + page.residual
+    step_s, row_per_token = CPU_STEP_S, None
+    if captured is not None:
+        step_s = captured.drafter.empty_step_s
+        # Anchors are read about as fast as weights.
+        weights = sum(part.nbytes for part in parts.runner.model.parameters())
+        row_per_token = page.anchor / parts.kv.geometry.page_size * step_s / weights
+    return RoundClock(
+        step_s,
+        both / page.anchor,
+        has_plain=has_plain,
+        row_per_token=row_per_token,
+        piggyback=piggyback,
+    )
+
+
+def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
+    """Capture CUDA graphs on a GPU, after one run of what serving runs."""
+    if not isinstance(parts.kv, DeviceKV):
+        return None
+    runner, attention, longest = parts.runner, parts.forward.attention, parts.config.max_draft_len
+    assert isinstance(attention, DeviceAttention)
+    attention.warm_up(longest)
+    table = runner.req_to_token_pool.req_to_token
+    warm_up_allocation(parts.allocator, table, runner.max_running_requests)
+    if parts.server_args.disaggregation_mode == "prefill":
+        # A prefill server makes no steps.
+        return None
+    sizes = sizes_of(runner, attention, longest, most_piggyback) if longest else ()
+    tokens = [most_piggyback + size.num_tokens for size in sizes]
+    forward = ForwardCapture(runner, max([runner.max_running_requests, *tokens]))
+    drafter = CudaGraphDrafter(
+        runner, forward, attention, parts.kv, longest, parts.chooser, parts.ranks
+    )
+    verify = None
+    if sizes:
+        verify = VerifyGraphs(runner, forward, attention, longest, sizes, most_piggyback)
+    return Captured(drafter, verify)
+
+
+def _scheduler(
+    parts: WorkerParts, clock: RoundClock, planner: ResidualPlanner, plain_steps: int
+) -> VerifyScheduler:
+    config, ranks = parts.config, parts.ranks
+    if schedule_of(config) == "staggered":
+        page = parts.kv.plan.page_bytes
+        cost = DraftCost(draft=page.anchor / page.plain)
+        return StaggeredScheduler(config, cost, planner, ranks)
+    return RoundScheduler(config, clock, planner, ranks, plain_steps)
+
+
+def _side(kv: KVTiers) -> SideStream:
+    return SideStream(torch.device(kv.device))
+
+
+@dataclass(slots=True)
+class Factories:
+    """What makes the parts that differ between machines and schedules; tests inject others."""
+
+    captured: Callable[[WorkerParts, int], Captured | None] = _capture
+    scheduler: Callable[..., VerifyScheduler] = _scheduler
+    side: Callable[[KVTiers], SideStream] = _side
+    overlap: Callable[..., Overlap] = OverlappedRounds
+
+
+factories = Factories()

@@ -1,0 +1,100 @@
+"""Runs the model over rows of any lengths, through SGLang's worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sglang_kvspec.adapters.compat.batches import GenerationBatchResult
+from sglang_kvspec.adapters.compat.forward import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang_kvspec.adapters.spec_inputs import RaggedForwardInput
+from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.row_tokens import row_tokens
+from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row
+
+# What a ragged forward changes of a ScheduleBatch.
+_FIELDS = (
+    *("forward_mode", "input_ids", "out_cache_loc", "req_pool_indices", "seq_lens"),
+    *("seq_lens_cpu", "seq_lens_sum", "spec_info", "return_logprob"),
+)
+
+
+class RaggedForward:
+    """The engine's ModelForward over SGLang's target worker."""
+
+    def __init__(self, target_worker: Any) -> None:
+        self._target_worker = target_worker
+
+    @property
+    def attention(self) -> Any:
+        return self._target_worker.model_runner.attn_backend.attention
+
+    def run(
+        self, batch: RoundBatch, rows: Mapping[int, Row], made: DraftedTokens | None = None
+    ) -> torch.Tensor:
+        """Return logits [num_tokens, vocab] of every token. Leaves SGLang's batch as it was."""
+        source = batch.source
+        kept = {name: getattr(source, name) for name in _FIELDS}
+        forward_batch = self._forward_batch(batch, rows, made)
+        result = self.planned(ForwardPlan(tuple(rows.values())), forward_batch=forward_batch)
+        for name, value in kept.items():
+            setattr(source, name, value)
+        return result.logits_output.next_token_logits  # type: ignore[no-any-return]
+
+    def planned(
+        self, plan: ForwardPlan, *, batch: Any = None, forward_batch: Any = None
+    ) -> GenerationBatchResult:
+        """Run one of SGLang's batches without sampling: logits of a prefill's last tokens, or of
+        every token."""
+        self.attention.begin(plan)
+        result = self._target_worker.forward_batch_generation(
+            batch, forward_batch=forward_batch, is_verify=True
+        )
+        self.attention.finish()
+        return result
+
+    def _forward_batch(
+        self, batch: RoundBatch, rows: Mapping[int, Row], made: DraftedTokens | None
+    ) -> ForwardBatch:
+        """Return a TARGET_VERIFY batch of the rows. Changes SGLang's batch."""
+        source, laid = batch.source, row_tokens(batch.states, rows)
+        device = source.seq_lens.device
+
+        def on_device(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return sent_to(device, torch.as_tensor(values, dtype=dtype))
+
+        taking_part = on_device(list(rows))
+        source.forward_mode = ForwardMode.TARGET_VERIFY
+        source.input_ids = on_device(laid.tokens)
+        if made is not None:
+            made.place(source.input_ids, laid.firsts, laid.lasts)
+        # Where KV goes is the attention backend's to know.
+        source.out_cache_loc = torch.zeros(len(laid.tokens), dtype=torch.int64, device=device)
+        source.req_pool_indices = source.req_pool_indices[taking_part]
+        ends = torch.tensor([row.end for row in rows.values()], dtype=source.seq_lens.dtype)
+        source.seq_lens, source.seq_lens_cpu = on_device(ends, ends.dtype), ends
+        source.seq_lens_sum = int(ends.sum())
+        source.spec_info = RaggedForwardInput(on_device(laid.positions))
+        # Log-probabilities are computed from verified logits, not by the logits processor.
+        source.return_logprob = False
+        forward_batch = ForwardBatch.init_new(
+            source,
+            self._target_worker.model_runner,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+        lengths = [row.length for row in rows.values()]
+        starts = [row.start for row in rows.values()]
+        forward_batch.extend_seq_lens = on_device(lengths, torch.int32)
+        forward_batch.extend_prefix_lens = on_device(starts, torch.int32)
+        forward_batch.extend_seq_lens_cpu = lengths
+        forward_batch.extend_prefix_lens_cpu = starts
+        return forward_batch

@@ -1,0 +1,132 @@
+"""What requests take over of a verification, and of steps without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.ports import Arrivals
+from sglang_kvspec.engine.started_round import StartedRound
+from sglang_kvspec.runtime.chooser import Chooser, Verified
+from sglang_kvspec.runtime.forward_plan import Row, RowKind
+from sglang_kvspec.runtime.grammar import allowed_by, masks_along
+from sglang_kvspec.runtime.metrics import SpecCounters
+from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.ranks import Ranks, agree
+from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.sampling import num_finite
+
+
+class Committer:
+    """Judges drafts by target logits, and commits what they emit: states, pages, counters."""
+
+    def __init__(
+        self,
+        chooser: Chooser,
+        pages: PageKeeper | DevicePageKeeper,
+        arrivals: Arrivals,
+        ranks: Ranks,
+        counters: SpecCounters,
+    ) -> None:
+        self._chooser, self._pages = chooser, pages
+        self._arrivals, self._ranks, self._counters = arrivals, ranks, counters
+
+    @staticmethod
+    def top1(
+        batch: RoundBatch, rows: Mapping[int, Row], logits: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Return the top-1 token of every row of logits, and the bits of its logit as float64, both
+        [num_tokens] int64 on the device, so that one transfer brings them; nothing where no
+        request takes top-1 tokens."""
+        if logits is None or not any(batch.states[i].is_greedy for i in rows):
+            return []
+        largest, tokens = logits.max(-1)
+        return [tokens, largest.double().view(torch.int64)]
+
+    def commit(
+        self,
+        batch: RoundBatch,
+        rows: Mapping[int, Row],
+        logits: torch.Tensor | None,
+        top1: Sequence[torch.Tensor],
+    ) -> list[Verified | None]:
+        """Commit what the requests of `rows` emit by their logits [num_tokens, vocab].
+
+        top1: what top1() says of these logits, on the CPU or not. Returns an entry for every
+        request of the batch: None for one without a row, no tokens for one that cannot go on
+        because its logits allow no choice.
+        """
+        emitted: list[Verified | None] = [None] * len(batch.states)
+        if logits is None:
+            return emitted
+        chosen = self._judge(batch, rows, logits, top1)
+        agreed = agree(self._ranks, [batch.states[i] for i in rows], chosen)
+        for (i, row), verified in zip(rows.items(), agreed, strict=True):
+            assert verified is not None
+            emitted[i] = verified
+            if verified.tokens:
+                self._take_over(batch.states[i], row, verified.tokens)
+        return emitted
+
+    def _judge(
+        self,
+        batch: RoundBatch,
+        rows: Mapping[int, Row],
+        logits: torch.Tensor,
+        top1: Sequence[torch.Tensor],
+    ) -> list[Verified | None]:
+        """Return what each row emits, without committing it."""
+        targets: list[int] = []
+        if top1:
+            targets = top1[0].tolist()
+            largest = top1[1].view(torch.float64)
+        chosen: list[Verified | None] = []
+        first = 0
+        for i, row in rows.items():
+            state = batch.states[i]
+            # What follows a token of the tail is known.
+            span = slice(first + len(state.tail), first + row.length)
+            first = span.stop
+            if state.is_greedy:
+                kept = logits[span] if batch.wants_logprobs else None
+                num_sound = num_finite(largest[span])
+                tokens = self._chooser.judge(state, targets[span], num_sound)
+                chosen.append(Verified(tokens, kept))
+                continue
+            masks = masks_along(state.grammar, state.drafts, logits[span])
+            verified = self._chooser.verify(state, logits[span], allowed_by(masks))
+            if masks is not None:
+                verified = verified._replace(tokens=verified.tokens[: masks.max_tokens])
+            chosen.append(verified)
+        return chosen
+
+    def _take_over(self, state: RequestState, row: Row, tokens: list[int]) -> None:
+        self._counters.observe_verification(len(state.drafts), len(tokens) - 1)
+        before = state.verified_len
+        self._arrivals.note_verification(state, len(tokens))
+        state.commit(tokens)
+        self._pages.commit(row.pages, before, state.committed_len)
+
+    def commit_plain(self, batch: RoundBatch, started: StartedRound) -> list[Verified | None]:
+        """Commit tokens that were not drafted. A request that came meanwhile has none."""
+        made, states = started.made, batch.states
+        assert made is not None
+        if started.logits is not None:
+            rows = {
+                i: Row(RowKind.VERIFY, states[i].committed_len, 1, batch.pages[i])
+                for i in made.order
+            }
+            logits = started.logits[: len(made.order)]
+            return self.commit(batch, rows, logits, self.top1(batch, rows, logits))
+        emitted: list[Verified | None] = [None] * len(states)
+        for i, tokens in made.deliver().items():
+            before = states[i].committed_len
+            for _ in tokens if self._arrivals.come_with_requests else ():
+                self._arrivals.note_verification(states[i], 1)
+            states[i].commit(tokens)
+            self._pages.commit(batch.pages[i], before, states[i].committed_len)
+            self._counters.observe_plain(len(tokens))
+            emitted[i] = Verified(tokens, None)
+        return emitted

@@ -1,0 +1,41 @@
+"""Drafts forward by forward, for a machine that replays no captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.ports import ModelForward
+from sglang_kvspec.runtime.chooser import Chooser
+from sglang_kvspec.runtime.forward_plan import Row, RowKind
+from sglang_kvspec.runtime.grammar import mask_after
+from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+
+
+class EagerDrafter:
+    """One ragged forward a draft step."""
+
+    def __init__(self, forward: ModelForward, chooser: Chooser, ranks: Ranks) -> None:
+        self._forward, self._chooser, self._ranks = forward, chooser, ranks
+
+    def draft(self, batch: RoundBatch, lens: Sequence[int]) -> None:
+        """Append lens[i] drafts to the state of request i."""
+        states = batch.states
+        for step in range(max(lens)):
+            rows = {
+                i: Row(RowKind.DRAFT, state.next_position, 1, batch.pages[i])
+                for i, state in enumerate(states)
+                if lens[i] > step
+            }
+            for i, logits in zip(rows, self._forward.run(batch, rows), strict=True):
+                mask = mask_after(states[i].grammar, states[i].drafts, logits[None])
+                self._chooser.draft(states[i], logits[None], mask)
+            agree_on_drafts(self._ranks, [states[i] for i in rows])
+
+    def read_prompt_end(self, batch: RoundBatch) -> torch.Tensor:
+        """Run the tail of the prompt as one DRAFT row. Return its last logits [1, vocab]."""
+        (state,), (pages,) = batch.states, batch.pages
+        row = Row(RowKind.DRAFT, state.verified_len, len(state.undrafted), pages)
+        return self._forward.run(batch, {0: row})[-1:]

@@ -1,0 +1,153 @@
+"""The loop: plan, draft, verify, commit, launch the next round.
+
+Requests draft on anchors, in steps that need no decision in between. Then some or all of them
+verify in one forward at target precision, and take over what the target agrees with. The schedule
+decides how far each request drafts and which of them verify; a round in which drafts do not pay
+takes tokens at target precision instead. A GPU begins the next round before the server hears of
+this one. The server sees one iteration a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.committer import Committer
+from sglang_kvspec.engine.observer import RoundObserver
+from sglang_kvspec.engine.overlap import Overlap
+from sglang_kvspec.engine.ports import Arrivals, VerifyScheduler
+from sglang_kvspec.engine.round_scheduler import mean_context
+from sglang_kvspec.engine.started_round import StartedRound
+from sglang_kvspec.engine.starter import RoundStarter
+from sglang_kvspec.engine.verifier import Verification, Verifier
+from sglang_kvspec.runtime.chooser import Chooser, Verified
+from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.request_state import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What a round did, by request. emitted: tokens that a request takes over, None for none; an
+    entry without tokens is of a request that cannot go on. num_verified: drafts that were judged;
+    None where tokens were taken without drafts. logits: what the emitted tokens were chosen from,
+    where log-probabilities are asked for. was_captured: all forwards were CUDA graph replays."""
+
+    emitted: Sequence[Verified | None]
+    num_verified: list[int] | None
+    logits: torch.Tensor | None
+    was_captured: bool
+
+
+@dataclass(slots=True)
+class RoundLoop:
+    """captures: whether forwards are CUDA graph replays, as far as captures have room."""
+
+    scheduler: VerifyScheduler
+    starter: RoundStarter
+    verifier: Verifier
+    committer: Committer
+    overlap: Overlap
+    observer: RoundObserver
+    pages: PageKeeper | DevicePageKeeper
+    arrivals: Arrivals
+    chooser: Chooser
+    ranks: Ranks
+    captures: bool = False
+
+    def run_round(self, batch: RoundBatch) -> RoundResult:
+        """Take the batch's requests through one round. Mutates their states."""
+        batch.late = self.starter.planner.find_late(batch.states, batch.pages)
+        started = self.overlap.take(batch)
+        if started is None:
+            schedule = self.scheduler.plan(batch.states, batch.late)
+            started = self.starter.start(batch, schedule)
+        self.starter.side.join()
+        # What was late when an overlapped round began may be here.
+        started.late = batch.late
+        context = mean_context(batch.states)
+        if started.is_plain:
+            return self._take_plain(batch, started, context)
+        return self._verify(batch, started, context)
+
+    def _verify(self, batch: RoundBatch, started: StartedRound, context: float) -> RoundResult:
+        """Verify the drafts of the requests whose turn it is. The CPU enqueues that while the
+        device drafts."""
+        is_idle = started.is_idle
+        done = self.verifier.begin(batch, started)
+        self.overlap.plan_next(batch, done.left)
+        # The device waits from here on, for the next round.
+        self.verifier.receive(batch, done)
+        if self.arrivals.may_lack:
+            self._note_drafts(batch, started, done)
+        emitted = self.committer.commit(batch, done.rows, done.logits, done.top1)
+        self.starter.over_at = time.perf_counter()
+        if is_idle:
+            self.observer.observe_idle(len(batch.states))
+            self.starter.over_at = None
+            self.arrivals.wait()
+        self.overlap.launch(batch)
+        self.pages.flush()
+        if not is_idle:
+            self.observer.observe(started, done, emitted, context)
+        was_captured = self.captures and done.was_captured and not is_idle
+        logits = done.logits if batch.wants_logprobs else None
+        return RoundResult(emitted, started.num_verified, logits, was_captured)
+
+    def _take_plain(self, batch: RoundBatch, started: StartedRound, context: float) -> RoundResult:
+        """Take over tokens at target precision, behind which others may follow at once."""
+        self.overlap.plan_next(batch, None)
+        self.overlap.extend(batch, started)
+        emitted = self.committer.commit_plain(batch, started)
+        self.starter.over_at = time.perf_counter()
+        self.overlap.launch(batch)
+        self.pages.flush()
+        self.observer.observe_plain(started, context)
+        return RoundResult(emitted, None, started.logits, self.captures)
+
+    def _note_drafts(self, batch: RoundBatch, started: StartedRound, done: Verification) -> None:
+        """Tell of drafts that were made while residuals of their requests were on their way."""
+        for i, state in enumerate(batch.states):
+            if started.lens[i]:
+                ages_s, lacks = started.draft_ages_s(i), i in started.lacking
+                self.arrivals.note_drafts(batch, i, ages_s, on_anchors=lacks)
+            if i in done.piggyback:
+                lacks = self.arrivals.is_lacking(state)
+                self.arrivals.note_drafts(batch, i, (0.0,), on_anchors=lacks)
+
+    # Between rounds
+
+    def hold_up(self) -> None:
+        """Let another forward come first, of a prefill, say. It waits for what has begun."""
+        self.overlap.hold_up()
+        self.starter.over_at = None
+
+    def start_on_anchors(self, batch: RoundBatch) -> None:
+        """Make the first draft of the only request, whose prompt's residuals are on their way. That
+        gives the end of the prompt KV which further drafts may read."""
+        self.hold_up()
+        self.overlap.keep_tokens()
+        (state,) = batch.states
+        logits = self.starter.drafter.read_prompt_end(batch)
+        self.chooser.draft(state, logits, mask=None)
+        agree_on_drafts(self.ranks, [state])
+        lacks = self.arrivals.is_lacking(state)
+        self.arrivals.note_drafts(batch, 0, (0.0,), on_anchors=lacks)
+
+    def seconds_to_next(self, states: Sequence[RequestState]) -> list[float]:
+        """Seconds until each request, which has just emitted tokens, is expected to emit more."""
+        return self.scheduler.seconds_to_next(states, self.overlap.next)
+
+    def report(self) -> dict[str, Any]:
+        """Return what the loop has measured, for /server_info."""
+        link = self.scheduler.link_share
+        return {
+            "timing": self.observer.report(),
+            "link": None if link is None else asdict(link),
+            "speeds": self.starter.planner.speeds.report(),
+        }

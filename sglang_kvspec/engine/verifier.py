@@ -1,0 +1,184 @@
+"""Verifies drafts of some requests in one forward, in which other requests may draft once more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.committer import Committer
+from sglang_kvspec.engine.ports import (
+    CapturedVerify,
+    ModelForward,
+    PageGuard,
+    VerifyLogits,
+    VerifyScheduler,
+)
+from sglang_kvspec.engine.residual_planner import ResidualPlanner
+from sglang_kvspec.engine.started_round import StartedRound
+from sglang_kvspec.pools.transfers import received_together
+from sglang_kvspec.runtime.chooser import Chooser
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+from sglang_kvspec.runtime.forward_plan import Row, RowKind
+from sglang_kvspec.runtime.grammar import mask_after
+from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.request_state import RequestState
+
+
+@dataclass(slots=True)
+class Verification:
+    """A forward that was enqueued, and what the CPU does not know yet.
+
+    rows: by request, those that verify. logits [num_tokens, vocab], None where no request verifies.
+    piggyback: rows of other requests that drafted in the same forward, and draft_logits theirs.
+    drafted: drafts that only the device knows. left: drafts that every request has afterwards.
+    was_captured: the forward was a replay.
+    """
+
+    rows: dict[int, Row]
+    piggyback: dict[int, Row] = field(default_factory=dict)
+    logits: torch.Tensor | None = None
+    draft_logits: torch.Tensor | None = None
+    drafted: list[DraftedTokens] = field(default_factory=list)
+    top1: Sequence[torch.Tensor] = ()
+    left: list[int] = field(default_factory=list)
+    was_captured: bool = True
+
+
+@dataclass(slots=True)
+class Verifier:
+    """captured: replays verifications, None where each is a forward of its own. most_piggyback:
+    requests that may draft in the forward in which others verify. drafts_eagerly: whether a forward
+    that is not captured has room for such drafts."""
+
+    forward: ModelForward
+    captured: CapturedVerify | None
+    scheduler: VerifyScheduler
+    planner: ResidualPlanner
+    guard: PageGuard
+    chooser: Chooser
+    ranks: Ranks
+    timer: PhaseTimer
+    page_size: int
+    most_piggyback: int = 0
+    drafts_eagerly: bool = True
+
+    def begin(self, batch: RoundBatch, started: StartedRound) -> Verification:
+        """Enqueue the verifications of a round behind its drafts. Notes in `started` what is
+        verified, and when that was enqueued."""
+        states = batch.states
+        made = started.made
+        num_drafts = [len(state.drafts) for state in states]
+        if made is not None:
+            num_drafts = [n + more for n, more in zip(num_drafts, started.lens, strict=True)]
+        rows = {
+            i: self._verify_row(states[i], num_drafts[i], batch.pages[i]) for i in started.verify
+        }
+        piggyback = self._piggyback_rows(batch, num_drafts, rows) if self.most_piggyback else {}
+        self.guard.drop(batch, rows)
+        started.num_verified = [n if i in rows else 0 for i, n in enumerate(num_drafts)]
+        started.ends_prompts = any(states[i].tail for i in rows)
+        self.timer.start()
+        if started.plan is not None:
+            self.planner.await_fetches(started.plan, batch.pages)
+        self.timer.mark()
+        done = Verification(rows, left=[0 if i in rows else n for i, n in enumerate(num_drafts)])
+        done.drafted = [] if made is None else [made]
+        if rows:
+            self._run(batch, done, made, piggyback)
+            started.num_piggyback = len(done.piggyback)
+        self.timer.mark()
+        started.enqueue_s = time.perf_counter() - started.begun_at
+        done.top1 = Committer.top1(batch, rows, done.logits)
+        return done
+
+    def _run(
+        self,
+        batch: RoundBatch,
+        done: Verification,
+        made: DraftedTokens | None,
+        piggyback: dict[int, Row],
+    ) -> None:
+        """Run the forward, and note in `done` what came of it."""
+        out = None
+        if self.captured is not None:
+            out = self.captured.run(batch, done.rows, made, piggyback)
+        if out is None:
+            done.was_captured = False
+            out = self._run_eagerly(
+                batch, done.rows, made, piggyback if self.drafts_eagerly else {}
+            )
+        done.logits = out.logits
+        if out.drafted is None:
+            return
+        done.piggyback, done.draft_logits = piggyback, out.draft_logits
+        for i in piggyback:
+            done.left[i] += 1
+        # Drafts of other requests are not their most likely tokens, and chosen on the CPU.
+        order = [i if batch.states[i].is_greedy else -1 for i in out.drafted.order]
+        if any(i >= 0 for i in order):
+            tokens = self.ranks.tensor(out.drafted.tokens)
+            done.drafted.append(replace(out.drafted, tokens=tokens, order=order))
+
+    def _run_eagerly(
+        self,
+        batch: RoundBatch,
+        rows: dict[int, Row],
+        made: DraftedTokens | None,
+        piggyback: dict[int, Row],
+    ) -> VerifyLogits:
+        logits = self.forward.run(batch, rows | piggyback, made)
+        if not piggyback:
+            return VerifyLogits(logits)
+        num_tokens = sum(row.length for row in rows.values())
+        behind = logits[num_tokens:]
+        chosen = behind.argmax(-1)[None]
+        drafted = DraftedTokens.of_one_step(chosen, list(piggyback), len(batch.states))
+        return VerifyLogits(logits[:num_tokens], behind, drafted)
+
+    def receive(self, batch: RoundBatch, done: Verification) -> None:
+        """Wait for the device. Append to the states what drafts they have by now."""
+        here = received_together([*(each.tokens for each in done.drafted), *done.top1])
+        for each, tokens in zip(done.drafted, here, strict=False):
+            for i, drafts in each.deliver(tokens).items():
+                batch.states[i].drafts.extend(drafts)
+        done.top1 = here[len(done.drafted) :]
+        sampled = [i for i in done.piggyback if not batch.states[i].is_greedy]
+        if not sampled:
+            return
+        assert done.draft_logits is not None
+        for place, i in enumerate(done.piggyback):
+            if i in sampled:
+                state, logits = batch.states[i], done.draft_logits[place : place + 1]
+                mask = mask_after(state.grammar, state.drafts, logits)
+                self.chooser.draft(state, logits, mask)
+        agree_on_drafts(self.ranks, [batch.states[i] for i in sampled])
+
+    def _piggyback_rows(
+        self, batch: RoundBatch, num_drafts: Sequence[int], rows: Mapping[int, Row]
+    ) -> dict[int, Row]:
+        """Rows of requests that draft once more while others verify, which reads the weights for
+        both: those with the fewest drafts, as many as there is room for."""
+        scheduler = self.scheduler
+        ready = [
+            i
+            for i, state in enumerate(batch.states)
+            if i not in rows
+            and (scheduler.piggybacks_sampled or state.is_greedy)
+            and scheduler.piggybacks(state, num_drafts[i])
+        ]
+        ready = sorted(ready, key=lambda i: num_drafts[i])[: self.most_piggyback]
+        return {
+            i: Row(RowKind.DRAFT, batch.states[i].committed_len + num_drafts[i], 1, batch.pages[i])
+            for i in sorted(ready)
+        }
+
+    def _verify_row(self, state: RequestState, num_drafts: int, pages: torch.Tensor) -> Row:
+        """Row of all tokens without verified KV, behind which the request has so many drafts."""
+        length = len(state.tail) + 1 + num_drafts
+        num_pages = -(-(state.verified_len + length) // self.page_size)
+        return Row(RowKind.VERIFY, state.verified_len, length, pages[:num_pages])
