@@ -18,12 +18,14 @@ from sglang_kvspec.adapters.ragged_forward import RaggedForward
 from sglang_kvspec.adapters.transfer.apart import Apart
 from sglang_kvspec.adapters.verify_graphs import VerifyGraphs, sizes_of
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.seams import DRAFT_VIEWS, DRAFTERS
+from sglang_kvspec.engine.checked_drafter import CheckedDrafter
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.loop import RoundLoop
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap, Overlap, OverlappedRounds
-from sglang_kvspec.engine.ports import CapturedVerify, VerifyScheduler
+from sglang_kvspec.engine.ports import CapturedVerify, Drafter, VerifyScheduler
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.round_scheduler import RoundScheduler
 from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
@@ -35,6 +37,7 @@ from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
@@ -48,7 +51,8 @@ CPU_STEP_S = 1e-3
 
 @dataclass(slots=True)
 class WorkerParts:
-    """What prefills and rounds of one rank share. apart: of a prefill or a decode server."""
+    """What prefills and rounds of one rank share. apart: of a prefill or a decode server. view: of
+    what drafts read, None for all pages."""
 
     config: KVSpecConfig
     server_args: Any
@@ -65,6 +69,7 @@ class WorkerParts:
     guard: CorruptPageGuard
     apart: Apart | None
     arrivals: ServerArrivals
+    view: DraftView | None
 
 
 class Captured(NamedTuple):
@@ -110,6 +115,7 @@ def share_parts(
         guard=CorruptPageGuard(kv.residuals, ranks, counters),
         apart=apart,
         arrivals=ServerArrivals(pool, None if apart is None else apart.decoding),
+        view=_view(config),
     )
 
 
@@ -129,12 +135,16 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
     planner = ResidualPlanner(kv)
     scheduler = factories.scheduler(parts, clock, planner, plain_steps)
     timer = PhaseTimer(kv.device)
+    own: EagerDrafter | CudaGraphDrafter
+    if captured is None:
+        page_size = kv.geometry.page_size
+        own = EagerDrafter(parts.forward, parts.chooser, ranks, page_size, parts.view)
+    else:
+        own = captured.drafter
     starter = RoundStarter(
         kv=kv,
         side=factories.side(kv),
-        drafter=EagerDrafter(parts.forward, parts.chooser, ranks)
-        if captured is None
-        else captured.drafter,
+        drafter=own if config.drafter == "self" else _registered_drafter(parts),
         planner=planner,
         arrivals=parts.arrivals,
         plain=captured.drafter if captured is not None and holds_all else None,
@@ -156,6 +166,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
             ranks=ranks,
             timer=timer,
             page_size=kv.geometry.page_size,
+            view=parts.view,
             most_piggyback=most_piggyback,
             drafts_eagerly=not isinstance(kv, DeviceKV),
         ),
@@ -164,6 +175,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
         observer=RoundObserver(parts.counters, planner.speeds, clock, timer),
         pages=parts.pages,
         arrivals=parts.arrivals,
+        prompt_reader=own,
         chooser=parts.chooser,
         ranks=ranks,
         captures=captured is not None,
@@ -177,7 +189,8 @@ def _most_piggyback(parts: WorkerParts) -> int:
     # server does not draft for longer than it has to.
     is_staggered = schedule_of(config) == "staggered"
     waits = bool(parts.kv.plan.host_pages) and not arrivals.come_with_requests
-    if config.max_draft_len and (is_staggered or waits):
+    # Drafts of others than the model have no KV that one more could read.
+    if config.max_draft_len and config.drafter == "self" and (is_staggered or waits):
         return int(min(parts.runner.max_running_requests, MOST_PIGGYBACK))
     return 0
 
@@ -218,12 +231,22 @@ def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
     tokens = [most_piggyback + size.num_tokens for size in sizes]
     forward = ForwardCapture(runner, max([runner.max_running_requests, *tokens]))
     drafter = CudaGraphDrafter(
-        runner, forward, attention, parts.kv, longest, parts.chooser, parts.ranks
+        runner, forward, attention, parts.kv, longest, parts.chooser, parts.ranks, parts.view
     )
     verify = None
     if sizes:
         verify = VerifyGraphs(runner, forward, attention, longest, sizes, most_piggyback)
     return Captured(drafter, verify)
+
+
+def _registered_drafter(parts: WorkerParts) -> Drafter:
+    name, vocab_size = parts.config.drafter, int(parts.runner.model_config.vocab_size)
+    return CheckedDrafter(name, DRAFTERS.load(name)(parts.config, vocab_size), vocab_size)
+
+
+def _view(config: KVSpecConfig) -> DraftView | None:
+    name = config.draft_view
+    return None if name == "all" else DRAFT_VIEWS.load(name)(config)
 
 
 def _scheduler(

@@ -16,10 +16,18 @@ from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts, target_row
+from sglang_kvspec.runtime.draft_rows import (
+    DraftRow,
+    DraftRows,
+    draft_row,
+    open_for_drafts,
+    target_row,
+)
+from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +54,14 @@ class CudaGraphDrafter:
         max_draft_len: int,
         chooser: Chooser,
         ranks: Ranks,
+        view: DraftView | None = None,
     ) -> None:
+        """view: of what drafts read, None for all pages."""
         size = kv.geometry.page_size
         self._kv = kv
         self._chooser = chooser
         self._ranks = ranks
+        self._view = view
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
         self._rows = DraftRows(
             runner.max_running_requests,
@@ -91,13 +102,7 @@ class CudaGraphDrafter:
         for i in order:
             open_for_drafts(self._kv, states[i].next_position, pages[i], lens[i])
         # Behind the drafts of earlier rounds, whose KV is in the window.
-        starts = [(states[i].last_token, states[i].next_position) for i in order]
-        self._rows.load(
-            [
-                draft_row(self._kv, token, position, pages[i], lens[i])
-                for i, (token, position) in zip(order, starts, strict=True)
-            ]
-        )
+        self._rows.load([self._draft_row(states[i], pages[i], lens[i]) for i in order])
         if all(states[i].is_greedy for i in order):
             for step in range(max(lens)):
                 self._drafts.replay(sum(lens[i] > step for i in order))
@@ -111,6 +116,11 @@ class CudaGraphDrafter:
             agree_on_drafts(self._ranks, [states[i] for i in going])
             self._rows.override([states[i].last_token for i in going])
         return None
+
+    def _draft_row(self, state: RequestState, pages: torch.Tensor, num_drafts: int) -> DraftRow:
+        position, size = state.next_position, self._kv.geometry.page_size
+        seen = None if self._view is None else self._view.select(state, position // size)
+        return draft_row(self._kv, state.last_token, position, pages, num_drafts, seen)
 
     def read_prompt_end(self, batch: RoundBatch) -> torch.Tensor:
         """Give the tail of the prompt of the batch's only request KV that drafts may read. Return

@@ -150,7 +150,7 @@ class VerifyGraphs:
             assert self._piggyback is not None, "graphs without piggyback drafts"
             self._piggyback.drafts.begin_round()
             drafts = [
-                draft_row(kv, batch.states[i].last_token, row.start, row.pages, 1)
+                draft_row(kv, batch.states[i].last_token, row.start, row.pages, 1, row.seen)
                 for i, row in piggyback.items()
             ]
             values += self._piggyback.drafts.values_of(drafts)

@@ -68,6 +68,8 @@ class KVSpecConfig:
     host_gb: float | None = DEFAULTS["host_gb"]
     residual_hbm_fraction: float = DEFAULTS["residual_hbm_fraction"]
     schedule: Schedule = DEFAULTS["schedule"]
+    drafter: str = DEFAULTS["drafter"]
+    draft_view: str = DEFAULTS["draft_view"]
     stream: Stream = DEFAULTS["stream"]
     prefix_host_gb: float = DEFAULTS["prefix_host_gb"]
     prefix_hbm_fraction: float = DEFAULTS["prefix_hbm_fraction"]

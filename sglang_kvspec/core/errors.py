@@ -47,3 +47,7 @@ class HandshakeRefused(TransportError):
 
 class PrefixStoreError(KVSpecError):
     """A folder that cannot be opened as the prefix store that was asked for."""
+
+
+class DrafterError(KVSpecError):
+    """A drafter of another package did not do what its protocol says."""

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_kvspec.core.registry import Registry
+
 # Above any real size, rate or time. A machine's own memory is checked when a server starts.
 MOST = 1e12
 
@@ -72,6 +74,25 @@ class Choice(Kind):
     def allowed(self, default: object) -> str:
         ordered = sorted(self.choices, key=lambda choice: choice != default)
         return ", ".join(f"`{choice}`" for choice in ordered)
+
+
+@dataclass(frozen=True, slots=True)
+class Name(Kind):
+    """An implementation of a seam: one of ours, or one that another package has registered."""
+
+    registry: Registry
+
+    def allows(self, value: object) -> bool:
+        # Ours first: looking for entry points reads every installed package.
+        return value in self.registry.built_in or value in self.registry.names()
+
+    def demand(self, value: object) -> str:
+        return f"must be one of {', '.join(self.registry.names())}"
+
+    def allowed(self, default: object) -> str:
+        ordered = sorted(self.registry.built_in, key=lambda name: name != default)
+        ours = ", ".join(f"`{name}`" for name in ordered)
+        return f"{ours}; more by entry points of `{self.registry.group}`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,14 @@ def can_verify(config: Settings) -> bool:
     return not config.is_lossy or config.draft_len == 0
 
 
+def drafts_in_rounds(config: Settings) -> bool:
+    return bool(config.schedule != "staggered")
+
+
+def reads_all_pages(config: Settings) -> bool:
+    return bool(config.draft_view == "all")
+
+
 def is_split_over_servers(config: Settings, server: Server) -> bool:
     return server.arguments.get("disaggregation_mode") in DISAGGREGATION_ROLES
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
-from sglang_kvspec.core.flag_kinds import MOST, Choice, Integer, Number, Switch, Text
+from sglang_kvspec.core.flag_kinds import MOST, Choice, Integer, Name, Number, Switch, Text
 from sglang_kvspec.core.flag_needs import (
     DEFAULT_PAGE_SIZE,
     IN_HOST_MEMORY,
@@ -20,13 +20,16 @@ from sglang_kvspec.core.flag_needs import (
     ServerNeed,
     any_of,
     can_verify,
+    drafts_in_rounds,
     fits_host,
     fits_prefix_host,
     has_default_pages,
     has_exact_target,
     is_not_deterministic,
     prefills_one_request,
+    reads_all_pages,
 )
+from sglang_kvspec.core.seams import DRAFT_VIEWS, DRAFTERS
 
 Target = Literal["exact", "int8"]
 CodecName = Literal["log4", "uniform4"]
@@ -139,6 +142,32 @@ FLAGS: tuple[Flag, ...] = (
         default="auto",
         help="`rounds`: all requests draft, then all verify; `staggered`: verifications take "
         "turns, and all other requests draft in the same forward; `auto` is `rounds`",
+    ),
+    Flag(
+        "drafter",
+        Name("NAME", DRAFTERS),
+        default="self",
+        help="what proposes tokens: the model itself over anchors (`self`)",
+        needs=(
+            Need(
+                drafts_in_rounds,
+                "{flag} {value} cannot be combined with --kvspec-schedule staggered (allowed: "
+                "auto, rounds), in which the model itself drafts beside verifications",
+                note="other drafters than `self` cannot be combined with `--kvspec-schedule "
+                "staggered`",
+            ),
+            Need(
+                reads_all_pages,
+                "{flag} {value} cannot be combined with --kvspec-draft-view {config.draft_view}, "
+                "which says what the model's own drafts read",
+            ),
+        ),
+    ),
+    Flag(
+        "draft_view",
+        Name("NAME", DRAFT_VIEWS),
+        default="all",
+        help="which anchor pages the model's own drafts read; verifications read all",
     ),
     Flag(
         "stream",

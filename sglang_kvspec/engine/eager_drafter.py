@@ -9,6 +9,7 @@ import torch
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import ModelForward
 from sglang_kvspec.runtime.chooser import Chooser
+from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
@@ -17,15 +18,26 @@ from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 class EagerDrafter:
     """One ragged forward a draft step."""
 
-    def __init__(self, forward: ModelForward, chooser: Chooser, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        forward: ModelForward,
+        chooser: Chooser,
+        ranks: Ranks,
+        page_size: int,
+        view: DraftView | None = None,
+    ) -> None:
+        """view: of what drafts read, None for all pages."""
         self._forward, self._chooser, self._ranks = forward, chooser, ranks
+        self._page_size, self._view = page_size, view
 
     def draft(self, batch: RoundBatch, lens: Sequence[int]) -> None:
         """Append lens[i] drafts to the state of request i."""
         states = batch.states
         for step in range(max(lens)):
             rows = {
-                i: Row(RowKind.DRAFT, state.next_position, 1, batch.pages[i])
+                i: draft_forward_row(
+                    state, state.next_position, batch.pages[i], self._page_size, self._view
+                )
                 for i, state in enumerate(states)
                 if lens[i] > step
             }

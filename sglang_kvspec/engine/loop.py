@@ -20,7 +20,7 @@ from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import Overlap
-from sglang_kvspec.engine.ports import Arrivals, VerifyScheduler
+from sglang_kvspec.engine.ports import Arrivals, PromptReader, VerifyScheduler
 from sglang_kvspec.engine.round_scheduler import mean_context
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
@@ -56,6 +56,7 @@ class RoundLoop:
     observer: RoundObserver
     pages: PageKeeper | DevicePageKeeper
     arrivals: Arrivals
+    prompt_reader: PromptReader
     chooser: Chooser
     ranks: Ranks
     captures: bool = False
@@ -90,7 +91,8 @@ class RoundLoop:
         if is_idle:
             self.observer.observe_idle(len(batch.states))
             self.starter.over_at = None
-            self.arrivals.wait()
+            if self.arrivals.may_lack:
+                self.arrivals.wait()
         self.overlap.launch(batch)
         self.pages.flush()
         if not is_idle:
@@ -133,7 +135,7 @@ class RoundLoop:
         self.hold_up()
         self.overlap.keep_tokens()
         (state,) = batch.states
-        logits = self.starter.drafter.read_prompt_end(batch)
+        logits = self.prompt_reader.read_prompt_end(batch)
         self.chooser.draft(state, logits, mask=None)
         agree_on_drafts(self.ranks, [state])
         lacks = self.arrivals.is_lacking(state)

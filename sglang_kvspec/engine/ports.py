@@ -50,11 +50,20 @@ class CapturedVerify(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes tokens."""
+    """Proposes tokens. Registered in the entry-point group `sglang_kvspec.drafters` as a class
+    whose constructor takes the server's KVSpecConfig and the vocabulary's size."""
 
     def draft(self, batch: RoundBatch, lens: Sequence[int]) -> DraftedTokens | None:
-        """Make lens[i] drafts for request i, behind those it has. Append them to its state, or
-        return them where only the device knows them."""
+        """Make up to lens[i] drafts for request i, behind those it has.
+
+        Append them to `drafts` of its state; or return them where only the device knows them, as
+        many as asked for. A request that is sampled without a seed needs in `draft_probs` the
+        distribution [vocab] that each draft was drawn from. Ranks must make the same drafts.
+        """
+
+
+class PromptReader(Protocol):
+    """Lets a request draft whose prompt's last tokens have no KV yet."""
 
     def read_prompt_end(self, batch: RoundBatch) -> torch.Tensor:
         """Give the tail of the prompt of the batch's only request KV that drafts may read. Return

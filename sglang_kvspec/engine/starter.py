@@ -64,11 +64,20 @@ class RoundStarter:
         with self.side:
             started.timer.start()
             if any(lens):
-                started.made = self.drafter.draft(batch, lens)
+                self._draft(batch, started)
             elif schedule.may_advance and self._can_advance(batch):
                 self._advance(batch, started)
             started.timer.mark()
         return started
+
+    def _draft(self, batch: RoundBatch, started: StartedRound) -> None:
+        before = [len(state.drafts) for state in batch.states]
+        started.made = self.drafter.draft(batch, started.lens)
+        if started.made is None:
+            # A drafter may have found fewer tokens than it was asked for.
+            pairs = zip(batch.states, before, strict=True)
+            started.lens = [len(state.drafts) - count for state, count in pairs]
+            started.num_steps = max(started.lens)
 
     def plan(self, batch: RoundBatch, lens: Sequence[int], schedule: RoundSchedule) -> RoundPlan:
         """Decide which requests verify, and start to move pages for them."""

@@ -21,6 +21,7 @@ from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.pools.transfers import received_together
 from sglang_kvspec.runtime.chooser import Chooser
+from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import mask_after
@@ -52,7 +53,8 @@ class Verification:
 @dataclass(slots=True)
 class Verifier:
     """captured: replays verifications, None where each is a forward of its own. most_piggyback:
-    requests that may draft in the forward in which others verify. drafts_eagerly: whether a forward
+    requests that may draft in the forward in which others verify. view: of what these drafts read,
+    None for all pages. drafts_eagerly: whether a forward
     that is not captured has room for such drafts."""
 
     forward: ModelForward
@@ -64,6 +66,7 @@ class Verifier:
     ranks: Ranks
     timer: PhaseTimer
     page_size: int
+    view: DraftView | None = None
     most_piggyback: int = 0
     drafts_eagerly: bool = True
 
@@ -172,10 +175,12 @@ class Verifier:
             and scheduler.piggybacks(state, num_drafts[i])
         ]
         ready = sorted(ready, key=lambda i: num_drafts[i])[: self.most_piggyback]
-        return {
-            i: Row(RowKind.DRAFT, batch.states[i].committed_len + num_drafts[i], 1, batch.pages[i])
-            for i in sorted(ready)
-        }
+        rows = {}
+        for i in sorted(ready):
+            state = batch.states[i]
+            position = state.committed_len + num_drafts[i]
+            rows[i] = draft_forward_row(state, position, batch.pages[i], self.page_size, self.view)
+        return rows
 
     def _verify_row(self, state: RequestState, num_drafts: int, pages: torch.Tensor) -> Row:
         """Row of all tokens without verified KV, behind which the request has so many drafts."""

@@ -186,12 +186,17 @@ def drafts_fit(kv: KVTiers, starts: Iterable[tuple[int, int]]) -> bool:
 
 
 def draft_row(
-    kv: KVTiers, token: int, position: int, pages: torch.Tensor, num_drafts: int
+    kv: KVTiers,
+    token: int,
+    position: int,
+    pages: torch.Tensor,
+    num_drafts: int,
+    seen: torch.Tensor | None = None,
 ) -> DraftRow:
     """The row of a request whose pending token is at `position`; opens the pages it will write.
 
     pages: page ids on the CPU up to the one of its last draft. Its tail begins as far back as its
-    pages are still in the window.
+    pages are still in the window. seen: as Row.seen, of the pages before its tail.
     """
     size = kv.geometry.page_size
     open_for_drafts(kv, position, pages, num_drafts)
@@ -202,7 +207,7 @@ def draft_row(
     return DraftRow(
         token=token,
         position=position,
-        past=pages[:begin],
+        past=pages[:begin] if seen is None else pages[seen[seen < begin]],
         tail=[kv.window.slots.slot_of(page) for page in pages[begin : last + 1].tolist()],
         tail_len=position - begin * size,
         num_drafts=num_drafts,

@@ -23,6 +23,8 @@ class Row:
     pages: page ids [ceil((start + length) / page_size)] int64 of the request from position 0 on.
     direct: indices into pages of those this row writes whole and that are encoded at once, without
     passing through the recent window; contiguous, PREFILL only.
+    seen: indices [num_seen] int64 into pages, ascending, of the full pages before its own that a
+    DRAFT row reads; None for all.
     """
 
     kind: RowKind
@@ -30,6 +32,7 @@ class Row:
     length: int
     pages: torch.Tensor
     direct: range = range(0)
+    seen: torch.Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -40,8 +43,9 @@ class Row:
         return range(self.start // page_size, -(-self.end // page_size))
 
     def past_pages(self, page_size: int) -> torch.Tensor:
-        """Ids of the full pages before those it writes to."""
-        return self.pages[: self.start // page_size]
+        """Ids of the full pages before those it writes to, as far as it reads them."""
+        past = self.pages[: self.start // page_size]
+        return past if self.seen is None else past[self.seen]
 
 
 def prefill_row(

@@ -107,7 +107,7 @@ class ReferenceAttention:
 
     def _past(self, layer: int, row: Row) -> KV:
         """(k, v) [tokens, num_kv_heads, head_dim] of the full pages before the row's first page."""
-        pages = row.pages[: row.start // self._page_size]
+        pages = row.past_pages(self._page_size)
         read = self.kv.read_draft if row.kind is RowKind.DRAFT else self.kv.read_target
         k, v = read(layer, pages)
         return k.flatten(0, 1), v.flatten(0, 1)
@@ -154,7 +154,8 @@ def _flat(pages: KV) -> KV:
 def _causal(q: torch.Tensor, context: KV, row: Row, scale: float) -> torch.Tensor:
     """Attention of a row's queries [n, heads, head_dim] over the context up to each of them.
 
-    context: (k, v) [row.end, num_kv_heads, head_dim], positions 0 .. row.end - 1.
+    context: (k, v) [row.end, num_kv_heads, head_dim], positions 0 .. row.end - 1; of a DRAFT row
+    that does not see all pages, what it sees and then its own tokens.
     """
     k, v = (part.movedim(0, 1).unsqueeze(0) for part in context)
     query = q.movedim(0, 1).unsqueeze(0)
@@ -178,7 +179,7 @@ def _causal(q: torch.Tensor, context: KV, row: Row, scale: float) -> torch.Tenso
         # One call a query, of the shape plain decoding makes: in bf16 a batched call rounds
         # differently, and a near-tie between two tokens would fall the other way.
         for index in range(row.length):
-            num_seen = row.start + index + 1
+            num_seen = k.shape[2] - row.length + index + 1
             out[:, :, index : index + 1] = scaled_dot_product_attention(
                 query[:, :, index : index + 1],
                 k[:, :, :num_seen],

@@ -13,12 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.checked_drafter import CheckedDrafter
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.loop import RoundLoop, RoundResult
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap
-from sglang_kvspec.engine.ports import VerifyScheduler
+from sglang_kvspec.engine.ports import Drafter, VerifyScheduler
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.row_tokens import row_tokens
 from sglang_kvspec.engine.schedule import RoundSchedule
@@ -30,6 +31,7 @@ from sglang_kvspec.planning.round_clock import RoundClock
 from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.chooser import Chooser, Verified
+from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, prefill_row
 from sglang_kvspec.runtime.metrics import SpecCounters
@@ -178,9 +180,18 @@ class Engine:
     """Serves requests with at most `max_running` at once, staggered; freed pages are reused."""
 
     def __init__(
-        self, kv: TieredKV, model: ToyModel, config: KVSpecConfig, max_running: int = 3
+        self,
+        kv: TieredKV,
+        model: ToyModel,
+        config: KVSpecConfig,
+        max_running: int = 3,
+        *,
+        drafter: Drafter | None = None,
+        view: DraftView | None = None,
     ) -> None:
+        """drafter: in place of the model itself."""
         self.kv, self.config, self.max_running = kv, config, max_running
+        self.drafter, self.view = drafter, view
         self.forward = ToyForward(kv, model)
         self.keeper = PageKeeper(kv, config.recent_pages)
         self.chooser = Chooser(0, torch.device("cpu"))
@@ -196,7 +207,7 @@ class Engine:
         starter = RoundStarter(
             kv=self.kv,
             side=SideStream(self.kv.device),
-            drafter=EagerDrafter(self.forward, self.chooser, ranks),
+            drafter=self._drafter(ranks),
             planner=planner,
             arrivals=NoArrivals(),
         )
@@ -210,7 +221,8 @@ class Engine:
             ranks=ranks,
             timer=timer,
             page_size=self.kv.geometry.page_size,
-            most_piggyback=64,
+            view=self.view,
+            most_piggyback=64 if self.drafter is None else 0,
         )
         return RoundLoop(
             scheduler=scheduler,
@@ -221,8 +233,18 @@ class Engine:
             observer=RoundObserver(self.counters, planner.speeds, clock, timer),
             pages=self.keeper,
             arrivals=NoArrivals(),
+            prompt_reader=EagerDrafter(
+                self.forward, self.chooser, ranks, self.kv.geometry.page_size
+            ),
             chooser=self.chooser,
             ranks=ranks,
+        )
+
+    def _drafter(self, ranks: Ranks) -> Drafter:
+        if self.drafter is not None:
+            return CheckedDrafter("other", self.drafter, VOCAB)
+        return EagerDrafter(
+            self.forward, self.chooser, ranks, self.kv.geometry.page_size, self.view
         )
 
     def _scheduler(self, planner: ResidualPlanner, ranks: Ranks) -> VerifyScheduler:

@@ -1,0 +1,17 @@
+"""Seams that another package can implement, and the flags that choose an implementation."""
+
+from __future__ import annotations
+
+from sglang_kvspec.core.registry import Registry
+
+DRAFTERS = Registry(
+    "sglang_kvspec.drafters",
+    "--kvspec-drafter",
+    # The model itself over anchors: the server's own steps, captured where it has a GPU.
+    {"self": "sglang_kvspec.engine.eager_drafter:EagerDrafter"},
+)
+DRAFT_VIEWS = Registry(
+    "sglang_kvspec.draft_views",
+    "--kvspec-draft-view",
+    {"all": "sglang_kvspec.runtime.draft_view:AllPages"},
+)
