@@ -55,7 +55,8 @@ class StaggeredScheduler:
             for i, (state, count) in enumerate(zip(states, have, strict=True))
         ]
         due = [i for i, count in enumerate(have) if i not in late and count >= best[i]]
-        share = ceil(SLACK * len(states) / (sum(best) / len(states) + 1))
+        # Requests that verify often may not take the turns of those that draft far.
+        share = ceil(SLACK * sum(1 / (count + 1) for count in best))
         turn = sorted(due, key=lambda i: (-states[i].priority, best[i] - have[i]))[: max(share, 1)]
         alone = [int(self.piggybacks(s, n)) for s, n in zip(states, have, strict=True)]
         # Ranks need not round probabilities alike, and measure different times.

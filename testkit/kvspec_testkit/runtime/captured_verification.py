@@ -24,16 +24,16 @@ class CapturedVerification:
         rows: VerifyRows,
         attended: CapturedTarget,
         size: VerifySize,
-        beside: PiggybackRows | None = None,
+        piggyback: PiggybackRows | None = None,
     ) -> None:
-        """beside: over `rows`, where others may draft in the same forward."""
-        self._piggyback = beside
+        """piggyback: over `rows`, where other requests may draft in the same forward."""
+        self._piggyback = piggyback
         # Rows in front of the tokens that are verified.
         self._front = 0
-        if beside is not None:
-            self._front = beside.drafts.max_batch
-            self._step = pair.attention.make_draft_step(beside.drafts, self._front)
-            beside.clear()
+        if piggyback is not None:
+            self._front = piggyback.drafts.max_batch
+            self._step = pair.attention.make_draft_step(piggyback.drafts, self._front)
+            piggyback.clear()
         self._pair, self._rows, self._attended, self._size = pair, rows, attended, size
         geometry, device = pair.geometry, pair.kv.device
         heads = (pair.num_qo_heads, geometry.num_kv_heads, geometry.num_kv_heads)
@@ -54,19 +54,19 @@ class CapturedVerification:
 
     def _run(self) -> None:
         attention = self._pair.attention
-        beside, device = self._piggyback, self._pair.kv.device
+        piggyback, device = self._piggyback, self._pair.kv.device
         num_tokens = self._front + self._size.num_tokens
-        if beside is None:
+        if piggyback is None:
             attention.begin_verification(self._rows, self._attended)
         else:
-            attention.begin_piggyback(beside.drafts, self._step, self._rows, self._attended)
-            beside.begin_step(num_tokens)
+            attention.begin_piggyback(piggyback.drafts, self._step, self._rows, self._attended)
+            piggyback.begin_step(num_tokens)
         scale = self._pair.geometry.head_dim**-0.5
         for layer in range(self._pair.geometry.num_layers):
             q, k, v = (part[layer] for part in self._inputs)
             self._outs[layer] = attention.forward(layer, q, k, v, scale)
-        if beside is not None:
-            beside.end_step(torch.zeros(num_tokens, 10, device=device))
+        if piggyback is not None:
+            piggyback.end_step(torch.zeros(num_tokens, 10, device=device))
         attention.end_captured()
 
     def _replay(self) -> None:
@@ -84,14 +84,14 @@ class CapturedVerification:
     def verify(
         self,
         accepted: dict[str, int] | None = None,
-        beside: dict[str, int] | None = None,
+        piggyback: dict[str, int] | None = None,
         **lengths: int,
     ) -> None:
-        """As AttentionPair.verify. beside: other requests, of which each drafts once behind so many
-        drafts that it has."""
+        """As AttentionPair.verify. piggyback: number of drafts that each of some other requests
+        has, behind which it drafts once."""
         pair = self._pair
         rows = pair.verify_rows(lengths)
-        drafts = self._draft_rows(beside or {})
+        drafts = self._draft_rows(piggyback or {})
         for row in drafts:
             open_for_drafts(pair.kv, row.start, row.pages, 1)
         plan = ForwardPlan(tuple(rows.values()))

@@ -186,7 +186,7 @@ def run_round():
 
     def run(reqs, emitted):
         worker = object.__new__(KVSpecWorker)
-        worker.config = KVSpecConfig(draft_len=4)
+        worker.config = KVSpecConfig(draft_len=4, stream="burst")
         worker.speculative_num_draft_tokens = 5
         lens = [1 if entry is None else max(len(entry.tokens), 1) for entry in emitted]
         worker.parts = SimpleNamespace(

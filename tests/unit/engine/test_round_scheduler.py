@@ -67,6 +67,7 @@ def test_a_request_whose_residuals_have_come_verifies_the_drafts_it_has(
     for state in states:
         state.has_waited = True
     assert scheduler.plan(states).lens[0] == 0
+    # From then on the request drafts as any other.
     states[0].commit([1])
     assert min(scheduler.plan(states).lens) > 0
 

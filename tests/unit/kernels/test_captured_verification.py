@@ -82,8 +82,8 @@ def rows_of(pair):
     )
 
 
-def captured_beside(pair, *sizes, max_piggyback=2):
-    """The same, where others draft in the same forward."""
+def captured_with_piggyback(pair, *sizes, max_piggyback=2):
+    """Verifications of these sizes, in whose forwards other requests may draft."""
     verify = rows_of(pair)
     device = pair.kv.device
     tokens = torch.zeros((2, max_piggyback + MAX_TOKENS), dtype=torch.int64, device=device)
@@ -122,23 +122,23 @@ def test_residuals_that_come_from_the_host(make_pair, target):
 
 
 @TARGETS
-def test_others_draft_in_the_same_forward(make_pair, target):
+def test_piggyback_drafts_are_made_in_the_same_forward(make_pair, target):
     pair = make_pair(target)
-    large, small = captured_beside(pair, VerifySize(16, 12), VerifySize(4, 2))
+    large, small = captured_with_piggyback(pair, VerifySize(16, 12), VerifySize(4, 2))
     pair.prefill(a=PAGE + 60, b=PAGE - 2, c=3)
     # b fills its page with its second draft and begins another with the third.
     small.verify(piggyback={"b": 0}, a=2)
     large.verify({"a": 7}, piggyback={"b": 1, "c": 0}, a=9)
     small.verify(piggyback={"b": 2}, c=2)
-    # Nobody drafts beside; what did before has no effect.
+    # No request piggybacks; earlier piggyback drafts have no effect.
     large.verify({"b": 3}, a=3, b=4)
     small.verify(piggyback={"b": 0, "a": 0}, c=1)
 
 
-def test_drafts_beside_read_anchors_alone(make_pair):
-    """Their residuals need not be here."""
+def test_piggyback_drafts_read_anchors_alone(make_pair):
+    """Residuals of the requests that draft are not fetched."""
     pair = make_pair("int8", cache_pages=3)
-    (both,) = captured_beside(pair, VerifySize(16, 12))
+    (both,) = captured_with_piggyback(pair, VerifySize(16, 12))
     pair.prefill(a=2 * PAGE + 3)
     pair.prefill(b=3 * PAGE + 60)
     both.verify(b=1)

@@ -82,17 +82,19 @@ def test_drafts_that_requests_have_do_not_make_them_slow():
     assert share_of_speed(tired, COST, 4.0, 22e-3) == share_of_speed([GOOD] * 16, COST, 4.0, 22e-3)
 
 
-def test_rounds_in_which_others_draft_beside_are_faster():
+def test_rounds_with_piggyback_drafts_are_faster():
     """What a round's verification drafts for the others needs no step of its own."""
-    beside = replace(COST, piggyback=True)
-    assert beside.seconds([4] * 16, 3) == pytest.approx(
+    piggybacking = replace(COST, piggyback=True)
+    assert piggybacking.seconds([4] * 16, 3) == pytest.approx(
         COST.seconds([4] * 16, 3) + 13 * (COST.row + COST.token)
     )
-    alone, together = (share_of_speed([GOOD] * 16, cost, 4.0, 22e-3) for cost in (COST, beside))
+    alone, together = (
+        share_of_speed([GOOD] * 16, cost, 4.0, 22e-3) for cost in (COST, piggybacking)
+    )
     assert together.share > alone.share
 
 
-def test_where_all_verify_nobody_drafts_beside():
-    beside = replace(COST, piggyback=True)
-    assert beside.seconds([4] * 16) == COST.seconds([4] * 16)
-    assert plan_round([GOOD] * 16, beside) == plan_round([GOOD] * 16, COST)
+def test_no_request_piggybacks_where_all_verify():
+    piggybacking = replace(COST, piggyback=True)
+    assert piggybacking.seconds([4] * 16) == COST.seconds([4] * 16)
+    assert plan_round([GOOD] * 16, piggybacking) == plan_round([GOOD] * 16, COST)

@@ -420,7 +420,7 @@ def test_where_drafts_never_pay_they_are_tried_rarely():
     assert 3 <= tried <= 4
 
 
-def test_what_drafts_beside_a_verification_took_is_not_put_on_its_tokens():
+def test_time_of_piggyback_drafts_is_not_counted_as_that_of_verified_tokens():
     clock = RoundClock(STEP_S, READS, piggyback=True)
     play(clock, [8] * 16, 4096)
     cost = true_cost(4096)

@@ -52,19 +52,19 @@ class Toy:
             for key, r in self.requests.items()
         ]
 
-    def round(self, budget=PLENTY, *, drafts=True, is_taken_back=False):
-        """is_taken_back: somebody comes before it, once what it waits for has moved."""
+    def round(self, budget=PLENTY, *, drafts=True, is_cancelled=False):
+        """is_cancelled: a prefill comes first, once pages that the round waits for have moved."""
         views = self.views()
         free = self.num_slots - len(self.cached)
         cache = CacheView(self.num_slots, free, tuple(sorted(self.cached)))
         plan = self.planner.plan(views, cache, budget, drafts=drafts)
         self.check(plan, views, budget, drafts)
         self.cached -= set(plan.evict)
-        moved = plan.fetch if is_taken_back else (*plan.fetch, *plan.ahead)
+        moved = plan.fetch if is_cancelled else (*plan.fetch, *plan.ahead)
         self.cached |= set(moved)
         self.fetched += len(moved)
-        if is_taken_back:
-            self.planner.take_back()
+        if is_cancelled:
+            self.planner.cancel()
             return plan
         keys = list(self.requests)
         self.log.append(tuple(keys[i] for i in plan.verify))
@@ -204,7 +204,7 @@ def test_rounds_that_are_planned_again_need_as_much_of_the_link(every):
         for number in range(120):
             # Once and twice in a row.
             for _ in range((1 + number % 2) * (is_redone and number % every == 0)):
-                toy.round(RoundBudget(120, 140), is_taken_back=True)
+                toy.round(RoundBudget(120, 140), is_cancelled=True)
             toy.round(RoundBudget(120, 140))
         verified = sum(len(keys) for keys in toy.log)
         turns = toy.planner.turns(1.0)
@@ -216,7 +216,7 @@ def test_rounds_that_are_planned_again_need_as_much_of_the_link(every):
 
 
 def test_who_was_to_verify_in_a_round_that_is_planned_again_does(toy_of_four):
-    first = toy_of_four.round(RoundBudget(4, 4), is_taken_back=True)
+    first = toy_of_four.round(RoundBudget(4, 4), is_cancelled=True)
     assert set(first.verify) <= set(toy_of_four.round(RoundBudget(4, 4)).verify)
 
 

@@ -125,6 +125,17 @@ def test_a_fetch_is_usable_once_it_finished():
     tiers.check_integrity()
 
 
+def test_fetches_are_timed_by_themselves():
+    tiers = make_tiers(cache_pages=3)
+    give_birth(tiers, 1, 2, 3)
+    tiers.evict([1, 2, 3])
+    tiers.start_fetch([1, 2])
+    ((num_bytes, seconds),) = tiers.take_fetch_times()
+    assert num_bytes == 2 * PAGE_BYTES
+    assert seconds > 0
+    assert tiers.take_fetch_times() == []
+
+
 def test_a_fetch_needs_a_free_slot():
     tiers = make_tiers(cache_pages=1)
     give_birth(tiers, 1, 2)

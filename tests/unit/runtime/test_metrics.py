@@ -21,7 +21,7 @@ from sglang_kvspec.runtime.speeds import Speeds
 @pytest.fixture
 def counters():
     counters = SpecCounters()
-    for num_piggyback in (2, 0, 0):
+    for num_piggyback in (2, 0, 0, 0):
         counters.iterations += 1
         counters.observe_piggyback(num_piggyback)
     counters.waits = 3

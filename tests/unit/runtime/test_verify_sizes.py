@@ -89,7 +89,7 @@ def test_no_size_is_beyond_what_requests_can_fill():
         (112, 150, 128),
     ],
 )
-def test_with_drafts_beside_it_fits_the_products_where_it_can(
+def test_a_verification_with_piggyback_drafts_fits_the_products_where_it_can(
     num_verified, num_piggyback, num_tokens
 ):
     sizes = sizes_to_capture(21, 64, [64], num_piggyback)

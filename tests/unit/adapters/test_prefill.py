@@ -1,0 +1,39 @@
+"""Prefill: its forward comes after the round that runs ahead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvspec.adapters.prefill import Prefill
+
+
+class ForwardRuns(Exception):
+    """The forward of a prefill begins."""
+
+
+def test_a_prefill_holds_up_the_round_before_its_forward():
+    order = []
+
+    def planned(plan, *, batch):
+        order.append("forward")
+        raise ForwardRuns
+
+    parts = SimpleNamespace(
+        arrivals=SimpleNamespace(early=None),
+        kv=SimpleNamespace(
+            geometry=SimpleNamespace(page_size=64),
+            prefetch_residuals=lambda pages: order.append("prefetch"),
+        ),
+        table=SimpleNamespace(of_request=lambda req, length: torch.tensor([3])),
+        guard=SimpleNamespace(fails=lambda req, pages: False),
+        config=SimpleNamespace(recent_pages=1),
+        forward=SimpleNamespace(planned=planned),
+    )
+    loop = SimpleNamespace(hold_up=lambda: order.append("hold up"))
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="r")], prefix_lens=[0], extend_lens=[5])
+    with pytest.raises(ForwardRuns):
+        Prefill(parts, loop).run(batch)
+    assert order == ["hold up", "prefetch", "forward"]

@@ -1,0 +1,59 @@
+"""Weight updates: SGLang announces every one, and the worker ends what the old weights made."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+from kvspec_patches import weight_load
+from sglang_kvspec.adapters.worker import KVSpecWorker
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def worker(told: list[str]) -> Any:
+    """A worker whose round runs ahead, and which notes what it tells of new weights."""
+    worker = object.__new__(KVSpecWorker)
+    tiers, apart = (
+        SimpleNamespace(weights_will_change=lambda name=name: told.append(name))
+        for name in ("prefix tiers", "apart")
+    )
+    worker.parts = SimpleNamespace(pool=SimpleNamespace(prefix_tiers=tiers), apart=apart)
+    overlap = SimpleNamespace(cancel=lambda: told.append("overlap"))
+    worker.loop = SimpleNamespace(overlap=overlap)
+    return worker
+
+
+@pytest.mark.parametrize("source", ["distributed", "disk"])
+def test_new_weights_end_the_round_and_the_use_of_other_tiers(
+    worker: Any, told: list[str], source: str
+) -> None:
+    weight_load.hook(SimpleNamespace(draft_worker=worker), source)
+    assert sorted(told) == ["apart", "overlap", "prefix tiers"]
+
+
+def test_new_weights_end_the_round_of_a_server_without_other_tiers(
+    worker: Any, told: list[str]
+) -> None:
+    worker.parts = SimpleNamespace(pool=SimpleNamespace(prefix_tiers=None), apart=None)
+    weight_load.hook(SimpleNamespace(draft_worker=worker), "distributed")
+    assert told == ["overlap"]
+
+
+def test_every_update_of_weights_is_announced() -> None:
+    updates = [
+        method
+        for name, method in inspect.getmembers(SchedulerWeightUpdaterManager)
+        if name.startswith("update_weights_from_")
+    ]
+    assert len(updates) >= 4
+    for update in updates:
+        assert "with self._observe_weight_load(" in inspect.getsource(update)
