@@ -16,7 +16,7 @@ from sglang_kvspec.adapters.compat.forward import (
 from sglang_kvspec.adapters.spec_inputs import RaggedForwardInput
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.row_tokens import row_tokens
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.pools.transfers import sent_together
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row
 
@@ -54,11 +54,12 @@ class RaggedForward:
     ) -> GenerationBatchResult:
         """Run one of SGLang's batches without sampling: logits of a prefill's last tokens, or of
         every token."""
-        self.attention.begin(plan)
+        attention = self.attention
+        attention.begin(plan)
         result = self._target_worker.forward_batch_generation(
             batch, forward_batch=forward_batch, is_verify=True
         )
-        self.attention.finish()
+        attention.finish()
         return result
 
     def _forward_batch(
@@ -66,23 +67,31 @@ class RaggedForward:
     ) -> ForwardBatch:
         """Return a TARGET_VERIFY batch of the rows. Changes SGLang's batch."""
         source, laid = batch.source, row_tokens(batch.states, rows)
-        device = source.seq_lens.device
-
-        def on_device(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return sent_to(device, torch.as_tensor(values, dtype=dtype))
-
-        taking_part = on_device(list(rows))
+        device, dtype = source.seq_lens.device, source.seq_lens.dtype
+        spans = [(row.start, row.length, row.start + row.length) for row in rows.values()]
+        starts, lengths, ends = (list(column) for column in zip(*spans, strict=True))
+        ends_here = torch.tensor(ends, dtype=dtype)
+        ids, positions, taking_part, seq_lens, extend, prefixes = sent_together(
+            device,
+            [
+                torch.tensor(laid.tokens),
+                torch.tensor(laid.positions),
+                torch.tensor(list(rows)),
+                ends_here,
+                torch.tensor(lengths, dtype=torch.int32),
+                torch.tensor(starts, dtype=torch.int32),
+            ],
+        )
         source.forward_mode = ForwardMode.TARGET_VERIFY
-        source.input_ids = on_device(laid.tokens)
+        source.input_ids = ids
         if made is not None:
             made.place(source.input_ids, laid.firsts, laid.lasts)
         # Where KV goes is the attention backend's to know.
         source.out_cache_loc = torch.zeros(len(laid.tokens), dtype=torch.int64, device=device)
         source.req_pool_indices = source.req_pool_indices[taking_part]
-        ends = torch.tensor([row.end for row in rows.values()], dtype=source.seq_lens.dtype)
-        source.seq_lens, source.seq_lens_cpu = on_device(ends, ends.dtype), ends
-        source.seq_lens_sum = int(ends.sum())
-        source.spec_info = RaggedForwardInput(on_device(laid.positions))
+        source.seq_lens, source.seq_lens_cpu = seq_lens, ends_here
+        source.seq_lens_sum = sum(ends)
+        source.spec_info = RaggedForwardInput(positions)
         # Log-probabilities are computed from verified logits, not by the logits processor.
         source.return_logprob = False
         forward_batch = ForwardBatch.init_new(
@@ -91,10 +100,7 @@ class RaggedForward:
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,
         )
-        lengths = [row.length for row in rows.values()]
-        starts = [row.start for row in rows.values()]
-        forward_batch.extend_seq_lens = on_device(lengths, torch.int32)
-        forward_batch.extend_prefix_lens = on_device(starts, torch.int32)
+        forward_batch.extend_seq_lens, forward_batch.extend_prefix_lens = extend, prefixes
         forward_batch.extend_seq_lens_cpu = lengths
         forward_batch.extend_prefix_lens_cpu = starts
         return forward_batch

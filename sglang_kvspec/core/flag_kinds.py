@@ -84,7 +84,8 @@ class Name(Kind):
 
     def allows(self, value: object) -> bool:
         # Ours first: looking for entry points reads every installed package.
-        return value in self.registry.built_in or value in self.registry.names()
+        ours, name = self.registry.built_in, value
+        return isinstance(name, str) and (name in ours or name in self.registry.names())
 
     def demand(self, value: object) -> str:
         return f"must be one of {', '.join(self.registry.names())}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.request_state import RequestState
 
 
 class EagerDrafter:
@@ -33,18 +34,31 @@ class EagerDrafter:
     def draft(self, batch: RoundBatch, lens: Sequence[int]) -> None:
         """Append lens[i] drafts to the state of request i."""
         states = batch.states
+        starts = [state.next_position for state in states]
+        is_greedy = batch.is_greedy
         for step in range(max(lens)):
             rows = {
                 i: draft_forward_row(
-                    state, state.next_position, batch.pages[i], self._page_size, self._view
+                    state, starts[i] + step, batch.pages[i], self._page_size, self._view
                 )
                 for i, state in enumerate(states)
                 if lens[i] > step
             }
-            for i, logits in zip(rows, self._forward.run(batch, rows), strict=True):
-                mask = mask_after(states[i].grammar, states[i].drafts, logits[None])
-                self._chooser.draft(states[i], logits[None], mask)
+            logits = self._forward.run(batch, rows)
+            if is_greedy:
+                # As a GPU does: where logits hold NaN, verification rejects whatever is drafted.
+                for i, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
+                    states[i].drafts.append(token)
+            else:
+                self._choose(states, rows, logits)
             agree_on_drafts(self._ranks, [states[i] for i in rows])
+
+    def _choose(
+        self, states: Sequence[RequestState], rows: Iterable[int], logits: torch.Tensor
+    ) -> None:
+        for i, row in zip(rows, logits, strict=True):
+            mask = mask_after(states[i].grammar, states[i].drafts, row[None])
+            self._chooser.draft(states[i], row[None], mask)
 
     def read_prompt_end(self, batch: RoundBatch) -> torch.Tensor:
         """Run the tail of the prompt as one DRAFT row. Return its last logits [1, vocab]."""

@@ -136,4 +136,4 @@ class RoundScheduler:
 
 def mean_context(states: Sequence[RequestState]) -> float:
     """Verified tokens of a request."""
-    return sum(state.committed_len for state in states) / len(states)
+    return sum([state.committed_len for state in states]) / len(states)

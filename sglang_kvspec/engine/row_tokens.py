@@ -32,5 +32,5 @@ def row_tokens(states: Sequence[RequestState], rows: Mapping[int, Row]) -> RowTo
             laid.firsts[i] = len(laid.tokens) + len(given)
         laid.tokens.extend(given)
         laid.tokens.extend([0] * (row.length - len(given)))
-        laid.positions.extend(range(row.start, row.end))
+        laid.positions.extend(range(row.start, row.start + row.length))
     return laid

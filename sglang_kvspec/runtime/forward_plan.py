@@ -40,7 +40,7 @@ class Row:
 
     def written_pages(self, page_size: int) -> range:
         """Indices into pages of those this row writes to."""
-        return range(self.start // page_size, -(-self.end // page_size))
+        return range(self.start // page_size, -(-(self.start + self.length) // page_size))
 
     def past_pages(self, page_size: int) -> torch.Tensor:
         """Ids of the full pages before those it writes to, as far as it reads them."""

@@ -27,18 +27,28 @@ class ReferenceAttention:
     def begin(self, plan: ForwardPlan) -> None:
         """Open the window pages this forward writes to and announce the pages it encodes."""
         assert self._plan is None, "the previous forward was not finished"
+        size = self.kv.geometry.page_size
+        window: list[int] = []
+        direct: list[int] = []
         for row in plan.rows:
-            pages = row.pages.tolist()
-            window = [i for i in row.written_pages(self._page_size) if i not in row.direct]
-            self.kv.open_pages(pages[i] for i in window)
-            self.kv.begin_encode([pages[i] for i in row.direct])
+            written = row.written_pages(size)
+            ids = row.pages[written.start : written.stop].tolist()
+            if not row.direct:
+                window += ids
+                continue
+            for index, page in zip(written, ids, strict=True):
+                (direct if index in row.direct else window).append(page)
+        self.kv.open_pages(window)
+        if direct:
+            self.kv.begin_encode(direct)
         self._plan = plan
 
     def finish(self) -> None:
         """All layers ran: pages encoded on the way are complete."""
         assert self._plan is not None
         for row in self._plan.rows:
-            self.kv.finish_encode(row.pages[row.direct.start : row.direct.stop].tolist())
+            if row.direct:
+                self.kv.finish_encode(row.pages[row.direct.start : row.direct.stop].tolist())
         self._plan = None
 
     def forward(

@@ -22,6 +22,8 @@ EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "host_gb": ("1.5", 1.5, ""),
     "residual_hbm_fraction": ("0.5", 0.5, ""),
     "schedule": ("rounds", "rounds", ""),
+    "drafter": ("self", "self", ""),
+    "draft_view": ("all", "all", ""),
     "stream": ("burst", "burst", ""),
     "prefix_host_gb": ("2", 2.0, ""),
     "prefix_hbm_fraction": ("0.1", 0.1, "--kvspec-prefix-dir x"),

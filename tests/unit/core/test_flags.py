@@ -12,7 +12,7 @@ import pytest
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
-from sglang_kvspec.core.flag_kinds import Choice, Integer, Number, Switch, Text
+from sglang_kvspec.core.flag_kinds import Choice, Integer, Name, Number, Switch, Text
 from sglang_kvspec.core.flags import FLAGS, SWITCH
 
 ALL_FLAGS = (SWITCH, *FLAGS)
@@ -23,6 +23,9 @@ def wrong_values(flag: Flag) -> list[Any]:
     match flag.kind:
         case Choice(choices=choices):
             return ["zip", "", 4, choices[0].upper(), list(choices), True]
+        case Name(registry=registry):
+            first = next(iter(registry.built_in))
+            return ["zip", "", 4, first.upper(), [first], True]
         case Integer(least=least, most=most):
             return [least - 1, most + 1, least + 0.5, float(least), str(least), "many", True]
         case Number(least=least, most=most, is_above=is_above):
@@ -39,6 +42,8 @@ def edge_values(flag: Flag) -> list[Any]:
     match flag.kind:
         case Choice(choices=choices):
             return list(choices)
+        case Name(registry=registry):
+            return list(registry.names())
         case Integer(least=least, most=most, word=word):
             return [least, most, *([] if word is None else [word])]
         case Number(least=least, most=most, is_above=is_above):
@@ -53,6 +58,8 @@ def words_of_the_range(flag: Flag) -> list[str]:
     match flag.kind:
         case Choice(choices=choices):
             return list(choices)
+        case Name(registry=registry):
+            return list(registry.names())
         case Integer(least=least, most=most, word=word):
             return ["integer", str(least), str(most), *([] if word is None else [word])]
         case Number(least=least, most=most, unit=unit):
@@ -147,7 +154,7 @@ def test_a_field_has_the_type_of_its_flag(flag: Flag) -> None:
         assert get_args(hint) == flag.kind.choices
         return
     types = set(get_args(hint) or (hint,))
-    expected: set[Any] = {{Integer: int, Number: float, Text: str}[type(flag.kind)]}
+    expected: set[Any] = {{Integer: int, Number: float, Text: str, Name: str}[type(flag.kind)]}
     if flag.default is None:
         expected.add(type(None))
     if isinstance(flag.kind, Integer) and flag.kind.word is not None:

@@ -12,6 +12,7 @@ from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.planning.round_plan import RoundBudget
+from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 
 NO_BUDGET = RoundBudget(0, 0)
 
@@ -67,8 +68,15 @@ def schedule_of(*lens, **fields):
     return RoundSchedule(list(lens), NO_BUDGET, **fields)
 
 
+def drafts_on_device(batch, lens):
+    """Drafts that only a device knows."""
+    order = [i for i, n in enumerate(lens) if n]
+    tokens = torch.zeros((max(lens), len(order)), dtype=torch.int64)
+    return DraftedTokens(tokens, order, list(lens))
+
+
 def starter_of(**parts):
-    """A starter of a machine that holds all residuals, whose drafter makes nothing. host_pages:
+    """A starter of a machine that holds all residuals, whose drafter drafts 0. host_pages:
     pages of its residual store."""
     plan = SimpleNamespace(host_pages=parts.pop("host_pages", 0))
     kv = SimpleNamespace(
@@ -77,7 +85,7 @@ def starter_of(**parts):
     given = {
         "kv": kv,
         "side": FakeSide(),
-        "drafter": SimpleNamespace(draft=lambda batch, lens: None),
+        "drafter": SimpleNamespace(draft=drafts_on_device),
         "planner": SimpleNamespace(),
         "arrivals": FakeArrivals(),
     }
@@ -92,6 +100,7 @@ def fakes():
         Arrivals=FakeArrivals,
         Scheduler=FakeScheduler,
         batch_of=batch_of,
+        drafts_on_device=drafts_on_device,
         schedule_of=schedule_of,
         starter_of=starter_of,
     )

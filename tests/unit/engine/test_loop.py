@@ -27,13 +27,14 @@ class Lab:
 
     def __init__(self, fakes, *next_lens, lacking=()):
         self.order, self.noted = [], []
+        self._drafts_on_device = fakes.drafts_on_device
         arrivals = fakes.Arrivals(*lacking)
         arrivals.note_drafts = self._note_drafts
         arrivals.note_verification = lambda state, count: None
         planner = SimpleNamespace(find_late=lambda states, pages: self.late)
         self.late = frozenset()
         plain = SimpleNamespace(advance=self._advance, advance_on=self._advance_on)
-        drafter = SimpleNamespace(draft=self._draft, read_prompt_end=self._read_prompt_end)
+        drafter = SimpleNamespace(draft=self._draft)
         self.starter = fakes.starter_of(
             plain=plain,
             plain_steps=PLAIN_STEPS,
@@ -58,12 +59,14 @@ class Lab:
             ),
             pages=pages,
             arrivals=arrivals,
+            prompt_reader=SimpleNamespace(read_prompt_end=self._read_prompt_end),
             chooser=chooser,
             ranks=ranks,
         )
 
     def _draft(self, batch, lens):
         self.order.append("draft")
+        return self._drafts_on_device(batch, lens)
 
     def _advance(self, batch, steps, late):
         self.order.append(f"{steps} steps")
