@@ -37,6 +37,8 @@ class Layer:
 
 CORE = "sglang_kvspec.core"
 KERNELS = "kvspec_kernels"
+# Declarations of codecs: what is known of records without torch.
+SPECS = "kvspec_kernels.codecs"
 _CODECS = (CORE, KERNELS, "sglang_kvspec.codecs", "sglang_kvspec.compressors")
 # planning's plans are plain data, so the pools and wires that carry them out may name them.
 _MEMORY = (*_CODECS, "sglang_kvspec.planning")
@@ -69,10 +71,11 @@ LAYERS: Mapping[str, Layer] = {
     "sglang_kvspec.door": Layer((), ("aiohttp",)),
     "sglang_kvspec": Layer(),
     "kvspec_patches": Layer((*_ADAPTERS, "sglang_kvspec.adapters"), None, sglang=True),
-    "kvspec_kernels.formats": Layer((), ("torch",)),
-    "kvspec_kernels.reference": Layer(("kvspec_kernels.formats",), ("torch",)),
+    SPECS: Layer(),
+    "kvspec_kernels.formats": Layer((SPECS,), ("torch",)),
+    "kvspec_kernels.reference": Layer(("kvspec_kernels.formats", SPECS), ("torch",)),
     # torch for CUDA brings cuda-bindings along.
-    "kvspec_kernels.jit": Layer(("kvspec_kernels.formats",), ("torch", "triton", "cuda")),
+    "kvspec_kernels.jit": Layer(("kvspec_kernels.formats", SPECS), ("torch", "triton", "cuda")),
     "kvspec_kernels.ops": Layer((KERNELS,), ("torch", "triton")),
     "kvspec_kernels": Layer((KERNELS,), ("torch", "triton")),
     # Outside the wheel: no layer above names it, so no product module may import it.
@@ -256,7 +259,8 @@ def test_no_module_escapes_the_walk() -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [CORE, "sglang_kvspec.planning", "kvspec_testkit.servers", "sglang_kvspec.door"]
+    "layer",
+    [CORE, SPECS, "sglang_kvspec.planning", "kvspec_testkit.servers", "sglang_kvspec.door"],
 )
 def test_pure_layers_do_not_reach_torch_or_sglang(layer: str) -> None:
     imports = project_imports()

@@ -70,15 +70,52 @@ only where both sides evaluate the anchor with the same rounding, and devices di
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast
 
 import torch
 
-PAGE_STEP = 32
-MAX_PAGE_SIZE = 256
-MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
-RECORD_ALIGNMENT = 16
+from kvspec_kernels.codecs.fields import (
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    MAX_PAGE_SIZE,
+    MIN_HEAD_DIM,
+    PAGE_STEP,
+    RECORD_ALIGNMENT,
+    DTypeName,
+    FieldSpec,
+    FormatError,
+    check_sizes,
+    exact_fields,
+    record_bytes,
+)
+from kvspec_kernels.codecs.log4 import Log4Settings
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.codecs.uniform4 import Uniform4Settings
+
+__all__ = [
+    "EXACT_DTYPES",
+    "HEAD_DIM_STEP",
+    "MAX_HEAD_DIM",
+    "MAX_PAGE_SIZE",
+    "MIN_HEAD_DIM",
+    "PAGE_STEP",
+    "RECORD_ALIGNMENT",
+    "TWO_BIT_MIDDLE",
+    "TWO_BIT_STEP",
+    "CodecSpec",
+    "Field",
+    "FormatError",
+    "Log4Settings",
+    "RecordLayout",
+    "Target",
+    "Uniform4Settings",
+    "anchor_layout",
+    "check_sizes",
+    "residual_layout",
+]
+
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # A 2-bit code c is worth (2 c - 3) TWO_BIT_STEP / top in log4, 4 c + TWO_BIT_MIDDLE in uniform4, in
@@ -87,83 +124,6 @@ TWO_BIT_STEP = 28
 TWO_BIT_MIDDLE = 1.5
 
 Target = Literal["exact", "int8"]
-AnchorBits = Literal[4, 2]
-Centre = Literal["midrange", "mean"]
-Levels = Literal["linear", "interval", "corner"]
-
-
-class FormatError(ValueError):
-    """A page size, head size or dtype that no record layout exists for; names what is allowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Log4Settings:
-    """Parameters of the log codec (Lynx, Algorithm 1); all but `centre` also shape the decoder.
-
-    k_chunk, v_chunk: tokens that share one centre and scale per channel; must divide the page.
-    alpha: curvature of the companding law; at 0, its limit, the law is linear.
-    top: integer that the largest magnitude of a chunk maps to, 105..120.
-    centre: what the encoder subtracts before it takes magnitudes.
-    levels: what an anchor magnitude m decodes to: (16 m + 1) / top, which fits a `linear` law
-        (small alpha) and costs a GPU one instruction for two codes; the `corner` value of 16 m, as
-        in the paper; or the middle of its `interval`, where `last_level` places the last level
-        instead, 0 at the lower edge and 1 at the upper edge of its interval.
-    anchor_bits: bits of an anchor code; 2 take the law of alpha 0 and `linear` levels.
-    """
-
-    k_chunk: int = 32
-    v_chunk: int = 64
-    alpha: float = 0.0
-    top: int = 118
-    centre: Centre = "midrange"
-    levels: Levels = "linear"
-    last_level: float = 0.7
-    anchor_bits: AnchorBits = 4
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha < math.inf:
-            raise FormatError(f"alpha must be at least 0 and finite, got {self.alpha}")
-        # 121 and more need a fourth magnitude bit, 104 and less leave the eighth level unused.
-        if not 105 <= self.top <= 120:
-            raise FormatError(f"top must be an integer from 105 to 120, got {self.top}")
-        if self.centre not in ("midrange", "mean"):
-            raise FormatError(f"centre must be midrange or mean, got {self.centre!r}")
-        if self.levels not in get_args(Levels):
-            allowed = ", ".join(get_args(Levels))
-            raise FormatError(f"levels must be one of {allowed}, got {self.levels!r}")
-        if not 0 <= self.last_level <= 1:
-            raise FormatError(f"last_level must be from 0 to 1, got {self.last_level}")
-        _check_anchor_bits(self.anchor_bits)
-        if self.anchor_bits == 2 and (self.alpha != 0 or self.levels != "linear"):
-            raise FormatError(
-                "anchor_bits 2 needs alpha 0 and levels linear, "
-                f"got alpha {self.alpha} and levels {self.levels}"
-            )
-
-    @classmethod
-    def for_page(cls, page_size: int, anchor_bits: AnchorBits = 4) -> Log4Settings:
-        """The default settings, with V chunks that divide the page."""
-        return cls(v_chunk=64 if page_size % 64 == 0 else 32, anchor_bits=anchor_bits)
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform4Settings:
-    """Parameters of the uniform codec (QuantSpec, section 4.2).
-
-    k_group: tokens that share one scale and zero per channel of K; V's share them per token.
-    anchor_bits: bits of an anchor code.
-    """
-
-    k_group: int = 64
-    anchor_bits: AnchorBits = 4
-
-    def __post_init__(self) -> None:
-        _check_anchor_bits(self.anchor_bits)
-
-    @classmethod
-    def for_page(cls, page_size: int, anchor_bits: AnchorBits = 4) -> Uniform4Settings:
-        """The default settings, with K groups that divide the page."""
-        return cls(k_group=64 if page_size % 64 == 0 else 32, anchor_bits=anchor_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,102 +166,37 @@ class RecordLayout:
         return torch.zeros((*leading, self.nbytes), dtype=torch.uint8, device=device)
 
 
-def anchor_layout(
-    settings: Log4Settings | Uniform4Settings, page_size: int, head_dim: int
-) -> RecordLayout:
+def anchor_layout(spec: CodecSpec, page_size: int, head_dim: int) -> RecordLayout:
     """Layout of an anchor record. Raises FormatError for sizes that cannot be grouped or packed."""
-    check_sizes(page_size, head_dim, settings.anchor_bits)
-    codes = (page_size * head_dim * settings.anchor_bits // 8,)
-    if isinstance(settings, Log4Settings):
-        k_rows = _rows(page_size, settings.k_chunk, "k_chunk")
-        v_rows = _rows(page_size, settings.v_chunk, "v_chunk")
-        return _pack(
-            ("scale_base", (2,), torch.int16),
-            ("unused", (12,), torch.uint8),
-            ("k_codes", codes, torch.uint8),
-            ("k_centre", (k_rows, head_dim), torch.bfloat16),
-            ("k_scale", (k_rows, head_dim), torch.uint8),
-            ("v_codes", codes, torch.uint8),
-            ("v_centre", (v_rows, head_dim), torch.bfloat16),
-            ("v_scale", (v_rows, head_dim), torch.uint8),
-        )
-    groups = _rows(page_size, settings.k_group, "k_group")
-    return _pack(
-        ("k_codes", codes, torch.uint8),
-        ("k_scale", (groups, head_dim), torch.bfloat16),
-        ("k_zero", (groups, head_dim), torch.bfloat16),
-        ("v_codes", codes, torch.uint8),
-        ("v_scale", (page_size,), torch.bfloat16),
-        ("v_zero", (page_size,), torch.bfloat16),
-    )
+    check_sizes(page_size, head_dim, spec.anchor_bits)
+    return _pack(spec.anchor_fields(page_size, head_dim))
 
 
 def residual_layout(
-    settings: Log4Settings | Uniform4Settings,
-    target: Target,
-    page_size: int,
-    head_dim: int,
-    kv_dtype: torch.dtype,
+    spec: CodecSpec, target: Target, page_size: int, head_dim: int, kv_dtype: torch.dtype
 ) -> RecordLayout:
-    """Layout of a residual record, the same for both codecs. Raises FormatError like
-    anchor_layout, and for a `kv_dtype` other than fp32, bf16 and fp16."""
-    check_sizes(page_size, head_dim, settings.anchor_bits)
+    """Layout of a residual record; of the target exact the same for every codec. Raises FormatError
+    like anchor_layout, and for a `kv_dtype` other than fp32, bf16 and fp16."""
+    check_sizes(page_size, head_dim, spec.anchor_bits)
     if kv_dtype not in EXACT_DTYPES:
         raise FormatError(
             f"KV dtype must be one of {', '.join(map(str, EXACT_DTYPES))}, got {kv_dtype}"
         )
     if target == "int8":
-        bits = {"codes": 4} if settings.anchor_bits == 4 else {"codes": 4, "rest": 2}
-        return _pack(
-            *(
-                (f"{part}_{name}", (page_size * head_dim * width // 8,), torch.uint8)
-                for part in ("k", "v")
-                for name, width in bits.items()
-            )
-        )
+        return _pack(spec.correction_fields(page_size, head_dim))
     if target == "exact":
-        values = (page_size, head_dim)
-        return _pack(("k_bits", values, kv_dtype), ("v_bits", values, kv_dtype))
+        name = str(kv_dtype).removeprefix("torch.")
+        return _pack(exact_fields(page_size, head_dim, cast("DTypeName", name)))
     raise FormatError(f"target must be exact or int8, got {target!r}")
 
 
-def check_sizes(page_size: int, head_dim: int, anchor_bits: AnchorBits = 4) -> None:
-    """Raise FormatError unless pages and heads of these sizes have layouts."""
-    if not (PAGE_STEP <= page_size <= MAX_PAGE_SIZE and page_size % PAGE_STEP == 0):
-        raise FormatError(
-            f"page size must be a multiple of {PAGE_STEP} from {PAGE_STEP} to {MAX_PAGE_SIZE}, "
-            f"got {page_size}"
-        )
-    if not (MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0):
-        raise FormatError(
-            f"head size must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
-            f"{MAX_HEAD_DIM}, got {head_dim}"
-        )
-    if anchor_bits == 2 and head_dim % 32:
-        # Tiles of K lie in pairs along the head.
-        raise FormatError(f"head size must be a multiple of 32 for anchor_bits 2, got {head_dim}")
-
-
-def _check_anchor_bits(anchor_bits: AnchorBits) -> None:
-    if anchor_bits not in get_args(AnchorBits):
-        raise FormatError(f"anchor_bits must be 4 or 2, got {anchor_bits!r}")
-
-
-def _rows(page_size: int, chunk: int, name: str) -> int:
-    if chunk < 1 or page_size % chunk:
-        allowed = [c for c in (16, 32, 64, 128, 256) if page_size % c == 0]
-        raise FormatError(
-            f"{name} must divide the page size {page_size} (for example {allowed}), got {chunk}"
-        )
-    return page_size // chunk
-
-
-def _pack(*specs: tuple[str, tuple[int, ...], torch.dtype]) -> RecordLayout:
+def _pack(specs: Iterable[FieldSpec]) -> RecordLayout:
+    specs = tuple(specs)
     fields: list[Field] = []
     offset = 0
-    for name, shape, dtype in specs:
-        assert offset % dtype.itemsize == 0, (name, offset)
-        fields.append(Field(name, offset, shape, dtype))
+    for spec in specs:
+        dtype = getattr(torch, spec.dtype)
+        assert offset % dtype.itemsize == 0, (spec.name, offset)
+        fields.append(Field(spec.name, offset, spec.shape, dtype))
         offset += fields[-1].nbytes
-    padded = -(-offset // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
-    return RecordLayout(tuple(fields), padded)
+    return RecordLayout(tuple(fields), record_bytes(specs))

@@ -7,16 +7,12 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from kvspec_kernels.formats import (
-    TWO_BIT_STEP,
-    Log4Settings,
-    Uniform4Settings,
-    anchor_layout,
-)
+from kvspec_kernels.codecs.kernels import Arithmetic
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.formats import TWO_BIT_STEP, anchor_layout
 from kvspec_kernels.jit import nvrtc
 from kvspec_kernels.jit.tail import tail_arguments
 
@@ -33,16 +29,12 @@ MAX_GROUP = 16
 # Channels of its queries that a lane holds while a warp attends to the tail, all heads together.
 TAIL_CHANNELS = 16
 
-# fp16: codes become fp16 numbers. int8: they stay integers, and what they are multiplied with
-# becomes such (HACK, section 4).
-Arithmetic = Literal["fp16", "int8"]
-
 
 @dataclass(frozen=True)
 class AttentionShape:
     """What a kernel is compiled for."""
 
-    settings: Log4Settings | Uniform4Settings
+    settings: CodecSpec
     page_size: int
     head_dim: int
     num_qo_heads: int
@@ -76,24 +68,14 @@ def supported(shape: AttentionShape, device: torch.device) -> bool:
         and shape.head_dim in HEAD_DIMS
         and 1 <= group <= MAX_GROUP
         and shape.q_dtype in (torch.bfloat16, torch.float16)
-        and _whole_steps(shape.settings)
+        and shape.settings.cuda_attention() is not None
     )
 
 
-def arithmetics(settings: Log4Settings | Uniform4Settings) -> tuple[Arithmetic, ...]:
-    """What a codec's anchors can be attended to in. log4's 4-bit codes became bytes by a table of
-    8 magnitudes and a sign when that was tried, which took 1.2 to 1.4 times as long as fp16."""
-    if settings.anchor_bits == 2:
-        return ("int8",)
-    return ("fp16", "int8") if isinstance(settings, Uniform4Settings) else ("fp16",)
-
-
-def _whole_steps(settings: Log4Settings | Uniform4Settings) -> bool:
-    """Whether metadata changes between pairs of 16 tokens only, and values need no table."""
-    if isinstance(settings, Uniform4Settings):
-        return settings.k_group % 32 == 0
-    chunks = (settings.k_chunk, settings.v_chunk)
-    return settings.levels == "linear" and all(chunk % 32 == 0 for chunk in chunks)
+def arithmetics(settings: CodecSpec) -> tuple[Arithmetic, ...]:
+    """Return what a codec's anchors can be attended to in, fp16 before int8."""
+    codec = settings.cuda_attention()
+    return () if codec is None else codec.arithmetics
 
 
 # Output [batch, num_qo_heads, head_dim], like the query, and log-sum-exp [batch, num_qo_heads] in
@@ -267,19 +249,21 @@ def record_defines(shape: AttentionShape) -> dict[str, int | str]:
     """What both kernels know of a record."""
     layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     k_bytes = layout["v_codes"].offset
-    is_log = isinstance(shape.settings, Log4Settings)
+    codec = shape.settings.cuda_attention()
+    assert codec is not None, f"cuda/draft_attention.cu does not cover {shape.settings}"
+    # Metadata of a token are alone in their row, those of channels one row a chunk.
+    v_scale = layout["v_scale"].shape
     return {
+        **codec.defines,
         "HEAD_DIM": shape.head_dim,
         "PAGE_SIZE": shape.page_size,
-        "LOG4": int(is_log),
         "ANCHOR_BITS": shape.settings.anchor_bits,
         "Q_BF16": int(shape.q_dtype == torch.bfloat16),
         "K_BYTES": k_bytes,
         "V_BYTES": layout.nbytes - k_bytes,
         "RECORD_BYTES": layout.nbytes,
-        "K_ROWS": layout["k_centre" if is_log else "k_scale"].shape[0],
-        "V_ROWS": layout["v_centre"].shape[0] if is_log else 1,
-        "TOP": shape.settings.top if isinstance(shape.settings, Log4Settings) else 1,
+        "K_ROWS": layout["k_scale"].shape[0],
+        "V_ROWS": v_scale[0] if len(v_scale) == 2 else 1,
     }
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from kvspec_kernels.formats import (
-    RECORD_ALIGNMENT,
-    Log4Settings,
-    Target,
-    Uniform4Settings,
-    anchor_layout,
-)
+from kvspec_kernels.codecs.kernels import CudaEncode
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.formats import RECORD_ALIGNMENT, Target, anchor_layout
 from kvspec_kernels.jit import nvrtc
 from kvspec_kernels.jit.cuda_attention import (
     BLOCK_RESERVED,
@@ -35,7 +31,7 @@ THREAD_REGISTERS = 64
 class EncodeShape:
     """What a kernel is compiled for."""
 
-    settings: Log4Settings | Uniform4Settings
+    settings: CodecSpec
     target: Target
     page_size: int
     head_dim: int
@@ -50,7 +46,7 @@ def supported(shape: EncodeShape, device: torch.device) -> bool:
         and torch.cuda.get_device_capability(device) >= (9, 0)
         and shape.head_dim % HEAD_DIM_STEP == 0
         and shape.dtype in (torch.bfloat16, torch.float16)
-        and _is_default(shape)
+        and shape.settings.cuda_encode(shape.page_size) is not None
     )
 
 
@@ -61,17 +57,6 @@ def aligned(*tensors: torch.Tensor) -> bool:
         tensor.data_ptr() % RECORD_ALIGNMENT == 0
         and all(s * tensor.itemsize % RECORD_ALIGNMENT == 0 for s in tensor.stride()[:-1])
         for tensor in tensors
-    )
-
-
-def _is_default(shape: EncodeShape) -> bool:
-    """Whether the settings are the default ones, but for the size of log4's integers and for what
-    only decoders look at."""
-    if isinstance(shape.settings, Uniform4Settings):
-        return shape.settings == Uniform4Settings.for_page(shape.page_size)
-    usual = Log4Settings.for_page(shape.page_size)
-    return usual == replace(
-        shape.settings, top=usual.top, levels=usual.levels, last_level=usual.last_level
     )
 
 
@@ -126,10 +111,8 @@ def encode_kernel(shape: EncodeShape, device: torch.device) -> EncodeKernel:
 
 def encode_defines(shape: EncodeShape) -> dict[str, int | str]:
     """The constants that cuda/encode.cu is compiled with."""
-    settings = shape.settings
-    layout = anchor_layout(settings, shape.page_size, shape.head_dim)
-    first = "centre" if isinstance(settings, Log4Settings) else "scale"
-    k_chunk, v_chunk = _chunks(shape)
+    layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
+    codec = _codec(shape)
     needed = shared_bytes(shape)
     threads = 32 * num_warps(shape)
     blocks = min(
@@ -137,21 +120,20 @@ def encode_defines(shape: EncodeShape) -> dict[str, int | str]:
         MULTIPROCESSOR_SHARED // (needed + BLOCK_RESERVED),
     )
     return {
-        "LOG4": int(isinstance(settings, Log4Settings)),
+        **codec.defines,
         "EXACT": int(shape.target == "exact"),
         "KV_BF16": int(shape.dtype == torch.bfloat16),
         "PAGE_SIZE": shape.page_size,
         "HEAD_DIM": shape.head_dim,
-        "K_CHUNK": k_chunk,
-        "V_CHUNK": v_chunk,
-        "TOP": settings.top if isinstance(settings, Log4Settings) else 0,
+        "K_CHUNK": codec.chunks[0],
+        "V_CHUNK": codec.chunks[1],
         "WARPS": num_warps(shape),
         "BLOCKS": max(blocks, 1),
         "SHARED_BYTES": needed,
         "K_CODES": layout["k_codes"].offset,
-        "K_METADATA": layout[f"k_{first}"].offset,
+        "K_METADATA": layout[f"k_{codec.first_metadata}"].offset,
         "V_CODES": layout["v_codes"].offset,
-        "V_METADATA": layout[f"v_{first}"].offset,
+        "V_METADATA": layout[f"v_{codec.first_metadata}"].offset,
     }
 
 
@@ -164,22 +146,18 @@ def num_warps(shape: EncodeShape) -> int:
 def shared_bytes(shape: EncodeShape) -> int:
     """Shared memory of a block: the values, what is prepared for each channel or token, metadata
     and maxima."""
-    is_log = isinstance(shape.settings, Log4Settings)
-    tokens = 0 if is_log else shape.page_size
-    entries = max(tokens, shape.page_size // min(_chunks(shape)) * shape.head_dim)
-    # 16 prepared and 2 unused, 3 (log4) or 4 of metadata, and a number for corrections of uniform4.
-    entry_bytes = 21 if is_log else 26
+    codec = _codec(shape)
+    tokens = shape.page_size if codec.per_token else 0
+    entries = max(tokens, shape.page_size // min(codec.chunks) * shape.head_dim)
     values = shape.page_size * (2 * shape.head_dim + 16)
     # A maximum per warp of log4, and the arrays of one that a codec has no use for.
-    return -(-(values + entries * entry_bytes + 4 * MAX_WARPS + 16) // 16) * 16
+    return -(-(values + entries * codec.entry_bytes + 4 * MAX_WARPS + 16) // 16) * 16
 
 
-def _chunks(shape: EncodeShape) -> tuple[int, int]:
-    """Tokens that share the metadata of a channel of K and of V; V of uniform4 has none, and loads
-    as many tokens together."""
-    if isinstance(shape.settings, Log4Settings):
-        return shape.settings.k_chunk, shape.settings.v_chunk
-    return shape.settings.k_group, shape.settings.k_group
+def _codec(shape: EncodeShape) -> CudaEncode:
+    codec = shape.settings.cuda_encode(shape.page_size)
+    assert codec is not None, f"cuda/encode.cu does not cover {shape.settings}"
+    return codec
 
 
 def _byte_strides(tensor: torch.Tensor, dimensions: Sequence[int]) -> list[ctypes.c_int64]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvspec_kernels.formats import Log4Settings, anchor_layout, residual_layout
+from kvspec_kernels.formats import anchor_layout, residual_layout
 from kvspec_kernels.jit import nvrtc
 from kvspec_kernels.jit.cuda_attention import (
     BLOCK_RESERVED,
@@ -38,17 +38,15 @@ MOST_ROWS_JOINED = 320
 
 
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
-    """Whether the CUDA back end covers this shape: whole steps of 64 tokens and channels, and for
-    log4 the linear law, whose 8-bit codes are proportional to values."""
-    settings = shape.settings
+    """Whether the CUDA back end covers this shape: whole steps of 64 tokens and channels, and
+    8-bit values that the kernel restores."""
+    codec = shape.settings.cuda_attention()
     return (
-        supported(shape, device)
+        codec is not None
+        and codec.verifies
+        and supported(shape, device)
         # Warpgroup products are Hopper's alone.
         and torch.cuda.get_device_capability(device)[0] == 9
-        and (
-            not isinstance(settings, Log4Settings)
-            or (settings.alpha == 0 and settings.v_chunk % 64 == 0)
-        )
         and shape.page_size % 64 == 0
         and shape.head_dim % 64 == 0
         and batch <= MAX_BATCH

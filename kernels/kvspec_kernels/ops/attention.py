@@ -19,7 +19,8 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from kvspec_kernels.formats import Log4Settings, Target, Uniform4Settings
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.formats import Target
 from kvspec_kernels.ops.attention_plan import Arithmetic, AttentionPlan, Records, Source, Tail
 from kvspec_kernels.ops.cuda_attention import CudaAttention
 from kvspec_kernels.ops.triton_attention import TritonAttention
@@ -63,7 +64,7 @@ def workspace_nbytes(
     num_kv_heads: int,
     head_dim: int,
     page_size: int,
-    settings: Log4Settings | Uniform4Settings,
+    settings: CodecSpec,
     device: torch.device,
     q_dtype: torch.dtype = torch.bfloat16,
     source: Source = "anchor",
@@ -160,7 +161,7 @@ class DraftAttention(_Attention):
         head_dim: int,
         page_size: int,
         *,
-        settings: Log4Settings | Uniform4Settings,
+        settings: CodecSpec,
         q_dtype: torch.dtype,
         sm_scale: float | None = None,
         num_sms: int | None = None,
@@ -223,7 +224,7 @@ class VerifyAttention(_Attention):
         head_dim: int,
         page_size: int,
         *,
-        settings: Log4Settings | Uniform4Settings,
+        settings: CodecSpec,
         target: Target,
         q_dtype: torch.dtype,
         max_qo_len: int,
@@ -293,7 +294,7 @@ def _make_plan(
     head_dim: int,
     page_size: int,
     *,
-    settings: Log4Settings | Uniform4Settings,
+    settings: CodecSpec,
     source: Source,
     q_dtype: torch.dtype,
     sm_scale: float | None = None,

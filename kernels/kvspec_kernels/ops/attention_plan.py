@@ -7,14 +7,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from kvspec_kernels.formats import (
-    Log4Settings,
-    RecordLayout,
-    Target,
-    Uniform4Settings,
-    anchor_layout,
-    residual_layout,
-)
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.formats import RecordLayout, Target, anchor_layout, residual_layout
 
 Source = Literal["anchor", "int8", "exact"]
 # In what a draft's products are computed; auto takes what is faster. Verifying is always in fp16.
@@ -67,7 +61,7 @@ class AttentionPlan:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    settings: Log4Settings | Uniform4Settings
+    settings: CodecSpec
     source: Source
     q_dtype: torch.dtype
     sm_scale: float

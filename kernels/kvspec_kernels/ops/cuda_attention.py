@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from kvspec_kernels.codecs.kernels import Arithmetic
 from kvspec_kernels.jit.cuda_attention import (
-    Arithmetic,
     AttentionShape,
     DraftKernel,
     State,
@@ -169,7 +169,8 @@ def _arithmetic(plan: AttentionPlan) -> Arithmetic:
         return plan.arithmetic
     # In int8 a head takes two columns of a product, in fp16 one of eight.
     prefers_int8 = plan.group <= 4 and plan.head_dim >= 128
-    possible = arithmetics(plan.settings)
+    # None are possible where the back end does not cover the codec's parameters.
+    possible = arithmetics(plan.settings) or ("fp16",)
     return possible[-1 if prefers_int8 else 0]
 
 

@@ -6,11 +6,12 @@ from typing import Literal, get_args
 
 import torch
 
+from kvspec_kernels.codecs.spec import CodecSpec
 from kvspec_kernels.formats import Target
 from kvspec_kernels.jit import cuda_encode
 from kvspec_kernels.jit.encode import encode_kernel
 from kvspec_kernels.ops import encoding
-from kvspec_kernels.ops.encoding import EncodeConstants, Settings
+from kvspec_kernels.ops.encoding import EncodeConstants
 
 Backend = Literal["auto", "cuda", "triton"]
 
@@ -23,7 +24,7 @@ def encode_pages(
     anchor_slots: torch.Tensor,
     residuals: torch.Tensor,
     residual_slots: torch.Tensor,
-    settings: Settings,
+    settings: CodecSpec,
     target: Target,
     backend: Backend = "auto",
 ) -> None:
@@ -76,7 +77,7 @@ def cuda_covers(
     v: torch.Tensor,
     anchors: torch.Tensor,
     residuals: torch.Tensor,
-    settings: Settings,
+    settings: CodecSpec,
     target: Target,
 ) -> bool:
     """Whether the CUDA kernel can encode these pages into these pools: compute capability 9.0, bf16
@@ -94,7 +95,7 @@ def _run_triton(
     anchor_slots: torch.Tensor,
     residuals: torch.Tensor,
     residual_slots: torch.Tensor,
-    settings: Settings,
+    settings: CodecSpec,
     constants: EncodeConstants,
 ) -> None:
     num_heads = k.shape[2]

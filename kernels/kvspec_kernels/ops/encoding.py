@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from kvspec_kernels import formats
-from kvspec_kernels.formats import FormatError, Log4Settings, RecordLayout, Target, Uniform4Settings
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.formats import FormatError, RecordLayout, Target
 from kvspec_kernels.reference import fragments
-from kvspec_kernels.reference.companding import tables
-
-Settings = Log4Settings | Uniform4Settings
+from kvspec_kernels.reference.codec import kernel_reference_of
 
 KV_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Two channels as one integer: what the kernels load.
@@ -22,18 +21,7 @@ PAIR_DTYPES = {2: torch.int32, 4: torch.int64}
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 CHUNK_STEP = 16
-# Tokens of a pair of V's tiles.
-PAIR_STEP = 32
 EDGE_SLOTS = 128
-# Where the law's steep or flat ends are out of reach of arithmetic in fp32.
-MAX_ALPHA = 64.0
-MIN_ALPHA_OF_LOGARITHM = 0.05
-# Added to the law before rounding: more than its error in fp32 (6e-4), far less than one step.
-PUSH = 2e-3
-
-# Values a thread holds. Measured on one H200 at page 64, head 128: log4 encodes 1.3 times as fast
-# with twice as many, uniform4 no faster.
-THREAD_ELEMENTS = {"log4": 128, "uniform4": 64}
 MAX_WARPS = 16
 
 
@@ -48,7 +36,7 @@ class EncodeConstants:
 
 @functools.lru_cache(maxsize=64)
 def encode_constants(
-    settings: Settings, target: Target, page_size: int, head_dim: int, dtype: torch.dtype
+    settings: CodecSpec, target: Target, page_size: int, head_dim: int, dtype: torch.dtype
 ) -> EncodeConstants:
     """Raises FormatError for what no layout or no kernel exists for."""
     anchor_layout = formats.anchor_layout(settings, page_size, head_dim)
@@ -57,15 +45,11 @@ def encode_constants(
         # Nothing else clears padding.
         assert layout.fields[-1].offset + layout.fields[-1].nbytes == layout.nbytes
     exact = target == "exact"
-    if isinstance(settings, Log4Settings):
-        _check_log4(settings)
-        codec, chunks = "log4", (settings.k_chunk, settings.v_chunk)
-        metadata, law = ("centre", "scale"), _law(settings)
-    else:
-        codec, chunks = "uniform4", (settings.k_group, CHUNK_STEP)
-        metadata, law = ("scale", "zero"), ()
-    if any(chunk % CHUNK_STEP for chunk in chunks):
-        raise FormatError(f"kernels take chunks of multiples of {CHUNK_STEP} tokens, got {chunks}")
+    encode = settings.triton_encode()
+    if any(chunk % CHUNK_STEP for chunk in encode.chunks):
+        raise FormatError(
+            f"kernels take chunks of multiples of {CHUNK_STEP} tokens, got {encode.chunks}"
+        )
     padded = math.prod(1 << (size - 1).bit_length() for size in (page_size, head_dim))
     launch = {
         "PAGE_SIZE": page_size,
@@ -73,15 +57,15 @@ def encode_constants(
         "TILE_GROUP": fragments.group_size(page_size * head_dim // fragments.TILE**2),
         "PART_WORDS": residual_layout.nbytes // 8,
         "KV_DTYPE": KV_DTYPES[dtype],
-        "CODEC": codec,
+        "CODEC": encode.branch,
         "ANCHOR_BITS": settings.anchor_bits,
         "EXACT": exact,
-        "K_CHUNK": chunks[0],
-        "V_CHUNK": chunks[1],
-        "K_FIELDS": _word_offsets(anchor_layout, "k", metadata),
-        "V_FIELDS": _word_offsets(anchor_layout, "v", metadata),
-        "LAW": law,
-        "num_warps": min(max(padded // (32 * THREAD_ELEMENTS[codec]), 1), MAX_WARPS),
+        "K_CHUNK": encode.chunks[0],
+        "V_CHUNK": encode.chunks[1],
+        "K_FIELDS": _word_offsets(anchor_layout, "k", encode.metadata),
+        "V_FIELDS": _word_offsets(anchor_layout, "v", encode.metadata),
+        "LAW": encode.law,
+        "num_warps": min(max(padded // (32 * encode.thread_elements), 1), MAX_WARPS),
         # The references round products before they add.
         "enable_fp_fusion": False,
     }
@@ -89,13 +73,14 @@ def encode_constants(
 
 
 @functools.lru_cache(maxsize=64)
-def integer_edges(settings: Settings, device: torch.device) -> torch.Tensor:
-    """fp32 [128] on the device: 0, which no value is below, the law's edges, then infinities. Of
-    uniform4, which has none, zeros. Built once, by the first call."""
+def integer_edges(settings: CodecSpec, device: torch.device) -> torch.Tensor:
+    """fp32 [128] on the device: 0, which no value is below, the law's edges, then infinities; zeros
+    for a codec without a law. Built once, by the first call."""
     edges = torch.zeros(EDGE_SLOTS)
-    if isinstance(settings, Log4Settings):
+    of_law = kernel_reference_of(settings).integer_edges(settings)
+    if of_law:
         edges[1:] = math.inf
-        edges[1 : settings.top + 1] = tables(settings, torch.device("cpu")).integer_edges
+        edges[1 : len(of_law) + 1] = torch.tensor(of_law)
     return edges.to(device)
 
 
@@ -170,29 +155,3 @@ def _of(tensor: torch.Tensor) -> str:
 
 def _word_offsets(layout: RecordLayout, part: str, metadata: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(layout[f"{part}_{name}"].offset // 4 for name in ("codes", *metadata))
-
-
-def _check_log4(settings: Log4Settings) -> None:
-    if settings.centre != "midrange":
-        raise FormatError(
-            "kernels take the centre midrange only: a mean depends on the order of summation"
-        )
-    if settings.alpha > MAX_ALPHA:
-        raise FormatError(f"kernels take alpha up to {MAX_ALPHA}, got {settings.alpha}")
-    if settings.anchor_bits == 2 and settings.v_chunk % PAIR_STEP:
-        raise FormatError(
-            f"kernels take v_chunk in multiples of {PAIR_STEP} for anchor_bits 2, "
-            f"got {settings.v_chunk}"
-        )
-
-
-def _law(settings: Log4Settings) -> tuple[float, ...]:
-    """LAW of jit/encode_log4.py."""
-    alpha = settings.alpha
-    if alpha == 0:
-        return (float(settings.top),)
-    if alpha < MIN_ALPHA_OF_LOGARITHM:
-        return ()
-    slope = settings.top / math.log2(1 + alpha)
-    # At the far end, where it counts least, this lifts the law by PUSH.
-    return (alpha, 1 + PUSH * (1 + alpha) * math.log(2) / slope, slope)

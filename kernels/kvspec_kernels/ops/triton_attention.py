@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvspec_kernels.formats import Log4Settings
 from kvspec_kernels.jit.attention import attention_kernel, merge_kernel
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
-from kvspec_kernels.reference.companding import tables
+from kvspec_kernels.reference.codec import kernel_reference_of
 
 # Programs that a multiprocessor is given at a time. More are quicker where they keep less in
 # registers (H200, a query token of 16 requests of 1024: exact 30 us with three and 35 with two; of
@@ -171,28 +170,29 @@ def _strides(name: str, dimensions: tuple[str, ...], tensor: torch.Tensor | None
 
 
 def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
-    """What a log4 code, with its correction if there is one, decodes to."""
-    if plan.source == "exact" or not isinstance(plan.settings, Log4Settings):
+    """Return what a code, with its correction if there is one, decodes to; None where the kernel
+    computes it."""
+    if plan.source == "exact":
         return None
-    law = tables(plan.settings, plan.device)
-    return law.levels if plan.source == "anchor" else law.refined
+    reference = kernel_reference_of(plan.settings)
+    return reference.code_values(plan.settings, plan.device, refined=plan.source == "int8")
 
 
 def _record_constants(plan: AttentionPlan) -> dict[str, str | int]:
     """Codec, chunk sizes and byte offsets of the fields that the kernel reads."""
     anchor, residual = plan.anchor_layout, plan.residual_layout
-    settings = plan.settings
-    if isinstance(settings, Log4Settings):
-        codec, centre, k_chunk, v_chunk = "log4", "centre", settings.k_chunk, settings.v_chunk
-    else:
-        codec, centre, k_chunk, v_chunk = "uniform4", "zero", settings.k_group, plan.page_size
+    decode = plan.settings.triton_decode(plan.page_size)
     upgrade = "bits" if plan.source == "exact" else "codes"
-    constants: dict[str, str | int] = {"CODEC": codec, "ANCHOR_BITS": settings.anchor_bits}
-    constants |= {"K_CHUNK": k_chunk, "V_CHUNK": v_chunk}
+    constants: dict[str, str | int] = {
+        "CODEC": decode.branch,
+        "ANCHOR_BITS": plan.settings.anchor_bits,
+        "K_CHUNK": decode.chunks[0],
+        "V_CHUNK": decode.chunks[1],
+    }
     for part in ("k", "v"):
         name = part.upper()
         constants[f"{name}_CODES"] = anchor[f"{part}_codes"].offset
-        constants[f"{name}_CENTRE"] = anchor[f"{part}_{centre}"].offset
+        constants[f"{name}_CENTRE"] = anchor[f"{part}_{decode.offset}"].offset
         constants[f"{name}_SCALE"] = anchor[f"{part}_scale"].offset
         constants[f"{name}_RESIDUAL"] = residual[f"{part}_{upgrade}"].offset
     return constants

@@ -15,13 +15,10 @@ from typing import Literal
 
 import torch
 
-from kvspec_kernels.formats import (
-    Log4Settings,
-    Uniform4Settings,
-    anchor_layout,
-    residual_layout,
-)
-from kvspec_kernels.reference import exact, log4, uniform4
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.formats import anchor_layout, residual_layout
+from kvspec_kernels.reference import exact
+from kvspec_kernels.reference.codec import reference_of
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -34,7 +31,7 @@ class PageReader:
     residual_slots[i].
     """
 
-    settings: Log4Settings | Uniform4Settings
+    settings: CodecSpec
     source: Literal["anchor", "int8", "exact"]
     page_size: int
     head_dim: int
@@ -51,10 +48,9 @@ class PageReader:
     def _decode(self, pages: torch.Tensor, dtype: torch.dtype) -> KV:
         layout = anchor_layout(self.settings, self.page_size, self.head_dim)
         anchors = self.anchors[pages]
+        codec = reference_of(self.settings)
         if self.source == "anchor":
-            if isinstance(self.settings, Log4Settings):
-                return log4.decode_anchor(anchors, self.settings, layout, dtype)
-            return uniform4.decode_anchor(anchors, self.settings, layout, dtype)
+            return codec.decode_anchor(anchors, self.settings, layout, dtype)
         assert self.residuals is not None
         assert self.residual_slots is not None
         residuals = self.residuals[self.residual_slots[pages].long()]
@@ -62,9 +58,7 @@ class PageReader:
         upgrade = residual_layout(self.settings, self.source, *sizes)
         if self.source == "exact":
             return exact.decode(residuals, upgrade)
-        if isinstance(self.settings, Log4Settings):
-            return log4.decode_refined(anchors, residuals, self.settings, layout, upgrade, dtype)
-        return uniform4.decode_refined(anchors, residuals, self.settings, layout, upgrade, dtype)
+        return codec.decode_refined(anchors, residuals, self.settings, layout, upgrade, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvspec_kernels.formats import TWO_BIT_STEP, Log4Settings
+from kvspec_kernels.codecs.log4 import Log4Settings
+from kvspec_kernels.formats import TWO_BIT_STEP
 
 MAGNITUDES = 8
 

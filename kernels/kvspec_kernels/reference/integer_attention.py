@@ -15,49 +15,28 @@ that leaves. In the tests' cases outputs then err by 0.2 to 0.3 %, with 8 bits a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
-from kvspec_kernels.formats import (
-    TWO_BIT_MIDDLE,
-    TWO_BIT_STEP,
-    Log4Settings,
-    RecordLayout,
-    Uniform4Settings,
-)
-from kvspec_kernels.reference import fragments, log4, nibbles
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.formats import RecordLayout
+from kvspec_kernels.reference.codec import IntegerPart, kernel_reference_of
 
 LOG2_E = 1 / math.log(2)
-# The middle of uniform4's 16 codes.
-MIDDLE = 7.5
 # Numbers are rounded to 127 at most, and then to sixteenths.
 LARGEST, FINER = 128, 16
 # Finer steps of the query than this are not worth it: scores are in units of log2.
 LEAST_QUERY_STEP = 2.0**-15
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """K or V of pages as offset + scale * (code - zero): codes [N, H, P, D] integers in fp64;
-    scale and offset fp64, of the same shape up to broadcasting."""
-
-    codes: torch.Tensor
-    zero: float
-    scale: torch.Tensor
-    offset: torch.Tensor
-
-
 def parts_of(
-    anchors: torch.Tensor, settings: Log4Settings | Uniform4Settings, layout: RecordLayout
-) -> tuple[Part, Part]:
+    anchors: torch.Tensor, settings: CodecSpec, layout: RecordLayout
+) -> tuple[IntegerPart, IntegerPart]:
     """(k, v) of anchor records [N, H, nbytes]."""
-    if isinstance(settings, Log4Settings):
-        return _log4_part("k", anchors, settings, layout), _log4_part(
-            "v", anchors, settings, layout
-        )
-    return _uniform4_part("k", anchors, settings, layout), _uniform4_part(
-        "v", anchors, settings, layout
+    reference = kernel_reference_of(settings)
+    return (
+        reference.integer_part("k", anchors, settings, layout),
+        reference.integer_part("v", anchors, settings, layout),
     )
 
 
@@ -65,7 +44,7 @@ def attend(
     q: torch.Tensor,
     anchors: torch.Tensor,
     num_tokens: int,
-    settings: Log4Settings | Uniform4Settings,
+    settings: CodecSpec,
     layout: RecordLayout,
     sm_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +77,7 @@ def rounded(values: torch.Tensor, dims: tuple[int, ...], least_step: float = 0.0
     return (coarse + fine / FINER) * step
 
 
-def _scores(queries: torch.Tensor, k: Part, scale_log2: float) -> torch.Tensor:
+def _scores(queries: torch.Tensor, k: IntegerPart, scale_log2: float) -> torch.Tensor:
     """Scores in units of log2, [N, H, group, P] fp64."""
     # As the kernel has them in registers.
     scaled = (queries.float() * scale_log2).half()
@@ -113,7 +92,7 @@ def _scores(queries: torch.Tensor, k: Part, scale_log2: float) -> torch.Tensor:
     return (scores + shift[..., None]).flatten(3)
 
 
-def _weighed(weights: torch.Tensor, v: Part) -> torch.Tensor:
+def _weighed(weights: torch.Tensor, v: IntegerPart) -> torch.Tensor:
     """Sums of V over all tokens [H, group, D], of weights [N, H, group, P]."""
     codes = v.codes - v.zero
     if v.scale.shape[-1] == 1:
@@ -128,37 +107,3 @@ def _weighed(weights: torch.Tensor, v: Part) -> torch.Tensor:
     sums = torch.einsum("nhgct,nhctd->nhgcd", integers, by_chunk)
     shift = integers.sum(-1)[..., None] * v.offset[:, :, None]
     return (sums * v.scale[:, :, None] + shift).sum((0, 3))
-
-
-def _uniform4_part(
-    name: str, anchors: torch.Tensor, settings: Uniform4Settings, layout: RecordLayout
-) -> Part:
-    packed = fragments.packed_words(anchors, name, layout)
-    if settings.anchor_bits == 2:
-        words, unit, zero = fragments.unpack_pairs(packed), 4.0, TWO_BIT_MIDDLE
-    else:
-        words, unit, zero = fragments.by_halves(nibbles.unpack(packed)), 1.0, MIDDLE
-    scale, low = (
-        fragments.LOAD[name](layout[f"{name}_{field}"].view(anchors)).double()
-        for field in ("scale", "zero")
-    )
-    if name == "v":
-        scale, low = scale[..., None], low[..., None]
-    codes = fragments.codes_from_words(words, name, layout["v_scale"].shape[0])
-    return Part(codes.double(), zero, scale * unit, low + MIDDLE * scale)
-
-
-def _log4_part(
-    name: str, anchors: torch.Tensor, settings: Log4Settings, layout: RecordLayout
-) -> Part:
-    assert settings.anchor_bits == 2
-    words = fragments.unpack_pairs(fragments.packed_words(anchors, name, layout))
-    index = {"k": 0, "v": 1}[name]
-    base = layout["scale_base"].view(anchors)[..., index].int()[..., None, None]
-    offsets = fragments.LOAD[name](layout[f"{name}_scale"].view(anchors)).int()
-    scale = (base + offsets << log4.SCALE_SHIFT).view(torch.float32).double()
-    centre = fragments.LOAD[name](layout[f"{name}_centre"].view(anchors)).double()
-    page_size = words.shape[-2] * fragments.WORD_CODES // centre.shape[-1]
-    codes = fragments.codes_from_words(words, name, page_size)
-    unit = 2 * TWO_BIT_STEP / settings.top
-    return Part(codes.double(), TWO_BIT_MIDDLE, scale * unit, centre)

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import torch
 
-from kvspec_kernels.formats import Log4Settings, RecordLayout
+from kvspec_kernels.codecs.log4 import Log4Settings
+from kvspec_kernels.formats import TWO_BIT_MIDDLE, TWO_BIT_STEP, RecordLayout
 from kvspec_kernels.reference import fragments, nibbles
+from kvspec_kernels.reference.codec import IntegerPart
 from kvspec_kernels.reference.companding import Tables, tables
 
 SCALE_SHIFT = 19
@@ -109,6 +111,37 @@ def decode_refined(
         return _scaled(words, name, anchors, anchor_layout, dtype)
 
     return part("k"), part("v")
+
+
+def integer_edges(settings: Log4Settings) -> list[float]:
+    """See kvspec_kernels.reference.codec.KernelReference."""
+    edges: list[float] = tables(settings, torch.device("cpu")).integer_edges.tolist()
+    return edges
+
+
+def code_values(
+    settings: Log4Settings, device: torch.device, *, refined: bool
+) -> torch.Tensor | None:
+    """See kvspec_kernels.reference.codec.KernelReference."""
+    law = tables(settings, device)
+    return law.refined if refined else law.levels
+
+
+def integer_part(
+    name: str, anchors: torch.Tensor, settings: Log4Settings, layout: RecordLayout
+) -> IntegerPart:
+    """See kvspec_kernels.reference.codec.KernelReference."""
+    assert settings.anchor_bits == 2
+    words = fragments.unpack_pairs(fragments.packed_words(anchors, name, layout))
+    index = {"k": 0, "v": 1}[name]
+    base = layout["scale_base"].view(anchors)[..., index].int()[..., None, None]
+    offsets = fragments.LOAD[name](layout[f"{name}_scale"].view(anchors)).int()
+    scale = (base + offsets << SCALE_SHIFT).view(torch.float32).double()
+    centre = fragments.LOAD[name](layout[f"{name}_centre"].view(anchors)).double()
+    page_size = words.shape[-2] * fragments.WORD_CODES // centre.shape[-1]
+    codes = fragments.codes_from_words(words, name, page_size)
+    unit = 2 * TWO_BIT_STEP / settings.top
+    return IntegerPart(codes.double(), TWO_BIT_MIDDLE, scale * unit, centre)
 
 
 def in_order(codes: torch.Tensor) -> torch.Tensor:

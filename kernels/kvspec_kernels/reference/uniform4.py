@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import torch
 
-from kvspec_kernels.formats import TWO_BIT_MIDDLE, RecordLayout, Uniform4Settings
+from kvspec_kernels.codecs.uniform4 import Uniform4Settings
+from kvspec_kernels.formats import TWO_BIT_MIDDLE, RecordLayout
 from kvspec_kernels.reference import fragments, nibbles
+from kvspec_kernels.reference.codec import IntegerPart
 
 CODES = 16
+MIDDLE = 7.5
 
 
 def encode(
@@ -98,6 +101,37 @@ def decode_refined(
         return _scaled(words, 1 / CODES, name, anchors, anchor_layout, dtype)
 
     return part("k"), part("v")
+
+
+def integer_edges(settings: Uniform4Settings) -> list[float]:
+    """See kvspec_kernels.reference.codec.KernelReference."""
+    return []
+
+
+def code_values(
+    settings: Uniform4Settings, device: torch.device, *, refined: bool
+) -> torch.Tensor | None:
+    """See kvspec_kernels.reference.codec.KernelReference."""
+    return None
+
+
+def integer_part(
+    name: str, anchors: torch.Tensor, settings: Uniform4Settings, layout: RecordLayout
+) -> IntegerPart:
+    """See kvspec_kernels.reference.codec.KernelReference."""
+    packed = fragments.packed_words(anchors, name, layout)
+    if settings.anchor_bits == 2:
+        words, unit, zero = fragments.unpack_pairs(packed), 4.0, TWO_BIT_MIDDLE
+    else:
+        words, unit, zero = fragments.by_halves(nibbles.unpack(packed)), 1.0, MIDDLE
+    scale, low = (
+        fragments.LOAD[name](layout[f"{name}_{field}"].view(anchors)).double()
+        for field in ("scale", "zero")
+    )
+    if name == "v":
+        scale, low = scale[..., None], low[..., None]
+    codes = fragments.codes_from_words(words, name, layout["v_scale"].shape[0])
+    return IntegerPart(codes.double(), zero, scale * unit, low + MIDDLE * scale)
 
 
 def _grouped(pages: torch.Tensor, part: str, layout: RecordLayout) -> tuple[torch.Tensor, int]:

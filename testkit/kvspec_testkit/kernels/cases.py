@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from kvspec_kernels import formats
-from kvspec_kernels.formats import Log4Settings, RecordLayout, Target, Uniform4Settings
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.formats import RecordLayout, Target
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.attention_plan import Source
-from kvspec_kernels.reference import attention, exact, fragments, log4, uniform4
+from kvspec_kernels.reference import attention, exact, fragments
+from kvspec_kernels.reference.codec import reference_of
 
 POISON_BYTE = 0xFF
 # Bounds the memory of encoding to this many pages.
@@ -36,7 +38,7 @@ class AttentionCase:
     residuals: torch.Tensor
     residual_slots: torch.Tensor
     tail: Tail | None
-    settings: Log4Settings | Uniform4Settings
+    settings: CodecSpec
     source: Source
     page_size: int
     pages: tuple[torch.Tensor, ...]
@@ -83,7 +85,7 @@ class AttentionCase:
 def make_case(
     lens: Sequence[int],
     *,
-    settings: Log4Settings | Uniform4Settings,
+    settings: CodecSpec,
     source: Source,
     page_size: int = 64,
     head_dim: int = 64,
@@ -159,7 +161,7 @@ class _Pools:
     rng: torch.Generator
     page: tuple[int, int, int]
     dtype: torch.dtype
-    settings: Log4Settings | Uniform4Settings
+    settings: CodecSpec
     source: Source
     pool_pages: int | None
 
@@ -208,15 +210,15 @@ class _Pools:
         residual: RecordLayout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         codes = None if self.source == "exact" else residual
-        if isinstance(self.settings, Log4Settings):
-            anchors, residuals = log4.encode(k, v, self.settings, anchor, codes)
-        else:
-            anchors, residuals = uniform4.encode(k, v, self.settings, anchor, codes)
-            for name in ("v_scale", "v_zero"):
-                field = anchor[name].view(anchors)
-                by_token = fragments.from_row_order(field)
+        reference = reference_of(self.settings)
+        anchors, residuals = reference.encode(k, v, self.settings, anchor, codes)
+        for field in anchor.fields:
+            # Metadata of tokens, of which some do not count.
+            if field.name.startswith("v_") and field.shape == filled.shape[1:]:
+                stored = field.view(anchors)
+                by_token = fragments.from_row_order(stored)
                 by_token = by_token.masked_fill(~filled[:, None, :], torch.nan)
-                field.copy_(fragments.row_order(by_token))
+                stored.copy_(fragments.row_order(by_token))
         if residuals is None:
             beyond = ~filled[:, :, None, None]
             k, v = (part.masked_fill(beyond, torch.nan) for part in (k, v))

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from kvspec_kernels.formats import (
-    Log4Settings,
-    Target,
-    Uniform4Settings,
-    anchor_layout,
-    residual_layout,
-)
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.formats import Target, anchor_layout, residual_layout
 from kvspec_kernels.ops.encode import Backend, encode_pages
-from kvspec_kernels.reference import exact, log4, uniform4
+from kvspec_kernels.reference import exact
+from kvspec_kernels.reference.codec import reference_of
 
-Settings = Log4Settings | Uniform4Settings
 Pages = tuple[torch.Tensor, torch.Tensor]
 
 POISON = 0xA5
 
 
 def encode_by_reference(
-    k: torch.Tensor, v: torch.Tensor, settings: Settings, target: Target
+    k: torch.Tensor, v: torch.Tensor, settings: CodecSpec, target: Target
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages k, v [N, P, H, D] as anchor and residual records [N, H, nbytes] uint8 on the CPU."""
     k, v = k.cpu(), v.cpu()
@@ -29,10 +24,7 @@ def encode_by_reference(
     anchor = anchor_layout(settings, page_size, head_dim)
     residual = residual_layout(settings, target, page_size, head_dim, k.dtype)
     corrections = residual if target == "int8" else None
-    if isinstance(settings, Log4Settings):
-        anchors, residuals = log4.encode(k, v, settings, anchor, corrections)
-    else:
-        anchors, residuals = uniform4.encode(k, v, settings, anchor, corrections)
+    anchors, residuals = reference_of(settings).encode(k, v, settings, anchor, corrections)
     return anchors, exact.encode(k, v, residual) if residuals is None else residuals
 
 
@@ -58,7 +50,7 @@ def poisoned(slots: int, like: torch.Tensor, device: torch.device) -> torch.Tens
 def encode(
     k: torch.Tensor,
     v: torch.Tensor,
-    settings: Settings,
+    settings: CodecSpec,
     target: Target,
     device: torch.device,
     source: list[int] | None = None,
@@ -84,7 +76,7 @@ def encode(
 def assert_same_records(
     k: torch.Tensor,
     v: torch.Tensor,
-    settings: Settings,
+    settings: CodecSpec,
     target: Target,
     device: torch.device,
     backend: Backend = "auto",

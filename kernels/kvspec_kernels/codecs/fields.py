@@ -1,0 +1,95 @@
+"""Fields of a record, their bytes, and the sizes that have records: plain numbers, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+PAGE_STEP = 32
+MAX_PAGE_SIZE = 256
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
+RECORD_ALIGNMENT = 16
+# Tokens and channels of a tile of codes.
+TILE = 16
+
+DTypeName = Literal["uint8", "int8", "int16", "bfloat16", "float16", "float32"]
+ITEM_BYTES: dict[DTypeName, int] = {
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+}
+
+
+class FormatError(ValueError):
+    """A page size, head size or dtype that no record layout exists for; names what is allowed."""
+
+
+class FieldSpec(NamedTuple):
+    """One array inside a record. Fields lie one behind the other; each must start at a multiple of
+    its item's bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DTypeName
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def record_bytes(fields: Iterable[FieldSpec]) -> int:
+    """Bytes of a record of these fields, with the padding at its end."""
+    return -(-sum(field.nbytes for field in fields) // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+
+def check_sizes(page_size: int, head_dim: int, anchor_bits: int = 4) -> None:
+    """Raise FormatError unless pages and heads of these sizes have layouts."""
+    if not (PAGE_STEP <= page_size <= MAX_PAGE_SIZE and page_size % PAGE_STEP == 0):
+        raise FormatError(
+            f"page size must be a multiple of {PAGE_STEP} from {PAGE_STEP} to {MAX_PAGE_SIZE}, "
+            f"got {page_size}"
+        )
+    if not (MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0):
+        raise FormatError(
+            f"head size must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
+            f"{MAX_HEAD_DIM}, got {head_dim}"
+        )
+    if anchor_bits == 2 and head_dim % 32:
+        # Tiles of K lie in pairs along the head.
+        raise FormatError(f"head size must be a multiple of 32 for anchor_bits 2, got {head_dim}")
+
+
+def num_chunks(page_size: int, chunk: int, name: str) -> int:
+    """Chunks of a page. Raises FormatError, naming the parameter, unless they fill it."""
+    if chunk < 1 or page_size % chunk:
+        allowed = [c for c in (16, 32, 64, 128, 256) if page_size % c == 0]
+        raise FormatError(
+            f"{name} must divide the page size {page_size} (for example {allowed}), got {chunk}"
+        )
+    return page_size // chunk
+
+
+def code_bytes(page_size: int, head_dim: int, bits: int) -> tuple[int]:
+    """Shape of a field that holds a code of `bits` for each element of K or of V."""
+    return (page_size * head_dim * bits // 8,)
+
+
+def eight_bit_corrections(page_size: int, head_dim: int, anchor_bits: int) -> tuple[FieldSpec, ...]:
+    """Fields that upgrade anchor codes of 4 or 2 bits to 8: corrections of 4 bits, and what the
+    anchor leaves out of a code of 4."""
+    widths = {"codes": 4} if anchor_bits == 4 else {"codes": 4, "rest": 4 - anchor_bits}
+    return tuple(
+        FieldSpec(f"{part}_{name}", code_bytes(page_size, head_dim, bits), "uint8")
+        for part in ("k", "v")
+        for name, bits in widths.items()
+    )
+
+
+def exact_fields(page_size: int, head_dim: int, kv_dtype: DTypeName) -> tuple[FieldSpec, ...]:
+    """Fields of the residual record that holds every bit of K and V."""
+    values = (page_size, head_dim)
+    return (FieldSpec("k_bits", values, kv_dtype), FieldSpec("v_bits", values, kv_dtype))

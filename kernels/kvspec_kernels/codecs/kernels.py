@@ -1,0 +1,68 @@
+"""Facts about a codec that Triton and CUDA kernels are specialised by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+# What a draft's products are computed in. fp16: codes become fp16 numbers. int8: codes stay
+# integers, and what they are multiplied with becomes integers too (HACK, section 4).
+Arithmetic = Literal["fp16", "int8"]
+# Tokens that share the metadata of a channel of K, and of V.
+Chunks = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonEncode:
+    """Constants of jit/encode.py.
+
+    branch: its CODEC. metadata: names of the two fields besides the codes, without k_ or v_, in the
+    order in which the kernel takes them. law: LAW of jit/encode_log4.py, else empty.
+    thread_elements: values that a thread holds.
+    """
+
+    branch: str
+    metadata: tuple[str, str]
+    chunks: Chunks
+    law: tuple[float, ...]
+    thread_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecode:
+    """Constants of jit/pages.py. branch: its CODEC. offset: name of the field that is added to a
+    code times its scale, without k_ or v_."""
+
+    branch: str
+    offset: str
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class CudaEncode:
+    """Constants of cuda/encode.cu.
+
+    defines: the codec's own. first_metadata: name of the field behind the codes, without k_ or v_.
+    entry_bytes: shared memory for each channel or token with metadata of its own.
+    per_token: whether V's metadata belong to tokens.
+    """
+
+    defines: Mapping[str, int]
+    first_metadata: str
+    chunks: Chunks
+    entry_bytes: int
+    per_token: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CudaAttention:
+    """Constants of cuda/draft_attention.cu and cuda/verify_attention.cu.
+
+    defines: the codec's own. arithmetics: what drafts can be computed in, fp16 before int8.
+    verifies: whether verify_attention.cu restores the codec's 8-bit values.
+    """
+
+    defines: Mapping[str, int]
+    arithmetics: tuple[Arithmetic, ...]
+    verifies: bool

@@ -1,0 +1,156 @@
+"""The log codec (Lynx, Algorithm 1), declared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self, get_args
+
+from kvspec_kernels.codecs.fields import (
+    FieldSpec,
+    FormatError,
+    code_bytes,
+    eight_bit_corrections,
+    num_chunks,
+)
+from kvspec_kernels.codecs.kernels import CudaAttention, CudaEncode, TritonDecode, TritonEncode
+from kvspec_kernels.codecs.spec import CodecSpec
+
+Centre = Literal["midrange", "mean"]
+Levels = Literal["linear", "interval", "corner"]
+
+# Tokens of a pair of V's tiles.
+PAIR_STEP = 32
+# Where the law's steep or flat ends are out of reach of arithmetic in fp32.
+MAX_ALPHA = 64.0
+MIN_ALPHA_OF_LOGARITHM = 0.05
+# Added to the law before rounding: more than its error in fp32 (6e-4), far less than one step.
+PUSH = 2e-3
+# On one H200 at page 64, head 128 encoding is 1.3 times as fast as with half as many.
+THREAD_ELEMENTS = 128
+# Of shared memory: 16 prepared and 2 unused, and 3 of metadata.
+ENTRY_BYTES = 21
+
+
+@dataclass(frozen=True, slots=True)
+class Log4Settings(CodecSpec):
+    """Parameters of the log codec.
+
+    k_chunk, v_chunk: tokens that share one centre and scale per channel; must divide the page.
+    alpha: curvature of the companding law; at 0, its limit, the law is linear.
+    top: integer that the largest magnitude of a chunk maps to, 105..120.
+    centre: what the encoder subtracts before it takes magnitudes.
+    levels: what an anchor magnitude m decodes to: (16 m + 1) / top, which fits a `linear` law
+        (small alpha) and costs a GPU one instruction for two codes; the `corner` value of 16 m, as
+        in the paper; or the middle of its `interval`, where `last_level` places the last level
+        instead, 0 at the lower edge and 1 at the upper edge of its interval.
+    anchor_bits: bits of an anchor code; 2 take the law of alpha 0 and `linear` levels.
+    """
+
+    name: ClassVar[str] = "log4"
+    reference: ClassVar[str] = "kvspec_kernels.reference.log4"
+    bit_choices: ClassVar[tuple[int, ...]] = (4, 2)
+    has_kernels: ClassVar[bool] = True
+
+    k_chunk: int = 32
+    v_chunk: int = 64
+    alpha: float = 0.0
+    top: int = 118
+    centre: Centre = "midrange"
+    levels: Levels = "linear"
+    last_level: float = 0.7
+    anchor_bits: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha < math.inf:
+            raise FormatError(f"alpha must be at least 0 and finite, got {self.alpha}")
+        # 121 and more need a fourth magnitude bit, 104 and less leave the eighth level unused.
+        if not 105 <= self.top <= 120:
+            raise FormatError(f"top must be an integer from 105 to 120, got {self.top}")
+        if self.centre not in ("midrange", "mean"):
+            raise FormatError(f"centre must be midrange or mean, got {self.centre!r}")
+        if self.levels not in get_args(Levels):
+            allowed = ", ".join(get_args(Levels))
+            raise FormatError(f"levels must be one of {allowed}, got {self.levels!r}")
+        if not 0 <= self.last_level <= 1:
+            raise FormatError(f"last_level must be from 0 to 1, got {self.last_level}")
+        if self.anchor_bits not in self.bit_choices:
+            raise FormatError(f"anchor_bits must be 4 or 2, got {self.anchor_bits!r}")
+        if self.anchor_bits == 2 and (self.alpha != 0 or self.levels != "linear"):
+            raise FormatError(
+                "anchor_bits 2 needs alpha 0 and levels linear, "
+                f"got alpha {self.alpha} and levels {self.levels}"
+            )
+
+    @classmethod
+    def for_page(cls, page_size: int, anchor_bits: int = 4) -> Self:
+        """The default settings, with V chunks that divide the page."""
+        return cls(v_chunk=64 if page_size % 64 == 0 else 32, anchor_bits=anchor_bits)
+
+    def anchor_fields(self, page_size: int, head_dim: int) -> tuple[FieldSpec, ...]:
+        codes = code_bytes(page_size, head_dim, self.anchor_bits)
+        k_metadata = (num_chunks(page_size, self.k_chunk, "k_chunk"), head_dim)
+        v_metadata = (num_chunks(page_size, self.v_chunk, "v_chunk"), head_dim)
+        return (
+            FieldSpec("scale_base", (2,), "int16"),
+            FieldSpec("unused", (12,), "uint8"),
+            FieldSpec("k_codes", codes, "uint8"),
+            FieldSpec("k_centre", k_metadata, "bfloat16"),
+            FieldSpec("k_scale", k_metadata, "uint8"),
+            FieldSpec("v_codes", codes, "uint8"),
+            FieldSpec("v_centre", v_metadata, "bfloat16"),
+            FieldSpec("v_scale", v_metadata, "uint8"),
+        )
+
+    def correction_fields(self, page_size: int, head_dim: int) -> tuple[FieldSpec, ...]:
+        return eight_bit_corrections(page_size, head_dim, self.anchor_bits)
+
+    def triton_encode(self) -> TritonEncode:
+        if self.centre != "midrange":
+            raise FormatError(
+                "kernels take the centre midrange only: a mean depends on the order of summation"
+            )
+        if self.alpha > MAX_ALPHA:
+            raise FormatError(f"kernels take alpha up to {MAX_ALPHA}, got {self.alpha}")
+        if self.anchor_bits == 2 and self.v_chunk % PAIR_STEP:
+            raise FormatError(
+                f"kernels take v_chunk in multiples of {PAIR_STEP} for anchor_bits 2, "
+                f"got {self.v_chunk}"
+            )
+        chunks = (self.k_chunk, self.v_chunk)
+        return TritonEncode(self.name, ("centre", "scale"), chunks, self._law(), THREAD_ELEMENTS)
+
+    def _law(self) -> tuple[float, ...]:
+        if self.alpha == 0:
+            return (float(self.top),)
+        if self.alpha < MIN_ALPHA_OF_LOGARITHM:
+            return ()
+        slope = self.top / math.log2(1 + self.alpha)
+        # At the far end, where it counts least, this lifts the law by PUSH.
+        return (self.alpha, 1 + PUSH * (1 + self.alpha) * math.log(2) / slope, slope)
+
+    def triton_decode(self, page_size: int) -> TritonDecode:
+        return TritonDecode(self.name, "centre", (self.k_chunk, self.v_chunk))
+
+    def cuda_encode(self, page_size: int) -> CudaEncode | None:
+        """The default settings, whatever `top` and what only decoders look at."""
+        usual = self.for_page(page_size)
+        same = replace(self, top=usual.top, levels=usual.levels, last_level=usual.last_level)
+        if same != usual:
+            return None
+        chunks = (self.k_chunk, self.v_chunk)
+        defines = {"LOG4": 1, "TOP": self.top}
+        return CudaEncode(defines, "centre", chunks, ENTRY_BYTES, per_token=False)
+
+    def cuda_attention(self) -> CudaAttention | None:
+        # Metadata may change between pairs of 16 tokens only, and values need no table.
+        if self.levels != "linear" or any(c % PAIR_STEP for c in (self.k_chunk, self.v_chunk)):
+            return None
+        return CudaAttention(
+            defines={"LOG4": 1, "TOP": self.top},
+            # 4-bit codes became bytes by a table of 8 magnitudes and a sign when that was tried,
+            # which took 1.2 to 1.4 times as long as fp16.
+            arithmetics=("int8",) if self.anchor_bits == 2 else ("fp16",),
+            # The linear law's 8-bit codes are proportional to values.
+            verifies=self.alpha == 0 and self.v_chunk % 64 == 0,
+        )
