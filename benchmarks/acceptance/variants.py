@@ -11,7 +11,7 @@ from acceptance.drafting import PageMap, through_anchor, through_target
 from kvspec_kernels.formats import Log4Settings
 from kvspec_kernels.reference import companding
 from sglang_kvspec.codecs import make_codec
-from sglang_kvspec.codecs.log4 import Log4Codec
+from sglang_kvspec.codecs.record_codec import RecordCodec
 
 PAGE_SIZE = 64
 MAX_ANCHOR_BITS = 4.6
@@ -61,7 +61,7 @@ def grid(head_dim: int) -> list[Variant]:
 
 
 def _log4(settings: Log4Settings, head_dim: int) -> Variant:
-    codec = Log4Codec("int8", PAGE_SIZE, head_dim, torch.float32, settings)
+    codec = RecordCodec(settings, "int8", PAGE_SIZE, head_dim, torch.float32)
     return Variant(describe(settings), codec.anchor_bits_per_element, through_anchor(codec))
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.codecs import CodecSpec
 
 
 class EncodedPages(NamedTuple):
@@ -41,7 +41,7 @@ class Codec(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def settings(self) -> Log4Settings | Uniform4Settings: ...
+    def settings(self) -> CodecSpec: ...
 
     @property
     def anchor_bytes(self) -> int:

@@ -1,21 +1,15 @@
-"""What both codecs share: records of one layout each, checks, and the exact residual."""
+"""The codec that a specification declares, bound to a model's sizes."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
 
-from kvspec_kernels.formats import (
-    Log4Settings,
-    RecordLayout,
-    Target,
-    Uniform4Settings,
-    anchor_layout,
-    residual_layout,
-)
+from kvspec_kernels.codecs import CodecSpec
+from kvspec_kernels.formats import RecordLayout, Target, anchor_layout, residual_layout
 from kvspec_kernels.reference import exact
+from kvspec_kernels.reference.codec import ReferenceCodec, reference_of
 from sglang_kvspec.codecs.accounting import bits_per_element
 from sglang_kvspec.codecs.base import EncodedPages
 from sglang_kvspec.codecs.checks import check_pages, check_records
@@ -24,18 +18,19 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class RecordCodec(ABC):
-    """base.Codec whose anchors and 8-bit corrections a subclass makes. Raises FormatError for
-    unsupported sizes."""
+class RecordCodec:
+    """base.Codec of any CodecSpec, by its reference functions. Raises FormatError for unsupported
+    sizes."""
 
+    settings: CodecSpec
     target: Target
     page_size: int
     head_dim: int
     dtype: torch.dtype
-    settings: Log4Settings | Uniform4Settings
     debug: bool = False
     anchor_layout: RecordLayout = field(init=False, repr=False)
     residual_layout: RecordLayout = field(init=False, repr=False)
+    _reference: ReferenceCodec = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         size = (self.page_size, self.head_dim)
@@ -43,6 +38,11 @@ class RecordCodec(ABC):
         object.__setattr__(self, "anchor_layout", anchor_layout(self.settings, *size))
         layout = residual_layout(self.settings, self.target, *size, self.dtype)
         object.__setattr__(self, "residual_layout", layout)
+        object.__setattr__(self, "_reference", reference_of(self.settings))
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
 
     @property
     def anchor_bytes(self) -> int:
@@ -59,7 +59,9 @@ class RecordCodec(ABC):
     def encode(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> EncodedPages:
         check_pages(self, k_pages, v_pages, self.debug)
         corrections = self.residual_layout if self.target == "int8" else None
-        anchor, residual = self._encode(k_pages, v_pages, corrections)
+        anchor, residual = self._reference.encode(
+            k_pages, v_pages, self.settings, self.anchor_layout, corrections
+        )
         if residual is None:
             residual = exact.encode(k_pages, v_pages, self.residual_layout)
         return EncodedPages(anchor, residual)
@@ -78,23 +80,12 @@ class RecordCodec(ABC):
 
     def decode_anchor(self, anchor: torch.Tensor) -> KV:
         check_records("anchor", anchor, self.anchor_bytes)
-        return self._decode_anchor(anchor)
+        return self._reference.decode_anchor(anchor, self.settings, self.anchor_layout, self.dtype)
 
     def decode_target(self, anchor: torch.Tensor, residual: torch.Tensor) -> KV:
         check_records("anchor", anchor, self.anchor_bytes)
         if self.target == "exact":
             return self.decode_exact(residual)
         check_records("residual", residual, self.residual_bytes)
-        return self._decode_refined(anchor, residual)
-
-    @abstractmethod
-    def _encode(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, corrections: RecordLayout | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Anchor records, and correction records where a layout for them is given."""
-
-    @abstractmethod
-    def _decode_anchor(self, anchor: torch.Tensor) -> KV: ...
-
-    @abstractmethod
-    def _decode_refined(self, anchor: torch.Tensor, residual: torch.Tensor) -> KV: ...
+        layouts = (self.anchor_layout, self.residual_layout)
+        return self._reference.decode_refined(anchor, residual, self.settings, *layouts, self.dtype)

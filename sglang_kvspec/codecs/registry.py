@@ -6,6 +6,7 @@ from typing import get_args
 
 import torch
 
+from kvspec_kernels.codecs import CodecSpec
 from kvspec_kernels.formats import (
     EXACT_DTYPES,
     HEAD_DIM_STEP,
@@ -13,41 +14,62 @@ from kvspec_kernels.formats import (
     MAX_PAGE_SIZE,
     MIN_HEAD_DIM,
     PAGE_STEP,
-    Log4Settings,
-    Uniform4Settings,
+    FormatError,
 )
 from sglang_kvspec.codecs.base import Codec
-from sglang_kvspec.codecs.log4 import Log4Codec
-from sglang_kvspec.codecs.uniform4 import Uniform4Codec
-from sglang_kvspec.core.config import CodecName, Target
+from sglang_kvspec.codecs.record_codec import RecordCodec
+from sglang_kvspec.core.codec_names import load_codec
+from sglang_kvspec.core.config import Target
 from sglang_kvspec.core.errors import ConfigError
 
 
+def find_codec(name: str) -> type[CodecSpec]:
+    """The declaration of the codec `name`. Raises ConfigError where there is none."""
+    found = load_codec(name)
+    if not (isinstance(found, type) and issubclass(found, CodecSpec)):
+        raise ConfigError(f"--kvspec-codec {name}: {found!r} is no kvspec_kernels.codecs.CodecSpec")
+    return found
+
+
 def make_codec(
-    name: CodecName,
+    name: str,
     *,
     target: Target,
     page_size: int,
     head_dim: int,
     dtype: torch.dtype,
+    anchor_bits: int | None = None,
     debug: bool = False,
 ) -> Codec:
-    """The codec `name` with its default settings, bound to a model's sizes.
+    """The codec `name` with its default settings, bound to a model's sizes. anchor_bits: the
+    first of the codec's bit_choices unless given.
 
     Raises ConfigError naming the flag or model property, its value and what is allowed.
     """
-    _check_choice("--kvspec-codec", name, get_args(CodecName))
+    spec = find_codec(name)
     _check_choice("--kvspec-target", target, get_args(Target))
     check_page_size(page_size)
     _check_multiple("the model's head size", head_dim, HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM)
     if dtype not in EXACT_DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in EXACT_DTYPES)
         raise ConfigError(f"the KV cache dtype must be one of {allowed}, got {dtype}")
-    if name == "uniform4":
-        return Uniform4Codec(
-            target, page_size, head_dim, dtype, Uniform4Settings.for_page(page_size), debug
+    settings = spec.for_page(page_size, _checked_bits(spec, anchor_bits))
+    try:
+        return RecordCodec(settings, target, page_size, head_dim, dtype, debug)
+    except FormatError as error:
+        raise ConfigError(f"--kvspec-codec {name}: {error}") from error
+
+
+def _checked_bits(spec: type[CodecSpec], anchor_bits: int | None) -> int:
+    if anchor_bits is None:
+        return spec.bit_choices[0]
+    if anchor_bits not in spec.bit_choices:
+        allowed = ", ".join(map(str, spec.bit_choices))
+        raise ConfigError(
+            f"--kvspec-anchor-bits must be one of {allowed} for --kvspec-codec {spec.name}, "
+            f"got {anchor_bits!r}"
         )
-    return Log4Codec(target, page_size, head_dim, dtype, Log4Settings.for_page(page_size), debug)
+    return anchor_bits
 
 
 def check_page_size(page_size: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from sglang_kvspec.codecs.registry import make_codec
-from sglang_kvspec.core.config import CodecName, Target
+from sglang_kvspec.core.config import Target
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.geometry import KVGeometry
@@ -29,7 +29,7 @@ class AttentionPair:
 
     def __init__(
         self,
-        codec_name: CodecName,
+        codec_name: str,
         target: Target,
         geometry: KVGeometry,
         device: torch.device,

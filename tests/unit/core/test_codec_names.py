@@ -1,0 +1,87 @@
+"""Codecs are found by entry points, and names without an import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_kvspec.core.codec_names import BUILT_IN, GROUP, codec_entries, codec_names, load_codec
+from sglang_kvspec.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], None]]:
+    """Puts a distribution with one entry point of the group on sys.path."""
+
+    def put(name: str, value: str) -> None:
+        folder = tmp_path / f"{name}_package"
+        info = folder / f"{name}_package-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-package\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {value}\n")
+        (folder / "nameless_codec.py").write_text("class Settings: ...\n")
+        monkeypatch.syspath_prepend(str(folder))
+        codec_entries.cache_clear()
+
+    yield put
+    codec_entries.cache_clear()
+
+
+def test_built_in_codecs_are_the_entry_points_of_this_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"][GROUP] == BUILT_IN
+
+
+def test_an_installed_package_adds_a_codec_by_name(install) -> None:
+    install("zip4", "zip_codec:Settings")
+    assert codec_names() == ("log4", "uniform4", "zip4")
+
+
+def test_names_need_no_import(install) -> None:
+    install("zip4", "nameless_codec:Settings")
+    code = (
+        "import sys; from sglang_kvspec.core.codec_names import codec_names;"
+        "print(*codec_names()); print('nameless_codec' in sys.modules or 'torch' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+    ).stdout.split("\n")
+    assert found[:2] == ["log4 uniform4 zip4", "False"]
+
+
+def test_an_unknown_name_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="--kvspec-codec must be one of log4, uniform4, got 'x'"):
+        load_codec("x")
+
+
+@pytest.mark.parametrize("value", ["nowhere_at_all:Settings", "nameless_codec:Missing"])
+def test_an_entry_point_that_cannot_be_imported_is_named(install, value) -> None:
+    install("zip4", value)
+    with pytest.raises(ConfigError, match=f"--kvspec-codec zip4: cannot import {value}"):
+        load_codec("zip4")
+
+
+def test_an_entry_point_must_lead_to_a_codec_of_its_name(install) -> None:
+    install("zip4", "nameless_codec:Settings")
+    with pytest.raises(ConfigError, match="nameless_codec:Settings must be a codec of this name"):
+        load_codec("zip4")
+
+
+def test_two_packages_cannot_give_one_name(install) -> None:
+    install("log4", "other_package:Settings")
+    with pytest.raises(ConfigError, match=r"'log4' is both kvspec_kernels.* and other_package"):
+        codec_names()
