@@ -13,7 +13,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
-from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, CodecName, Target
+from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, Target
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flags import FLAG_OF
 from sglang_kvspec.planning.costs import AcceptanceCurve
@@ -113,7 +113,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     return read_json(path / "config.json" if path.is_dir() else path, "--model")
 
 
-def acceptance_curve(value: str, codec: CodecName) -> AcceptanceCurve:
+def acceptance_curve(value: str, codec: str) -> AcceptanceCurve:
     """Of a benchmark's file, of a fixed probability for each draft, or by default our own."""
     if value == DEFAULT_ACCEPTANCE:
         return MEASURED_ACCEPTANCE[codec]
@@ -201,9 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, required=True, help="local config.json, or its folder")
     add("--gpu", default="H200", help=f"one of {', '.join(DEVICES)} (default: %(default)s)")
     add("--context", type=int, default=32768, help="tokens of each request (default: %(default)s)")
-    for option, choices in (("codec", CodecName), ("target", Target)):
+    for option, choices in (("codec", tuple(MEASURED_ACCEPTANCE)), ("target", get_args(Target))):
         flag = FLAG_OF[option]
-        add(f"--{option}", choices=get_args(choices), default=flag.default, help=flag.help_line())
+        add(f"--{option}", choices=choices, default=flag.default, help=flag.help_line())
     add("--tp", type=int, default=1, help="tensor-parallel GPUs (default: %(default)s)")
     add("--host-memory-gb", type=float, help="of the residual store (default: as much as needed)")
     add("--link-gbps", type=float, help="measured GB/s a GPU (default: 86 %% of the published)")

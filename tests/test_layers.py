@@ -48,7 +48,7 @@ _ADAPTERS = (*_ENGINE, "sglang_kvspec.engine")
 
 LAYERS: Mapping[str, Layer] = {
     CORE: Layer(),
-    "sglang_kvspec.planning": Layer((CORE,)),
+    "sglang_kvspec.planning": Layer((CORE, SPECS)),
     "sglang_kvspec.codecs": Layer(_CODECS, None),
     "sglang_kvspec.compressors": Layer(_CODECS, None),
     "sglang_kvspec.pools": Layer(_MEMORY, None),

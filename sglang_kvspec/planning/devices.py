@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sglang_kvspec.core.config import CodecName, Target
+from sglang_kvspec.core.config import Target
 from sglang_kvspec.core.errors import ConfigError
 
 GB = 10**9
@@ -84,7 +84,7 @@ class AttentionShares:
 
 # Our kernels, measured with 8-bit targets. `exact` verifies on plain values: FlashInfer's prefill
 # kernel over BF16 pages stands in for ours, which is not measured there.
-ATTENTION_SHARES: Mapping[tuple[CodecName, Target], AttentionShares] = {
+ATTENTION_SHARES: Mapping[tuple[str, Target], AttentionShares] = {
     ("log4", "int8"): AttentionShares(draft=0.74, verify=0.75, verify_flops=0.377),
     ("uniform4", "int8"): AttentionShares(draft=0.79, verify=0.77, verify_flops=0.392),
     ("log4", "exact"): AttentionShares(draft=0.74, verify=0.91, verify_flops=0.343),

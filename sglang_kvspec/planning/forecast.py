@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from sglang_kvspec.core.config import MAX_DRAFT_LEN, CodecName, Target
+from sglang_kvspec.core.config import MAX_DRAFT_LEN, Target
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.capacity import PageBytes, window_pages_for
 from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
@@ -26,7 +26,7 @@ from sglang_kvspec.planning.throughput import Expectation, RequestBytes, Setting
 # Mean accepted drafts by draft length: benchmarks/results/acceptance.json, a model of 31 million
 # parameters after 4096-token prompts. No larger model has been measured.
 _DRAFT_LENS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-MEASURED_ACCEPTANCE: Mapping[CodecName, AcceptanceCurve] = {
+MEASURED_ACCEPTANCE: Mapping[str, AcceptanceCurve] = {
     "log4": AcceptanceCurve(
         _DRAFT_LENS, (0.987, 1.955, 3.87, 7.577, 14.565, 21.038, 27.052, 38.492, 49.098)
     ),
@@ -48,7 +48,7 @@ class Deployment:
     model: ModelShape
     device: Device
     curve: AcceptanceCurve
-    codec: CodecName = "uniform4"
+    codec: str = "uniform4"
     target: Target = "exact"
     tp: int = 1
     host_bytes: float = inf
@@ -175,7 +175,7 @@ def sweep_contexts(context_len: int, max_context: int) -> list[int]:
     return sorted(lens)
 
 
-def read_acceptance(results: Mapping[str, Any], codec: CodecName) -> AcceptanceCurve:
+def read_acceptance(results: Mapping[str, Any], codec: str) -> AcceptanceCurve:
     """The codec's curve in what benchmarks/bench_acceptance.py writes."""
     prefix = f"accept.{codec}.mean_of_"
     means: dict[int, float] = {}

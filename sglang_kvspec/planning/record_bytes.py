@@ -1,25 +1,25 @@
-"""Bytes of encoded pages, without torch.
-
-The layouts are those of kvspec_kernels/formats.py, which describes them with torch dtypes; a plan
-made before anything is installed cannot wait for torch, so that their sizes are counted here once
-more and a test holds both against each other.
-"""
+"""Bytes of encoded pages, from codecs' declarations: a plan made before anything is installed
+cannot wait for torch."""
 
 from __future__ import annotations
 
-from sglang_kvspec.core.config import CodecName, Target
+from kvspec_kernels.codecs import CodecSpec
+from kvspec_kernels.codecs.fields import (
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    MAX_PAGE_SIZE,
+    PAGE_STEP,
+    exact_fields,
+    record_bytes,
+)
+from sglang_kvspec.core.codec_names import load_codec
+from sglang_kvspec.core.config import Target
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.capacity import PageBytes
 from sglang_kvspec.planning.model_shape import ModelShape
 
-RECORD_ALIGNMENT = 16
-PAGE_STEP, MAX_PAGE_SIZE = 32, 256
-HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
-BF16_BYTES = 2
-LOG4_K_CHUNK = 32
 
-
-def page_bytes_of(shape: ModelShape, codec: CodecName, target: Target, page_size: int) -> PageBytes:
+def page_bytes_of(shape: ModelShape, codec: str, target: Target, page_size: int) -> PageBytes:
     """Bytes of one page over all layers and KV heads of `shape`, with a codec's default settings.
 
     Raises ConfigError for sizes that no record layout exists for.
@@ -34,26 +34,16 @@ def page_bytes_of(shape: ModelShape, codec: CodecName, target: Target, page_size
             f"KVSpec needs head sizes that are multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, "
             f"the model has {shape.head_dim}"
         )
-    elements = 2 * page_size * shape.head_dim
+    declared: type[CodecSpec] = load_codec(codec)
+    settings = declared.for_page(page_size, declared.bit_choices[0])
+    sizes = (page_size, shape.head_dim)
+    if target == "int8":
+        residual = settings.correction_fields(*sizes)
+    else:
+        residual = exact_fields(*sizes, "float32" if shape.kv_dtype_bytes == 4 else "bfloat16")
     records = shape.num_layers * shape.num_kv_heads
-    plain = elements * shape.kv_dtype_bytes
-    anchor = elements // 2 + _metadata_bytes(codec, page_size, shape.head_dim)
     return PageBytes(
-        plain=records * plain,
-        anchor=records * _aligned(anchor),
-        residual=records * _aligned(plain if target == "exact" else elements // 2),
+        plain=records * 2 * page_size * shape.head_dim * shape.kv_dtype_bytes,
+        anchor=records * record_bytes(settings.anchor_fields(*sizes)),
+        residual=records * record_bytes(residual),
     )
-
-
-def _metadata_bytes(codec: CodecName, page_size: int, head_dim: int) -> int:
-    group = 64 if page_size % 64 == 0 else 32
-    if codec == "uniform4":
-        # A scale and a zero: of K for each channel and group, of V for each token.
-        return 2 * BF16_BYTES * (page_size // group * head_dim + page_size)
-    # A centre and one byte of scale for each channel and chunk; bases and padding take 16 bytes.
-    chunks = page_size // LOG4_K_CHUNK + page_size // group
-    return RECORD_ALIGNMENT + chunks * head_dim * (BF16_BYTES + 1)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
