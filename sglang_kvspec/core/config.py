@@ -18,7 +18,6 @@ from sglang_kvspec.core.flags import (
     MAX_DRAFT_LEN,
     MAX_HOST_GB,
     MOST_RECENT_PAGES,
-    CodecName,
     Schedule,
     Stream,
     Target,
@@ -37,7 +36,6 @@ __all__ = [
     "MOST_AUTO_DRAFTS",
     "MOST_AUTO_DRAFTS_HOSTED",
     "MOST_RECENT_PAGES",
-    "CodecName",
     "KVSpecConfig",
     "Schedule",
     "Stream",
@@ -62,7 +60,7 @@ class KVSpecConfig:
     """
 
     target: Target = DEFAULTS["target"]
-    codec: CodecName = DEFAULTS["codec"]
+    codec: str = DEFAULTS["codec"]
     draft_len: int | Literal["auto"] = DEFAULTS["draft_len"]
     recent_pages: int = DEFAULTS["recent_pages"]
     host_gb: float | None = DEFAULTS["host_gb"]

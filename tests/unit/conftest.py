@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.codecs.base import Codec
-from sglang_kvspec.core.config import CodecName, Target
+from sglang_kvspec.core.config import Target
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.pools.geometry import KVGeometry
 from sglang_kvspec.pools.tiered_kv import TieredKV
@@ -150,7 +150,7 @@ def _poisoned(kind: Callable[..., Any], parts: tuple[KVGeometry, Codec, Capacity
 
 def _parts(
     *,
-    codec: CodecName = "log4",
+    codec: str = "log4",
     target: Target = "exact",
     dtype: torch.dtype,
     num_layers: int = 1,
