@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.codecs.registry import find_codec, make_codec
+from sglang_kvspec.core.codec_names import codec_names
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 
@@ -48,13 +49,19 @@ def check_model(
     _check_ranks(model, num_ranks, on_gpu)
     if on_gpu:
         _check_for_kernels(model, num_ranks)
-    make_codec(
+    codec = make_codec(
         config.codec,
         target=config.target,
         page_size=page_size,
         head_dim=model.head_dim,
         dtype=model.dtype,
     )
+    if on_gpu and not codec.settings.has_kernels:
+        allowed = ", ".join(name for name in codec_names() if find_codec(name).has_kernels)
+        raise UnsupportedError(
+            f"--kvspec-codec {config.codec} has no GPU kernels and serves on a CPU alone "
+            f"(allowed on a GPU: {allowed})"
+        )
 
 
 def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from harness.plugin_folders import python_path_with
 
 _FOLDER = Path(__file__).resolve().parent.parent / "faults"
 
 
 def fault_environment(**settings: object) -> tuple[tuple[str, str], ...]:
     """Variables of a ServerSpec, settings among them, with which it loads faults/ as a plugin."""
-    paths = [str(_FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     given = [(name, str(value)) for name, value in settings.items()]
-    return (*given, ("PYTHONPATH", os.pathsep.join(filter(None, paths))))
+    return (*given, ("PYTHONPATH", python_path_with(_FOLDER)))
 
 
 def fault_file_in(folder: Path, active: str = "none") -> Path:

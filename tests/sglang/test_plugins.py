@@ -1,0 +1,58 @@
+"""Plug-ins of other packages in a real server; tests/plugins has them, each in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from harness.models import DEMO_MODEL
+from harness.plugin_folders import PLUGINS, python_path_with
+from harness.references import PlainReference, Setting, Workload
+from harness.servers import ServerSwitch
+from harness.suite import run_one_by_one
+
+from sglang_kvspec.adapters.model_check import check_model, model_config_of
+from sglang_kvspec.core.codec_names import codec_entries
+from sglang_kvspec.core.errors import UnsupportedError
+
+pytestmark = pytest.mark.server
+
+# The last token of a page, the first one, and prompts of several pages.
+WORKLOAD = Workload(DEMO_MODEL, (128, 193, 700, 1500), max_new_tokens=64)
+FAMILIES = False
+
+
+def test_a_codec_of_another_package_serves_losslessly(
+    servers: ServerSwitch, reference: PlainReference
+) -> None:
+    spec = Setting("exact", "toy").server(DEMO_MODEL)
+    client = servers.use(replace(spec, environment=(("PYTHONPATH", python_path_with(PLUGINS)),)))
+    reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
+    report = client.kvspec_report()
+    assert report["config"]["codec"] == "toy"
+    # Drafts were made on its anchors: a sign for each value, and 64 bits of metadata a channel and
+    # page.
+    assert report["anchor_bits_per_element"] == 2
+    assert report["counters"]["drafted"] > report["counters"]["accepted"] > 0
+
+
+@pytest.fixture
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this process too."""
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    codec_entries.cache_clear()
+    yield
+    codec_entries.cache_clear()
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_codec_without_kernels_is_refused_on_a_gpu() -> None:
+    model = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
+    # Flags read names once, so that a KVSpecConfig would refuse one that is installed since.
+    config = SimpleNamespace(codec="toy", target="exact", anchor_bits=None)
+    check_model(config, model, 64)
+    told = "--kvspec-codec toy has no GPU kernels .*allowed on a GPU: log4, uniform4"
+    with pytest.raises(UnsupportedError, match=told):
+        check_model(config, model, 64, on_gpu=True)
