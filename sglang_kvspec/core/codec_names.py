@@ -7,6 +7,7 @@ and where its kvspec_kernels.codecs.CodecSpec is.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
@@ -21,13 +22,21 @@ BUILT_IN = {
     "uniform4": "kvspec_kernels.codecs.uniform4:Uniform4Settings",
 }
 
+# Names of codecs become names of folders and go over the wire.
+_NAME = re.compile(r"[a-z0-9_]{1,32}")
+
 
 @functools.cache
 def codec_entries() -> Mapping[str, EntryPoint]:
-    """Entry points of all codecs by name, in the order of names. Raises ConfigError where two
-    distributions name different codecs alike."""
+    """Entry points of all codecs by name, in the order of names. Raises ConfigError for a name
+    that cannot be a folder's, and where two distributions name different codecs alike."""
     found = {name: EntryPoint(name, value, GROUP) for name, value in BUILT_IN.items()}
     for entry in entry_points(group=GROUP):
+        if not _NAME.fullmatch(entry.name):
+            raise ConfigError(
+                f"the codec {entry.name!r} ({entry.value}) must be named by up to 32 lower-case "
+                f"letters, digits and underscores in the entry-point group {GROUP}"
+            )
         known = found.setdefault(entry.name, entry)
         if known.value != entry.value:
             raise ConfigError(

@@ -24,10 +24,10 @@ def install(
     """Puts a distribution with one entry point of the group on sys.path."""
 
     def put(name: str, value: str) -> None:
-        folder = tmp_path / f"{name}_package"
-        info = folder / f"{name}_package-0.dist-info"
+        folder = tmp_path / "package"
+        info = folder / "codec_package-0.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-package\nVersion: 0\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: codec-package\nVersion: 0\n")
         (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {value}\n")
         (folder / "nameless_codec.py").write_text("class Settings: ...\n")
         monkeypatch.syspath_prepend(str(folder))
@@ -84,4 +84,11 @@ def test_an_entry_point_must_lead_to_a_codec_of_its_name(install) -> None:
 def test_two_packages_cannot_give_one_name(install) -> None:
     install("log4", "other_package:Settings")
     with pytest.raises(ConfigError, match=r"'log4' is both kvspec_kernels.* and other_package"):
+        codec_names()
+
+
+@pytest.mark.parametrize("name", ["../up", "Zip4", "zip 4", "z" * 33])
+def test_a_name_must_do_as_a_folder(install, name) -> None:
+    install(name, "zip_codec:Settings")
+    with pytest.raises(ConfigError, match="lower-case letters, digits and underscores"):
         codec_names()
