@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar, Self
 
 from kvspec_kernels.codecs.fields import FieldSpec, FormatError
@@ -46,6 +48,14 @@ class CodecSpec(ABC):
     @abstractmethod
     def correction_fields(self, page_size: int, head_dim: int) -> tuple[FieldSpec, ...]:
         """Fields of the residual record that upgrades an anchor to the target int8."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Name, anchor bits and a hash of all parameters: two servers' records are alike only if
+        these are."""
+        parameters = json.dumps(asdict(self), sort_keys=True).encode()
+        digest = hashlib.sha256(parameters).hexdigest()[:8]
+        return f"{self.name} ({self.anchor_bits}-bit anchors, parameters {digest})"
 
     def triton_encode(self) -> TritonEncode:
         """Raises FormatError for parameters that the kernel does not take."""

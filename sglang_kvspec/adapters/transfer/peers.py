@@ -49,12 +49,12 @@ class Serving:
     def identity(self) -> Identity:
         """Of this rank, whose part of the model is that of the same rank of a server of as many.
         Reads all weights twice; all ranks do at once."""
-        geometry = self.kv.geometry
+        geometry, settings = self.kv.geometry, self.kv.codec.settings
         config, whole = self.model_config, hash_of_all_ranks(self.model, self.ranks)
         return Identity(
             protocol=PROTOCOL,
             package=versions_of_kv(),
-            codec=f"{self.config.codec}, --kvspec-transfer {self.config.transfer}",
+            codec=f"{settings.fingerprint}, --kvspec-transfer {self.config.transfer}",
             target=self.config.target,
             page_size=geometry.page_size,
             fingerprint=portable_fingerprint(config, hash_of_weights(self.model)),

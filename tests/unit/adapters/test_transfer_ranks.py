@@ -10,6 +10,7 @@ import requests
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from kvspec_testkit.servers.port_lease import PortLease
+from kvspec_kernels.codecs.uniform4 import Uniform4Settings
 from sglang_kvspec.adapters.transfer import decoding, peers, prefill
 from sglang_kvspec.adapters.transfer.decode import DecodeManager
 from sglang_kvspec.adapters.transfer.directory import (
@@ -118,11 +119,15 @@ def test_an_identity_names_ranks_and_heads(monkeypatch) -> None:
     monkeypatch.setattr(peers, "hash_of_all_ranks", lambda model, ranks: "all weights")
     monkeypatch.setattr(peers, "portable_fingerprint", lambda config, weights: weights)
     geometry = SimpleNamespace(page_size=64, num_kv_heads=4)
-    pool = SimpleNamespace(kv=SimpleNamespace(geometry=geometry))
+    codec = SimpleNamespace(settings=Uniform4Settings())
+    pool = SimpleNamespace(kv=SimpleNamespace(geometry=geometry, codec=codec))
     serving = Serving(KVSpecConfig(), pool, None, None, Ranks(1, 2))
     identity = serving.identity()
     assert (identity.tp_shape, identity.rank) == ((2, 4), 1)
     assert (identity.fingerprint, identity.whole) == ("weights", "all weights")
+    codec.settings = Uniform4Settings(anchor_bits=2)
+    assert "4-bit anchors" in identity.codec
+    assert "2-bit anchors" in serving.identity().codec
 
 
 def test_a_rank_that_knows_no_reason_says_that_another_does() -> None:
