@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvspec_kernels.codecs import CodecSpec
 from kvspec_kernels.formats import (
     Log4Settings,
     Target,
@@ -70,7 +71,7 @@ def bench_append(timer: Timer) -> tuple[float, float]:
 
 
 def _pools(
-    settings: Log4Settings | Uniform4Settings, target: Target, slots: int, device: torch.device
+    settings: CodecSpec, target: Target, slots: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layouts = (
         anchor_layout(settings, PAGE, HEAD_DIM),

@@ -7,51 +7,48 @@ from collections.abc import Callable
 import torch
 
 from attention.shapes import HEAD_DIM, KV_HEADS, PAGE_SIZE, QO_HEADS, Shape
+from kvspec_kernels.codecs import CodecSpec
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout, residual_layout
 from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, workspace_nbytes
 from kvspec_kernels.ops.attention_plan import Arithmetic, Source
-from kvspec_kernels.reference import log4, uniform4
+from kvspec_kernels.reference.codec import reference_of
 
-Settings = Log4Settings | Uniform4Settings
-CODECS: dict[str, Settings] = {
+CODECS: dict[str, CodecSpec] = {
     "log4": Log4Settings.for_page(PAGE_SIZE),
     "uniform4": Uniform4Settings.for_page(PAGE_SIZE),
 }
-TWO_BIT_CODECS: dict[str, Settings] = {
+TWO_BIT_CODECS: dict[str, CodecSpec] = {
     "log4": Log4Settings.for_page(PAGE_SIZE, anchor_bits=2),
     "uniform4": Uniform4Settings.for_page(PAGE_SIZE, anchor_bits=2),
 }
 DISTINCT_PAGES = 64
 
 
-def record_bytes(settings: Settings) -> int:
+def record_bytes(settings: CodecSpec) -> int:
     """Bytes of the anchor record of one page and KV head."""
     return anchor_layout(settings, PAGE_SIZE, HEAD_DIM).nbytes
 
 
-def refined_bytes(settings: Settings) -> int:
+def refined_bytes(settings: CodecSpec) -> int:
     """Bytes of anchor and 4-bit correction of one page and KV head."""
     layout = residual_layout(settings, "int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
     return record_bytes(settings) + layout.nbytes
 
 
-def records(settings: Settings, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+def records(settings: CodecSpec, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor and correction records of random pages; a few distinct ones, repeated."""
     shape = (DISTINCT_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
     k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
     anchor = anchor_layout(settings, PAGE_SIZE, HEAD_DIM)
     residual = residual_layout(settings, "int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
-    if isinstance(settings, Log4Settings):
-        pair = log4.encode(k, v, settings, anchor, residual)
-    else:
-        pair = uniform4.encode(k, v, settings, anchor, residual)
+    pair = reference_of(settings).encode(k, v, settings, anchor, residual)
     times = -(-num_pages // DISTINCT_PAGES)
     first, second = (part.repeat(times, 1, 1) for part in pair if part is not None)
     return first, second
 
 
 def draft_calls(
-    settings: Settings, shape: Shape, arithmetic: Arithmetic = "auto"
+    settings: CodecSpec, shape: Shape, arithmetic: Arithmetic = "auto"
 ) -> list[Callable[[], object]]:
     """One query token a request over anchors."""
     copies = shape.rotations(shape.num_pages * KV_HEADS * record_bytes(settings))
@@ -78,7 +75,7 @@ def draft_calls(
     return [call_on(indices) for indices in lists]
 
 
-def verify_calls(settings: Settings, shape: Shape, num_new: int) -> list[Callable[[], object]]:
+def verify_calls(settings: CodecSpec, shape: Shape, num_new: int) -> list[Callable[[], object]]:
     """`num_new` query tokens a request over 8-bit pages and a last page in BF16 that holds them."""
     past = Shape(shape.batch, shape.context - PAGE_SIZE)
     copies = shape.rotations(past.num_pages * KV_HEADS * refined_bytes(settings))
@@ -115,7 +112,7 @@ def verify_calls(settings: Settings, shape: Shape, num_new: int) -> list[Callabl
 
 
 def _workspace(
-    settings: Settings,
+    settings: CodecSpec,
     shape: Shape,
     max_qo_len: int,
     source: Source = "anchor",

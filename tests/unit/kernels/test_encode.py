@@ -12,7 +12,7 @@ from kvspec_kernels.formats import FormatError, Log4Settings, Uniform4Settings, 
 from kvspec_kernels.jit.cuda_encode import EncodeShape, supported
 from kvspec_kernels.ops import encoding
 from kvspec_kernels.ops.encode import encode_pages
-from kvspec_kernels.reference import log4, uniform4
+from kvspec_kernels.reference.codec import reference_of
 from kvspec_kernels.reference.companding import tables
 from kvspec_testkit.kernels import encoding as both
 from kvspec_testkit.kernels.encoding import POISON, encode_by_reference, make_pages, poisoned
@@ -189,10 +189,7 @@ def test_the_whole_range_of_fp32_stays_finite(codec, device, encoder):
         assert_same_records(page, page, settings, "int8", device, encoder)
     anchors, _, _ = encode(page, page, settings, "exact", device, encoder)
     layout = anchor_layout(settings, 64, 32)
-    if codec == "log4":
-        decoded = log4.decode_anchor(anchors, settings, layout, torch.float32)
-    else:
-        decoded = uniform4.decode_anchor(anchors, settings, layout, torch.float32)
+    decoded = reference_of(settings).decode_anchor(anchors, settings, layout, torch.float32)
     assert all(part.isfinite().all() for part in decoded)
 
 
