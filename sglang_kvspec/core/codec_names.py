@@ -27,23 +27,15 @@ _NAME = re.compile(r"[a-z0-9_]{1,32}")
 
 
 @functools.cache
-def codec_entries() -> Mapping[str, EntryPoint]:
-    """Entry points of all codecs by name, in the order of names. Raises ConfigError for a name
-    that cannot be a folder's, and where two distributions name different codecs alike."""
-    found = {name: EntryPoint(name, value, GROUP) for name, value in BUILT_IN.items()}
+def codec_entries() -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Entry points of all codecs by name, in the order of names. A name with several entry points
+    is refused only where it is asked for, so that other codecs still serve."""
+    found = {name: [EntryPoint(name, value, GROUP)] for name, value in BUILT_IN.items()}
     for entry in entry_points(group=GROUP):
-        if not _NAME.fullmatch(entry.name):
-            raise ConfigError(
-                f"the codec {entry.name!r} ({entry.value}) must be named by up to 32 lower-case "
-                f"letters, digits and underscores in the entry-point group {GROUP}"
-            )
-        known = found.setdefault(entry.name, entry)
-        if known.value != entry.value:
-            raise ConfigError(
-                f"the codec {entry.name!r} is both {known.value} and {entry.value} in the "
-                f"entry-point group {GROUP}: uninstall or rename one of them"
-            )
-    return MappingProxyType(dict(sorted(found.items())))
+        known = found.setdefault(entry.name, [])
+        if entry.value not in [other.value for other in known]:
+            known.append(entry)
+    return MappingProxyType({name: tuple(found[name]) for name in sorted(found)})
 
 
 def codec_names() -> tuple[str, ...]:
@@ -54,11 +46,22 @@ def codec_names() -> tuple[str, ...]:
 def load_codec(name: str) -> Any:
     """Import what the entry point of a codec names: a class below kvspec_kernels.codecs.CodecSpec.
 
-    Raises ConfigError for a name without an entry point, and for an import that fails.
+    Raises ConfigError for a name without an entry point, with several, or that cannot name a
+    folder, and for an import that fails.
     """
-    entry = codec_entries().get(name)
-    if entry is None:
+    if name not in codec_entries():
         raise ConfigError(f"--kvspec-codec must be one of {', '.join(codec_names())}, got {name!r}")
+    entry, *others = codec_entries()[name]
+    if others:
+        raise ConfigError(
+            f"--kvspec-codec {name} is both {entry.value} and {others[0].value} in the entry-point "
+            f"group {GROUP}: uninstall or rename one of them"
+        )
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"--kvspec-codec {name} ({entry.value}): a codec is named by up to 32 lower-case "
+            "letters, digits and underscores"
+        )
     try:
         spec = entry.load()
     except (ImportError, AttributeError) as error:
