@@ -52,6 +52,7 @@ def check_model(
     codec = make_codec(
         config.codec,
         target=config.target,
+        anchor_bits=config.anchor_bits,
         page_size=page_size,
         head_dim=model.head_dim,
         dtype=model.dtype,

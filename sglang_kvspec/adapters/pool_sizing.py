@@ -170,6 +170,7 @@ def codec_of(kvc: Any, config: KVSpecConfig) -> Codec:
     return make_codec(
         config.codec,
         target=config.target,
+        anchor_bits=config.anchor_bits,
         page_size=kvc.server_args.page_size,
         head_dim=kvc.model_config.head_dim,
         dtype=kvc.kv_cache_dtype,

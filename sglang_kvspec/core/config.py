@@ -61,6 +61,7 @@ class KVSpecConfig:
 
     target: Target = DEFAULTS["target"]
     codec: str = DEFAULTS["codec"]
+    anchor_bits: int | None = DEFAULTS["anchor_bits"]
     draft_len: int | Literal["auto"] = DEFAULTS["draft_len"]
     recent_pages: int = DEFAULTS["recent_pages"]
     host_gb: float | None = DEFAULTS["host_gb"]

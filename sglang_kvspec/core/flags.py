@@ -29,10 +29,9 @@ from sglang_kvspec.core.flag_needs import (
     prefills_one_request,
     reads_all_pages,
 )
-from sglang_kvspec.core.seams import DRAFT_VIEWS, DRAFTERS
+from sglang_kvspec.core.seams import CODECS, DRAFT_VIEWS, DRAFTERS
 
 Target = Literal["exact", "int8"]
-CodecName = Literal["log4", "uniform4"]
 Schedule = Literal["auto", "staggered", "rounds"]
 Stream = Literal["paced", "burst"]
 Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
@@ -85,10 +84,17 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "codec",
-        _choice(CodecName),
+        Name("NAME", CODECS),
         default="uniform4",
         help="how a page is split into anchor and residual: uniform codes (`uniform4`, as in "
         "QuantSpec), or sign and magnitude by chunk (`log4`, as in Lynx)",
+    ),
+    Flag(
+        "anchor_bits",
+        Integer("N", least=1, most=8),
+        default=None,
+        unset="4",
+        help="bits of a code in an anchor: 4, or 2 with `uniform4`, whose drafts agree less often",
     ),
     Flag(
         "draft_len",

@@ -64,6 +64,11 @@ class Registry:
             ) from error
 
 
+def forget_entries() -> None:
+    """Look for entry points again: the path has changed."""
+    _entries.cache_clear()
+
+
 @cache
 def _entries(registry: Registry) -> Mapping[str, tuple[EntryPoint, ...]]:
     """Return the entry points of every name, in the order of names."""

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from sglang_kvspec.core.registry import Registry
 
+CODECS = Registry(
+    "sglang_kvspec.codecs",
+    "--kvspec-codec",
+    {
+        "log4": "kvspec_kernels.codecs.log4:Log4Settings",
+        "uniform4": "kvspec_kernels.codecs.uniform4:Uniform4Settings",
+    },
+)
 DRAFTERS = Registry(
     "sglang_kvspec.drafters",
     "--kvspec-drafter",

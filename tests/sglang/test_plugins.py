@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from harness.client import GenerateClient
 from harness.models import DEMO_MODEL
 from harness.plugin_folders import PLUGINS, python_path_with
 from harness.references import PlainReference, Setting, Workload
@@ -14,8 +14,9 @@ from harness.servers import ServerSwitch
 from harness.suite import run_one_by_one
 
 from sglang_kvspec.adapters.model_check import check_model, model_config_of
-from sglang_kvspec.core.codec_names import codec_entries
+from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.core.registry import forget_entries
 
 pytestmark = pytest.mark.server
 
@@ -38,20 +39,57 @@ def test_a_codec_of_another_package_serves_losslessly(
     assert report["counters"]["drafted"] > report["counters"]["accepted"] > 0
 
 
+def served_with(servers: ServerSwitch, *flags: str) -> GenerateClient:
+    """A server of demo-5m that finds the plug-ins, in the default codec."""
+    spec = Setting("exact", "uniform4").server(DEMO_MODEL, *flags)
+    return servers.use(replace(spec, environment=(("PYTHONPATH", python_path_with(PLUGINS)),)))
+
+
+def test_a_drafter_of_another_package_serves_losslessly(
+    servers: ServerSwitch, reference: PlainReference
+) -> None:
+    client = served_with(servers, "--kvspec-drafter=output_lookup")
+    reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
+    report = client.kvspec_report()
+    assert report["config"]["drafter"] == "output_lookup"
+    assert report["counters"]["drafted"] > report["counters"]["accepted"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["rounds", "staggered"])
+def test_a_draft_view_of_another_package_serves_losslessly(
+    servers: ServerSwitch, reference: PlainReference, schedule: str
+) -> None:
+    flags = ("--kvspec-draft-view=sinks_recent", f"--kvspec-schedule={schedule}")
+    client = served_with(servers, *flags)
+    reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
+    report = client.kvspec_report()
+    assert report["config"]["draft_view"] == "sinks_recent"
+    assert report["counters"]["drafted"] > report["counters"]["accepted"] > 0
+
+
+def test_anchors_of_two_bits_serve_losslessly(
+    servers: ServerSwitch, reference: PlainReference
+) -> None:
+    client = served_with(servers, "--kvspec-anchor-bits=2")
+    reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
+    report = client.kvspec_report()
+    assert 2 < report["anchor_bits_per_element"] < 3
+    assert report["counters"]["accepted"] > 0
+
+
 @pytest.fixture
 def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In this process too."""
     monkeypatch.syspath_prepend(str(PLUGINS))
-    codec_entries.cache_clear()
+    forget_entries()
     yield
-    codec_entries.cache_clear()
+    forget_entries()
 
 
 @pytest.mark.usefixtures("_installed")
 def test_a_codec_without_kernels_is_refused_on_a_gpu() -> None:
     model = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
-    # Flags read names once, so that a KVSpecConfig would refuse one that is installed since.
-    config = SimpleNamespace(codec="toy", target="exact", anchor_bits=None)
+    config = KVSpecConfig(codec="toy")
     check_model(config, model, 64)
     told = "--kvspec-codec toy has no GPU kernels .*allowed on a GPU: log4, uniform4"
     with pytest.raises(UnsupportedError, match=told):

@@ -150,7 +150,7 @@ def _poisoned(kind: Callable[..., Any], parts: tuple[KVGeometry, Codec, Capacity
 
 def _parts(
     *,
-    codec: str = "log4",
+    codec: str = "uniform4",
     target: Target = "exact",
     dtype: torch.dtype,
     num_layers: int = 1,

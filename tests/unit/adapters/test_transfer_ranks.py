@@ -9,8 +9,8 @@ import pytest
 import requests
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from kvspec_testkit.servers.port_lease import PortLease
 from kvspec_kernels.codecs.uniform4 import Uniform4Settings
+from kvspec_testkit.servers.port_lease import PortLease
 from sglang_kvspec.adapters.transfer import decoding, peers, prefill
 from sglang_kvspec.adapters.transfer.decode import DecodeManager
 from sglang_kvspec.adapters.transfer.directory import (

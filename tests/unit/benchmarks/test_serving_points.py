@@ -69,7 +69,7 @@ def test_servers_differ_by_their_own_flags_only(on_gpu):
             SHAPE,
             system,
             on_gpu=on_gpu,
-            codec="log4",
+            codec="uniform4",
             max_running=16,
             folder="/shape",
             extra=["--last"],
@@ -85,7 +85,7 @@ def test_servers_differ_by_their_own_flags_only(on_gpu):
     assert set(found["int8"]) - set(plain) == {
         "--kvspec",
         "--kvspec-target=int8",
-        "--kvspec-codec=log4",
+        "--kvspec-codec=uniform4",
         "--kvspec-host-gb=0",
         "--kvspec-draft-len=8",
     }

@@ -3,6 +3,8 @@ with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +13,40 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, KVSpecError, UnsupportedError
 from sglang_kvspec.core.flag_needs import Need, Server, ServerNeed
 from sglang_kvspec.core.flags import FLAGS
+from sglang_kvspec.core.registry import forget_entries
 
 MEMORY_GIB = 64.0
 
 Options = dict[str, Any]
 
 # Options of KVSpec, and the sentence that refuses them.
+PLUGINS = Path(__file__).parents[2] / "plugins"
+
+
+@pytest.fixture(autouse=True)
+def _plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let flags find the drafter and the view of tests/plugins."""
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    forget_entries()
+    yield
+    forget_entries()
+
+
 LACKING: list[tuple[Options, str]] = [
     (
         {"draft_len": 8, "transfer": "int4"},
         "--kvspec-draft-len 8 has no effect with --kvspec-transfer int4, which leaves nothing to "
         "verify against (allowed: auto, 0)",
+    ),
+    (
+        {"drafter": "output_lookup", "schedule": "staggered"},
+        "--kvspec-drafter output_lookup cannot be combined with --kvspec-schedule staggered "
+        "(allowed: auto, rounds), in which the model itself drafts beside verifications",
+    ),
+    (
+        {"drafter": "output_lookup", "draft_view": "sinks_recent"},
+        "--kvspec-drafter output_lookup cannot be combined with --kvspec-draft-view sinks_recent, "
+        "which says what the model's own drafts read",
     ),
     (
         {"prefix_hbm_fraction": 0.1},

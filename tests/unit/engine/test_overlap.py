@@ -38,6 +38,7 @@ class Rounds:
 
     def __init__(self, fakes, *lens, num_free=9, host_pages=9, may_advance=True, arrivals=None):
         self.done = []
+        self._drafts_on_device = fakes.drafts_on_device
         self.drafter = SimpleNamespace(draft=self._draft)
         self.starter = fakes.starter_of(
             planner=Planner(self.done),
@@ -53,6 +54,7 @@ class Rounds:
 
     def _draft(self, batch, lens):
         self.done.append("draft")
+        return self._drafts_on_device(batch, lens)
 
     def launch(self, batch):
         self.overlap.plan_next(batch, None)

@@ -37,6 +37,8 @@ class Drafter:
 
     def draft(self, batch, lens):
         self.asked.append(list(lens))
+        tokens = torch.zeros((max(lens), sum(n > 0 for n in lens)), dtype=torch.int64)
+        return DraftedTokens(tokens, [i for i, n in enumerate(lens) if n], list(lens))
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def pair(monkeypatch, device):
 
 
 def test_pages_are_fetched_for_whoever_reads_them(pair):
-    both = pair("log4", "exact", cache_pages=6)
+    both = pair("uniform4", "exact", cache_pages=6)
     both.prefill(a=4 * PAGE + 7)
     both.prefill(b=3 * PAGE + 60)
     # A second chunk, over pages that had to go.
@@ -108,7 +108,7 @@ def test_int8_has_slots_for_pages_that_a_verification_fills_on_the_way(pair):
 
 def test_drafts_go_on_from_where_an_earlier_round_left_them(pair, device):
     """In another batch, and over the border of a page."""
-    both = pair("log4", "exact", cache_pages=6)
+    both = pair("uniform4", "exact", cache_pages=6)
     both.prefill(a=PAGE + 61)
     both.prefill(b=70)
     rows = DraftRows(2, 8, 24, PAGE, device)
@@ -121,7 +121,7 @@ def test_drafts_go_on_from_where_an_earlier_round_left_them(pair, device):
 
 
 def test_a_forward_beyond_the_cache_is_refused(pair):
-    both = pair("log4", "exact", cache_pages=4)
+    both = pair("uniform4", "exact", cache_pages=4)
     both.prefill(a=3 * PAGE)
     both.prefill(b=3 * PAGE)
     with pytest.raises(CapacityError, match="one forward needs more residuals"):
@@ -139,7 +139,7 @@ def nothing_is_written_through(monkeypatch):
 @pytest.mark.parametrize("fault", [kernels_are_told_too_late, nothing_is_written_through])
 def test_a_fault_is_found(pair, monkeypatch, fault):
     fault(monkeypatch)
-    both = pair("log4", "exact", cache_pages=4)
+    both = pair("uniform4", "exact", cache_pages=4)
     both.prefill(a=3 * PAGE)
     both.prefill(b=3 * PAGE)
     with pytest.raises(AssertionError, match="relative error"):

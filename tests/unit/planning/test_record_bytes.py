@@ -41,10 +41,10 @@ def test_bytes_are_those_of_the_layouts(codec, target, dtype_bytes):
 @pytest.mark.parametrize("page_size", [0, 16, 33, 288])
 def test_page_sizes_without_a_layout_are_refused(page_size):
     with pytest.raises(ConfigError, match="--page-size"):
-        page_bytes_of(SHAPE, "log4", "exact", page_size)
+        page_bytes_of(SHAPE, "uniform4", "exact", page_size)
 
 
 @pytest.mark.parametrize("head_dim", [8, 100, 512])
 def test_head_sizes_without_a_layout_are_refused(head_dim):
     with pytest.raises(ConfigError, match="head sizes"):
-        page_bytes_of(replace(SHAPE, head_dim=head_dim), "log4", "exact", 64)
+        page_bytes_of(replace(SHAPE, head_dim=head_dim), "uniform4", "exact", 64)

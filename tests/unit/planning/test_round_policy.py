@@ -130,7 +130,7 @@ def test_curves_are_those_of_a_survival(curve):
 
 
 def test_a_policy_that_is_too_bold_or_too_shy_would_be_seen():
-    curve = measured_curve("log4")
+    curve = measured_curve("uniform4")
     fixed, _ = best_fixed_rate(curve, LONG)
     assert rate_of(curve, LONG, 0, lambda requests: [CAP_LEN] * BATCH) < 0.97 * fixed
     assert rate_of(curve, LONG, 0, lambda requests: [0] * BATCH) < 0.97 * fixed

@@ -17,7 +17,7 @@ from sglang_kvspec.pools.prefix_store import StoreIdentity, StoreLimits, chain_l
 IDENTITY = StoreIdentity(
     model="killed",
     shard="0/1",
-    codec="log4",
+    codec="uniform4",
     settings="{}",
     target="exact",
     dtype="float32",

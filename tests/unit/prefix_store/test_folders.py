@@ -42,7 +42,7 @@ def test_a_reader_refuses_an_unreadable_index(make_store, small, tmp_path, name)
     [
         ({"model": "other"}, "written for another model: 'small', here it is 'other'"),
         ({"shard": "1/2"}, "another shard"),
-        ({"codec": "uniform4"}, "another codec"),
+        ({"codec": "log4"}, "another codec"),
         ({"settings": '{"top": 110}'}, "another settings"),
         ({"target": "exact", "residual_page_bytes": 99}, "another target"),
         ({"dtype": "bfloat16"}, "another dtype"),
@@ -73,7 +73,7 @@ def test_another_identity_is_refused(make_store, small, tmp_path, change, reason
 def test_ranks_have_folders_of_their_own(small):
     alone, *ranks = (replace(small.identity, shard=shard) for shard in ("0/1", "0/2", "1/2"))
     # Stores from before there were several ranks stay where they are.
-    assert alone.folder_name == f"log4-int8-{alone.digest.hex()[:16]}"
+    assert alone.folder_name == f"uniform4-int8-{alone.digest.hex()[:16]}"
     for rank, identity in enumerate(ranks):
         assert identity.folder_name.endswith(f"{identity.digest.hex()[:16]}-rank{rank}of2")
 

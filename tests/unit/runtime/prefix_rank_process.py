@@ -53,7 +53,7 @@ class Rank:
         """host: pages whose residuals host memory has room for."""
         geometry = KVGeometry(1, 2, 16, PAGE_SIZE, torch.float32)
         codec = make_codec(
-            "log4", target="exact", page_size=PAGE_SIZE, head_dim=16, dtype=torch.float32
+            "uniform4", target="exact", page_size=PAGE_SIZE, head_dim=16, dtype=torch.float32
         )
         page_bytes = PageBytes(
             geometry.plain_page_bytes, 2 * codec.anchor_bytes, 2 * codec.residual_bytes

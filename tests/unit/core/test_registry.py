@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_kvspec.core.codec_names import BUILT_IN, GROUP, codec_entries, codec_names, load_codec
+from sglang_kvspec.core.codec_names import codec_names, load_codec
 from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.registry import Registry, forget_entries
+from sglang_kvspec.core.seams import CODECS, DRAFT_VIEWS, DRAFTERS
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,18 +30,21 @@ def install(
         info = folder / "codec_package-0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: codec-package\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {value}\n")
+        (info / "entry_points.txt").write_text(f"[{CODECS.group}]\n{name} = {value}\n")
         (folder / "nameless_codec.py").write_text("class Settings: ...\n")
         monkeypatch.syspath_prepend(str(folder))
-        codec_entries.cache_clear()
+        forget_entries()
 
     yield put
-    codec_entries.cache_clear()
+    forget_entries()
 
 
-def test_built_in_codecs_are_the_entry_points_of_this_package() -> None:
+@pytest.mark.parametrize("seam", [CODECS, DRAFTERS, DRAFT_VIEWS], ids=lambda seam: seam.flag)
+def test_what_is_built_in_is_an_entry_point_of_this_package(seam: Registry) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["entry-points"][GROUP] == BUILT_IN
+    assert project["entry-points"][seam.group] == seam.built_in
+    for name in seam.built_in:
+        assert seam.load(name)
 
 
 def test_an_installed_package_adds_a_codec_by_name(install) -> None:
@@ -77,7 +82,7 @@ def test_an_entry_point_that_cannot_be_imported_is_named(install, value) -> None
 
 def test_an_entry_point_must_lead_to_a_codec_of_its_name(install) -> None:
     install("zip4", "nameless_codec:Settings")
-    with pytest.raises(ConfigError, match="nameless_codec:Settings must be a codec of this name"):
+    with pytest.raises(ConfigError, match=r"zip4: .* must lead to a codec of this name"):
         load_codec("zip4")
 
 
