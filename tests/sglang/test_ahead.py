@@ -205,7 +205,7 @@ def test_drafts_are_what_is_reported_as_drafts(servers: ServerSwitch) -> None:
 @pytest.mark.identity
 def test_exact_in_small_chunks_with_retraction(servers: ServerSwitch, announce: Announce) -> None:
     reference = PlainReference(servers, WORKLOAD, (HARSH,), announce)
-    setting = Setting("exact", "log4", "rounds")
+    setting = Setting("exact", "uniform4", "rounds")
     base = replace(setting.server(DEMO_MODEL, NO_STORE), environment=AHEAD)
     client = servers.use(HARSH.server(base))
     answers = HARSH.run(client, reference.suite, lambda: None)
@@ -216,7 +216,7 @@ def test_exact_in_small_chunks_with_retraction(servers: ServerSwitch, announce: 
 
 @pytest.mark.identity
 def test_int8(servers: ServerSwitch, announce: Announce) -> None:
-    setting = Setting("int8", "log4", "rounds")
+    setting = Setting("int8", "uniform4", "rounds")
     reference = UndraftedReference(servers, WORKLOAD_INT8, setting, (STAGGERED,), announce)
     base = replace(setting.server(DEMO_MODEL, NO_STORE), environment=AHEAD)
     client = servers.use(STAGGERED.server(base))

@@ -167,7 +167,7 @@ def test_plain_answers_under_pressure(
     slot."""
     workload = Workload(DEMO_MODEL, (127, 1500, 300, 2600, 192, 350, 200, 1025), max_new_tokens=80)
     reference = PlainReference(servers, workload, (STRICT_FAMILIES,), announce)
-    setting = Setting("exact", "log4", schedule)
+    setting = Setting("exact", "uniform4", schedule)
     arguments = ("--max-total-tokens=4096", HOST, f"--kvspec-prefix-dir={tmp_path}", FEW_KEPT)
     spec = STRICT_CHECKS.server(FORCED_RETRACTION.server(setting.server(DEMO_MODEL, *arguments)))
     client = servers.use(spec)

@@ -175,7 +175,7 @@ def test_plain_answers_under_pressure_and_after_restarts(
 ) -> None:
     """Families of prompts, all at once, with retractions, in a pool that holds a part of them."""
     reference = PlainReference(servers, WORKLOAD, (STRICT_FAMILIES,), announce)
-    setting = Setting("exact", "log4", schedule)
+    setting = Setting("exact", "uniform4", schedule)
     # Requests come round in a circle: a tier of less than what is between two hits has none.
     host = "--kvspec-prefix-host-gb=0.05"
     arguments = ("--max-total-tokens=4096", host, f"--kvspec-prefix-dir={tmp_path}")

@@ -39,5 +39,5 @@ def crowded_server(schedule: str, fault_file: Path, prefix_folder: Path) -> Serv
     environment = fault_environment(
         KVSPEC_FAULT_FILE=fault_file, KVSPEC_CACHE_PAGES=CACHE_PAGES, SGLANG_KVSPEC_DEBUG=1
     )
-    spec = Setting("exact", "log4", schedule).server(DEMO_MODEL, *flags)
+    spec = Setting("exact", "uniform4", schedule).server(DEMO_MODEL, *flags)
     return FORCED_RETRACTION.server(STRICT_CHECKS.server(replace(spec, environment=environment)))
