@@ -101,7 +101,9 @@ def main() -> None:
         "model": load.model.name,
         "commit": traced.commit,
         "commit_before": None if before is None else before.commit,
-        "server": " ".join(load.server_arguments()[1:]),
+        "server": " ".join(
+            flag for flag in load.server_arguments() if not flag.startswith("--model-path=")
+        ),
         "counted": "calls between our functions outside the model's forward; see trace_round.py",
     }
     if args.out is not None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def write_json(
     path: Path,
     bench: str,
     device: torch.device,
-    settings: dict,
+    settings: dict[str, Any],
     figures: Sequence[Figure],
     *,
     machine: str | None = None,

@@ -22,17 +22,6 @@ SUPPORTED_SGLANG = ("0.5.17",)
 _DEBUG_VALUES = {"1": True, "true": True, "0": False, "false": False}
 
 
-# Registers algorithm, backends and hooks in a process that takes requests.
-_register: Callable[[], None] | None = None
-
-
-def when_switched_on(register: Callable[[], None]) -> None:
-    """Set the function that switch_on() calls. The composition root calls this first, because no
-    adapter may import the composition root."""
-    global _register
-    _register = register
-
-
 def debug_mode() -> bool:
     """Return whether SGLANG_KVSPEC_DEBUG is on. Raises ConfigError for a value that is no switch.
 
@@ -47,6 +36,17 @@ def debug_mode() -> bool:
             "or unset it"
         )
     return is_on
+
+
+# Registers algorithm, backends and hooks in a process that takes requests.
+_register: Callable[[], None] | None = None
+
+
+def when_switched_on(register: Callable[[], None]) -> None:
+    """Set the function that switch_on() calls. The composition root calls this first, because no
+    adapter may import the composition root."""
+    global _register
+    _register = register
 
 
 def switch_on(config: KVSpecConfig) -> None:

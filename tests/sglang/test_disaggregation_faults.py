@@ -4,7 +4,6 @@ nothing stays behind."""
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from harness.pair import Pair, PairSpec, running_pair, wait_until
 from harness.pair_faults import (
     Round,
     assert_nothing_left,
+    cut_in_use,
+    lost_sessions,
     register,
     registered,
     residuals_on_their_way,
@@ -65,8 +66,10 @@ def begin(pair: Pair, reference: PlainReference, host: str = "127.0.0.1") -> Rou
 def test_a_prefill_server_that_stalls(pair: Pair, reference: PlainReference) -> None:
     """For longer than a connection may be silent, and shorter than transfers outlive it."""
     round_ = begin(pair, reference)
+    client = pair.client
+    lost = lost_sessions(client.kvspec_report())
     with stopped(pair.prefill):
-        time.sleep(TIMING.silence_s + 2)
+        wait_until(lambda: lost_sessions(client.kvspec_report()) > lost, "the link is lost")
         requests.get(f"{pair.decode.base_url}/health", timeout=10).raise_for_status()
     assert round_.finish(reference) == []
 
@@ -119,9 +122,7 @@ def test_a_link_that_is_cut_and_damaged(
     register(pair, proxy.address)
     try:
         round_ = begin(pair, reference, host)
-        for _ in range(3):
-            proxy.cut()
-            time.sleep(0.7)
+        cut_in_use(proxy, times=3)
         assert round_.finish(reference) == []
         announce(f"{proxy.num_connections} connections, {proxy.num_damaged} bytes damaged")
         assert proxy.num_connections > 3
@@ -139,11 +140,10 @@ def test_an_abort_on_the_prefill_side_alone(pair: Pair, reference: PlainReferenc
     requests.post(
         f"{client.prefill.base_url}/abort_request", json={"abort_all": True}, timeout=30
     ).raise_for_status()
-    begun = time.monotonic()
     errors = round_.finish(reference)
     assert errors
+    # Not "silent for": a link that waits in vain would say so.
     assert all("the sender ended it" in error for error in errors), errors
-    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,9 @@ def test_an_abort_on_the_prefill_side_alone(pair: Pair, reference: PlainReferenc
 def test_a_decode_server_of_another_kind_is_refused(
     pair: Pair, reference: PlainReference, flag: str, words: str
 ) -> None:
-    """Its requests fail at once, all of them."""
+    """All its requests fail by the refusal, before any time limit."""
     pair.restart_decode(flag)
-    begun = time.monotonic()
     errors = Round(pair.client, reference.suite.prompts[:4]).finish(reference)
-    assert time.monotonic() - begun < 10
     assert len(errors) == 4
     assert all(words in error for error in errors), errors
 

@@ -7,7 +7,6 @@ half of the KV heads have always arrived alone for a while.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from harness.pair import Pair, PairSpec, running_pair, wait_until
 from harness.pair_faults import (
     Round,
     assert_nothing_left,
+    cut_in_use,
     register,
     registered,
     residuals_on_their_way,
@@ -111,9 +111,7 @@ def test_links_to_one_rank_that_are_cut(pair: Pair, reference: PlainReference) -
         client = pair.client_by("localhost")
         round_ = Round(client, reference.suite.prompts)
         wait_until(lambda: residuals_on_their_way(client), "residuals are on their way")
-        for _ in range(3):
-            proxy.cut()
-            time.sleep(0.3)
+        cut_in_use(proxy, times=3)
         assert round_.finish(reference) == []
         assert proxy.num_connections > 3
     finally:

@@ -16,6 +16,7 @@ from harness.references import PlainReference
 from harness.suite import Task
 
 from kvspec_testkit.servers.server_process import ServerProcess
+from kvspec_testkit.transport.proxy import Proxy
 
 
 class Round:
@@ -66,6 +67,20 @@ def _held(report: dict[str, Any]) -> dict[str, int]:
     kept = {name: count for name, count in states.items() if name != "ABSENT"}
     kept |= {name: pools[name] for name in ("num_pages_allocated", "window_pages_used")}
     return {name: count for name, count in kept.items() if count}
+
+
+def lost_sessions(report: dict[str, Any]) -> int:
+    """Connections that the decode server has given up, over all its links."""
+    return sum(link["sessions"]["lost"] for link in report["transfer"]["links"].values())
+
+
+def cut_in_use(proxy: Proxy, times: int) -> None:
+    """Cut the connections through the proxy, each time once a new one has carried bytes."""
+    for _ in range(times):
+        connections, forwarded = proxy.num_connections, proxy.num_forwarded
+        proxy.cut()
+        wait_until(lambda seen=connections: proxy.num_connections > seen, "a new connection")
+        wait_until(lambda seen=forwarded: proxy.num_forwarded > seen, "bytes through it")
 
 
 def residuals_on_their_way(client: PairClient) -> bool:

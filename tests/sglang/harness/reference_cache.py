@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,8 +13,6 @@ from pathlib import Path
 
 from harness.client import GenerateClient, Output
 from harness.suite import Answers, OnDone, Task
-
-_POLL_S = 0.5
 
 
 class ReferenceCache:
@@ -37,27 +34,28 @@ class ReferenceCache:
         client() starts the server where need be, so it is called only if an answer is missing.
         """
         outputs: dict[Task, Output] = {}
-        while True:
+        # First what no other run is at, then what others have finished, or left, meanwhile.
+        for waits in (False, True):
             for task in tasks:
                 if task in outputs:
                     continue
-                output = self._known_or_computed(client, task)
+                output = self._known_or_computed(client, task, waits=waits)
                 if output is not None:
                     outputs[task] = output
                     on_done()
-            if len(outputs) == len(set(tasks)):
-                return [(task, outputs[task]) for task in tasks]
-            time.sleep(_POLL_S)
+        return [(task, outputs[task]) for task in tasks]
 
-    def _known_or_computed(self, client: Callable[[], GenerateClient], task: Task) -> Output | None:
-        """None while another run computes it."""
+    def _known_or_computed(
+        self, client: Callable[[], GenerateClient], task: Task, *, waits: bool
+    ) -> Output | None:
+        """Answer of one task. waits: for another run that computes it; otherwise None then."""
         if self._folder is None:
             return client().generate(task.input_ids, task.max_new_tokens)
         key = json.dumps([self._server, task.input_ids, task.max_new_tokens])
         path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
         if path.exists():
             return _load(path)
-        with _claimed(path.with_suffix(".claim")) as is_mine:
+        with _claimed(path.with_suffix(".claim"), waits=waits) as is_mine:
             if not is_mine:
                 return None
             if not path.exists():
@@ -66,12 +64,13 @@ class ReferenceCache:
 
 
 @contextmanager
-def _claimed(path: Path) -> Iterator[bool]:
-    """Whether this process holds the claim; the system drops those of a process that ended."""
+def _claimed(path: Path, *, waits: bool) -> Iterator[bool]:
+    """Yield whether this process holds the claim; the system drops those of a process that ended.
+    waits: until it does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as claim:
         try:
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(claim, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:

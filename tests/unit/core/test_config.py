@@ -45,9 +45,9 @@ def test_missing_options_take_their_defaults():
 
 def test_an_unknown_option_is_named_beside_the_known_ones():
     with pytest.raises(ConfigError) as caught:
-        KVSpecConfig.from_dict({"codec": "log4", "anchor_bits": 4})
+        KVSpecConfig.from_dict({"codec": "log4", "anchor_width": 4})
     message = str(caught.value)
-    assert "'anchor_bits'" in message
+    assert "'anchor_width'" in message
     for field in dataclasses.fields(KVSpecConfig):
         assert field.name in message
 
