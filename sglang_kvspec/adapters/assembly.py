@@ -15,7 +15,7 @@ from sglang_kvspec.adapters.cuda_graph_drafter import PLAIN_STEPS, CudaGraphDraf
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.page_table import PageTable
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
-from sglang_kvspec.adapters.transfer.apart import Apart
+from sglang_kvspec.adapters.transfer.disaggregation_role import DisaggregationRole
 from sglang_kvspec.adapters.verify_graphs import VerifyGraphs, sizes_of
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.seams import DRAFT_VIEWS, DRAFTERS
@@ -32,10 +32,9 @@ from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.planning.draft_length import DraftCost
-from sglang_kvspec.planning.round_clock import RoundClock
+from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.pools.device_kv import DeviceKV
 from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.metrics import SpecCounters
@@ -44,6 +43,7 @@ from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.side_stream import SideStream
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 # Seconds of a draft step, guessed for a machine where none is timed at the start.
 CPU_STEP_S = 1e-3
@@ -63,11 +63,11 @@ class WorkerParts:
     pages: PageKeeper | DevicePageKeeper
     table: PageTable
     forward: RaggedForward
-    chooser: Chooser
+    chooser: SpecSampler
     ranks: Ranks
     counters: SpecCounters
     guard: CorruptPageGuard
-    apart: Apart | None
+    apart: DisaggregationRole | None
     arrivals: ServerArrivals
     view: DraftView | None
 
@@ -84,7 +84,7 @@ def share_parts(
     server_args: Any,
     runner: Any,
     forward: RaggedForward,
-    chooser: Chooser,
+    chooser: SpecSampler,
     ranks: Ranks,
     counters: SpecCounters,
     req_to_token_pool: Any,
@@ -98,7 +98,7 @@ def share_parts(
     pool.keeper = pages
     apart = None
     if server_args.disaggregation_mode != "null":
-        apart = Apart(config, pool, runner, server_args, ranks)
+        apart = DisaggregationRole(config, pool, runner, server_args, ranks)
     return WorkerParts(
         config=config,
         server_args=server_args,
@@ -197,7 +197,7 @@ def _most_piggyback(parts: WorkerParts) -> int:
 
 def _clock(
     parts: WorkerParts, captured: Captured | None, *, has_plain: bool, piggyback: bool
-) -> RoundClock:
+) -> RoundCostModel:
     page = parts.kv.plan.page_bytes
     both = page.residual if parts.config.target == "exact" else page.anchor + page.residual
     step_s, row_per_token = CPU_STEP_S, None
@@ -206,7 +206,7 @@ def _clock(
         # Anchors are read about as fast as weights.
         weights = sum(part.nbytes for part in parts.runner.model.parameters())
         row_per_token = page.anchor / parts.kv.geometry.page_size * step_s / weights
-    return RoundClock(
+    return RoundCostModel(
         step_s,
         both / page.anchor,
         has_plain=has_plain,
@@ -250,7 +250,7 @@ def _view(config: KVSpecConfig) -> DraftView | None:
 
 
 def _scheduler(
-    parts: WorkerParts, clock: RoundClock, planner: ResidualPlanner, plain_steps: int
+    parts: WorkerParts, clock: RoundCostModel, planner: ResidualPlanner, plain_steps: int
 ) -> VerifyScheduler:
     config, ranks = parts.config, parts.ranks
     if schedule_of(config) == "staggered":

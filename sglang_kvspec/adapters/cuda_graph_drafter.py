@@ -14,7 +14,6 @@ from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.step_graphs import StepGraphs
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import (
     DraftRow,
@@ -28,6 +27,7 @@ from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class CudaGraphDrafter:
         attention: DeviceAttention,
         kv: DeviceKV,
         max_draft_len: int,
-        chooser: Chooser,
+        chooser: SpecSampler,
         ranks: Ranks,
         view: DraftView | None = None,
     ) -> None:

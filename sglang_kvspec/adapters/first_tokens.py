@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters.requests import fail_without_choice, sampling_params_of
-from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.forward_plan import Row
 from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
 # Stands for no token where ranks tell each other which they took.
 _NONE = -1
@@ -21,15 +21,15 @@ def first_tokens(
     reqs: Sequence[Any],
     rows: Sequence[Row],
     logits: torch.Tensor,
-    chooser: Chooser,
+    chooser: SpecSampler,
     ranks: Ranks,
-) -> list[Verified | None]:
+) -> list[VerifyResult | None]:
     """Choose each request's token from its row of logits [num_reqs, vocab], as rank 0 does.
 
     None for a chunk that is not the last: SGLang ignores its token. A request whose row allows no
     choice is failed; its entry is None, too.
     """
-    firsts: list[Verified | None] = []
+    firsts: list[VerifyResult | None] = []
     for i, (req, row) in enumerate(zip(reqs, rows, strict=True)):
         if req.inflight_middle_chunks > 0:
             firsts.append(None)
@@ -42,7 +42,7 @@ def first_tokens(
         [_NONE if first is None else [*first.tokens, _NONE][0] for first in firsts],
         about=[(req.rid, row.end) for req, row in zip(reqs, rows, strict=True)],
     )
-    agreed: list[Verified | None] = []
+    agreed: list[VerifyResult | None] = []
     for req, first, token in zip(reqs, firsts, tokens, strict=True):
         if first is not None and token == _NONE:
             fail_without_choice(req)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters.compat.batches import LogitsProcessorOutput
-from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.sampling import SamplingParams, logprobs_of
+from sglang_kvspec.runtime.spec_sampler import VerifyResult
 
 _LISTS = (
     "next_token_top_logprobs_val",
@@ -22,7 +22,7 @@ _LISTS = (
 def fill_logprobs(
     output: LogitsProcessorOutput,
     batch: Any,
-    verified: Sequence[Verified | None],
+    verified: Sequence[VerifyResult | None],
     params: Sequence[SamplingParams],
     stride: int | None = None,
 ) -> None:

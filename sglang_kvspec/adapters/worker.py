@@ -21,12 +21,12 @@ from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.loop import RoundResult
 from sglang_kvspec.pools.transfers import sent_to
-from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import RemoteMetrics
 from sglang_kvspec.runtime.report import build_report, resolved_values
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
@@ -49,7 +49,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
         self.ranks: Ranks = ranks_of(target_worker.model_runner.tp_group)
-        self._chooser = Chooser(server_args.random_seed, device_of(server_args, gpu_id))
+        self._chooser = SpecSampler(server_args.random_seed, device_of(server_args, gpu_id))
         self._exporter: MetricsExporter | None = None
         self._remote_exporter: RemoteMetrics | None = None
 
@@ -168,7 +168,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self,
         reqs: Sequence[Any],
         states: Sequence[RequestState],
-        emitted: Sequence[Verified | None],
+        emitted: Sequence[VerifyResult | None],
     ) -> None:
         """Note when requests that emitted several tokens are expected to emit the next ones."""
         seconds = self.loop.seconds_to_next(states)

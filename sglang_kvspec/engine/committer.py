@@ -9,7 +9,6 @@ import torch
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import Arrivals
 from sglang_kvspec.engine.started_round import StartedRound
-from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.metrics import SpecCounters
@@ -17,6 +16,7 @@ from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.ranks import Ranks, agree
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import num_finite
+from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
 
 class Committer:
@@ -24,7 +24,7 @@ class Committer:
 
     def __init__(
         self,
-        chooser: Chooser,
+        chooser: SpecSampler,
         pages: PageKeeper | DevicePageKeeper,
         arrivals: Arrivals,
         ranks: Ranks,
@@ -51,14 +51,14 @@ class Committer:
         rows: Mapping[int, Row],
         logits: torch.Tensor | None,
         top1: Sequence[torch.Tensor],
-    ) -> list[Verified | None]:
+    ) -> list[VerifyResult | None]:
         """Commit what the requests of `rows` emit by their logits [num_tokens, vocab].
 
         top1: what top1() says of these logits, on the CPU or not. Returns an entry for every
         request of the batch: None for one without a row, no tokens for one that cannot go on
         because its logits allow no choice.
         """
-        emitted: list[Verified | None] = [None] * len(batch.states)
+        emitted: list[VerifyResult | None] = [None] * len(batch.states)
         if logits is None:
             return emitted
         chosen = self._judge(batch, rows, logits, top1)
@@ -76,13 +76,13 @@ class Committer:
         rows: Mapping[int, Row],
         logits: torch.Tensor,
         top1: Sequence[torch.Tensor],
-    ) -> list[Verified | None]:
+    ) -> list[VerifyResult | None]:
         """Return what each row emits, without committing it."""
         targets: list[int] = []
         if top1:
             targets = top1[0].tolist()
             largest = top1[1].view(torch.float64)
-        chosen: list[Verified | None] = []
+        chosen: list[VerifyResult | None] = []
         first = 0
         for i, row in rows.items():
             state = batch.states[i]
@@ -93,7 +93,7 @@ class Committer:
                 kept = logits[span] if batch.wants_logprobs else None
                 num_sound = num_finite(largest[span])
                 tokens = self._chooser.judge(state, targets[span], num_sound)
-                chosen.append(Verified(tokens, kept))
+                chosen.append(VerifyResult(tokens, kept))
                 continue
             masks = masks_along(state.grammar, state.drafts, logits[span])
             verified = self._chooser.verify(state, logits[span], allowed_by(masks))
@@ -109,7 +109,7 @@ class Committer:
         state.commit(tokens)
         self._pages.commit(row.pages, before, state.committed_len)
 
-    def commit_plain(self, batch: RoundBatch, started: StartedRound) -> list[Verified | None]:
+    def commit_plain(self, batch: RoundBatch, started: StartedRound) -> list[VerifyResult | None]:
         """Commit tokens that were not drafted. A request that came meanwhile has none."""
         made, states = started.made, batch.states
         assert made is not None
@@ -120,7 +120,7 @@ class Committer:
             }
             logits = started.logits[: len(made.order)]
             return self.commit(batch, rows, logits, self.top1(batch, rows, logits))
-        emitted: list[Verified | None] = [None] * len(states)
+        emitted: list[VerifyResult | None] = [None] * len(states)
         for i, tokens in made.deliver().items():
             before = states[i].committed_len
             for _ in tokens if self._arrivals.come_with_requests else ():
@@ -128,5 +128,5 @@ class Committer:
             states[i].commit(tokens)
             self._pages.commit(batch.pages[i], before, states[i].committed_len)
             self._counters.observe_plain(len(tokens))
-            emitted[i] = Verified(tokens, None)
+            emitted[i] = VerifyResult(tokens, None)
         return emitted

@@ -8,12 +8,12 @@ import torch
 
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import ModelForward
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 
 class EagerDrafter:
@@ -22,7 +22,7 @@ class EagerDrafter:
     def __init__(
         self,
         forward: ModelForward,
-        chooser: Chooser,
+        chooser: SpecSampler,
         ranks: Ranks,
         page_size: int,
         view: DraftView | None = None,

@@ -25,10 +25,10 @@ from sglang_kvspec.engine.round_scheduler import mean_context
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verification, Verifier
-from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RoundResult:
     None where tokens were taken without drafts. logits: what the emitted tokens were chosen from,
     where log-probabilities are asked for. was_captured: all forwards were CUDA graph replays."""
 
-    emitted: Sequence[Verified | None]
+    emitted: Sequence[VerifyResult | None]
     num_verified: list[int] | None
     logits: torch.Tensor | None
     was_captured: bool
@@ -57,7 +57,7 @@ class RoundLoop:
     pages: PageKeeper | DevicePageKeeper
     arrivals: Arrivals
     prompt_reader: PromptReader
-    chooser: Chooser
+    chooser: SpecSampler
     ranks: Ranks
     captures: bool = False
 

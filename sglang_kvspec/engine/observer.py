@@ -7,10 +7,10 @@ from typing import Any
 
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.verifier import Verification
-from sglang_kvspec.planning.round_clock import WEIGHT, RoundClock
-from sglang_kvspec.runtime.chooser import Verified
+from sglang_kvspec.planning.round_cost_model import WEIGHT, RoundCostModel
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.spec_sampler import VerifyResult
 from sglang_kvspec.runtime.speeds import Speeds
 
 
@@ -18,7 +18,7 @@ class RoundObserver:
     """Feeds counters, speeds and the cost model."""
 
     def __init__(
-        self, counters: SpecCounters, speeds: Speeds, clock: RoundClock, timer: PhaseTimer
+        self, counters: SpecCounters, speeds: Speeds, clock: RoundCostModel, timer: PhaseTimer
     ) -> None:
         """timer: the verifier's, which marks its waits for residuals and its forwards."""
         self._counters, self._speeds, self._clock, self._timer = counters, speeds, clock, timer
@@ -36,7 +36,7 @@ class RoundObserver:
         self,
         started: StartedRound,
         done: Verification,
-        emitted: Sequence[Verified | None],
+        emitted: Sequence[VerifyResult | None],
         context: float,
     ) -> None:
         """A round with drafts or verifications. Waits for the device."""

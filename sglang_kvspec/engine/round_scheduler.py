@@ -8,7 +8,7 @@ from sglang_kvspec.core.config import AUTO_DRAFT_LEN, MOST_AUTO_DRAFTS, KVSpecCo
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.planning.link_rounds import LinkShare, plan_turns, share_of_speed
-from sglang_kvspec.planning.round_clock import RoundClock
+from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 from sglang_kvspec.runtime.ranks import Ranks
@@ -35,7 +35,7 @@ class RoundScheduler:
     def __init__(
         self,
         config: KVSpecConfig,
-        clock: RoundClock,
+        clock: RoundCostModel,
         planner: ResidualPlanner,
         ranks: Ranks,
         plain_steps: int = 0,

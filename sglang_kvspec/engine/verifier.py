@@ -20,7 +20,6 @@ from sglang_kvspec.engine.ports import (
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.pools.transfers import received_together
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
@@ -28,6 +27,7 @@ from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Verifier:
     scheduler: VerifyScheduler
     planner: ResidualPlanner
     guard: PageGuard
-    chooser: Chooser
+    chooser: SpecSampler
     ranks: Ranks
     timer: PhaseTimer
     page_size: int

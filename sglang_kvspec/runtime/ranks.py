@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from sglang_kvspec.core.errors import RanksDisagree
-from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.spec_sampler import VerifyResult
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -130,8 +130,8 @@ class Ranks:
 
 
 def agree(
-    ranks: Ranks, states: Sequence[RequestState], chosen: Sequence[Verified | None]
-) -> list[Verified | None]:
+    ranks: Ranks, states: Sequence[RequestState], chosen: Sequence[VerifyResult | None]
+) -> list[VerifyResult | None]:
     """Put the first rank's tokens in place of those that this rank chose for every request.
 
     chosen: what a verification emits, not committed yet; None where the request has drafted, whose
@@ -146,7 +146,7 @@ def agree(
         [1 if verified is None else len(s.drafts) + 1 for s, verified in pairs],
         about=[(s.rid, s.next_position) for s in states],
     )
-    agreed: list[Verified | None] = []
+    agreed: list[VerifyResult | None] = []
     for (state, verified), tokens in zip(pairs, runs, strict=True):
         if verified is None:
             state.drafts[-1:] = tokens

@@ -10,8 +10,8 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_kvspec.adapters.logprobs import fill_logprobs
-from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.spec_sampler import VerifyResult
 
 
 def make_batch(*lengths: int, **fields: Any) -> SimpleNamespace:
@@ -29,7 +29,7 @@ def filled(
     stride: int | None, *tokens: list[int] | None, batch: SimpleNamespace = BATCH
 ) -> LogitsProcessorOutput:
     output = LogitsProcessorOutput(next_token_logits=None)
-    entries = [None if emitted is None else Verified(emitted, LOGITS) for emitted in tokens]
+    entries = [None if emitted is None else VerifyResult(emitted, LOGITS) for emitted in tokens]
     fill_logprobs(output, batch, entries, [SamplingParams()] * len(entries), stride)
     return output
 
@@ -90,6 +90,6 @@ def test_a_masked_token_has_a_finite_log_probability(stride: int | None) -> None
     logits = torch.tensor([[0.0, -float("inf"), 1.0, -float("inf")]])
     output = LogitsProcessorOutput(next_token_logits=None)
     batch = make_batch(5, top_logprobs_nums=[4], token_ids_logprobs=[[1]])
-    fill_logprobs(output, batch, [Verified([2], logits)], [SamplingParams()], stride)
+    fill_logprobs(output, batch, [VerifyResult([2], logits)], [SamplingParams()], stride)
     assert torch.isfinite(output.next_token_top_logprobs_val[0]).all()
     assert torch.isfinite(output.next_token_token_ids_logprobs_val[0]).all()

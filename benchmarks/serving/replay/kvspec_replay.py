@@ -38,7 +38,7 @@ def register() -> None:
     """Put the replay in place where a curve is named and this process serves KVSpec."""
     if "KVSPEC_REPLAY_CURVE" not in os.environ or "SGLANG_KVSPEC" not in os.environ:
         return
-    from sglang_kvspec.runtime import chooser
+    from sglang_kvspec.runtime import spec_sampler
 
     curve = json.loads(Path(os.environ["KVSPEC_REPLAY_CURVE"]).read_text(encoding="utf-8"))
-    chooser.accept_matching = Replay(curve["survival"], seed=0).accept_matching
+    spec_sampler.accept_matching = Replay(curve["survival"], seed=0).accept_matching

@@ -190,7 +190,9 @@ class ImmediateSteps:
         from sglang_kvspec.engine.eager_drafter import EagerDrafter
 
         self._parts, self._sides = parts, sides
-        self._eager = EagerDrafter(parts.forward, parts.chooser, parts.ranks)
+        self._eager = EagerDrafter(
+            parts.forward, parts.chooser, parts.ranks, parts.kv.geometry.page_size, parts.view
+        )
         # Logits of the last verification.
         self.shared = torch.empty(0)
         # Where those who advanced last are by now, and their pages; in the order of the tokens'

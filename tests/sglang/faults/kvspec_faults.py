@@ -36,7 +36,7 @@ def register() -> None:
     from sglang_kvspec.pools.prefix_store import MemoryStore, PrefixStore
     from sglang_kvspec.pools.residual_tiers import ResidualTiers
     from sglang_kvspec.pools.tiered_kv import TieredKV
-    from sglang_kvspec.runtime import chooser
+    from sglang_kvspec.runtime import spec_sampler
     from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
     from sglang_kvspec.runtime.disaggregation.departures import Departures
     from sglang_kvspec.runtime.ranks import Ranks
@@ -45,8 +45,8 @@ def register() -> None:
     from sglang_kvspec.runtime.request_state import RequestState
     from sglang_kvspec.transport import TokenBucket
 
-    _replace(chooser.Chooser, "draft", "bad_drafts", _spoil_every_fifth_draft)
-    _replace(chooser, "accept_matching", "wrong_verifier", _accept_everything)
+    _replace(spec_sampler.SpecSampler, "draft", "bad_drafts", _spoil_every_fifth_draft)
+    _replace(spec_sampler, "accept_matching", "wrong_verifier", _accept_everything)
     _replace(RequestState, "commit", "skipped_rollback", _commit_without_rollback)
     _replace(TieredKV, "read_target", "off_by_one_page", _read_the_page_before)
     _replace(ResidualTiers, "write", "stale_residual", _write_first_generation_only)
@@ -54,8 +54,8 @@ def register() -> None:
     _replace(ResidualTiers, "finish_fetches", "stalled_copy", _finish_nothing)
     _replace(ResidualTiers, "write", "flipped_bit", _flip_a_bit)
     # What the first rank decides must hold on all: the others now decide otherwise.
-    _replace(chooser, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
-    _replace(chooser, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)
+    _replace(spec_sampler, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
+    _replace(spec_sampler, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)
     _replace(rounds, "plan_round", "ranks_differ", _draft_nothing_on_other_ranks)
     # What happens on one rank's link alone.
     _replace(TokenBucket, "__init__", "slow_rank", _send_slowly_from_other_ranks)

@@ -9,10 +9,10 @@ import torch
 
 from sglang_kvspec.adapters import cuda_graph_drafter
 from sglang_kvspec.engine.batch import RoundBatch
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 SIZE, VOCAB, MAX_STEPS = 32, 50, 16
 GREEDY = SamplingParams(temperature=0, top_k=1)
@@ -50,7 +50,7 @@ def drafter(make_device_kv, monkeypatch):
         max_running_requests=4,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8 * SIZE)),
     )
-    chooser = Chooser(0, torch.device("cpu"))
+    chooser = SpecSampler(0, torch.device("cpu"))
     return cuda_graph_drafter.CudaGraphDrafter(
         runner, None, attention, kv, MAX_STEPS, chooser, Ranks()
     )

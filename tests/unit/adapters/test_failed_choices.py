@@ -16,9 +16,9 @@ from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.engine.loop import RoundResult
-from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
 VOCAB, CPU = 6, torch.device("cpu")
 NAN = float("nan")
@@ -137,7 +137,7 @@ def test_other_causes_are_answered_with_500(kind, more):
 
 def prefilled(reqs, logits):
     rows = [Row(RowKind.PREFILL, 0, 7, torch.tensor([i])) for i in range(len(reqs))]
-    return first_tokens(reqs, rows, logits, Chooser(0, CPU), Ranks())
+    return first_tokens(reqs, rows, logits, SpecSampler(0, CPU), Ranks())
 
 
 @every_kind
@@ -212,7 +212,7 @@ def run_round():
 @every_kind
 def test_a_round_fails_only_requests_that_cannot_go_on(kind, run_round):
     reqs = [make_request(rid, **kind) for rid in "abc"]
-    result = run_round(reqs, [Verified([2, 3], None), Verified([], None), None])
+    result = run_round(reqs, [VerifyResult([2, 3], None), VerifyResult([], None), None])
     assert_failed(reqs[1], HTTPStatus.INTERNAL_SERVER_ERROR)
     assert_goes_on(reqs[0], reqs[2])
     assert result.accept_lens.tolist() == [2, 0, 0]
@@ -221,5 +221,5 @@ def test_a_round_fails_only_requests_that_cannot_go_on(kind, run_round):
 
 def test_a_round_names_what_the_failed_request_brought(run_round):
     req = make_request(grammar=Allowing(), **GREEDY)
-    run_round([req], [Verified([], None)])
+    run_round([req], [VerifyResult([], None)])
     assert_failed(req, HTTPStatus.BAD_REQUEST, "grammar")

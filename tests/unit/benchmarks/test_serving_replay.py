@@ -11,7 +11,7 @@ import pytest
 from serving.curve import survival, write_curve
 
 from sglang_kvspec.planning.costs import AcceptanceCurve
-from sglang_kvspec.runtime import chooser
+from sglang_kvspec.runtime import spec_sampler
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 MEANS = {1: 0.9, 2: 1.7, 4: 3.1, 8: 5.5}
@@ -85,9 +85,9 @@ def test_nothing_is_replaced_unless_asked(replay, monkeypatch, missing):
     monkeypatch.setenv("KVSPEC_REPLAY_CURVE", "/no/such/file")
     monkeypatch.setenv("SGLANG_KVSPEC", "{}")
     monkeypatch.delenv(missing)
-    before = chooser.accept_matching
+    before = spec_sampler.accept_matching
     replay.register()
-    assert chooser.accept_matching is before
+    assert spec_sampler.accept_matching is before
 
 
 def test_the_choosers_rule_is_replaced(replay, monkeypatch, tmp_path):
@@ -95,7 +95,7 @@ def test_the_choosers_rule_is_replaced(replay, monkeypatch, tmp_path):
     path.write_text(json.dumps({"survival": [0.0]}))
     monkeypatch.setenv("KVSPEC_REPLAY_CURVE", str(path))
     monkeypatch.setenv("SGLANG_KVSPEC", "{}")
-    monkeypatch.setattr(chooser, "accept_matching", chooser.accept_matching)
+    monkeypatch.setattr(spec_sampler, "accept_matching", spec_sampler.accept_matching)
     replay.register()
-    assert chooser.accept_matching([5], [5, 6]) == [5]
-    assert chooser.accept_matching([5], [4, 6]) == [4]
+    assert spec_sampler.accept_matching([5], [5, 6]) == [5]
+    assert spec_sampler.accept_matching([5], [4, 6]) == [4]

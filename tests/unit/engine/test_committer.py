@@ -11,13 +11,13 @@ from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.started_round import StartedRound
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 VOCAB, NUM_DRAFTS, CPU = 6, 3, torch.device("cpu")
 NAN = float("nan")
@@ -66,7 +66,7 @@ class Commits:
             come_with_requests=come_with_requests,
             note_verification=lambda state, count: self.noted.append((state.rid, count)),
         )
-        chooser = Chooser(0, CPU)
+        chooser = SpecSampler(0, CPU)
         self.committer = Committer(chooser, keeper, arrivals, Ranks(), self.counters)
 
     def commit(self, states, logits, *, wants_logprobs=False):

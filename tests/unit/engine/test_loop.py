@@ -12,11 +12,11 @@ from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.loop import RoundLoop
 from sglang_kvspec.engine.overlap import OverlappedRounds
 from sglang_kvspec.engine.started_round import StartedRound
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 CPU = torch.device("cpu")
 PLAIN_STEPS = 8
@@ -44,7 +44,7 @@ class Lab:
         )
         scheduler = fakes.Scheduler(*next_lens)
         pages = SimpleNamespace(flush=lambda: self.order.append("flush"), commit=lambda *args: None)
-        chooser, ranks, self.counters = Chooser(0, CPU), Ranks(), SpecCounters()
+        chooser, ranks, self.counters = SpecSampler(0, CPU), Ranks(), SpecCounters()
         slots = SimpleNamespace(num_free=9)
         self.starter.kv.window = SimpleNamespace(slots=slots)
         self.overlap = OverlappedRounds(self.starter, scheduler, pages, max_draft_len=31)

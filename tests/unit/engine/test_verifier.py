@@ -12,12 +12,12 @@ from sglang_kvspec.engine.ports import VerifyLogits
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.planning.round_plan import RoundPlan
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 VOCAB, CPU = 60, torch.device("cpu")
 SAMPLED = SamplingParams(temperature=0.9)
@@ -51,7 +51,7 @@ def make_verifier(fakes, forward):
             "scheduler": fakes.Scheduler(most_drafts=9),
             "planner": SimpleNamespace(await_fetches=lambda plan, pages: None),
             "guard": SimpleNamespace(drop=lambda batch, rows: None),
-            "chooser": Chooser(0, CPU),
+            "chooser": SpecSampler(0, CPU),
             "ranks": Ranks(),
             "timer": PhaseTimer(CPU),
             "page_size": 64,

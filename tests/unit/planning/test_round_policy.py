@@ -12,7 +12,7 @@ import pytest
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.planning.costs import AcceptanceCurve
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
-from sglang_kvspec.planning.round_clock import RoundClock
+from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results/acceptance.json"
@@ -106,7 +106,7 @@ def test_auto_that_learns_its_costs_is_no_worse_either(curve, cost):
     """With a step guess 3 % off, measurements 2 % off, and trials where drafting stopped."""
     curve, rng = measured_curve(curve), random.Random(7)
     context = 32768.0
-    clock = RoundClock(cost.step * 1.03, cost.request / cost.row)
+    clock = RoundCostModel(cost.step * 1.03, cost.request / cost.row)
 
     def plan(requests):
         lens = [8] * BATCH

@@ -18,7 +18,7 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.planning import round_step
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
 from sglang_kvspec.planning.link_rounds import plan_turns, share_of_speed
-from sglang_kvspec.planning.round_clock import RoundClock
+from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.round_plan import CacheView, RoundBudget, RoundPlan, RoundView
 from sglang_kvspec.planning.round_step import RoundPlanner
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
@@ -69,7 +69,7 @@ class Simulated:
         self._drafts = [0] * NUM_REQUESTS
         self._estimates = [AcceptanceEstimate() for _ in range(NUM_REQUESTS)]
         self._planner = RoundPlanner()
-        self._clock = RoundClock(COST.step, self.request_reads, piggyback=True)
+        self._clock = RoundCostModel(COST.step, self.request_reads, piggyback=True)
         self.lens: list[int] = []
 
     def round(self):

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from kvspec_testkit.runtime.rank_group import refusal, this_rank
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.ranks import Ranks, agree, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 VOCAB, NUM_ROUNDS, MAX_DRAFTS = 40, 12, 4
 KINDS = {
@@ -45,7 +45,7 @@ def messages(ranks: Ranks) -> dict[str, Any]:
 def rounds(ranks: Ranks) -> dict[str, Any]:
     """Requests that draft and verify by logits of this rank's own."""
     noise = torch.Generator().manual_seed(ranks.rank)
-    chooser = Chooser(ranks.rank, torch.device("cpu"))
+    chooser = SpecSampler(ranks.rank, torch.device("cpu"))
     states = [RequestState(name, 10, 1, [1], params, 500) for name, params in KINDS.items()]
     for number in range(NUM_ROUNDS):
         # Much alike, so that some drafts are accepted.

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import TOP_K_ALL, SamplingParams
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 VOCAB = 6
 GREEDY = SamplingParams(top_k=1)
@@ -48,7 +48,7 @@ def test_judging_an_argmax_request_is_verifying_it(params, output, seed, wrong_a
     logits = torch.randn((4, VOCAB), generator=torch.Generator().manual_seed(seed)).to(dtype)
     targets = logits.argmax(-1).tolist()
     drafts = [(t + (i == wrong_at)) % VOCAB for i, t in enumerate(targets[:3])]
-    state, chooser = make_state(params, drafts, [*output, 1]), Chooser(0, torch.device("cpu"))
+    state, chooser = make_state(params, drafts, [*output, 1]), SpecSampler(0, torch.device("cpu"))
     judged = chooser.judge(state, targets, 4)
     assert judged == targets[: min(wrong_at, 3) + 1]
     assert judged == chooser.verify(state, logits, None).tokens
@@ -59,10 +59,10 @@ def test_judging_an_argmax_request_is_verifying_it(params, output, seed, wrong_a
 
 
 def test_judging_takes_one_target_more_than_there_are_drafts():
-    assert Chooser.judge(make_state(GREEDY), [5], 1) == [5]
+    assert SpecSampler.judge(make_state(GREEDY), [5], 1) == [5]
     for drafts in ([1, 2], [1, 2, 3, 4]):
         with pytest.raises(AssertionError):
-            Chooser.judge(make_state(GREEDY, drafts), [1, 2, 3, 4], 4)
+            SpecSampler.judge(make_state(GREEDY, drafts), [1, 2, 3, 4], 4)
 
 
 @given(params=params_of_any_kind)

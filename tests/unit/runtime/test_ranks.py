@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_kvspec.runtime.chooser import Verified
 from sglang_kvspec.runtime.ranks import Ranks, agree
+from sglang_kvspec.runtime.spec_sampler import VerifyResult
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 SIZE = 2
@@ -63,7 +63,7 @@ def test_a_rank_alone_keeps_its_own_choices() -> None:
     assert ranks.everyones((4, 5), about="this") == [[4, 5]]
     assert ranks.runs([(1,), ()], [1, 1], about="this") == [[1], []]
     assert ranks.tensor(grid) is grid
-    verified = Verified([7, 8], torch.zeros(2, 9))
+    verified = VerifyResult([7, 8], torch.zeros(2, 9))
     state = SimpleNamespace(rid="r", drafts=[3], next_position=5)
     assert agree(ranks, [state, state], [verified, None]) == [verified, None]
     assert state.drafts == [3]

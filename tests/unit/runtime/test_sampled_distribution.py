@@ -10,10 +10,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from sglang_kvspec.runtime import chooser as chooser_module
-from sglang_kvspec.runtime.chooser import Chooser
+from sglang_kvspec.runtime import spec_sampler as chooser_module
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams, distribution
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 VOCAB = 7
 NUM_DRAWS = 20_000
@@ -37,7 +37,7 @@ def logit_tables() -> tuple[torch.Tensor, torch.Tensor]:
 def emitted_pairs(params: SamplingParams, num_draws: int) -> torch.Tensor:
     """How often each pair of tokens followed token 0: [VOCAB, VOCAB]."""
     target, drafter = logit_tables()
-    chooser = Chooser(seed=5, device=torch.device("cpu"))
+    chooser = SpecSampler(seed=5, device=torch.device("cpu"))
     counts = torch.zeros(VOCAB, VOCAB)
     for _ in range(num_draws):
         pair: list[int] = []

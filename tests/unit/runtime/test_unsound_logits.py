@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams, num_finite, num_sound_rows
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 VOCAB, CPU = 6, torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
@@ -73,7 +73,7 @@ def drafted(chooser, params, logits):
 @every_unsound_row
 def test_no_first_token_comes_from_an_unsound_row(params, content):
     logits, masks = make_rows(1, {0: content})
-    first = Chooser(0, CPU).first(logits, params, (), 7, masks)
+    first = SpecSampler(0, CPU).first(logits, params, (), 7, masks)
     assert first.tokens == []
     assert first.logits.shape == (1, VOCAB)
 
@@ -82,7 +82,7 @@ def test_no_first_token_comes_from_an_unsound_row(params, content):
 @pytest.mark.parametrize("content", SOUND.values(), ids=SOUND)
 def test_a_sound_row_gives_a_token_it_allows(params, content):
     logits, masks = make_rows(1, {0: content})
-    chooser, state = Chooser(0, CPU), make_state(params)
+    chooser, state = SpecSampler(0, CPU), make_state(params)
     (first,) = chooser.first(logits, params, (), 7, masks).tokens
     chooser.draft(state, logits, masks)
     (verified,) = chooser.verify(make_state(params), logits, masks).tokens
@@ -98,7 +98,7 @@ def test_a_sound_row_gives_a_token_it_allows(params, content):
 def test_a_draft_of_an_unsound_row_is_some_token_and_its_distribution_is_sound(params, content):
     logits, masks = make_rows(1, {0: content})
     state = make_state(params)
-    Chooser(0, CPU).draft(state, logits, masks)
+    SpecSampler(0, CPU).draft(state, logits, masks)
     assert state.drafts == [0]
     for probs in state.draft_probs:
         assert probs.tolist() == [1] + [0] * (VOCAB - 1)
@@ -109,7 +109,7 @@ def test_a_draft_of_an_unsound_row_is_some_token_and_its_distribution_is_sound(p
 @every_unsound_row
 def test_verification_of_an_unsound_draft_follows_a_sound_target(params, content):
     """The target forbids the draft, so it is rejected and replaced."""
-    chooser, state = Chooser(0, CPU), make_state(params)
+    chooser, state = SpecSampler(0, CPU), make_state(params)
     chooser.draft(state, *make_rows(1, {0: content}))
     logits, masks = make_rows(2, {0: ({}, (4,))})
     assert chooser.verify(state, logits, masks).tokens == [4]
@@ -118,7 +118,7 @@ def test_verification_of_an_unsound_draft_follows_a_sound_target(params, content
 @every_kind
 @every_unsound_row
 def test_verification_of_an_unsound_first_row_emits_nothing(params, content):
-    chooser = Chooser(0, CPU)
+    chooser = SpecSampler(0, CPU)
     logits, masks = make_rows(3, {0: content})
     state = drafted(chooser, params, make_rows(2, {})[0])
     before = list(state.drafts)
@@ -131,7 +131,7 @@ def test_verification_of_an_unsound_first_row_emits_nothing(params, content):
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_tokens_before_an_unsound_row_are_emitted(params, content, at):
     """Rows before `at` are what the drafts were drawn from, so that all of them are accepted."""
-    chooser = Chooser(0, CPU)
+    chooser = SpecSampler(0, CPU)
     sound = make_rows(4, {})[0]
     logits, masks = make_rows(4, {at: content})
     state = drafted(chooser, params, sound[:3])
@@ -144,12 +144,12 @@ def test_tokens_before_an_unsound_row_are_emitted(params, content, at):
 
 @every_kind
 def test_rows_behind_an_unsound_one_are_not_read(params):
-    chooser = Chooser(0, CPU)
+    chooser = SpecSampler(0, CPU)
     state = drafted(chooser, params, make_rows(3, {})[0])
     found = []
     for later in ({}, {2: ({0: NAN}, None), 3: ({0: INF}, None)}):
         logits, masks = make_rows(4, {1: ({0: NAN}, None), **later})
-        found.append(Chooser(0, CPU).verify(state, logits, masks).tokens)
+        found.append(SpecSampler(0, CPU).verify(state, logits, masks).tokens)
     assert found[0] == found[1]
     assert len(found[0]) == 1
 
@@ -161,13 +161,13 @@ def test_an_overflow_by_temperature_is_unsound_where_tokens_are_sampled(params):
     assert num_sound_rows(logits, params) == 1
     # The temperature of a greedy request moves no maximum.
     assert num_sound_rows(logits, cold) == params.is_greedy
-    assert len(Chooser(0, CPU).first(logits, cold, (), 7, None).tokens) == params.is_greedy
+    assert len(SpecSampler(0, CPU).first(logits, cold, (), 7, None).tokens) == params.is_greedy
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "sampled"])
 def test_an_overflow_by_bias_or_penalty_is_unsound(kind):
     logits = torch.full((1, VOCAB), 3e38)
-    chooser = Chooser(0, CPU)
+    chooser = SpecSampler(0, CPU)
     biased = replace(KINDS[kind], logit_bias={2: 3e38})
     assert chooser.first(logits, biased, (), 7, None).tokens == []
     penalised = replace(KINDS[kind], repetition_penalty=1e-30)
@@ -180,7 +180,7 @@ def test_an_overflow_by_bias_or_penalty_is_unsound(kind):
 def test_a_failing_request_leaves_others_their_tokens(params, content):
     """One generator serves all requests: an unsound row draws nothing from it."""
     logits, masks = make_rows(1, {})
-    alone, beside = Chooser(3, CPU), Chooser(3, CPU)
+    alone, beside = SpecSampler(3, CPU), SpecSampler(3, CPU)
     wanted, found = [], []
     for _ in range(5):
         wanted += alone.first(logits, params, (), 7, masks).tokens
@@ -200,8 +200,8 @@ def test_judging_stops_where_verifying_does(drafts, sound, seed):
     state = make_state(KINDS["greedy"])
     state.drafts.extend(drafts)
     largest, targets = logits.max(-1)
-    judged = Chooser.judge(state, targets.tolist(), num_finite(largest))
-    assert judged == Chooser(0, CPU).verify(state, logits, None).tokens
+    judged = SpecSampler.judge(state, targets.tolist(), num_finite(largest))
+    assert judged == SpecSampler(0, CPU).verify(state, logits, None).tokens
     assert len(judged) <= sound
 
 

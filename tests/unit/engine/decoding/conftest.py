@@ -27,10 +27,9 @@ from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.planning.draft_length import DraftCost
-from sglang_kvspec.planning.round_clock import RoundClock
+from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.pools.tiered_kv import TieredKV
-from sglang_kvspec.runtime.chooser import Chooser, Verified
 from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, prefill_row
@@ -47,6 +46,7 @@ from sglang_kvspec.runtime.sampling import (
     distribution,
 )
 from sglang_kvspec.runtime.side_stream import SideStream
+from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
 # Encoded pages of the longest request, and what it spills into.
 LARGEST_PAGES = 7
@@ -92,7 +92,7 @@ class Request:
     state: RequestState | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
 
-    def take(self, verified: Verified) -> list[int]:
+    def take(self, verified: VerifyResult) -> list[int]:
         """The tokens of a verification, after noting the logits they were chosen from."""
         self.logits += verified.logits[: len(verified.tokens)]
         return verified.tokens
@@ -194,7 +194,7 @@ class Engine:
         self.drafter, self.view = drafter, view
         self.forward = ToyForward(kv, model)
         self.keeper = PageKeeper(kv, config.recent_pages)
-        self.chooser = Chooser(0, torch.device("cpu"))
+        self.chooser = SpecSampler(0, torch.device("cpu"))
         self.counters = SpecCounters()
         self.free_pages = list(range(kv.plan.num_pages, 0, -1))
         self.kept: set[int] = set()
@@ -202,7 +202,7 @@ class Engine:
 
     def _loop(self, planner: ResidualPlanner) -> RoundLoop:
         ranks, timer = Ranks(), PhaseTimer(self.kv.device)
-        clock = RoundClock(1e-3, 4.0, piggyback=True)
+        clock = RoundCostModel(1e-3, 4.0, piggyback=True)
         scheduler = self._scheduler(planner, ranks)
         starter = RoundStarter(
             kv=self.kv,

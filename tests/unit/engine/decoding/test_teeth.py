@@ -8,7 +8,7 @@ import torch
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.pools.residual_tiers import ResidualTiers
 from sglang_kvspec.pools.tiered_kv import TieredKV
-from sglang_kvspec.runtime import chooser
+from sglang_kvspec.runtime import spec_sampler
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.request_state import RequestState
@@ -40,27 +40,29 @@ def test_without_a_fault_the_comparison_passes(serve_and_compare):
 
 
 def test_accepting_without_comparing(serve_and_compare, monkeypatch):
-    monkeypatch.setattr(chooser, "accept_matching", lambda drafts, targets: [*drafts, targets[-1]])
+    monkeypatch.setattr(
+        spec_sampler, "accept_matching", lambda drafts, targets: [*drafts, targets[-1]]
+    )
     with pytest.raises(AssertionError, match="differs in"):
         serve_and_compare()
 
 
 def test_accepting_one_draft_too_many(serve_and_compare, monkeypatch):
-    right = chooser.accept_matching
+    right = spec_sampler.accept_matching
 
     def generous(drafts, targets):
         kept = len(right(drafts, targets))
         return [*drafts[:kept], targets[kept]] if kept < len(targets) else list(targets)
 
-    monkeypatch.setattr(chooser, "accept_matching", generous)
+    monkeypatch.setattr(spec_sampler, "accept_matching", generous)
     with pytest.raises(AssertionError, match="differs in"):
         serve_and_compare()
 
 
 def test_verifying_by_the_logits_of_the_next_row(serve_and_compare, monkeypatch):
-    right = chooser.accept_matching
+    right = spec_sampler.accept_matching
     monkeypatch.setattr(
-        chooser, "accept_matching", lambda d, targets: right(d, [*targets[1:], targets[-1]])
+        spec_sampler, "accept_matching", lambda d, targets: right(d, [*targets[1:], targets[-1]])
     )
     with pytest.raises(AssertionError, match="differs in"):
         serve_and_compare()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sglang_kvspec.planning.round_clock import ROUNDS_BEFORE_RETRY, RoundClock
+from sglang_kvspec.planning.round_cost_model import ROUNDS_BEFORE_RETRY, RoundCostModel
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 
 # An 8B model, by token of context: at 32K tokens a row takes 0.33 ms, verifying a request 0.6 ms.
@@ -45,7 +45,7 @@ def play_many(clock, num_rounds, contexts=CONTEXTS, noise=0.0, seed=0):
 
 
 def test_one_round_is_enough_where_the_step_was_measured():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     assert not clock.has_measured
     play(clock, [8] * 16, 4096)
     assert clock.has_measured
@@ -54,7 +54,7 @@ def test_one_round_is_enough_where_the_step_was_measured():
 
 
 def test_rounds_at_whose_end_some_verify_teach_the_same():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     for number, num_verified in enumerate((3, 0, 16, 1) * 5):
         context = CONTEXTS[number % 3]
         cost = true_cost(context)
@@ -71,21 +71,21 @@ def test_rounds_at_whose_end_some_verify_teach_the_same():
 
 
 def test_rounds_of_any_context_predict_those_of_another():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     play_many(clock, 60, contexts=(1000, 4096, 16384))
     assert worst_error(clock, contexts=(2048, 32768)) < 1e-6
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_averages_out(seed):
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     play_many(clock, 100, noise=0.01, seed=seed)
     assert worst_error(clock) < 0.05
 
 
 @pytest.mark.parametrize("guess", [1.1, 1.5, 2.0, 100.0])
 def test_a_step_guess_that_is_too_large_is_corrected(guess):
-    clock = RoundClock(guess * STEP_S, READS)
+    clock = RoundCostModel(guess * STEP_S, READS)
     play_many(clock, 60)
     assert worst_error(clock) < 0.03
     assert clock.cost(0).step == pytest.approx(STEP_S, rel=0.03)
@@ -93,14 +93,14 @@ def test_a_step_guess_that_is_too_large_is_corrected(guess):
 
 @pytest.mark.parametrize("guess", [0.5, 0.8])
 def test_a_step_guess_that_is_too_small_is_corrected_where_contexts_differ(guess):
-    clock = RoundClock(guess * STEP_S, READS)
+    clock = RoundCostModel(guess * STEP_S, READS)
     play_many(clock, 60)
     assert worst_error(clock) < 0.12 * (1 - guess) / 0.5
 
 
 @pytest.mark.parametrize("guess", [0.25, 1.0, 4.0])
 def test_whatever_the_guess_rounds_like_those_seen_are_predicted(guess):
-    clock = RoundClock(guess * STEP_S, READS)
+    clock = RoundCostModel(guess * STEP_S, READS)
     context = 2048.0
     errors = []
     for number in range(400):
@@ -113,7 +113,7 @@ def test_whatever_the_guess_rounds_like_those_seen_are_predicted(guess):
 
 
 def test_contexts_that_jump_are_followed():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     for context in (32768, 512, 16384, 1024):
         for _ in range(15):
             play(clock, [8] * 16, context)
@@ -121,7 +121,7 @@ def test_contexts_that_jump_are_followed():
 
 
 def test_a_changed_machine_is_learnt_anew():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     play_many(clock, 50)
     rng = random.Random(0)
     for _ in range(60):
@@ -133,7 +133,7 @@ def test_a_changed_machine_is_learnt_anew():
 
 
 def test_rounds_without_drafts_teach_what_a_token_costs_and_spoil_nothing():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     for _ in range(5):
         play(clock, [0] * 16, 8192)
     assert not clock.has_measured
@@ -150,7 +150,7 @@ def test_rounds_without_drafts_teach_what_a_token_costs_and_spoil_nothing():
 
 def test_steps_without_drafts_that_are_no_verifications():
     """Their launches cost nothing, say, while a verification's do: each is learnt by itself."""
-    clock = RoundClock(STEP_S, READS, has_plain=True)
+    clock = RoundCostModel(STEP_S, READS, has_plain=True)
     play(clock, [8] * 16, 8192)
     plain_s = STEP_S + 16 * READS * ROW_S * 8192
     clock.observe_plain(16, 8192, plain_s)
@@ -165,7 +165,7 @@ def test_steps_without_drafts_that_are_no_verifications():
 
 def test_rounds_that_wait_for_the_cpu_do_not_make_tokens_dear():
     """Short prompts at first: what enqueuing takes must not be taken for the tokens' cost."""
-    clock = RoundClock(STEP_S, READS, has_plain=True, row_per_token=1.2 * ROW_S)
+    clock = RoundCostModel(STEP_S, READS, has_plain=True, row_per_token=1.2 * ROW_S)
     for _ in range(5):
         clock.observe([8] * 4, 300, 8 * STEP_S, 24e-3, enqueue_s=8 * STEP_S + 23e-3)
     assert clock.cost(300).token == 0
@@ -182,7 +182,7 @@ def test_rounds_that_wait_for_the_cpu_do_not_make_tokens_dear():
 def test_verifying_alone_is_enqueued_too():
     """One slow round at the start, and none with drafts since: drafting must not seem to cost
     what only that one did, nor rounds without drafts less than they take."""
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     requests = [RoundRequest(0.95, 32)] * 16
     cost = true_cost(32768)
 
@@ -200,7 +200,7 @@ def test_verifying_alone_is_enqueued_too():
 
 
 def test_what_passes_between_rounds_makes_them_longer():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     requests = [RoundRequest(0.95, 64)] * 16
     for _ in range(3):
         play(clock, [8] * 16, 32768)
@@ -221,7 +221,7 @@ def test_what_passes_between_rounds_makes_them_longer():
 
 def test_rounds_that_a_prefill_held_up_do_not_stop_drafting():
     """How long the prefill took is unknown here, and no part of what a round takes."""
-    clock = RoundClock(STEP_S, READS, has_plain=True)
+    clock = RoundCostModel(STEP_S, READS, has_plain=True)
     for _ in range(5):
         play(clock, [8] * 16, 32768)
     before = clock.cost(32768)
@@ -241,7 +241,7 @@ def test_rounds_that_a_prefill_held_up_do_not_stop_drafting():
 
 def test_a_cpu_that_waited_for_the_device_made_no_draft_free():
     """Enqueuing took nearly all of long rounds, as the device takes only so much at a time."""
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     for _ in range(8):
         play(clock, [20] * 16, 32768)
     wanted = clock.cost(32768)
@@ -260,7 +260,7 @@ def test_a_cpu_that_waited_for_the_device_made_no_draft_free():
 
 @pytest.mark.parametrize("wrong", [0.5, 1.0, 2.0])
 def test_a_guessed_slope_counts_until_long_contexts_are_seen(wrong):
-    clock = RoundClock(STEP_S, READS, row_per_token=wrong * ROW_S)
+    clock = RoundCostModel(STEP_S, READS, row_per_token=wrong * ROW_S)
     for _ in range(20):
         play(clock, [8] * 4, 300)
     assert worst_error(clock, (300,), ([8] * 4,)) < 0.02
@@ -280,7 +280,7 @@ def test_drafts_are_free_while_a_round_waits_for_the_cpu():
 
 def test_drafting_stops_where_steps_without_it_are_as_quick():
     """Reading contexts is nothing here: a draft step costs what a step without drafts costs."""
-    clock = RoundClock(STEP_S, READS, has_plain=True)
+    clock = RoundCostModel(STEP_S, READS, has_plain=True)
     clock.observe([8] * 4, 100, 8 * STEP_S, 3 * STEP_S)
     requests = [RoundRequest(0.95, 16)] * 4
     assert plan_round(requests, clock.cost(100)) == [0] * 4
@@ -292,7 +292,7 @@ def test_drafting_stops_where_steps_without_it_are_as_quick():
 
 
 def test_a_stalled_step_without_drafts_does_not_make_drafting_go_on_for_good():
-    clock = RoundClock(STEP_S, READS, has_plain=True, row_per_token=ROW_S)
+    clock = RoundCostModel(STEP_S, READS, has_plain=True, row_per_token=ROW_S)
     cost, requests = true_cost(1000), [RoundRequest(0.7, 32)] * 4
     play(clock, [8] * 4, 1000)
     assert not any(plan_round(requests, clock.cost(1000)))
@@ -313,7 +313,7 @@ def test_a_stalled_step_without_drafts_does_not_make_drafting_go_on_for_good():
 def test_verifications_that_read_faster_than_drafts():
     """By the bytes they were to take twice as long."""
     context, lens = 32768, [8] * 16
-    clock = RoundClock(STEP_S, 2 * READS, has_plain=True)
+    clock = RoundCostModel(STEP_S, 2 * READS, has_plain=True)
     for _ in range(30):
         play(clock, lens, context)
     cost, true = clock.cost(context), true_cost(context)
@@ -333,7 +333,7 @@ def test_steps_without_drafts_are_tried_again_at_another_context():
     # One request reads its context slowly while it drafts.
     row_s = 1.3e-3
     plain_s = STEP_S + 1.2e-3
-    clock = RoundClock(STEP_S, READS, has_plain=True)
+    clock = RoundCostModel(STEP_S, READS, has_plain=True)
     clock.observe_plain(1, 100, STEP_S)
     drafted = 0
     for _ in range(200):
@@ -349,7 +349,7 @@ def test_steps_without_drafts_are_tried_again_at_another_context():
 
 
 def test_means_that_are_reported():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     for _ in range(40):
         play(clock, [4, 2], 2048)
     assert clock.draft_step_s == {2: pytest.approx(STEP_S + ROW_S * 2048 * 6 / 4)}
@@ -367,7 +367,7 @@ def test_means_that_are_reported():
     ids=["nothing", "falling", "steep"],
 )
 def test_costs_are_never_negative_nor_infinite(rounds):
-    clock = RoundClock(1.0, READS)
+    clock = RoundCostModel(1.0, READS)
     for number in range(10):
         clock.observe(*rounds[number % len(rounds)])
         cost = clock.cost(1000.0)
@@ -384,7 +384,7 @@ def auto_lens(clock, context):
 def test_what_a_short_context_taught_does_not_stop_drafting_over_long_ones_for_good():
     # With a step guess a little too large, rows seem free over a short context, and so no drafts
     # are made that could tell otherwise.
-    clock = RoundClock(1.02 * STEP_S, READS)
+    clock = RoundCostModel(1.02 * STEP_S, READS)
     play(clock, auto_lens(clock, 64), 64)
     assert clock.cost(64).row == 0
     wanted = plan_round([RoundRequest(0.95, 32)] * 16, true_cost(32768))
@@ -398,7 +398,7 @@ def test_what_a_short_context_taught_does_not_stop_drafting_over_long_ones_for_g
 
 
 def test_a_slow_draft_is_forgotten_when_drafts_are_tried_again():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     clock.observe([8] * 16, 8192, 20.0, true_cost(8192).seconds([0] * 16))
     for _ in range(ROUNDS_BEFORE_RETRY):
         assert clock.has_measured
@@ -411,7 +411,7 @@ def test_a_slow_draft_is_forgotten_when_drafts_are_tried_again():
 
 
 def test_where_drafts_never_pay_they_are_tried_rarely():
-    clock = RoundClock(STEP_S, READS)
+    clock = RoundCostModel(STEP_S, READS)
     tried = 0
     for _ in range(4 * ROUNDS_BEFORE_RETRY):
         lens = auto_lens(clock, 100)
@@ -421,7 +421,7 @@ def test_where_drafts_never_pay_they_are_tried_rarely():
 
 
 def test_time_of_piggyback_drafts_is_not_counted_as_that_of_verified_tokens():
-    clock = RoundClock(STEP_S, READS, piggyback=True)
+    clock = RoundCostModel(STEP_S, READS, piggyback=True)
     play(clock, [8] * 16, 4096)
     cost = true_cost(4096)
     for _ in range(30):

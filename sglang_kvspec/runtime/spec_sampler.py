@@ -18,7 +18,7 @@ from sglang_kvspec.runtime.sampling import (
 )
 
 
-class Verified(NamedTuple):
+class VerifyResult(NamedTuple):
     """tokens: what is emitted; none where the first row of logits allows no choice. logits:
     [>= len(tokens), vocab] fp32, the target each token was chosen from, for log-probabilities;
     None where no request asks for them."""
@@ -27,7 +27,7 @@ class Verified(NamedTuple):
     logits: torch.Tensor | None
 
 
-class Chooser:
+class SpecSampler:
     """One generator for all requests without a seed of their own.
 
     Greedy requests take the most likely token. Seeded ones use noise fixed by seed and position, so
@@ -46,12 +46,12 @@ class Chooser:
         output: Sequence[int],
         position: int,
         mask: torch.Tensor | None,
-    ) -> Verified:
+    ) -> VerifyResult:
         """The token at `position`, from the logits [1, vocab] of a prefill's last token."""
         logits = adjust_logits(logits, params, output, (), mask)
         if not num_sound_rows(logits, params):
-            return Verified([], logits)
-        return Verified([self._choose(logits, params, position)[0]], logits)
+            return VerifyResult([], logits)
+        return VerifyResult([self._choose(logits, params, position)[0]], logits)
 
     def draft(self, state: RequestState, logits: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Append one draft to `state` from the logits [1, vocab] of its last token."""
@@ -69,22 +69,24 @@ class Chooser:
 
     def verify(
         self, state: RequestState, logits: torch.Tensor, masks: torch.Tensor | None
-    ) -> Verified:
+    ) -> VerifyResult:
         """Judge the drafts of `state` by target logits [num_drafts + 1, vocab]. Does not commit."""
         params = state.params
         logits = adjust_logits(logits, params, state.output, state.drafts, masks)
         num_sound = num_sound_rows(logits, params)
         if not num_sound:
-            return Verified([], logits)
+            return VerifyResult([], logits)
         sound, drafts = logits[:num_sound], state.drafts[: num_sound - 1]
         if params.is_greedy:
-            return Verified(accept_matching(drafts, sound.argmax(-1).tolist()), logits)
+            return VerifyResult(accept_matching(drafts, sound.argmax(-1).tolist()), logits)
         probs = distribution(sound, params)
         if params.seed is not None:
             targets = choose_with_noise(probs, params.seed, state.committed_len + 1)
-            return Verified(accept_matching(drafts, targets), logits)
+            return VerifyResult(accept_matching(drafts, targets), logits)
         draft_probs = state.draft_probs[: num_sound - 1]
-        return Verified(accept_by_rejection(drafts, draft_probs, probs, self._generator), logits)
+        return VerifyResult(
+            accept_by_rejection(drafts, draft_probs, probs, self._generator), logits
+        )
 
     @staticmethod
     def judge(state: RequestState, targets: Sequence[int], num_sound: int) -> list[int]:

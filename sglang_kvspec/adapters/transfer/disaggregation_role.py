@@ -12,7 +12,7 @@ from sglang_kvspec.runtime.disaggregation.metrics import TransferMetrics
 from sglang_kvspec.runtime.ranks import Ranks
 
 
-class Apart:
+class DisaggregationRole:
     """Of a prefill or a decode server. decoding: what the latter does beside its iterations."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Chooser: the right rule for greedy, seeded and unseeded requests, at the right positions."""
+"""SpecSampler: the right rule for greedy, seeded and unseeded requests, at the right positions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from sglang_kvspec.runtime.chooser import Chooser
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams, choose_with_noise, distribution
+from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 VOCAB = 6
 GREEDY = SamplingParams(top_k=1)
@@ -23,7 +23,7 @@ every_kind = pytest.mark.parametrize(
 
 @pytest.fixture
 def chooser():
-    return Chooser(0, torch.device("cpu"))
+    return SpecSampler(0, torch.device("cpu"))
 
 
 def make_state(params, drafts=(), committed_len=10, output=(1,)):
@@ -161,7 +161,7 @@ def test_penalties_count_output_then_drafts(chooser, params):
 
 def test_the_server_seed_repeats_unseeded_requests():
     def run(seed):
-        chooser, tokens = Chooser(seed, torch.device("cpu")), []
+        chooser, tokens = SpecSampler(seed, torch.device("cpu")), []
         for _ in range(40):
             state = make_state(UNSEEDED)
             chooser.draft(state, torch.zeros((1, VOCAB)), None)
@@ -176,7 +176,7 @@ def test_a_seeded_request_is_blind_to_others_and_to_the_server_seed():
     logits = random_logits(2)
 
     def run(server_seed, others):
-        chooser = Chooser(server_seed, torch.device("cpu"))
+        chooser = SpecSampler(server_seed, torch.device("cpu"))
         for _ in range(others):
             chooser.draft(make_state(UNSEEDED), logits[:1], None)
         state = make_state(SEEDED)

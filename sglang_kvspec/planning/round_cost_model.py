@@ -27,7 +27,7 @@ READS_FADE = 0.02
 LEAST_LEFT = 0.15
 
 
-class RoundClock:
+class RoundCostModel:
     """Keeps running means of times, in seconds.
 
     step: seconds of a draft step without context, measured at the start or guessed. request_reads:
