@@ -34,15 +34,13 @@ CLOSE_TIMEOUT_S = 3.0
 
 
 class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
-    """The tree is SGLang's and holds what is in the KV cache; order of eviction and locks are its
-    own. Nodes about to be evicted are copied to the tiers first, finished prefixes to disk; their
-    anchors may stay in GPU memory. A prefix that goes on in the tiers counts as SGLang's "host
-    hit": when its request is admitted, SGLang has it loaded into pages of its own, which then are a
-    node like any other.
+    """SGLang's tree of what is in the KV cache, with its own order of eviction and locks.
+
+    Nodes about to be evicted are copied to the tiers first, finished prefixes to disk; anchors may
+    stay in GPU memory. A prefix that goes on in the tiers counts as SGLang's "host hit".
     """
 
-    # Who starts on anchors, where requests may; who is admitted to now, and then the length of what
-    # it found in the tree and slots of what lies behind.
+    # Requests that start on anchors; the one that is admitted to that now, with what it found.
     early: EarlyStarts | None = None
     _starting: Any = None
     _apart: tuple[int, torch.Tensor] | None = None
@@ -56,8 +54,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         ranks: Ranks | None = None,
         early: EarlyStarts | None = None,
     ) -> None:
-        """remote: one of the tiers. ranks: by default this one is alone. early: where requests may
-        start on anchors that have come from there."""
+        """remote: one of the tiers. early: requests that may start on anchors from there."""
         assert not params.is_eagle, "keys are tokens, not pairs of them"
         ranks = ranks or Ranks()
         self._kv = kv
@@ -73,8 +70,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         self._tiers.forget_memory()
 
     def in_pass(self, queue: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
-        """A pass of the scheduler, in which it looks up requests of this queue. Outside of one a
-        server of several ranks finds nothing below the tree."""
+        """A pass of the scheduler, outside of which several ranks find nothing below the tree."""
         if self._agreed_hits is None or self._tiers.are_none:
             return nullcontext()
         return self._agreed_hits.in_pass(queue)
@@ -163,8 +159,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     @contextmanager
     def starting(self, req: Any) -> Iterator[None]:
-        """SGLang may admit this request, alone, although of its prompt residuals are on their way
-        still. Its pages are its own until adopt()."""
+        """Let SGLang admit this request, alone, on anchors. Its pages are its own until adopt()."""
         self._starting = req
         try:
             yield
@@ -209,8 +204,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         return self.early is not None and self.early.lacks_residuals(req.rid)
 
     def adopt(self, req: Any) -> None:
-        """All residuals of a request have come that has started on anchors: its prefix is a node
-        like any other."""
+        """Put the prefix of a request that started on anchors in the tree: residuals are here."""
         computed = req.extend_range
         req.set_extend_range(computed.start, len(req.prefix_indices))
         self.cache_unfinished_req(req)
@@ -222,8 +216,8 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         lacking = num_tokens - allocator.available_size()
         if lacking > 0:
             self.evict(EvictParams(num_tokens=lacking))
-        num_pages = min(num_tokens, allocator.available_size()) // self.page_size
-        slots = allocator.alloc(num_pages * self.page_size)
+        size = self.page_size
+        slots = allocator.alloc(min(num_tokens, allocator.available_size()) // size * size)
         assert slots is not None, "the allocator has fewer pages than it says"
         return slots
 
@@ -302,5 +296,5 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     def _links(self, key: RadixKey, skip: int = 0) -> list[PageLink]:
         """Of the full pages of a key, without those of its first `skip` tokens."""
         namespace = b"" if key.extra_key is None else b"=" + key.extra_key.encode()
-        links = chain_links(key.raw_token_ids(), self.page_size, namespace)
-        return list(links)[skip // self.page_size :]
+        links = list(chain_links(key.raw_token_ids(), self.page_size, namespace))
+        return links[skip // self.page_size :]

@@ -10,17 +10,19 @@ from sglang_kvspec.core.flag_needs import DEFAULT_PAGE_SIZE
 from sglang_kvspec.core.flags import (
     AUTO_DRAFT_LEN,
     DEFAULT_PREFIX_GB,
-    DEFAULT_PREFIX_WAIT_MS,
-    DEFAULT_PUBLISH_GBPS,
     DEFAULTS,
     FLAGS,
-    LOOPBACK,
     MAX_DRAFT_LEN,
     MAX_HOST_GB,
     MOST_RECENT_PAGES,
     Schedule,
     Stream,
     Target,
+)
+from sglang_kvspec.core.network_flags import (
+    DEFAULT_PREFIX_WAIT_MS,
+    DEFAULT_PUBLISH_GBPS,
+    LOOPBACK,
     Transfer,
 )
 

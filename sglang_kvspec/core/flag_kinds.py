@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from sglang_kvspec.core.registry import Registry
 
@@ -74,6 +74,12 @@ class Choice(Kind):
     def allowed(self, default: object) -> str:
         ordered = sorted(self.choices, key=lambda choice: choice != default)
         return ", ".join(f"`{choice}`" for choice in ordered)
+
+
+def choice_of(literal: Any) -> Choice:
+    """Return the choice between the words of a Literal."""
+    choices = get_args(literal)
+    return Choice(f"{{{','.join(choices)}}}", choices)
 
 
 @dataclass(frozen=True, slots=True)

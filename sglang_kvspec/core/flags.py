@@ -6,16 +6,15 @@ of a server's arguments, and the README's tables of flags.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
-from sglang_kvspec.core.flag_kinds import MOST, Choice, Integer, Name, Number, Switch, Text
+from sglang_kvspec.core.flag_kinds import MOST, Integer, Name, Number, Switch, Text, choice_of
 from sglang_kvspec.core.flag_needs import (
     DEFAULT_PAGE_SIZE,
     IN_HOST_MEMORY,
     PREFIX_TIER,
-    SPLIT_OVER_SERVERS,
     Need,
     ServerNeed,
     any_of,
@@ -24,31 +23,22 @@ from sglang_kvspec.core.flag_needs import (
     fits_host,
     fits_prefix_host,
     has_default_pages,
-    has_exact_target,
     is_not_deterministic,
     prefills_one_request,
     reads_all_pages,
 )
+from sglang_kvspec.core.network_flags import NETWORK_FLAGS
 from sglang_kvspec.core.seams import CODECS, DRAFT_VIEWS, DRAFTERS
 
 Target = Literal["exact", "int8"]
 Schedule = Literal["auto", "staggered", "rounds"]
 Stream = Literal["paced", "burst"]
-Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
 
 AUTO_DRAFT_LEN = "auto"
 MAX_DRAFT_LEN = 64
 MOST_RECENT_PAGES = 64
 MAX_HOST_GB = MOST
 DEFAULT_PREFIX_GB = 16.0
-DEFAULT_PUBLISH_GBPS = 0.1
-DEFAULT_PREFIX_WAIT_MS = 1000.0
-LOOPBACK = "127.0.0.1"
-
-
-def _choice(literal: Any) -> Choice:
-    choices = get_args(literal)
-    return Choice(f"{{{','.join(choices)}}}", choices)
 
 
 SWITCH = Flag(
@@ -62,7 +52,7 @@ SWITCH = Flag(
 FLAGS: tuple[Flag, ...] = (
     Flag(
         "target",
-        _choice(Target),
+        choice_of(Target),
         default="exact",
         help="precision that output is verified against: the model's own KV dtype, bit by bit "
         "(`exact`), or 8-bit KV (`int8`)",
@@ -144,7 +134,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "schedule",
-        _choice(Schedule),
+        choice_of(Schedule),
         default="auto",
         help="`rounds`: all requests draft, then all verify; `staggered`: verifications take "
         "turns, and all other requests draft in the same forward; `auto` is `rounds`",
@@ -177,7 +167,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "stream",
-        _choice(Stream),
+        choice_of(Stream),
         default="paced",
         help="tokens of a round reach a stream one by one over the expected time of the next round "
         "(`paced`), or all at once (`burst`)",
@@ -224,94 +214,7 @@ FLAGS: tuple[Flag, ...] = (
         help="disk space for the prefixes of a model, of all ranks on a machine together",
         needs=(any_of("prefix_dir"),),
     ),
-    Flag(
-        "prefix_server",
-        Text("tcp://HOST:PORT", "tcp://host:port"),
-        default=None,
-        unset="none",
-        help="address of a prefix server, `python -m sglang_kvspec.transport.prefix_server`, which "
-        "keeps prefixes for several servers of the same model",
-        note="the prefix server may start later, stop and return",
-        server_needs=PREFIX_TIER,
-        table="prefix_server",
-    ),
-    Flag(
-        "prefix_server_keys",
-        Text("DIR", "a folder"),
-        default=None,
-        unset="none",
-        help="folder with this server's CURVE certificate, `own.key_secret`, and that of "
-        "the prefix server alone, `peers/*.key`; required off loopback",
-        needs=(any_of("prefix_server"),),
-        table="prefix_server",
-    ),
-    Flag(
-        "prefix_publish_gbps",
-        Number("G", unit="GB/s"),
-        default=None,
-        unset=DEFAULT_PUBLISH_GBPS,
-        help="highest rate (GB: 1e9 bytes) at which a server's ranks together send finished "
-        "prefixes to the prefix server; 0 for none",
-        needs=(any_of("prefix_server"),),
-        table="prefix_server",
-    ),
-    Flag(
-        "prefix_wait_ms",
-        Number("MS", unit="ms"),
-        default=None,
-        unset=DEFAULT_PREFIX_WAIT_MS,
-        help="longest time that a queued request waits for pages from the prefix server",
-        needs=(any_of("prefix_server"),),
-        table="prefix_server",
-    ),
-    Flag(
-        "transfer",
-        _choice(Transfer),
-        default="split",
-        help="how KV goes from a prefill to a decode server: anchors before residuals (`split`), "
-        "or, for comparison, all at once: in full precision (`full`), or lossy and decoded without "
-        "verification (`int8`, `int4`, `cachegen`)",
-        needs=(
-            Need(
-                has_exact_target,
-                "{flag} {value} cannot be combined with --kvspec-target {config.target} (allowed: "
-                "exact): it sends what the model wrote, or less",
-                note="all but `split` need `--kvspec-target exact`",
-            ),
-        ),
-        server_needs=(SPLIT_OVER_SERVERS,),
-        table="transfer",
-    ),
-    Flag(
-        "link_gbps",
-        Number("G", unit="GB/s", is_above=True),
-        default=None,
-        unset="no limit",
-        help="highest rate (GB: 1e9 bytes) at which a prefill server's ranks send together, in "
-        "equal shares",
-        note="emulates any link",
-        server_needs=(SPLIT_OVER_SERVERS,),
-        table="transfer",
-    ),
-    Flag(
-        "transfer_host",
-        Text("HOST", "an address of this machine"),
-        default=LOOPBACK,
-        help="address that a prefill server sends KV from; off loopback `--kvspec-transfer-keys` "
-        "is required",
-        server_needs=(SPLIT_OVER_SERVERS,),
-        table="transfer",
-    ),
-    Flag(
-        "transfer_keys",
-        Text("DIR", "a folder"),
-        default=None,
-        unset="none",
-        help="folder with this server's CURVE certificate, `own.key_secret`, and those of the "
-        "servers it may talk to, `peers/*.key`",
-        server_needs=(SPLIT_OVER_SERVERS,),
-        table="transfer",
-    ),
+    *NETWORK_FLAGS,
 )
 
 FLAG_OF: dict[str, Flag] = {flag.option: flag for flag in FLAGS}

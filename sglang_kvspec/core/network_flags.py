@@ -1,0 +1,112 @@
+"""The --kvspec flags of servers that work together: prefix servers, prefill and decode."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sglang_kvspec.core.flag import Flag
+from sglang_kvspec.core.flag_kinds import Number, Text, choice_of
+from sglang_kvspec.core.flag_needs import (
+    PREFIX_TIER,
+    SPLIT_OVER_SERVERS,
+    Need,
+    any_of,
+    has_exact_target,
+)
+
+Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
+
+DEFAULT_PUBLISH_GBPS = 0.1
+DEFAULT_PREFIX_WAIT_MS = 1000.0
+LOOPBACK = "127.0.0.1"
+
+NETWORK_FLAGS: tuple[Flag, ...] = (
+    Flag(
+        "prefix_server",
+        Text("tcp://HOST:PORT", "tcp://host:port"),
+        default=None,
+        unset="none",
+        help="address of a prefix server, `python -m sglang_kvspec.transport.prefix_server`, which "
+        "keeps prefixes for several servers of the same model",
+        note="the prefix server may start later, stop and return",
+        server_needs=PREFIX_TIER,
+        table="prefix_server",
+    ),
+    Flag(
+        "prefix_server_keys",
+        Text("DIR", "a folder"),
+        default=None,
+        unset="none",
+        help="folder with this server's CURVE certificate, `own.key_secret`, and that of "
+        "the prefix server alone, `peers/*.key`; required off loopback",
+        needs=(any_of("prefix_server"),),
+        table="prefix_server",
+    ),
+    Flag(
+        "prefix_publish_gbps",
+        Number("G", unit="GB/s"),
+        default=None,
+        unset=DEFAULT_PUBLISH_GBPS,
+        help="highest rate (GB: 1e9 bytes) at which a server's ranks together send finished "
+        "prefixes to the prefix server; 0 for none",
+        needs=(any_of("prefix_server"),),
+        table="prefix_server",
+    ),
+    Flag(
+        "prefix_wait_ms",
+        Number("MS", unit="ms"),
+        default=None,
+        unset=DEFAULT_PREFIX_WAIT_MS,
+        help="longest time that a queued request waits for pages from the prefix server",
+        needs=(any_of("prefix_server"),),
+        table="prefix_server",
+    ),
+    Flag(
+        "transfer",
+        choice_of(Transfer),
+        default="split",
+        help="how KV goes from a prefill to a decode server: anchors before residuals (`split`), "
+        "or, for comparison, all at once: in full precision (`full`), or lossy and decoded without "
+        "verification (`int8`, `int4`, `cachegen`)",
+        needs=(
+            Need(
+                has_exact_target,
+                "{flag} {value} cannot be combined with --kvspec-target {config.target} (allowed: "
+                "exact): it sends what the model wrote, or less",
+                note="all but `split` need `--kvspec-target exact`",
+            ),
+        ),
+        server_needs=(SPLIT_OVER_SERVERS,),
+        table="transfer",
+    ),
+    Flag(
+        "link_gbps",
+        Number("G", unit="GB/s", is_above=True),
+        default=None,
+        unset="no limit",
+        help="highest rate (GB: 1e9 bytes) at which a prefill server's ranks send together, in "
+        "equal shares",
+        note="emulates any link",
+        server_needs=(SPLIT_OVER_SERVERS,),
+        table="transfer",
+    ),
+    Flag(
+        "transfer_host",
+        Text("HOST", "an address of this machine"),
+        default=LOOPBACK,
+        help="address that a prefill server sends KV from; off loopback `--kvspec-transfer-keys` "
+        "is required",
+        server_needs=(SPLIT_OVER_SERVERS,),
+        table="transfer",
+    ),
+    Flag(
+        "transfer_keys",
+        Text("DIR", "a folder"),
+        default=None,
+        unset="none",
+        help="folder with this server's CURVE certificate, `own.key_secret`, and those of the "
+        "servers it may talk to, `peers/*.key`",
+        server_needs=(SPLIT_OVER_SERVERS,),
+        table="transfer",
+    ),
+)
