@@ -46,9 +46,7 @@ class EagerDrafter:
             }
             logits = self._forward.run(batch, rows)
             if is_greedy:
-                # As a GPU does: where logits hold NaN, verification rejects whatever is drafted.
-                for i, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
-                    states[i].drafts.append(token)
+                self._chooser.draft_top1([states[i] for i in rows], logits)
             else:
                 self._choose(states, rows, logits)
             agree_on_drafts(self._ranks, [states[i] for i in rows])

@@ -67,6 +67,12 @@ class SpecSampler:
         if probs is not None:
             state.draft_probs.append(probs)
 
+    def draft_top1(self, states: Sequence[RequestState], logits: torch.Tensor) -> None:
+        """Append the most likely token of logits [num_states, vocab] to each greedy state. Where
+        logits hold NaN, verification rejects whatever is drafted."""
+        for state, token in zip(states, logits.argmax(-1).tolist(), strict=True):
+            state.drafts.append(token)
+
     def verify(
         self, state: RequestState, logits: torch.Tensor, masks: torch.Tensor | None
     ) -> VerifyResult:

@@ -46,6 +46,7 @@ def register() -> None:
     from sglang_kvspec.transport import TokenBucket
 
     _replace(spec_sampler.SpecSampler, "draft", "bad_drafts", _spoil_every_fifth_draft)
+    _replace(spec_sampler.SpecSampler, "draft_top1", "bad_drafts", _spoil_every_fifth_of_all)
     _replace(spec_sampler, "accept_matching", "wrong_verifier", _accept_everything)
     _replace(RequestState, "commit", "skipped_rollback", _commit_without_rollback)
     _replace(TieredKV, "read_target", "off_by_one_page", _read_the_page_before)
@@ -112,6 +113,14 @@ def _spoil_every_fifth_draft(original: Any, self: Any, state: Any, *args: Any) -
     original(self, state, *args)
     if len(state.drafts) % 5 == 0:
         state.drafts[-1] = (state.drafts[-1] + 7) % 1000
+
+
+def _spoil_every_fifth_of_all(original: Any, self: Any, states: Any, *args: Any) -> None:
+    """The same for drafts of several requests at once."""
+    original(self, states, *args)
+    for state in states:
+        if len(state.drafts) % 5 == 0:
+            state.drafts[-1] = (state.drafts[-1] + 7) % 1000
 
 
 def _accept_everything(original: Any, drafts: list[int], targets: list[int]) -> list[int]:
