@@ -17,6 +17,8 @@ from sglang_kvspec.runtime.request_state import RequestState
 PPM = 1_000_000
 # Drafts of the first round, before anything was measured.
 FIRST_DRAFT_LEN = 8
+# The same while a client reads a stream, where the time of a round is limited.
+FIRST_STREAMED_LEN = 2
 # Steps of a round for requests that cannot verify yet, where nobody else wants more: few, so that
 # what arrives meanwhile is soon noticed.
 LATE_STEPS = 4
@@ -39,16 +41,18 @@ class RoundScheduler:
         planner: ResidualPlanner,
         ranks: Ranks,
         plain_steps: int = 0,
+        stream_round_s: float | None = None,
     ) -> None:
         """plain_steps: most tokens that a round without drafts takes at once, 0 where every token
-        is verified."""
+        is verified. stream_round_s: seconds that a round should take at most while a client reads
+        a stream; None for no limit."""
         self._config, self._clock = config, clock
         self._planner, self._ranks = planner, ranks
         self._last: tuple[list[RoundRequest], RoundCost] | None = None
         # As last planned: expected tokens that a draft is to be worth, in millionths; most drafts.
         self._price_ppm = 0
         self._longest = config.max_draft_len
-        self._plain_steps = plain_steps
+        self._plain_steps, self._stream_round_s = plain_steps, stream_round_s
         self._last_lens: list[int] = []
 
     @property
@@ -96,6 +100,8 @@ class RoundScheduler:
             chosen = dict(zip(ready, best, strict=True))
             steps = max([LATE_STEPS, *chosen.values()])
             lens = [chosen.get(i, min(steps, room)) for i, room in enumerate(rooms)]
+        if self._stream_round_s is not None and any(state.is_streamed for state in states):
+            lens = self._shortened(lens, cost, self._stream_round_s)
         budget = self._planner.budget(lens, cost)
         # Ranks measure different times and must do the same.
         *lens, drafting_pages, round_pages, self._price_ppm = self._ranks.numbers(
@@ -104,6 +110,14 @@ class RoundScheduler:
         )
         self._last_lens = lens
         return RoundSchedule(lens, RoundBudget(drafting_pages, round_pages))
+
+    def _shortened(self, lens: list[int], cost: RoundCost, most_s: float) -> list[int]:
+        """Cut lengths so that the round takes most_s seconds at most, but for one draft each. A
+        rejected draft leaves a stream without tokens until the end of the next round."""
+        most = max(lens) if self._clock.has_measured else min(max(lens), FIRST_STREAMED_LEN)
+        while most > 1 and cost.seconds([min(n, most) for n in lens]) > most_s:
+            most -= 1
+        return [min(n, most) for n in lens]
 
     def piggybacks(self, state: RequestState, num_drafts: int) -> bool:
         """Whether one more draft is worth its price in the round that was planned last."""
