@@ -16,7 +16,7 @@ import pytest
 from harness.client import GenerateClient
 from harness.comparison import compare
 from harness.faults import fault_environment
-from harness.feature_answers import KVSPEC_ROUNDS, PLAIN, answer_to, assert_same, report_of
+from harness.feature_answers import KVSPEC, PLAIN, answer_to, assert_same, report_of
 from harness.features import CASES, LONG_PROMPT, PROMPT, essence, events, generate, post
 from harness.models import DEMO_MODEL
 from harness.references import PlainReference, Setting, UndraftedReference, Workload
@@ -34,14 +34,14 @@ HARSH = replace(
 )
 SERVER = HARSH.server(
     replace(
-        KVSPEC_ROUNDS,
-        arguments=(*KVSPEC_ROUNDS.arguments, NO_STORE),
+        KVSPEC,
+        arguments=(*KVSPEC.arguments, NO_STORE),
         environment=AHEAD,
     )
 )
 # The cache of this one has room for the residuals of few requests, so that others draft meanwhile.
 SMALL_CACHE = fault_environment(KVSPEC_AHEAD_SEED=5, KVSPEC_CACHE_PAGES=10)
-HOSTED = HARSH.server(replace(KVSPEC_ROUNDS, environment=SMALL_CACHE))
+HOSTED = HARSH.server(replace(KVSPEC, environment=SMALL_CACHE))
 
 # Around a page's end, so that answers begin at every place of it.
 LENGTHS = (61, 62, 63, 64, 65, 66, 127, 128, 300, 513, 1500)

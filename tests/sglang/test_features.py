@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import requests
-from harness.feature_answers import KVSPEC, KVSPEC_ROUNDS, answer_to, assert_same, report_of, sample
+from harness.feature_answers import (
+    KVSPEC,
+    KVSPEC_STAGGERED,
+    answer_to,
+    assert_same,
+    report_of,
+    sample,
+)
 from harness.features import CASES, LONG_PROMPT, essence, events, generate, post
 from harness.servers import ServerSwitch
 
@@ -28,8 +35,8 @@ def test_same_as_plain(name: str, url: str, plain_answers: dict[str, Any]) -> No
 
 
 @pytest.mark.identity
-def test_all_cases_in_rounds(servers: ServerSwitch, plain_answers: dict[str, Any]) -> None:
-    url = servers.use(KVSPEC_ROUNDS).base_url
+def test_all_cases_staggered(servers: ServerSwitch, plain_answers: dict[str, Any]) -> None:
+    url = servers.use(KVSPEC_STAGGERED).base_url
     for name in CASES:
         assert_same(answer_to(name, url), plain_answers[name], name)
 
@@ -216,7 +223,7 @@ def test_server_info_and_metrics(url: str) -> None:
     assert report["config"]["codec"] == "uniform4"
     assert report["pools"]["kv_bytes_allocated"] <= report["pools"]["kv_bytes"]
     assert report["config"]["schedule"] == "auto"
-    assert report["resolved"]["schedule"] == "staggered"
+    assert report["resolved"]["schedule"] == "rounds"
     assert report["resolved"]["host_bytes"] == report["pools"]["host_bytes"] > 0
     assert report["counters"]["accepted"] > 0
     assert report["anchor_bits_per_element"] <= 4.6
@@ -259,7 +266,8 @@ def test_profile_is_written(url: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["two-TP-0.trace.json.gz"]
 
 
-def test_concurrent_requests_are_staggered(url: str) -> None:
+def test_concurrent_requests_are_staggered(servers: ServerSwitch) -> None:
+    url = servers.use(KVSPEC_STAGGERED).base_url
     before = report_of(url)["counters"]
     texts = [LONG_PROMPT + f"_{index}" for index in range(6)]
     params = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}

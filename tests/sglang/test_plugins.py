@@ -41,7 +41,7 @@ def test_a_codec_of_another_package_serves_losslessly(
 
 def served_with(servers: ServerSwitch, *flags: str) -> GenerateClient:
     """A server of demo-5m that finds the plug-ins, in the default codec."""
-    spec = Setting("exact", "uniform4").server(DEMO_MODEL, *flags)
+    spec = Setting("exact", "uniform4", "rounds").server(DEMO_MODEL, *flags)
     return servers.use(replace(spec, environment=(("PYTHONPATH", python_path_with(PLUGINS)),)))
 
 

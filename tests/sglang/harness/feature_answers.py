@@ -24,8 +24,7 @@ _SHARED = (
 PLAIN = ServerSpec(DEMO_MODEL, _SHARED)
 # A residual cache far smaller than the prompts makes fetches, evictions and streamed reads happen.
 KVSPEC = ServerSpec(DEMO_MODEL, (*_SHARED, "--kvspec", "--kvspec-residual-hbm-fraction=0.05"))
-
-KVSPEC_ROUNDS = ServerSpec(DEMO_MODEL, (*KVSPEC.arguments, "--kvspec-schedule=rounds"))
+KVSPEC_STAGGERED = ServerSpec(DEMO_MODEL, (*KVSPEC.arguments, "--kvspec-schedule=staggered"))
 
 # Emitted from logits that differ in the last bits: forward passes batch tokens differently.
 LOGPROB_TOLERANCE = 2e-4

@@ -43,11 +43,10 @@ class Setting:
 
     target: str
     codec: str
-    schedule: str = "auto"
+    schedule: str = "staggered"
 
     def __str__(self) -> str:
-        schedule = "" if self.schedule == "auto" else f"-{self.schedule}"
-        return f"{self.target}-{self.codec}{schedule}"
+        return f"{self.target}-{self.codec}-{self.schedule}"
 
     def server(self, model: Path, *more: str) -> ServerSpec:
         flags = ("--kvspec", f"--kvspec-target={self.target}", f"--kvspec-codec={self.codec}")
