@@ -49,7 +49,7 @@ from sglang_kvspec.runtime.spec_sampler import SpecSampler
 CPU_STEP_S = 1e-3
 # Seconds of a round on a CPU while a client reads a stream, which stands still for as long where a
 # draft is rejected at once. Longer rounds bring a twentieth more tokens a second.
-CPU_STREAM_ROUND_S = 0.45
+CPU_STREAM_ROUND_S = 0.7
 
 
 @dataclass(slots=True)
