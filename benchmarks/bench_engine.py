@@ -1,4 +1,4 @@
-"""What the engine's shape is, and whether it is as fast as before.
+"""Measure the shape of the engine, and collect its speed against an earlier commit.
 
     python benchmarks/bench_engine.py --trace TRACE.json \
         --speed NAME=CONTEXT:CONCURRENCY:AFTER.points.jsonl,...:BEFORE.points.jsonl,... [--out ...]

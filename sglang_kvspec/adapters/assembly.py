@@ -54,8 +54,8 @@ CPU_STREAM_ROUND_S = 0.7
 
 @dataclass(slots=True)
 class WorkerParts:
-    """What prefills and rounds of one rank share. apart: of a prefill or a decode server. view: of
-    what drafts read, None for all pages."""
+    """Parts that prefills and rounds of one rank share. apart: None unless the server is a prefill
+    or a decode server. view: pages that drafts read, None for all."""
 
     config: KVSpecConfig
     server_args: Any
@@ -76,7 +76,7 @@ class WorkerParts:
 
 
 class Captured(NamedTuple):
-    """What replays forwards. verify: None where the server does not draft."""
+    """Replays of forwards. verify: None where the server does not draft."""
 
     drafter: CudaGraphDrafter
     verify: CapturedVerify | None
@@ -271,7 +271,7 @@ def _side(kv: KVTiers) -> SideStream:
 
 @dataclass(slots=True)
 class Factories:
-    """What makes the parts that differ between machines and schedules; tests inject others."""
+    """Makers of the parts that differ between machines and schedules; tests inject others."""
 
     captured: Callable[[WorkerParts, int], Captured | None] = _capture
     scheduler: Callable[..., VerifyScheduler] = _scheduler

@@ -52,10 +52,12 @@ class Verification:
 
 @dataclass(slots=True)
 class Verifier:
-    """captured: replays verifications, None where each is a forward of its own. most_piggyback:
-    requests that may draft in the forward in which others verify. view: of what these drafts read,
-    None for all pages. drafts_eagerly: whether a forward
-    that is not captured has room for such drafts."""
+    """Runs verifications, and judges nothing.
+
+    captured: replays verifications, None where each is a forward of its own. most_piggyback:
+    requests that may draft in the forward in which others verify. view: pages that these drafts
+    read, None for all. drafts_eagerly: whether a forward that is not captured has room for them.
+    """
 
     forward: ModelForward
     captured: CapturedVerify | None
@@ -121,7 +123,7 @@ class Verifier:
         done.piggyback, done.draft_logits = piggyback, out.draft_logits
         for i in piggyback:
             done.left[i] += 1
-        # Drafts of other requests are not their most likely tokens, and chosen on the CPU.
+        # Requests that are not greedy draft other tokens, which the CPU chooses.
         order = [i if batch.states[i].is_greedy else -1 for i in out.drafted.order]
         if any(i >= 0 for i in order):
             tokens = self.ranks.tensor(out.drafted.tokens)
@@ -150,16 +152,16 @@ class Verifier:
             for i, drafts in each.deliver(tokens).items():
                 batch.states[i].drafts.extend(drafts)
         done.top1 = here[len(done.drafted) :]
-        sampled = [i for i in done.piggyback if not batch.states[i].is_greedy]
-        if not sampled:
-            return
-        assert done.draft_logits is not None
+        sampled = []
         for place, i in enumerate(done.piggyback):
-            if i in sampled:
-                state, logits = batch.states[i], done.draft_logits[place : place + 1]
-                mask = mask_after(state.grammar, state.drafts, logits)
-                self.chooser.draft(state, logits, mask)
-        agree_on_drafts(self.ranks, [batch.states[i] for i in sampled])
+            state = batch.states[i]
+            if not state.is_greedy:
+                assert done.draft_logits is not None
+                logits = done.draft_logits[place : place + 1]
+                self.chooser.draft(state, logits, mask_after(state.grammar, state.drafts, logits))
+                sampled.append(state)
+        if sampled:
+            agree_on_drafts(self.ranks, sampled)
 
     def _piggyback_rows(
         self, batch: RoundBatch, num_drafts: Sequence[int], rows: Mapping[int, Row]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-# What a draft's products are computed in. fp16: codes become fp16 numbers. int8: codes stay
+# Number format of a draft's products. fp16: codes become fp16 numbers. int8: codes stay
 # integers, and what they are multiplied with becomes integers too (HACK, section 4).
 Arithmetic = Literal["fp16", "int8"]
 # Tokens that share the metadata of a channel of K, and of V.

@@ -28,7 +28,7 @@ MIN_ALPHA_OF_LOGARITHM = 0.05
 PUSH = 2e-3
 # On one H200 at page 64, head 128 encoding is 1.3 times as fast as with half as many.
 THREAD_ELEMENTS = 128
-# Of shared memory: 16 prepared and 2 unused, and 3 of metadata.
+# Bytes of shared memory: 16 prepared and 2 unused, and 3 of metadata.
 ENTRY_BYTES = 21
 
 

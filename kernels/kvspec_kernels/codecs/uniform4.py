@@ -18,7 +18,7 @@ from kvspec_kernels.codecs.spec import CodecSpec
 
 # On one H200 at page 64, head 128 twice as many are no faster.
 THREAD_ELEMENTS = 64
-# Of shared memory: 16 prepared and 2 unused, 4 of metadata, and a number for corrections.
+# Bytes of shared memory: 16 prepared, 2 unused, 4 of metadata, and a number for corrections.
 ENTRY_BYTES = 26
 # Tokens of two tiles.
 PAIR_STEP = 32

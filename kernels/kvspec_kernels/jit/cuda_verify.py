@@ -38,8 +38,8 @@ MOST_ROWS_JOINED = 320
 
 
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
-    """Whether the CUDA back end covers this shape: whole steps of 64 tokens and channels, and
-    8-bit values that the kernel restores."""
+    """Return whether the CUDA back end covers this shape: whole steps of 64 tokens and channels,
+    and 8-bit values that the kernel restores."""
     codec = shape.settings.cuda_attention()
     return (
         codec is not None

@@ -61,7 +61,7 @@ class IntegerPart:
 
 
 class KernelReference(ReferenceCodec, Protocol):
-    """What kernels and their tests need besides."""
+    """Reference of a codec that has kernels, for them and their tests."""
 
     def integer_edges(self, settings: Any) -> list[float]:
         """Where magnitudes go up by one integer, for jit/encode.py; none for a uniform codec."""
