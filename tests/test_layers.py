@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from kvspec_testkit.imports import (
+    SOURCE_ROOTS,
+    Imports,
+    find_cycle,
+    import_graph,
+    imported_names,
+    is_within,
+    loaded_modules,
+    module_files,
+    project_imports,
+)
+
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE_ROOTS = {
-    "sglang_kvspec": ROOT,
-    "kvspec_kernels": ROOT / "kernels",
-    "kvspec_patches": ROOT / "patches",
-    "kvspec_testkit": ROOT / "testkit",
-}
 
 
 @dataclass(frozen=True)
@@ -86,108 +90,10 @@ LAYERS: Mapping[str, Layer] = {
     "kvspec_testkit.servers": Layer((), ("msgspec",)),
 }
 
-Imports = Mapping[str, frozenset[str]]
-
-
-def _is_within(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")
-
-
-def module_files() -> dict[str, Path]:
-    """Dotted name of every module of the project, and its file."""
-    files = {}
-    for package, source_root in SOURCE_ROOTS.items():
-        for path in sorted((source_root / package).rglob("*.py")):
-            parts = path.relative_to(source_root).with_suffix("").parts
-            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return files
-
-
-def imported_names(source: str, module: str, *, is_package: bool) -> frozenset[str]:
-    """Dotted names that `source` imports anywhere in it: statements, relative or not, lazy or
-    for type checking only, and `import_module("literal")`. `from a import b` names a and a.b."""
-    names = set()
-    for base, members in _import_statements(source, module, is_package=is_package):
-        names |= {base, *(f"{base}.{member}" for member in members)}
-    return frozenset(names)
-
-
-def _import_statements(
-    source: str, module: str, *, is_package: bool
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield what every import names: (a, (b, c)) for `from a import b, c`, (a, ()) otherwise."""
-    package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, ()) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parent, base] if base else parent)
-            yield base, tuple(alias.name for alias in node.names)
-        elif isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
-            name = called.id if isinstance(called, ast.Name) else called
-            if name in ("import_module", "__import__") and node.args:
-                first = node.args[0]
-                if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                    yield first.value, ()
-
-
-def loaded_modules(
-    source: str, module: str, modules: Collection[str], *, is_package: bool
-) -> frozenset[str]:
-    """Return which of `modules` an import anywhere in `source` loads, besides the packages that
-    hold `module` itself.
-
-    `from a import b` loads a.b if that is a module. Importing a.b also runs a/__init__.py.
-    """
-    loaded = set()
-    for base, members in _import_statements(source, module, is_package=is_package):
-        named = {f"{base}.{member}" for member in members}
-        loaded |= named & set(modules)
-        if not named or named - set(modules):
-            loaded.add(base)
-    for name in list(loaded):
-        packages = accumulate(name.split("."), "{}.{}".format)
-        loaded |= {package for package in packages if not _is_within(module, package)}
-    return frozenset(loaded & set(modules))
-
-
-def import_graph() -> dict[str, frozenset[str]]:
-    """Every module of the project, and the modules of the project that it loads."""
-    files = module_files()
-    return {
-        module: loaded_modules(
-            path.read_text(encoding="utf-8"), module, files, is_package=path.name == "__init__.py"
-        )
-        for module, path in files.items()
-    }
-
-
-def find_cycle(graph: Imports) -> list[str]:
-    """Return modules of which each imports the next, and the last is the first; [] if none do."""
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        cycle: list[str] = error.args[1]
-        return cycle[::-1]
-    return []
-
-
-def project_imports() -> dict[str, frozenset[str]]:
-    return {
-        module: imported_names(
-            path.read_text(encoding="utf-8"), module, is_package=path.name == "__init__.py"
-        )
-        for module, path in module_files().items()
-    }
-
 
 def layer_of(module: str) -> str:
     """The most specific layer that names `module`; the bare package only names itself."""
-    fitting = [prefix for prefix in LAYERS if _is_within(module, prefix)]
+    fitting = [prefix for prefix in LAYERS if is_within(module, prefix)]
     found = max(fitting, key=len, default="")
     if not found or (found == "sglang_kvspec" and module != found):
         raise AssertionError(f"{module} belongs to no layer: give its folder one in LAYERS")
@@ -213,9 +119,9 @@ def _objection(module: str, name: str) -> str | None:
     if distribution in SOURCE_ROOTS:
         allowed = (prefix, *layer.internal)
         # `from sglang_kvspec import adapters` also names the bare package, which holds nothing.
-        if name in SOURCE_ROOTS and any(_is_within(other, name) for other in allowed):
+        if name in SOURCE_ROOTS and any(is_within(other, name) for other in allowed):
             return None
-        if any(_is_within(name, other) for other in allowed):
+        if any(is_within(name, other) for other in allowed):
             return None
         return f"{prefix} may import {', '.join(layer.internal) or 'nothing above itself'}"
     if distribution == "sglang":
@@ -264,7 +170,7 @@ def test_no_module_escapes_the_walk() -> None:
 )
 def test_pure_layers_do_not_reach_torch_or_sglang(layer: str) -> None:
     imports = project_imports()
-    for module in (name for name in imports if _is_within(name, layer)):
+    for module in (name for name in imports if is_within(name, layer)):
         loaded = {name.partition(".")[0] for name in reachable(module, imports)}
         assert not loaded & {"torch", "triton", "sglang"}, module
 

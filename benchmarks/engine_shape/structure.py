@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
 
 # Bases that only declare: a class below one of them inherits nothing of ours that runs.
 _DECLARES = {"Protocol", "ABC"}
-_SOURCES = (("", "sglang_kvspec"), ("kernels", "kvspec_kernels"), ("patches", "kvspec_patches"))
 
 
 def file_lines(package: Path) -> dict[str, int]:
@@ -47,13 +45,6 @@ def class_depths(package: Path) -> dict[str, int]:
     return {name: depth(name) for name in sorted(bases)}
 
 
-def import_cycles(root: Path) -> list[list[str]]:
-    """Return the strongly connected groups of more than one module, imports inside functions and
-    for types alone included."""
-    graph = _imports(root)
-    return [group for group in _components(graph) if len(group) > 1]
-
-
 def plugin_files(folder: Path, group: str) -> list[str]:
     """Return the Python files that the entry points of a group in a folder of plug-ins lead to."""
     files = set()
@@ -68,61 +59,3 @@ def plugin_files(folder: Path, group: str) -> list[str]:
         package = folder / module
         found += sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
     return [path.name for path in found]
-
-
-def _imports(root: Path) -> dict[str, set[str]]:
-    modules: dict[str, Path] = {}
-    for source, package in _SOURCES:
-        base = root / source
-        for path in (base / package).rglob("*.py"):
-            parts = path.relative_to(base).with_suffix("").parts
-            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        names: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                # A name that is a module is what is imported, not its package.
-                for alias in node.names:
-                    longer = f"{node.module}.{alias.name}"
-                    names.add(longer if longer in modules else node.module)
-        graph[module] = (names & modules.keys()) - {module}
-    return graph
-
-
-def _components(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return strongly connected groups (Kosaraju)."""
-    order: list[str] = []
-    seen: set[str] = set()
-
-    def visit(start: str, edges: Mapping[str, set[str]], out: list[str]) -> None:
-        stack = [(start, iter(sorted(edges[start])))]
-        seen.add(start)
-        while stack:
-            node, following = stack[-1]
-            for other in following:
-                if other not in seen:
-                    seen.add(other)
-                    stack.append((other, iter(sorted(edges[other]))))
-                    break
-            else:
-                stack.pop()
-                out.append(node)
-
-    for node in sorted(graph):
-        if node not in seen:
-            visit(node, graph, order)
-    reverse: dict[str, set[str]] = {node: set() for node in graph}
-    for node, others in graph.items():
-        for other in others:
-            reverse[other].add(node)
-    seen.clear()
-    groups = []
-    for node in reversed(order):
-        if node not in seen:
-            group: list[str] = []
-            visit(node, reverse, group)
-            groups.append(group)
-    return groups
