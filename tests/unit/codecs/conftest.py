@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvspec_testkit.kernels.encoding import make_pages
 from sglang_kvspec.codecs import Codec, make_codec
 
 PageMaker = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -26,14 +27,7 @@ def cache_like_pages() -> PageMaker:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rng = torch.Generator().manual_seed(seed)
-        shape = (num, page_size, heads, head_dim)
-        k = torch.randn(shape, generator=rng)
-        k = k * torch.where(torch.arange(head_dim) % 13 == 5, 10.0, 1.0)
-        k = k + 4 * torch.randn((1, 1, heads, head_dim), generator=rng)
-        v = torch.randn(shape, generator=rng)
-        v[:, page_size // 3] *= 8
-        return k.to(dtype), v.to(dtype)
+        return make_pages(num, page_size, heads, head_dim, dtype, seed)
 
     return make
 
