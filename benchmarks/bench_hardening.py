@@ -47,6 +47,12 @@ STREAMS = {
     "burst": ("--kvspec", "--kvspec-stream=burst"),
     "paced": ("--kvspec", "--kvspec-stream=paced"),
 }
+# Three servers share the memory: pools of one size, in which all streams have room.
+STREAM_ARGUMENTS = (
+    "--disable-radix-cache",
+    "--max-total-tokens=8192",
+    "--max-running-requests=4",
+)
 TAIL = 0.99
 
 console = Console(width=120)
@@ -135,7 +141,7 @@ def measure_streams(args: argparse.Namespace, folder: Path) -> dict[str, list[St
     with ExitStack() as stack:
         servers = {}
         for name, flags in STREAMS.items():
-            arguments = (*CPU_ARGUMENTS, f"--model-path={model}", "--disable-radix-cache", *flags)
+            arguments = (*CPU_ARGUMENTS, *STREAM_ARGUMENTS, f"--model-path={model}", *flags)
             server = ServerProcess(arguments, log_path=folder / f"stream-{name}.log")
             servers[name] = stack.enter_context(server)
             server.wait_healthy(START_TIMEOUT_S)

@@ -48,8 +48,8 @@ from sglang_kvspec.runtime.spec_sampler import SpecSampler
 # Seconds of a draft step, guessed for a machine where none is timed at the start.
 CPU_STEP_S = 1e-3
 # Seconds of a round on a CPU while a client reads a stream, which stands still for as long where a
-# draft is rejected at once. Longer rounds bring a twentieth more tokens a second.
-CPU_STREAM_ROUND_S = 0.7
+# draft is rejected at once. With twice as long rounds, as many tokens come in a second.
+CPU_STREAM_ROUND_S = 0.35
 
 
 @dataclass(slots=True)

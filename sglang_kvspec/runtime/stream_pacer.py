@@ -1,9 +1,9 @@
 """When the tokens of a round reach their streams: pure decisions, the clock is handed in.
 
 A verification emits several tokens at once. Handed on at once they make a stream stutter: a burst,
-then silence until the next round. The pacer spreads them over the time that the next round is
-expected to take, and a little more: tokens that are left when that round comes fill the gap behind
-it if it brings few.
+then silence until the next round. The pacer spreads them evenly between the token before them and
+the time at which the next round is expected to end, and a little more: tokens that are left when
+that round comes fill the gap behind it if it brings few.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Stream(Generic[Item]):
     have not come yet. expected_s: what the round under way is expected to take, 0 for unknown.
     mean_s: mean time of a round. ratio, spread: time of rounds over what was expected, mean and
     mean deviation. first_due, step_s: when this round's first token is due, and the time between
-    two tokens. limit: time by which every token of this round is due.
+    two tokens. limit: time by which every token of this round is due. last: when an item left.
     """
 
     began: float
@@ -50,9 +50,11 @@ class _Stream(Generic[Item]):
     first_due: float = 0.0
     step_s: float = 0.0
     limit: float = 0.0
+    last: float = 0.0
 
     def begin_round(self, now: float, num_tokens: int, expected_s: float) -> None:
-        """Spread num_tokens, behind those that are held, over the time until the next round.
+        """Spread num_tokens, behind those that are held, evenly between the last item that left and
+        the next round. A round that brings one token makes two gaps of what would be one.
 
         Unless it is given, the next round is expected to take what the last one took, or what
         rounds take in the mean, if that is more. Items that the last two rounds left are due.
@@ -69,11 +71,17 @@ class _Stream(Generic[Item]):
         longest_s = self.expected_s * (self.ratio + self.spread)
         self.limit = now + longest_s
         num_kept = len(self.held) - self.num_old
-        self.step_s = MARGIN * longest_s / (num_kept + num_tokens)
+        num_items, end = num_kept + num_tokens, now + MARGIN * longest_s
+        self.step_s = (end - self.last) / (num_items + 1)
+        first = self.last + self.step_s
+        if first < now or not expected_s:
+            # The gap before this round is the longest already, or what is expected is a guess.
+            first, self.step_s = now, (end - now) / num_items
         for i, (due, item) in enumerate(self.held):
             # None is moved beyond the time that its own round was expected to take.
-            self.held[i] = (min(due, now + max(i - self.num_old, -1) * self.step_s), item)
-        self.first_due = now + num_kept * self.step_s
+            new = now if i < self.num_old else first + (i - self.num_old) * self.step_s
+            self.held[i] = (min(due, new), item)
+        self.first_due = first + num_kept * self.step_s
         self.num_old = num_kept
 
     def hold(self, item: Item) -> float:
@@ -89,6 +97,7 @@ class _Stream(Generic[Item]):
         while self.held and self.held[0][0] <= now:
             items.append(self.held.popleft()[1])
             self.num_old = max(self.num_old - 1, 0)
+            self.last = now
         return items
 
 

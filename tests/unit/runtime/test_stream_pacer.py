@@ -22,12 +22,14 @@ class Reader:
     def note(self, items, now):
         self.arrivals += [(item, now) for item in items]
 
-    def round(self, key, items, now, *, ends=False):
+    def round(self, key, items, now, *, ends=False, expected_s=0.0):
         """Send the tokens of a round at once, as a verification emits them."""
         for i, item in enumerate(items):
             following = len(items) - 1 - i
             is_last = ends and not following
-            ready = self.pacer.receive(key, item, following=following, is_last=is_last, now=now)
+            ready = self.pacer.receive(
+                key, item, following=following, is_last=is_last, now=now, expected_s=expected_s
+            )
             self.note(ready, now)
 
     def read_until(self, end):
@@ -61,10 +63,40 @@ def test_the_first_round_of_a_stream_is_not_held(reader):
     assert reader.pacer.next_due() is None
 
 
-def test_the_first_token_of_a_round_leaves_at_once(reader):
+def test_the_first_token_leaves_at_once_where_the_next_round_is_not_known(reader):
     now = settled(reader)
     reader.round("s", "abcd", now)
     assert reader.arrivals == [("a", now)]
+
+
+def test_the_first_token_leaves_at_once_where_the_stream_ran_dry(reader):
+    now = settled(reader)
+    reader.round("s", "abcd", now, expected_s=0.5)
+    assert reader.arrivals == [("a", now)]
+
+
+def test_a_round_goes_on_evenly_behind_the_last_token(reader):
+    now = settled(reader)
+    reader.round("s", "abcd", now)
+    reader.read_until(now + 1)
+    reader.round("s", "efgh", now + 1, expected_s=1.0)
+    reader.read_until(now + 10)
+    assert reader.items() == list("abcdefgh")
+    last, *times = [at for _, at in reader.arrivals[3:]]
+    steps = [later - earlier for earlier, later in itertools.pairwise([last, *times])]
+    # As long as the gap behind the round, should the next one come when it is expected.
+    step = (now + 1 + MARGIN - last) / 5
+    assert steps == pytest.approx([step] * 4, abs=0.01)
+
+
+def test_a_round_that_brings_one_token_makes_two_gaps_of_one(reader):
+    now = settled(reader)
+    reader.round("s", "abcd", now)
+    reader.read_until(now + 1)
+    last = reader.arrivals[-1][1]
+    reader.round("s", "e", now + 1, expected_s=1.0)
+    reader.read_until(now + 10)
+    assert reader.times()["e"] - last == pytest.approx((now + 1 + MARGIN - last) / 2, abs=0.01)
 
 
 def test_tokens_of_a_round_are_spread_over_the_expected_time(reader):
@@ -109,14 +141,12 @@ def test_what_is_learned_of_one_round_is_bounded(reader):
 
 def test_a_given_time_counts_more_than_what_rounds_took(reader):
     now = settled(reader)
-    for i, item in enumerate("abcd"):
-        ready = reader.pacer.receive(
-            "s", item, following=3 - i, is_last=False, now=now, expected_s=4.0
-        )
-        reader.note(ready, now)
+    reader.round("s", "abcd", now, expected_s=4.0)
     reader.read_until(now + 10)
+    # The token before them left with the round before, a second ago.
+    step = (4 * MARGIN + 1) / 5
     offsets = [at - now for _, at in reader.arrivals]
-    assert offsets == pytest.approx([n * MARGIN for n in range(4)], abs=0.05)
+    assert offsets == pytest.approx([(n + 1) * step - 1 for n in range(4)], abs=0.05)
 
 
 def test_a_quick_round_among_slow_ones_does_not_hurry_the_next(reader):
