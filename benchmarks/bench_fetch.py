@@ -21,9 +21,9 @@ from attention.kvspec_runs import CODECS, draft_calls
 from attention.shapes import HEAD_DIM, KV_HEADS, MAIN, PAGE_SIZE
 from rich.console import Console
 
-from sglang_kvspec.pools.host_copies import HostCopies
-from sglang_kvspec.pools.lanes import make_lanes
-from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.kv.host_copies import HostCopies
+from sglang_kvspec.kv.lanes import make_lanes
+from sglang_kvspec.kv.record_pool import RecordPool
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 32

@@ -29,8 +29,8 @@ from rich.table import Table
 from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
 from kvspec_testkit.transport.prefix_rig import chain_of
 from sglang_kvspec.codecs import make_codec
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.prefix_store import PageLink, StoreIdentity, chain_links
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.prefix_store import PageLink, StoreIdentity, chain_links
 from sglang_kvspec.transport import Stream, TokenBucket, ZmqPort
 from sglang_kvspec.transport.prefixes import (
     LookupEnded,

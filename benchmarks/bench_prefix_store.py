@@ -27,8 +27,8 @@ from rich.table import Table
 from xxhash import xxh3_64_intdigest
 
 from sglang_kvspec.codecs import make_codec
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.prefix_store import (
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.prefix_store import (
     PrefixStore,
     StoredPage,
     StoreIdentity,

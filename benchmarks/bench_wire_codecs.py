@@ -35,7 +35,7 @@ from rich.table import Table
 from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.codecs.wire import PageGeometry, WireCodec, make_wire_codec
 from sglang_kvspec.codecs.wire.cachegen import CacheGenWireCodec
-from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.kv.geometry import KVGeometry
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 64

@@ -46,7 +46,7 @@ SPECS = "kvspec_kernels.codecs"
 _CODECS = (CORE, KERNELS, "sglang_kvspec.codecs", "sglang_kvspec.compressors")
 # planning's plans are plain data, so the pools and wires that carry them out may name them.
 _MEMORY = (*_CODECS, "sglang_kvspec.planning")
-_RUNTIME = (*_MEMORY, "sglang_kvspec.pools", "sglang_kvspec.transport")
+_RUNTIME = (*_MEMORY, "sglang_kvspec.kv", "sglang_kvspec.transport")
 _ENGINE = (*_RUNTIME, "sglang_kvspec.runtime")
 _ADAPTERS = (*_ENGINE, "sglang_kvspec.engine")
 
@@ -55,11 +55,11 @@ LAYERS: Mapping[str, Layer] = {
     "sglang_kvspec.planning": Layer((CORE, SPECS)),
     "sglang_kvspec.codecs": Layer(_CODECS, None),
     "sglang_kvspec.compressors": Layer(_CODECS, None),
-    "sglang_kvspec.pools": Layer(_MEMORY, None),
+    "sglang_kvspec.kv": Layer(_MEMORY, None),
     "sglang_kvspec.transport": Layer(_MEMORY, None),
     # A command above the wire: pools' prefix stores behind a socket.
     "sglang_kvspec.transport.prefix_server": Layer(
-        (*_MEMORY, "sglang_kvspec.pools", "sglang_kvspec.transport"), None
+        (*_MEMORY, "sglang_kvspec.kv", "sglang_kvspec.transport"), None
     ),
     "sglang_kvspec.runtime": Layer(_RUNTIME, None),
     # The loop. Knows nothing of SGLang.
@@ -181,7 +181,7 @@ def test_a_prefix_server_starts_without_torch() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert "sglang_kvspec.pools.prefix_store.store" in loaded
+    assert "sglang_kvspec.kv.prefix_store.store" in loaded
     assert not {"torch", "triton", "sglang"} & set(loaded)
 
 
@@ -191,11 +191,11 @@ def test_a_prefix_server_starts_without_torch() -> None:
         ("sglang_kvspec.core.config", "from sglang_kvspec.codecs import base"),
         ("sglang_kvspec.core.config", "import torch"),
         ("sglang_kvspec.planning.rounds", "import torch.nn"),
-        ("sglang_kvspec.planning.rounds", "from sglang_kvspec.pools.geometry import KVGeometry"),
-        ("sglang_kvspec.codecs.base", "from ..pools import geometry"),
+        ("sglang_kvspec.planning.rounds", "from sglang_kvspec.kv.geometry import KVGeometry"),
+        ("sglang_kvspec.codecs.base", "from ..kv import geometry"),
         ("sglang_kvspec.codecs.base", "def late():\n    from sglang.srt import utils"),
-        ("sglang_kvspec.pools.anchors", "from sglang_kvspec import runtime"),
-        ("sglang_kvspec.pools.anchors", "from .. import runtime"),
+        ("sglang_kvspec.kv.anchors", "from sglang_kvspec import runtime"),
+        ("sglang_kvspec.kv.anchors", "from .. import runtime"),
         ("sglang_kvspec.engine.loop", "import sglang.srt.managers.scheduler"),
         ("sglang_kvspec.engine.loop", "importlib.import_module('sglang.srt.utils')"),
         ("sglang_kvspec.engine.loop", "if TYPE_CHECKING:\n    from sglang import Engine"),
@@ -229,7 +229,7 @@ def test_the_checker_catches_a_forbidden_import(module: str, source: str) -> Non
     ("module", "source"),
     [
         ("sglang_kvspec.engine.loop", "from . import batch\nimport torch, heapq"),
-        ("sglang_kvspec.pools.anchors", "from sglang_kvspec.codecs.base import Codec"),
+        ("sglang_kvspec.kv.anchors", "from sglang_kvspec.codecs.base import Codec"),
         ("sglang_kvspec.adapters.compat.pool", "from sglang.srt.mem_cache import memory_pool"),
         ("sglang_kvspec.adapters.pool", "from sglang_kvspec.adapters.compat.environ import envs"),
         ("kvspec_kernels.ops.encode", "from kvspec_kernels.jit import encode\nimport triton"),

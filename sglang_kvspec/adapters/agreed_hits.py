@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
-from sglang_kvspec.pools.prefix_store import PageLink
+from sglang_kvspec.kv.prefix_store import PageLink
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 
 

@@ -31,10 +31,10 @@ from sglang_kvspec.engine.round_scheduler import RoundScheduler
 from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.metrics import SpecCounters
@@ -62,7 +62,7 @@ class WorkerParts:
     runner: Any
     pool: Any
     allocator: Any
-    kv: KVTiers
+    kv: PagedKVCache
     pages: PageKeeper | DevicePageKeeper
     table: PageTable
     forward: RaggedForward
@@ -96,7 +96,7 @@ def share_parts(
     """Make what needs SGLang's pools, once they exist."""
     pool = allocator.get_kvcache()
     kv = pool.kv
-    keeper = DevicePageKeeper if isinstance(kv, DeviceKV) else PageKeeper
+    keeper = DevicePageKeeper if isinstance(kv, GpuKVCache) else PageKeeper
     pages: DevicePageKeeper | PageKeeper = keeper(kv, config.recent_pages)
     pool.keeper = pages
     apart = None
@@ -171,7 +171,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
             page_size=kv.geometry.page_size,
             view=parts.view,
             most_piggyback=most_piggyback,
-            drafts_eagerly=not isinstance(kv, DeviceKV),
+            drafts_eagerly=not isinstance(kv, GpuKVCache),
         ),
         committer=Committer(parts.chooser, parts.pages, parts.arrivals, ranks, parts.counters),
         overlap=overlap,
@@ -220,7 +220,7 @@ def _clock(
 
 def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
     """Capture CUDA graphs on a GPU, after one run of what serving runs."""
-    if not isinstance(parts.kv, DeviceKV):
+    if not isinstance(parts.kv, GpuKVCache):
         return None
     runner, attention, longest = parts.runner, parts.forward.attention, parts.config.max_draft_len
     assert isinstance(attention, DeviceAttention)
@@ -261,11 +261,11 @@ def _scheduler(
         cost = DraftCost(draft=page.anchor / page.plain)
         return StaggeredScheduler(config, cost, planner, ranks)
     # Rounds of a GPU take a tenth of a second or less, and what they draft is worth more there.
-    stream_round_s = None if isinstance(parts.kv, DeviceKV) else CPU_STREAM_ROUND_S
+    stream_round_s = None if isinstance(parts.kv, GpuKVCache) else CPU_STREAM_ROUND_S
     return RoundScheduler(config, clock, planner, ranks, plain_steps, stream_round_s)
 
 
-def _side(kv: KVTiers) -> SideStream:
+def _side(kv: PagedKVCache) -> SideStream:
     return SideStream(torch.device(kv.device))
 
 
@@ -275,7 +275,7 @@ class Factories:
 
     captured: Callable[[WorkerParts, int], Captured | None] = _capture
     scheduler: Callable[..., VerifyScheduler] = _scheduler
-    side: Callable[[KVTiers], SideStream] = _side
+    side: Callable[[PagedKVCache], SideStream] = _side
     overlap: Callable[..., Overlap] = OverlappedRounds
 
 

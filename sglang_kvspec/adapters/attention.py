@@ -21,9 +21,9 @@ from sglang_kvspec.adapters.compat.server_args import (
     add_radix_supported_deterministic_attention_backend_choices,
 )
 from sglang_kvspec.core.errors import UnsupportedError
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 
@@ -81,14 +81,14 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 
-def _attention_over(kv: KVTiers, runner: Any) -> ReferenceAttention | DeviceAttention:
-    if isinstance(kv, DeviceKV):
+def _attention_over(kv: PagedKVCache, runner: Any) -> ReferenceAttention | DeviceAttention:
+    if isinstance(kv, GpuKVCache):
         from sglang_kvspec.adapters.compat.runtime_context import get_parallel
 
         num_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         in_order = runner.server_args.enable_deterministic_inference
         return DeviceAttention(kv, num_heads, in_order=in_order)
-    assert isinstance(kv, TieredKV)
+    assert isinstance(kv, ReferenceKVCache)
     return ReferenceAttention(kv)
 
 

@@ -13,7 +13,7 @@ import torch
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.step_graphs import StepGraphs
 from sglang_kvspec.engine.batch import RoundBatch
-from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import (
     DraftRow,
@@ -50,7 +50,7 @@ class CudaGraphDrafter:
         runner: Any,
         forward: ForwardCapture,
         attention: DeviceAttention,
-        kv: DeviceKV,
+        kv: GpuKVCache,
         max_draft_len: int,
         chooser: SpecSampler,
         ranks: Ranks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from sglang_kvspec.pools.page_sources import Loaded
+from sglang_kvspec.kv.page_sources import Loaded
 
 
 class LoadedTokens(NamedTuple):

@@ -12,11 +12,11 @@ from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.compat.memory_pool import KVCache
 from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, take_plan
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.prefix_tiers import PrefixTiers
-from sglang_kvspec.pools.tiered_kv import TieredKV
-from sglang_kvspec.runtime.disaggregation.set_aside import SetAside
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.prefix_tiers import PrefixTiers
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
+from sglang_kvspec.runtime.disaggregation.retracted_kv import RetractedKV
 from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
 from sglang_kvspec.runtime.pressure import Pressure
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
@@ -32,7 +32,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
 
     post_capture_active = False
 
-    def __init__(self, kv: KVTiers, *, start_layer: int, end_layer: int, device: str) -> None:
+    def __init__(self, kv: PagedKVCache, *, start_layer: int, end_layer: int, device: str) -> None:
         geometry = kv.geometry
         super().__init__(
             size=kv.plan.num_pages * geometry.page_size,
@@ -53,7 +53,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         # Moves pages out of the recent window; the worker puts it here.
         self.keeper: PageKeeper | DevicePageKeeper | None = None
         # Keeps the KV of retracted pages and their number of tokens; a decode server puts it here.
-        self.keep_retracted: Callable[[list[int], int], SetAside] | None = None
+        self.keep_retracted: Callable[[list[int], int], RetractedKV] | None = None
         # Who else must know when pages are freed, before anyone can write to them again.
         self.freed_listeners: list[Callable[[list[int]], None]] = []
         self.head_num = geometry.num_kv_heads
@@ -126,11 +126,11 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
     assert max_total_num_tokens == plan.num_pages * geometry.page_size, "plan and SGLang disagree"
     codec = codec_of(kvc, config)
     if kvc.device == "cpu":
-        kv: KVTiers = TieredKV(geometry, codec, plan, torch.device("cpu"))
+        kv: PagedKVCache = ReferenceKVCache(geometry, codec, plan, torch.device("cpu"))
         if debug_mode() and plan.host_pages:
             kv.residuals.keep_checksums()
     else:
-        kv = DeviceKV(geometry, codec, plan, torch.device(kvc.device, kvc.gpu_id))
+        kv = GpuKVCache(geometry, codec, plan, torch.device(kvc.device, kvc.gpu_id))
     if kvc.ps.tp_rank == 0:
         logger.info(describe(plan, config, codec, geometry.page_size, kvc.ps.tp_size))
     return KVSpecPool(

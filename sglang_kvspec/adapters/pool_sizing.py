@@ -20,6 +20,8 @@ from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.units import GIB
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.staged_records import buffer_bytes
 from sglang_kvspec.planning.capacity import (
     HOST_MEMORY,
     MAX_TOKENS,
@@ -32,8 +34,6 @@ from sglang_kvspec.planning.capacity import (
     split_shared_memory,
     window_pages_for,
 )
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.staged_records import buffer_bytes
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.exact_attention import WORKSPACE_BYTES
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK

@@ -21,8 +21,8 @@ from sglang_kvspec.adapters.prefix_link import connect
 from sglang_kvspec.adapters.ranks import ranks_of, ranks_on_a_machine, shard_of
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.units import GIB
-from sglang_kvspec.pools.kept_anchors import KeptAnchors
-from sglang_kvspec.pools.prefix_store import (
+from sglang_kvspec.kv.kept_anchors import KeptAnchors
+from sglang_kvspec.kv.prefix_store import (
     MemoryStore,
     PrefixStore,
     StoreIdentity,
@@ -30,7 +30,7 @@ from sglang_kvspec.pools.prefix_store import (
     open_memory_store,
     open_store,
 )
-from sglang_kvspec.pools.prefix_tiers import PrefixTiers
+from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 
 # Bytes of finished prefixes that may wait for the disk, of all ranks on a machine; what comes while

@@ -22,9 +22,9 @@ from sglang_kvspec.adapters.compat.prefix_cache import (
     RadixKey,
     TreeNode,
 )
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.prefix_store import PageLink, chain_links
-from sglang_kvspec.pools.prefix_tiers import PrefixTiers
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.prefix_store import PageLink, chain_links
+from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts, RemotePrefixes, WaitingRequests
@@ -48,7 +48,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     def __init__(
         self,
         params: Any,
-        kv: KVTiers,
+        kv: PagedKVCache,
         tiers: PrefixTiers,
         remote: RemotePrefixes | None = None,
         ranks: Ranks | None = None,

@@ -11,8 +11,8 @@ from sglang_kvspec.adapters.model_identity import portable_fingerprint, versions
 from sglang_kvspec.adapters.prefix_flags import prefix_server_keys
 from sglang_kvspec.adapters.ranks import shard_of
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.prefix_store import StoreIdentity
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.prefix_store import StoreIdentity
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
 from sglang_kvspec.transport import TokenBucket, ZmqPort
@@ -28,7 +28,7 @@ BURST_BYTES = 1 << 20
 
 def connect(
     config: KVSpecConfig,
-    kv: KVTiers,
+    kv: PagedKVCache,
     model_config: Any,
     weights: str,
     arithmetic: str,

@@ -16,7 +16,7 @@ from sglang_kvspec.adapters.compat.forward import (
 from sglang_kvspec.adapters.spec_inputs import RaggedForwardInput
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.row_tokens import row_tokens
-from sglang_kvspec.pools.transfers import sent_together
+from sglang_kvspec.kv.transfers import sent_together
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row
 

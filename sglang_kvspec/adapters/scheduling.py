@@ -10,9 +10,9 @@ from typing import Any
 from sglang_kvspec.adapters.compat.scheduling import AddReqResult, get_alloc_reserve_per_decode
 from sglang_kvspec.adapters.requests import priority_of
 from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.planning.intake import Intake, PageNeed
 from sglang_kvspec.planning.retraction import RetractionView, keep_order
-from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.pressure import Pressure
 
 # SGLang sorts requests to retract without their batch, which knows where their pages are.

@@ -13,7 +13,7 @@ from sglang_kvspec.adapters.forward_capture import ForwardCapture, StaticRows
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import VerifyLogits
 from sglang_kvspec.engine.row_tokens import row_tokens
-from sglang_kvspec.pools.transfers import send_into
+from sglang_kvspec.kv.transfers import send_into
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens

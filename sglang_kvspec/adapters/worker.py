@@ -20,7 +20,7 @@ from sglang_kvspec.adapters.requests import fail_without_choice
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.loop import RoundResult
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.kv.transfers import to_device
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import RemoteMetrics
@@ -155,7 +155,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             next_token_ids=tokens.flatten(),
             accept_lens=torch.tensor(lengths, dtype=torch.int32),
             cap_lens=None if cap_lens is None else torch.tensor(cap_lens, dtype=torch.int32),
-            new_seq_lens=sent_to(
+            new_seq_lens=to_device(
                 batch.seq_lens.device,
                 torch.tensor([s.committed_len for s in states], dtype=batch.seq_lens.dtype),
             ),

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.planning.link_rounds import Turns
 from sglang_kvspec.planning.round_plan import CacheView, RoundBudget, RoundPlan, RoundView
 from sglang_kvspec.planning.round_step import RoundPlanner
 from sglang_kvspec.planning.rounds import RoundCost
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.residual_table import ResidualState
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.speeds import Speeds
 
@@ -22,7 +22,7 @@ IN_CACHE = (ResidualState.RESIDENT, ResidualState.FETCHING)
 class ResidualPlanner:
     """Decides which requests verify, and starts the page copies that this needs."""
 
-    def __init__(self, kv: KVTiers) -> None:
+    def __init__(self, kv: PagedKVCache) -> None:
         self._kv = kv
         self._planner = RoundPlanner()
         self.speeds = Speeds(kv.residuals)

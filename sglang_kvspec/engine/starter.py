@@ -11,8 +11,8 @@ from sglang_kvspec.engine.ports import Arrivals, Drafter, PlainSteps
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.engine.started_round import StartedRound
+from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.planning.round_plan import RoundPlan
-from sglang_kvspec.pools.kv_tiers import KVTiers
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.side_stream import SideStream
 
@@ -27,7 +27,7 @@ class RoundStarter:
     of them at once. over_at: time.perf_counter() when the last round was over, None once other
     forwards have come."""
 
-    kv: KVTiers
+    kv: PagedKVCache
     side: SideStream
     drafter: Drafter
     planner: ResidualPlanner

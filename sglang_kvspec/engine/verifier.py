@@ -19,7 +19,7 @@ from sglang_kvspec.engine.ports import (
 )
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.started_round import StartedRound
-from sglang_kvspec.pools.transfers import received_together
+from sglang_kvspec.kv.transfers import received_together
 from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import Row, RowKind

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from sglang_kvspec.pools.page_sources import Loaded
-from sglang_kvspec.pools.prefix_store import PageLink
-from sglang_kvspec.pools.prefix_tiers import PrefixTiers
+from sglang_kvspec.kv.page_sources import Loaded
+from sglang_kvspec.kv.prefix_store import PageLink
+from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 from sglang_kvspec.runtime.ranks import Ranks
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kvspec_kernels.ops.append import append
 from kvspec_kernels.ops.attention import Tail
-from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.step_attention import StepAttention
@@ -29,7 +29,7 @@ class CapturedLayers(Protocol):
 class StepLayers:
     """One token of each of the first rows of a DraftRows."""
 
-    def __init__(self, kv: DeviceKV, rows: DraftRows, attention: StepAttention) -> None:
+    def __init__(self, kv: GpuKVCache, rows: DraftRows, attention: StepAttention) -> None:
         self._kv, self._rows, self._attention = kv, rows, attention
 
     def forward(
@@ -44,7 +44,7 @@ class StepLayers:
 class VerifyLayers:
     """The first tokens of a VerifyRows, which may be several of a request."""
 
-    def __init__(self, kv: DeviceKV, rows: VerifyRows, attention: CapturedTarget) -> None:
+    def __init__(self, kv: GpuKVCache, rows: VerifyRows, attention: CapturedTarget) -> None:
         self._kv, self._rows, self._attention = kv, rows, attention
         self._residual_slots: torch.Tensor | None = None
 
@@ -92,7 +92,7 @@ class PiggybackLayers:
 
 
 def _store(
-    kv: DeviceKV, layer: int, rows: DraftRows | VerifyRows, k: torch.Tensor, v: torch.Tensor
+    kv: GpuKVCache, layer: int, rows: DraftRows | VerifyRows, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the tokens to their places in the layer's window, which is returned."""
     num_tokens = len(k)

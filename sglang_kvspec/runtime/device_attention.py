@@ -1,4 +1,4 @@
-"""Attention over a DeviceKV: our kernels for drafts and the int8 target, FlashInfer for `exact`."""
+"""Attention over a GpuKVCache: our kernels for drafts and int8, FlashInfer for `exact`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import torch
 
 from sglang_kvspec.core.errors import UnsupportedError
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.transfers import fields_sent_to
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.transfers import fields_to_device
 from sglang_kvspec.runtime.captured_layers import (
     CapturedLayers,
     PiggybackLayers,
@@ -18,8 +18,8 @@ from sglang_kvspec.runtime.captured_layers import (
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
-from sglang_kvspec.runtime.ordered_attention import OrderedAttention, OrderedStep
-from sglang_kvspec.runtime.refined_attention import RefinedAttention
+from sglang_kvspec.runtime.ordered_attention import DeterministicAttention, OrderedStep
+from sglang_kvspec.runtime.refined_attention import Int8TargetAttention
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.step_attention import (
     AnchorStep,
@@ -43,18 +43,18 @@ class DeviceAttention:
     replay of a verification.
     """
 
-    def __init__(self, kv: DeviceKV, num_qo_heads: int, *, in_order: bool = False) -> None:
+    def __init__(self, kv: GpuKVCache, num_qo_heads: int, *, in_order: bool = False) -> None:
         """in_order: attend at the target precision, which is then `exact`, in an arithmetic that
         depends neither on chunks and batches nor on what was drafted."""
         self.kv = kv
         self._num_qo_heads = num_qo_heads
-        self._target: ExactAttention | OrderedAttention | RefinedAttention
+        self._target: ExactAttention | DeterministicAttention | Int8TargetAttention
         if in_order:
-            self._target = OrderedAttention(kv)
+            self._target = DeterministicAttention(kv)
         elif kv.codec.target == "exact":
             self._target = ExactAttention(kv, num_qo_heads)
         else:
-            self._target = RefinedAttention(kv, num_qo_heads)
+            self._target = Int8TargetAttention(kv, num_qo_heads)
         self._plan: ForwardPlan | None = None
         self._rows: TargetRows | None = None
         self._scratch: KV | None = None
@@ -72,7 +72,7 @@ class DeviceAttention:
             *("token_slots", "token_offsets", "encode_source", "encode_pages"),
             *("fill_scratch", "fill_window", "keep_scratch", "keep_window"),
         )
-        index = self._index = fields_sent_to(self.kv.device, rows, names)
+        index = self._index = fields_to_device(self.kv.device, rows, names)
         index["encode_residuals"] = self.kv.residual_slots_of(index["encode_pages"])
         if rows.num_scratch:
             geometry = self.kv.geometry
@@ -195,7 +195,7 @@ class DeviceAttention:
 
     def make_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
         """The same at the target precision."""
-        if isinstance(self._target, OrderedAttention):
+        if isinstance(self._target, DeterministicAttention):
             return OrderedStep(self.kv, rows, batch)
         if isinstance(self._target, ExactAttention):
             return ExactStep(self._target, self._num_qo_heads, rows, batch)

@@ -9,8 +9,8 @@ import torch
 
 from kvspec_kernels.ops.steps import StepEnd, begin_step
 from sglang_kvspec.core.config import MOST_RECENT_PAGES
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.transfers import send_into
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.transfers import send_into
 from sglang_kvspec.runtime.target_rows import indptr
 
 
@@ -166,7 +166,7 @@ class DraftRows:
         send_into([(self.input_ids[: len(tokens)], torch.tensor(tokens))])
 
 
-def open_for_drafts(kv: KVTiers, position: int, pages: torch.Tensor, num_drafts: int) -> None:
+def open_for_drafts(kv: PagedKVCache, position: int, pages: torch.Tensor, num_drafts: int) -> None:
     """Open the pages that a request writes which drafts num_drafts tokens from `position` on. For
     all requests of a round before the first draft_row(): opening a page can move others out of the
     window."""
@@ -174,7 +174,7 @@ def open_for_drafts(kv: KVTiers, position: int, pages: torch.Tensor, num_drafts:
     kv.open_pages(pages[position // size : (position + num_drafts) // size + 1].tolist())
 
 
-def drafts_fit(kv: KVTiers, starts: Iterable[tuple[int, int]]) -> bool:
+def drafts_fit(kv: PagedKVCache, starts: Iterable[tuple[int, int]]) -> bool:
     """Whether open_for_drafts() moves nothing out of the window for requests that draft so many
     tokens each: (position, num_drafts). It may not where this says no."""
     size = kv.geometry.page_size
@@ -186,7 +186,7 @@ def drafts_fit(kv: KVTiers, starts: Iterable[tuple[int, int]]) -> bool:
 
 
 def draft_row(
-    kv: KVTiers,
+    kv: PagedKVCache,
     token: int,
     position: int,
     pages: torch.Tensor,
@@ -215,7 +215,7 @@ def draft_row(
 
 
 def target_row(
-    kv: KVTiers, token: int, position: int, pages: torch.Tensor, num_steps: int
+    kv: PagedKVCache, token: int, position: int, pages: torch.Tensor, num_steps: int
 ) -> DraftRow:
     """The row of a request that advances num_steps tokens at the target precision; opens the pages
     it will write. Its tail begins with the page of its pending token, which is at `position`: full

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.kv.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class DraftedTokens:
         if not pairs:
             # All requests that drafted have left.
             return
-        index = sent_to(input_ids.device, torch.tensor(pairs).T.contiguous())
+        index = to_device(input_ids.device, torch.tensor(pairs).T.contiguous())
         input_ids[index[0]] = self.tokens.flatten()[index[1]]
 
     def deliver(self, tokens: torch.Tensor | None = None) -> dict[int, list[int]]:

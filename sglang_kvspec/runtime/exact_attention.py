@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.transfers import sent_to
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.transfers import to_device
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.target_rows import TargetRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
@@ -33,7 +33,7 @@ class ExactAttention:
 
     query_tiles = TILES[:-1]
 
-    def __init__(self, kv: DeviceKV, num_qo_heads: int) -> None:
+    def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
         # Late: FlashInfer asks for a GPU when it is imported.
         import flashinfer
 
@@ -100,7 +100,7 @@ class ExactAttention:
         wrapper.plan(
             qo_indptr,
             begins,
-            self.kv.residual_slots.index_select(0, sent_to(self.kv.device, pages)),
+            self.kv.residual_slots.index_select(0, to_device(self.kv.device, pages)),
             torch.where(begins.diff() > 0, self.kv.geometry.page_size, 0).int(),
             *self._heads,
             causal=False,

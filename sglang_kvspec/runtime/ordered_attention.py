@@ -11,21 +11,21 @@ import torch
 
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.ordered_attention import Past, ordered_attention
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.transfers import fields_sent_to
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.transfers import fields_to_device
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
 from sglang_kvspec.runtime.target_rows import TargetRows
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
 
-class OrderedAttention:
+class DeterministicAttention:
     """Of planned forwards, as ExactAttention."""
 
     # Query rows of a program.
     query_tiles = (64,)
 
-    def __init__(self, kv: DeviceKV) -> None:
+    def __init__(self, kv: GpuKVCache) -> None:
         self._kv = kv
         self._max_qo_len = 1
         self._index: dict[str, torch.Tensor] = {}
@@ -33,7 +33,7 @@ class OrderedAttention:
     def plan(self, rows: TargetRows) -> None:
         self._max_qo_len = rows.max_qo_len
         names = ("qo_indptr", "past_indptr", "past_pages", "tail_indptr", "tail_slots", "tail_lens")
-        self._index = fields_sent_to(self._kv.device, rows, names)
+        self._index = fields_to_device(self._kv.device, rows, names)
 
     def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
         index = self._index
@@ -49,7 +49,7 @@ class OrderedAttention:
 class OrderedStep:
     """Of one token of each row: a StepAttention."""
 
-    def __init__(self, kv: DeviceKV, rows: DraftRows, batch: int) -> None:
+    def __init__(self, kv: GpuKVCache, rows: DraftRows, batch: int) -> None:
         self._kv, self._rows, self._batch = kv, rows, batch
         self._every = torch.arange(batch + 1, dtype=torch.int32, device=kv.device)
 
@@ -62,6 +62,6 @@ class OrderedStep:
         return ordered_attention(q, past, tail, self._every, 1)
 
 
-def past_of(kv: DeviceKV, layer: int, indptr: torch.Tensor, pages: torch.Tensor) -> Past:
+def past_of(kv: GpuKVCache, layer: int, indptr: torch.Tensor, pages: torch.Tensor) -> Past:
     """Request b's encoded pages[indptr[b] : indptr[b + 1]] where they lie. int32 on the device."""
     return Past(*kv.exact_pages(layer), kv.residual_slots, indptr, pages)

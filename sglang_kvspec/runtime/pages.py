@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 
 if TYPE_CHECKING:
     # It imports Triton, which the CPU does without.
-    from sglang_kvspec.pools.device_kv import DeviceKV
+    from sglang_kvspec.kv.gpu_cache import GpuKVCache
 
 
 class PageKeeper:
     """Marks pages committed as requests advance and encodes those no longer among the newest."""
 
-    def __init__(self, kv: TieredKV, recent_pages: int) -> None:
+    def __init__(self, kv: ReferenceKVCache, recent_pages: int) -> None:
         self._kv = kv
         self._recent_pages = recent_pages
 
@@ -47,9 +47,9 @@ class PageKeeper:
 
 
 class DevicePageKeeper:
-    """The same for a DeviceKV: full pages are published together, once an iteration."""
+    """The same for a GpuKVCache: full pages are published together, once an iteration."""
 
-    def __init__(self, kv: DeviceKV, recent_pages: int) -> None:
+    def __init__(self, kv: GpuKVCache, recent_pages: int) -> None:
         self._kv = kv
         self._recent_pages = recent_pages
         self._full: dict[int, None] = {}

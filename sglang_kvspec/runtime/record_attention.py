@@ -6,17 +6,17 @@ from __future__ import annotations
 import torch
 
 from kvspec_kernels.ops.attention import VerifyAttention, workspace_nbytes
-from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
 
 
-def heads_of(kv: DeviceKV, num_qo_heads: int) -> tuple[int, int, int, int]:
+def heads_of(kv: GpuKVCache, num_qo_heads: int) -> tuple[int, int, int, int]:
     """Query heads, KV heads, head size and page size, as plans take them."""
     geometry = kv.geometry
     return num_qo_heads, geometry.num_kv_heads, geometry.head_dim, geometry.page_size
 
 
 def target_workspace_nbytes(
-    kv: DeviceKV, num_qo_heads: int, num_parts: int, max_qo_len: int
+    kv: GpuKVCache, num_qo_heads: int, num_parts: int, max_qo_len: int
 ) -> int:
     """Of a plan for num_parts requests, or parts of one, with up to max_qo_len tokens each."""
     heads = heads_of(kv, num_qo_heads)
@@ -35,7 +35,7 @@ def target_workspace_nbytes(
 
 
 def planned_target(
-    kv: DeviceKV,
+    kv: GpuKVCache,
     num_qo_heads: int,
     workspace: torch.Tensor,
     qo_indptr: torch.Tensor,

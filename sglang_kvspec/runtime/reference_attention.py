@@ -1,4 +1,4 @@
-"""Attention over a TieredKV in plain torch: the CPU backend, and the GPU one's specification."""
+"""Attention over a ReferenceKVCache: the CPU backend, and the GPU backend's specification."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_kvspec.pools.tiered_kv import KV, TieredKV
+from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
 # Bounds the mask of a long prefill to this many query rows times the context.
@@ -20,7 +20,7 @@ class ReferenceAttention:
     begin(plan), then forward(layer, ...) once for every layer in order, then finish().
     """
 
-    def __init__(self, kv: TieredKV) -> None:
+    def __init__(self, kv: ReferenceKVCache) -> None:
         self.kv = kv
         self._plan: ForwardPlan | None = None
 

@@ -6,8 +6,8 @@ import torch
 
 from kvspec_kernels.ops.attention import Tail, VerifyAttention
 from sglang_kvspec.core.errors import UnsupportedError
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.transfers import fields_sent_to, sent_to
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.transfers import fields_to_device, to_device
 from sglang_kvspec.runtime.record_attention import planned_target, target_workspace_nbytes
 from sglang_kvspec.runtime.step_attention import REFINED_BATCH
 from sglang_kvspec.runtime.target_rows import TargetRows
@@ -15,13 +15,13 @@ from sglang_kvspec.runtime.target_rows import TargetRows
 KV = tuple[torch.Tensor, torch.Tensor]
 
 
-class RefinedAttention:
+class Int8TargetAttention:
     """VerifyAttention over anchors and corrections, in batches."""
 
     # Query rows that a block of the kernel handles at once, columns of 8.
     query_tiles = (16, 32, 64, 128)
 
-    def __init__(self, kv: DeviceKV, num_qo_heads: int) -> None:
+    def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
         geometry = kv.geometry
         if geometry.page_size != REFINED_BATCH:
             raise UnsupportedError(
@@ -38,12 +38,12 @@ class RefinedAttention:
         num_rows = len(rows.tail_lens)
         device = self._kv.device
         names = ("past_pages", "tail_slots", "tail_lens", "tail_indptr", "past_indptr")
-        on_device = fields_sent_to(device, rows, names)
+        on_device = fields_to_device(device, rows, names)
         for first in range(0, num_rows, REFINED_BATCH):
             stop = min(first + REFINED_BATCH, num_rows)
             begin = int(rows.qo_indptr[first])
             end = int(rows.qo_indptr[stop])
-            qo_indptr = sent_to(device, rows.qo_indptr[first : stop + 1] - begin)
+            qo_indptr = to_device(device, rows.qo_indptr[first : stop + 1] - begin)
             attention = self._planned(qo_indptr, on_device, slice(first, stop), rows.max_qo_len)
             tail = (
                 on_device["tail_indptr"][first : stop + 1],

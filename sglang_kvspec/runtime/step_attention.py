@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, workspace_nbytes
-from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.record_attention import (
@@ -41,7 +41,7 @@ class AnchorStep:
     """Drafts: past pages are read from their anchors."""
 
     def __init__(
-        self, kv: DeviceKV, num_qo_heads: int, rows: DraftRows, batch: int, *, past: bool = True
+        self, kv: GpuKVCache, num_qo_heads: int, rows: DraftRows, batch: int, *, past: bool = True
     ) -> None:
         """past: whether there is any; without it only the tail is attended to."""
         self._kv = kv
@@ -122,7 +122,7 @@ class RecordStep:
     """VerifyAttention over records, one token a request: the int8 target, and the exact one where
     contexts are so short that starting three kernels takes longer than reading them."""
 
-    def __init__(self, kv: DeviceKV, num_qo_heads: int, rows: DraftRows, batch: int) -> None:
+    def __init__(self, kv: GpuKVCache, num_qo_heads: int, rows: DraftRows, batch: int) -> None:
         self._kv, self._rows = kv, rows
         self._parts: list[tuple[slice, VerifyAttention]] = []
         # Parts run one after the other. Where the counters of one size end, the scratch of another

@@ -8,11 +8,11 @@ import torch
 
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.ordered_attention import ordered_attention
-from sglang_kvspec.pools.device_kv import DeviceKV
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.exact_attention import ExactAttention
-from sglang_kvspec.runtime.ordered_attention import OrderedAttention, past_of
+from sglang_kvspec.runtime.ordered_attention import DeterministicAttention, past_of
 from sglang_kvspec.runtime.record_attention import planned_target, target_workspace_nbytes
-from sglang_kvspec.runtime.refined_attention import RefinedAttention
+from sglang_kvspec.runtime.refined_attention import Int8TargetAttention
 from sglang_kvspec.runtime.target_rows import TargetRows
 from sglang_kvspec.runtime.verify_rows import VerifyRows, filled
 from sglang_kvspec.runtime.verify_sizes import VerifySize
@@ -39,7 +39,7 @@ class RefinedVerification:
 
     def __init__(
         self,
-        kv: DeviceKV,
+        kv: GpuKVCache,
         num_qo_heads: int,
         rows: VerifyRows,
         size: VerifySize,
@@ -76,7 +76,7 @@ class RefinedVerification:
 class OrderedVerification:
     """The exact target in one order of arithmetic."""
 
-    def __init__(self, kv: DeviceKV, rows: VerifyRows, size: VerifySize) -> None:
+    def __init__(self, kv: GpuKVCache, rows: VerifyRows, size: VerifySize) -> None:
         self._kv, self._rows, self._size = kv, rows, size
         self.num_parts = rows.max_parts
 
@@ -188,9 +188,9 @@ class Verifications:
 
     def __init__(
         self,
-        kv: DeviceKV,
+        kv: GpuKVCache,
         num_qo_heads: int,
-        target: ExactAttention | OrderedAttention | RefinedAttention,
+        target: ExactAttention | DeterministicAttention | Int8TargetAttention,
         rows: VerifyRows,
     ) -> None:
         self._kv, self._num_qo_heads, self._target, self._rows = kv, num_qo_heads, target, rows
@@ -214,7 +214,7 @@ class Verifications:
         target = self._target
         if isinstance(target, ExactAttention):
             return ExactVerification(target, self._rows, size, *self._buffers)
-        if isinstance(target, OrderedAttention):
+        if isinstance(target, DeterministicAttention):
             return OrderedVerification(self._kv, self._rows, size)
         workspace = self._workspaces.get(size.max_qo_len)
         made = RefinedVerification(self._kv, self._num_qo_heads, self._rows, size, workspace)

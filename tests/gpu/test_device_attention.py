@@ -1,4 +1,4 @@
-"""DeviceAttention over a DeviceKV against ReferenceAttention over a TieredKV."""
+"""DeviceAttention over a GpuKVCache against ReferenceAttention over a ReferenceKVCache."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows, draft_row, target_row
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
@@ -40,9 +40,11 @@ class Pair:
             page_bytes=PageBytes(1, 1, 1),
             binding="test",
         )
-        self.reference = ReferenceAttention(TieredKV(geometry, codec, plan, torch.device("cpu")))
+        self.reference = ReferenceAttention(
+            ReferenceKVCache(geometry, codec, plan, torch.device("cpu"))
+        )
         self.device = DeviceAttention(
-            DeviceKV(geometry, codec, plan, torch.device("cuda:0")), HEADS, in_order=in_order
+            GpuKVCache(geometry, codec, plan, torch.device("cuda:0")), HEADS, in_order=in_order
         )
         self.keepers = (
             PageKeeper(self.reference.kv, RECENT),

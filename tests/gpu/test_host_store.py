@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvspec_testkit.runtime.attention_pair import AttentionPair
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.host_copies import HostCopies
-from sglang_kvspec.pools.lanes import Event, Lanes, StreamLane, make_lanes
-from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.host_copies import HostCopies
+from sglang_kvspec.kv.lanes import Event, Lanes, StreamLane, make_lanes
+from sglang_kvspec.kv.record_pool import RecordPool
 
 DEVICE = torch.device("cuda:0")
 LAYERS, HEADS, RECORD_BYTES = 4, 8, 32768

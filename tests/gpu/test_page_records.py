@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.kv import staged_records
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.page_records import PageRecords, copy_in, copy_out
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
-from sglang_kvspec.pools import staged_records
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.page_records import PageRecords, copy_in, copy_out
 
 DEVICE = torch.device("cuda:0")
 NUM_PAGES, NUM_KEPT = 24, 6
@@ -25,7 +25,7 @@ KINDS = [(target, store) for target in ("exact", "int8") for store in (False, Tr
 
 
 class Rig:
-    """A DeviceKV whose pages hold random bytes, written by its main stream."""
+    """A GpuKVCache whose pages hold random bytes, written by its main stream."""
 
     def __init__(self, target: str = "exact", store: bool = False) -> None:
         codec = make_codec(
@@ -34,7 +34,7 @@ class Rig:
         cached, hosted = (16, NUM_PAGES) if store else (NUM_PAGES, 0)
         page = PageBytes(1, 1, 1)
         plan = CapacityPlan(NUM_PAGES, 4, cached, hosted, page, "test", kept_anchor_pages=NUM_KEPT)
-        self.kv = DeviceKV(GEOMETRY, codec, plan, DEVICE)
+        self.kv = GpuKVCache(GEOMETRY, codec, plan, DEVICE)
         self.kv.warm_up_records()
         self.kv.warm_up()
         torch.cuda.synchronize()

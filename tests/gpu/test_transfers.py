@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sglang_kvspec.pools.host_copies import HostCopies
-from sglang_kvspec.pools.lanes import make_lanes
-from sglang_kvspec.pools.record_pool import RecordPool
-from sglang_kvspec.pools.transfers import MOST_BYTES, send_into, sent_to, sent_together
+from sglang_kvspec.kv.host_copies import HostCopies
+from sglang_kvspec.kv.lanes import make_lanes
+from sglang_kvspec.kv.record_pool import RecordPool
+from sglang_kvspec.kv.transfers import MOST_BYTES, send_into, sent_together, to_device
 
 DEVICE = torch.device("cuda:0")
 # 2 MiB each, as of an 8B shape: 0.25 GiB together, about 5 ms.
@@ -22,7 +22,7 @@ def test_values_do_not_wait_for_pages() -> None:
     )  # fmt: skip
     copies = HostCopies(cache, store, make_lanes(DEVICE))
     pairs = [(page, (7 * page) % NUM_PAGES) for page in range(NUM_PAGES)]
-    sent_to(DEVICE, torch.zeros(1))
+    to_device(DEVICE, torch.zeros(1))
     copies.fetch(pairs).synchronize()
     values = [torch.arange(1000 + i) for i in range(20)]
     done = [copies.fetch(pairs) for _ in range(2)][-1]
@@ -37,7 +37,7 @@ def test_all_sizes_arrive() -> None:
     for count in (0, 1, 3, 1000, MOST_BYTES // 8, MOST_BYTES // 8 + 1, MOST_BYTES):
         for dtype in (torch.int64, torch.int32, torch.uint8):
             values = torch.randint(0, 200, (count,)).to(dtype)
-            assert torch.equal(sent_to(DEVICE, values).cpu(), values), (count, dtype)
+            assert torch.equal(to_device(DEVICE, values).cpu(), values), (count, dtype)
         target = torch.full((count + 1,), 5, dtype=torch.int32, device=DEVICE)
         send_into([(target[:count], torch.arange(count))])
         assert torch.equal(target[:count].cpu(), torch.arange(count).int())
@@ -59,5 +59,5 @@ def test_many_at_once() -> None:
 def test_more_than_the_memory_holds_in_all() -> None:
     values = [torch.full((MOST_BYTES // 16,), i) for i in range(100)]
     torch.cuda._sleep(20_000_000)
-    arrived = [sent_to(DEVICE, each) for each in values]
+    arrived = [to_device(DEVICE, each) for each in values]
     assert all(torch.equal(a.cpu(), b) for a, b in zip(arrived, values, strict=True))

@@ -8,10 +8,10 @@ import torch
 
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.codecs.wire import make_wire_codec
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.page_records import PageRecords, copy_out
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.page_records import PageRecords, copy_out
 from sglang_kvspec.runtime.disaggregation import page_wire
 from sglang_kvspec.runtime.disaggregation.page_wire import WholeWire
 from sglang_kvspec.transport import Stream
@@ -25,12 +25,12 @@ LANDED = list(range(NUM_PAGES, NUM_PAGES - COUNT, -1))
 MODES = ("full", "int8", "int4", "cachegen")
 
 
-def make_kv(store: bool) -> DeviceKV:
+def make_kv(store: bool) -> GpuKVCache:
     """store: with a cache of fewer pages than cross."""
     codec = make_codec("uniform4", target="exact", page_size=64, head_dim=128, dtype=torch.bfloat16)
     cached, hosted = (20, NUM_PAGES) if store else (NUM_PAGES, 0)
     plan = CapacityPlan(NUM_PAGES, 4, cached, hosted, PageBytes(1, 1, 1), "test")
-    kv = DeviceKV(GEOMETRY, codec, plan, DEVICE)
+    kv = GpuKVCache(GEOMETRY, codec, plan, DEVICE)
     kv.warm_up_records()
     kv.warm_up()
     return kv
@@ -43,7 +43,7 @@ def make_pages() -> tuple[torch.Tensor, torch.Tensor]:
     return k * 3 + 1, v
 
 
-def expected_records(kv: DeviceKV, k: torch.Tensor, v: torch.Tensor) -> PageRecords:
+def expected_records(kv: GpuKVCache, k: torch.Tensor, v: torch.Tensor) -> PageRecords:
     """What the codec makes of pages, on the CPU."""
     record = kv.codec.encode(k.flatten(0, 1), v.flatten(0, 1))
     shape = (len(k), GEOMETRY.num_layers)

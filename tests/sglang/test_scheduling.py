@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_kvspec.adapters import scheduling
 from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.pressure import Pressure
 
 PAGE, RESERVE = 64, 66

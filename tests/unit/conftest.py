@@ -16,9 +16,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.core.config import Target
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.tiered_kv import TieredKV
 
 # Without a CUDA device kernels run in Triton's interpreter. An environment variable chooses
 # it when triton is imported, so that is done before any test module is. It must not reach the
@@ -67,26 +67,28 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def make_kv() -> Callable[..., TieredKV]:
-    """Builds a TieredKV of a few small pages whose memory starts as NaN and 0xFF bytes.
+def make_kv() -> Callable[..., ReferenceKVCache]:
+    """Builds a ReferenceKVCache of a few small pages whose memory starts as NaN and 0xFF bytes.
 
     cache_pages None holds every page; store False keeps residuals in the cache alone.
     """
 
-    def make(*, dtype: torch.dtype = torch.float32, store: bool = True, **options: Any) -> TieredKV:
-        return _poisoned(TieredKV, _parts(dtype=dtype, store=store, **options))
+    def make(
+        *, dtype: torch.dtype = torch.float32, store: bool = True, **options: Any
+    ) -> ReferenceKVCache:
+        return _poisoned(ReferenceKVCache, _parts(dtype=dtype, store=store, **options))
 
     return make
 
 
 @pytest.fixture(scope="session")
 def make_device_kv() -> Callable[..., Any]:
-    """Builds a DeviceKV of a few small pages that encodes nothing, options as for make_kv: its
+    """Builds a GpuKVCache of a few small pages that encodes nothing, options as for make_kv: its
     `encodings` lists (layer, window slots, pages) of what it was to encode. encodes: instead, by
     the codec in plain torch. lanes: what copies to its store run in."""
-    from sglang_kvspec.pools.device_kv import DeviceKV
+    from sglang_kvspec.kv.gpu_cache import GpuKVCache
 
-    class EncodingKV(DeviceKV):
+    class EncodingKV(GpuKVCache):
         def encode_from(
             self,
             layer: int,
@@ -104,7 +106,7 @@ def make_device_kv() -> Callable[..., Any]:
             self.anchors.layer(layer)[ids] = record.anchor
             self.residuals.cache_layer(layer)[residual_slots[used].long()] = record.residual
 
-    class RecordingKV(DeviceKV):
+    class RecordingKV(GpuKVCache):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.encodings: list[tuple[int, list[int], list[int]]] = []
@@ -132,7 +134,7 @@ def make_device_kv() -> Callable[..., Any]:
         lanes: Any = None,
         encodes: bool = False,
         **options: Any,
-    ) -> DeviceKV:
+    ) -> GpuKVCache:
         parts = _parts(dtype=dtype, store=store, **options)
         return _poisoned(partial(EncodingKV if encodes else RecordingKV, lanes=lanes), parts)
 
@@ -183,11 +185,11 @@ def _parts(
 
 
 @pytest.fixture
-def encoded(make_kv: Callable[..., TieredKV]) -> Callable[..., TieredKV]:
+def encoded(make_kv: Callable[..., ReferenceKVCache]) -> Callable[..., ReferenceKVCache]:
     """Builds a KV cache whose pages 1..num_encoded are encoded, the first ones resident. Options
     as for make_kv."""
 
-    def make(num_encoded: int, **options: Any) -> TieredKV:
+    def make(num_encoded: int, **options: Any) -> ReferenceKVCache:
         kv = make_kv(**options)
         pages = list(range(1, num_encoded + 1))
         k = torch.randn((num_encoded, 32, 2, 16), generator=torch.Generator().manual_seed(0))
@@ -200,7 +202,7 @@ def encoded(make_kv: Callable[..., TieredKV]) -> Callable[..., TieredKV]:
 
 
 @pytest.fixture
-def run_machine(make_kv: Callable[..., TieredKV]) -> Callable[..., None]:
+def run_machine(make_kv: Callable[..., ReferenceKVCache]) -> Callable[..., None]:
     """Runs a state machine that is made of make_kv."""
 
     def run(machine: Callable[..., Any], steps: int, **options: Any) -> None:

@@ -12,7 +12,7 @@ from sglang_kvspec.adapters.requests import fail, resumed_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.adapters.transfer.peers import Serving, serving
 from sglang_kvspec.runtime.disaggregation.arrivals import ON_ANOTHER_RANK, Arrivals
-from sglang_kvspec.runtime.disaggregation.set_aside import SetAside
+from sglang_kvspec.runtime.disaggregation.retracted_kv import RetractedKV
 from sglang_kvspec.runtime.disaggregation.timeline import TRANSFER_CARRIER
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
@@ -141,10 +141,10 @@ def agree(ranks: Ranks, reqs: Sequence[Any], wrongs: Sequence[str | None]) -> li
     return found
 
 
-def set_aside(pages: list[int], num_tokens: int) -> SetAside:
+def keep_retracted(pages: list[int], num_tokens: int) -> RetractedKV:
     """Keep the KV of a request that is retracted."""
     here = serving()
-    return SetAside(here.kv, here.manager.arrivals, pages, num_tokens)
+    return RetractedKV(here.kv, here.manager.arrivals, pages, num_tokens)
 
 
 def wait_when_idle(scheduler: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_kvspec.adapters.transfer.decoding import Decoding, set_aside
+from sglang_kvspec.adapters.transfer.decoding import Decoding, keep_retracted
 from sglang_kvspec.adapters.transfer.peers import Serving, install
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.runtime.disaggregation.metrics import TransferMetrics
@@ -29,7 +29,7 @@ class DisaggregationRole:
         self._serving.kv.warm_up_records()
         is_decode = server_args.disaggregation_mode == "decode"
         if is_decode:
-            pool.keep_retracted = set_aside
+            pool.keep_retracted = keep_retracted
         self.decoding = Decoding(self._serving) if is_decode else None
         self._metrics: TransferMetrics | None = None
         if server_args.enable_metrics and ranks.is_first:

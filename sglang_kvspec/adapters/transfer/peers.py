@@ -19,7 +19,7 @@ from sglang_kvspec.adapters.model_identity import (
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.codecs.wire import make_wire_codec
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
 from sglang_kvspec.runtime.ranks import Ranks
@@ -43,7 +43,7 @@ class Serving:
     join_rounds: Callable[[], None] = lambda: None
 
     @property
-    def kv(self) -> KVTiers:
+    def kv(self) -> PagedKVCache:
         return self.pool.kv
 
     def identity(self) -> Identity:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.core.errors import KVSpecError, TransportError
-from sglang_kvspec.pools.kv_tiers import KVTiers
+from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat, digest_of
 from sglang_kvspec.runtime.disaggregation.lander import Lander
@@ -37,7 +37,7 @@ class Arrivals:
 
     def __init__(
         self,
-        kv: KVTiers,
+        kv: PagedKVCache,
         wire: PageWire,
         handovers: HandoverFormat,
         *,
@@ -176,7 +176,7 @@ class Arrivals:
         """Until the request whose last page this is runs."""
         self._tails[page] = tail
 
-    def set_aside(self, page: int) -> int:
+    def keep_retracted(self, page: int) -> int:
         """The request that has this page is retracted: what arrives of it waits. Returns its
         room."""
         landing = self._by_page[page]

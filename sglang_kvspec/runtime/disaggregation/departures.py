@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.page_records import copy_out
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.page_records import copy_out
 from sglang_kvspec.runtime.disaggregation.handover import (
     HEADS_OF_TAIL,
     Handover,
@@ -70,7 +70,7 @@ class Departures:
 
     def __init__(
         self,
-        kv: KVTiers,
+        kv: PagedKVCache,
         wire: PageWire,
         link: SendingLink,
         handovers: HandoverFormat,

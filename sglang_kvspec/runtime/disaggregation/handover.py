@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.kv.geometry import KVGeometry
 
 # Beside the fields of SGLang: names, lengths and a time.
 _HEADER_SLACK_BYTES = 1024

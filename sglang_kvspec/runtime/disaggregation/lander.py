@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.page_records import PageRecords, copy_in
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.page_records import PageRecords, copy_in
 from sglang_kvspec.runtime.disaggregation.handover import HEADS_OF_TAIL, HandoverFormat, agreed
 from sglang_kvspec.runtime.disaggregation.landing import Landing
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
@@ -23,7 +23,7 @@ class Lander:
 
     def __init__(
         self,
-        kv: KVTiers,
+        kv: PagedKVCache,
         wire: PageWire,
         handovers: HandoverFormat,
         keep_tail: Callable[[int, torch.Tensor], None],

@@ -9,8 +9,8 @@ import torch
 
 from sglang_kvspec.codecs.wire import KV, WireCodec, WireCodecName, make_wire_codec
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.page_records import PageRecords
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.page_records import PageRecords
 from sglang_kvspec.transport import Stream
 
 # Of plain KV that a codec works on at a time, unless a single page is more: beside that it needs
@@ -54,7 +54,7 @@ class PageWire(Protocol):
 class SplitWire:
     """Anchors as they are, and residuals behind them (Lynx section 4.2)."""
 
-    def __init__(self, kv: KVTiers) -> None:
+    def __init__(self, kv: PagedKVCache) -> None:
         self._kv = kv
         sample = PageRecords.empty(kv.geometry, kv.codec, 1)
         self._anchor_shape, self._residual_shape = (
@@ -119,7 +119,7 @@ class WholeWire:
 
     residual_bytes = 0
 
-    def __init__(self, kv: KVTiers, codec: WireCodec, *, drafts: bool) -> None:
+    def __init__(self, kv: PagedKVCache, codec: WireCodec, *, drafts: bool) -> None:
         assert kv.codec.target == "exact", "another target would lose what the wire did not"
         self._kv, self._codec, self._drafts = kv, codec, drafts
         self._part_codecs = {1: codec}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_digest
 
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.page_records import PageRecords
-from sglang_kvspec.pools.prefix_store import PageLink, page_rows
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.page_records import PageRecords
+from sglang_kvspec.kv.prefix_store import PageLink, page_rows
 from sglang_kvspec.runtime.agreed_prefixes import names_of
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage
@@ -36,7 +36,7 @@ class EarlyStarts:
 
     def __init__(
         self,
-        kv: KVTiers,
+        kv: PagedKVCache,
         remote: RemotePrefixes,
         on_loaded: Callable[[int, int], None],
         ranks: Ranks | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_kvspec.pools.prefix_store import PageLink
+from sglang_kvspec.kv.prefix_store import PageLink
 
 
 class LandedAnchor(NamedTuple):

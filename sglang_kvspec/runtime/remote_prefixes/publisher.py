@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sglang_kvspec.pools.prefix_store import PageLink
+from sglang_kvspec.kv.prefix_store import PageLink
 
 # Pages known to be in the store; of those that are forgotten some are published again.
 _MAX_KNOWN = 1 << 16

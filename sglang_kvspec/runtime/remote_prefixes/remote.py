@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.pools.prefix_store import PageLink
+from sglang_kvspec.kv.prefix_store import PageLink
 from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
 from sglang_kvspec.runtime.remote_prefixes.link import StoreLink, link_report
 from sglang_kvspec.runtime.remote_prefixes.lookups import (

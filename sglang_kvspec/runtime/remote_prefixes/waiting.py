@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from sglang_kvspec.pools.prefix_store import PageLink
+from sglang_kvspec.kv.prefix_store import PageLink
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes

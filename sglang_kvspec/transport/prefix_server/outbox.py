@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from sglang_kvspec.pools.prefix_store import PrefixReader, StoredPage
+from sglang_kvspec.kv.prefix_store import PrefixReader, StoredPage
 from sglang_kvspec.transport.frames import Stream
 from sglang_kvspec.transport.port import Hold
 from sglang_kvspec.transport.prefixes.frames import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from secrets import randbits
 
 from sglang_kvspec.core.errors import PrefixStoreError
-from sglang_kvspec.pools.prefix_store import PageLink, PrefixStore, extend_chain
+from sglang_kvspec.kv.prefix_store import PageLink, PrefixStore, extend_chain
 from sglang_kvspec.transport.prefix_server.outbox import Outbox
 from sglang_kvspec.transport.prefix_server.shelves import Shelves
 from sglang_kvspec.transport.prefixes.frames import (

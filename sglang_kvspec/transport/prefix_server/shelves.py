@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kvspec_kernels.format_version import FORMAT_VERSION
 from sglang_kvspec.core.errors import ConfigError, PrefixStoreError
-from sglang_kvspec.pools.prefix_store import PrefixStore, StoreIdentity, StoreLimits, open_store
-from sglang_kvspec.pools.prefix_store.identity import IDENTITY_FILE, STORE_VERSION
-from sglang_kvspec.pools.prefix_store.writer_lock import WriterLock
+from sglang_kvspec.kv.prefix_store import PrefixStore, StoreIdentity, StoreLimits, open_store
+from sglang_kvspec.kv.prefix_store.identity import IDENTITY_FILE, STORE_VERSION
+from sglang_kvspec.kv.prefix_store.writer_lock import WriterLock
 from sglang_kvspec.transport.prefixes.frames import MAX_PAGE_BYTES, StoreLayout
 
 # Of pages that were published and are not on disk yet, for each model and setting.

@@ -8,11 +8,11 @@ import torch
 
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import Target
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.lanes import Lanes
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.lanes import Lanes
-from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
@@ -24,8 +24,8 @@ WINDOW_PAGES = 12
 
 
 class AttentionPair:
-    """A DeviceKV with a residual cache of cache_pages and a host store, beside a TieredKV that
-    caches everything. Page ids are shuffled on purpose, and freed ones are used again at once."""
+    """A GpuKVCache with a residual cache of cache_pages and a host store, and a ReferenceKVCache
+    that caches everything. Page ids are shuffled on purpose, and freed ones are used at once."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class AttentionPair:
             return CapacityPlan(num_pages, WINDOW_PAGES, cached, hosted, bytes_of, "test")
 
         cpu = torch.device("cpu")
-        self.reference_kv = TieredKV(geometry, codec, plan(num_pages, 0), cpu)
-        self.kv = DeviceKV(geometry, codec, plan(cache_pages, num_pages), device, lanes)
+        self.reference_kv = ReferenceKVCache(geometry, codec, plan(num_pages, 0), cpu)
+        self.kv = GpuKVCache(geometry, codec, plan(cache_pages, num_pages), device, lanes)
         self.reference = ReferenceAttention(self.reference_kv)
         self.attention = DeviceAttention(self.kv, num_qo_heads, in_order=in_order)
         self._keepers = (PageKeeper(self.reference_kv, RECENT), DevicePageKeeper(self.kv, RECENT))

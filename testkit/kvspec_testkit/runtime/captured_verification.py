@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvspec_testkit.runtime.attention_pair import AttentionPair
-from sglang_kvspec.pools.transfers import send_into
+from sglang_kvspec.kv.transfers import send_into
 from sglang_kvspec.runtime.draft_rows import draft_row, open_for_drafts
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.piggyback_rows import PiggybackRows

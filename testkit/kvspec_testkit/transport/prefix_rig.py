@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvspec_testkit.transport.network import SENDER, Faults, Network
-from sglang_kvspec.pools.prefix_store import PageLink, StoreIdentity, chain_links
+from sglang_kvspec.kv.prefix_store import PageLink, StoreIdentity, chain_links
 from sglang_kvspec.transport.prefix_server.server import PrefixServer
 from sglang_kvspec.transport.prefix_server.shelves import Shelves
 from sglang_kvspec.transport.prefixes import Chain, StoreClient, StoreEvent, StoreLayout

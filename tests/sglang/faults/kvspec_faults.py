@@ -32,10 +32,10 @@ def register() -> None:
         _set_headroom(int(os.environ["KVSPEC_HEADROOM_TOKENS"]))
     if "KVSPEC_FAULT_FILE" not in os.environ:
         return
+    from sglang_kvspec.kv.prefix_store import MemoryStore, PrefixStore
+    from sglang_kvspec.kv.reference_cache import ReferenceKVCache
+    from sglang_kvspec.kv.residual_cache import ResidualCache
     from sglang_kvspec.planning import rounds
-    from sglang_kvspec.pools.prefix_store import MemoryStore, PrefixStore
-    from sglang_kvspec.pools.residual_tiers import ResidualTiers
-    from sglang_kvspec.pools.tiered_kv import TieredKV
     from sglang_kvspec.runtime import spec_sampler
     from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
     from sglang_kvspec.runtime.disaggregation.departures import Departures
@@ -49,11 +49,11 @@ def register() -> None:
     _replace(spec_sampler.SpecSampler, "draft_top1", "bad_drafts", _spoil_every_fifth_of_all)
     _replace(spec_sampler, "accept_matching", "wrong_verifier", _accept_everything)
     _replace(RequestState, "commit", "skipped_rollback", _commit_without_rollback)
-    _replace(TieredKV, "read_target", "off_by_one_page", _read_the_page_before)
-    _replace(ResidualTiers, "write", "stale_residual", _write_first_generation_only)
+    _replace(ReferenceKVCache, "read_target", "off_by_one_page", _read_the_page_before)
+    _replace(ResidualCache, "write", "stale_residual", _write_first_generation_only)
     # Faults of the machine, under which answers stay right or fail.
-    _replace(ResidualTiers, "finish_fetches", "stalled_copy", _finish_nothing)
-    _replace(ResidualTiers, "write", "flipped_bit", _flip_a_bit)
+    _replace(ResidualCache, "finish_fetches", "stalled_copy", _finish_nothing)
+    _replace(ResidualCache, "write", "flipped_bit", _flip_a_bit)
     # What the first rank decides must hold on all: the others now decide otherwise.
     _replace(spec_sampler, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
     _replace(spec_sampler, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)

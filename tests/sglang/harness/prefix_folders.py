@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sglang_kvspec.pools.prefix_store import StoreIdentity, open_reader
+from sglang_kvspec.kv.prefix_store import StoreIdentity, open_reader
 
 
 def stores_in(folder: Path) -> list[tuple[Path, StoreIdentity]]:

@@ -30,15 +30,15 @@ from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
-from sglang_kvspec.pools.kept_anchors import KeptAnchors
-from sglang_kvspec.pools.prefix_store import (
+from sglang_kvspec.kv.kept_anchors import KeptAnchors
+from sglang_kvspec.kv.prefix_store import (
     StoreIdentity,
     StoreLimits,
     chain_links,
     open_memory_store,
     open_store,
 )
-from sglang_kvspec.pools.prefix_tiers import PrefixTiers
+from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 
 SIZE = 32
 NUM_PAGES = 10

@@ -9,7 +9,7 @@ import pytest
 from kvspec_patches import cached_tokens, spec_meta_info
 from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.hit_breakdown import LoadedTokens
-from sglang_kvspec.pools.page_sources import Loaded
+from sglang_kvspec.kv.page_sources import Loaded
 
 SIZE = 64
 

@@ -10,8 +10,8 @@ from hypothesis import Phase
 
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
-from sglang_kvspec.pools.prefix_store import chain_links
-from sglang_kvspec.pools.prefix_tiers import PrefixTiers
+from sglang_kvspec.kv.prefix_store import chain_links
+from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 
 SIZE = 32
 NUM_PAGES = 10

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
-from sglang_kvspec.pools.page_records import copy_out
-from sglang_kvspec.pools.prefix_store import page_rows
-from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.kv.page_records import copy_out
+from sglang_kvspec.kv.prefix_store import page_rows
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
 from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage

@@ -1,4 +1,4 @@
-"""The prefix cache over a DeviceKV, whose streams advance in any order: every hit reads, where
+"""The prefix cache over a GpuKVCache, whose streams advance in any order: every hit reads, where
 kernels do, what its tokens were computed to."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from kvspec_testkit.pools.streams import ModelStreams
-from sglang_kvspec.pools.lanes import PromptLane
+from kvspec_testkit.kv.streams import ModelStreams
+from sglang_kvspec.kv.lanes import PromptLane
 
 SIZE = 32
 NUM_PAGES = 10

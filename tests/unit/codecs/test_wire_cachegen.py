@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_kvspec.codecs.wire.cachegen import ANCHOR_EVERY, BINS, CacheGenWireCodec
 from sglang_kvspec.codecs.wire.delta_record import Coding
 from sglang_kvspec.core.errors import CodecError
-from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.kv.geometry import KVGeometry
 
 
 def codec_of(bins=BINS, **overrides) -> CacheGenWireCodec:

@@ -8,7 +8,7 @@ import torch
 from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.codecs.wire import make_wire_codec
 from sglang_kvspec.core.errors import CodecError, ConfigError
-from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.kv.geometry import KVGeometry
 
 NAMES = ["full", "int8", "int4", "cachegen"]
 LOSSY = NAMES[1:]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_kvspec.codecs.wire import make_wire_codec
 from sglang_kvspec.codecs.wire.rounding import bf16_at_least, bf16_at_most
 from sglang_kvspec.core.errors import CodecError
-from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.kv.geometry import KVGeometry
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=16, page_size=32, dtype=torch.float32)
 # Over a channel of K, over a token's head of V.

@@ -7,10 +7,10 @@ import torch
 
 from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.planning.link_estimate import GUESSED_BYTES_PER_S
 from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.planning.rounds import RoundCost
-from sglang_kvspec.pools.residual_table import ResidualState
 
 SIZE = 32
 PLENTY = RoundBudget(100, 100)

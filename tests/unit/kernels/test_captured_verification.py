@@ -14,8 +14,8 @@ from kvspec_testkit.kernels.interpreter import teach_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from kvspec_testkit.runtime.captured_verification import CapturedVerification
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.geometry import KVGeometry
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
 from sglang_kvspec.runtime.verify_rows import VerifyRows
@@ -170,7 +170,7 @@ def slots_are_not_cleared(monkeypatch):
 
 
 def pages_are_not_encoded_on_the_way(monkeypatch):
-    monkeypatch.setattr(DeviceKV, "encode_from", lambda *arguments: None)
+    monkeypatch.setattr(GpuKVCache, "encode_from", lambda *arguments: None)
 
 
 @pytest.mark.parametrize("fault", [slots_are_not_cleared, pages_are_not_encoded_on_the_way])

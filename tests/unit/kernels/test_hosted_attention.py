@@ -16,11 +16,11 @@ from kvspec_testkit.kernels.interpreter import teach_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.core.errors import CapacityError
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.host_copies import HostCopies
-from sglang_kvspec.pools.hosted_residuals import HostedResiduals
-from sglang_kvspec.pools.page_records import copy_in, copy_out
-from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.host_copies import HostCopies
+from sglang_kvspec.kv.offloaded_residuals import OffloadedResidualCache
+from sglang_kvspec.kv.page_records import copy_in, copy_out
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.draft_rows import DraftRows
 
 PAGE = 64
@@ -129,7 +129,7 @@ def test_a_forward_beyond_the_cache_is_refused(pair):
 
 
 def kernels_are_told_too_late(monkeypatch):
-    monkeypatch.setattr(HostedResiduals, "sync", lambda residuals: None)
+    monkeypatch.setattr(OffloadedResidualCache, "sync", lambda residuals: None)
 
 
 def nothing_is_written_through(monkeypatch):

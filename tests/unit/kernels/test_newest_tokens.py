@@ -10,10 +10,10 @@ import torch
 
 from kvspec_testkit.kernels.interpreter import teach_interpreter
 from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.page_records import copy_out
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
-from sglang_kvspec.pools.device_kv import DeviceKV
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.page_records import copy_out
 
 # Small for the interpreter.
 SIZE, HEADS, HEAD_DIM, LAYERS = 64, 1, 16, 2
@@ -37,7 +37,7 @@ def make_kv(device):
         cached, hosted = (4, 8) if store else (8, 0)
         plan = CapacityPlan(8, 4, cached, hosted, PageBytes(1, 1, 1), "test")
         codec = make_codec("uniform4", target=target, **settings)
-        return DeviceKV(geometry, codec, plan, device)
+        return GpuKVCache(geometry, codec, plan, device)
 
     return make
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from sglang_kvspec.pools.prefix_store import StoreIdentity, StoreLimits, chain_links, open_store
-from sglang_kvspec.pools.prefix_store.disk_file import DiskFile
-from sglang_kvspec.pools.prefix_store.entries import HEADER_BYTES, EntryFormat
+from sglang_kvspec.kv.prefix_store import StoreIdentity, StoreLimits, chain_links, open_store
+from sglang_kvspec.kv.prefix_store.disk_file import DiskFile
+from sglang_kvspec.kv.prefix_store.entries import HEADER_BYTES, EntryFormat
 
 PAGE_SIZE = 2
 IDENTITY = StoreIdentity(

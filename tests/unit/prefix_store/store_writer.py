@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-from sglang_kvspec.pools.prefix_store import StoreIdentity, StoreLimits, chain_links, open_store
+from sglang_kvspec.kv.prefix_store import StoreIdentity, StoreLimits, chain_links, open_store
 
 IDENTITY = StoreIdentity(
     model="killed",

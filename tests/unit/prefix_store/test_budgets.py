@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.pools.prefix_store import StoredPage
+from sglang_kvspec.kv.prefix_store import StoredPage
 
 
 def test_a_full_store_evicts_the_leaf_used_longest_ago(make_store, small):

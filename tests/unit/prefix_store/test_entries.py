@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvspec.pools.prefix_store.entries import (
+from sglang_kvspec.kv.prefix_store.entries import (
     Entry,
     EntryFormat,
     pack_link,

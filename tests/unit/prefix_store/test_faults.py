@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sglang_kvspec.pools.prefix_store.write_health import MENDED_S
+from sglang_kvspec.kv.prefix_store.write_health import MENDED_S
 
 FILES = ("anchors.data", "anchors.index", "residuals.data", "residuals.index")
 
@@ -63,7 +63,7 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path):
     script = f"""
 import resource
 from pathlib import Path
-from sglang_kvspec.pools.prefix_store import StoreIdentity, StoreLimits, chain_links, open_store
+from sglang_kvspec.kv.prefix_store import StoreIdentity, StoreLimits, chain_links, open_store
 identity = StoreIdentity("m", "0/1", "uniform4", "", "exact", "float32", 1, 1, 1, 16, 1000, 1000)
 store = open_store(Path({str(tmp_path)!r}), identity, StoreLimits(1 << 20), threaded=False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4500, 4500))

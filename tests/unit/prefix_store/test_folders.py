@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from sglang_kvspec.core.errors import PrefixStoreError
-from sglang_kvspec.pools.prefix_store import open_reader, open_store
-from sglang_kvspec.pools.prefix_store.disk_file import DiskFile
+from sglang_kvspec.kv.prefix_store import open_reader, open_store
+from sglang_kvspec.kv.prefix_store.disk_file import DiskFile
 
 FILES = ("anchors.data", "anchors.index", "residuals.data", "residuals.index")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvspec.pools.prefix_store.free_slots import FreeSlots, neighbour_runs
+from sglang_kvspec.kv.prefix_store.free_slots import FreeSlots, neighbour_runs
 
 steps = st.tuples(st.sampled_from(["near", "take", "give"]), st.integers(-1, 9))
 

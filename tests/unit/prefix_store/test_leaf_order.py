@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sglang_kvspec.pools.prefix_store.leaf_order import LeafOrder
+from sglang_kvspec.kv.prefix_store.leaf_order import LeafOrder
 
 # A page's parent is the page without its last letter: chains, branches, and parents that are gone.
 pages = st.text("ab", min_size=1, max_size=4).map(str.encode)

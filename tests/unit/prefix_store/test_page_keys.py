@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvspec.pools.prefix_store.page_keys import KEY_BYTES, chain_links
+from sglang_kvspec.kv.prefix_store.page_keys import KEY_BYTES, chain_links
 
 token_lists = st.lists(st.integers(0, 2), max_size=12)
 names = st.sampled_from([b"", b"a", b"b"])

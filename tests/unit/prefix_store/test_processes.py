@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_kvspec.core.errors import PrefixStoreError
-from sglang_kvspec.pools.prefix_store import open_reader, open_store
+from sglang_kvspec.kv.prefix_store import open_reader, open_store
 
 SCRIPT = Path(__file__).with_name("store_writer.py")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_kvspec.pools.prefix_store import open_reader
-from sglang_kvspec.pools.prefix_store.slab import Slab
+from sglang_kvspec.kv.prefix_store import open_reader
+from sglang_kvspec.kv.prefix_store.slab import Slab
 
 
 def test_a_page_written_while_a_reader_opens_is_no_leftover(

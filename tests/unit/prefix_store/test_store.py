@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang_kvspec.codecs import make_codec
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.prefix_store import (
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.prefix_store import (
     StoreIdentity,
     StoreLimits,
     chain_links,

@@ -19,13 +19,13 @@ from hypothesis.stateful import (
 )
 
 from sglang_kvspec.core.errors import PrefixStoreError
-from sglang_kvspec.pools.prefix_store import StoredPage, open_reader, open_store, reader
-from sglang_kvspec.pools.prefix_store.catalogue import Catalogue, Tier
-from sglang_kvspec.pools.prefix_store.committer import Committer
-from sglang_kvspec.pools.prefix_store.entries import EntryFormat
-from sglang_kvspec.pools.prefix_store.leaf_order import LeafOrder
-from sglang_kvspec.pools.prefix_store.page_keys import PageLink
-from sglang_kvspec.pools.prefix_store.state import StoreState
+from sglang_kvspec.kv.prefix_store import StoredPage, open_reader, open_store, reader
+from sglang_kvspec.kv.prefix_store.catalogue import Catalogue, Tier
+from sglang_kvspec.kv.prefix_store.committer import Committer
+from sglang_kvspec.kv.prefix_store.entries import EntryFormat
+from sglang_kvspec.kv.prefix_store.leaf_order import LeafOrder
+from sglang_kvspec.kv.prefix_store.page_keys import PageLink
+from sglang_kvspec.kv.prefix_store.state import StoreState
 
 # Token lists that share prefixes: two tokens a page, up to three pages.
 prefixes = st.lists(st.sampled_from([(1, 1), (2, 2)]), min_size=1, max_size=3).map(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.pools.prefix_store.budget import StoreLimits, TokenBucket
+from sglang_kvspec.kv.prefix_store.budget import StoreLimits, TokenBucket
 
 
 @given(

@@ -7,8 +7,8 @@ from threading import Event
 
 import pytest
 
-from sglang_kvspec.pools.prefix_store.budget import TokenBucket
-from sglang_kvspec.pools.prefix_store.write_queue import WriteQueue
+from sglang_kvspec.kv.prefix_store.budget import TokenBucket
+from sglang_kvspec.kv.prefix_store.write_queue import WriteQueue
 
 WAIT_S = 20.0
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_kvspec.pools.tiered_kv import KV, TieredKV
+from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
@@ -25,7 +25,12 @@ class Story:
     """q [layers, num_tokens, heads, head_dim], k and v [.., num_kv_heads, ..], and page ids."""
 
     def __init__(
-        self, kv: TieredKV, pages: Sequence[int], num_tokens: int, group: int = 1, seed: int = 0
+        self,
+        kv: ReferenceKVCache,
+        pages: Sequence[int],
+        num_tokens: int,
+        group: int = 1,
+        seed: int = 0,
     ) -> None:
         g = kv.geometry
         rng = torch.Generator().manual_seed(seed)
@@ -47,7 +52,7 @@ class Story:
         size = self.page_size
         return prefill_row(start, end - start, pages, page_size=size, recent_pages=recent_pages)
 
-    def with_codec(self, kv: TieredKV, layer: int, *, anchor_only: bool) -> KV:
+    def with_codec(self, kv: ReferenceKVCache, layer: int, *, anchor_only: bool) -> KV:
         """k, v of a layer as encoded pages read; the tokens of the last, partial page are raw."""
         full = len(self.k[layer]) // self.page_size * self.page_size
         raw = self.k[layer], self.v[layer]
@@ -63,7 +68,7 @@ class Story:
 class Driver:
     """Runs rows of stories through ReferenceAttention, layer by layer."""
 
-    def __init__(self, kv: TieredKV, recent_pages: int = 1) -> None:
+    def __init__(self, kv: ReferenceKVCache, recent_pages: int = 1) -> None:
         self.kv = kv
         self.attention = ReferenceAttention(kv)
         self.keeper = PageKeeper(kv, recent_pages)
@@ -113,7 +118,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torc
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 
-def target_attention(kv: TieredKV, story: Story, layer: int) -> torch.Tensor:
+def target_attention(kv: ReferenceKVCache, story: Story, layer: int) -> torch.Tensor:
     """What every token of a story must read, by definition of the target and nothing else."""
     q, k, v = story.q[layer], story.k[layer], story.v[layer]
     if kv.codec.target == "exact":

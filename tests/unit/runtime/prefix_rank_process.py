@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
-from kvspec_testkit.pools.toy_prefixes import PAGE_SIZE, compute, holds, links_of, room
+from kvspec_testkit.kv.toy_prefixes import PAGE_SIZE, compute, holds, links_of, room
 from kvspec_testkit.runtime.rank_group import refusal, this_rank
 from sglang_kvspec.codecs import make_codec
-from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
-from sglang_kvspec.pools.geometry import KVGeometry
-from sglang_kvspec.pools.prefix_store import (
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.prefix_store import (
     PageLink,
     StoreIdentity,
     open_memory_store,
     open_store,
 )
-from sglang_kvspec.pools.prefix_tiers import PrefixTiers
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.kv.prefix_tiers import PrefixTiers
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
+from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import WaitingRequests
@@ -62,7 +62,7 @@ class Rank:
         shard = f"{ranks.rank}/{ranks.size}"
         identity = StoreIdentity.of(codec, geometry, model="toy", shard=shard)
         self.ranks, self.folder = ranks, folder / identity.folder_name
-        self.kv = TieredKV(geometry, codec, plan, torch.device("cpu"))
+        self.kv = ReferenceKVCache(geometry, codec, plan, torch.device("cpu"))
         self.disk = open_store(self.folder, identity, room(identity, MANY, MANY), threaded=False)
         make_host = partial(open_memory_store, identity, room(identity, MANY, host))
         self.tiers = PrefixTiers(self.kv, make_host, self.disk)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.pools.record_pool import RecordPool
+from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.transport import PageMemory, Stream
 
 

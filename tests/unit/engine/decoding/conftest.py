@@ -26,10 +26,10 @@ from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.round_plan import RoundBudget
-from sglang_kvspec.pools.tiered_kv import TieredKV
 from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, prefill_row
@@ -141,7 +141,7 @@ def plain_decode(model: ToyModel, request: Request) -> Output:
 class ToyForward:
     """The engine's ModelForward over the toy model and the reference attention."""
 
-    def __init__(self, kv: TieredKV, model: ToyModel) -> None:
+    def __init__(self, kv: ReferenceKVCache, model: ToyModel) -> None:
         self.attention, self.model = ReferenceAttention(kv), model
 
     def run(
@@ -181,7 +181,7 @@ class Engine:
 
     def __init__(
         self,
-        kv: TieredKV,
+        kv: ReferenceKVCache,
         model: ToyModel,
         config: KVSpecConfig,
         max_running: int = 3,
@@ -373,7 +373,7 @@ def assert_same_output(served: Sequence[Output], plain: Sequence[Output]) -> Non
 def toy(make_kv) -> SimpleNamespace:
     """The classes of this module, one model, and a pool of its shape."""
 
-    def kv(**options) -> TieredKV:
+    def kv(**options) -> ReferenceKVCache:
         options = {"num_pages": 24, "window_pages": 9, "cache_pages": 2} | options
         return make_kv(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, **options)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.pools.residual_tiers import ResidualTiers
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
+from sglang_kvspec.kv.residual_cache import ResidualCache
 from sglang_kvspec.runtime import spec_sampler
 from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
@@ -97,12 +97,12 @@ def test_values_written_by_drafts_and_kept(serve_and_compare, monkeypatch):
 
 @pytest.mark.parametrize("read", ["read_target", "read_draft"])
 def test_a_read_one_page_off(serve_and_compare, monkeypatch, read):
-    right = getattr(TieredKV, read)
+    right = getattr(ReferenceKVCache, read)
 
     def off_by_one(kv, layer, pages):
         return right(kv, layer, torch.cat((pages[:1], pages[:-1])))
 
-    monkeypatch.setattr(TieredKV, read, off_by_one)
+    monkeypatch.setattr(ReferenceKVCache, read, off_by_one)
     if read == "read_target":
         with pytest.raises(AssertionError, match="differs in"):
             serve_and_compare()
@@ -112,32 +112,32 @@ def test_a_read_one_page_off(serve_and_compare, monkeypatch, read):
 
 
 def test_residuals_of_the_previous_generation(serve_and_compare, monkeypatch):
-    right = ResidualTiers.write
+    right = ResidualCache.write
 
     def first_generation_only(tiers, layer, pages, records):
         fresh = [tiers.table.ref(page).generation == 0 for page in pages.tolist()]
         right(tiers, layer, pages[fresh], records[fresh])
 
-    monkeypatch.setattr(ResidualTiers, "write", first_generation_only)
+    monkeypatch.setattr(ResidualCache, "write", first_generation_only)
     with pytest.raises(AssertionError, match="differs in"):
         serve_and_compare()
 
 
 def test_residuals_missing_from_the_store(serve_and_compare, monkeypatch):
-    right = ResidualTiers.write
+    right = ResidualCache.write
 
     def not_written_through(tiers, layer, pages, records):
         store = tiers._store
         right(tiers, layer, pages, records)
         store.write(layer, pages, torch.zeros_like(records))
 
-    monkeypatch.setattr(ResidualTiers, "write", not_written_through)
+    monkeypatch.setattr(ResidualCache, "write", not_written_through)
     with pytest.raises(AssertionError, match="differs in"):
         serve_and_compare()
 
 
 def test_anchors_read_as_the_target(serve_and_compare, monkeypatch):
-    monkeypatch.setattr(TieredKV, "read_target", TieredKV.read_draft)
+    monkeypatch.setattr(ReferenceKVCache, "read_target", ReferenceKVCache.read_draft)
     with pytest.raises(AssertionError, match="differs in"):
         serve_and_compare()
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sglang_kvspec.codecs.wire import make_wire_codec
-from sglang_kvspec.pools.kv_tiers import KVTiers
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.runtime.disaggregation.departures import Departures
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
@@ -143,7 +143,7 @@ class Lab:
 
     def __init__(
         self,
-        make_kv: Callable[..., TieredKV],
+        make_kv: Callable[..., ReferenceKVCache],
         mode: str,
         target: str,
         ranks: Ranks | None = None,
@@ -264,7 +264,7 @@ class Lab:
         return k[:, : request.num_tokens], v[:, : request.num_tokens]
 
 
-def wire(kv: KVTiers, mode: str):
+def wire(kv: PagedKVCache, mode: str):
     if mode == "split":
         return SplitWire(kv)
     # Only what is lossless can be verified, and so drafted on.
@@ -272,7 +272,7 @@ def wire(kv: KVTiers, mode: str):
 
 
 @pytest.fixture
-def make_lab(make_kv: Callable[..., TieredKV]) -> Callable[..., Lab]:
+def make_lab(make_kv: Callable[..., ReferenceKVCache]) -> Callable[..., Lab]:
     return lambda mode="split", target="exact", **limits: Lab(make_kv, mode, target, **limits)
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_kvspec.pools.page_records import PageRecords, copy_out
-from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.kv.page_records import PageRecords, copy_out
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.runtime.disaggregation.departures import Departures
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import SplitWire
-from sglang_kvspec.runtime.disaggregation.set_aside import SetAside
+from sglang_kvspec.runtime.disaggregation.retracted_kv import RetractedKV
 from sglang_kvspec.transport import Stream
 
 ROOM, SIZE = 7, 32
@@ -196,7 +196,7 @@ def test_one_that_is_retracted_goes_on(make_lab, num_tokens, arrives):
     decode, pages = lab.kvs[1], lab.pages[1]
     # A full last page is encoded by now: as what, is the same to this.
     last = copy_out(decode, pages[-1:]) if num_tokens % SIZE == 0 else None
-    kept = SetAside(decode, lab.arrivals, pages, num_tokens)
+    kept = RetractedKV(decode, lab.arrivals, pages, num_tokens)
     lab.arrivals.release(pages)
     decode.free_pages(pages)
     decode.check_integrity()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sglang_kvspec.core.errors import CodecError
-from sglang_kvspec.pools.page_records import copy_out
-from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.kv.page_records import copy_out
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.disaggregation import page_wire
 from sglang_kvspec.transport import Stream
 
@@ -56,7 +56,7 @@ def make_lab(request, make_device_kv, make_wire):
 def few_pages_at_once(monkeypatch):
     """So that several portions are landed."""
     monkeypatch.setattr(page_wire, "AT_ONCE_BYTES", 2 * 2 * LAYERS * SIZE * 2 * 16 * 2)
-    monkeypatch.setattr("sglang_kvspec.pools.device_kv.PUBLISH_PAGES", 3)
+    monkeypatch.setattr("sglang_kvspec.kv.gpu_cache.PUBLISH_PAGES", 3)
 
 
 @pytest.mark.parametrize(("mode", "loss"), MODES.items())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_kvspec.core.errors import TransportError
-from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.disaggregation import lander
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
 from sglang_kvspec.transport import SegmentKey, Stream, TransferEnded, TransferFailed

@@ -12,7 +12,7 @@ import torch
 
 from sglang_kvspec.runtime.disaggregation.arrivals import ON_ANOTHER_RANK
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
-from sglang_kvspec.runtime.disaggregation.set_aside import SetAside
+from sglang_kvspec.runtime.disaggregation.retracted_kv import RetractedKV
 from sglang_kvspec.transport import SegmentKey, Stream, TransferFailed
 
 ROOM, SIZE = 7, 32
@@ -209,7 +209,7 @@ def test_one_that_is_retracted_goes_on_alike(server, arrives) -> None:
         server.receive(ROOM)
     kept = []
     for lab, request in zip(server.labs, requests, strict=True):
-        kept.append(SetAside(lab.decode, lab.arrivals, request.decode_pages, LENGTH))
+        kept.append(RetractedKV(lab.decode, lab.arrivals, request.decode_pages, LENGTH))
         lab.arrivals.release(request.decode_pages)
         lab.decode.free_pages(request.decode_pages)
     server.check()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED, Departures
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import (
@@ -71,7 +71,7 @@ class OneToMany:
     def __init__(
         self,
         make_lab: Callable[..., Any],
-        make_kv: Callable[..., TieredKV],
+        make_kv: Callable[..., ReferenceKVCache],
         make_wire: Callable[..., PageWire],
         num_ranks: int,
         mode: str = "split",

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_kvspec.pools.residual_table import ResidualState
-from sglang_kvspec.pools.tiered_kv import TieredKV
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
-from sglang_kvspec.runtime.disaggregation.set_aside import SetAside
+from sglang_kvspec.runtime.disaggregation.retracted_kv import RetractedKV
 from sglang_kvspec.transport import (
     JoinedLink,
     SegmentKey,
@@ -39,7 +39,7 @@ class ManyToOne:
     def __init__(
         self,
         make_lab: Callable[..., Any],
-        make_kv: Callable[..., TieredKV],
+        make_kv: Callable[..., ReferenceKVCache],
         make_wire: Callable[..., PageWire],
         num_ranks: int,
         mode: str = "split",
@@ -201,7 +201,7 @@ def test_parts_may_come_in_any_order(make, seed) -> None:
         elif draftable and not aside and made.arrivals.is_lacking(ROOM):
             aside = True
             pages = requests[0].decode_pages
-            kept = SetAside(made.kv, made.arrivals, pages, LENGTH)
+            kept = RetractedKV(made.kv, made.arrivals, pages, LENGTH)
             made.kv.free_pages(pages)
             made.arrivals.release(pages)
             rng.choice(made.ranks).link.deliver()

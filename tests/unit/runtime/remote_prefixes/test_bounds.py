@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_kvspec.pools.prefix_store import chain_links
+from sglang_kvspec.kv.prefix_store import chain_links
 from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes, publisher
 from sglang_kvspec.runtime.remote_prefixes.publisher import Publisher
 from sglang_kvspec.runtime.remote_prefixes.trust import FIRST_PAUSE_S, LONGEST_PAUSE_S, Trust

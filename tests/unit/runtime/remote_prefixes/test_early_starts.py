@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvspec_testkit.runtime.meeting import BOTH, Meeting, MeetingRanks
-from sglang_kvspec.pools.page_records import copy_out
-from sglang_kvspec.pools.prefix_store import chain_links, page_rows
-from sglang_kvspec.pools.residual_table import ResidualState
+from sglang_kvspec.kv.page_records import copy_out
+from sglang_kvspec.kv.prefix_store import chain_links, page_rows
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
 from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage

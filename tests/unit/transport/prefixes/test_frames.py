@@ -12,7 +12,7 @@ from msgspec.msgpack import encode as pack
 from kvspec_testkit.transport.fuzz import noise_value
 from kvspec_testkit.transport.network import SENDER
 from kvspec_testkit.transport.prefix_rig import IDENTITY, LAYOUT, Rig, chain_of, links_of
-from sglang_kvspec.pools.prefix_store import StoreIdentity
+from sglang_kvspec.kv.prefix_store import StoreIdentity
 from sglang_kvspec.transport.frames import Stream
 from sglang_kvspec.transport.prefixes.frames import (
     STORE_PROTOCOL,

@@ -20,7 +20,7 @@ from kvspec_testkit.transport.prefix_rig import (
     links_of,
     residual_of,
 )
-from sglang_kvspec.pools.prefix_store.disk_file import DiskFile
+from sglang_kvspec.kv.prefix_store.disk_file import DiskFile
 from sglang_kvspec.transport.frames import Stream
 from sglang_kvspec.transport.prefix_server.outbox import MAX_UNSENT_BYTES
 from sglang_kvspec.transport.prefixes import LookupEnded, PageFetched, PublishEnded

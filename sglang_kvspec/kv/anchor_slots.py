@@ -1,0 +1,79 @@
+"""Which slots hold the kept anchors of which pages, and whose make room. Touches no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_kvspec.kv.prefix_store import PageLink, StoredPage
+from sglang_kvspec.kv.prefix_store.catalogue import Catalogue, Held, Tier
+
+
+@dataclass(slots=True)
+class AnchorCounters:
+    """Pages since the server started. kept: whose anchors got a slot. reused: that came back with
+    them. dropped: whose slot others got, or that another version of the same tokens replaced."""
+
+    kept: int = 0
+    reused: int = 0
+    dropped: int = 0
+
+
+class AnchorSlots:
+    """At most num_slots pages, each with the checksum of its anchors: the residual of the same
+    tokens that was encoded with other anchors is not found.
+
+    The leaf that was used longest ago makes room, so that of a prefix its beginning stays longest.
+    The page before another need not be here: as a rule it is in the KV cache still.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._catalogue = Catalogue(num_slots, 0)
+        self.num_slots = num_slots
+        self.counters = AnchorCounters()
+
+    def __len__(self) -> int:
+        return len(self._catalogue)
+
+    def slot_of(self, page: StoredPage) -> int | None:
+        """Where the anchors are that a tier's residual of this page was encoded with."""
+        held = self._catalogue.locate(Tier.ANCHOR, page)
+        return None if held is None else held.slot
+
+    def touch(self, links: Iterable[PageLink]) -> None:
+        """A prefix was looked up."""
+        self._catalogue.touch(link.key for link in links)
+
+    def claim(self, link: PageLink, stamp: int) -> int | None:
+        """A slot to copy a page's anchors into, whose checksum is `stamp`. None where they are kept
+        already, or nothing may make room."""
+        known = self._catalogue.page(link)
+        if known is not None and known.stamp == stamp:
+            self.touch([link])
+            return None
+        self.counters.dropped += self._forget(link.key)
+        place = self._catalogue.reserve(Tier.ANCHOR, link)
+        if place is None:
+            vacated = self._catalogue.evict(Tier.ANCHOR, link)
+            if not vacated:
+                return None
+            self._catalogue.release(vacated)
+            self.counters.dropped += len(vacated)
+            place = self._catalogue.reserve(Tier.ANCHOR, link)
+            assert place is not None, "a slot that was given back is free"
+        self._catalogue.install(Tier.ANCHOR, link, Held(place.slot, stamp, sequence=0))
+        self.counters.kept += 1
+        return place.slot
+
+    def release(self, links: Iterable[PageLink]) -> None:
+        """These pages are in the KV cache again, with what was kept of them."""
+        self.counters.reused += sum(self._forget(link.key) for link in links)
+
+    def _forget(self, key: bytes) -> int:
+        vacated = self._catalogue.forget(Tier.ANCHOR, key)
+        self._catalogue.release(vacated)
+        return len(vacated)
+
+    def check_integrity(self) -> None:
+        self._catalogue.check_integrity()
+        assert len(self) <= self.num_slots, "more pages than slots"

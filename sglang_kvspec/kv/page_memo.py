@@ -1,0 +1,84 @@
+"""Pages computed from bytes, computed again only where the bytes changed.
+
+For the int8 target on the CPU reference backend, where decoding costs more than the attention
+itself. Every read compares the present bytes with those that were computed from, so a stale or
+foreign residual shows as it would without a memo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang_kvspec.kv.decoded_anchors import LIMIT_BYTES
+from sglang_kvspec.kv.geometry import KVGeometry
+
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+class PageMemo:
+    """A slot a page and layer with the bytes last seen there and what they gave.
+
+    content_bytes: of a page's bytes, all layers. Memory is touched as it is filled; where it would
+    exceed limit_bytes nothing is kept.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        num_slots: int,
+        content_bytes: int,
+        limit_bytes: int = LIMIT_BYTES,
+    ) -> None:
+        self.enabled = num_slots * (content_bytes + geometry.plain_page_bytes) <= limit_bytes
+        self._num_slots = num_slots if self.enabled else 0
+        shape = (self._num_slots, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
+        layers = range(geometry.num_layers)
+        self._results: list[KV] = [
+            (torch.empty(shape, dtype=geometry.dtype), torch.empty(shape, dtype=geometry.dtype))
+            for _ in layers
+        ]
+        self._contents: list[tuple[torch.Tensor, ...]] = [() for _ in layers]
+        self._filled = torch.zeros((geometry.num_layers, self._num_slots), dtype=torch.bool)
+
+    def read(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        contents: tuple[torch.Tensor, ...],
+        compute: Callable[..., KV],
+    ) -> KV:
+        """compute(*contents): (k, v), each [N, page_size, num_kv_heads, head_dim].
+
+        contents[i]: [N, ...], what the pages of slots [N] hold now; shapes and dtypes never change.
+        compute must treat pages independently.
+        """
+        if not self.enabled:
+            return compute(*contents)
+        if not self._contents[layer]:
+            self._contents[layer] = tuple(
+                part.new_empty((self._num_slots, *part.shape[1:])) for part in contents
+            )
+        known = self._filled[layer, slots]
+        for kept, now in zip(self._contents[layer], contents, strict=True):
+            known &= _same(kept.index_select(0, slots), now)
+        if not bool(known.all()):
+            changed = slots[~known]
+            fresh = tuple(part[~known] for part in contents)
+            for kept, now in zip(self._contents[layer], fresh, strict=True):
+                kept[changed] = now
+            for kept, result in zip(self._results[layer], compute(*fresh), strict=True):
+                kept[changed] = result
+            self._filled[layer, changed] = True
+        k, v = self._results[layer]
+        return k.index_select(0, slots), v.index_select(0, slots)
+
+
+def _same(kept: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Bitwise equality of pages [N, ...] of one shape: [N] bool."""
+    left, right = (part.contiguous().flatten(1).view(torch.uint8) for part in (kept, now))
+    if left.shape[1] % 8 == 0:
+        # Wide elements: a reduction of bytes costs more than their comparison.
+        left, right = left.view(torch.int64), right.view(torch.int64)
+    return ~(left != right).any(1)

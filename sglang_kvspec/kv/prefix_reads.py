@@ -1,0 +1,100 @@
+"""Reading a prefix from the tiers below the KV cache: of every page an anchor and the residual that
+was encoded with it, each from where it is nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.kept_anchors import KeptAnchors
+from sglang_kvspec.kv.page_records import PageRecords
+from sglang_kvspec.kv.prefix_store import PageLink, PrefixHit, PrefixReader, page_rows
+from sglang_kvspec.kv.remote_tier import RemoteTier
+
+
+class Found(NamedTuple):
+    """The longest whole run of a prefix's pages. sources: where each page's residual came from.
+    kept_slots: of pages whose anchors are kept, by place in the run, where; records.anchors has
+    other bytes there. stamps: checksums of anchors, by place, where they are known."""
+
+    records: PageRecords
+    sources: list[PrefixReader | RemoteTier]
+    kept_slots: dict[int, int]
+    stamps: dict[int, int]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+def read_prefix(
+    kv: PagedKVCache,
+    links: Sequence[PageLink],
+    hits: tuple[PrefixHit, PrefixHit],
+    tiers: tuple[PrefixReader | None, PrefixReader | None],
+    remote: RemoteTier | None,
+    kept: KeptAnchors | None,
+) -> Found:
+    """tiers: host memory and disk; hits: what each of them has of links."""
+    is_pinned = kv.device.type == "cuda"
+    records = PageRecords.empty(kv.geometry, kv.codec, len(links), pinned=is_pinned)
+    anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
+    sources: dict[int, PrefixReader | RemoteTier] = {}
+    kept_slots: dict[int, int] = {}
+    stamps: dict[int, int] = {}
+    for tier, hit in zip(tiers, hits, strict=True):
+        if tier is None:
+            continue
+        wanted = [i for i in range(hit.num_complete) if i not in sources]
+        here = {} if kept is None else kept.find(hit, wanted)
+        have = set(here)
+        if tier is not tiers[0] and tiers[0] is not None:
+            lacking = [i for i in wanted if i not in here]
+            have |= _read_paired_anchors(tiers[0], hits[0], hit, lacking, anchors)
+        for i in _read_whole(tier, hit, wanted, anchors, residuals, have):
+            sources[i], stamps[i] = tier, hit.pages[i].stamp
+            if i in here:
+                kept_slots[i] = here[i]
+    if remote is not None:
+        for i in (i for i in range(len(links)) if i not in sources):
+            if not remote.read(links[i], anchors[i], residuals[i]):
+                break
+            sources[i] = remote
+    length = next((i for i in range(len(links)) if i not in sources), len(links))
+    return Found(
+        PageRecords(records.anchors[:length], records.residuals[:length]),
+        [sources[i] for i in range(length)],
+        {i: slot for i, slot in kept_slots.items() if i < length},
+        {i: stamp for i, stamp in stamps.items() if i < length},
+    )
+
+
+def _read_paired_anchors(
+    host: PrefixReader,
+    in_host: PrefixHit,
+    on_disk: PrefixHit,
+    wanted: Sequence[int],
+    anchors: Sequence[memoryview],
+) -> set[int]:
+    """Of pages whose residuals are on disk: those whose very anchors are in host memory."""
+    same = [i for i in wanted if in_host.pages[i : i + 1] == on_disk.pages[i : i + 1]]
+    done = host.read_anchors([in_host.pages[i] for i in same], [anchors[i] for i in same])
+    return {i for i, good in zip(same, done, strict=True) if good}
+
+
+def _read_whole(
+    tier: PrefixReader,
+    hit: PrefixHit,
+    wanted: Sequence[int],
+    anchors: Sequence[memoryview],
+    residuals: Sequence[memoryview],
+    have_anchors: Collection[int],
+) -> Iterator[int]:
+    """Read pages `wanted` of a hit into their rows; those of which both parts are there and
+    undamaged."""
+    lacking = [i for i in wanted if i not in have_anchors]
+    done = tier.read_anchors([hit.pages[i] for i in lacking], [anchors[i] for i in lacking])
+    good = {*have_anchors, *(i for i, whole in zip(lacking, done, strict=True) if whole)}
+    both = [i for i in wanted if i in good]
+    done = tier.read_residuals([hit.pages[i] for i in both], [residuals[i] for i in both])
+    return (i for i, whole in zip(both, done, strict=True) if whole)

@@ -1,0 +1,240 @@
+"""Prefixes that are not in the KV cache, or will outlive it: in host memory, on disk, elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.kept_anchors import KeptAnchors
+from sglang_kvspec.kv.page_records import BATCH_PAGES, copy_in, copy_out
+from sglang_kvspec.kv.page_sources import Loaded, PageSource
+from sglang_kvspec.kv.prefix_reads import Found, read_prefix
+from sglang_kvspec.kv.prefix_store import (
+    MemoryStore,
+    PageLink,
+    PrefixHit,
+    PrefixReader,
+    PrefixStore,
+    page_rows,
+)
+from sglang_kvspec.kv.remote_tier import RemoteTier
+
+_NO_HIT = PrefixHit([], 0)
+
+
+# Takes a page's link, anchor and residual; False where it takes no more for now.
+_Put = Callable[[PageLink, memoryview, memoryview], bool]
+
+
+class PrefixTiers:
+    """Anchors and residuals live apart below the KV cache: a tier that is short of room for
+    residuals gives up those first, of the prefix used longest ago, and keeps the anchors. A page
+    counts as there once an anchor and the residual encoded with it can be had, from either tier;
+    a prefix ends before the first page of which that is not so, and the rest is computed. What a
+    remote tier has sent here goes on where these two end.
+    """
+
+    def __init__(
+        self,
+        kv: PagedKVCache,
+        make_host: Callable[[], MemoryStore] | None = None,
+        disk: PrefixStore | None = None,
+        remote: RemoteTier | None = None,
+        kept: KeptAnchors | None = None,
+    ) -> None:
+        """make_host: opens an empty tier in host memory; None for no such tier. kept: what stays
+        in GPU memory of prefixes that host memory or disk hold."""
+        self._kv = kv
+        self._kept = kept
+        self._make_host = make_host
+        self._host = make_host() if make_host else None
+        self._disk = disk
+        self._remote = remote
+        # What the present weights compute no longer belongs there.
+        self._disk_is_stale = False
+        self._loaded_bytes = {"anchors": 0, "residuals": 0}
+
+    @property
+    def are_none(self) -> bool:
+        return self._host is None and self._disk is None and self._remote is None
+
+    @property
+    def disk(self) -> PrefixStore | None:
+        """The tier on disk as long as it is that of the present weights."""
+        return None if self._disk_is_stale else self._disk
+
+    # Coming back
+
+    def num_loadable(self, links: Sequence[PageLink]) -> int:
+        """How many of these pages, from the first on, can be brought back. Counts as their use."""
+        num_local = self.num_local(links)
+        if self._remote is None:
+            return num_local
+        return num_local + self._remote.num_landed(links[num_local:])
+
+    def num_local(self, links: Sequence[PageLink]) -> int:
+        """The same without what came from another machine."""
+        if self._kept is not None:
+            self._kept.touch(links)
+        return max(hit.num_complete for hit in self._hits(links))
+
+    def load(
+        self,
+        links: Sequence[PageLink],
+        pages: Sequence[int],
+        agree: Callable[[list[int]], Sequence[int]] = list,
+    ) -> Loaded:
+        """Fill free pages with what is kept of links[i], as far as records are there and whole.
+
+        agree: makes of this rank's PageSources, one a page, those that count, where several ranks
+        must have loaded the same. Of `pages` the first num_pages are encoded afterwards, the others
+        still free.
+        """
+        sources: list[int] = []
+        for first in range(0, len(pages), BATCH_PAGES):
+            batch = slice(first, min(first + BATCH_PAGES, len(pages)))
+            found = self._read(links[batch])
+            own = pages[first : first + len(found)]
+            copy_in(self._kv, own, found.records, found.kept_slots)
+            self._note_loaded(links[first : first + len(found)], own, found)
+            sources += self._sources(found)
+            if len(found) < batch.stop - batch.start:
+                break
+        num_mine = len(sources)
+        loaded = Loaded.of(agree(sources + [PageSource.NOWHERE] * (len(pages) - num_mine)))
+        if loaded.num_pages < num_mine:
+            # Another rank lacks them, so that no forward can read them.
+            self._kv.free_pages(pages[loaded.num_pages : num_mine])
+        return loaded
+
+    def _read(self, links: Sequence[PageLink]) -> Found:
+        hits = self._hits(links)
+        return read_prefix(self._kv, links, hits, (self._host, self.disk), self._remote, self._kept)
+
+    def _sources(self, found: Found) -> list[int]:
+        def source_of(place: int) -> PageSource:
+            tier, is_kept = found.sources[place], place in found.kept_slots
+            if tier is self._remote:
+                return PageSource.REMOTE
+            if tier is self._disk:
+                return PageSource.KEPT_DISK if is_kept else PageSource.DISK
+            return PageSource.KEPT_HOST if is_kept else PageSource.HOST
+
+        return [source_of(place) for place in range(len(found))]
+
+    def _note_loaded(self, links: Sequence[PageLink], pages: Sequence[int], found: Found) -> None:
+        self.count_loaded(len(found) - len(found.kept_slots), len(found))
+        if self._kept is not None:
+            self._kept.note({pages[i]: stamp for i, stamp in found.stamps.items()})
+            self._kept.release(links[i] for i in found.kept_slots)
+
+    def count_loaded(self, num_anchors: int, num_residuals: int) -> None:
+        """So many came back, by load() or apart from each other."""
+        page = self._kv.plan.page_bytes
+        self._loaded_bytes["anchors"] += num_anchors * page.anchor
+        self._loaded_bytes["residuals"] += num_residuals * page.residual
+
+    def _hits(self, links: Sequence[PageLink]) -> tuple[PrefixHit, PrefixHit]:
+        host, disk = self._host, self.disk
+        return (
+            host.lookup_links(links) if host else _NO_HIT,
+            disk.lookup_links(links) if disk else _NO_HIT,
+        )
+
+    # Leaving
+
+    def spill(self, links: Sequence[PageLink], pages: Sequence[int]) -> int:
+        """Copy what the disk and the remote tier lack of a prefix that stays in the KV cache: page
+        i, encoded, holds links[i]. Takes no longer than copying; where one of them is behind, the
+        rest is left out. Returns how many of these pages the disk has, or will have."""
+        num_on_disk = 0
+        if self.disk is not None:
+            first = self.disk.lookup_links(links).num_complete
+            num_on_disk = self._put(first, self.disk.put, links, pages)
+        if self._remote is not None:
+            self._put(self._remote.first_to_publish(links), self._remote.put, links, pages)
+        return num_on_disk
+
+    def demote(self, links: Sequence[PageLink], pages: Sequence[int], num_staying: int = 0) -> None:
+        """The same for a prefix of which the KV cache is about to drop a part, all but its first
+        num_staying pages."""
+        num_below = self.spill(links, pages)
+        if self._host is not None:
+            first = self._host.lookup_links(links).num_complete
+            self._put(first, self._host.put, links, pages)
+        if self._kept is not None:
+            found = self._hits(links)
+            # Without a residual somewhere anchors are of no use: a prefill reads both.
+            going = slice(num_staying, max(num_below, found[0].num_complete))
+            hits = [hit._replace(pages=hit.pages[going]) for hit in found]
+            self._kept.keep(links[going], pages[going], hits)
+
+    def _put(self, first: int, put: _Put, links: Sequence[PageLink], pages: Sequence[int]) -> int:
+        """Returns how many pages are there then."""
+        for start in range(first, len(pages), BATCH_PAGES):
+            batch = slice(start, start + BATCH_PAGES)
+            records = copy_out(self._kv, pages[batch])
+            anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
+            if self._kept is not None:
+                self._kept.note_rows(pages[batch], anchors)
+            for i, row in enumerate(zip(links[batch], anchors, residuals, strict=True), start):
+                if not put(*row):
+                    return i
+        return len(pages)
+
+    # Control plane
+
+    def forget_memory(self) -> None:
+        """The prefix cache was flushed. What is on disk stays: it outlives the server."""
+        if self._kept is not None:
+            self._kept.forget()
+        if self._make_host is not None:
+            # One at a time: the old one's memory is given back first.
+            self._host = None
+            self._host = self._make_host()
+
+    def weights_will_change(self) -> None:
+        """The disk and the remote tier were opened for the weights so far, and have nothing for the
+        next ones."""
+        self._disk_is_stale = True
+        if self._remote is not None:
+            self._remote.weights_will_change()
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what is on its way to disk, for at most this long."""
+        if self._disk is not None:
+            self._disk.flush(timeout_s)
+            self._disk.close(timeout_s)
+        if self._remote is not None:
+            self._remote.close()
+
+    def report(self) -> dict[str, Any]:
+        """By tier: pages, and of how many the residual is there; counters. loaded_bytes: of what
+        came back into the KV cache from any of them."""
+        tiers: dict[str, PrefixReader | None] = {"host": self._host, "disk": self._disk}
+        report: dict[str, Any] = {name: _describe(tier) for name, tier in tiers.items() if tier}
+        report["loaded_bytes"] = dict(self._loaded_bytes)
+        if self._kept is not None:
+            report["kept_anchors"] = self._kept.report()
+        if self._disk is not None:
+            report["disk"] |= {
+                "is_stale": self._disk_is_stale,
+                "waiting_bytes": self._disk.waiting_bytes,
+            }
+        if self._remote is not None:
+            report["remote"] = self.remote_report()
+        return report
+
+    def remote_report(self) -> dict[str, Any]:
+        assert self._remote is not None, "there is no remote tier"
+        return self._remote.report()
+
+
+def _describe(tier: PrefixReader) -> dict[str, Any]:
+    return {
+        "pages": tier.num_pages,
+        "residuals": tier.num_residuals,
+        "counters": asdict(tier.counters),
+    }

@@ -1,0 +1,194 @@
+"""The KV cache of one rank in plain torch: the CPU's, and the specification of a device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.decoded_anchors import DecodedAnchors
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.page_memo import PageMemo
+from sglang_kvspec.kv.record_pool import RecordPool
+from sglang_kvspec.planning.capacity import CapacityPlan
+
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+class ReferenceKVCache(PagedKVCache):
+    """A page is free, in the window (full precision), or encoded (anchor + residual). All reads
+    and writes name a layer."""
+
+    def __init__(
+        self, geometry: KVGeometry, codec: Codec, plan: CapacityPlan, device: torch.device
+    ) -> None:
+        super().__init__(geometry, codec, plan, device, device)
+        self._decoded = DecodedAnchors(geometry, plan.num_pages)
+        record_bytes = codec.anchor_bytes + codec.residual_bytes
+        self._targets = PageMemo(
+            geometry,
+            plan.num_pages + 1,
+            geometry.num_layers * geometry.num_kv_heads * record_bytes,
+        )
+        self._window_targets = PageMemo(geometry, plan.window_pages, geometry.plain_page_bytes)
+
+    # Life of a page
+
+    def encode(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Encode pages [N] of one layer from k, v [N, page_size, num_kv_heads, head_dim]."""
+        record = self.codec.encode(k, v)
+        self.anchors.write(layer, pages, record.anchor)
+        self.residuals.write(layer, pages, record.residual)
+
+    def encode_window_pages(self, pages: Sequence[int]) -> None:
+        """Encode committed window pages, all layers, and free their window slots."""
+        if not pages:
+            return
+        assert all(map(self.window.is_committed, pages)), "only a committed page may be encoded"
+        ids = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        self._begin_encode(pages)
+        for layer in range(self.geometry.num_layers):
+            self.encode(layer, ids, *self.window.read(layer, ids))
+        self.finish_encode(pages)
+        for page in pages:
+            self.window.release(page)
+
+    def move_out_of_window(self, pages: Sequence[int]) -> None:
+        self.encode_window_pages(pages)
+
+    def free_pages(self, pages: Iterable[int]) -> None:
+        pages = list(pages)
+        super().free_pages(pages)
+        for page in pages:
+            self._decoded.forget(page)
+
+    def prefetch_residuals(self, pages: Iterable[int]) -> None:
+        self.residuals.prefetch(pages)
+
+    def encode_committed(self, pages: Iterable[int]) -> None:
+        self.encode_window_pages([page for page in pages if self.window.is_committed(page)])
+
+    # Records from elsewhere
+
+    def warm_up_records(self) -> None:
+        """They are copied as they lie."""
+
+    def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        self.anchors.write_pages(self._ids(pages), records.to(self.device))
+
+    def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        ids, records = self._ids(pages), records.to(self.device)
+        for layer in range(self.geometry.num_layers):
+            self.residuals.write(layer, ids, records[:, layer])
+
+    def read_anchors(self, pages: Sequence[int]) -> torch.Tensor:
+        return self.anchors.read_pages(self._ids(pages)).cpu()
+
+    def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
+        layers = range(self.geometry.num_layers)
+        ids = self._ids(pages)
+        return torch.stack([self.residuals.peek(layer, ids) for layer in layers], dim=1).cpu()
+
+    def _copy_anchors(
+        self,
+        source: RecordPool,
+        source_slots: Sequence[int],
+        target: RecordPool,
+        target_slots: Sequence[int],
+    ) -> None:
+        records = source.read_pages(self._ids(source_slots))
+        target.write_pages(self._ids(target_slots), records)
+
+    # Full precision from elsewhere
+
+    def read_whole(self, pages: Sequence[int]) -> KV:
+        ids = self._ids(pages)
+        layers = [self.read_target(layer, ids) for layer in range(self.geometry.num_layers)]
+        k, v = (torch.stack(part, dim=1) for part in zip(*layers, strict=True))
+        return k, v
+
+    def write_whole(
+        self, pages: Sequence[int], k: torch.Tensor, v: torch.Tensor, *, anchors: bool = True
+    ) -> None:
+        ids = self._ids(pages)
+        self.begin_encode(pages)
+        for layer in range(self.geometry.num_layers):
+            if anchors:
+                self.encode(layer, ids, k[:, layer], v[:, layer])
+            else:
+                exact = self.codec.encode_exact(k[:, layer], v[:, layer])
+                self.residuals.write(layer, ids, exact)
+        self.finish_encode(pages)
+
+    def _ids(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self.device)
+
+    # Reading
+
+    def read_draft(self, layer: int, pages: torch.Tensor) -> KV:
+        """What a draft sees of pages [N]: the window where a page is there, anchors elsewhere.
+
+        (k, v), each [N, page_size, num_kv_heads, head_dim].
+        """
+
+        def decode(fresh: torch.Tensor) -> KV:
+            assert self._encoded.issuperset(fresh.tolist()), "a page without an anchor was read"
+            return self.codec.decode_anchor(self.anchors.read(layer, fresh))
+
+        return self._read(layer, pages, lambda p: self._decoded.read(layer, p, decode))
+
+    def read_target(self, layer: int, pages: torch.Tensor) -> KV:
+        """What verification and prefill see of full pages [N], at the target precision.
+
+        A page still in the window reads as it will once it is encoded, so that what a token sees
+        never depends on when that happens. Shapes as read_draft.
+        """
+
+        def decode(encoded: torch.Tensor) -> KV:
+            records = self.anchors.read(layer, encoded), self.residuals.read(layer, encoded)
+            if self.codec.target == "exact":
+                return self.codec.decode_target(*records)
+            return self._targets.read(layer, encoded, records, self.codec.decode_target)
+
+        return self._read(layer, pages, decode, window_as_target=True)
+
+    def as_target(self, k: torch.Tensor, v: torch.Tensor) -> KV:
+        """Full pages [N, page_size, num_kv_heads, head_dim] as they read once encoded."""
+        if self.codec.target == "exact":
+            return k, v
+        record = self.codec.encode(k, v)
+        return self.codec.decode_target(record.anchor, record.residual)
+
+    def _read(
+        self,
+        layer: int,
+        pages: torch.Tensor,
+        read_encoded: Callable[[torch.Tensor], KV],
+        window_as_target: bool = False,
+    ) -> KV:
+        in_window = self.window.slots.table[pages] >= 0
+        if not bool(in_window.any()):
+            return read_encoded(pages)
+        recent = self._read_window(layer, pages[in_window], window_as_target)
+        if bool(in_window.all()):
+            return recent
+        encoded = read_encoded(pages[~in_window])
+        # A request's newest pages are its last ones, so as a rule the two parts are in order.
+        in_order = bool((in_window[1:] >= in_window[:-1]).all())
+        place = None if in_order else in_window.long().argsort(stable=True).argsort()
+        merged = (torch.cat(both) for both in zip(encoded, recent, strict=True))
+        k, v = (part if place is None else part.index_select(0, place) for part in merged)
+        return k, v
+
+    def _read_window(self, layer: int, pages: torch.Tensor, as_target: bool) -> KV:
+        recent = self.window.read(layer, pages)
+        if not as_target or self.codec.target == "exact":
+            return recent
+        slots = self.window.slots.table[pages]
+        return self._window_targets.read(layer, slots, recent, self.as_target)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        assert self._encoded.isdisjoint(self.window.slots), "a page is in the window and encoded"

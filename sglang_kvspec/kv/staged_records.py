@@ -1,0 +1,96 @@
+"""Records of pages between pools on a GPU and the CPU, through a buffer on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from sglang_kvspec.kv.lanes import Lane
+from sglang_kvspec.kv.record_pool import RecordPool
+from sglang_kvspec.kv.transfers import sent_together
+
+# Of the buffer, unless the records of a single page are more.
+BUFFER_BYTES = 64 * 2**20
+
+
+def buffer_bytes(page_bytes: int) -> int:
+    """GPU memory that copying takes, where a page has so many bytes of anchors or of residuals."""
+    return max(BUFFER_BYTES, page_bytes)
+
+
+class StagedRecords:
+    """A page's records lie apart, layer by layer. One kernel a layer gathers those of many pages
+    in the buffer, or scatters them from there, and one copy takes the buffer over the link.
+
+    All of it is work of one lane: behind what that lane was given before, which may write these
+    pages still, and before what comes later. The buffer is made when it is first needed.
+    """
+
+    def __init__(self, device: torch.device, lane: Lane) -> None:
+        self._device, self._lane = device, lane
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def read(self, pool: RecordPool, slots: Sequence[int]) -> torch.Tensor:
+        """Records of these slots, [N, num_layers, num_kv_heads, record_bytes] on the CPU, pinned
+        beside a GPU. Waits until they are there."""
+        is_pinned = bool(slots) and self._device.type == "cuda"
+        records = torch.empty(
+            (len(slots), *pool.page_shape), dtype=torch.uint8, pin_memory=is_pinned
+        )
+        for part, buffer, rows, places in self._parts(pool, slots):
+            for layer in range(pool.num_layers):
+                self._lane.copy_rows(buffer[:, layer], places, pool.layer(layer), rows)
+            self._lane.copy([(records[part], buffer)])
+        self._lane.mark().synchronize()
+        return records
+
+    def write(self, pool: RecordPool, slots: Sequence[int], records: torch.Tensor) -> None:
+        """Store such records, which are not to change any more, at these slots, which are
+        distinct. Waits for nothing."""
+        if slots and self._device.type == "cuda":
+            # From pageable memory the CPU would wait for all that the device still has to do.
+            records = records.contiguous().pin_memory()
+        for part, buffer, rows, places in self._parts(pool, slots):
+            self._lane.copy([(buffer, records[part])])
+            for layer in range(pool.num_layers):
+                self._lane.copy_rows(pool.layer(layer), rows, buffer[:, layer], places)
+
+    def copy(
+        self,
+        source: RecordPool,
+        source_slots: Sequence[int],
+        target: RecordPool,
+        target_slots: Sequence[int],
+    ) -> None:
+        """Copy records from slots of a pool to slots of another, which are distinct, without the
+        buffer. Waits for nothing."""
+        assert len(source_slots) == len(target_slots), (source_slots, target_slots)
+        if not source_slots:
+            return
+        rows_from, rows_to = sent_together(
+            self._device,
+            [torch.tensor(list(s), dtype=torch.int32) for s in (source_slots, target_slots)],
+        )
+        for layer in range(source.num_layers):
+            self._lane.copy_rows(target.layer(layer), rows_to, source.layer(layer), rows_from)
+
+    def _parts(
+        self, pool: RecordPool, slots: Sequence[int]
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """As much as the buffer holds at a time: which of the slots, their room in the buffer, and
+        the rows of pool and buffer."""
+        page_bytes = pool.page_shape.numel()
+        room = buffer_bytes(page_bytes)
+        if slots and len(self._buffer) < room:
+            self._buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
+        step = room // page_bytes
+        for first in range(0, len(slots), step):
+            part = slice(first, min(first + step, len(slots)))
+            count = part.stop - first
+            buffer = self._buffer[: count * page_bytes].view(count, *pool.page_shape)
+            rows, places = sent_together(
+                self._device,
+                [torch.tensor(ids, dtype=torch.int32) for ids in (list(slots[part]), range(count))],
+            )
+            yield part, buffer, rows, places

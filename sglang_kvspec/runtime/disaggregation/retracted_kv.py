@@ -1,0 +1,82 @@
+"""KV of a request that a decode server retracts, where it could not be computed again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.page_records import copy_in, copy_out
+from sglang_kvspec.kv.reference_cache import ReferenceKVCache
+from sglang_kvspec.kv.residual_table import ResidualState
+from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
+from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
+
+
+class RetractedKV:
+    """A copy of a request's pages, wherever they were: encoded, in the recent window, or with
+    residuals that are still on the network, which go on arriving. Dropped without being brought
+    back, its request is over."""
+
+    def __init__(
+        self, kv: PagedKVCache, arrivals: Arrivals, pages: Sequence[int], num_tokens: int
+    ) -> None:
+        """pages: of the request's first num_tokens tokens, in order."""
+        self._kv, self._arrivals, self._num_tokens = kv, arrivals, num_tokens
+        in_flight = set(kv.residuals.table.pages_in(pages, ResidualState.IN_FLIGHT))
+        places = dict(enumerate(pages))
+        self._lacking_at = [at for at, page in places.items() if page in in_flight]
+        # On a GPU full pages of the window are encoded, too.
+        self._recent = {
+            at: self._recent_page(page, at)
+            for at, page in places.items()
+            if page in kv.window.slots and not kv.is_encoded(page)
+        }
+        elsewhere = {*self._lacking_at, *self._recent}
+        self._whole_at = [at for at in places if at not in elsewhere]
+        self._whole = copy_out(kv, [pages[at] for at in self._whole_at])
+        self._lacking = kv.read_anchors([pages[at] for at in self._lacking_at])
+        self._room = (
+            arrivals.keep_retracted(pages[self._lacking_at[0]]) if self._lacking_at else None
+        )
+        self._abandoned = weakref.finalize(self, _abandon, arrivals, self._room)
+
+    def _recent_page(self, page: int, at: int) -> torch.Tensor:
+        size = self._kv.geometry.page_size
+        tokens = self._kv.read_plain(page, min(size, self._num_tokens - at * size))
+        assert tokens is not None, "the window has it"
+        return tokens
+
+    def bring_back(self, pages: Sequence[int]) -> None:
+        """Put all of it into free pages, but for a partial last page, which goes into the recent
+        window when the request is admitted."""
+        self._abandoned.detach()
+        kv = self._kv
+        copy_in(kv, [pages[at] for at in self._whole_at], self._whole)
+        lacking = [pages[at] for at in self._lacking_at]
+        kv.begin_landing(lacking)
+        kv.write_anchors(lacking, self._lacking)
+        kv.finish_anchors(lacking)
+        for at, tokens in self._recent.items():
+            if tokens.shape[2] < kv.geometry.page_size:
+                self._arrivals.keep_tail(pages[at], tokens)
+            else:
+                _encode(kv, pages[at], tokens)
+        if self._room is not None:
+            self._arrivals.bring_back(self._room, pages)
+
+
+def _abandon(arrivals: Arrivals, room: int | None) -> None:
+    if room is not None:
+        arrivals.drop(room, NOT_NEEDED)
+
+
+def _encode(kv: PagedKVCache, page: int, tokens: torch.Tensor) -> None:
+    """A free page from all its tokens, as PagedKVCache.read_plain() gives them."""
+    assert isinstance(kv, ReferenceKVCache), "a GPU encodes a page as soon as it is full"
+    kv.begin_encode([page])
+    for layer in range(kv.geometry.num_layers):
+        kv.encode(layer, torch.tensor([page]), *tokens[layer][:, None])
+    kv.finish_encode([page])

@@ -1,0 +1,131 @@
+"""A GPU's streams as queues whose order of progress a test chooses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from sglang_kvspec.kv.lanes import Copy, Event, Lanes, copies_of_rows
+
+Work = Callable[[], bool]
+
+
+class ModelEvent:
+    def __init__(self, lane: ModelLane) -> None:
+        self.lane = lane
+        self.is_over = False
+        self.at = float("nan")
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        """Other lanes go on only where this one waits for them."""
+        while not self.is_over:
+            if not self.lane.step():
+                assert any([lane.step() for lane in self.lane.beside]), "it is never over"
+
+
+class ModelLane:
+    """Nothing given to it happens before step(), which takes a second by its clock. `deaf_to`:
+    lanes whose events it does not wait for, a fault."""
+
+    def __init__(self) -> None:
+        self._work: deque[Work] = deque()
+        self._now = 0.0
+        self.deaf_to: tuple[ModelLane, ...] = ()
+        # All lanes of the device, which go on while the CPU waits for this one.
+        self.beside: tuple[ModelLane, ...] = (self,)
+
+    def do(self, action: Callable[[], object]) -> None:
+        def work() -> bool:
+            action()
+            return True
+
+        self._work.append(work)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        for target, source in copies:
+            self.do(partial(target.copy_, source))
+
+    def copy_pages(
+        self,
+        target: torch.Tensor,
+        target_rows: Sequence[int],
+        source: torch.Tensor,
+        source_rows: Sequence[int],
+    ) -> None:
+        self.copy(copies_of_rows(target, target_rows, source, source_rows))
+
+    def copy_rows(
+        self,
+        target: torch.Tensor,
+        target_rows: torch.Tensor,
+        source: torch.Tensor,
+        source_rows: torch.Tensor,
+    ) -> None:
+        for to, origin in zip(target_rows.tolist(), source_rows.tolist(), strict=True):
+            self.do(partial(target[to].copy_, source[origin]))
+
+    def mark(self, *, timed: bool = False) -> ModelEvent:
+        event = ModelEvent(self)
+
+        def work() -> bool:
+            event.is_over, event.at = True, self._now
+            return True
+
+        self._work.append(work)
+        return event
+
+    def seconds(self, begun: Event, done: Event) -> float:
+        assert isinstance(begun, ModelEvent)
+        assert isinstance(done, ModelEvent)
+        assert all(event.is_over for event in (begun, done)), "asked for before it is known"
+        return done.at - begun.at
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, ModelEvent)
+        if event.lane not in self.deaf_to:
+            self._work.append(event.query)
+
+    @property
+    def num_left(self) -> int:
+        return len(self._work)
+
+    def step(self) -> bool:
+        """Do the next piece of work; False where there is none or it waits for another lane."""
+        if not self._work or not self._work[0]():
+            return False
+        self._work.popleft()
+        self._now += 1
+        return True
+
+
+class ModelStreams:
+    def __init__(self) -> None:
+        self.main, self.to_host, self.to_device = ModelLane(), ModelLane(), ModelLane()
+        self.lanes = Lanes(self.main, self.to_host, self.to_device)
+        for lane in self.all:
+            lane.beside = self.all
+
+    @property
+    def all(self) -> tuple[ModelLane, ...]:
+        return (self.main, self.to_host, self.to_device)
+
+    def advance(self, lanes: Iterable[int]) -> None:
+        """These lanes go on, by their place in `all`, a step each in this order."""
+        for lane in lanes:
+            self.all[lane].step()
+
+    def exhaust(self, held: int | None = None) -> None:
+        """All lanes, or all but this one, go on as far as they can."""
+        others = [lane for place, lane in enumerate(self.all) if place != held]
+        while any([lane.step() for lane in others]):
+            pass
+
+    def drain(self) -> None:
+        self.exhaust()
+        assert not any(lane.num_left for lane in self.all), "lanes wait for each other"
