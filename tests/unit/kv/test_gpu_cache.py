@@ -144,15 +144,15 @@ def test_residuals_of_all_pages_have_their_own_slots(make_device_kv):
 
 
 def test_what_kernels_are_given_fits_the_pools(make_device_kv, monkeypatch):
-    from sglang_kvspec.kv import device_kv
+    from sglang_kvspec.kv import gpu_cache
 
     kv, calls = make_device_kv(num_layers=2, target="int8"), []
-    monkeypatch.setattr(device_kv, "encode_pages", lambda *args: calls.append(args))
+    monkeypatch.setattr(gpu_cache, "encode_pages", lambda *args: calls.append(args))
     kv.open_pages([9, 3])
     pages = torch.tensor([3, 12, -1], dtype=torch.int32)
     k, v = kv.window.layer(1)
     found = kv.residual_slots_of(pages)
-    device_kv.GpuKVCache.encode_from(kv, 1, k, v, torch.tensor([1, 0, -1]), pages, found)
+    gpu_cache.GpuKVCache.encode_from(kv, 1, k, v, torch.tensor([1, 0, -1]), pages, found)
     ((k_, v_, source, anchors, anchor_slots, residuals, slots, codec, target),) = calls
     assert k_ is k
     assert v_ is v
