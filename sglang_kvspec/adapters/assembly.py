@@ -38,7 +38,7 @@ from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.metrics import SpecCounters
-from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 from sglang_kvspec.runtime.ranks import Ranks
@@ -63,7 +63,7 @@ class WorkerParts:
     pool: Any
     allocator: Any
     kv: PagedKVCache
-    pages: PageKeeper | DevicePageKeeper
+    pages: PageKeeper
     table: PageTable
     forward: RaggedForward
     chooser: SpecSampler
@@ -96,8 +96,7 @@ def share_parts(
     """Make what needs SGLang's pools, once they exist."""
     pool = allocator.get_kvcache()
     kv = pool.kv
-    keeper = DevicePageKeeper if isinstance(kv, GpuKVCache) else PageKeeper
-    pages: DevicePageKeeper | PageKeeper = keeper(kv, config.recent_pages)
+    pages = PageKeeper(kv, config.recent_pages)
     pool.keeper = pages
     apart = None
     if server_args.disaggregation_mode != "null":
@@ -115,7 +114,7 @@ def share_parts(
         chooser=chooser,
         ranks=ranks,
         counters=counters,
-        guard=CorruptPageGuard(kv.residuals, ranks, counters),
+        guard=CorruptPageGuard(kv.residuals.corrupt, ranks, counters),
         apart=apart,
         arrivals=ServerArrivals(pool, None if apart is None else apart.decoding),
         view=_view(config),

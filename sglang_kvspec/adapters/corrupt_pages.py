@@ -10,7 +10,8 @@ import torch
 from sglang_kvspec.adapters.requests import fail
 from sglang_kvspec.core.errors import SpoiledResidual
 from sglang_kvspec.engine.batch import RoundBatch
-from sglang_kvspec.runtime.forward_plan import Row, RowKind
+from sglang_kvspec.kv.corrupt_pages import CorruptPages
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.ranks import Ranks
 
@@ -18,21 +19,26 @@ logger = logging.getLogger(__name__)
 
 
 class CorruptPageGuard:
-    """Finds such pages where `residuals`, those of a KV cache, are checked."""
+    """Fails requests that would read a corrupt page, where the residual store is checked."""
 
-    def __init__(self, residuals: Any, ranks: Ranks, counters: SpecCounters) -> None:
-        self._residuals, self._ranks, self._counters = residuals, ranks, counters
+    def __init__(self, corrupt: CorruptPages | None, ranks: Ranks, counters: SpecCounters) -> None:
+        """corrupt: of the KV cache, None where its store is not checked."""
+        self._corrupt, self._ranks, self._counters = corrupt, ranks, counters
+
+    def mark(self, pages: torch.Tensor) -> None:
+        """Let no request read pages that a failing request computes from corrupt ones."""
+        if self._corrupt is not None:
+            self._corrupt.mark(pages.tolist())
 
     def fails(self, req: Any, pages: torch.Tensor) -> bool:
         """Fail a request that is about to read residuals of these pages which are corrupt. Return
         whether it does. A request that prefills fails with its last chunk, since SGLang would lose
         the pages of another. Raises SpoiledResidual where other ranks would go on serving it."""
-        residuals = self._residuals
-        spoiled = residuals.find_spoiled(pages.tolist()) if residuals.is_checked else []
-        if not spoiled:
+        corrupt = self._corrupt.find(pages.tolist()) if self._corrupt is not None else []
+        if not corrupt:
             return False
         message = (
-            f"page {spoiled[0]} is not in the residual store as it was written: the request cannot "
+            f"page {corrupt[0]} is not in the residual store as it was written: the request cannot "
             "be answered right. Where others fail alike, flush the cache, whose prefixes it may be "
             "among"
         )
@@ -47,7 +53,7 @@ class CorruptPageGuard:
     def drop(self, batch: RoundBatch, rows: dict[int, Row]) -> None:
         """Take the rows of verifications that cannot read what they need out of `rows`, and fail
         their requests."""
-        if not self._residuals.is_checked:
+        if self._corrupt is None:
             return
         for i, row in list(rows.items()):
             if row.kind is RowKind.VERIFY and self.fails(batch.handles[i], row.pages):

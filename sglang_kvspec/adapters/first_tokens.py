@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters.requests import fail_without_choice, sampling_params_of
-from sglang_kvspec.runtime.forward_plan import Row
+from sglang_kvspec.kv.forward_plan import Row
 from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult

@@ -17,7 +17,7 @@ from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.runtime.disaggregation.retracted_kv import RetractedKV
-from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.pressure import Pressure
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 
@@ -51,7 +51,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         self.early_starts: EarlyStarts | None = None
         self.pressure = Pressure()
         # Moves pages out of the recent window; the worker puts it here.
-        self.keeper: PageKeeper | DevicePageKeeper | None = None
+        self.keeper: PageKeeper | PageKeeper | None = None
         # Keeps the KV of retracted pages and their number of tokens; a decode server puts it here.
         self.keep_retracted: Callable[[list[int], int], RetractedKV] | None = None
         # Who else must know when pages are freed, before anyone can write to them again.

@@ -16,7 +16,7 @@ from sglang_kvspec.adapters.requests import early_state, new_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.loop import RoundLoop
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, prefill_row
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, prefill_row
 
 
 class Prefill:
@@ -36,8 +36,6 @@ class Prefill:
         self._loop.hold_up()
         parts = self._parts
         rows = self._rows(batch)
-        size = parts.kv.geometry.page_size
-        parts.kv.prefetch_residuals(page for row in rows for page in row.past_pages(size).tolist())
         result = parts.forward.planned(ForwardPlan(tuple(rows)), batch=batch)
         for row in rows:
             parts.pages.commit(row.pages, row.start, row.end)
@@ -74,7 +72,7 @@ class Prefill:
                 start, length, pages, page_size=size, recent_pages=parts.config.recent_pages
             )
             if parts.guard.fails(req, row.past_pages(size)):
-                parts.kv.residuals.spoil(pages[start // size :].tolist())
+                parts.guard.mark(pages[start // size :])
             rows.append(row)
         return rows
 

@@ -73,7 +73,7 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         disk = _open_disk(config, identity, num_sharing) if config.prefix_dir else None
     if config.prefix_server is not None:
         remote = connect(config, pool.kv, ctx.model_config, weights, arithmetic, ranks)
-    pool.kv.warm_up_records()
+    pool.kv.records.warm_up()
     kept = KeptAnchors(pool.kv) if pool.kv.plan.kept_anchor_pages else None
     pool.prefix_tiers = PrefixTiers(pool.kv, host_maker, disk, remote, kept)
     # A prefill server drafts nothing.

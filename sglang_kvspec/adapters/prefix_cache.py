@@ -282,8 +282,9 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         pages = self._pages(slots)
         self._kv.encode_committed(pages)
         length = next((i for i, p in enumerate(pages) if not self._kv.is_encoded(p)), len(pages))
-        if spoiled := self._kv.residuals.find_spoiled(pages[:length]):
-            length = pages.index(spoiled[0])
+        checks = self._kv.residuals.corrupt
+        if checks is not None and (corrupt := checks.find(pages[:length])):
+            length = pages.index(corrupt[0])
         return self._links(key)[:length], pages[:length]
 
     def release_host_resources(self) -> None:

@@ -16,9 +16,9 @@ from sglang_kvspec.adapters.compat.forward import (
 from sglang_kvspec.adapters.spec_inputs import RaggedForwardInput
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.row_tokens import row_tokens
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row
 from sglang_kvspec.kv.transfers import sent_together
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row
 
 # What a ragged forward changes of a ScheduleBatch.
 _FIELDS = (
@@ -54,13 +54,10 @@ class RaggedForward:
     ) -> GenerationBatchResult:
         """Run one of SGLang's batches without sampling: logits of a prefill's last tokens, or of
         every token."""
-        attention = self.attention
-        attention.begin(plan)
-        result = self._target_worker.forward_batch_generation(
-            batch, forward_batch=forward_batch, is_verify=True
-        )
-        attention.finish()
-        return result
+        with self.attention.planned(plan):
+            return self._target_worker.forward_batch_generation(
+                batch, forward_batch=forward_batch, is_verify=True
+            )
 
     def _forward_batch(
         self, batch: RoundBatch, rows: Mapping[int, Row], made: DraftedTokens | None

@@ -13,11 +13,11 @@ from sglang_kvspec.adapters.forward_capture import ForwardCapture, StaticRows
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import VerifyLogits
 from sglang_kvspec.engine.row_tokens import row_tokens
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row
 from sglang_kvspec.kv.transfers import send_into
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row
 from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
 from sglang_kvspec.runtime.verify_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
@@ -144,22 +144,21 @@ class VerifyGraphs:
         for row in piggyback.values():
             open_for_drafts(kv, row.start, row.pages, 1)
         laid = row_tokens(batch.states, rows)
-        target = self._attention.open(plan)
-        values = self._rows.values_of(target, laid.tokens, laid.positions)
-        if piggyback:
-            assert self._piggyback is not None, "graphs without piggyback drafts"
-            self._piggyback.drafts.begin_round()
-            drafts = [
-                draft_row(kv, batch.states[i].last_token, row.start, row.pages, 1, row.seen)
-                for i, row in piggyback.items()
-            ]
-            values += self._piggyback.drafts.values_of(drafts)
-        send_into(values)
-        if made is not None:
-            self._place(made, laid.firsts, piggyback)
-        self._attended[size].plan(target)
-        (self._graphs_piggyback if piggyback else self._graphs)[size].replay()
-        self._attention.finish()
+        with kv.forward(plan) as target:
+            values = self._rows.values_of(target, laid.tokens, laid.positions)
+            if piggyback:
+                assert self._piggyback is not None, "graphs without piggyback drafts"
+                self._piggyback.drafts.begin_round()
+                drafts = [
+                    draft_row(kv, batch.states[i].last_token, row.start, row.pages, 1, row.seen)
+                    for i, row in piggyback.items()
+                ]
+                values += self._piggyback.drafts.values_of(drafts)
+            send_into(values)
+            if made is not None:
+                self._place(made, laid.firsts, piggyback)
+            self._attended[size].plan(target)
+            (self._graphs_piggyback if piggyback else self._graphs)[size].replay()
         every = self._forward.logits
         assert every is not None
         if not piggyback:

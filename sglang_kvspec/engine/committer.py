@@ -9,10 +9,10 @@ import torch
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import Arrivals
 from sglang_kvspec.engine.started_round import StartedRound
-from sglang_kvspec.runtime.forward_plan import Row, RowKind
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.metrics import SpecCounters
-from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.ranks import Ranks, agree
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import num_finite
@@ -25,7 +25,7 @@ class Committer:
     def __init__(
         self,
         chooser: SpecSampler,
-        pages: PageKeeper | DevicePageKeeper,
+        pages: PageKeeper | PageKeeper,
         arrivals: Arrivals,
         ranks: Ranks,
         counters: SpecCounters,

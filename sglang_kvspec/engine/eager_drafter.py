@@ -8,8 +8,8 @@ import torch
 
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import ModelForward
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
-from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState

@@ -25,7 +25,7 @@ from sglang_kvspec.engine.round_scheduler import mean_context
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verification, Verifier
-from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
@@ -54,7 +54,7 @@ class RoundLoop:
     committer: Committer
     overlap: Overlap
     observer: RoundObserver
-    pages: PageKeeper | DevicePageKeeper
+    pages: PageKeeper | PageKeeper
     arrivals: Arrivals
     prompt_reader: PromptReader
     chooser: SpecSampler

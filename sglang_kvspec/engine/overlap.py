@@ -12,7 +12,7 @@ from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.runtime.draft_rows import drafts_fit
-from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.pages import PageKeeper
 
 
 class Overlap(Protocol):
@@ -84,7 +84,7 @@ class OverlappedRounds:
 
     starter: RoundStarter
     scheduler: VerifyScheduler
-    pages: PageKeeper | DevicePageKeeper
+    pages: PageKeeper | PageKeeper
     max_draft_len: int
     next: RoundSchedule | None = None
     ahead: StartedRound | None = None

@@ -9,9 +9,9 @@ import torch
 
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.schedule import RoundSchedule
+from sglang_kvspec.kv.forward_plan import Row
 from sglang_kvspec.planning.link_rounds import LinkShare
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import Row
 from sglang_kvspec.runtime.request_state import RequestState
 
 

@@ -150,7 +150,7 @@ class ResidualPlanner:
     def await_fetches(self, plan: RoundPlan, pages: Sequence[torch.Tensor]) -> None:
         """Let what is enqueued from now on follow the fetches of requests that verify. pages: as in
         plan()."""
-        self._kv.await_residuals(page for i in plan.verify for page in pages[i].tolist())
+        self._kv.residuals.await_fetches(page for i in plan.verify for page in pages[i].tolist())
 
     def _nothing_can_move(self, spill: int) -> bool:
         """Every residual is in the cache or on its way into it. Which of the two is each rank's own

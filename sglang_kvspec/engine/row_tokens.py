@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sglang_kvspec.runtime.forward_plan import Row, RowKind
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.request_state import RequestState
 
 

@@ -19,10 +19,10 @@ from sglang_kvspec.engine.ports import (
 )
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.started_round import StartedRound
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.kv.transfers import received_together
 from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts

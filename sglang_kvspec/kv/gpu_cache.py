@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -10,23 +11,24 @@ from kvspec_kernels.ops.encode import encode_pages
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.forward_plan import ForwardPlan, RowKind
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.lanes import Lanes, make_lanes
 from sglang_kvspec.kv.offloaded_residuals import OffloadedResidualCache
-from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.residual_cache import ResidualCache
 from sglang_kvspec.kv.staged_records import StagedRecords
-from sglang_kvspec.kv.transfers import send_into, sent_together, to_device
+from sglang_kvspec.kv.target_rows import TargetRows, target_rows
+from sglang_kvspec.kv.transfers import send_into, sent_together
 from sglang_kvspec.planning.capacity import CapacityPlan
 
-# Pages that publish() encodes at once.
-PUBLISH_PAGES = 16
+# Committed pages that one launch a layer encodes.
+COMMIT_PAGES = 16
 
 
 class GpuKVCache(PagedKVCache):
-    """A full page is encoded as soon as all its tokens are committed ("published"), so that
-    verifications read records alone; while it is among a request's newest it stays in the window
-    as well, where drafts read it in full precision.
+    """A full page is encoded as soon as all its tokens are committed, so that verifications read
+    records alone. While the page is among a request's newest it stays in the window as well, where
+    drafts read it in full precision.
     """
 
     def __init__(
@@ -38,64 +40,95 @@ class GpuKVCache(PagedKVCache):
         lanes: Lanes | None = None,
     ) -> None:
         """lanes: what copies to and from a host store run in, the device's own streams unless
-        given. Raises UnsupportedError for fp32."""
+        given. Raises UnsupportedError for fp32, ConfigError where the host store cannot be
+        pinned."""
         if geometry.dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedError(
                 f"--kvspec on a GPU serves bf16 and fp16 KV caches, got {geometry.dtype}"
             )
-        self._lanes = lanes or make_lanes(device)
-        self._staged = StagedRecords(device, self._lanes.main)
-        self._hosted: OffloadedResidualCache | None = None
-        super().__init__(geometry, codec, plan, device, torch.device("cpu"))
+        lanes = self._lanes = lanes or make_lanes(device)
+        copies = StagedRecords(device, lanes.main)
+        parts = (geometry, plan, codec.residual_bytes, device)
+        self._offloaded = OffloadedResidualCache(*parts, lanes) if plan.host_pages else None
+        super().__init__(
+            geometry,
+            codec,
+            plan,
+            device,
+            table_device=torch.device("cpu"),
+            residuals=self._offloaded or ResidualCache(*parts, copies),
+            copies=copies,
+        )
         own = torch.arange(-1, plan.num_pages, dtype=torch.int32, device=device).clamp_(min=0)
         # Kernels find a page's residual by this; page 0 is never looked up.
-        self.residual_slots: torch.Tensor = self._hosted.slots_on_device if self._hosted else own
+        self.residual_slots: torch.Tensor = (
+            self._offloaded.slots_on_device if self._offloaded is not None else own
+        )
         # Window slots to encode, and as what pages.
-        self._published = torch.full((2, PUBLISH_PAGES), -1, dtype=torch.int32, device=device)
-        self._publishing: torch.cuda.CUDAGraph | None = None
-
-    def _make_residuals(self) -> ResidualCache:
-        if not self.plan.host_pages:
-            return super()._make_residuals()
-        parts = (self.geometry, self.plan, self.codec.residual_bytes, self.device)
-        self._hosted = OffloadedResidualCache(*parts, self._lanes)
-        return self._hosted
+        self._committing = torch.full((2, COMMIT_PAGES), -1, dtype=torch.int32, device=device)
+        self._commit_graph: torch.cuda.CUDAGraph | None = None
 
     def warm_up(self) -> None:
         """Compile what copies of residuals run, while no page is in use."""
-        if self._hosted is not None:
-            self._hosted.warm_up()
+        if self._offloaded is not None:
+            self._offloaded.warm_up()
 
-    def require_residuals(self, pages: Iterable[int], *, by_layer: bool = False) -> None:
-        """The next forward reads these encoded pages at the target precision. by_layer: it waits
-        for them with await_layer() before each layer. Raises CapacityError when the residual cache
-        cannot hold them all at once."""
-        if self._hosted is not None:
-            self._hosted.require(pages, by_layer=by_layer)
+    # A forward
 
-    def prefetch_residuals(self, pages: Iterable[int]) -> None:
-        """The prefill's forward requires them, layer by layer."""
+    @contextmanager
+    def forward(self, plan: ForwardPlan) -> Iterator[TargetRows]:
+        """Give a forward at the target precision to the device: the pages that it reads, writes and
+        encodes are in their places, which the index tensors name. Pages that it writes whole are
+        readable behind it.
+
+        Before a layer of a plan with PREFILL rows reads residuals, call await_layer(). Raises
+        CapacityError when the window, or the residual cache, has no room for all pages at once. A
+        forward that raises leaves its pages as they are; nothing may read them.
+        """
+        size = self.geometry.page_size
+        past = [page for row in plan.rows for page in row.past_pages(size).tolist()]
+        direct: list[int] = []
+        for row in plan.rows:
+            window, whole = row.split_written(size)
+            self.open_pages(window)
+            direct += whole
+        splits = self.codec.target == "int8"
+        rows = target_rows(plan, size, self.window.slots.slot_of, split_by_page=splits)
+        # Prefill hides what it fetches. Pages of a verification come whole, as a rule before it.
+        by_layer = any(row.kind is RowKind.PREFILL for row in plan.rows)
+        lent = rows.encode_pages.tolist()
+        with self.placed(past, encodes=direct, lends=lent, by_layer=by_layer):
+            yield rows
+
+    @contextmanager
+    def placed(
+        self,
+        reads: Iterable[int] = (),
+        *,
+        encodes: Sequence[int] = (),
+        lends: Iterable[int] = (),
+        by_layer: bool = False,
+    ) -> Iterator[None]:
+        """Keep residuals of pages where kernels find them, while work is given to the device.
+
+        reads: encoded pages. encodes: free or window pages, readable behind the work. lends: pages
+        that have a residual for this time only. by_layer: call await_layer() before each layer.
+        Raises CapacityError when the residual cache cannot hold all pages at once.
+        """
+        if self._offloaded is not None:
+            self._offloaded.require(reads, by_layer=by_layer)
+        self._begin_encode(encodes)
+        if self._offloaded is not None:
+            self._offloaded.place(lends)
+        yield
+        self.finish_encode(encodes)
+        if self._offloaded is not None:
+            self._offloaded.take_back()
 
     def await_layer(self, layer: int) -> None:
-        """The forward goes on to read residuals of this layer."""
-        if self._hosted is not None:
-            self._hosted.await_layer(layer)
-
-    def await_residuals(self, pages: Iterable[int]) -> None:
-        if self._hosted is not None:
-            self._hosted.await_fetches(pages)
-
-    def place_residuals(self, pages: Iterable[int]) -> None:
-        """The next forward encodes these pages before it attends, also such as it may not keep; its
-        kernels find all residuals by `residual_slots` now."""
-        if self._hosted is not None:
-            self._hosted.lend(pages)
-            self._hosted.sync()
-
-    def end_forward(self) -> None:
-        """A forward that place_residuals() prepared is given to the device."""
-        if self._hosted is not None:
-            self._hosted.take_back()
+        """Let the forward go on to read residuals of this layer."""
+        if self._offloaded is not None:
+            self._offloaded.await_layer(layer)
 
     def encode_from(
         self,
@@ -137,118 +170,59 @@ class GpuKVCache(PagedKVCache):
         k, v = records[..., : 2 * geometry.page_size * geometry.head_dim].view(shape).unbind(2)
         return k, v
 
-    def publish(self, pages: Sequence[int]) -> None:
-        """Encode window pages whose tokens are all committed; they stay in the window."""
+    # Committed pages
+
+    def commit_pages(self, pages: Sequence[int]) -> None:
+        """Encode window pages whose tokens are all committed. They stay in the window."""
         if not pages:
             return
         for page in pages:
             self.window.mark_committed(page)
-        # Whatever the last forward read may make room.
-        self.require_residuals(())
-        self._begin_encode(pages)
-        self.place_residuals(())
-        for first in range(0, len(pages), PUBLISH_PAGES):
-            part = pages[first : first + PUBLISH_PAGES]
-            # Entries of -1 are skipped.
-            index = torch.full((2, PUBLISH_PAGES), -1, dtype=torch.int32)
-            index[0, : len(part)] = torch.tensor([self.window.slots.slot_of(p) for p in part])
-            index[1, : len(part)] = torch.tensor(part)
-            send_into([(self._published, index)])
-            if self._publishing is not None:
-                self._publishing.replay()
-            else:
-                self._encode_published()
-        self.finish_encode(pages)
+        with self.placed(encodes=pages):
+            for first in range(0, len(pages), COMMIT_PAGES):
+                part = pages[first : first + COMMIT_PAGES]
+                # Entries of -1 are skipped.
+                index = torch.full((2, COMMIT_PAGES), -1, dtype=torch.int32)
+                index[0, : len(part)] = torch.tensor([self.window.slots.slot_of(p) for p in part])
+                index[1, : len(part)] = torch.tensor(part)
+                send_into([(self._committing, index)])
+                if self._commit_graph is not None:
+                    self._commit_graph.replay()
+                else:
+                    self._encode_committing()
 
-    def _encode_published(self) -> None:
-        source, pages = self._published
+    def _encode_committing(self) -> None:
+        source, pages = self._committing
         slots = self.residual_slots_of(pages)
         for layer in range(self.geometry.num_layers):
             self.encode_from(layer, *self.window.layer(layer), source, pages, slots)
 
-    def capture_publishing(self) -> None:
-        """Make a CUDA graph of what publish() launches, a kernel a layer. Not before the kernels
-        ran once."""
-        self._published.fill_(-1)
+    def capture_commits(self) -> None:
+        """Capture a CUDA graph of what commit_pages() launches, a kernel a layer. The kernels must
+        have run once."""
+        self._committing.fill_(-1)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._encode_published()
-        self._publishing = graph
+            self._encode_committing()
+        self._commit_graph = graph
 
-    def encode_committed(self, pages: Iterable[int]) -> None:
-        """They were published as they became full."""
-
-    def _complete(self, page: int) -> None:
-        self.publish([page])
-
-    # Records from elsewhere
-
-    def warm_up_records(self) -> None:
-        pools = [self.anchors] if self._hosted is not None else [self.anchors, self.residuals.cache]
-        for pool in pools:
-            self._staged.write(pool, [0], self._staged.read(pool, [0]))
-        if self.plan.kept_anchor_pages:
-            self._staged.copy(self.anchors, [0], self.kept_anchors, [0])
-
-    def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
-        self._staged.write(self.anchors, pages, records)
-
-    def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
-        if self._hosted is not None:
-            self._hosted.write_pages(pages, records)
-        else:
-            self._staged.write(self.residuals.cache, self._slots_of(pages), records)
-
-    def read_anchors(self, pages: Sequence[int]) -> torch.Tensor:
-        return self._staged.read(self.anchors, pages)
-
-    def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
-        if self._hosted is not None:
-            return self._hosted.read_pages(pages)
-        self.residuals.check_readable(pages)
-        return self._staged.read(self.residuals.cache, self._slots_of(pages))
-
-    def _copy_anchors(
-        self,
-        source: RecordPool,
-        source_slots: Sequence[int],
-        target: RecordPool,
-        target_slots: Sequence[int],
-    ) -> None:
-        self._staged.copy(source, source_slots, target, target_slots)
-
-    # Full precision from elsewhere
-
-    def read_whole(self, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.codec.target == "exact", "residuals are corrections, not values"
-        records = to_device(self.device, self.read_residuals(pages))
-        k, v = self.codec.decode_exact(records.flatten(0, 1))
-        shape = (len(pages), self.geometry.num_layers, *k.shape[1:])
-        return k.view(shape), v.view(shape)
+    def move_out_of_window(self, pages: Sequence[int]) -> None:
+        assert self._encoded.issuperset(pages), "only a committed page may leave the window"
+        for page in pages:
+            self.window.release(page)
 
     def write_whole(
         self, pages: Sequence[int], k: torch.Tensor, v: torch.Tensor, *, anchors: bool = True
     ) -> None:
-        """Writes anchors in any case, which takes no longer. With a host store the residual cache
-        must have room for PUBLISH_PAGES beside what is being encoded."""
-        for first in range(0, len(pages), PUBLISH_PAGES):
-            part = pages[first : first + PUBLISH_PAGES]
-            # Whatever the last forward read may make room.
-            self.require_residuals(())
-            self.begin_encode(part)
-            self.place_residuals(())
-            rows = torch.arange(first, first + len(part), dtype=torch.int32)
-            ids = torch.tensor(part, dtype=torch.int32)
-            source, places = sent_together(self.device, [rows, ids])
-            slots = self.residual_slots_of(places)
-            for layer in range(self.geometry.num_layers):
-                self.encode_from(layer, k[:, layer], v[:, layer], source, places, slots)
-            self.finish_encode(part)
-
-    def _slots_of(self, pages: Sequence[int]) -> list[int]:
-        return [self.residuals.cache_slots.slot_of(page) for page in pages]
-
-    def move_out_of_window(self, pages: Sequence[int]) -> None:
-        assert self._encoded.issuperset(pages), "only a published page may leave the window"
-        for page in pages:
-            self.window.release(page)
+        """Encode free pages. Writes anchors in any case, which takes no longer. With a host store
+        the residual cache must have room for COMMIT_PAGES beside what is being encoded."""
+        assert not any(page in self.window.slots for page in pages), "a window page is not free"
+        for first in range(0, len(pages), COMMIT_PAGES):
+            part = pages[first : first + COMMIT_PAGES]
+            with self.placed(encodes=part):
+                rows = torch.arange(first, first + len(part), dtype=torch.int32)
+                ids = torch.tensor(part, dtype=torch.int32)
+                source, places = sent_together(self.device, [rows, ids])
+                slots = self.residual_slots_of(places)
+                for layer in range(self.geometry.num_layers):
+                    self.encode_from(layer, k[:, layer], v[:, layer], source, places, slots)

@@ -54,7 +54,7 @@ class KeptAnchors:
             if slot is not None:
                 # Of a page that has made room already for a later one this is the later one's.
                 sources[slot] = page
-        self._kv.keep_anchors(list(sources.values()), list(sources))
+        self._kv.records.keep_anchors(list(sources.values()), list(sources))
 
     def find(self, hit: PrefixHit, wanted: Iterable[int]) -> dict[int, int]:
         """Slots of the anchors of hit.pages[i], by i, where the very same are kept."""
@@ -86,7 +86,7 @@ class KeptAnchors:
         unknown = [page for page in pages if not self._is_known(page)]
         for first in range(0, len(unknown), BATCH_PAGES):
             batch = unknown[first : first + BATCH_PAGES]
-            self.note_rows(batch, page_rows(self._kv.read_anchors(batch)))
+            self.note_rows(batch, page_rows(self._kv.records.read_anchors(batch)))
         return [self._stamps[page][1] for page in pages]
 
     def _is_known(self, page: int) -> bool:

@@ -7,27 +7,28 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.kv.corrupt_pages import CorruptPages
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.host_copies import HostCopies
 from sglang_kvspec.kv.lanes import Event, Lanes
-from sglang_kvspec.kv.page_slots import OwnSlots, PageSlots
-from sglang_kvspec.kv.residual_cache import ResidualCache
+from sglang_kvspec.kv.record_pool import RecordPool
+from sglang_kvspec.kv.residual_cache import config_error_on_oom
+from sglang_kvspec.kv.residual_pages import ResidualPages
 from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.kv.transfers import sent_together
 from sglang_kvspec.planning.capacity import CapacityPlan
 
 
-class OffloadedResidualCache(ResidualCache):
-    """Kernels read and write cache slots only, so a page that a forward reads is fetched before it,
-    and every page is born in the cache and written through to the store. What has not been used for
-    the longest time makes room.
+class OffloadedResidualCache:
+    """Residual cache in GPU memory, written through to a store in pinned host memory.
 
-    A forward: require(), begin() and lend() in this order, sync(), the layers, each behind its
-    await_layer(), finish(), take_back(). Copies run beside all that; HostCopies orders them on the
-    device.
+    Kernels read and write cache slots only. So a page that a forward reads is fetched before the
+    forward, and every page that a forward encodes is born in the cache. The page that was not used
+    for the longest time makes room.
+
+    GpuKVCache.forward() calls require(), begin() and place(), then, behind the layers, finish() and
+    take_back(). Copies run beside all that; HostCopies orders them on the device.
     """
-
-    by_page = True
 
     def __init__(
         self,
@@ -37,19 +38,36 @@ class OffloadedResidualCache(ResidualCache):
         device: torch.device,
         lanes: Lanes,
     ) -> None:
-        """plan: with a host store."""
-        super().__init__(geometry, plan, record_bytes, device)
-        assert self._store is not None, "without a store nothing is copied"
+        """plan: with a host store. Raises ConfigError when the store cannot be allocated or
+        pinned."""
+        assert plan.host_pages, "without a store nothing is copied"
         # Looked up and changed by the CPU; kernels have a copy, `slots_on_device`.
-        cpu = torch.device("cpu")
-        self.cache_slots = (
-            OwnSlots(plan.num_pages, cpu)
-            if plan.cache_pages >= plan.num_pages
-            else PageSlots(plan.num_pages, plan.cache_pages, cpu)
+        self._pages = ResidualPages(plan, torch.device("cpu"))
+        self.table, self.cache_slots = self._pages.table, self._pages.slots
+        self._page_bytes = plan.page_bytes.residual
+        heads, layers = geometry.num_kv_heads, geometry.num_layers
+        self._cache = RecordPool(
+            layers, plan.cache_pages, heads, record_bytes, device, by_page=True
         )
+        with config_error_on_oom(plan.host_bytes):
+            self.store = RecordPool(
+                layers,
+                plan.num_pages + 1,
+                heads,
+                record_bytes,
+                torch.device("cpu"),
+                pinned=device.type == "cuda",
+                by_page=True,
+            )
+        self._device = device
+        # Only the reference checks what it reads.
+        self.corrupt: CorruptPages | None = None
+        self.bytes_fetched = 0
+        # Kernels read cache slots, never the store.
+        self.bytes_streamed = 0
         # [num_pages + 1] int32. Of a page without a slot the entry is any valid slot.
         self.slots_on_device = self._slots_of(range(plan.num_pages + 1)).to(device)
-        self._copies = HostCopies(self._cache, self._store, lanes)
+        self._copies = HostCopies(self._cache, self.store, lanes)
         self._arrivals: dict[int, Event] = {}
         # When each layer of what the present forward fetches by layer is there.
         self._layers_arrive: list[Event] = []
@@ -64,6 +82,23 @@ class OffloadedResidualCache(ResidualCache):
         request."""
         assert not len(self.cache_slots), "a slot is in use"
         self._copies.main_waits(self._copies.fetch_by_layer([(1, 0)]))
+
+    @property
+    def hbm_nbytes(self) -> int:
+        return self._cache.nbytes
+
+    @property
+    def cache(self) -> RecordPool:
+        return self._cache
+
+    def cache_layer(self, layer: int) -> torch.Tensor:
+        """Return the cache's records of a layer: [cache_pages, num_kv_heads, record_bytes]
+        uint8."""
+        return self._cache.layer(layer)
+
+    def missing(self, pages: Iterable[int]) -> list[int]:
+        """Return the pages whose residual is in the store only, in the given order."""
+        return self._pages.missing(pages)
 
     # A forward
 
@@ -110,32 +145,28 @@ class OffloadedResidualCache(ResidualCache):
 
     def write_pages(self, pages: Sequence[int], records: torch.Tensor) -> None:
         """Records [N, num_layers, num_kv_heads, record_bytes] on the CPU of landing pages."""
-        assert self._store is not None
         assert not any(page in self.cache_slots for page in pages), "a kernel writes this page"
         # The copy of a page that was freed may be under way to the same row.
         self._copies.await_rows(pages)
-        self._store.write_pages(torch.tensor(pages, dtype=torch.int64), records)
+        self.store.write_pages(torch.tensor(pages, dtype=torch.int64), records)
 
     def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
         """Records of pages that have them, as write_pages() takes them, from the store, which has
         all. The CPU waits for what is on its way there."""
-        assert self._store is not None
-        self.check_readable(pages)
+        self._pages.check_readable(pages)
         self._copies.await_rows(pages)
-        return self._store.read_pages(torch.tensor(pages, dtype=torch.int64))
+        return self.store.read_pages(torch.tensor(pages, dtype=torch.int64))
 
-    def lend(self, pages: Iterable[int]) -> None:
-        """Slots for pages that the next forward encodes and reads, but that may change again: they
-        have a residual for this forward only."""
+    def place(self, pages: Iterable[int]) -> None:
+        """Lend slots to pages that the next forward encodes and reads, but that may change again:
+        they have a residual for this forward only. Tell kernels launched from now on where pages
+        are."""
         pages = [page for page in pages if page not in self.cache_slots]
         self._give_slots(pages)
         self._lent += pages
-
-    def sync(self) -> None:
-        """Tell kernels launched from now on where pages are."""
         if self._moved:
-            pages = sorted(self._moved)
-            told = [torch.tensor(pages), self._slots_of(pages)]
+            moved = sorted(self._moved)
+            told = [torch.tensor(moved), self._slots_of(moved)]
             self.slots_on_device.index_copy_(0, *sent_together(self._device, told))
             self._moved.clear()
 
@@ -143,7 +174,7 @@ class OffloadedResidualCache(ResidualCache):
         """All layers of these pages are being written: those in the cache follow into the store,
         and those that landed are there."""
         pages = list(pages)
-        super().finish(pages)
+        self._pages.finish(pages)
         encoded = [page for page in pages if page in self.cache_slots]
         self._copies.copy_out([(page, self.cache_slots.slot_of(page)) for page in encoded])
 
@@ -176,7 +207,7 @@ class OffloadedResidualCache(ResidualCache):
         for page in pages:
             self._last_use[page] = self._now
         self._moved.update(pages)
-        self.bytes_fetched += self.page_bytes * len(pages)
+        self.bytes_fetched += self._page_bytes * len(pages)
         return list(zip(pages, self.cache_slots.acquire_all(pages), strict=True))
 
     def finish_fetches(self) -> None:
@@ -204,12 +235,6 @@ class OffloadedResidualCache(ResidualCache):
     def release(self, page: int) -> None:
         self.table.release(page)
         self._take_slot(page)
-
-    def write(self, layer: int, pages: torch.Tensor, records: torch.Tensor) -> None:
-        raise NotImplementedError("kernels write residuals into the cache")
-
-    def read(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("kernels read residuals from the cache")
 
     # Slots
 
@@ -252,7 +277,7 @@ class OffloadedResidualCache(ResidualCache):
 
     def check_integrity(self) -> None:
         assert not self._lent, "slots are lent beyond a forward"
-        super().check_integrity()
+        self._pages.check_integrity()
         for page in self.cache_slots:
             known = page in self._arrivals
             assert known == (self.table.state(page) is ResidualState.FETCHING), f"page {page}"

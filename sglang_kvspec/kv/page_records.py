@@ -61,7 +61,7 @@ class PageRecords(NamedTuple):
 def copy_out(kv: PagedKVCache, pages: Sequence[int]) -> PageRecords:
     """The records of encoded pages, wherever their residuals are. Waits for those of a device."""
     assert all(map(kv.is_encoded, pages)), "only an encoded page has records"
-    return PageRecords(kv.read_anchors(pages), kv.read_residuals(pages))
+    return PageRecords(kv.records.read_anchors(pages), kv.records.read_residuals(pages))
 
 
 def copy_in(
@@ -79,9 +79,9 @@ def copy_in(
     kv.begin_landing(pages)
     if kept_slots:
         lacking = [i for i in range(len(pages)) if i not in kept_slots]
-        kv.write_anchors([pages[i] for i in lacking], records.anchors[lacking])
-        kv.restore_anchors(list(kept_slots.values()), [pages[i] for i in kept_slots])
+        kv.records.write_anchors([pages[i] for i in lacking], records.anchors[lacking])
+        kv.records.restore_anchors(list(kept_slots.values()), [pages[i] for i in kept_slots])
     else:
-        kv.write_anchors(pages, records.anchors)
-    kv.write_residuals(pages, records.residuals)
+        kv.records.write_anchors(pages, records.anchors)
+    kv.records.write_residuals(pages, records.residuals)
     kv.finish_encode(pages)

@@ -1,30 +1,45 @@
-"""The KV cache of one rank in plain torch: the CPU's, and the specification of a device's."""
+"""The KV cache of one rank in plain torch: the CPU's, and the specification of a GPU's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.decoded_anchors import DecodedAnchors
+from sglang_kvspec.kv.forward_plan import ForwardPlan, RowKind
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.page_memo import PageMemo
-from sglang_kvspec.kv.record_pool import RecordPool
+from sglang_kvspec.kv.record_copies import CpuRecordCopies
+from sglang_kvspec.kv.residual_cache import ResidualCache
 from sglang_kvspec.planning.capacity import CapacityPlan
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class ReferenceKVCache(PagedKVCache):
-    """A page is free, in the window (full precision), or encoded (anchor + residual). All reads
+    """Pages are free, in the window (full precision), or encoded (anchor + residual). All reads
     and writes name a layer."""
+
+    residuals: ResidualCache
 
     def __init__(
         self, geometry: KVGeometry, codec: Codec, plan: CapacityPlan, device: torch.device
     ) -> None:
-        super().__init__(geometry, codec, plan, device, device)
+        """Raises ConfigError when the residual store does not fit into host memory."""
+        copies = CpuRecordCopies()
+        super().__init__(
+            geometry,
+            codec,
+            plan,
+            device,
+            table_device=device,
+            residuals=ResidualCache(geometry, plan, codec.residual_bytes, device, copies),
+            copies=copies,
+        )
         self._decoded = DecodedAnchors(geometry, plan.num_pages)
         record_bytes = codec.anchor_bytes + codec.residual_bytes
         self._targets = PageMemo(
@@ -36,18 +51,16 @@ class ReferenceKVCache(PagedKVCache):
 
     # Life of a page
 
-    def encode(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Encode pages [N] of one layer from k, v [N, page_size, num_kv_heads, head_dim]."""
-        record = self.codec.encode(k, v)
-        self.anchors.write(layer, pages, record.anchor)
-        self.residuals.write(layer, pages, record.residual)
+    def commit_pages(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.window.mark_committed(page)
 
-    def encode_window_pages(self, pages: Sequence[int]) -> None:
+    def move_out_of_window(self, pages: Sequence[int]) -> None:
         """Encode committed window pages, all layers, and free their window slots."""
         if not pages:
             return
         assert all(map(self.window.is_committed, pages)), "only a committed page may be encoded"
-        ids = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        ids = self._ids(pages)
         self._begin_encode(pages)
         for layer in range(self.geometry.num_layers):
             self.encode(layer, ids, *self.window.read(layer, ids))
@@ -55,59 +68,11 @@ class ReferenceKVCache(PagedKVCache):
         for page in pages:
             self.window.release(page)
 
-    def move_out_of_window(self, pages: Sequence[int]) -> None:
-        self.encode_window_pages(pages)
-
     def free_pages(self, pages: Iterable[int]) -> None:
         pages = list(pages)
         super().free_pages(pages)
         for page in pages:
             self._decoded.forget(page)
-
-    def prefetch_residuals(self, pages: Iterable[int]) -> None:
-        self.residuals.prefetch(pages)
-
-    def encode_committed(self, pages: Iterable[int]) -> None:
-        self.encode_window_pages([page for page in pages if self.window.is_committed(page)])
-
-    # Records from elsewhere
-
-    def warm_up_records(self) -> None:
-        """They are copied as they lie."""
-
-    def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
-        self.anchors.write_pages(self._ids(pages), records.to(self.device))
-
-    def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
-        ids, records = self._ids(pages), records.to(self.device)
-        for layer in range(self.geometry.num_layers):
-            self.residuals.write(layer, ids, records[:, layer])
-
-    def read_anchors(self, pages: Sequence[int]) -> torch.Tensor:
-        return self.anchors.read_pages(self._ids(pages)).cpu()
-
-    def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
-        layers = range(self.geometry.num_layers)
-        ids = self._ids(pages)
-        return torch.stack([self.residuals.peek(layer, ids) for layer in layers], dim=1).cpu()
-
-    def _copy_anchors(
-        self,
-        source: RecordPool,
-        source_slots: Sequence[int],
-        target: RecordPool,
-        target_slots: Sequence[int],
-    ) -> None:
-        records = source.read_pages(self._ids(source_slots))
-        target.write_pages(self._ids(target_slots), records)
-
-    # Full precision from elsewhere
-
-    def read_whole(self, pages: Sequence[int]) -> KV:
-        ids = self._ids(pages)
-        layers = [self.read_target(layer, ids) for layer in range(self.geometry.num_layers)]
-        k, v = (torch.stack(part, dim=1) for part in zip(*layers, strict=True))
-        return k, v
 
     def write_whole(
         self, pages: Sequence[int], k: torch.Tensor, v: torch.Tensor, *, anchors: bool = True
@@ -124,6 +89,34 @@ class ReferenceKVCache(PagedKVCache):
 
     def _ids(self, pages: Sequence[int]) -> torch.Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self.device)
+
+    # A forward
+
+    @contextmanager
+    def forward(self, plan: ForwardPlan) -> Iterator[None]:
+        """Run the layers of a forward: its window pages are open, and the pages that it writes
+        whole are encoded at the end. Cached pages that a prefill reads are prefetched into the
+        residual cache. Raises CapacityError where the window has no room.
+
+        A forward that raises leaves its pages as they are; nothing may read them.
+        """
+        size = self.geometry.page_size
+        past = [row.past_pages(size) for row in plan.rows if row.kind is RowKind.PREFILL]
+        self.residuals.prefetch(page for pages in past for page in pages.tolist())
+        direct: list[int] = []
+        for row in plan.rows:
+            window, whole = row.split_written(size)
+            self.open_pages(window)
+            direct += whole
+        self.begin_encode(direct)
+        yield
+        self.finish_encode(direct)
+
+    def encode(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Encode pages [N] of one layer from k, v [N, page_size, num_kv_heads, head_dim]."""
+        record = self.codec.encode(k, v)
+        self.anchors.write(layer, pages, record.anchor)
+        self.residuals.write(layer, pages, record.residual)
 
     # Reading
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.target_rows import TargetRows
 from sglang_kvspec.kv.transfers import fields_to_device
 from sglang_kvspec.runtime.captured_layers import (
     CapturedLayers,
@@ -17,7 +21,6 @@ from sglang_kvspec.runtime.captured_layers import (
 )
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.ordered_attention import DeterministicAttention, OrderedStep
 from sglang_kvspec.runtime.refined_attention import Int8TargetAttention
 from sglang_kvspec.runtime.side_stream import SideStream
@@ -27,7 +30,6 @@ from sglang_kvspec.runtime.step_attention import (
     RecordStep,
     StepAttention,
 )
-from sglang_kvspec.runtime.target_rows import TargetRows, target_rows
 from sglang_kvspec.runtime.verify_attention import CapturedTarget, Verifications
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 
@@ -37,10 +39,9 @@ KV = tuple[torch.Tensor, torch.Tensor]
 class DeviceAttention:
     """Writes the KV of a planned forward and attends, layer by layer, as ReferenceAttention does.
 
-    begin(plan), forward(layer, ...) once for every layer, finish(). Between begin_steps(),
-    begin_verification() or begin_piggyback() and end_captured() forward() works on DraftRows,
-    VerifyRows or both instead, which a CUDA graph may capture. open(plan) and finish() enclose the
-    replay of a verification.
+    Inside `with planned(plan)`, call forward(layer, ...) once for every layer. Between
+    begin_steps(), begin_verification() or begin_piggyback() and end_captured(), forward() works on
+    DraftRows, VerifyRows or both instead, which a CUDA graph may capture.
     """
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int, *, in_order: bool = False) -> None:
@@ -55,7 +56,6 @@ class DeviceAttention:
             self._target = ExactAttention(kv, num_qo_heads)
         else:
             self._target = Int8TargetAttention(kv, num_qo_heads)
-        self._plan: ForwardPlan | None = None
         self._rows: TargetRows | None = None
         self._scratch: KV | None = None
         self._index: dict[str, torch.Tensor] = {}
@@ -65,13 +65,23 @@ class DeviceAttention:
 
     # Target
 
-    def begin(self, plan: ForwardPlan) -> None:
-        """Open the window pages this forward writes to, announce the pages it encodes, and plan."""
-        rows = self._rows = self.open(plan)
+    @contextmanager
+    def planned(self, plan: ForwardPlan) -> Iterator[None]:
+        """Run a forward over the rows of a plan, layer by layer with forward(). Raises
+        CapacityError where the KV cache has no room for its pages."""
+        assert self._rows is None, "the previous forward was not finished"
+        with self.kv.forward(plan) as rows:
+            self._begin(rows)
+            yield
+        self._rows = self._scratch = None
+        self._index = {}
+
+    def _begin(self, rows: TargetRows) -> None:
         names = (
             *("token_slots", "token_offsets", "encode_source", "encode_pages"),
             *("fill_scratch", "fill_window", "keep_scratch", "keep_window"),
         )
+        self._rows = rows
         index = self._index = fields_to_device(self.kv.device, rows, names)
         index["encode_residuals"] = self.kv.residual_slots_of(index["encode_pages"])
         if rows.num_scratch:
@@ -81,36 +91,6 @@ class DeviceAttention:
             k, v = torch.empty(shape, dtype=geometry.dtype, device=self.kv.device)
             self._scratch = (k, v)
         self._target.plan(rows)
-
-    def open(self, plan: ForwardPlan) -> TargetRows:
-        """The same without the plan of its attention, for which the caller cares: what the forward
-        reads and writes is in its place."""
-        assert self._plan is None, "the previous forward was not finished"
-        kv, size = self.kv, self.kv.geometry.page_size
-        # Prefill hides what it fetches; a verification's pages come whole, as a rule beforehand.
-        kv.require_residuals(
-            (page for row in plan.rows for page in row.past_pages(size).tolist()),
-            by_layer=any(row.kind is RowKind.PREFILL for row in plan.rows),
-        )
-        for row in plan.rows:
-            written = row.written_pages(size)
-            pages = row.pages[written.start : written.stop].tolist()
-            placed = list(zip(written, pages, strict=True))
-            kv.open_pages(page for i, page in placed if i not in row.direct)
-            kv.begin_encode([page for i, page in placed if i in row.direct])
-        self._plan = plan
-        rows = target_rows(plan, size, kv.window.slots.slot_of, split_by_page=self.splits_by_page)
-        kv.place_residuals(rows.encode_pages.tolist())
-        return rows
-
-    def finish(self) -> None:
-        """All layers ran: pages encoded on the way are complete."""
-        assert self._plan is not None
-        for row in self._plan.rows:
-            self.kv.finish_encode(row.pages[row.direct.start : row.direct.stop].tolist())
-        self.kv.end_forward()
-        self._plan = self._rows = self._scratch = None
-        self._index = {}
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -126,7 +106,7 @@ class DeviceAttention:
             )
         if self._captured is not None:
             return self._captured.forward(layer, q, k, v)
-        assert self._rows is not None, "forward() without begin()"
+        assert self._rows is not None, "forward() outside of planned()"
         # Prefill may be padded for a graph or a collective; padding attends to nothing.
         num_tokens = self._rows.num_tokens
         new = (k[:num_tokens], v[:num_tokens])
@@ -172,18 +152,17 @@ class DeviceAttention:
         ]
         try:
             for row in rows:
-                self.begin(ForwardPlan((row,)))
                 k = torch.zeros(
                     (row.length, kv.geometry.num_kv_heads, kv.geometry.head_dim),
                     dtype=kv.geometry.dtype,
                     device=kv.device,
                 )
                 q = k.new_zeros((row.length, self._num_qo_heads, kv.geometry.head_dim))
-                self.forward(0, q, k, k, kv.geometry.head_dim**-0.5)
-                self.finish()
+                with self.planned(ForwardPlan((row,))):
+                    self.forward(0, q, k, k, kv.geometry.head_dim**-0.5)
                 # FlashInfer plans in pinned memory, which the next plan writes again.
                 torch.cuda.synchronize()
-            kv.capture_publishing()
+            kv.capture_commits()
         finally:
             kv.free_pages(pages.tolist())
 

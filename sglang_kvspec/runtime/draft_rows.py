@@ -10,8 +10,8 @@ import torch
 from kvspec_kernels.ops.steps import StepEnd, begin_step
 from sglang_kvspec.core.config import MOST_RECENT_PAGES
 from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.target_rows import indptr
 from sglang_kvspec.kv.transfers import send_into
-from sglang_kvspec.runtime.target_rows import indptr
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_kvspec.runtime.forward_plan import Row, RowKind
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.request_state import RequestState
 
 

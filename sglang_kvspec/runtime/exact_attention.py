@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.target_rows import TargetRows
 from sglang_kvspec.kv.transfers import to_device
 from sglang_kvspec.runtime.side_stream import SideStream
-from sglang_kvspec.runtime.target_rows import TargetRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 WORKSPACE_BYTES = 384 * 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from sglang_kvspec.kv.reference_cache import ReferenceKVCache
+from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.runtime.pressure import OPERATING_REASONS, Pressure
 from sglang_kvspec.runtime.speeds import Speeds
 
@@ -149,7 +149,7 @@ class MetricsExporter:
         )
 
     def publish(
-        self, counters: SpecCounters, kv: ReferenceKVCache, speeds: Speeds, pressure: Pressure
+        self, counters: SpecCounters, kv: PagedKVCache, speeds: Speeds, pressure: Pressure
     ) -> None:
         """Add what happened since the last call."""
         name = self._model_name

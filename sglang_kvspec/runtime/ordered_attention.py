@@ -12,9 +12,9 @@ import torch
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.ordered_attention import Past, ordered_attention
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.target_rows import TargetRows
 from sglang_kvspec.kv.transfers import fields_to_device
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
-from sglang_kvspec.runtime.target_rows import TargetRows
 
 KV = tuple[torch.Tensor, torch.Tensor]
 

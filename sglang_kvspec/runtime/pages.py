@@ -2,80 +2,53 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
-from sglang_kvspec.kv.reference_cache import ReferenceKVCache
-
-if TYPE_CHECKING:
-    # It imports Triton, which the CPU does without.
-    from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.cache import PagedKVCache
 
 
 class PageKeeper:
-    """Marks pages committed as requests advance and encodes those no longer among the newest."""
+    """Commits pages as requests advance, and moves those out of the window that are no longer among
+    a request's newest. Both take effect together, once a round, with flush()."""
 
-    def __init__(self, kv: ReferenceKVCache, recent_pages: int) -> None:
-        self._kv = kv
-        self._recent_pages = recent_pages
-
-    def commit(self, pages: torch.Tensor, before: int, after: int) -> None:
-        """A request's verified length grew from `before` to `after` tokens.
-
-        pages: its page ids from position 0 on. Its newest recent_pages full pages stay.
-        """
-        size = self._kv.geometry.page_size
-        num_full = after // size
-        ids = pages[:num_full].tolist()
-        for index in range(before // size, num_full):
-            if ids[index] in self._kv.window.slots:
-                self._kv.window.mark_committed(ids[index])
-        # Pages further back were encoded when the request passed them.
-        first = max(0, before // size - self._recent_pages)
-        self._encode(ids[first : max(0, num_full - self._recent_pages)])
-
-    def flush(self) -> None:
-        """Pages were encoded as they came."""
-
-    def retire(self, pages: torch.Tensor) -> None:
-        """A request is done with these pages; SGLang frees some and caches the others."""
-        self._encode(pages.tolist())
-
-    def _encode(self, pages: list[int]) -> None:
-        self._kv.encode_window_pages([p for p in pages if self._kv.window.is_committed(p)])
-
-
-class DevicePageKeeper:
-    """The same for a GpuKVCache: full pages are published together, once an iteration."""
-
-    def __init__(self, kv: GpuKVCache, recent_pages: int) -> None:
+    def __init__(self, kv: PagedKVCache, recent_pages: int) -> None:
+        """recent_pages: full pages of a request that stay in the window."""
         self._kv = kv
         self._recent_pages = recent_pages
         self._full: dict[int, None] = {}
         self._leaving: dict[int, None] = {}
 
     def commit(self, pages: torch.Tensor, before: int, after: int) -> None:
-        """As PageKeeper.commit; takes effect with flush()."""
-        size, window = self._kv.geometry.page_size, self._kv.window.slots
+        """Note that a request's verified length grew from `before` to `after` tokens.
+
+        pages: its page ids from position 0 on.
+        """
+        size, window = self._kv.geometry.page_size, self._kv.window
         num_full = after // size
+        # Pages further back left when the request passed them.
         first = max(0, before // size - self._recent_pages)
         for index, page in enumerate(pages[first:num_full].tolist(), first):
-            if page not in window:
+            if page not in window.slots:
                 continue
-            if not self._kv.is_encoded(page):
+            if not window.is_committed(page):
                 self._full[page] = None
             if index < num_full - self._recent_pages:
                 self._leaving[page] = None
 
     def flush(self) -> None:
-        """Encode the pages that became full and free the window slots of those that left."""
-        self._kv.publish(list(self._full))
-        self._kv.move_out_of_window(list(self._leaving))
+        """Commit the pages that became full, and free the window slots of those that leave."""
+        self._kv.commit_pages(list(self._full))
+        # A page may have made room for another request since it was noted.
+        self._move_out(self._leaving)
         self._full, self._leaving = {}, {}
 
     def retire(self, pages: torch.Tensor) -> None:
-        """A request is done with these pages; SGLang frees some and caches the others."""
-        window = self._kv.window.slots
-        ids = pages.tolist()
-        self._kv.move_out_of_window([p for p in ids if p in window and self._kv.is_encoded(p)])
+        """Move committed pages [N] of a request that ends out of the window: SGLang frees some and
+        caches the others."""
+        self._move_out(pages.tolist())
+
+    def _move_out(self, pages: Iterable[int]) -> None:
+        window = self._kv.window
+        self._kv.move_out_of_window([page for page in pages if window.is_committed(page)])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
 # Bounds the mask of a long prefill to this many query rows times the context.
 PREFILL_BLOCK = 512
@@ -17,38 +18,21 @@ PREFILL_BLOCK = 512
 class ReferenceAttention:
     """Writes the KV of a planned forward and attends, layer by layer.
 
-    begin(plan), then forward(layer, ...) once for every layer in order, then finish().
+    Inside `with planned(plan)`, call forward(layer, ...) once for every layer in order.
     """
 
     def __init__(self, kv: ReferenceKVCache) -> None:
         self.kv = kv
         self._plan: ForwardPlan | None = None
 
-    def begin(self, plan: ForwardPlan) -> None:
-        """Open the window pages this forward writes to and announce the pages it encodes."""
+    @contextmanager
+    def planned(self, plan: ForwardPlan) -> Iterator[None]:
+        """Run a forward over the rows of a plan, layer by layer with forward(). Raises
+        CapacityError where the KV cache has no room for its pages."""
         assert self._plan is None, "the previous forward was not finished"
-        size = self.kv.geometry.page_size
-        window: list[int] = []
-        direct: list[int] = []
-        for row in plan.rows:
-            written = row.written_pages(size)
-            ids = row.pages[written.start : written.stop].tolist()
-            if not row.direct:
-                window += ids
-                continue
-            for index, page in zip(written, ids, strict=True):
-                (direct if index in row.direct else window).append(page)
-        self.kv.open_pages(window)
-        if direct:
-            self.kv.begin_encode(direct)
-        self._plan = plan
-
-    def finish(self) -> None:
-        """All layers ran: pages encoded on the way are complete."""
-        assert self._plan is not None
-        for row in self._plan.rows:
-            if row.direct:
-                self.kv.finish_encode(row.pages[row.direct.start : row.direct.stop].tolist())
+        with self.kv.forward(plan):
+            self._plan = plan
+            yield
         self._plan = None
 
     def forward(
@@ -58,7 +42,7 @@ class ReferenceAttention:
 
         Stores k and v, returns the attention output [num_tokens, num_heads, head_dim].
         """
-        assert self._plan is not None, "forward() without begin()"
+        assert self._plan is not None, "forward() outside of planned()"
         assert self._plan.num_tokens == len(q), "the forward is not the one that was planned"
         out = torch.empty_like(q)
         first = 0

@@ -7,10 +7,10 @@ import torch
 from kvspec_kernels.ops.attention import Tail, VerifyAttention
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.target_rows import TargetRows
 from sglang_kvspec.kv.transfers import fields_to_device, to_device
 from sglang_kvspec.runtime.record_attention import planned_target, target_workspace_nbytes
 from sglang_kvspec.runtime.step_attention import REFINED_BATCH
-from sglang_kvspec.runtime.target_rows import TargetRows
 
 KV = tuple[torch.Tensor, torch.Tensor]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.units import GIB
-from sglang_kvspec.kv.reference_cache import ReferenceKVCache
+from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.runtime.metrics import HIT_TIERS, KEPT_TIERS, SpecCounters
 
 
 def build_report(
-    config: KVSpecConfig, kv: ReferenceKVCache, counters: SpecCounters, num_allocated: int
+    config: KVSpecConfig, kv: PagedKVCache, counters: SpecCounters, num_allocated: int
 ) -> dict[str, Any]:
     """Configuration, pool sizes in pages and bytes, page states, and counters.
 

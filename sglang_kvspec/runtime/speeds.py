@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_kvspec.kv.residual_cache import ResidualCache
+from sglang_kvspec.kv.residual_pages import Residuals
 from sglang_kvspec.planning.link_estimate import LinkEstimate
 from sglang_kvspec.planning.online import OnlineValue
 
@@ -16,7 +16,7 @@ class Speeds:
     """Guesses first, then estimates from fetches and iterations that are over. Nothing waits for
     a measurement. Each rank has its own: what is decided by them is to be sent by the first."""
 
-    def __init__(self, residuals: ResidualCache) -> None:
+    def __init__(self, residuals: Residuals) -> None:
         self._residuals = residuals
         self._link = LinkEstimate()
         self._iteration_s = OnlineValue(GUESSED_ITERATION_S)

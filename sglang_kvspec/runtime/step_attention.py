@@ -13,6 +13,7 @@ import torch
 
 from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, workspace_nbytes
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.target_rows import indptr
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.record_attention import (
@@ -20,7 +21,6 @@ from sglang_kvspec.runtime.record_attention import (
     planned_target,
     target_workspace_nbytes,
 )
-from sglang_kvspec.runtime.target_rows import indptr
 
 # Requests, or parts of one, that one call of the int8 kernel attends for.
 REFINED_BATCH = 64

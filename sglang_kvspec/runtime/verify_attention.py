@@ -9,11 +9,11 @@ import torch
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.ordered_attention import ordered_attention
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.target_rows import TargetRows
 from sglang_kvspec.runtime.exact_attention import ExactAttention
 from sglang_kvspec.runtime.ordered_attention import DeterministicAttention, past_of
 from sglang_kvspec.runtime.record_attention import planned_target, target_workspace_nbytes
 from sglang_kvspec.runtime.refined_attention import Int8TargetAttention
-from sglang_kvspec.runtime.target_rows import TargetRows
 from sglang_kvspec.runtime.verify_rows import VerifyRows, filled
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 

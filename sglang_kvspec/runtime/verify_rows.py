@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_kvspec.runtime.target_rows import TargetRows
+from sglang_kvspec.kv.target_rows import TargetRows
 
 
 class VerifyRows:

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows, draft_row, target_row
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
-from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 8, 2, 128, 64
@@ -48,7 +48,7 @@ class Pair:
         )
         self.keepers = (
             PageKeeper(self.reference.kv, RECENT),
-            DevicePageKeeper(self.device.kv, RECENT),
+            PageKeeper(self.device.kv, RECENT),
         )
         self.rng = torch.Generator().manual_seed(1)
         self.free = (torch.randperm(NUM_PAGES, generator=self.rng) + 1).tolist()
@@ -224,7 +224,7 @@ def test_target_steps_in_a_graph(codec: str, target: str, kind: str, in_order: b
     pair.prefill(a=190, b=500, c=3)
     steps = Steps(pair, f"make_{kind}_step")
     kv = pair.device.kv
-    kv.capture_publishing()
+    kv.capture_commits()
     for wanted in ({"b": 6, "a": 5, "c": 2}, {"c": 8, "a": 8, "b": 7}, {"a": 1}):
         room = {name: PAGE - pair.committed[name] % PAGE for name in wanted}
         lens = {n: min(w, room[n]) if target == "int8" else w for n, w in wanted.items()}
@@ -244,7 +244,7 @@ def test_in_order_prefill_verification_and_steps_give_the_same_bits() -> None:
     start, end, size = 2 * PAGE + 30, 3 * PAGE + 5, PAGE
     whole, parts = (Pair("uniform4", "exact", in_order=True) for _ in range(2))
     kv = parts.device.kv
-    kv.capture_publishing()
+    kv.capture_commits()
     drawn = [whole.draw(end) for _ in range(LAYERS)]
 
     def forward(pair: Pair, row: Row) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ class Rig:
         page = PageBytes(1, 1, 1)
         plan = CapacityPlan(NUM_PAGES, 4, cached, hosted, page, "test", kept_anchor_pages=NUM_KEPT)
         self.kv = GpuKVCache(GEOMETRY, codec, plan, DEVICE)
-        self.kv.warm_up_records()
+        self.kv.records.warm_up()
         self.kv.warm_up()
         torch.cuda.synchronize()
 
@@ -47,33 +47,27 @@ class Rig:
         """Behind a kernel that spins."""
         records, kv = records or self.new_records(len(pages)), self.kv
         anchors, residuals = (part.to(DEVICE) for part in records)
-        kv.require_residuals(())
-        kv.begin_encode(pages)
-        kv.place_residuals(())
-        slots = kv.residual_slots[pages].long()
-        ids = torch.tensor(pages, device=DEVICE)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(SPIN_CYCLES)
-        for layer in range(GEOMETRY.num_layers):
-            kv.anchors.layer(layer).index_copy_(0, ids, anchors[:, layer])
-            kv.residuals.cache_layer(layer).index_copy_(0, slots, residuals[:, layer])
-        kv.finish_encode(pages)
-        kv.end_forward()
+        with kv.placed(encodes=pages):
+            slots = kv.residual_slots[pages].long()
+            ids = torch.tensor(pages, device=DEVICE)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(SPIN_CYCLES)
+            for layer in range(GEOMETRY.num_layers):
+                kv.anchors.layer(layer).index_copy_(0, ids, anchors[:, layer])
+                kv.residuals.cache_layer(layer).index_copy_(0, slots, residuals[:, layer])
         return records
 
     def found(self, pages: list[int]) -> PageRecords:
         """Where kernels find these pages, once the main stream is there."""
         kv = self.kv
-        kv.require_residuals(pages, by_layer=True)
-        kv.place_residuals(())
-        ids = torch.tensor(pages, device=DEVICE)
-        slots = kv.residual_slots[pages].long()
-        anchors, residuals = [], []
-        for layer in range(GEOMETRY.num_layers):
-            kv.await_layer(layer)
-            anchors.append(kv.anchors.layer(layer)[ids])
-            residuals.append(kv.residuals.cache_layer(layer)[slots])
-        kv.end_forward()
+        with kv.placed(pages, by_layer=True):
+            ids = torch.tensor(pages, device=DEVICE)
+            slots = kv.residual_slots[pages].long()
+            anchors, residuals = [], []
+            for layer in range(GEOMETRY.num_layers):
+                kv.await_layer(layer)
+                anchors.append(kv.anchors.layer(layer)[ids])
+                residuals.append(kv.residuals.cache_layer(layer)[slots])
         return PageRecords(torch.stack(anchors, 1).cpu(), torch.stack(residuals, 1).cpu())
 
 
@@ -143,12 +137,12 @@ def test_kept_anchors_outlive_their_pages(target: str, store: bool) -> None:
     rig.encode(pages, records)
     end_of_spin = torch.cuda.Event()
     end_of_spin.record()
-    rig.kv.keep_anchors(pages, slots)
+    rig.kv.records.keep_anchors(pages, slots)
     rig.kv.free_pages(pages)
     # Others come where they were, and back where others keep theirs.
     copy_in(rig.kv, pages, others)
     copy_in(rig.kv, [20, 21, 22], back, dict(enumerate(slots)))
-    rig.kv.keep_anchors(pages, slots)
+    rig.kv.records.keep_anchors(pages, slots)
     assert store or not end_of_spin.query(), "keeping or restoring waited for the GPU"
     assert same(rig.found([20, 21, 22]), records) == [True, True]
     assert same(rig.found(pages), others) == [True, True]

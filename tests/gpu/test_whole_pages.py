@@ -31,7 +31,7 @@ def make_kv(store: bool) -> GpuKVCache:
     cached, hosted = (20, NUM_PAGES) if store else (NUM_PAGES, 0)
     plan = CapacityPlan(NUM_PAGES, 4, cached, hosted, PageBytes(1, 1, 1), "test")
     kv = GpuKVCache(GEOMETRY, codec, plan, DEVICE)
-    kv.warm_up_records()
+    kv.records.warm_up()
     kv.warm_up()
     return kv
 
@@ -67,7 +67,7 @@ def test_pages_cross(monkeypatch: pytest.MonkeyPatch, mode: str, store: bool) ->
     torch.cuda._sleep(SPIN_CYCLES)
     WholeWire(receiver, codec, drafts=True).land(Stream.ANCHOR, LANDED, parts)
     decoded = [torch.stack(part) for part in zip(*map(codec.decode, payloads), strict=True)]
-    for got, want in zip(receiver.read_whole(LANDED), decoded, strict=True):
+    for got, want in zip(receiver.records.read_whole(LANDED), decoded, strict=True):
         assert torch.equal(got.cpu(), want)
     found, wanted = copy_out(receiver, LANDED), expected_records(receiver, *decoded)
     assert torch.equal(found.anchors, wanted.anchors)

@@ -26,7 +26,7 @@ class DisaggregationRole:
         model = (model_runner.model_config, model_runner.model)
         self._serving = Serving(config, pool, *model, ranks)
         install(self._serving)
-        self._serving.kv.warm_up_records()
+        self._serving.kv.records.warm_up()
         is_decode = server_args.disaggregation_mode == "decode"
         if is_decode:
             pool.keep_retracted = keep_retracted

@@ -147,7 +147,7 @@ class Arrivals:
         window is full."""
         tail = self._tails.pop(last_page, None)
         if tail is not None:
-            self._kv.write_plain(last_page, tail)
+            self._kv.records.write_plain(last_page, tail)
         landing = self._landings.get(room)
         if landing is None or landing.has_run:
             return None

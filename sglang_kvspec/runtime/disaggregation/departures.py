@@ -192,7 +192,7 @@ class Departures:
     ) -> tuple[Sequence[torch.Tensor], bool]:
         """Of a request's last page, what HandoverFormat takes of each part, and whether that is
         records."""
-        tail = self._kv.read_plain(page, num_tokens)
+        tail = self._kv.records.read_plain(page, num_tokens)
         if tail is not None:
             return tail.chunk(num_parts, dim=HEADS_OF_TAIL), False
         assert num_tokens == self._kv.geometry.page_size

@@ -68,7 +68,11 @@ class SplitWire:
     ) -> list[list[torch.Tensor]]:
         assert all(map(self._kv.is_encoded, pages)), "only an encoded page has records"
         is_anchor = stream is Stream.ANCHOR
-        records = self._kv.read_anchors(pages) if is_anchor else self._kv.read_residuals(pages)
+        records = (
+            self._kv.records.read_anchors(pages)
+            if is_anchor
+            else self._kv.records.read_residuals(pages)
+        )
         return [[part.reshape(-1) for part in page.chunk(num_parts, dim=1)] for page in records]
 
     def part_bytes(self, stream: Stream, num_parts: int) -> int:
@@ -96,10 +100,10 @@ class SplitWire:
             torch.stack([part.view(shape) for part in parts], out=heads)
         if is_anchor:
             self._kv.begin_landing(pages)
-            self._kv.write_anchors(pages, records)
+            self._kv.records.write_anchors(pages, records)
             self._kv.finish_anchors(pages)
         else:
-            self._kv.write_residuals(pages, records)
+            self._kv.records.write_residuals(pages, records)
             self._kv.residuals.finish(pages)
 
     def _shape(self, stream: Stream) -> torch.Size:
@@ -133,7 +137,9 @@ class WholeWire:
         codec = self._codec_of(num_parts)
         payloads: list[list[torch.Tensor]] = []
         for portion in self._portions(len(pages)):
-            shares = (x.chunk(num_parts, dim=-2) for x in self._kv.read_whole(pages[portion]))
+            shares = (
+                x.chunk(num_parts, dim=-2) for x in self._kv.records.read_whole(pages[portion])
+            )
             parts = [codec.encode_pages(k, v) for k, v in zip(*shares, strict=True)]
             payloads += map(list, zip(*parts, strict=True))
         return payloads

@@ -9,7 +9,6 @@ import torch
 
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.page_records import copy_in, copy_out
-from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
@@ -37,7 +36,7 @@ class RetractedKV:
         elsewhere = {*self._lacking_at, *self._recent}
         self._whole_at = [at for at in places if at not in elsewhere]
         self._whole = copy_out(kv, [pages[at] for at in self._whole_at])
-        self._lacking = kv.read_anchors([pages[at] for at in self._lacking_at])
+        self._lacking = kv.records.read_anchors([pages[at] for at in self._lacking_at])
         self._room = (
             arrivals.keep_retracted(pages[self._lacking_at[0]]) if self._lacking_at else None
         )
@@ -45,7 +44,7 @@ class RetractedKV:
 
     def _recent_page(self, page: int, at: int) -> torch.Tensor:
         size = self._kv.geometry.page_size
-        tokens = self._kv.read_plain(page, min(size, self._num_tokens - at * size))
+        tokens = self._kv.records.read_plain(page, min(size, self._num_tokens - at * size))
         assert tokens is not None, "the window has it"
         return tokens
 
@@ -57,13 +56,14 @@ class RetractedKV:
         copy_in(kv, [pages[at] for at in self._whole_at], self._whole)
         lacking = [pages[at] for at in self._lacking_at]
         kv.begin_landing(lacking)
-        kv.write_anchors(lacking, self._lacking)
+        kv.records.write_anchors(lacking, self._lacking)
         kv.finish_anchors(lacking)
         for at, tokens in self._recent.items():
             if tokens.shape[2] < kv.geometry.page_size:
                 self._arrivals.keep_tail(pages[at], tokens)
             else:
-                _encode(kv, pages[at], tokens)
+                k, v = tokens.unsqueeze(0).unbind(2)
+                kv.write_whole([pages[at]], k, v)
         if self._room is not None:
             self._arrivals.bring_back(self._room, pages)
 
@@ -71,12 +71,3 @@ class RetractedKV:
 def _abandon(arrivals: Arrivals, room: int | None) -> None:
     if room is not None:
         arrivals.drop(room, NOT_NEEDED)
-
-
-def _encode(kv: PagedKVCache, page: int, tokens: torch.Tensor) -> None:
-    """A free page from all its tokens, as PagedKVCache.read_plain() gives them."""
-    assert isinstance(kv, ReferenceKVCache), "a GPU encodes a page as soon as it is full"
-    kv.begin_encode([page])
-    for layer in range(kv.geometry.num_layers):
-        kv.encode(layer, torch.tensor([page]), *tokens[layer][:, None])
-    kv.finish_encode([page])

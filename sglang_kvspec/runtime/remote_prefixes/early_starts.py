@@ -75,7 +75,7 @@ class EarlyStarts:
             row[:] = anchor
             lacking[page] = (link, xxh3_128_digest(anchor))
         kv.begin_landing(pages)
-        kv.write_anchors(pages, records.anchors)
+        kv.records.write_anchors(pages, records.anchors)
         kv.finish_anchors(pages)
         self._on_loaded(len(pages), 0)
         self._starts[rid] = _Start(list(pages), lacking)
@@ -120,7 +120,7 @@ class EarlyStarts:
         records = PageRecords.empty(kv.geometry, kv.codec, len(pages))
         for row, record in zip(page_rows(records.residuals), landed.values(), strict=True):
             row[:] = record.residual
-        kv.write_residuals(pages, records.residuals)
+        kv.records.write_residuals(pages, records.residuals)
         self._on_loaded(0, len(pages))
 
     def release(self, pages: Collection[int]) -> None:

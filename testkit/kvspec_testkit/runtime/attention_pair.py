@@ -8,6 +8,7 @@ import torch
 
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import Target
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.lanes import Lanes
@@ -15,8 +16,7 @@ from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
-from sglang_kvspec.runtime.pages import DevicePageKeeper, PageKeeper
+from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 
 RECENT = 1
@@ -60,7 +60,7 @@ class AttentionPair:
         self.kv = GpuKVCache(geometry, codec, plan(cache_pages, num_pages), device, lanes)
         self.reference = ReferenceAttention(self.reference_kv)
         self.attention = DeviceAttention(self.kv, num_qo_heads, in_order=in_order)
-        self._keepers = (PageKeeper(self.reference_kv, RECENT), DevicePageKeeper(self.kv, RECENT))
+        self._keepers = (PageKeeper(self.reference_kv, RECENT), PageKeeper(self.kv, RECENT))
         self._rng = torch.Generator().manual_seed(1)
         self._free = (torch.randperm(num_pages, generator=self._rng) + 1).tolist()
         self.pages: dict[str, list[int]] = {}
@@ -107,12 +107,11 @@ class AttentionPair:
             plan = ForwardPlan(
                 tuple(Row(RowKind.DRAFT, starts[name] + step, 1, ids[name]) for name in going)
             )
-            self.reference.begin(plan)
             rows.begin_step(len(lengths))
-            for layer in range(self.geometry.num_layers):
-                self._attend(layer, len(lengths), len(going))
+            with self.reference.planned(plan):
+                for layer in range(self.geometry.num_layers):
+                    self._attend(layer, len(lengths), len(going))
             rows.end_step(torch.zeros(len(lengths), 10, device=self.kv.device))
-            self.reference.finish()
         self.attention.end_captured()
 
     def free(self, *names: str) -> None:
@@ -137,12 +136,9 @@ class AttentionPair:
 
     def _forward(self, rows: dict[str, Row], committed: dict[str, int]) -> None:
         plan = ForwardPlan(tuple(rows.values()))
-        self.reference.begin(plan)
-        self.attention.begin(plan)
-        for layer in range(self.geometry.num_layers):
-            self._attend(layer, plan.num_tokens, plan.num_tokens)
-        self.reference.finish()
-        self.attention.finish()
+        with self.reference.planned(plan), self.attention.planned(plan):
+            for layer in range(self.geometry.num_layers):
+                self._attend(layer, plan.num_tokens, plan.num_tokens)
         self.commit(rows, committed)
 
     def commit(self, rows: dict[str, Row], committed: dict[str, int]) -> None:

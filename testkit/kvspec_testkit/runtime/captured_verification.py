@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvspec_testkit.runtime.attention_pair import AttentionPair
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.kv.transfers import send_into
 from sglang_kvspec.runtime.draft_rows import draft_row, open_for_drafts
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
 from sglang_kvspec.runtime.verify_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
@@ -97,30 +97,28 @@ class CapturedVerification:
         plan = ForwardPlan(tuple(rows.values()))
         count, layers = plan.num_tokens, pair.geometry.num_layers
         drawn = [pair.draw(count + len(drafts)) for _ in range(layers)]
-        opened = pair.attention.open(plan)
-        tokens = list(range(count))
-        values = self._rows.values_of(opened, tokens, tokens)
-        if self._piggyback is not None:
-            loaded = [draft_row(pair.kv, 0, row.start, row.pages, 1) for row in drafts]
-            values += self._piggyback.drafts.values_of(loaded)
-            self._piggyback.drafts.begin_round()
-        send_into(values)
-        self._attended.plan(opened)
         front = self._front
-        for layer, parts in enumerate(drawn):
-            for place, part in zip(self._inputs, parts, strict=True):
-                place[layer, front : front + count] = part[:count].to(place.device)
-                place[layer, : len(drafts)] = part[count:].to(place.device)
-        self._replay()
-        pair.attention.finish()
-        pair.reference.begin(ForwardPlan((*plan.rows, *drafts)))
+        with pair.kv.forward(plan) as opened:
+            tokens = list(range(count))
+            values = self._rows.values_of(opened, tokens, tokens)
+            if self._piggyback is not None:
+                loaded = [draft_row(pair.kv, 0, row.start, row.pages, 1) for row in drafts]
+                values += self._piggyback.drafts.values_of(loaded)
+                self._piggyback.drafts.begin_round()
+            send_into(values)
+            self._attended.plan(opened)
+            for layer, parts in enumerate(drawn):
+                for place, part in zip(self._inputs, parts, strict=True):
+                    place[layer, front : front + count] = part[:count].to(place.device)
+                    place[layer, : len(drafts)] = part[count:].to(place.device)
+            self._replay()
         scale = pair.geometry.head_dim**-0.5
-        for layer, parts in enumerate(drawn):
-            outs, want = self._outs[layer], pair.reference.forward(layer, *parts, scale)
-            pair.compare(outs[front : front + count], want[:count])
-            if drafts:
-                pair.compare(outs[: len(drafts)], want[count:])
-        pair.reference.finish()
+        with pair.reference.planned(ForwardPlan((*plan.rows, *drafts))):
+            for layer, parts in enumerate(drawn):
+                outs, want = self._outs[layer], pair.reference.forward(layer, *parts, scale)
+                pair.compare(outs[front : front + count], want[:count])
+                if drafts:
+                    pair.compare(outs[: len(drafts)], want[count:])
         assert not self._outs[:, front + count :].any(), "tokens of nobody are not 0"
         pair.commit(rows, lengths | (accepted or {}))
 

@@ -261,7 +261,7 @@ class ImmediateSteps:
     ) -> tuple[list[list[int]], torch.Tensor]:
         """Tokens that each request takes at once, and the logits of the last step. The states of
         self._batch go on with them."""
-        from sglang_kvspec.runtime.forward_plan import Row, RowKind
+        from sglang_kvspec.kv.forward_plan import Row, RowKind
 
         self.shared.fill_(float("nan"))
         batch = self._batch

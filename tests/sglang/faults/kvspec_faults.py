@@ -155,7 +155,7 @@ def _flip_a_bit(
 ) -> None:
     """In the store, of the last layer of every page."""
     original(tiers, layer, pages, records)
-    store = tiers._store
+    store = tiers.store
     if layer == store.num_layers - 1:
         store.layer(layer)[pages, 0, 0] ^= 1
 

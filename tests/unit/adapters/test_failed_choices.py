@@ -16,7 +16,7 @@ from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.engine.loop import RoundResult
-from sglang_kvspec.runtime.forward_plan import Row, RowKind
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 

@@ -72,34 +72,29 @@ def device_machine(prefix_cache_machine, make_device_kv):
             pages = (row[::SIZE] // SIZE).tolist()
             new = range(cached // SIZE, len(pages))
             direct = [i for i in new if i < len(links) - 1]
-            kv.require_residuals(pages[: cached // SIZE], by_layer=True)
             kv.open_pages(pages[i] for i in new if i not in direct)
-            kv.begin_encode([pages[i] for i in direct])
-            kv.place_residuals(())
-            kv.await_layer(0)
-            for i in direct:
-                k, v = self.content(links[i])
-                one = torch.tensor([pages[i]])
-                slots = kv.residual_slots_of(one)
-                self.encode_from(0, k[None], v[None], torch.tensor([0]), one, slots)
-            kv.finish_encode([pages[i] for i in direct])
-            kv.end_forward()
+            encodes = [pages[i] for i in direct]
+            with kv.placed(pages[: cached // SIZE], encodes=encodes, by_layer=True):
+                kv.await_layer(0)
+                for i in direct:
+                    k, v = self.content(links[i])
+                    one = torch.tensor([pages[i]])
+                    slots = kv.residual_slots_of(one)
+                    self.encode_from(0, k[None], v[None], torch.tensor([0]), one, slots)
             if links and len(links) - 1 in new:
                 newest = pages[len(links) - 1]
                 slot = kv.window.slots.slot_of(newest)
                 for part, content in zip(kv.window.layer(0), self.content(links[-1]), strict=True):
                     self.streams.main.do(partial(part[slot].copy_, content))
-                kv.publish([newest])
+                kv.commit_pages([newest])
 
         def check_content(self, req, slots):
             pages = (slots[::SIZE] // SIZE)[: len(slots) // SIZE].tolist()
-            self.kv.require_residuals(pages, by_layer=True)
-            self.kv.place_residuals(())
-            self.kv.await_layer(0)
-            for page, link in zip(pages, self.links(req), strict=False):
-                slot = int(self.kv.residual_slots[page])
-                self.streams.main.do(partial(self.check_page, page, slot, self.content(link)))
-            self.kv.end_forward()
+            with self.kv.placed(pages, by_layer=True):
+                self.kv.await_layer(0)
+                for page, link in zip(pages, self.links(req), strict=False):
+                    slot = int(self.kv.residual_slots[page])
+                    self.streams.main.do(partial(self.check_page, page, slot, self.content(link)))
 
         def check_page(self, page, slot, content):
             record = self.kv.codec.encode(*content[:, None])
@@ -164,25 +159,25 @@ def test_tiers_below_the_tree_are_all_used(device_machine, store, num_kept):
 
 
 def copies_of_the_device_are_early(kv):
-    kv._staged._lane = PromptLane()
+    kv.records._copies._lane = PromptLane()
 
 
 def rows_of_the_store_are_not_awaited(kv):
-    if kv._hosted is not None:
-        kv._hosted._copies.await_rows = lambda pages: None
+    if kv._offloaded is not None:
+        kv._offloaded._copies.await_rows = lambda pages: None
 
 
 def kept_anchors_are_late(kv):
     """Beside the main stream, by which time others write where they came from."""
-    right = kv.keep_anchors
-    main = kv._staged._lane
+    right = kv.records.keep_anchors
+    main = kv.records._copies._lane
 
     def keep_anchors(pages, slots):
-        kv._staged._lane = kv._lanes.to_host
+        kv.records._copies._lane = kv._lanes.to_host
         right(pages, slots)
-        kv._staged._lane = main
+        kv.records._copies._lane = main
 
-    kv.keep_anchors = keep_anchors
+    kv.records.keep_anchors = keep_anchors
 
 
 def residuals_land_in_other_slots(kv):

@@ -11,9 +11,9 @@ import torch
 from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.adapters import verify_graphs
 from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 
 SIZE, MAX_ROWS, MAX_DRAFTS, VOCAB, MAX_PIGGYBACK = 64, 2, 8, 7, 3
 

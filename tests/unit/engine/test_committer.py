@@ -11,8 +11,8 @@ from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.started_round import StartedRound
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import Ranks

@@ -11,9 +11,9 @@ from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.engine.ports import VerifyLogits
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.verifier import Verifier
+from sglang_kvspec.kv.forward_plan import RowKind
 from sglang_kvspec.planning.round_plan import RoundPlan
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import RowKind
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.sampling import SamplingParams

@@ -81,7 +81,7 @@ def test_pages_that_were_away_read_as_before(pair, codec, target):
     records = copy_out(kv, pages)
     kv.free_pages(pages)
     # Once the others are in the store, too, what the cache holds no longer matters.
-    kv.read_residuals(both.encoded("ab"))
+    kv.records.read_residuals(both.encoded("ab"))
     kv.residuals.evict(kv.residuals.table.pages_in(both.encoded("ab"), ResidualState.RESIDENT))
     for layer in range(both.geometry.num_layers):
         kv.anchors.layer(layer)[torch.tensor(pages, device=kv.device)] = 255

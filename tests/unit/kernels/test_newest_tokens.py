@@ -60,12 +60,12 @@ def test_they_arrive_as_they_were(make_kv, spin, target, store, count):
     sender, receiver = make_kv(target, store), make_kv(target, store)
     tokens = some_tokens(count)
     spin()
-    sender.write_plain(3, tokens)
-    sent = sender.read_plain(3, count)
+    sender.records.write_plain(3, tokens)
+    sent = sender.records.read_plain(3, count)
     assert torch.equal(sent, tokens)
     spin()
-    receiver.write_plain(5, sent)
-    assert torch.equal(receiver.read_plain(5, count), tokens)
+    receiver.records.write_plain(5, sent)
+    assert torch.equal(receiver.records.read_plain(5, count), tokens)
     assert not receiver.is_encoded(5)
     for kv in (sender, receiver):
         kv.check_integrity()
@@ -75,10 +75,10 @@ def test_they_arrive_as_they_were(make_kv, spin, target, store, count):
 def test_a_full_page_has_the_same_records_on_both(make_kv, spin, target, store):
     sender, receiver = make_kv(target, store), make_kv(target, store)
     tokens = some_tokens(SIZE)
-    sender.write_plain(3, tokens)
+    sender.records.write_plain(3, tokens)
     spin()
-    receiver.write_plain(5, tokens)
-    assert torch.equal(receiver.read_plain(5, SIZE), tokens)
+    receiver.records.write_plain(5, tokens)
+    assert torch.equal(receiver.records.read_plain(5, SIZE), tokens)
     assert all(map(torch.equal, copy_out(sender, [3]), copy_out(receiver, [5])))
     if target == "exact":
         slot = int(receiver.residual_slots[5])
@@ -87,7 +87,7 @@ def test_a_full_page_has_the_same_records_on_both(make_kv, spin, target, store):
                 assert torch.equal(part[slot].cpu().transpose(0, 1), wanted)
     # It leaves the window as any other page.
     receiver.move_out_of_window([5])
-    left = receiver.read_plain(5, SIZE - 1)
+    left = receiver.records.read_plain(5, SIZE - 1)
     if target == "exact":
         assert torch.equal(left, tokens[:, :, : SIZE - 1])
     else:

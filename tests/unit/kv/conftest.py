@@ -102,7 +102,7 @@ class TieredKVMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def encode_window_pages(self, data):
         some = data.draw(st.sets(st.sampled_from(sorted(self.committed))))
-        self.kv.encode_window_pages(list(some))
+        self.kv.move_out_of_window(list(some))
         self.encoded |= some
         self.committed -= some
 

@@ -32,7 +32,7 @@ def encode_directly(kv, pages):
 def test_publishing_encodes_every_layer_from_the_window_and_keeps_the_page(make_device_kv):
     kv = make_device_kv(num_layers=3)
     kv.open_pages([4, 9, 2])
-    kv.publish([2, 9])
+    kv.commit_pages([2, 9])
     slots = [kv.window.slots.slot_of(page) for page in (2, 9)]
     assert kv.encodings == [(layer, slots, [2, 9]) for layer in range(3)]
     assert [kv.is_encoded(page) for page in (4, 9, 2)] == [False, True, True]
@@ -45,7 +45,7 @@ def test_more_pages_than_are_published_at_once(make_device_kv):
     kv = make_device_kv(num_pages=40, window_pages=40)
     pages = list(range(40, 0, -1))
     kv.open_pages(pages)
-    kv.publish(pages)
+    kv.commit_pages(pages)
     found = [
         (slot, page)
         for layer, slots, ids in kv.encodings
@@ -63,25 +63,25 @@ def test_memory_is_what_the_plan_said(make_device_kv, options):
 
 def test_publishing_nothing_launches_nothing(make_device_kv):
     kv = make_device_kv()
-    kv.publish([])
+    kv.commit_pages([])
     assert kv.encodings == []
 
 
 def test_a_page_is_published_once(make_device_kv):
     kv = make_device_kv()
     kv.open_pages([4])
-    kv.publish([4])
+    kv.commit_pages([4])
     with pytest.raises(AssertionError, match="encoded once"):
-        kv.publish([4])
+        kv.commit_pages([4])
 
 
 def test_only_window_pages_are_published_and_only_published_ones_may_leave(make_device_kv):
     kv = make_device_kv()
     with pytest.raises(AssertionError, match="not in the recent window"):
-        kv.publish([4])
+        kv.commit_pages([4])
     kv.open_pages([4, 5])
-    kv.publish([4])
-    with pytest.raises(AssertionError, match="only a published page"):
+    kv.commit_pages([4])
+    with pytest.raises(AssertionError, match="only a committed page"):
         kv.move_out_of_window([4, 5])
     assert list(kv.window.slots) == [4, 5]
     kv.move_out_of_window([4])
@@ -94,7 +94,7 @@ def test_an_encoded_page_is_never_opened(make_device_kv):
     kv = make_device_kv()
     encode_directly(kv, [3])
     kv.open_pages([4])
-    kv.publish([4])
+    kv.commit_pages([4])
     for page in (3, 4):
         with pytest.raises(AssertionError, match="cannot be written"):
             kv.open_pages([page])
@@ -107,7 +107,7 @@ def test_an_encoded_page_is_never_opened(make_device_kv):
 def test_the_oldest_published_page_makes_room(make_device_kv):
     kv = make_device_kv(window_pages=3)
     kv.open_pages([6, 4, 5])
-    kv.publish([5, 4])
+    kv.commit_pages([5, 4])
     kv.open_pages([1])
     assert list(kv.window.slots) == [6, 5, 1]
     assert kv.is_encoded(4)
@@ -121,7 +121,7 @@ def test_the_oldest_published_page_makes_room(make_device_kv):
 def test_a_freed_page_starts_anew_wherever_it_was(make_device_kv):
     kv = make_device_kv()
     kv.open_pages([4, 5])
-    kv.publish([4])
+    kv.commit_pages([4])
     encode_directly(kv, [6])
     kv.free_pages([4, 5, 6, 7, 0])
     assert not any(map(kv.is_encoded, range(13)))
@@ -129,7 +129,7 @@ def test_a_freed_page_starts_anew_wherever_it_was(make_device_kv):
     kv.check_integrity()
     kv.open_pages([4, 6])
     assert kv.window.committed_pages() == []
-    kv.publish([6])
+    kv.commit_pages([6])
     encode_directly(kv, [5])
     kv.check_integrity()
 
@@ -205,7 +205,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
         mutable = sorted(set(self.window) - self.published)
         pages = data.draw(st.lists(st.sampled_from(mutable), unique=True))
         before = len(self.kv.encodings)
-        self.kv.publish(pages)
+        self.kv.commit_pages(pages)
         slots = [self.kv.window.slots.slot_of(page) for page in pages]
         wanted = [(layer, slots, pages) for layer in range(LAYERS)] if pages else []
         assert self.kv.encodings[before:] == wanted

@@ -58,19 +58,15 @@ class Device:
     def encode(self, *pages):
         records = self.new_records(len(pages))
         self.note(pages, records)
-        self.kv.require_residuals(())
-        self.kv.begin_encode(pages)
-        self.kv.place_residuals(())
-        for page, anchors, residuals in zip(pages, *records, strict=True):
-            slot = int(self.kv.residual_slots[page])
-            for layer in range(LAYERS):
-                for to, new in (
-                    (self.kv.anchors.layer(layer)[page], anchors[layer]),
-                    (self.kv.residuals.cache_layer(layer)[slot], residuals[layer]),
-                ):
-                    self.streams.main.do(partial(to.copy_, new))
-        self.kv.finish_encode(pages)
-        self.kv.end_forward()
+        with self.kv.placed(encodes=pages):
+            for page, anchors, residuals in zip(pages, *records, strict=True):
+                slot = int(self.kv.residual_slots[page])
+                for layer in range(LAYERS):
+                    for to, new in (
+                        (self.kv.anchors.layer(layer)[page], anchors[layer]),
+                        (self.kv.residuals.cache_layer(layer)[slot], residuals[layer]),
+                    ):
+                        self.streams.main.do(partial(to.copy_, new))
 
     def land(self, *pages):
         records = self.new_records(len(pages))
@@ -80,19 +76,17 @@ class Device:
     def forward(self, *pages, by_layer=False):
         """Read these pages where kernels find them. What it finds of one that was freed before it
         read matters to nobody: others may have landed there."""
-        self.kv.require_residuals(pages, by_layer=by_layer)
-        self.kv.place_residuals(())
-        for layer in range(LAYERS):
-            self.kv.await_layer(layer)
-            for page in pages:
-                records = anchors, residuals = self.content[page]
-                slot = int(self.kv.residual_slots[page])
-                for found, wanted in (
-                    (self.kv.anchors.layer(layer)[page], anchors[layer]),
-                    (self.kv.residuals.cache_layer(layer)[slot], residuals[layer]),
-                ):
-                    self.streams.main.do(partial(self.read, page, records, found, wanted))
-        self.kv.end_forward()
+        with self.kv.placed(pages, by_layer=by_layer):
+            for layer in range(LAYERS):
+                self.kv.await_layer(layer)
+                for page in pages:
+                    records = anchors, residuals = self.content[page]
+                    slot = int(self.kv.residual_slots[page])
+                    for found, wanted in (
+                        (self.kv.anchors.layer(layer)[page], anchors[layer]),
+                        (self.kv.residuals.cache_layer(layer)[slot], residuals[layer]),
+                    ):
+                        self.streams.main.do(partial(self.read, page, records, found, wanted))
 
     def read(self, page, records, found, wanted):
         if self.content.get(page) is records:
@@ -162,9 +156,8 @@ def test_pages_of_a_cpu_read_the_same_here(device, make_kv, codec, target, store
     gpu = device(codec=codec, target=target, store=store, cache_pages=3 if store else None)
     here = [1, 6, 2]
     copy_in(gpu.kv, here, records)
-    gpu.kv.require_residuals(here, by_layer=True)
-    gpu.kv.place_residuals(())
-    gpu.kv.end_forward()
+    with gpu.kv.placed(here, by_layer=True):
+        pass
     gpu.streams.drain()
     for layer in range(LAYERS):
         read = gpu.kv.codec.decode_target(
@@ -180,10 +173,9 @@ def test_pages_of_a_cpu_read_the_same_here(device, make_kv, codec, target, store
 def test_landing_needs_no_room_in_the_cache(device):
     gpu = device(store=True, cache_pages=2)
     gpu.encode(1, 2)
-    gpu.kv.require_residuals([1, 2])
-    gpu.land(3, 4, 5)
-    assert [gpu.state(page) for page in (1, 2, 3, 4, 5)] == ["RESIDENT"] * 2 + ["STORED"] * 3
-    gpu.kv.end_forward()
+    with gpu.kv.placed([1, 2]):
+        gpu.land(3, 4, 5)
+        assert [gpu.state(page) for page in (1, 2, 3, 4, 5)] == ["RESIDENT"] * 2 + ["STORED"] * 3
     gpu.forward(3, 5, by_layer=True)
     gpu.forward(1, 4)
     with pytest.raises(CapacityError):
@@ -204,14 +196,14 @@ def test_residuals_may_land_later(device, store):
     gpu = device(store=store, cache_pages=2 if store else None)
     records = gpu.new_records(3)
     gpu.kv.begin_landing([4, 6, 2])
-    gpu.kv.write_anchors([4, 6, 2], records.anchors)
+    gpu.kv.records.write_anchors([4, 6, 2], records.anchors)
     gpu.kv.finish_anchors([4, 6, 2])
     assert all(map(gpu.kv.is_encoded, (4, 6, 2)))
-    assert torch.equal(gpu.kv.read_anchors([2, 4]), records.anchors[[2, 0]])
+    assert torch.equal(gpu.kv.records.read_anchors([2, 4]), records.anchors[[2, 0]])
     with pytest.raises(AssertionError, match="without a residual"):
-        gpu.kv.read_residuals([4])
+        gpu.kv.records.read_residuals([4])
     gpu.encode(1)
-    gpu.kv.write_residuals([6, 2], records.residuals[1:])
+    gpu.kv.records.write_residuals([6, 2], records.residuals[1:])
     gpu.kv.residuals.finish([6, 2])
     assert gpu.state(4) == "IN_FLIGHT"
     gpu.free(4)
@@ -277,7 +269,7 @@ def test_only_free_pages_land_and_only_encoded_ones_leave(device):
         gpu.kv.begin_landing([5, 5])
     gpu.kv.begin_encode([6])
     with pytest.raises(AssertionError, match="a kernel writes"):
-        gpu.kv.write_residuals([6], gpu.new_records(1).residuals)
+        gpu.kv.records.write_residuals([6], gpu.new_records(1).residuals)
 
 
 @pytest.mark.parametrize("store", [False, True])
@@ -293,7 +285,7 @@ def test_no_page_at_all(device, store):
 def test_warming_up_leaves_pages_as_they_are(device, store):
     gpu = device(store=store)
     gpu.encode(1, 2)
-    gpu.kv.warm_up_records()
+    gpu.kv.records.warm_up()
     gpu.forward(1, 2)
     gpu.finish()
 
@@ -328,7 +320,7 @@ class RecordsMachine(RuleBasedStateMachine):
         pages = self.unused(pages)
         records = self.gpu.new_records(len(pages))
         self.gpu.kv.begin_landing(pages)
-        self.gpu.kv.write_anchors(pages, records.anchors)
+        self.gpu.kv.records.write_anchors(pages, records.anchors)
         self.gpu.kv.finish_anchors(pages)
         self.lacking |= dict(zip(pages, zip(*records, strict=True), strict=True))
 
@@ -337,7 +329,7 @@ class RecordsMachine(RuleBasedStateMachine):
     def land_residuals(self, data):
         pages = data.draw(st.lists(st.sampled_from(sorted(self.lacking)), unique=True, min_size=1))
         records = torch.stack([self.lacking[page][1] for page in pages])
-        self.gpu.kv.write_residuals(pages, records)
+        self.gpu.kv.records.write_residuals(pages, records)
         self.gpu.kv.residuals.finish(pages)
         self.gpu.content |= {page: self.lacking.pop(page) for page in pages}
 
@@ -402,11 +394,11 @@ def test_under_random_use(make_device_kv):
 
 
 def anchors_do_not_wait_for_kernels(gpu):
-    gpu.kv._staged._lane = PromptLane()
+    gpu.kv.records._copies._lane = PromptLane()
 
 
 def nobody_waits_for_records(gpu):
-    gpu.kv._staged._lane.mark = lambda: ModelEvent.__new__(Unawaited)
+    gpu.kv.records._copies._lane.mark = lambda: ModelEvent.__new__(Unawaited)
 
 
 class Unawaited(ModelEvent):
@@ -415,23 +407,23 @@ class Unawaited(ModelEvent):
 
 
 def rows_are_not_awaited(gpu):
-    if gpu.kv._hosted is not None:
-        gpu.kv._hosted._copies.await_rows = lambda pages: None
+    if gpu.kv._offloaded is not None:
+        gpu.kv._offloaded._copies.await_rows = lambda pages: None
 
 
 def records_change_order(gpu):
-    right = gpu.kv._staged._parts
+    right = gpu.kv.records._copies._parts
 
     def parts(pool, slots):
         for part, buffer, rows, places in right(pool, slots):
             yield part, buffer, rows, places.flip(0)
 
-    gpu.kv._staged._parts = parts
+    gpu.kv.records._copies._parts = parts
 
 
 def the_buffer_is_sent_early(gpu):
     """On a lane that nothing fences."""
-    staged = gpu.kv._staged
+    staged = gpu.kv.records._copies
     main, other = staged._lane, gpu.streams.to_device
 
     class Apart:
@@ -442,12 +434,14 @@ def the_buffer_is_sent_early(gpu):
 
 
 def landed_pages_are_said_to_be_cached(gpu):
-    if gpu.kv._hosted is not None:
-        gpu.kv._hosted.begin_landing = gpu.kv._hosted.begin
+    if gpu.kv._offloaded is not None:
+        gpu.kv._offloaded.begin_landing = gpu.kv._offloaded.begin
 
 
 def residuals_land_by_page_number(gpu):
-    gpu.kv._slots_of = lambda pages: [min(page, gpu.kv.plan.num_pages - 1) for page in pages]
+    if gpu.kv._offloaded is None:
+        last = gpu.kv.plan.num_pages - 1
+        gpu.kv.residuals._slots_of = lambda pages: [min(page, last) for page in pages]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvspec_testkit.kv.toy_prefixes import compute, holds, links_of, room
 from sglang_kvspec.kv.anchor_slots import AnchorSlots
-from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.kept_anchors import KeptAnchors
 from sglang_kvspec.kv.page_sources import Loaded
 from sglang_kvspec.kv.prefix_store import (
@@ -22,6 +21,7 @@ from sglang_kvspec.kv.prefix_store import (
 )
 from sglang_kvspec.kv.prefix_store.catalogue import Tier
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
+from sglang_kvspec.kv.record_transfers import RecordTransfers
 
 LAYERS = 2
 
@@ -38,13 +38,13 @@ class Rig:
         self.kept = KeptAnchors(self.kv)
         self.tiers = PrefixTiers(self.kv, make_host, self.disk, kept=self.kept)
         self.reads = []
-        read_tier, read_kv = PrefixReader.read_anchors, self.kv.read_anchors
+        read_tier, read_kv = PrefixReader.read_anchors, self.kv.records.read_anchors
         monkeypatch.setattr(
             PrefixReader,
             "read_anchors",
             lambda tier, pages, out: (self.reads.extend(pages), read_tier(tier, pages, out))[1],
         )
-        self.kv.read_anchors = lambda pages: (self.reads.extend(pages), read_kv(pages))[1]
+        self.kv.records.read_anchors = lambda pages: (self.reads.extend(pages), read_kv(pages))[1]
 
     def leave(self, *prompt, version=0, num_staying=0):
         """Compute a prompt, and have its pages make room."""
@@ -306,9 +306,9 @@ def test_anchors_under_random_use(make_kv):
 
 
 def restores_the_wrong_anchors(monkeypatch):
-    right = PagedKVCache.restore_anchors
+    right = RecordTransfers.restore_anchors
     monkeypatch.setattr(
-        PagedKVCache, "restore_anchors", lambda kv, slots, pages: right(kv, slots[::-1], pages)
+        RecordTransfers, "restore_anchors", lambda kv, slots, pages: right(kv, slots[::-1], pages)
     )
 
 
@@ -317,9 +317,9 @@ def forgets_generations(monkeypatch):
 
 
 def keeps_the_wrong_anchors(monkeypatch):
-    right = PagedKVCache.keep_anchors
+    right = RecordTransfers.keep_anchors
     monkeypatch.setattr(
-        PagedKVCache, "keep_anchors", lambda kv, pages, slots: right(kv, pages[::-1], slots)
+        RecordTransfers, "keep_anchors", lambda kv, pages, slots: right(kv, pages[::-1], slots)
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -64,25 +63,19 @@ class Kernels:
         self.streams.main.do(check)
 
     def encode(self, *pages):
-        self.kv.require_residuals(())
-        self.kv.begin_encode(pages)
-        self.kv.place_residuals(())
-        for page in pages:
-            self.write(page)
-        self.kv.finish_encode(pages)
-        self.kv.end_forward()
+        with self.kv.placed(encodes=pages):
+            for page in pages:
+                self.write(page)
 
     def forward(self, pages, lent=(), by_layer=False):
         """Read encoded pages; encode and read others for this time only."""
-        self.kv.require_residuals(pages, by_layer=by_layer)
-        self.kv.place_residuals(lent)
-        for page in lent:
-            self.write(page)
-        for layer in range(LAYERS):
-            self.kv.await_layer(layer)
-            for page in (*pages, *lent):
-                self.read(page, layer)
-        self.kv.end_forward()
+        with self.kv.placed(pages, lends=lent, by_layer=by_layer):
+            for page in lent:
+                self.write(page)
+            for layer in range(LAYERS):
+                self.kv.await_layer(layer)
+                for page in (*pages, *lent):
+                    self.read(page, layer)
         for page in lent:
             del self.content[page]
 
@@ -90,7 +83,7 @@ class Kernels:
         self.streams.drain()
         self.kv.check_integrity()
         for page, wanted in self.content.items():
-            row = self.residuals._store.page(page)
+            row = self.residuals.store.page(page)
             assert bool((row == wanted).all()), f"the store has {row.unique().tolist()} of {page}"
 
 
@@ -134,20 +127,18 @@ def test_a_layer_does_not_wait_for_those_behind_it(kernels):
     gpu.encode(1, 2, 3)
     gpu.encode(4, 5)
     gpu.streams.drain()
-    gpu.kv.require_residuals([1, 2], by_layer=True)
-    gpu.kv.place_residuals(())
-    gpu.kv.await_layer(0)
-    gpu.read(1, 0)
-    gpu.streams.main.step()
-    # The fetch waits for the main lane's mark, copies the first layer of both pages, and marks.
-    assert all(gpu.streams.to_device.step() for _ in range(4))
-    while gpu.streams.main.step():
-        pass
-    assert not gpu.streams.main.num_left, "it waits for the second layer"
-    assert gpu.streams.to_device.num_left
-    gpu.kv.await_layer(1)
-    gpu.read(2, 1)
-    gpu.kv.end_forward()
+    with gpu.kv.placed([1, 2], by_layer=True):
+        gpu.kv.await_layer(0)
+        gpu.read(1, 0)
+        gpu.streams.main.step()
+        # The fetch waits for the main lane's mark, copies the first layer of both pages, and marks.
+        assert all(gpu.streams.to_device.step() for _ in range(4))
+        while gpu.streams.main.step():
+            pass
+        assert not gpu.streams.main.num_left, "it waits for the second layer"
+        assert gpu.streams.to_device.num_left
+        gpu.kv.await_layer(1)
+        gpu.read(2, 1)
     assert states(gpu.residuals, 1, 2) == ["RESIDENT", "RESIDENT"]
     gpu.finish()
 
@@ -189,7 +180,7 @@ def test_a_forward_that_needs_more_than_the_cache_says_so(kernels):
 def test_pages_of_the_present_forward_are_safe_from_those_it_encodes(kernels):
     gpu = kernels(cache_pages=3)
     gpu.encode(1, 2, 3)
-    gpu.kv.require_residuals([1, 3])
+    gpu.kv.residuals.require([1, 3])
     gpu.kv.begin_encode([4])
     assert states(gpu.residuals, 1, 2, 3) == ["RESIDENT", "STORED", "RESIDENT"]
     with pytest.raises(CapacityError):
@@ -202,14 +193,14 @@ def test_lent_slots_come_back_after_the_forward(kernels):
     gpu.kv.open_pages([2, 3])
     gpu.forward([1], lent=[2, 3])
     assert len(gpu.residuals.cache_slots) == 1
-    gpu.kv.publish([2])
+    gpu.kv.commit_pages([2])
     assert states(gpu.residuals, 1, 2, 3) == ["RESIDENT", "RESIDENT", "ABSENT"]
     gpu.finish()
 
 
 def test_what_was_never_encoded_cannot_be_required(kernels):
     with pytest.raises(AssertionError, match="page 3 has no residual"):
-        kernels(cache_pages=2).kv.require_residuals([3])
+        kernels(cache_pages=2).kv.residuals.require([3])
 
 
 def test_a_cache_of_all_pages_never_moves_them(kernels):
@@ -257,7 +248,7 @@ class HostedMachine(RuleBasedStateMachine):
         if self.gpu.kv.is_encoded(page) or not window.num_free:
             return
         self.gpu.kv.open_pages([page])
-        self.gpu.kv.publish([page])
+        self.gpu.kv.commit_pages([page])
         self.gpu.kv.move_out_of_window([page])
 
     @precondition(lambda self: self.encoded(ResidualState.STORED))
@@ -379,7 +370,3 @@ def test_warming_up_leaves_nothing(kernels):
 def test_it_is_what_a_device_kv_with_a_store_has(make_device_kv):
     assert isinstance(make_device_kv(store=True).residuals, OffloadedResidualCache)
     assert not isinstance(make_device_kv().residuals, OffloadedResidualCache)
-    residuals = make_device_kv(store=True).residuals
-    for name in ("read", "write"):
-        with pytest.raises(NotImplementedError):
-            getattr(residuals, name)(0, torch.tensor([1]), *([None] * (name == "write")))

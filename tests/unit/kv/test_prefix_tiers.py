@@ -324,8 +324,9 @@ def counts_anchors_alone(monkeypatch):
 
 
 def copies_the_wrong_residual(monkeypatch):
+    right = ResidualCache.read_pages
     monkeypatch.setattr(
-        ResidualCache, "peek", lambda tiers, layer, pages: tiers.read(layer, pages.roll(1))
+        ResidualCache, "read_pages", lambda cache, pages: right(cache, [*pages[1:], *pages[:1]])
     )
 
 

@@ -54,7 +54,7 @@ def test_encoding_changes_drafts_but_never_the_target(make_kv, codec, target):
     put_in_window(kv, [5, 2], k, v)
     assert_same(kv.read_target(0, ids), targeted)
     assert_same(kv.read_draft(0, ids), (k, v))
-    kv.encode_window_pages([2, 5])
+    kv.move_out_of_window([2, 5])
     assert_same(kv.read_target(0, ids), targeted)
     assert_same(kv.read_draft(0, ids), drafted)
     assert not torch.equal(drafted[0], k)
@@ -99,7 +99,7 @@ def test_a_reused_page_reads_raw_while_it_is_in_the_window(make_kv):
     k, v = random_pages(kv, 1, seed=1)
     put_in_window(kv, [3], k, v)
     assert_same(kv.read_draft(0, torch.tensor([3])), (k, v))
-    kv.encode_window_pages([3])
+    kv.move_out_of_window([3])
     assert_same(kv.read_draft(0, torch.tensor([3])), as_seen(kv, k, v)[0])
 
 
@@ -138,7 +138,7 @@ def test_a_page_being_written_cannot_be_encoded(make_kv):
     kv = make_kv()
     kv.open_pages([3])
     with pytest.raises(AssertionError, match="only a committed page"):
-        kv.encode_window_pages([3])
+        kv.move_out_of_window([3])
 
 
 def test_a_page_in_the_window_is_not_free_to_be_encoded_directly(make_kv):

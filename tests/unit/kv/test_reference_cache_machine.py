@@ -63,9 +63,9 @@ def fetches_bring_the_wrong_page(monkeypatch):
 
     def neighbour(tiers, page):
         # The cache slot is that of `page`, the record that of the page before it.
-        read = tiers._store.read
+        read = tiers.store.read
         with monkeypatch.context() as patch:
-            patch.setattr(tiers._store, "read", lambda layer, pages: read(layer, pages - 1))
+            patch.setattr(tiers.store, "read", lambda layer, pages: read(layer, pages - 1))
             right(tiers, page)
 
     monkeypatch.setattr(ResidualCache, "_copy_to_cache", neighbour)

@@ -7,6 +7,7 @@ import torch
 
 from sglang_kvspec.core.errors import CapacityError, ConfigError, PageStateError
 from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.record_copies import CpuRecordCopies
 from sglang_kvspec.kv.residual_cache import ResidualCache
 from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
@@ -25,7 +26,7 @@ def make_tiers(cache_pages=3, store=True):
         binding="KV memory",
     )
     geometry = KVGeometry(LAYERS, HEADS, 16, 32, torch.float32)
-    return ResidualCache(geometry, plan, RECORD_BYTES, torch.device("cpu"))
+    return ResidualCache(geometry, plan, RECORD_BYTES, torch.device("cpu"), CpuRecordCopies())
 
 
 def record(page, version, layer):
@@ -214,7 +215,7 @@ def test_without_a_store_all_pages_live_in_the_cache():
     assert set(states(tiers, *range(1, NUM_PAGES + 1))) == {"RESIDENT"}
     assert tiers.missing(range(NUM_PAGES + 1)) == []
     assert_reads(tiers, 8, 1, 5)
-    assert tiers._store is None
+    assert tiers.store is None
     assert tiers.bytes_streamed == 0
     with pytest.raises(AssertionError, match="without a store"):
         tiers.evict([1])
@@ -238,7 +239,7 @@ def test_memory_is_what_the_plan_said():
     tiers = make_tiers(cache_pages=3)
     assert tiers.hbm_nbytes == 3 * PAGE_BYTES
     # The store addresses pages by id, so it has a slot for the padding page too.
-    assert tiers._store.nbytes == (NUM_PAGES + 1) * PAGE_BYTES
+    assert tiers.store.nbytes == (NUM_PAGES + 1) * PAGE_BYTES
 
 
 def test_moves_out_of_turn_are_refused():
@@ -301,7 +302,7 @@ def checked(**options):
 
 
 def flip_a_bit(tiers, page, layer=1):
-    tiers._store.layer(layer)[page, 1, 3] ^= 4
+    tiers.store.layer(layer)[page, 1, 3] ^= 4
 
 
 def test_a_page_that_changed_in_the_store_is_found_and_never_fetched():
@@ -309,9 +310,9 @@ def test_a_page_that_changed_in_the_store_is_found_and_never_fetched():
     give_birth(tiers, 1, 2, 3)
     tiers.evict([1, 2])
     for layer, page in ((0, 1), (LAYERS - 1, 3)):
-        assert tiers.find_spoiled([page]) == []
+        assert tiers.corrupt.find([page]) == []
         flip_a_bit(tiers, page, layer)
-        assert tiers.find_spoiled([2, page]) == [page]
+        assert tiers.corrupt.find([2, page]) == [page]
     tiers.start_fetch([1, 2])
     tiers.finish_fetches()
     assert states(tiers, 1, 2, 3) == ["STORED", "RESIDENT", "STORED"]
@@ -324,25 +325,25 @@ def test_what_is_in_the_cache_is_right_whatever_the_store_has():
     tiers = checked(cache_pages=1)
     give_birth(tiers, 1)
     flip_a_bit(tiers, 1)
-    assert tiers.find_spoiled([1]) == []
+    assert tiers.corrupt.find([1]) == []
     assert_reads(tiers, 1)
     tiers.evict([1])
-    assert tiers.find_spoiled([1]) == [1]
+    assert tiers.corrupt.find([1]) == [1]
 
 
-def test_a_spoiled_page_stays_so_until_it_is_freed():
+def test_a_corrupt_page_stays_so_until_it_is_freed():
     tiers = checked(cache_pages=0)
     give_birth(tiers, 1, 2)
     flip_a_bit(tiers, 1)
-    assert tiers.find_spoiled([1, 2]) == [1]
+    assert tiers.corrupt.find([1, 2]) == [1]
     # The checksum alone would not tell: it reads as zeros now, as any number but NaN.
     assert tiers.read(0, torch.tensor([1])).count_nonzero() == 0
-    tiers.spoil([2])
-    assert tiers.find_spoiled([1, 2]) == [1, 2]
+    tiers.corrupt.mark([2])
+    assert tiers.corrupt.find([1, 2]) == [1, 2]
     tiers.release(1)
     tiers.release(2)
     give_birth(tiers, 1, 2, version=1)
-    assert tiers.find_spoiled([1, 2]) == []
+    assert tiers.corrupt.find([1, 2]) == []
     assert_reads(tiers, 1, 2, version=1)
 
 
@@ -353,14 +354,11 @@ def test_a_page_on_its_way_is_checked_too():
     tiers.start_fetch([1])
     flip_a_bit(tiers, 1)
     # Until it has arrived it is read from the store.
-    assert tiers.find_spoiled([1]) == [1]
+    assert tiers.corrupt.find([1]) == [1]
 
 
-def test_without_checksums_nothing_is_found():
-    tiers = make_tiers(cache_pages=0)
-    give_birth(tiers, 1)
-    flip_a_bit(tiers, 1)
-    assert tiers.find_spoiled([1]) == []
+def test_without_checksums_nothing_is_looked_for():
+    assert make_tiers(cache_pages=0).corrupt is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()])

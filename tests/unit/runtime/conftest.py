@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 
@@ -77,15 +77,14 @@ class Driver:
 
     def forward(self, *rows: tuple[Story, Row]) -> list[torch.Tensor]:
         """Per row the output [layers, length, heads, head_dim]."""
-        self.attention.begin(ForwardPlan(tuple(row for _, row in rows)))
         by_layer = []
-        for layer in range(self.kv.geometry.num_layers):
-            q, k, v = (
-                torch.cat([getattr(story, name)[layer, r.start : r.end] for story, r in rows])
-                for name in "qkv"
-            )
-            by_layer.append(self.attention.forward(layer, q, k, v, self.scale))
-        self.attention.finish()
+        with self.attention.planned(ForwardPlan(tuple(row for _, row in rows))):
+            for layer in range(self.kv.geometry.num_layers):
+                q, k, v = (
+                    torch.cat([getattr(story, name)[layer, r.start : r.end] for story, r in rows])
+                    for name in "qkv"
+                )
+                by_layer.append(self.attention.forward(layer, q, k, v, self.scale))
         outputs = torch.stack(by_layer).split([row.length for _, row in rows], dim=1)
         return list(outputs)
 
@@ -95,6 +94,7 @@ class Driver:
         for start, end in pairwise(cuts):
             out += self.forward((story, story.prefill(start, end, self.recent_pages)))
             self.keeper.commit(story.pages_to(end), start, end)
+            self.keeper.flush()
             self.kv.check_integrity()
         return torch.cat(out, dim=1)
 
@@ -102,6 +102,7 @@ class Driver:
         """One VERIFY row, all of it accepted."""
         (out,) = self.forward((story, story.row(RowKind.VERIFY, start, length)))
         self.keeper.commit(story.pages_to(start + length), start, start + length)
+        self.keeper.flush()
         self.kv.check_integrity()
         return out
 

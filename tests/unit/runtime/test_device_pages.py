@@ -1,4 +1,4 @@
-"""DevicePageKeeper: full pages are published together, and the newest stay in the window."""
+"""PageKeeper: full pages are published together, and the newest stay in the window."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_kvspec.runtime.draft_rows import draft_row, drafts_fit
-from sglang_kvspec.runtime.pages import DevicePageKeeper
+from sglang_kvspec.runtime.pages import PageKeeper
 
 SIZE = 32
 PAGES = [7, 2, 9, 4, 11, 1, 8, 3]
@@ -33,7 +33,7 @@ def encoded(kv):
 )
 def test_full_pages_are_encoded_once_and_the_newest_stay(make_device_kv, steps, recent_pages):
     kv = make_device_kv(window_pages=8, num_layers=2)
-    keeper = DevicePageKeeper(kv, recent_pages)
+    keeper = PageKeeper(kv, recent_pages)
     length = 0
     for growth, drafts in steps:
         after = min(length + growth, 6 * SIZE)
@@ -64,7 +64,7 @@ def test_drafts_may_begin_before_the_flush(make_device_kv, steps, recent_pages, 
     of drafts read window pages and encoded ones, and the flush finds what it is to encode."""
     pages = [PAGES, [15, 21, 19, 14, 20, 17, 16, 18]]
     kv = make_device_kv(window_pages=2 * (recent_pages + 2) + spare, num_pages=21, num_layers=1)
-    keeper = DevicePageKeeper(kv, recent_pages)
+    keeper = PageKeeper(kv, recent_pages)
     lengths = [0, 0]
     for *growths, num_drafts in steps:
         ends = [min(sum(pair), 6 * SIZE) for pair in zip(lengths, growths, strict=True)]
@@ -92,7 +92,7 @@ def test_drafts_may_begin_before_the_flush(make_device_kv, steps, recent_pages, 
 
 def test_nothing_happens_before_the_flush_and_then_at_once(make_device_kv):
     kv = make_device_kv(num_layers=2)
-    keeper = DevicePageKeeper(kv, 1)
+    keeper = PageKeeper(kv, 1)
     grow(kv, keeper, 0, 2 * SIZE)
     grow(kv, keeper, 0, SIZE + 3, pages=OTHER)
     assert kv.encodings == []
@@ -107,7 +107,7 @@ def test_nothing_happens_before_the_flush_and_then_at_once(make_device_kv):
 
 def test_a_flush_may_follow_several_commits_of_one_request(make_device_kv):
     kv = make_device_kv()
-    keeper = DevicePageKeeper(kv, 1)
+    keeper = PageKeeper(kv, 1)
     grow(kv, keeper, 0, SIZE + 1)
     grow(kv, keeper, SIZE + 1, 2 * SIZE)
     grow(kv, keeper, 2 * SIZE, 3 * SIZE + 9)
@@ -119,7 +119,7 @@ def test_a_flush_may_follow_several_commits_of_one_request(make_device_kv):
 
 def test_pages_that_a_prefill_encoded_directly_are_passed_over(make_device_kv):
     kv = make_device_kv()
-    keeper = DevicePageKeeper(kv, 1)
+    keeper = PageKeeper(kv, 1)
     kv.begin_encode(PAGES[:3])
     kv.finish_encode(PAGES[:3])
     kv.open_pages(PAGES[3:5])
@@ -131,7 +131,7 @@ def test_pages_that_a_prefill_encoded_directly_are_passed_over(make_device_kv):
 
 def test_a_published_page_that_had_to_make_room_is_passed_over(make_device_kv):
     kv = make_device_kv(window_pages=3)
-    keeper = DevicePageKeeper(kv, 2)
+    keeper = PageKeeper(kv, 2)
     grow(kv, keeper, 0, 2 * SIZE)
     keeper.flush()
     kv.open_pages([5, 6])
@@ -146,7 +146,7 @@ def test_a_published_page_that_had_to_make_room_is_passed_over(make_device_kv):
 
 def test_a_page_used_again_owes_nothing_to_its_former_life(make_device_kv):
     kv = make_device_kv()
-    keeper = DevicePageKeeper(kv, 1)
+    keeper = PageKeeper(kv, 1)
     grow(kv, keeper, 0, 2 * SIZE)
     keeper.flush()
     kv.free_pages(PAGES[:2])
@@ -160,7 +160,7 @@ def test_a_page_used_again_owes_nothing_to_its_former_life(make_device_kv):
 def test_room_made_between_commit_and_flush(make_device_kv, recent_pages):
     """Pages that are about to leave may have left when the flush comes."""
     kv = make_device_kv(window_pages=4)
-    keeper = DevicePageKeeper(kv, recent_pages)
+    keeper = PageKeeper(kv, recent_pages)
     grow(kv, keeper, 0, 2 * SIZE)
     keeper.flush()
     grow(kv, keeper, 2 * SIZE, 3 * SIZE)
@@ -173,7 +173,7 @@ def test_room_made_between_commit_and_flush(make_device_kv, recent_pages):
 
 def test_drafts_publish_nothing(make_device_kv):
     kv = make_device_kv()
-    keeper = DevicePageKeeper(kv, 1)
+    keeper = PageKeeper(kv, 1)
     grow(kv, keeper, 0, SIZE - 1, drafts=2 * SIZE)
     keeper.flush()
     assert kv.encodings == []
@@ -182,7 +182,7 @@ def test_drafts_publish_nothing(make_device_kv):
 
 def test_retiring_frees_published_pages_and_leaves_the_partial_one(make_device_kv):
     kv = make_device_kv()
-    keeper = DevicePageKeeper(kv, 2)
+    keeper = PageKeeper(kv, 2)
     grow(kv, keeper, 0, 3 * SIZE + 5)
     keeper.flush()
     assert len(kv.window.slots) == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_kvspec.runtime.forward_plan import RowKind
+from sglang_kvspec.kv.forward_plan import RowKind
 
 PAGES = [7, 2, 9, 4, 11, 1]
 

@@ -84,7 +84,7 @@ def test_a_tail_may_reach_back_to_the_first_token(kv):
 def test_published_pages_are_read_in_full_precision_while_they_stay(make_device_kv):
     kv = make_device_kv()
     kv.open_pages(PAGES[:3])
-    kv.publish(PAGES[:2])
+    kv.commit_pages(PAGES[:2])
     row = draft_row(kv, 1, 2 * SIZE + 1, pages_to(2 * SIZE + 1, 1), 1)
     assert (row.past.tolist(), len(row.tail)) == ([], 3)
     kv.move_out_of_window(PAGES[:1])
@@ -107,7 +107,7 @@ def test_past_and_tail_are_all_pages_once_and_hold_every_token(
     encode(kv, PAGES[:num_encoded])
     newest = PAGES[num_encoded : num_encoded + recent]
     kv.open_pages(newest)
-    kv.publish(newest)
+    kv.commit_pages(newest)
     position = (num_encoded + recent) * SIZE + own
     pages = pages_to(position, num_drafts)
     row = draft_row(kv, 1, position, pages, num_drafts)

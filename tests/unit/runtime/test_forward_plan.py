@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 
 PAGE = 32
 PAGES = torch.arange(100)

@@ -23,6 +23,7 @@ def grow(kv, keeper, before, after, drafts=0):
         kv_page = torch.full((PAGE, g.num_kv_heads, g.head_dim), float(page))
         kv.window.write(0, torch.full((PAGE,), page), torch.arange(PAGE), kv_page, -kv_page)
     keeper.commit(torch.tensor(PAGES[: -(-end // PAGE)]), before, after)
+    keeper.flush()
     kv.check_integrity()
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_kvspec.kv.forward_plan import ForwardPlan, RowKind
 from sglang_kvspec.runtime import reference_attention
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, RowKind
 
 TOKENS = 150
 PAGES = [7, 2, 9, 4, 11, 1, 8, 3]
@@ -133,6 +133,7 @@ def test_layers_and_requests_of_one_forward_are_kept_apart(
             out_second.append(outputs[0])
         driver.keeper.commit(second.pages_to(sum(b_row)), b_row[0], sum(b_row))
         driver.keeper.commit(first.pages_to(sum(a_row)), a_row[0], sum(a_row))
+        driver.keeper.flush()
     for story, parts in ((first, out_first), (second, out_second)):
         for layer in range(2):
             exact = attention_lab.target_attention(kv, story, layer)
@@ -155,6 +156,7 @@ def test_a_verification_reads_nothing_of_drafts_that_were_there_before(
         (out,) = driver.forward((truth, row))
         assert_attention(out[0], attention_lab.target_attention(kv, truth, 0)[start : row.end])
         driver.keeper.commit(truth.pages_to(row.end), start, start + kept + 1)
+        driver.keeper.flush()
         start += kept + 1
 
 
@@ -188,10 +190,10 @@ def test_forwards_out_of_turn_are_refused(make_kv, attention_lab):
     story = attention_lab.Story(kv, PAGES, 10)
     plan = ForwardPlan((story.row(RowKind.VERIFY, 0, 4),))
     tokens = (story.q[0, :4], story.k[0, :4], story.v[0, :4])
-    with pytest.raises(AssertionError, match="without begin"):
+    with pytest.raises(AssertionError, match="outside of planned"):
         driver.attention.forward(0, *tokens, 1.0)
-    driver.attention.begin(plan)
-    with pytest.raises(AssertionError, match="not finished"):
-        driver.attention.begin(plan)
-    with pytest.raises(AssertionError, match="not the one that was planned"):
-        driver.attention.forward(0, *(t[:3] for t in tokens), 1.0)
+    with driver.attention.planned(plan):
+        with pytest.raises(AssertionError, match="not finished"), driver.attention.planned(plan):
+            pytest.fail("a forward began inside of another")
+        with pytest.raises(AssertionError, match="not the one that was planned"):
+            driver.attention.forward(0, *(t[:3] for t in tokens), 1.0)

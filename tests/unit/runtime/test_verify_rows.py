@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
+from sglang_kvspec.kv.target_rows import target_rows
 from sglang_kvspec.kv.transfers import send_into
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
-from sglang_kvspec.runtime.target_rows import target_rows
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 
 SIZE, MAX_ROWS, LONGEST, MAX_PAGES = 4, 3, 9, 8

@@ -26,13 +26,13 @@ from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, prefill_row
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, prefill_row
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
@@ -151,13 +151,11 @@ class ToyForward:
         return self.run_rows(list(rows.values()), row_tokens(batch.states, rows).tokens)
 
     def run_rows(self, rows: list[Row], tokens: list[int]) -> torch.Tensor:
-        self.attention.begin(ForwardPlan(tuple(rows)))
         positions = [p for row in rows for p in range(row.start, row.end)]
-        logits = self.model.logits(
-            tokens, positions, lambda *args: self.attention.forward(*args, HEAD_DIM**-0.5)
-        )
-        self.attention.finish()
-        return logits
+        with self.attention.planned(ForwardPlan(tuple(rows))):
+            return self.model.logits(
+                tokens, positions, lambda *args: self.attention.forward(*args, HEAD_DIM**-0.5)
+            )
 
 
 class NoArrivals:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.kv.residual_cache import ResidualCache
 from sglang_kvspec.runtime import spec_sampler
-from sglang_kvspec.runtime.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.request_state import RequestState
 
@@ -127,7 +127,7 @@ def test_residuals_missing_from_the_store(serve_and_compare, monkeypatch):
     right = ResidualCache.write
 
     def not_written_through(tiers, layer, pages, records):
-        store = tiers._store
+        store = tiers.store
         right(tiers, layer, pages, records)
         store.write(layer, pages, torch.zeros_like(records))
 

@@ -78,7 +78,7 @@ class DeviceLab:
     def check_tail(self):
         num_tail = self.num_tokens - SIZE * (len(self.pages[0]) - 1)
         sent, got = (
-            kv.read_plain(pages[-1], num_tail)
+            kv.records.read_plain(pages[-1], num_tail)
             for kv, pages in zip(self.kvs, self.pages, strict=True)
         )
         # Records are random bytes here, NaN among them.
@@ -98,19 +98,15 @@ class DeviceLab:
 
 def encode(kv, page, rng):
     """What kernels do for a page, in the window or not."""
-    kv.require_residuals(())
-    kv._begin_encode([page])
-    kv.place_residuals(())
     empty = PageRecords.empty(kv.geometry, kv.codec, 1)
     anchors, residuals = (
         torch.randint(256, part.shape[1:], generator=rng, dtype=torch.uint8) for part in empty
     )
-    slot = int(kv.residual_slots[page])
-    for layer in range(kv.geometry.num_layers):
-        kv.anchors.layer(layer)[page] = anchors[layer]
-        kv.residuals.cache_layer(layer)[slot] = residuals[layer]
-    kv.finish_encode([page])
-    kv.end_forward()
+    with kv.placed(encodes=[page]):
+        slot = int(kv.residual_slots[page])
+        for layer in range(kv.geometry.num_layers):
+            kv.anchors.layer(layer)[page] = anchors[layer]
+            kv.residuals.cache_layer(layer)[slot] = residuals[layer]
 
 
 class AsMuch:

@@ -56,14 +56,14 @@ def make_lab(request, make_device_kv, make_wire):
 def few_pages_at_once(monkeypatch):
     """So that several portions are landed."""
     monkeypatch.setattr(page_wire, "AT_ONCE_BYTES", 2 * 2 * LAYERS * SIZE * 2 * 16 * 2)
-    monkeypatch.setattr("sglang_kvspec.kv.gpu_cache.PUBLISH_PAGES", 3)
+    monkeypatch.setattr("sglang_kvspec.kv.gpu_cache.COMMIT_PAGES", 3)
 
 
 @pytest.mark.parametrize(("mode", "loss"), MODES.items())
 def test_what_was_sent_is_what_is_read(make_lab, mode, loss):
     lab = make_lab(mode)
     lab.cross()
-    for got, want in zip(lab.kvs[1].read_whole(lab.at[1]), (lab.k, lab.v), strict=True):
+    for got, want in zip(lab.kvs[1].records.read_whole(lab.at[1]), (lab.k, lab.v), strict=True):
         assert got.dtype == want.dtype
         error = (got.float() - want.float()).norm() / want.float().norm()
         assert error == 0 if loss == 0 else 0 < error < loss

@@ -94,7 +94,7 @@ def test_a_last_page_that_is_encoded_already(make_lab, target, num_pages) -> Non
     """As where an equal prefix was cached."""
     lab = make_lab(target=target)
     request = lab.request(num_pages * SIZE)
-    lab.prefill.encode_window_pages(request.prefill_pages[-2:])
+    lab.prefill.move_out_of_window(request.prefill_pages[-2:])
     run(lab, request)
     lab.arrivals.admit(ROOM, request.decode_pages[-1])
     assert_equal(lab.target(request), lab.prefill_target(request))

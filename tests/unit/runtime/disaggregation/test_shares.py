@@ -144,7 +144,7 @@ def test_each_gets_its_heads(fork, make_lab, num_ranks, mode, num_tokens) -> Non
 def test_each_gets_its_heads_of_an_encoded_last_page(fork, target, num_pages) -> None:
     made = fork(2, target=target)
     whole = made.lab.request(num_pages * SIZE)
-    made.lab.prefill.encode_window_pages(whole.prefill_pages[-2:])
+    made.lab.prefill.move_out_of_window(whole.prefill_pages[-2:])
     made.open(whole)
     made.departures.add(ROOM)
     made.lab.send(whole)

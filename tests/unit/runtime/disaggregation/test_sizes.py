@@ -144,7 +144,7 @@ def test_a_last_page_that_is_encoded_already(make, target, num_pages) -> None:
     for each in (made, equals):
         requests = each.requests(num_pages * SIZE)
         for lab, request in zip(each.ranks, requests, strict=True):
-            lab.prefill.encode_window_pages(request.prefill_pages[-2:])
+            lab.prefill.move_out_of_window(request.prefill_pages[-2:])
     made.expect(requests)
     for lab, request in zip(made.ranks, requests, strict=True):
         lab.departures.add(ROOM)

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind, prefill_row
-from sglang_kvspec.runtime.target_rows import TargetRows, indptr, target_rows
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
+from sglang_kvspec.kv.target_rows import TargetRows, indptr, target_rows
 
 Token = tuple[int, int]
 INT32 = (

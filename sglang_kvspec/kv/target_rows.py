@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,14 @@ class Row:
         """Indices into pages of those this row writes to."""
         return range(self.start // page_size, -(-(self.start + self.length) // page_size))
 
+    def split_written(self, page_size: int) -> tuple[list[int], list[int]]:
+        """Return the ids of pages that this row writes to: those in the window, and those that it
+        encodes directly."""
+        written = self.written_pages(page_size)
+        ids = self.pages[written.start : written.stop].tolist()
+        window = [page for i, page in zip(written, ids, strict=True) if i not in self.direct]
+        return window, self.pages[self.direct.start : self.direct.stop].tolist()
+
     def past_pages(self, page_size: int) -> torch.Tensor:
         """Ids of the full pages before those it writes to, as far as it reads them."""
         past = self.pages[: self.start // page_size]

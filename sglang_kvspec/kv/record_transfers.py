@@ -1,0 +1,125 @@
+"""Whole pages of a KV cache to and from elsewhere: a lower tier, another server, a retraction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.recent_window import RecentWindow
+from sglang_kvspec.kv.record_copies import RecordCopies
+from sglang_kvspec.kv.record_pool import RecordPool
+from sglang_kvspec.kv.residual_pages import Residuals
+from sglang_kvspec.kv.transfers import to_device
+from sglang_kvspec.planning.capacity import CapacityPlan
+
+
+class Pages(Protocol):
+    """The part of a PagedKVCache that transfers work on."""
+
+    geometry: KVGeometry
+    codec: Codec
+    plan: CapacityPlan
+    device: torch.device
+    anchors: RecordPool
+    kept_anchors: RecordPool
+    window: RecentWindow
+    residuals: Residuals
+
+    def is_encoded(self, page: int) -> bool: ...
+
+    def open_pages(self, pages: Iterable[int]) -> None: ...
+
+    def commit_pages(self, pages: Sequence[int]) -> None: ...
+
+
+class RecordTransfers:
+    """Reads and writes pages of one KV cache, behind all that the device was given so far.
+
+    Records are [num_pages, num_layers, num_kv_heads, record_bytes] uint8 on the CPU. Records that
+    are written are not to change any more, and their pages are distinct. The CPU waits for what it
+    reads.
+    """
+
+    def __init__(self, kv: Pages, copies: RecordCopies) -> None:
+        self._kv, self._copies = kv, copies
+
+    def warm_up(self) -> None:
+        """Copy a page that holds nothing, before the first request: compiles what copies run, and
+        takes the memory that they need."""
+        kv = self._kv
+        for pool in [kv.anchors] if kv.plan.host_pages else [kv.anchors, kv.residuals.cache]:
+            self._copies.write(pool, [0], self._copies.read(pool, [0]))
+        if kv.plan.kept_anchor_pages:
+            self._copies.copy(kv.anchors, [0], kv.kept_anchors, [0])
+
+    # Records
+
+    def read_anchors(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return a copy of the anchors of encoded pages."""
+        return self._copies.read(self._kv.anchors, pages)
+
+    def write_anchors(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        """Store the anchors of pages that land."""
+        self._copies.write(self._kv.anchors, pages, records)
+
+    def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return a copy of the residuals, wherever they are, of pages that have them."""
+        return self._kv.residuals.read_pages(pages)
+
+    def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        """Store the residuals of pages that land."""
+        self._kv.residuals.write_pages(pages, records)
+
+    def keep_anchors(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy the anchors of encoded pages into slots of `kept_anchors`, where they stay when the
+        pages are freed."""
+        assert all(map(self._kv.is_encoded, pages)), "only an encoded page has anchors"
+        self._copies.copy(self._kv.anchors, pages, self._kv.kept_anchors, slots)
+
+    def restore_anchors(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Store anchors of pages that land from such slots, which may be used again at once."""
+        self._copies.copy(self._kv.kept_anchors, slots, self._kv.anchors, pages)
+
+    # Full precision
+
+    def read_whole(self, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of encoded pages as the model gave them, wherever they are: new tensors on
+        the device, [N, num_layers, page_size, num_kv_heads, head_dim]. The target is `exact`."""
+        kv = self._kv
+        assert kv.codec.target == "exact", "residuals are corrections, not values"
+        records = to_device(kv.device, self.read_residuals(pages))
+        k, v = kv.codec.decode_exact(records.flatten(0, 1))
+        shape = (len(pages), kv.geometry.num_layers, *k.shape[1:])
+        return k.view(shape), v.view(shape)
+
+    def read_plain(self, page: int, num_tokens: int) -> torch.Tensor | None:
+        """Return K and V of a page's first tokens as the model gave them: a copy [num_layers, 2,
+        num_tokens, num_kv_heads, head_dim] on the CPU. A page outside of the window is read from
+        its records, with a residual that must be there; None where those lose some."""
+        kv = self._kv
+        if page not in kv.window.slots:
+            if kv.codec.target != "exact":
+                return None
+            k, v = self.read_whole([page])
+            return torch.stack((k[0], v[0]), dim=1)[:, :, :num_tokens].cpu()
+        slot = kv.window.slots.slot_of(page)
+        layers = map(kv.window.layer, range(kv.geometry.num_layers))
+        tokens = [torch.stack([part[slot, :num_tokens] for part in layer]) for layer in layers]
+        return torch.stack(tokens).cpu()
+
+    def write_plain(self, page: int, tokens: torch.Tensor) -> None:
+        """Put the first tokens of a free page, as read_plain() gives them, into the window. Raises
+        CapacityError where the window is full."""
+        kv = self._kv
+        kv.open_pages([page])
+        slot, num_tokens = kv.window.slots.slot_of(page), tokens.shape[2]
+        on_device = to_device(kv.device, tokens)
+        for layer in range(kv.geometry.num_layers):
+            for part, values in zip(kv.window.layer(layer), on_device[layer], strict=True):
+                part[slot, :num_tokens] = values
+        if num_tokens == kv.geometry.page_size:
+            kv.commit_pages([page])
