@@ -21,6 +21,7 @@ from sglang_kvspec.adapters.compat.server_args import (
     add_radix_supported_deterministic_attention_backend_choices,
 )
 from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.core.seams import TARGET_ATTENTIONS
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
@@ -86,8 +87,9 @@ def _attention_over(kv: PagedKVCache, runner: Any) -> ReferenceAttention | Devic
         from sglang_kvspec.adapters.compat.runtime_context import get_parallel
 
         num_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-        in_order = runner.server_args.enable_deterministic_inference
-        return DeviceAttention(kv, num_heads, in_order=in_order)
+        deterministic = runner.server_args.enable_deterministic_inference
+        make = TARGET_ATTENTIONS.load("deterministic" if deterministic else kv.codec.target)
+        return DeviceAttention(kv, num_heads, make(kv, num_heads))
     assert isinstance(kv, ReferenceKVCache)
     return ReferenceAttention(kv)
 

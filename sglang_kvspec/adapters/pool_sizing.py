@@ -35,8 +35,8 @@ from sglang_kvspec.planning.capacity import (
     window_pages_for,
 )
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
-from sglang_kvspec.runtime.exact_attention import WORKSPACE_BYTES
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
+from sglang_kvspec.runtime.targets.flashinfer_pages import WORKSPACE_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
-from sglang_kvspec.runtime.verify_attention import CapturedTarget
+from sglang_kvspec.runtime.target_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize, find_size, sizes_to_capture
 
@@ -144,7 +144,7 @@ class VerifyGraphs:
         for row in piggyback.values():
             open_for_drafts(kv, row.start, row.pages, 1)
         laid = row_tokens(batch.states, rows)
-        with kv.forward(plan) as target:
+        with self._attention.laid_out(plan) as target:
             values = self._rows.values_of(target, laid.tokens, laid.positions)
             if piggyback:
                 assert self._piggyback is not None, "graphs without piggyback drafts"

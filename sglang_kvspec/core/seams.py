@@ -23,3 +23,13 @@ DRAFT_VIEWS = Registry(
     "--kvspec-draft-view",
     {"all": "sglang_kvspec.runtime.draft_view:AllPages"},
 )
+TARGET_ATTENTIONS = Registry(
+    "sglang_kvspec.target_attentions",
+    "--kvspec-target-attention",
+    # The first two are named as the values of --kvspec-target that they are the default of.
+    {
+        "exact": "sglang_kvspec.runtime.targets.exact:ExactTargetAttention",
+        "int8": "sglang_kvspec.runtime.targets.int8:Int8TargetAttention",
+        "deterministic": "sglang_kvspec.runtime.targets.deterministic:DeterministicAttention",
+    },
+)

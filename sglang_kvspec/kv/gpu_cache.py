@@ -76,10 +76,10 @@ class GpuKVCache(PagedKVCache):
     # A forward
 
     @contextmanager
-    def forward(self, plan: ForwardPlan) -> Iterator[TargetRows]:
+    def forward(self, plan: ForwardPlan, *, split_by_page: bool) -> Iterator[TargetRows]:
         """Give a forward at the target precision to the device: the pages that it reads, writes and
         encodes are in their places, which the index tensors name. Pages that it writes whole are
-        readable behind it.
+        readable behind it. split_by_page: as for target_rows().
 
         Before a layer of a plan with PREFILL rows reads residuals, call await_layer(). Raises
         CapacityError when the window, or the residual cache, has no room for all pages at once. A
@@ -92,8 +92,8 @@ class GpuKVCache(PagedKVCache):
             window, whole = row.split_written(size)
             self.open_pages(window)
             direct += whole
-        splits = self.codec.target == "int8"
-        rows = target_rows(plan, size, self.window.slots.slot_of, split_by_page=splits)
+        slot_of = self.window.slots.slot_of
+        rows = target_rows(plan, size, slot_of, split_by_page=split_by_page)
         # Prefill hides what it fetches. Pages of a verification come whole, as a rule before it.
         by_layer = any(row.kind is RowKind.PREFILL for row in plan.rows)
         lent = rows.encode_pages.tolist()

@@ -12,7 +12,7 @@ from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.step_attention import StepAttention
-from sglang_kvspec.runtime.verify_attention import CapturedTarget
+from sglang_kvspec.runtime.target_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 
 

@@ -1,10 +1,10 @@
-"""Attention over a GpuKVCache: our kernels for drafts and int8, FlashInfer for `exact`."""
+"""Attention over a GpuKVCache: our kernels for drafts, a TargetAttention for the rest."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -20,17 +20,13 @@ from sglang_kvspec.runtime.captured_layers import (
     VerifyLayers,
 )
 from sglang_kvspec.runtime.draft_rows import DraftRows
-from sglang_kvspec.runtime.exact_attention import ExactAttention
-from sglang_kvspec.runtime.ordered_attention import DeterministicAttention, OrderedStep
-from sglang_kvspec.runtime.refined_attention import Int8TargetAttention
 from sglang_kvspec.runtime.side_stream import SideStream
-from sglang_kvspec.runtime.step_attention import (
-    AnchorStep,
-    ExactStep,
-    RecordStep,
-    StepAttention,
+from sglang_kvspec.runtime.step_attention import AnchorStep, StepAttention
+from sglang_kvspec.runtime.target_attention import (
+    CapturedTarget,
+    TargetAttention,
+    TargetVerifications,
 )
-from sglang_kvspec.runtime.verify_attention import CapturedTarget, Verifications
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -44,18 +40,11 @@ class DeviceAttention:
     DraftRows, VerifyRows or both instead, which a CUDA graph may capture.
     """
 
-    def __init__(self, kv: GpuKVCache, num_qo_heads: int, *, in_order: bool = False) -> None:
-        """in_order: attend at the target precision, which is then `exact`, in an arithmetic that
-        depends neither on chunks and batches nor on what was drafted."""
+    def __init__(self, kv: GpuKVCache, num_qo_heads: int, target: TargetAttention) -> None:
+        """target: made for `kv` and num_qo_heads."""
         self.kv = kv
         self._num_qo_heads = num_qo_heads
-        self._target: ExactAttention | DeterministicAttention | Int8TargetAttention
-        if in_order:
-            self._target = DeterministicAttention(kv)
-        elif kv.codec.target == "exact":
-            self._target = ExactAttention(kv, num_qo_heads)
-        else:
-            self._target = Int8TargetAttention(kv, num_qo_heads)
+        self._target = target
         self._rows: TargetRows | None = None
         self._scratch: KV | None = None
         self._index: dict[str, torch.Tensor] = {}
@@ -70,11 +59,16 @@ class DeviceAttention:
         """Run a forward over the rows of a plan, layer by layer with forward(). Raises
         CapacityError where the KV cache has no room for its pages."""
         assert self._rows is None, "the previous forward was not finished"
-        with self.kv.forward(plan) as rows:
+        with self.laid_out(plan) as rows:
             self._begin(rows)
             yield
         self._rows = self._scratch = None
         self._index = {}
+
+    def laid_out(self, plan: ForwardPlan) -> AbstractContextManager[TargetRows]:
+        """Return a context in which the KV cache is ready for a forward over the plan, whose
+        attention the caller plans."""
+        return self.kv.forward(plan, split_by_page=self.splits_by_page)
 
     def _begin(self, rows: TargetRows) -> None:
         names = (
@@ -169,34 +163,30 @@ class DeviceAttention:
     # Steps
 
     def make_draft_step(self, rows: DraftRows, batch: int) -> StepAttention:
-        """Drafting attention of the first `batch` rows of `rows`, with a workspace of its own."""
+        """Make the drafting attention of the first `batch` rows, with a workspace of its own."""
         return AnchorStep(self.kv, self._num_qo_heads, rows, batch)
 
     def make_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
-        """The same at the target precision."""
-        if isinstance(self._target, DeterministicAttention):
-            return OrderedStep(self.kv, rows, batch)
-        if isinstance(self._target, ExactAttention):
-            return ExactStep(self._target, self._num_qo_heads, rows, batch)
-        return RecordStep(self.kv, self._num_qo_heads, rows, batch)
+        """Make the same at the target precision."""
+        return self._target.step(rows, batch)
 
     @property
     def short_steps_differ(self) -> bool:
         """Whether short contexts have a quicker step at the target precision."""
-        return isinstance(self._target, ExactAttention)
+        return self._target.short_steps_differ
 
     def make_short_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
-        """The same for short contexts, where short_steps_differ."""
-        return RecordStep(self.kv, self._num_qo_heads, rows, batch)
+        """Make the step at the target precision for short contexts."""
+        return self._target.short_step(rows, batch)
 
     def begin_steps(self, rows: DraftRows, step: StepAttention) -> None:
         self._captured = StepLayers(self.kv, rows, step)
 
     # Captured verifications
 
-    def make_verifications(self, rows: VerifyRows) -> Verifications:
-        """What captured verifications over `rows` attend with."""
-        return Verifications(self.kv, self._num_qo_heads, self._target, rows)
+    def make_verifications(self, rows: VerifyRows) -> TargetVerifications:
+        """Make the maker of captured verifications over `rows`."""
+        return self._target.verifications(rows)
 
     @property
     def query_counts(self) -> list[int]:
@@ -208,7 +198,7 @@ class DeviceAttention:
     @property
     def splits_by_page(self) -> bool:
         """Whether every page that a request's tokens are on is a part of its own."""
-        return self.kv.codec.target == "int8"
+        return self._target.splits_by_page
 
     def begin_verification(self, rows: VerifyRows, attention: CapturedTarget) -> None:
         self._captured = VerifyLayers(self.kv, rows, attention)

@@ -8,9 +8,12 @@ import torch
 from kvspec_kernels.ops.attention import VerifyAttention, workspace_nbytes
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 
+# Requests, or parts of one, that one call of the kernel attends for.
+PARTS_OF_A_CALL = 64
+
 
 def heads_of(kv: GpuKVCache, num_qo_heads: int) -> tuple[int, int, int, int]:
-    """Query heads, KV heads, head size and page size, as plans take them."""
+    """Return query heads, KV heads, head size and page size, as plans take them."""
     geometry = kv.geometry
     return num_qo_heads, geometry.num_kv_heads, geometry.head_dim, geometry.page_size
 
@@ -18,7 +21,8 @@ def heads_of(kv: GpuKVCache, num_qo_heads: int) -> tuple[int, int, int, int]:
 def target_workspace_nbytes(
     kv: GpuKVCache, num_qo_heads: int, num_parts: int, max_qo_len: int
 ) -> int:
-    """Of a plan for num_parts requests, or parts of one, with up to max_qo_len tokens each."""
+    """Return the bytes of workspace that a plan needs for num_parts requests, or parts of one,
+    with up to max_qo_len tokens each."""
     heads = heads_of(kv, num_qo_heads)
     return workspace_nbytes(
         batch_size=num_parts,
@@ -47,9 +51,12 @@ def planned_target(
     is_captured: bool = True,
     num_likely: int | None = None,
 ) -> VerifyAttention:
-    """Over such parts; the index tensors, as VerifyAttention.plan() takes them, are read by every
-    run. is_captured: for a graph, so that what it needs is compiled before anything is served.
-    num_likely: parts that runs are likely to have, where not all that there is room for."""
+    """Plan the kernel over such parts. Every run reads the index tensors, which are those of
+    VerifyAttention.plan().
+
+    is_captured: for a graph, so that what it needs is compiled before anything is served.
+    num_likely: parts that runs are likely to have, where not all that there is room for.
+    """
     attention = VerifyAttention(workspace)
     attention.plan(
         qo_indptr,

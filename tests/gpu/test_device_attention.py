@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.core.seams import TARGET_ATTENTIONS
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
@@ -43,9 +44,9 @@ class Pair:
         self.reference = ReferenceAttention(
             ReferenceKVCache(geometry, codec, plan, torch.device("cpu"))
         )
-        self.device = DeviceAttention(
-            GpuKVCache(geometry, codec, plan, torch.device("cuda:0")), HEADS, in_order=in_order
-        )
+        kv = GpuKVCache(geometry, codec, plan, torch.device("cuda:0"))
+        make = TARGET_ATTENTIONS.load("deterministic" if in_order else target)
+        self.device = DeviceAttention(kv, HEADS, make(kv, HEADS))
         self.keepers = (
             PageKeeper(self.reference.kv, RECENT),
             PageKeeper(self.device.kv, RECENT),

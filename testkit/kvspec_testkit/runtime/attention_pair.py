@@ -8,6 +8,7 @@ import torch
 
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import Target
+from sglang_kvspec.core.seams import TARGET_ATTENTIONS
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
@@ -18,6 +19,7 @@ from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
+from sglang_kvspec.runtime.target_attention import TargetAttention
 
 RECENT = 1
 WINDOW_PAGES = 12
@@ -39,9 +41,10 @@ class AttentionPair:
         cache_pages: int,
         tolerance: float,
         lanes: Lanes | None = None,
-        in_order: bool = False,
+        attention: type[TargetAttention] | None = None,
     ) -> None:
-        """tolerance: of outputs, relative in the norm over a head. in_order: as DeviceAttention."""
+        """tolerance: of outputs, relative in the norm over a head. attention: at the target
+        precision; ours of this target unless given."""
         codec = make_codec(
             codec_name,
             target=target,
@@ -59,7 +62,8 @@ class AttentionPair:
         self.reference_kv = ReferenceKVCache(geometry, codec, plan(num_pages, 0), cpu)
         self.kv = GpuKVCache(geometry, codec, plan(cache_pages, num_pages), device, lanes)
         self.reference = ReferenceAttention(self.reference_kv)
-        self.attention = DeviceAttention(self.kv, num_qo_heads, in_order=in_order)
+        make: type[TargetAttention] = attention or TARGET_ATTENTIONS.load(target)
+        self.attention = DeviceAttention(self.kv, num_qo_heads, make(self.kv, num_qo_heads))
         self._keepers = (PageKeeper(self.reference_kv, RECENT), PageKeeper(self.kv, RECENT))
         self._rng = torch.Generator().manual_seed(1)
         self._free = (torch.randperm(num_pages, generator=self._rng) + 1).tolist()

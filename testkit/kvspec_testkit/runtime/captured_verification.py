@@ -9,7 +9,7 @@ from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.kv.transfers import send_into
 from sglang_kvspec.runtime.draft_rows import draft_row, open_for_drafts
 from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
-from sglang_kvspec.runtime.verify_attention import CapturedTarget
+from sglang_kvspec.runtime.target_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 
@@ -98,7 +98,7 @@ class CapturedVerification:
         count, layers = plan.num_tokens, pair.geometry.num_layers
         drawn = [pair.draw(count + len(drafts)) for _ in range(layers)]
         front = self._front
-        with pair.kv.forward(plan) as opened:
+        with pair.attention.laid_out(plan) as opened:
             tokens = list(range(count))
             values = self._rows.values_of(opened, tokens, tokens)
             if self._piggyback is not None:

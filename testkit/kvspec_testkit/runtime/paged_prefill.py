@@ -1,4 +1,4 @@
-"""In plain torch, what ExactAttention asks FlashInfer for: its stand-in where there is no GPU."""
+"""Stand-in for FlashInfer in plain torch, of what ExactTargetAttention asks it for."""
 
 from __future__ import annotations
 

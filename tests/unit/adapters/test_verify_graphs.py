@@ -14,6 +14,7 @@ from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+from sglang_kvspec.runtime.targets.int8 import Int8TargetAttention
 
 SIZE, MAX_ROWS, MAX_DRAFTS, VOCAB, MAX_PIGGYBACK = 64, 2, 8, 7, 3
 
@@ -51,7 +52,8 @@ def graphs(make_device_kv, monkeypatch, forward):
         verify_graphs, "graph_capture", lambda: nullcontext(SimpleNamespace(stream=None))
     )
     kv = make_device_kv(page_size=SIZE, target="int8")
-    attention = DeviceAttention(kv, num_qo_heads=2 * kv.geometry.num_kv_heads)
+    num_heads = 2 * kv.geometry.num_kv_heads
+    attention = DeviceAttention(kv, num_heads, Int8TargetAttention(kv, num_heads))
     runner = SimpleNamespace(
         max_running_requests=MAX_ROWS,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(MAX_ROWS, 4 * SIZE)),

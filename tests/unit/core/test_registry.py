@@ -14,7 +14,7 @@ import pytest
 from sglang_kvspec.core.codec_names import codec_names, load_codec
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.registry import Registry, forget_entries
-from sglang_kvspec.core.seams import CODECS, DRAFT_VIEWS, DRAFTERS
+from sglang_kvspec.core.seams import CODECS, DRAFT_VIEWS, DRAFTERS, TARGET_ATTENTIONS
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +39,10 @@ def install(
     forget_entries()
 
 
-@pytest.mark.parametrize("seam", [CODECS, DRAFTERS, DRAFT_VIEWS], ids=lambda seam: seam.flag)
+SEAMS = [CODECS, DRAFTERS, DRAFT_VIEWS, TARGET_ATTENTIONS]
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.flag)
 def test_what_is_built_in_is_an_entry_point_of_this_package(seam: Registry) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"][seam.group] == seam.built_in

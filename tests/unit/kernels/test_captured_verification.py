@@ -14,6 +14,7 @@ from kvspec_testkit.kernels.interpreter import teach_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from kvspec_testkit.runtime.captured_verification import CapturedVerification
+from sglang_kvspec.core.seams import TARGET_ATTENTIONS
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.draft_rows import DraftRows
@@ -25,7 +26,7 @@ PAGE, NUM_PAGES, MAX_TOKENS, MAX_ROWS = 64, 12, 16, 3
 # Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16; a wrong page, slot or
 # length gives errors of the order of 1.
 TOLERANCE = 0.02
-TARGETS = pytest.mark.parametrize("target", ["exact", "int8", "in order"])
+TARGETS = pytest.mark.parametrize("target", ["exact", "int8", "deterministic"])
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +43,17 @@ def make_pair(monkeypatch, device):
     def make(target, cache_pages=NUM_PAGES):
         # Small for the interpreter, and one that FlashInfer has on a GPU.
         head_dim, num_layers = (32, 1) if device.type == "cpu" else (128, 2)
-        in_order = target == "in order"
+        attention = TARGET_ATTENTIONS.load(target)
         pair = AttentionPair(
             "uniform4",
-            "exact" if in_order else target,
+            attention.target,
             KVGeometry(num_layers, 1, head_dim, PAGE, torch.bfloat16),
             device,
             num_qo_heads=2,
             num_pages=NUM_PAGES,
             cache_pages=cache_pages,
             tolerance=TOLERANCE,
-            in_order=in_order,
+            attention=attention,
         )
         # On a GPU this memory may be that of a pair before, with the very same records.
         for layer in range(num_layers):

@@ -1,0 +1,115 @@
+"""The exact target in one order of arithmetic: for SGLang's deterministic inference.
+
+Prefill, verification and single steps give the same bits, so that drafting changes no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from kvspec_kernels.ops.attention import Tail
+from kvspec_kernels.ops.ordered_attention import Past, ordered_attention
+from sglang_kvspec.core.config import Target
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.target_rows import TargetRows
+from sglang_kvspec.kv.transfers import fields_to_device
+from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
+from sglang_kvspec.runtime.target_attention import KV
+from sglang_kvspec.runtime.verify_rows import VerifyRows
+from sglang_kvspec.runtime.verify_sizes import VerifySize
+
+
+class DeterministicAttention:
+    """TargetAttention whose kernel goes through past and tail in one order, never split."""
+
+    target: ClassVar[Target] = "exact"
+    is_deterministic: ClassVar[bool] = True
+    splits_by_page: ClassVar[bool] = False
+    short_steps_differ: ClassVar[bool] = False
+    # Query rows of a program.
+    query_tiles: ClassVar[tuple[int, ...]] = (64,)
+
+    def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
+        self._kv = kv
+        self._max_qo_len = 1
+        self._index: dict[str, torch.Tensor] = {}
+
+    def plan(self, rows: TargetRows) -> None:
+        self._max_qo_len = rows.max_qo_len
+        names = ("qo_indptr", "past_indptr", "past_pages", "tail_indptr", "tail_slots", "tail_lens")
+        self._index = fields_to_device(self._kv.device, rows, names)
+
+    def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
+        index = self._index
+        return ordered_attention(
+            q,
+            past_of(self._kv, layer, index["past_indptr"], index["past_pages"]),
+            Tail(*tail, index["tail_indptr"], index["tail_slots"], index["tail_lens"]),
+            index["qo_indptr"],
+            self._max_qo_len,
+        )
+
+    def step(self, rows: DraftRows, batch: int) -> DeterministicStep:
+        return DeterministicStep(self._kv, rows, batch)
+
+    def short_step(self, rows: DraftRows, batch: int) -> DeterministicStep:
+        return self.step(rows, batch)
+
+    def verifications(self, rows: VerifyRows) -> DeterministicVerifications:
+        return DeterministicVerifications(self._kv, rows)
+
+
+class DeterministicStep:
+    """StepAttention of the same kernel."""
+
+    def __init__(self, kv: GpuKVCache, rows: DraftRows, batch: int) -> None:
+        self._kv, self._rows, self._batch = kv, rows, batch
+        self._every = torch.arange(batch + 1, dtype=torch.int32, device=kv.device)
+
+    def plan(self, rows: Sequence[DraftRow]) -> None:
+        """The kernel reads all it needs from DraftRows."""
+
+    def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
+        begins = self._rows.past_indptr[: self._batch + 1]
+        past = past_of(self._kv, layer, begins, self._rows.past_pages)
+        return ordered_attention(q, past, tail, self._every, 1)
+
+
+class DeterministicVerification:
+    """CapturedTarget of the same kernel."""
+
+    def __init__(self, kv: GpuKVCache, rows: VerifyRows, size: VerifySize) -> None:
+        self._kv, self._rows, self._size = kv, rows, size
+        self.num_parts = rows.max_parts
+
+    def plan(self, rows: TargetRows) -> None:
+        """The kernel reads all it needs from VerifyRows."""
+
+    def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
+        rows = self._rows
+        past = past_of(self._kv, layer, rows.past_indptr, rows.past_pages)
+        # The kernel writes only the rows of tokens that exist.
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        return ordered_attention(q, past, tail, rows.qo_indptr, self._size.max_qo_len, out)
+
+
+class DeterministicVerifications:
+    """TargetVerifications of the same kernel, which needs no workspace."""
+
+    def __init__(self, kv: GpuKVCache, rows: VerifyRows) -> None:
+        self._kv, self._rows = kv, rows
+
+    def has_room(self, size: VerifySize) -> bool:
+        return True
+
+    def make(self, size: VerifySize) -> DeterministicVerification:
+        return DeterministicVerification(self._kv, self._rows, size)
+
+
+def past_of(kv: GpuKVCache, layer: int, indptr: torch.Tensor, pages: torch.Tensor) -> Past:
+    """Return request b's encoded pages[indptr[b] : indptr[b + 1]] where they lie. int32 on the
+    device."""
+    return Past(*kv.exact_pages(layer), kv.residual_slots, indptr, pages)
