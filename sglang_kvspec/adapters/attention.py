@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.compat.attention import (
     ATTENTION_BACKENDS,
     AttentionBackend,
@@ -20,8 +21,8 @@ from sglang_kvspec.adapters.compat.server_args import (
     add_deterministic_attention_backend_choices,
     add_radix_supported_deterministic_attention_backend_choices,
 )
+from sglang_kvspec.adapters.target_choice import load_target_attention
 from sglang_kvspec.core.errors import UnsupportedError
-from sglang_kvspec.core.seams import TARGET_ATTENTIONS
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
@@ -87,8 +88,10 @@ def _attention_over(kv: PagedKVCache, runner: Any) -> ReferenceAttention | Devic
         from sglang_kvspec.adapters.compat.runtime_context import get_parallel
 
         num_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-        deterministic = runner.server_args.enable_deterministic_inference
-        make = TARGET_ATTENTIONS.load("deterministic" if deterministic else kv.codec.target)
+        args = runner.server_args
+        config = config_of(args)
+        assert config is not None, "a plain server has no KVSpec attention"
+        make = load_target_attention(config, deterministic=args.enable_deterministic_inference)
         return DeviceAttention(kv, num_heads, make(kv, num_heads))
     assert isinstance(kv, ReferenceKVCache)
     return ReferenceAttention(kv)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
+from sglang_kvspec.adapters.activation import config_of
+from sglang_kvspec.adapters.target_choice import target_attention_name
 from sglang_kvspec.runtime.ranks import Ranks
 
 # What computes KV: another version may round otherwise, or have been wrong.
@@ -66,7 +68,12 @@ def arithmetic_of(server_args: Any) -> str:
     if server_args.device == "cpu":
         return "cpu"
     kernels = ", ".join(f"{name} {metadata.version(name)}" for name in _KERNELS)
-    order = "deterministic" if server_args.enable_deterministic_inference else "any order"
+    order = "any order"
+    if server_args.enable_deterministic_inference:
+        # Each deterministic attention has an order of its own.
+        config = config_of(server_args)
+        assert config is not None, "a plain server shares no KV"
+        order = target_attention_name(config, deterministic=True)
     return f"{torch.cuda.get_device_name()}, {kernels}, {order}"
 
 

@@ -13,6 +13,11 @@ from sglang_kvspec.adapters.prefix_flags import (
     check_prefix_tiers,
 )
 from sglang_kvspec.adapters.size_flags import check_sizes
+from sglang_kvspec.adapters.target_choice import (
+    DETERMINISTIC,
+    load_target_attention,
+    target_attention_name,
+)
 from sglang_kvspec.adapters.transfer_flags import check_plain_transfer, check_transfer_flags
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
@@ -86,7 +91,7 @@ def build_server_args(
     check_flags(config, kwargs)
     activation.check_sglang_version()
     if activation.cpu_platform_is_active():
-        check_cpu_flags(kwargs)
+        check_cpu_flags(config, kwargs)
     else:
         check_gpu_flags(config, kwargs)
     # Imported late: a plain server loads neither codecs nor checks.
@@ -166,8 +171,13 @@ def _check_environment() -> None:
     activation.debug_mode()
 
 
-def check_cpu_flags(kwargs: dict[str, Any]) -> None:
+def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     """Raise UnsupportedError for what only a GPU can."""
+    if config.target_attention is not None:
+        raise UnsupportedError(
+            f"--kvspec-target-attention {config.target_attention} needs a GPU (on a CPU leave it "
+            "unset): a CPU attends in plain torch"
+        )
     if kwargs.get("enable_deterministic_inference"):
         raise UnsupportedError(
             "--enable-deterministic-inference needs a GPU with --kvspec (on a CPU leave it unset): "
@@ -193,11 +203,17 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"has {capability[0]}.{capability[1]}"
         )
     _check_needs(config, kwargs, on_gpu=True)
+    deterministic = bool(kwargs.get("enable_deterministic_inference"))
+    if config.target_attention is not None:
+        load_target_attention(config, deterministic=deterministic)
+    name = target_attention_name(config, deterministic=deterministic)
     page_size = _page_size(kwargs)
-    if kwargs.get("enable_deterministic_inference") and page_size & (page_size - 1):
+    if name == DETERMINISTIC and page_size & (page_size - 1):
+        asked = f"--kvspec-target-attention {config.target_attention}"
+        if config.target_attention is None:
+            asked = "--enable-deterministic-inference"
         raise UnsupportedError(
-            f"--page-size {page_size} cannot be combined with --enable-deterministic-inference "
-            "(allowed: powers of two)"
+            f"--page-size {page_size} cannot be combined with {asked} (allowed: powers of two)"
         )
 
 

@@ -62,6 +62,7 @@ class KVSpecConfig:
     """
 
     target: Target = DEFAULTS["target"]
+    target_attention: str | None = DEFAULTS["target_attention"]
     codec: str = DEFAULTS["codec"]
     anchor_bits: int | None = DEFAULTS["anchor_bits"]
     draft_len: int | Literal["auto"] = DEFAULTS["draft_len"]

@@ -28,7 +28,7 @@ from sglang_kvspec.core.flag_needs import (
     reads_all_pages,
 )
 from sglang_kvspec.core.network_flags import NETWORK_FLAGS
-from sglang_kvspec.core.seams import CODECS, DRAFT_VIEWS, DRAFTERS
+from sglang_kvspec.core.seams import CODECS, DRAFT_VIEWS, DRAFTERS, TARGET_ATTENTIONS
 
 Target = Literal["exact", "int8"]
 Schedule = Literal["auto", "staggered", "rounds"]
@@ -71,6 +71,14 @@ FLAGS: tuple[Flag, ...] = (
                 only_on_gpu=True,
             ),
         ),
+    ),
+    Flag(
+        "target_attention",
+        Name("NAME", TARGET_ATTENTIONS),
+        default=None,
+        unset="as `--kvspec-target`; `deterministic` with `--enable-deterministic-inference`",
+        help="kernels of a GPU that attend at the target precision",
+        note="each serves one `--kvspec-target`: `deterministic` serves `exact`",
     ),
     Flag(
         "codec",

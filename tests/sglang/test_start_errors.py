@@ -79,6 +79,8 @@ def certificates(folder: Path, *peers: str) -> str:
     ("flags", "expected"),
     [
         ("--kvspec-target fp8", ["--kvspec-target", "fp8", "exact, int8"]),
+        ("--kvspec-target-attention zip", ["--kvspec-target-attention", "zip", "exact, int8"]),
+        ("--kvspec-target-attention exact", ["--kvspec-target-attention exact", "needs a GPU"]),
         ("--kvspec-codec zip", ["--kvspec-codec", "zip", "log4, uniform4"]),
         ("--kvspec-draft-len 65", ["--kvspec-draft-len", "65", "0 to 64", "auto"]),
         ("--kvspec-draft-len many", ["--kvspec-draft-len", "many", "0 to 64", "auto"]),
@@ -457,6 +459,18 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
         ({"target": "int8"}, {"page_size": 128}, (9, 0), "--page-size 128"),
         ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
         ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
+        (
+            {"target_attention": "deterministic"},
+            {"page_size": 96},
+            (9, 0),
+            "--page-size 96 .*--kvspec-target-attention deterministic .*powers of two",
+        ),
+        (
+            {"target_attention": "int8"},
+            {},
+            (9, 0),
+            r"--kvspec-target-attention int8 .*--kvspec-target exact \(allowed: int8\)",
+        ),
         ({}, {}, (8, 0), "this one has 8.0"),
     ],
 )
@@ -476,6 +490,7 @@ def test_what_a_gpu_cannot_serve_yet(
     check_gpu_flags(KVSpecConfig(host_gb=4), {"prefill_max_requests": 1})
     check_gpu_flags(KVSpecConfig(), DETERMINISTIC)
     check_gpu_flags(KVSpecConfig(), PREFILL | DETERMINISTIC)
+    check_gpu_flags(KVSpecConfig(target_attention="deterministic"), {})
     for mode in get_args(Transfer):
         check_gpu_flags(KVSpecConfig(transfer=mode), PREFILL)
     check_gpu_flags(KVSpecConfig(prefix_server="tcp://127.0.0.1:5", prefix_host_gb=1), {})

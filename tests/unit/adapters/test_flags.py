@@ -16,6 +16,7 @@ from sglang_kvspec.core.flags import FLAGS, SWITCH
 # A good value other than the default, with the flags that it needs.
 EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "target": ("int8", "int8", ""),
+    "target_attention": ("exact", "exact", ""),
     "codec": ("log4", "log4", ""),
     "anchor_bits": ("2", 2, ""),
     "draft_len": ("7", 7, ""),

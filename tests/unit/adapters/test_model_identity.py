@@ -14,6 +14,7 @@ from sglang_kvspec.adapters.model_identity import (
     hash_of_weights,
     sum_of_hashes,
 )
+from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.runtime.ranks import Ranks
 
 
@@ -77,7 +78,7 @@ def test_arithmetic_differs(make_model):
 def test_what_rounds_otherwise_is_said(monkeypatch):
     def said(device="cuda", deterministic=False):
         args = {"device": device, "enable_deterministic_inference": deterministic}
-        return arithmetic_of(SimpleNamespace(**args))
+        return arithmetic_of(SimpleNamespace(**args, _kvspec=KVSpecConfig()))
 
     assert said(device="cpu") == "cpu"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU 1")
