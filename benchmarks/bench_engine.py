@@ -4,8 +4,8 @@
         --speed NAME=CONTEXT:CONCURRENCY:AFTER.points.jsonl,...:BEFORE.points.jsonl,... [--out ...]
 
 Counted here: import cycles, depth of inheritance and longest file below sglang_kvspec/, and how
-many files of tests/plugins another package needs for a codec, a drafter and a draft view. --trace:
-what trace_round.py --before --after wrote. --speed: points that bench_serving.py measured on one
+many files of tests/plugins another package needs for each seam. --trace: what trace_round.py
+--before --after wrote. --speed: points that bench_serving.py measured on one
 GPU, one after the other; NAME is that of the figure. Of several records of the point the median
 counts.
 """
@@ -31,7 +31,12 @@ from kvspec_testkit.imports import find_cycle, import_graph
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "engine.json"
 TRACED = ("engine.round.calls_vs_before", "engine.round.file_changes_vs_before")
-SEAMS = {"codec": "codecs", "drafter": "drafters", "view": "draft_views"}
+SEAMS = {
+    "codec": "codecs",
+    "drafter": "drafters",
+    "view": "draft_views",
+    "scheduler": "verify_schedulers",
+}
 MOST_LINES = 300
 
 

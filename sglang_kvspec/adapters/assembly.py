@@ -17,18 +17,16 @@ from sglang_kvspec.adapters.page_table import PageTable
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
 from sglang_kvspec.adapters.transfer.disaggregation_role import DisaggregationRole
 from sglang_kvspec.adapters.verify_graphs import VerifyGraphs, sizes_of
-from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.core.seams import DRAFT_VIEWS, DRAFTERS
+from sglang_kvspec.core.config import AUTO_SCHEDULE, KVSpecConfig
+from sglang_kvspec.core.seams import DRAFT_VIEWS, DRAFTERS, VERIFY_SCHEDULERS
 from sglang_kvspec.engine.checked_drafter import CheckedDrafter
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.loop import RoundLoop
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap, Overlap, OverlappedRounds
-from sglang_kvspec.engine.ports import CapturedVerify, Drafter, VerifyScheduler
+from sglang_kvspec.engine.ports import CapturedVerify, Drafter, SchedulerParts, VerifyScheduler
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
-from sglang_kvspec.engine.round_scheduler import RoundScheduler
-from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.kv.cache import PagedKVCache
@@ -122,8 +120,8 @@ def share_parts(
 
 
 def schedule_of(config: KVSpecConfig) -> str:
-    """Return the schedule in effect: rounds or staggered."""
-    return "rounds" if config.schedule == "auto" else config.schedule
+    """Return the name of the schedule in effect: rounds, staggered or that of another package."""
+    return "rounds" if config.schedule == AUTO_SCHEDULE else config.schedule
 
 
 def build_loop(parts: WorkerParts) -> RoundLoop:
@@ -135,7 +133,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
     plain_steps = min(PLAIN_STEPS, config.max_draft_len + 1) if holds_all else 0
     clock = _clock(parts, captured, has_plain=holds_all, piggyback=most_piggyback > 0)
     planner = ResidualPlanner(kv)
-    scheduler = factories.scheduler(parts, clock, planner, plain_steps)
+    scheduler = factories.scheduler(parts, _scheduler_parts(parts, clock, planner, plain_steps))
     timer = PhaseTimer(kv.device)
     own: EagerDrafter | CudaGraphDrafter
     if captured is None:
@@ -188,11 +186,11 @@ def _most_piggyback(parts: WorkerParts) -> int:
     """Return how many requests may draft in the forward in which others verify."""
     config, arrivals = parts.config, parts.arrivals
     # In rounds all verify at once where residuals stay; and a request that came from another
-    # server does not draft for longer than it has to.
-    is_staggered = schedule_of(config) == "staggered"
+    # server does not draft for longer than it has to. Any other schedule may hold requests back.
+    takes_turns = schedule_of(config) != "rounds"
     waits = bool(parts.kv.plan.host_pages) and not arrivals.come_with_requests
     # Drafts of others than the model have no KV that one more could read.
-    if config.max_draft_len and config.drafter == "self" and (is_staggered or waits):
+    if config.max_draft_len and config.drafter == "self" and (takes_turns or waits):
         return int(min(parts.runner.max_running_requests, MOST_PIGGYBACK))
     return 0
 
@@ -251,17 +249,25 @@ def _view(config: KVSpecConfig) -> DraftView | None:
     return None if name == "all" else DRAFT_VIEWS.load(name)(config)
 
 
-def _scheduler(
+def _scheduler_parts(
     parts: WorkerParts, clock: RoundCostModel, planner: ResidualPlanner, plain_steps: int
-) -> VerifyScheduler:
-    config, ranks = parts.config, parts.ranks
-    if schedule_of(config) == "staggered":
-        page = parts.kv.plan.page_bytes
-        cost = DraftCost(draft=page.anchor / page.plain)
-        return StaggeredScheduler(config, cost, planner, ranks)
-    # Rounds of a GPU take a tenth of a second or less, and what they draft is worth more there.
-    stream_round_s = None if isinstance(parts.kv, GpuKVCache) else CPU_STREAM_ROUND_S
-    return RoundScheduler(config, clock, planner, ranks, plain_steps, stream_round_s)
+) -> SchedulerParts:
+    page = parts.kv.plan.page_bytes
+    return SchedulerParts(
+        config=parts.config,
+        round_costs=clock,
+        planner=planner,
+        ranks=parts.ranks,
+        draft_cost=DraftCost(draft=page.anchor / page.plain),
+        plain_steps=plain_steps,
+        # Rounds of a GPU take a tenth of a second or less, and what they draft is worth more there.
+        stream_round_s=None if isinstance(parts.kv, GpuKVCache) else CPU_STREAM_ROUND_S,
+    )
+
+
+def _scheduler(parts: WorkerParts, given: SchedulerParts) -> VerifyScheduler:
+    scheduler: VerifyScheduler = VERIFY_SCHEDULERS.load(schedule_of(parts.config))(given)
+    return scheduler
 
 
 def _side(kv: PagedKVCache) -> SideStream:
@@ -273,7 +279,7 @@ class Factories:
     """Makers of the parts that differ between machines and schedules; tests inject others."""
 
     captured: Callable[[WorkerParts, int], Captured | None] = _capture
-    scheduler: Callable[..., VerifyScheduler] = _scheduler
+    scheduler: Callable[[WorkerParts, SchedulerParts], VerifyScheduler] = _scheduler
     side: Callable[[PagedKVCache], SideStream] = _side
     overlap: Callable[..., Overlap] = OverlappedRounds
 

@@ -9,13 +9,13 @@ from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag_needs import DEFAULT_PAGE_SIZE
 from sglang_kvspec.core.flags import (
     AUTO_DRAFT_LEN,
+    AUTO_SCHEDULE,
     DEFAULT_PREFIX_GB,
     DEFAULTS,
     FLAGS,
     MAX_DRAFT_LEN,
     MAX_HOST_GB,
     MOST_RECENT_PAGES,
-    Schedule,
     Stream,
     Target,
 )
@@ -29,6 +29,7 @@ from sglang_kvspec.core.network_flags import (
 # Types and limits of flags are imported from here, too, by those that read a configuration.
 __all__ = [
     "AUTO_DRAFT_LEN",
+    "AUTO_SCHEDULE",
     "DEFAULT_PAGE_SIZE",
     "DEFAULT_PREFIX_GB",
     "LOOPBACK",
@@ -39,7 +40,6 @@ __all__ = [
     "MOST_AUTO_DRAFTS_HOSTED",
     "MOST_RECENT_PAGES",
     "KVSpecConfig",
-    "Schedule",
     "Stream",
     "Target",
     "Transfer",
@@ -69,7 +69,7 @@ class KVSpecConfig:
     recent_pages: int = DEFAULTS["recent_pages"]
     host_gb: float | None = DEFAULTS["host_gb"]
     residual_hbm_fraction: float = DEFAULTS["residual_hbm_fraction"]
-    schedule: Schedule = DEFAULTS["schedule"]
+    schedule: str = DEFAULTS["schedule"]
     drafter: str = DEFAULTS["drafter"]
     draft_view: str = DEFAULTS["draft_view"]
     stream: Stream = DEFAULTS["stream"]

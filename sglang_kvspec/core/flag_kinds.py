@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -84,22 +85,28 @@ def choice_of(literal: Any) -> Choice:
 
 @dataclass(frozen=True, slots=True)
 class Name(Kind):
-    """An implementation of a seam: one of ours, or one that another package has registered."""
+    """An implementation of a seam: one of ours, or one that another package has registered; or
+    `word`, where there is one, which leaves the choice to the server."""
 
     registry: Registry
+    word: str | None = None
 
     def allows(self, value: object) -> bool:
         # Ours first: looking for entry points reads every installed package.
-        ours, name = self.registry.built_in, value
-        return isinstance(name, str) and (name in ours or name in self.registry.names())
+        ours = self._with_word(self.registry.built_in)
+        return isinstance(value, str) and (value in ours or value in self.registry.names())
 
     def demand(self, value: object) -> str:
-        return f"must be one of {', '.join(self.registry.names())}"
+        return f"must be one of {', '.join(self._with_word(self.registry.names()))}"
 
     def allowed(self, default: object) -> str:
-        ordered = sorted(self.registry.built_in, key=lambda name: name != default)
+        names = self._with_word(self.registry.built_in)
+        ordered = sorted(names, key=lambda name: name != default)
         ours = ", ".join(f"`{name}`" for name in ordered)
         return f"{ours}; more by entry points of `{self.registry.group}`"
+
+    def _with_word(self, names: Iterable[str]) -> tuple[str, ...]:
+        return (*names,) if self.word is None else (self.word, *names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,19 @@ from sglang_kvspec.core.flag_needs import (
     reads_all_pages,
 )
 from sglang_kvspec.core.network_flags import NETWORK_FLAGS
-from sglang_kvspec.core.seams import CODECS, DRAFT_VIEWS, DRAFTERS, TARGET_ATTENTIONS
+from sglang_kvspec.core.seams import (
+    CODECS,
+    DRAFT_VIEWS,
+    DRAFTERS,
+    TARGET_ATTENTIONS,
+    VERIFY_SCHEDULERS,
+)
 
 Target = Literal["exact", "int8"]
-Schedule = Literal["auto", "staggered", "rounds"]
 Stream = Literal["paced", "burst"]
 
 AUTO_DRAFT_LEN = "auto"
+AUTO_SCHEDULE = "auto"
 MAX_DRAFT_LEN = 64
 MOST_RECENT_PAGES = 64
 MAX_HOST_GB = MOST
@@ -142,8 +148,8 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "schedule",
-        choice_of(Schedule),
-        default="auto",
+        Name("NAME", VERIFY_SCHEDULERS, word=AUTO_SCHEDULE),
+        default=AUTO_SCHEDULE,
         help="`rounds`: all requests draft, then all verify; `staggered`: verifications take "
         "turns, and all other requests draft in the same forward; `auto` is `rounds`",
     ),

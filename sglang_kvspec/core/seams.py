@@ -33,3 +33,11 @@ TARGET_ATTENTIONS = Registry(
         "deterministic": "sglang_kvspec.runtime.targets.deterministic:DeterministicAttention",
     },
 )
+VERIFY_SCHEDULERS = Registry(
+    "sglang_kvspec.verify_schedulers",
+    "--kvspec-schedule",
+    {
+        "rounds": "sglang_kvspec.engine.round_scheduler:RoundScheduler",
+        "staggered": "sglang_kvspec.engine.staggered_scheduler:StaggeredScheduler",
+    },
+)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.kv.forward_plan import Row
+from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.link_rounds import LinkShare
+from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
 
 
@@ -120,8 +126,34 @@ class Arrivals(Protocol):
         """Wait for something to arrive: no request can go on before."""
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """Everything that a VerifyScheduler is built from, on one rank.
+
+    round_costs: seconds of a round, by those that were measured. planner: what the link can move,
+    and the speeds that were measured. ranks: agree on numbers that were measured. draft_cost: cost
+    of a draft row, by the bytes that it reads. plain_steps: most tokens that a round without drafts
+    takes at once, 0 where every token is verified. stream_round_s: seconds that a round should take
+    at most while a client reads a stream, None for no limit.
+    """
+
+    config: KVSpecConfig
+    round_costs: RoundCostModel
+    planner: ResidualPlanner
+    ranks: Ranks
+    draft_cost: DraftCost
+    plain_steps: int = 0
+    stream_round_s: float | None = None
+
+
 class VerifyScheduler(Protocol):
-    """Decides which requests draft how far, and which verify."""
+    """Decides which requests draft how far, and which verify. Registered in the entry-point group
+    `sglang_kvspec.verify_schedulers` as a class whose constructor takes SchedulerParts.
+
+    Leaves states and the plans of `planner` as they are. Lets every request that can verify do so
+    within a bounded number of rounds. A drafter other than `self` does not piggyback: it drafts
+    only what a schedule's `lens` or `alone` ask for.
+    """
 
     # Whether requests whose drafts are sampled may piggyback.
     piggybacks_sampled: bool
@@ -133,7 +165,11 @@ class VerifyScheduler(Protocol):
         num_drafts: Sequence[int] | None = None,
     ) -> RoundSchedule:
         """Plan a round, the same on every rank. late: requests that cannot verify. num_drafts:
-        drafts that each request has when the round begins, those it has now unless given."""
+        drafts that each request has when the round begins, those it has now unless given.
+
+        No request may get more drafts than cap_len(config.max_draft_len) of its state. Ranks
+        measure different times: what follows from them goes through `ranks.numbers()`.
+        """
 
     def piggybacks(self, state: RequestState, num_drafts: int) -> bool:
         """Whether a request that has so many drafts, and does not verify in this round, is to draft

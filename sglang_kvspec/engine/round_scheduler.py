@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from sglang_kvspec.core.config import AUTO_DRAFT_LEN, MOST_AUTO_DRAFTS, KVSpecConfig
-from sglang_kvspec.engine.residual_planner import ResidualPlanner
+from sglang_kvspec.core.config import AUTO_DRAFT_LEN, MOST_AUTO_DRAFTS
+from sglang_kvspec.engine.ports import SchedulerParts
 from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.planning.link_rounds import LinkShare, plan_turns, share_of_speed
-from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
-from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
 
 PPM = 1_000_000
@@ -34,25 +32,14 @@ class RoundScheduler:
 
     piggybacks_sampled = False
 
-    def __init__(
-        self,
-        config: KVSpecConfig,
-        clock: RoundCostModel,
-        planner: ResidualPlanner,
-        ranks: Ranks,
-        plain_steps: int = 0,
-        stream_round_s: float | None = None,
-    ) -> None:
-        """plain_steps: most tokens that a round without drafts takes at once, 0 where every token
-        is verified. stream_round_s: seconds that a round should take at most while a client reads
-        a stream; None for no limit."""
-        self._config, self._clock = config, clock
-        self._planner, self._ranks = planner, ranks
+    def __init__(self, parts: SchedulerParts) -> None:
+        self._config, self._clock = parts.config, parts.round_costs
+        self._planner, self._ranks = parts.planner, parts.ranks
         self._last: tuple[list[RoundRequest], RoundCost] | None = None
         # As last planned: expected tokens that a draft is to be worth, in millionths; most drafts.
         self._price_ppm = 0
-        self._longest = config.max_draft_len
-        self._plain_steps, self._stream_round_s = plain_steps, stream_round_s
+        self._longest = parts.config.max_draft_len
+        self._plain_steps, self._stream_round_s = parts.plain_steps, parts.stream_round_s
         self._last_lens: list[int] = []
 
     @property

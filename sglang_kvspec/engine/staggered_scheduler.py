@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from math import ceil
 
-from sglang_kvspec.core.config import AUTO_DRAFT_LEN, KVSpecConfig
-from sglang_kvspec.engine.residual_planner import ResidualPlanner
+from sglang_kvspec.core.config import AUTO_DRAFT_LEN
+from sglang_kvspec.engine.ports import SchedulerParts
 from sglang_kvspec.engine.schedule import RoundSchedule
-from sglang_kvspec.planning.draft_length import DraftCost, best_draft_len
+from sglang_kvspec.planning.draft_length import best_draft_len
 from sglang_kvspec.planning.link_rounds import LinkShare
 from sglang_kvspec.planning.round_plan import RoundBudget
-from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
 
 # Verifications in a round, over an even spread.
@@ -36,11 +35,9 @@ class StaggeredScheduler:
     piggybacks_sampled = True
     link_share: LinkShare | None = None
 
-    def __init__(
-        self, config: KVSpecConfig, cost: DraftCost, planner: ResidualPlanner, ranks: Ranks
-    ) -> None:
-        self._config, self._cost = config, cost
-        self._planner, self._ranks = planner, ranks
+    def __init__(self, parts: SchedulerParts) -> None:
+        self._config, self._cost = parts.config, parts.draft_cost
+        self._planner, self._ranks = parts.planner, parts.ranks
 
     def plan(
         self,

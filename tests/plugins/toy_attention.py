@@ -14,9 +14,9 @@ import torch
 from kvspec_kernels.ops.attention import Tail
 from sglang_kvspec.core.config import Target
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.target_rows import TargetRows
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
 from sglang_kvspec.runtime.target_attention import KV
-from sglang_kvspec.runtime.target_rows import TargetRows
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 

@@ -40,7 +40,8 @@ def test_a_codec_of_another_package_serves_losslessly(
 
 
 def served_with(servers: ServerSwitch, *flags: str) -> GenerateClient:
-    """A server of demo-5m that finds the plug-ins, in the default codec."""
+    """A server of demo-5m that finds the plug-ins, in rounds unless flags say otherwise, in the
+    default codec."""
     spec = Setting("exact", "uniform4", "rounds").server(DEMO_MODEL, *flags)
     return servers.use(replace(spec, environment=(("PYTHONPATH", python_path_with(PLUGINS)),)))
 
@@ -65,6 +66,22 @@ def test_a_draft_view_of_another_package_serves_losslessly(
     report = client.kvspec_report()
     assert report["config"]["draft_view"] == "sinks_recent"
     assert report["counters"]["drafted"] > report["counters"]["accepted"] > 0
+
+
+@pytest.mark.parametrize("drafter", ["self", "output_lookup"])
+def test_a_scheduler_of_another_package_serves_losslessly(
+    servers: ServerSwitch, reference: PlainReference, drafter: str
+) -> None:
+    flags = ("--kvspec-schedule=fixed_lengths", f"--kvspec-drafter={drafter}")
+    client = served_with(servers, *flags)
+    reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
+    report = client.kvspec_report()
+    assert report["resolved"]["schedule"] == "fixed_lengths"
+    assert report["counters"]["drafted"] > report["counters"]["accepted"] > 0
+    # The schedule drafts four tokens at a time, and all requests verify in every round.
+    longest = max(int(length) for length in report["counters"]["accept_histogram"])
+    assert longest <= 4
+    assert not report["counters"]["drafted_piggyback"]
 
 
 def test_anchors_of_two_bits_serve_losslessly(

@@ -89,7 +89,7 @@ def certificates(folder: Path, *peers: str) -> str:
         ("--kvspec-host-gb -1", ["--kvspec-host-gb", "-1", ">= 0"]),
         ("--kvspec-host-gb 1e9", ["--kvspec-host-gb", "1e+09", "this machine"]),
         ("--kvspec-residual-hbm-fraction 1", ["--kvspec-residual-hbm-fraction", "1", "0.9"]),
-        ("--kvspec-schedule now", ["--kvspec-schedule", "now", "auto, staggered, rounds"]),
+        ("--kvspec-schedule now", ["--kvspec-schedule", "now", "auto, rounds, staggered"]),
         ("--enable-lmcache", ["--enable-lmcache", "leave it unset"]),
         ("--page-size 48", ["--page-size", "48", "multiple of 32"]),
         ("--page-size 1", ["--page-size", "1", "multiple of 32"]),

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from kvspec_testkit.runtime.attention_pair import AttentionPair
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.draft_rows import DraftRows, target_row
-from sglang_kvspec.runtime.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.step_attention import StepAttention
 
 

@@ -25,7 +25,7 @@ PLUGINS = Path(__file__).parents[2] / "plugins"
 
 @pytest.fixture(autouse=True)
 def _plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let flags find the drafter and the view of tests/plugins."""
+    """Let flags find what tests/plugins registers."""
     monkeypatch.syspath_prepend(str(PLUGINS))
     forget_entries()
     yield
@@ -160,6 +160,7 @@ FINE: list[tuple[Options, Options]] = [
     ({"host_gb": 0}, {"prefill_max_requests": 2}),
     ({"target": "int8"}, {"page_size": 64}),
     ({"schedule": "rounds"}, {}),
+    ({"schedule": "fixed_lengths", "drafter": "output_lookup"}, {}),
     ({"transfer": "int4", "draft_len": 0}, PREFILL),
     ({"transfer": "int4"}, DECODE),
     ({"transfer_host": "127.0.0.1", "transfer": "split"}, {}),

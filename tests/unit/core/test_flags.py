@@ -42,8 +42,8 @@ def edge_values(flag: Flag) -> list[Any]:
     match flag.kind:
         case Choice(choices=choices):
             return list(choices)
-        case Name(registry=registry):
-            return list(registry.names())
+        case Name(registry=registry, word=word):
+            return [*registry.names(), *([] if word is None else [word])]
         case Integer(least=least, most=most, word=word):
             return [least, most, *([] if word is None else [word])]
         case Number(least=least, most=most, is_above=is_above):
@@ -58,8 +58,8 @@ def words_of_the_range(flag: Flag) -> list[str]:
     match flag.kind:
         case Choice(choices=choices):
             return list(choices)
-        case Name(registry=registry):
-            return list(registry.names())
+        case Name(registry=registry, word=word):
+            return [*registry.names(), *([] if word is None else [word])]
         case Integer(least=least, most=most, word=word):
             return ["integer", str(least), str(most), *([] if word is None else [word])]
         case Number(least=least, most=most, unit=unit):

@@ -14,7 +14,13 @@ import pytest
 from sglang_kvspec.core.codec_names import codec_names, load_codec
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.registry import Registry, forget_entries
-from sglang_kvspec.core.seams import CODECS, DRAFT_VIEWS, DRAFTERS, TARGET_ATTENTIONS
+from sglang_kvspec.core.seams import (
+    CODECS,
+    DRAFT_VIEWS,
+    DRAFTERS,
+    TARGET_ATTENTIONS,
+    VERIFY_SCHEDULERS,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +45,7 @@ def install(
     forget_entries()
 
 
-SEAMS = [CODECS, DRAFTERS, DRAFT_VIEWS, TARGET_ATTENTIONS]
+SEAMS = [CODECS, DRAFTERS, DRAFT_VIEWS, TARGET_ATTENTIONS, VERIFY_SCHEDULERS]
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.flag)

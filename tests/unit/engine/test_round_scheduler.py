@@ -8,8 +8,10 @@ import pytest
 
 from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.engine.ports import SchedulerParts
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.round_scheduler import FIRST_DRAFT_LEN, LATE_STEPS, RoundScheduler
+from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.link_rounds import Turns
 from sglang_kvspec.planning.rounds import RoundCost
 from sglang_kvspec.runtime.ranks import Ranks
@@ -26,7 +28,8 @@ def make_scheduler(kv, measured, draft_len="auto", host_gb=None):
     cost = RoundCost(step=4e-3, row=0.3e-3, request=1.2e-3, token=0.02e-3)
     clock = SimpleNamespace(has_measured=measured, cost=lambda context: cost)
     config = KVSpecConfig(draft_len=draft_len, host_gb=host_gb)
-    return RoundScheduler(config, clock, ResidualPlanner(kv), Ranks())
+    planner = ResidualPlanner(kv)
+    return RoundScheduler(SchedulerParts(config, clock, planner, Ranks(), DraftCost()))
 
 
 def test_a_late_request_has_no_say_in_what_others_draft(encoded):

@@ -8,9 +8,11 @@ import pytest
 
 from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.engine.ports import SchedulerParts
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.staggered_scheduler import MOST_STREAMED_DRAFTS, SLACK, StaggeredScheduler
 from sglang_kvspec.planning.draft_length import DraftCost
+from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.runtime.ranks import Ranks
 
@@ -20,7 +22,9 @@ def make_scheduler(make_kv):
     def make(draft_len="auto", *, stream="burst", ranks=None, kv=None):
         config = KVSpecConfig(draft_len=draft_len, stream=stream)
         planner = ResidualPlanner(make_kv() if kv is None else kv)
-        return StaggeredScheduler(config, DraftCost(), planner, ranks or Ranks())
+        costs = RoundCostModel(1e-3, 4.0)
+        parts = SchedulerParts(config, costs, planner, ranks or Ranks(), DraftCost())
+        return StaggeredScheduler(parts)
 
     return make
 

@@ -8,8 +8,10 @@ import pytest
 
 from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.engine.ports import SchedulerParts
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.round_scheduler import FIRST_STREAMED_LEN, RoundScheduler
+from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.rounds import RoundCost
 from sglang_kvspec.runtime.ranks import Ranks
 
@@ -22,7 +24,10 @@ def lens(make_kv):
     def plan(*streamed, most_s, measured=True):
         clock = SimpleNamespace(has_measured=measured, cost=lambda context: COST)
         planner = ResidualPlanner(make_kv())
-        scheduler = RoundScheduler(KVSpecConfig(), clock, planner, Ranks(), 0, most_s)
+        parts = SchedulerParts(
+            KVSpecConfig(), clock, planner, Ranks(), DraftCost(), stream_round_s=most_s
+        )
+        scheduler = RoundScheduler(parts)
         states = [request_state(str(i)) for i in range(len(streamed))]
         for state, is_streamed in zip(states, streamed, strict=True):
             state.is_streamed = is_streamed

@@ -1,8 +1,11 @@
-"""What the engine counts on of every VerifyScheduler."""
+"""What the engine counts on of every VerifyScheduler. Another package can run this with its own in
+SCHEDULERS."""
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.engine.ports import SchedulerParts
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.round_scheduler import RoundScheduler
 from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
@@ -18,31 +22,39 @@ from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.rounds import RoundCost
 from sglang_kvspec.runtime.ranks import Ranks
 
+PLUGINS = Path(__file__).parents[2] / "plugins"
 COST = RoundCost(step=4e-3, row=0.3e-3, request=1.2e-3, token=0.02e-3)
 
 
-def make_rounds(config, planner, ranks):
-    clock = SimpleNamespace(has_measured=True, cost=lambda context: COST)
-    return RoundScheduler(config, clock, planner, ranks)
+def toy_scheduler(parts):
+    spec = importlib.util.spec_from_file_location("toy_scheduler", PLUGINS / "toy_scheduler.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FixedLengths(parts)
 
 
-def make_staggered(config, planner, ranks):
-    return StaggeredScheduler(config, DraftCost(), planner, ranks)
-
-
-every_scheduler = pytest.mark.parametrize(
-    "make", [make_rounds, make_staggered], ids=["rounds", "staggered"]
-)
+SCHEDULERS = {
+    "rounds": RoundScheduler,
+    "staggered": StaggeredScheduler,
+    "fixed lengths": toy_scheduler,
+}
+every_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 
 
 @pytest.fixture(scope="module")
 def new_scheduler(make_kv):
     kv = make_kv()
 
-    def new(make, draft_len="auto", stream="paced", ranks=None):
+    def new(make, draft_len="auto", stream="paced", ranks=None, planner=None):
         config = KVSpecConfig(draft_len=draft_len, stream=stream)
-        scheduler = make(config, ResidualPlanner(kv), ranks or Ranks())
-        return scheduler, config.max_draft_len
+        parts = SchedulerParts(
+            config=config,
+            round_costs=SimpleNamespace(has_measured=True, cost=lambda context: COST),
+            planner=planner or ResidualPlanner(kv),
+            ranks=ranks or Ranks(),
+            draft_cost=DraftCost(),
+        )
+        return make(parts), config.max_draft_len
 
     return new
 
@@ -136,7 +148,7 @@ def test_equal_inputs_give_equal_schedules(new_scheduler, make, batch):
 
 
 @every_scheduler
-def test_ranks_that_measure_differently_plan_what_the_first_one_does(new_scheduler, make):
+def test_ranks_that_measure_differently_plan_what_the_first_one_does(new_scheduler, make, make_kv):
     """The second rank takes the numbers of the first one, for the same requests."""
     sent = []
 
@@ -153,9 +165,10 @@ def test_ranks_that_measure_differently_plan_what_the_first_one_does(new_schedul
             return list(theirs)
 
     first, most = new_scheduler(make, ranks=First())
-    second, _ = new_scheduler(make, ranks=Second(1, 2))
+    planner = ResidualPlanner(make_kv())
     for _ in range(50):
-        second._planner.speeds.note_iteration(3.0)
+        planner.speeds.note_iteration(3.0)
+    second, _ = new_scheduler(make, ranks=Second(1, 2), planner=planner)
     states, others = make_states(1, 6, most), make_states(1, 6, most)
     others[0].acceptance.observe(8, 0)
     assert facts(first.plan(states)) == facts(second.plan(others))
@@ -236,14 +249,7 @@ def test_every_request_verifies_within_a_bounded_number_of_rounds(
     assert simulated.longest_wait <= bound_of(count, most)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        make_rounds,
-        make_staggered,
-    ],
-    ids=["rounds", "staggered"],
-)
+@every_scheduler
 @pytest.mark.parametrize(("num_short", "num_long"), [(8, 1), (4, 4)])
 def test_requests_that_draft_far_verify_beside_those_that_verify_often(
     new_scheduler, make, num_short, num_long

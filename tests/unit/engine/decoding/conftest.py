@@ -19,7 +19,7 @@ from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.loop import RoundLoop, RoundResult
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap
-from sglang_kvspec.engine.ports import Drafter, VerifyScheduler
+from sglang_kvspec.engine.ports import Drafter, SchedulerParts, VerifyScheduler
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.row_tokens import row_tokens
 from sglang_kvspec.engine.schedule import RoundSchedule
@@ -201,7 +201,8 @@ class Engine:
     def _loop(self, planner: ResidualPlanner) -> RoundLoop:
         ranks, timer = Ranks(), PhaseTimer(self.kv.device)
         clock = RoundCostModel(1e-3, 4.0, piggyback=True)
-        scheduler = self._scheduler(planner, ranks)
+        parts = SchedulerParts(self.config, clock, planner, ranks, DraftCost())
+        scheduler = self._scheduler(parts)
         starter = RoundStarter(
             kv=self.kv,
             side=SideStream(self.kv.device),
@@ -245,8 +246,8 @@ class Engine:
             self.forward, self.chooser, ranks, self.kv.geometry.page_size, self.view
         )
 
-    def _scheduler(self, planner: ResidualPlanner, ranks: Ranks) -> VerifyScheduler:
-        return StaggeredScheduler(self.config, DraftCost(), planner, ranks)
+    def _scheduler(self, parts: SchedulerParts) -> VerifyScheduler:
+        return StaggeredScheduler(parts)
 
     def serve(self, requests: Sequence[Request], chunk: int = 10**6) -> list[Output]:
         waiting, running = list(requests), []
@@ -342,7 +343,7 @@ class RoundEngine(Engine):
         self.num_waited = 0
         super().__init__(*args, **options)
 
-    def _scheduler(self, planner: ResidualPlanner, ranks: Ranks) -> VerifyScheduler:
+    def _scheduler(self, parts: SchedulerParts) -> VerifyScheduler:
         return FixedRounds(min(self.config.max_draft_len, 7), self.link_pages)
 
     def _run_round(self, running: list[Request]) -> RoundResult:
