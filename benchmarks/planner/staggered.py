@@ -1,13 +1,13 @@
-"""Our plan in simulated time: the planner's own code, told what a simulated link has moved."""
+"""Our plan in simulated time: the planner of verifications, told what a simulated link moves."""
 
 from __future__ import annotations
 
 from math import ceil
 
+from planner.placement import Ask, Outcome
+from planner.reservations import IterationBudget, VerificationPlanner
 from planner.schedules import Drafting
 from planner.simulation import Machine, RunningRequest, Step
-from sglang_kvspec.planning.admission import Ask, Outcome
-from sglang_kvspec.planning.reservations import IterationBudget, VerificationPlanner
 
 
 class Link:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from planner.rings import Rings
 from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.planning.rings import Rings
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.planning.admission import Ask, Outcome, Place
-from sglang_kvspec.planning.reservations import (
+from planner.placement import Ask, Outcome, Place
+from planner.reservations import (
     IterationBudget,
     IterationPlan,
     VerificationPlanner,
 )
+
+from sglang_kvspec.core.errors import ConfigError
 
 MAX_DRAFT_LEN = 8
 

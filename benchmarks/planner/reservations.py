@@ -18,8 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import inf
 
-from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.planning.admission import (
+from planner.placement import (
     Ask,
     Decision,
     Outcome,
@@ -31,7 +30,8 @@ from sglang_kvspec.planning.admission import (
     reserve,
     shortest_fetch,
 )
-from sglang_kvspec.planning.rings import Rings
+from planner.rings import Rings
+from sglang_kvspec.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
