@@ -155,6 +155,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
         overlap = factories.overlap(starter, scheduler, parts.pages, config.max_draft_len)
     return RoundLoop(
         scheduler=scheduler,
+        planner=planner,
         starter=starter,
         verifier=Verifier(
             forward=parts.forward,
@@ -173,6 +174,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
         committer=Committer(parts.chooser, parts.pages, parts.arrivals, ranks, parts.counters),
         overlap=overlap,
         observer=RoundObserver(parts.counters, planner.speeds, clock, timer),
+        speeds=planner.speeds,
         pages=parts.pages,
         arrivals=parts.arrivals,
         prompt_reader=own,

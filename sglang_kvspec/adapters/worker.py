@@ -103,8 +103,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         """Export what the iteration changed."""
         parts = self.parts
         if self._exporter is not None:
-            speeds = self.loop.starter.planner.speeds
-            self._exporter.publish(self.counters, parts.kv, speeds, parts.pool.pressure)
+            self._exporter.publish(self.counters, parts.kv, self.loop.speeds, parts.pool.pressure)
         if parts.apart is not None:
             parts.apart.publish()
         if self._remote_exporter is not None:

@@ -21,6 +21,7 @@ from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import Overlap
 from sglang_kvspec.engine.ports import Arrivals, PromptReader, VerifyScheduler
+from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.round_scheduler import mean_context
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
@@ -29,6 +30,7 @@ from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
+from sglang_kvspec.runtime.speeds import Speeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +48,18 @@ class RoundResult:
 
 @dataclass(slots=True)
 class RoundLoop:
-    """captures: whether forwards are CUDA graph replays, as far as captures have room."""
+    """speeds: of the link and of iterations, as measured. captures: whether forwards are CUDA graph
+    replays, as far as captures have room."""
 
     scheduler: VerifyScheduler
+    planner: ResidualPlanner
     starter: RoundStarter
     verifier: Verifier
     committer: Committer
     overlap: Overlap
     observer: RoundObserver
-    pages: PageKeeper | PageKeeper
+    speeds: Speeds
+    pages: PageKeeper
     arrivals: Arrivals
     prompt_reader: PromptReader
     chooser: SpecSampler
@@ -63,7 +68,7 @@ class RoundLoop:
 
     def run_round(self, batch: RoundBatch) -> RoundResult:
         """Take the batch's requests through one round. Mutates their states."""
-        batch.late = self.starter.planner.find_late(batch.states, batch.pages)
+        batch.late = self.planner.find_late(batch.states, batch.pages)
         started = self.overlap.take(batch)
         if started is None:
             schedule = self.scheduler.plan(batch.states, batch.late)
@@ -151,5 +156,5 @@ class RoundLoop:
         return {
             "timing": self.observer.report(),
             "link": None if link is None else asdict(link),
-            "speeds": self.starter.planner.speeds.report(),
+            "speeds": self.speeds.report(),
         }

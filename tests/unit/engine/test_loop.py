@@ -50,6 +50,7 @@ class Lab:
         self.overlap = OverlappedRounds(self.starter, scheduler, pages, max_draft_len=31)
         self.loop = RoundLoop(
             scheduler=scheduler,
+            planner=planner,
             starter=self.starter,
             verifier=SimpleNamespace(),
             committer=Committer(chooser, pages, arrivals, ranks, self.counters),
@@ -57,6 +58,7 @@ class Lab:
             observer=SimpleNamespace(
                 observe_plain=lambda started, context: None,
             ),
+            speeds=SimpleNamespace(),
             pages=pages,
             arrivals=arrivals,
             prompt_reader=SimpleNamespace(read_prompt_end=self._read_prompt_end),

@@ -225,11 +225,13 @@ class Engine:
         )
         return RoundLoop(
             scheduler=scheduler,
+            planner=planner,
             starter=starter,
             verifier=verifier,
             committer=Committer(self.chooser, self.keeper, NoArrivals(), ranks, self.counters),
             overlap=NoOverlap(),
             observer=RoundObserver(self.counters, planner.speeds, clock, timer),
+            speeds=planner.speeds,
             pages=self.keeper,
             arrivals=NoArrivals(),
             prompt_reader=EagerDrafter(
