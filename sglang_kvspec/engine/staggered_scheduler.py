@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache, partial
 from math import ceil
 
 from sglang_kvspec.core.config import AUTO_DRAFT_LEN
@@ -20,6 +21,8 @@ SLACK = 1.25
 ROUNDS_A_TOKEN = 1.3
 # Such a request verifies no more drafts at once: all other streams wait for the verification.
 MOST_STREAMED_DRAFTS = 6
+# Lengths that are remembered, by acceptance and cap: more than requests run at once.
+MOST_REMEMBERED = 4096
 
 
 class StaggeredScheduler:
@@ -36,8 +39,12 @@ class StaggeredScheduler:
     link_share: LinkShare | None = None
 
     def __init__(self, parts: SchedulerParts) -> None:
-        self._config, self._cost = parts.config, parts.draft_cost
+        self._config = parts.config
         self._planner, self._ranks = parts.planner, parts.ranks
+        # Searched once between two verifications of a request: plans and times both ask.
+        self._paying_len = lru_cache(MOST_REMEMBERED)(
+            partial(best_draft_len, cost=parts.draft_cost)
+        )
 
     def plan(
         self,
@@ -87,7 +94,7 @@ class StaggeredScheduler:
         cap = state.cap_len(self._config.max_draft_len)
         best = cap
         if self._config.draft_len == AUTO_DRAFT_LEN and cap:
-            best = best_draft_len(state.acceptance.probability, cap, self._cost)
+            best = self._paying_len(state.acceptance.probability, cap)
             if state.is_streamed and self._config.stream == "paced":
                 filling = ceil(ROUNDS_A_TOKEN * state.last_emitted) - 1
                 best = min(best, max(filling, 0), MOST_STREAMED_DRAFTS)

@@ -8,10 +8,11 @@ import pytest
 
 from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.engine import staggered_scheduler
 from sglang_kvspec.engine.ports import SchedulerParts
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.staggered_scheduler import MOST_STREAMED_DRAFTS, SLACK, StaggeredScheduler
-from sglang_kvspec.planning.draft_length import DraftCost
+from sglang_kvspec.planning.draft_length import DraftCost, best_draft_len
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.runtime.ranks import Ranks
@@ -248,6 +249,25 @@ def test_a_request_is_expected_again_after_its_drafts_and_a_verification(make_sc
     states[1].remaining = 3
     expected = [6 * round_s, 3 * round_s]
     assert scheduler.seconds_to_next(states, None) == pytest.approx(expected)
+
+
+def test_a_best_length_is_searched_once_until_the_request_verifies(make_scheduler, monkeypatch):
+    searched = []
+
+    def search(probability, most, cost):
+        searched.append(most)
+        return best_draft_len(probability, most, cost)
+
+    monkeypatch.setattr(staggered_scheduler, "best_draft_len", search)
+    scheduler, (state,) = make_scheduler(stream="paced"), with_drafts(0)
+    state.is_streamed = True
+    for _ in range(2):
+        scheduler.seconds_to_next([state], scheduler.plan([state]))
+        state.drafts.append(0)
+    assert len(searched) == 1
+    state.commit([0, 0, 0])
+    scheduler.seconds_to_next([state], scheduler.plan([state]))
+    assert len(searched) == 2
 
 
 # Ranks
