@@ -22,6 +22,7 @@ from sglang_kvspec.core.seams import DRAFT_VIEWS, DRAFTERS, VERIFY_SCHEDULERS
 from sglang_kvspec.engine.checked_drafter import CheckedDrafter
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
+from sglang_kvspec.engine.eager_verify import EagerVerify
 from sglang_kvspec.engine.loop import RoundLoop
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap, Overlap, OverlappedRounds
@@ -158,7 +159,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
         planner=planner,
         starter=starter,
         verifier=Verifier(
-            forward=parts.forward,
+            eager=EagerVerify(parts.forward),
             captured=None if captured is None else captured.verify,
             scheduler=scheduler,
             planner=planner,

@@ -10,13 +10,8 @@ import torch
 
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.committer import Committer
-from sglang_kvspec.engine.ports import (
-    CapturedVerify,
-    ModelForward,
-    PageGuard,
-    VerifyLogits,
-    VerifyScheduler,
-)
+from sglang_kvspec.engine.eager_verify import EagerVerify
+from sglang_kvspec.engine.ports import CapturedVerify, PageGuard, VerifyScheduler
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.kv.forward_plan import Row, RowKind
@@ -54,12 +49,13 @@ class Verification:
 class Verifier:
     """Runs verifications, and judges nothing.
 
-    captured: replays verifications, None where each is a forward of its own. most_piggyback:
-    requests that may draft in the forward in which others verify. view: pages that these drafts
-    read, None for all. drafts_eagerly: whether a forward that is not captured has room for them.
+    captured: replays verifications, None where each is a forward of its own. eager: verifies what
+    is not replayed. most_piggyback: requests that may draft in the forward in which others verify.
+    view: pages that these drafts read, None for all. drafts_eagerly: whether a forward that is not
+    captured has room for them.
     """
 
-    forward: ModelForward
+    eager: EagerVerify
     captured: CapturedVerify | None
     scheduler: VerifyScheduler
     planner: ResidualPlanner
@@ -114,9 +110,8 @@ class Verifier:
             out = self.captured.run(batch, done.rows, made, piggyback)
         if out is None:
             done.was_captured = False
-            out = self._run_eagerly(
-                batch, done.rows, made, piggyback if self.drafts_eagerly else {}
-            )
+            beside = piggyback if self.drafts_eagerly else {}
+            out = self.eager.run(batch, done.rows, made, beside)
         done.logits = out.logits
         if out.drafted is None:
             return
@@ -128,22 +123,6 @@ class Verifier:
         if any(i >= 0 for i in order):
             tokens = self.ranks.tensor(out.drafted.tokens)
             done.drafted.append(replace(out.drafted, tokens=tokens, order=order))
-
-    def _run_eagerly(
-        self,
-        batch: RoundBatch,
-        rows: dict[int, Row],
-        made: DraftedTokens | None,
-        piggyback: dict[int, Row],
-    ) -> VerifyLogits:
-        logits = self.forward.run(batch, rows | piggyback, made)
-        if not piggyback:
-            return VerifyLogits(logits)
-        num_tokens = sum(row.length for row in rows.values())
-        behind = logits[num_tokens:]
-        chosen = behind.argmax(-1)[None]
-        drafted = DraftedTokens.of_one_step(chosen, list(piggyback), len(batch.states))
-        return VerifyLogits(logits[:num_tokens], behind, drafted)
 
     def receive(self, batch: RoundBatch, done: Verification) -> None:
         """Wait for the device. Append to the states what drafts they have by now."""

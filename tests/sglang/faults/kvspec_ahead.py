@@ -29,6 +29,7 @@ def register() -> None:
         return
     from sglang_kvspec.adapters.assembly import Captured, factories
     from sglang_kvspec.adapters.worker import KVSpecWorker
+    from sglang_kvspec.engine.eager_verify import EagerVerify
     from sglang_kvspec.engine.overlap import OverlappedRounds
 
     counts: Counter[str] = Counter()
@@ -40,7 +41,8 @@ def register() -> None:
 
     def captured(parts: Any, most_piggyback: int) -> Captured:
         steps = ImmediateSteps(parts, sides)
-        return Captured(steps, SharedVerify(parts.forward, steps))
+        # In place of VerifyGraphs.
+        return Captured(steps, EagerVerify(SharedLogits(parts.forward, steps)))
 
     def scheduler(parts: Any, *_: object) -> AnyLengths:
         return AnyLengths(parts, int(os.environ["KVSPEC_AHEAD_SEED"]))
@@ -158,27 +160,15 @@ class LateSide:
         self._written, self._taken_over = set(), set()
 
 
-class SharedVerify:
-    """In place of VerifyGraphs: logits lie where the next steps leave theirs."""
+class SharedLogits:
+    """Forward of a verification whose logits lie where the next steps leave theirs."""
 
     def __init__(self, forward: Any, steps: ImmediateSteps) -> None:
         self._forward, self._steps = forward, steps
 
-    def run(
-        self, batch: Any, rows: Mapping[int, Any], made: Any, piggyback: Mapping[int, Any]
-    ) -> Any:
-        from sglang_kvspec.engine.ports import VerifyLogits
-        from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-
-        logits = self._forward.run(batch, {**rows, **piggyback}, made)
-        self._steps.shared = logits
-        if not piggyback:
-            return VerifyLogits(logits)
-        num_tokens = sum(row.length for row in rows.values())
-        behind = logits[num_tokens:]
-        chosen = behind.argmax(-1)[None]
-        drafted = DraftedTokens.of_one_step(chosen, list(piggyback), len(batch.states))
-        return VerifyLogits(logits[:num_tokens], behind, drafted)
+    def run(self, batch: Any, rows: Mapping[int, Any], made: Any = None) -> torch.Tensor:
+        self._steps.shared = self._forward.run(batch, rows, made)
+        return self._steps.shared
 
 
 class ImmediateSteps:

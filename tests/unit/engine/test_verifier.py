@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvspec_testkit.runtime.states import request_state
+from sglang_kvspec.engine.eager_verify import EagerVerify
 from sglang_kvspec.engine.ports import VerifyLogits
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.verifier import Verifier
@@ -46,7 +47,7 @@ def forward():
 def make_verifier(fakes, forward):
     def make(**parts):
         given = {
-            "forward": forward,
+            "eager": EagerVerify(forward),
             "captured": None,
             "scheduler": fakes.Scheduler(most_drafts=9),
             "planner": SimpleNamespace(await_fetches=lambda plan, pages: None),

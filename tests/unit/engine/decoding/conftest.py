@@ -16,6 +16,7 @@ from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.checked_drafter import CheckedDrafter
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
+from sglang_kvspec.engine.eager_verify import EagerVerify
 from sglang_kvspec.engine.loop import RoundLoop, RoundResult
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap
@@ -211,7 +212,7 @@ class Engine:
             arrivals=NoArrivals(),
         )
         verifier = Verifier(
-            forward=self.forward,
+            eager=EagerVerify(self.forward),
             captured=None,
             scheduler=scheduler,
             planner=planner,
