@@ -51,7 +51,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         self.early_starts: EarlyStarts | None = None
         self.pressure = Pressure()
         # Moves pages out of the recent window; the worker puts it here.
-        self.keeper: PageKeeper | PageKeeper | None = None
+        self.keeper: PageKeeper | None = None
         # Keeps the KV of retracted pages and their number of tokens; a decode server puts it here.
         self.keep_retracted: Callable[[list[int], int], RetractedKV] | None = None
         # Who else must know when pages are freed, before anyone can write to them again.

@@ -25,7 +25,7 @@ class Committer:
     def __init__(
         self,
         chooser: SpecSampler,
-        pages: PageKeeper | PageKeeper,
+        pages: PageKeeper,
         arrivals: Arrivals,
         ranks: Ranks,
         counters: SpecCounters,

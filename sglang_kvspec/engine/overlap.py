@@ -84,7 +84,7 @@ class OverlappedRounds:
 
     starter: RoundStarter
     scheduler: VerifyScheduler
-    pages: PageKeeper | PageKeeper
+    pages: PageKeeper
     max_draft_len: int
     next: RoundSchedule | None = None
     ahead: StartedRound | None = None

@@ -38,7 +38,8 @@ class ResidualCache:
         copies: RecordCopies,
     ) -> None:
         """record_bytes: size of the residual of a page, layer and KV head. copies: moves records
-        between the CPU and the cache's memory. Raises ConfigError when the store does not fit into
+        between the CPU and the cache's memory. `store` has the records of the residual store by
+        page, None without a store. Raises ConfigError when the store does not fit into
         host memory."""
         self._pages = ResidualPages(plan, device)
         self.table, self.cache_slots = self._pages.table, self._pages.slots

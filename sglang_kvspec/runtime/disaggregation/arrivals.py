@@ -191,10 +191,8 @@ class Arrivals:
         landing = self._landings.get(room)
         if landing is None:
             return
-        landing.pages, landing.last_page = (
-            list(pages[: landing.num_pages]),
-            pages[landing.num_pages],
-        )
+        landing.pages = list(pages[: landing.num_pages])
+        landing.last_page = pages[landing.num_pages]
         self._by_page.update(dict.fromkeys(landing.all_pages, landing))
         self._follow(landing)
 
@@ -238,11 +236,17 @@ class Arrivals:
             self._leaving[room] = landing
             self._cancel(landing, reason)
 
+    def fail(self, room: int, reason: str) -> None:
+        """Give up a request on this rank, and have what is not here yet not sent. Nothing happens
+        where it is complete, has failed, or is unknown."""
+        landing = self._landings.get(room)
+        if landing is not None and not landing.is_complete and landing.failure is None:
+            self._fail(landing, reason)
+
     def fail_all(self, reason: str) -> None:
         """Nothing that is not complete may be used."""
-        for landing in self._landings.values():
-            if not landing.is_complete and landing.failure is None:
-                self._fail(landing, reason)
+        for room in self._landings:
+            self.fail(room, reason)
 
     def _cancel(self, landing: Landing, reason: str) -> None:
         try:

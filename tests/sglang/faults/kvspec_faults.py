@@ -151,11 +151,11 @@ def _finish_nothing(original: Any, tiers: Any) -> None:
 
 
 def _flip_a_bit(
-    original: Any, tiers: Any, layer: int, pages: torch.Tensor, records: torch.Tensor
+    original: Any, residuals: Any, layer: int, pages: torch.Tensor, records: torch.Tensor
 ) -> None:
     """In the store, of the last layer of every page."""
-    original(tiers, layer, pages, records)
-    store = tiers.store
+    original(residuals, layer, pages, records)
+    store = residuals.store
     if layer == store.num_layers - 1:
         store.layer(layer)[pages, 0, 0] ^= 1
 
@@ -198,20 +198,14 @@ def _is_another_rank_for_once() -> bool:
 
 def _lose_one_that_waits_for_anchors(original: Any, arrivals: Any, room: int) -> bool:
     if _is_another_rank_for_once():
-        _lose(arrivals, room)
+        arrivals.fail(room, "lost on purpose")
     return bool(original(arrivals, room))
 
 
 def _lose_one_that_waits_for_residuals(original: Any, arrivals: Any, rooms: Any) -> None:
     if rooms and _is_another_rank_for_once():
-        _lose(arrivals, rooms[0])
+        arrivals.fail(rooms[0], "lost on purpose")
     original(arrivals, rooms)
-
-
-def _lose(arrivals: Any, room: int) -> None:
-    from sglang_kvspec.transport import TransferFailed
-
-    arrivals._note(arrivals._landings[room], TransferFailed(room, "lost on purpose"))
 
 
 def _give_one_up_at_the_end(original: Any, departures: Any, room: int, *args: Any) -> None:
