@@ -20,6 +20,7 @@ from sglang_kvspec.adapters.verify_graphs import VerifyGraphs, sizes_of
 from sglang_kvspec.core.config import AUTO_SCHEDULE, KVSpecConfig
 from sglang_kvspec.core.seams import DRAFT_VIEWS, DRAFTERS, VERIFY_SCHEDULERS
 from sglang_kvspec.engine.checked_drafter import CheckedDrafter
+from sglang_kvspec.engine.checked_scheduler import CheckedScheduler
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.eager_verify import EagerVerify
@@ -269,8 +270,11 @@ def _scheduler_parts(
 
 
 def _scheduler(parts: WorkerParts, given: SchedulerParts) -> VerifyScheduler:
-    scheduler: VerifyScheduler = VERIFY_SCHEDULERS.load(schedule_of(parts.config))(given)
-    return scheduler
+    name = schedule_of(parts.config)
+    scheduler: VerifyScheduler = VERIFY_SCHEDULERS.load(name)(given)
+    if name in VERIFY_SCHEDULERS.built_in:
+        return scheduler
+    return CheckedScheduler(name, scheduler, parts.config.max_draft_len)
 
 
 def _side(kv: PagedKVCache) -> SideStream:

@@ -51,3 +51,7 @@ class PrefixStoreError(KVSpecError):
 
 class DrafterError(KVSpecError):
     """A drafter of another package did not do what its protocol says."""
+
+
+class SchedulerError(KVSpecError):
+    """A verify scheduler of another package did not do what its protocol says."""

@@ -72,15 +72,12 @@ class Pair:
     def forward(self, rows: dict[str, Row]) -> None:
         """Run a target forward on both and compare every layer; commits all tokens."""
         plan = ForwardPlan(tuple(rows.values()))
-        self.reference.begin(plan)
-        self.device.begin(plan)
-        for layer in range(LAYERS):
-            q, k, v = self.draw(plan.num_tokens)
-            want = self.reference.forward(layer, q, k, v, SCALE)
-            cuda = (part.cuda() for part in (q, k, v))
-            assert_close(self.device.forward(layer, *cuda, SCALE), want)
-        self.reference.finish()
-        self.device.finish()
+        with self.reference.planned(plan), self.device.planned(plan):
+            for layer in range(LAYERS):
+                q, k, v = self.draw(plan.num_tokens)
+                want = self.reference.forward(layer, q, k, v, SCALE)
+                cuda = (part.cuda() for part in (q, k, v))
+                assert_close(self.device.forward(layer, *cuda, SCALE), want)
         self.commit({name: row.end for name, row in rows.items()})
 
     def commit(self, ends: dict[str, int]) -> None:
@@ -185,12 +182,11 @@ class Steps:
             plan = ForwardPlan(
                 tuple(Row(kind, pair.committed[name] + index, 1, ids[name]) for name in going)
             )
-            pair.reference.begin(plan)
-            for layer in range(LAYERS):
-                q, k, v = (part[layer, : len(going)].cpu() for part in self.inputs)
-                want = pair.reference.forward(layer, q, k, v, SCALE)
-                assert_close(self.outs[layer, : len(going)], want)
-            pair.reference.finish()
+            with pair.reference.planned(plan):
+                for layer in range(LAYERS):
+                    q, k, v = (part[layer, : len(going)].cpu() for part in self.inputs)
+                    want = pair.reference.forward(layer, q, k, v, SCALE)
+                    assert_close(self.outs[layer, : len(going)], want)
         assert self.rows.step.item() == max(lens.values())
         assert self.rows.tail_lens.tolist()[3] == 0
 

@@ -87,9 +87,8 @@ class CapturedSteps:
             self._run()
         else:
             self._graph.replay()
-        pair.reference.begin(ForwardPlan(tuple(rows)))
-        for layer, parts in enumerate(drawn):
-            q, k, v = (part[: len(rows)] for part in parts)
-            want = pair.reference.forward(layer, q, k, v, pair.geometry.head_dim**-0.5)
-            pair.compare(self._outs[layer, : len(rows)], want)
-        pair.reference.finish()
+        with pair.reference.planned(ForwardPlan(tuple(rows))):
+            for layer, parts in enumerate(drawn):
+                q, k, v = (part[: len(rows)] for part in parts)
+                want = pair.reference.forward(layer, q, k, v, pair.geometry.head_dim**-0.5)
+                pair.compare(self._outs[layer, : len(rows)], want)

@@ -116,7 +116,8 @@ def test_a_verification_without_room_leaves_nothing_behind(graphs, forward):
     assert not forward.replayed
     assert not list(graphs._attention.kv.window.slots)
     # No forward has begun that would have to be finished.
-    graphs._attention.open(ForwardPlan((request[1],)))
+    with graphs._attention.laid_out(ForwardPlan((request[1],))):
+        pass
 
 
 def test_large_forwards_are_captured_first(graphs, forward):

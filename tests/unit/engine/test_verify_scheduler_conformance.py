@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvspec_testkit.runtime.states import request_state
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.engine.checked_scheduler import CheckedScheduler
 from sglang_kvspec.engine.ports import SchedulerParts
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.round_scheduler import RoundScheduler
@@ -30,7 +31,7 @@ def toy_scheduler(parts):
     spec = importlib.util.spec_from_file_location("toy_scheduler", PLUGINS / "toy_scheduler.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.FixedLengths(parts)
+    return CheckedScheduler("toy", module.FixedLengths(parts), parts.config.max_draft_len)
 
 
 SCHEDULERS = {
