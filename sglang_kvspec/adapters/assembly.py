@@ -32,11 +32,12 @@ from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_view import DraftView
+from sglang_kvspec.runtime.draft_view import DraftView, ViewShape, head_lists
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
@@ -117,7 +118,7 @@ def share_parts(
         guard=CorruptPageGuard(kv.residuals.corrupt, ranks, counters),
         apart=apart,
         arrivals=ServerArrivals(pool, None if apart is None else apart.decoding),
-        view=_view(config),
+        view=_view(config, runner.model_config, kv.geometry, ranks),
     )
 
 
@@ -239,7 +240,8 @@ def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
     )
     verify = None
     if sizes:
-        verify = VerifyGraphs(runner, forward, attention, longest, sizes, most_piggyback)
+        lists = head_lists(parts.view, parts.kv.geometry)
+        verify = VerifyGraphs(runner, forward, attention, longest, sizes, most_piggyback, lists)
     return Captured(drafter, verify)
 
 
@@ -248,9 +250,16 @@ def _registered_drafter(parts: WorkerParts) -> Drafter:
     return CheckedDrafter(name, DRAFTERS.load(name)(parts.config, vocab_size), vocab_size)
 
 
-def _view(config: KVSpecConfig) -> DraftView | None:
+def _view(config: KVSpecConfig, model: Any, geometry: KVGeometry, ranks: Ranks) -> DraftView | None:
+    """Make the view that the flag names; None for all pages. model: SGLang's ModelConfig."""
     name = config.draft_view
-    return None if name == "all" else DRAFT_VIEWS.load(name)(config)
+    if name == "all":
+        return None
+    # More ranks than heads hold copies of them.
+    first_head = ranks.rank * model.get_total_num_kv_heads() // ranks.size
+    shape = ViewShape(geometry.num_layers, geometry.num_kv_heads, first_head, geometry.page_size)
+    view: DraftView = DRAFT_VIEWS.load(name)(config, shape)
+    return view
 
 
 def _scheduler_parts(

@@ -22,7 +22,7 @@ from sglang_kvspec.runtime.draft_rows import (
     open_for_drafts,
     target_row,
 )
-from sglang_kvspec.runtime.draft_view import DraftView
+from sglang_kvspec.runtime.draft_view import DraftView, head_lists
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
@@ -69,6 +69,7 @@ class CudaGraphDrafter:
             -(-table_width // size),
             size,
             kv.device,
+            lists=head_lists(view, kv.geometry),
         )
 
         capture = partial(StepGraphs, forward, attention, self._rows)
@@ -168,7 +169,7 @@ class CudaGraphDrafter:
             target_row(self._kv, states[i].pending, states[i].committed_len, pages[i], counts[i])
             for i in order
         ]
-        self._rows.load(rows)
+        self._rows.load(rows, at_target=True)
         is_short = sum(len(row.past) for row in rows) * size <= SHORT_TOKENS
         self._advancing = self._short_target if is_short else self._target
         self._advancing.plan(rows)

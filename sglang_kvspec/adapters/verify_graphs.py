@@ -51,8 +51,10 @@ class VerifyGraphs:
         max_draft_len: int,
         sizes: Sequence[VerifySize],
         max_piggyback: int = 0,
+        lists: tuple[int, int] | None = None,
     ) -> None:
-        """sizes: what sizes_of() gives. max_piggyback: requests that may draft beside."""
+        """sizes: what sizes_of() gives. max_piggyback: requests that may draft beside. lists: as
+        head_lists(), of their drafts."""
         self._forward, self._attention = forward, attention
         self.max_piggyback = max_piggyback
         kv = attention.kv
@@ -76,7 +78,8 @@ class VerifyGraphs:
         )
         self._piggyback: PiggybackRows | None = None
         if max_piggyback:
-            drafts = DraftRows(max_piggyback, 1, width, page, kv.device, tokens[:, :max_piggyback])
+            places = tokens[:, :max_piggyback]
+            drafts = DraftRows(max_piggyback, 1, width, page, kv.device, places, lists)
             self._piggyback = PiggybackRows(drafts, self._rows, tokens)
             self._step = attention.make_draft_step(drafts, max_piggyback)
         verifications = attention.make_verifications(self._rows)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import ModelForward, VerifyLogits
+from sglang_kvspec.kv.forward_plan import Row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
-from sglang_kvspec.runtime.forward_plan import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ class Row:
     pages: page ids [ceil((start + length) / page_size)] int64 of the request from position 0 on.
     direct: indices into pages of those this row writes whole and that are encoded at once, without
     passing through the recent window; contiguous, PREFILL only.
-    seen: indices [num_seen] int64 into pages, ascending, of the full pages before its own that a
-    DRAFT row reads; None for all.
+    seen: indices int64 into pages, ascending, of the full pages before its own that a DRAFT row
+    reads: [num_seen], or [num_layers, num_kv_heads, num_seen] by layer and KV head; None for all.
     """
 
     kind: RowKind
@@ -51,7 +51,8 @@ class Row:
         return window, self.pages[self.direct.start : self.direct.stop].tolist()
 
     def past_pages(self, page_size: int) -> torch.Tensor:
-        """Ids of the full pages before those it writes to, as far as it reads them."""
+        """Ids of the full pages before those it writes to, as far as it reads them: [num_past], or
+        like `seen` where that differs by layer and KV head."""
         past = self.pages[: self.start // page_size]
         return past if self.seen is None else past[self.seen]
 

@@ -18,9 +18,10 @@ from sglang_kvspec.kv.transfers import send_into
 class DraftRow:
     """One request at the start of a round of drafts.
 
-    token: the pending token, at `position`. past: encoded pages, int on the CPU. tail: window slots
-    of the pages that follow, including those that drafts will fill; tail_len: tokens in them so
-    far. num_drafts: steps it takes part in.
+    token: the pending token, at `position`. past: encoded pages, int on the CPU: [num_past], or
+    [num_past, num_layers, num_kv_heads] by layer and KV head, where a list that is shorter than
+    others ends in -1. tail: window slots of the pages that follow, including those that drafts will
+    fill; tail_len: tokens in them so far. num_drafts: steps it takes part in.
     """
 
     token: int
@@ -48,9 +49,12 @@ class DraftRows:
         page_size: int,
         device: torch.device,
         tokens: torch.Tensor | None = None,
+        lists: tuple[int, int] | None = None,
     ) -> None:
         """max_pages: of a request, past and tail together. tokens: [2, max_batch] int64, where
-        input_ids and positions lie, in memory of their own unless given."""
+        input_ids and positions lie, in memory of their own unless given. lists: as head_lists();
+        where given, drafts read head_pages [max_batch * max_pages, *lists] int32 instead of
+        past_pages."""
         self.page_size, self.device = page_size, device
         self.max_batch, self.max_steps = max_batch, max_steps
         # Of a row: the newest full pages, those that have yet to make them older, the one that is
@@ -66,6 +70,7 @@ class DraftRows:
         self.input_ids, self.positions = tokens
         self.past_indptr = ints(max_batch + 1)
         self.past_pages = ints(max_batch * max_pages)
+        self.head_pages = None if lists is None else ints(max_batch * max_pages, *lists)
         self.past_last = torch.full((max_batch,), page_size, dtype=torch.int32, device=device)
         self.tail_indptr = ints(max_batch + 1)
         self.tail_slots = ints(self._max_tail)
@@ -82,9 +87,10 @@ class DraftRows:
         """No row has a request."""
         self.load([])
 
-    def load(self, rows: Sequence[DraftRow]) -> None:
-        """Set the first len(rows) rows and clear the others, for a round that starts at step 0."""
-        send_into(self.values_of(rows))
+    def load(self, rows: Sequence[DraftRow], *, at_target: bool = False) -> None:
+        """Set the first len(rows) rows and clear the others, for a round that starts at step 0.
+        at_target: steps read pages at the target precision, so head_pages keep what they hold."""
+        send_into(self.values_of(rows, at_target=at_target))
         self.begin_round()
 
     def begin_round(self) -> None:
@@ -104,10 +110,17 @@ class DraftRows:
         self.positions[:batch] += 1
         self.begin_round()
 
-    def values_of(self, rows: Sequence[DraftRow]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What the tensors are to hold, as send_into() takes it."""
+    def values_of(
+        self, rows: Sequence[DraftRow], *, at_target: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the tensors are to hold, as send_into() takes it. at_target: as load()."""
         spare = self.max_batch - len(rows)
-        past = torch.cat([torch.empty(0, dtype=torch.int32), *(row.past for row in rows)]).int()
+        if self.head_pages is None or at_target:
+            lists = "past_pages"
+            past = torch.cat([torch.empty(0, dtype=torch.int32), *(row.past for row in rows)]).int()
+        else:
+            lists = "head_pages"
+            past = _by_head([row.past for row in rows], self.head_pages.shape[1:])
         tail = torch.tensor([slot for row in rows for slot in row.tail], dtype=torch.int32)
         assert len(past) <= len(self.past_pages), "more pages than a batch can have"
         assert len(tail) <= self._max_tail, "more window pages than a batch can have"
@@ -125,7 +138,7 @@ class DraftRows:
         values = {
             "past_indptr": indptr([*(len(row.past) for row in rows), *ends]),
             "tail_indptr": indptr([*(len(row.tail) for row in rows), *ends]),
-            "past_pages": past,
+            lists: past,
             "tail_slots": tail,
             "tail_lens": scalars[0],
             "limits": scalars[1],
@@ -164,6 +177,12 @@ class DraftRows:
     def override(self, tokens: Sequence[int]) -> None:
         """Let the first len(tokens) rows go on from these tokens instead of the most likely."""
         send_into([(self.input_ids[: len(tokens)], torch.tensor(tokens))])
+
+
+def _by_head(pasts: Sequence[torch.Tensor], lists: torch.Size) -> torch.Tensor:
+    """Return pasts of rows, one behind the other, as [num_pages, *lists] int32."""
+    each = [p if p.ndim == 3 else p[:, None, None].expand(-1, *lists) for p in pasts]
+    return torch.cat([torch.empty((0, *lists), dtype=torch.int32), *each]).int()
 
 
 def open_for_drafts(kv: PagedKVCache, position: int, pages: torch.Tensor, num_drafts: int) -> None:
@@ -207,11 +226,24 @@ def draft_row(
     return DraftRow(
         token=token,
         position=position,
-        past=pages[:begin] if seen is None else pages[seen[seen < begin]],
+        past=_past(pages, begin, seen),
         tail=[kv.window.slots.slot_of(page) for page in pages[begin : last + 1].tolist()],
         tail_len=position - begin * size,
         num_drafts=num_drafts,
     )
+
+
+def _past(pages: torch.Tensor, begin: int, seen: torch.Tensor | None) -> torch.Tensor:
+    """Return DraftRow.past of a row whose tail begins with page `begin`."""
+    if seen is None:
+        return pages[:begin]
+    is_past = seen < begin
+    if seen.ndim == 1:
+        return pages[seen[is_past]]
+    # Heads select different numbers of window pages, all of which the tail has.
+    count = int(is_past.sum(-1).max())
+    by_list = torch.where(is_past, pages[seen], -1)[..., :count]
+    return by_list.permute(2, 0, 1)
 
 
 def target_row(

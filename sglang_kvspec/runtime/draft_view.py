@@ -2,36 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
 from sglang_kvspec.kv.forward_plan import Row, RowKind
+from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.runtime.request_state import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class ViewShape:
+    """Sizes that a view is made for.
+
+    num_layers, num_kv_heads: of this rank. first_kv_head: number of the rank's first KV head among
+    all of the model. page_size: tokens of a page.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    first_kv_head: int
+    page_size: int
 
 
 class DraftView(Protocol):
     """Chooses pages. Registered in the entry-point group `sglang_kvspec.draft_views` as a class
-    whose constructor takes the server's KVSpecConfig.
+    whose constructor takes the server's KVSpecConfig and the rank's ViewShape.
 
-    A view may choose anything: drafts are verified against all pages. It must choose alike on every
-    rank, so by what the state holds and nothing that a rank has measured.
+    per_head: whether layers and KV heads may read different pages. It is read once, before anything
+    is captured. On a GPU such a view takes the Triton kernel for drafts, and as many lists of pages
+    as there are layers and KV heads.
+
+    A view may choose anything: drafts are verified against all pages. The choice for a layer and KV
+    head depends on what the state holds, never on what a rank has measured, so that ranks agree.
     """
 
+    per_head: ClassVar[bool]
+
     def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
-        """Return indices [num_selected] int64, ascending and on the CPU, of the request's first
-        num_pages pages, all of them full, that its next drafts read; None for all. A GPU reads
-        pages of the recent window whatever is selected."""
+        """Return which of the request's first num_pages pages, all of them full, its next drafts
+        read; None for all. Changes neither the state nor a tensor that it returned before.
+
+        Indices are int64 on the CPU, 0 .. num_pages - 1, ascending along the last dimension, each
+        once; nothing checks them. Their shape is [num_selected], or where per_head
+        [num_layers, num_kv_heads, num_selected] for lists of one length. A GPU reads pages of the
+        recent window whatever is selected."""
 
 
 class AllPages:
     """Every page, in which drafts agree best with the target."""
 
-    def __init__(self, config: object) -> None:
+    per_head: ClassVar[bool] = False
+
+    def __init__(self, config: object, shape: ViewShape) -> None:
         pass
 
     def select(self, state: RequestState, num_pages: int) -> None:
         """Select all pages."""
+
+
+def head_lists(view: DraftView | None, geometry: KVGeometry) -> tuple[int, int] | None:
+    """Return how many layers and KV heads have lists of pages of their own; None where all share
+    one."""
+    if view is None or not view.per_head:
+        return None
+    return geometry.num_layers, geometry.num_kv_heads
 
 
 def draft_forward_row(

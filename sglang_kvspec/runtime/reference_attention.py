@@ -101,10 +101,23 @@ class ReferenceAttention:
 
     def _past(self, layer: int, row: Row) -> KV:
         """(k, v) [tokens, num_kv_heads, head_dim] of the full pages before the row's first page."""
+        if row.seen is not None and row.seen.ndim == 3:
+            return self._past_by_head(layer, row.seen[layer], row)
         pages = row.past_pages(self._page_size)
         read = self.kv.read_draft if row.kind is RowKind.DRAFT else self.kv.read_target
         k, v = read(layer, pages)
         return k.flatten(0, 1), v.flatten(0, 1)
+
+    def _past_by_head(self, layer: int, seen: torch.Tensor, row: Row) -> KV:
+        """_past() of a DRAFT row whose KV heads read pages `seen` [num_kv_heads, num_seen]."""
+        # Each page once, whichever heads read it; place[n, h] is the n-th page of head h in them.
+        read, place = torch.unique(seen.T, return_inverse=True)
+        heads = torch.arange(len(seen), device=seen.device)
+        k, v = (
+            part[place, :, heads].transpose(1, 2).flatten(0, 1)
+            for part in self.kv.read_draft(layer, row.pages[read])
+        )
+        return k, v
 
     def _partial_page(self, layer: int, row: Row, new: KV) -> KV:
         """The tokens before the row in its first page, followed by the row's own."""

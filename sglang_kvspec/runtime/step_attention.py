@@ -37,15 +37,18 @@ class AnchorStep:
     def __init__(
         self, kv: GpuKVCache, num_qo_heads: int, rows: DraftRows, batch: int, *, past: bool = True
     ) -> None:
-        """past: whether there is any; without it only the tail is attended to."""
+        """past: whether there is any; without it only the tail is attended to. Layers share one
+        plan, or have a plan each over rows.head_pages."""
         self._kv = kv
         heads = heads_of(kv, num_qo_heads)
         common: dict[str, Any] = {
             "settings": kv.codec.settings,
             "q_dtype": kv.geometry.dtype,
         }
-        # The CUDA kernel shares out pages of the past, of which there are none.
-        backend: Literal["auto", "triton"] = "auto" if past else "triton"
+        head_pages = rows.head_pages if past else None
+        # The CUDA kernel shares out pages of the past, of which there are none, or one list of them
+        # for all heads.
+        backend: Literal["auto", "triton"] = "auto" if past and head_pages is None else "triton"
         nbytes = workspace_nbytes(
             batch_size=batch,
             num_qo_heads=heads[0],
@@ -57,18 +60,27 @@ class AnchorStep:
             **common,
         )
         workspace = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
-        self.attention = DraftAttention(workspace, backend)
         begins = rows.past_indptr[: batch + 1]
-        self.attention.plan(
-            begins if past else torch.zeros_like(begins),
-            rows.past_pages,
-            rows.past_last[:batch],
-            *heads,
-            **common,
-        )
+
+        def planned(pages: torch.Tensor) -> DraftAttention:
+            attention = DraftAttention(workspace, backend)
+            attention.plan(
+                begins if past else torch.zeros_like(begins),
+                pages,
+                rows.past_last[:batch],
+                *heads,
+                **common,
+            )
+            return attention
+
+        layers = kv.geometry.num_layers
+        if head_pages is None:
+            self.by_layer = [planned(rows.past_pages)] * layers
+        else:
+            self.by_layer = [planned(head_pages[:, layer]) for layer in range(layers)]
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
         """The kernel reads all it needs from DraftRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
-        return self.attention.run(q, self._kv.anchors.layer(layer), tail)[0]
+        return self.by_layer[layer].run(q, self._kv.anchors.layer(layer), tail)[0]

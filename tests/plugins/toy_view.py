@@ -3,16 +3,21 @@ says, and the newest ones."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.runtime.draft_view import ViewShape
 from sglang_kvspec.runtime.request_state import RequestState
 
 SINKS, RECENT = 1, 2
 
 
 class SinksAndRecent:
-    def __init__(self, config: KVSpecConfig) -> None:
+    per_head: ClassVar[bool] = False
+
+    def __init__(self, config: KVSpecConfig, shape: ViewShape) -> None:
         pass
 
     def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:

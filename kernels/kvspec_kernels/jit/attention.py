@@ -66,6 +66,8 @@ def attention_kernel(
     stride_v_slot,
     stride_v_token,
     stride_v_head,
+    stride_index: tl.constexpr,
+    LISTS_BY_HEAD: tl.constexpr,
     CODEC: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -95,6 +97,7 @@ def attention_kernel(
     KV head) into partial_out [num_items, NUM_KV_HEADS, num_rows, HEAD_DIM] fp32 and partial_lse.
 
     Pointers to the tail and to qo_indptr may be None: no tail, one query token a request.
+    LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
     """
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
@@ -140,10 +143,19 @@ def attention_kernel(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
 
     page_list_ptr = indices_ptr + tl.load(indptr_ptr + request)
+    if LISTS_BY_HEAD:
+        first_index = tl.load(indptr_ptr + request).to(tl.int64) * stride_index
+        page_list_ptr = indices_ptr + first_index + pid_head
     for unit in range(unit_begin, tl.minimum(unit_end, past_units)):
         first = unit * BLOCK_N % PAGE_SIZE
         mask_n = unit * BLOCK_N + offs_n < past_len
-        page = tl.load(page_list_ptr + unit * BLOCK_N // PAGE_SIZE).to(tl.int64)
+        if LISTS_BY_HEAD:
+            index = unit * BLOCK_N // PAGE_SIZE * stride_index
+            page = tl.load(page_list_ptr + index).to(tl.int64)
+            mask_n = mask_n & (page >= 0)
+            page = tl.maximum(page, 0)
+        else:
+            page = tl.load(page_list_ptr + unit * BLOCK_N // PAGE_SIZE).to(tl.int64)
         anchor_ptr = anchors_ptr
         if SOURCE != "exact":
             anchor_ptr += page * stride_anchor_page + pid_head * stride_anchor_head

@@ -170,7 +170,9 @@ class DraftAttention(_Attention):
         """Set batch and model. Request b's past is pages indices[indptr[b] : indptr[b + 1]], the
         last filled up to last_page_len[b]; no page means no past.
 
-        indptr [batch_size + 1], indices and last_page_len [batch_size]: int32, contiguous.
+        indptr [batch_size + 1], indices and last_page_len [batch_size]: int32, contiguous. Where KV
+        heads read different pages, indices are [num_indices, num_kv_heads], with heads contiguous,
+        and -1 where a head has no page. Only the Triton back end takes these.
         q_dtype: bf16, fp16 or fp32, also the KV dtype of a tail. sm_scale: 1 / sqrt(head_dim)
         unless given. num_sms: multiprocessors to fill, all of the device's unless given.
         arithmetic: whether pages are attended to in fp16 or in int8, on the codes themselves

@@ -50,7 +50,8 @@ class Records(NamedTuple):
 class AttentionPlan:
     """All that is known before a run. The index tensors are read on the device by every run.
 
-    qo_indptr is None where every request has one query token.
+    qo_indptr is None where every request has one query token. indices [num_indices], or of the
+    source "anchor" [num_indices, num_kv_heads], where -1 stands for no page.
     """
 
     indptr: torch.Tensor
@@ -98,13 +99,22 @@ class AttentionPlan:
                 f"indptr must have shape [batch_size + 1], got {list(self.indptr.shape)}"
             )
         check_index("indptr", self.indptr, self.device, self.batch_size + 1)
-        check_index("indices", self.indices, self.device)
+        if self.has_lists_by_head:
+            shape = (None, self.num_kv_heads)
+            check_tensor("indices", self.indices, shape, torch.int32, self.device)
+        else:
+            check_index("indices", self.indices, self.device)
         check_index("last_page_len", self.last_page_len, self.device, self.batch_size)
         if self.qo_indptr is not None:
             check_index("qo_indptr", self.qo_indptr, self.device, self.batch_size + 1)
         # Both raise FormatError, a ValueError, for sizes that no record has.
         assert self.anchor_layout.nbytes
         assert self.source == "anchor" or self.residual_layout.nbytes
+
+    @property
+    def has_lists_by_head(self) -> bool:
+        """Whether KV heads of a draft read pages of their own."""
+        return self.source == "anchor" and self.indices.ndim == 2
 
     @property
     def batch_size(self) -> int:

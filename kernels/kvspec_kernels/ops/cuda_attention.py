@@ -35,8 +35,9 @@ class CudaAttention:
             raise ValueError(
                 "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head "
                 "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels; to draft, "
-                "arithmetic int8 from 2-bit anchors and fp16 from log4's 4-bit ones; to verify, "
-                "target int8, pages and heads that are multiples of 64, and for log4 alpha 0"
+                "one list of pages for all heads, arithmetic int8 from 2-bit anchors and fp16 from "
+                "log4's 4-bit ones; to verify, target int8, pages and heads that are multiples of "
+                "64, and for log4 alpha 0"
             )
         self._plan = plan
         self._kernel = _kernel(plan)
@@ -55,7 +56,7 @@ class CudaAttention:
     def covers(plan: AttentionPlan) -> bool:
         """Whether the CUDA kernels can run this plan."""
         if plan.source == "anchor":
-            return draft_supported(_shape(plan), plan.device)
+            return not plan.has_lists_by_head and draft_supported(_shape(plan), plan.device)
         return plan.source == "int8" and verify_supported(
             _shape(plan), plan.device, plan.batch_size
         )

@@ -104,6 +104,8 @@ class TritonAttention:
         self._merge = {"BLOCK_G": block_g, "BLOCK_S": block_s}
         self._attention = {
             "indices_ptr": plan.indices,
+            "LISTS_BY_HEAD": plan.has_lists_by_head,
+            "stride_index": plan.indices.stride(0),
             "table_ptr": _code_values(plan),
             "scale_log2": plan.sm_scale * math.log2(math.e),
             "SOURCE": plan.source,

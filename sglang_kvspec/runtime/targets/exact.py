@@ -71,7 +71,7 @@ class ExactTargetAttention:
         return self._pages.merge(past, recent)
 
     def step(self, rows: DraftRows, batch: int) -> ExactStep:
-        tail = AnchorStep(self._kv, self._num_qo_heads, rows, batch, past=False).attention
+        tail = AnchorStep(self._kv, self._num_qo_heads, rows, batch, past=False).by_layer[0]
         return ExactStep(self._pages, tail, self._side, rows, batch)
 
     def short_step(self, rows: DraftRows, batch: int) -> RecordStep:

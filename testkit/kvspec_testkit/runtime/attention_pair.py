@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -91,16 +91,24 @@ class AttentionPair:
             rows[name] = Row(RowKind.VERIFY, start, length, self.page_ids(name, start + length))
         return rows
 
-    def draft(self, rows: DraftRows, done: int, **lengths: int) -> None:
+    def draft(
+        self,
+        rows: DraftRows,
+        done: int,
+        seen: Mapping[str, torch.Tensor] | None = None,
+        **lengths: int,
+    ) -> None:
         """Add so many drafts to each request, longest first, behind `done` that each has. rows: of
-        this batch size."""
+        this batch size. seen: as Row.seen of some requests, with all pages of the window."""
+        seen = seen or {}
         ids = {
             name: self.page_ids(name, self.committed[name] + done + n + 1)
             for name, n in lengths.items()
         }
         starts = {name: self.committed[name] + done for name in lengths}
         round_rows = [
-            draft_row(self.kv, 0, starts[name], ids[name], n) for name, n in lengths.items()
+            draft_row(self.kv, 0, starts[name], ids[name], n, seen.get(name))
+            for name, n in lengths.items()
         ]
         rows.load(round_rows)
         attended = self.attention.make_draft_step(rows, len(lengths))
@@ -109,7 +117,10 @@ class AttentionPair:
         for step in range(max(lengths.values())):
             going = [name for name, n in lengths.items() if n > step]
             plan = ForwardPlan(
-                tuple(Row(RowKind.DRAFT, starts[name] + step, 1, ids[name]) for name in going)
+                tuple(
+                    Row(RowKind.DRAFT, starts[name] + step, 1, ids[name], seen=seen.get(name))
+                    for name in going
+                )
             )
             rows.begin_step(len(lengths))
             with self.reference.planned(plan):

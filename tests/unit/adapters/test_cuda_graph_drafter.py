@@ -41,7 +41,7 @@ class FakeGraphs:
 
 
 @pytest.fixture
-def drafter(make_device_kv, monkeypatch):
+def make_drafter(make_device_kv, monkeypatch):
     monkeypatch.setattr(cuda_graph_drafter, "StepGraphs", FakeGraphs)
     makers = ("make_draft_step", "make_target_step", "make_short_target_step")
     attention = SimpleNamespace(**dict.fromkeys(makers), short_steps_differ=True)
@@ -51,9 +51,14 @@ def drafter(make_device_kv, monkeypatch):
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8 * SIZE)),
     )
     chooser = SpecSampler(0, torch.device("cpu"))
-    return cuda_graph_drafter.CudaGraphDrafter(
-        runner, None, attention, kv, MAX_STEPS, chooser, Ranks()
+    return lambda view=None: cuda_graph_drafter.CudaGraphDrafter(
+        runner, None, attention, kv, MAX_STEPS, chooser, Ranks(), view
     )
+
+
+@pytest.fixture
+def drafter(make_drafter):
+    return make_drafter()
 
 
 def state_of(pending, committed_len, params=GREEDY):
@@ -159,3 +164,34 @@ def test_tokens_without_drafts_go_on_before_they_are_read(drafter):
         state.commit(list(range(state.pending + 1, state.pending + 10)))
     made, _ = drafter.advance(batch, 1, ())
     assert drafter._short_target.seen[-1][:2] == ([14, 29], [11, 42])
+
+
+class FirstOrSecond:
+    """Layers and heads take turns at the first two pages."""
+
+    per_head = True
+
+    def __init__(self, geometry):
+        layers, heads = torch.arange(geometry.num_layers), torch.arange(geometry.num_kv_heads)
+        self.pages = (layers[:, None] + heads) % 2
+
+    def select(self, state, num_pages):
+        return self.pages[..., None] if num_pages >= 2 else None
+
+
+def test_layers_and_heads_draft_on_pages_of_their_own(make_drafter):
+    geometry = make_drafter()._kv.geometry
+    view = FirstOrSecond(geometry)
+    drafter = make_drafter(view)
+    kv, rows = drafter._kv, drafter._rows
+    kv.begin_encode([7, 2, 9])
+    kv.finish_encode([7, 2, 9])
+    states = [state_of(5, 2 * SIZE + 3), state_of(20, SIZE + 3)]
+    batch = batch_of(states, [[7, 2, 4], [9, 8]])
+    assert drafter.draft(batch, [2, 1]).deliver() == {0: [6, 7], 1: [21]}
+    assert torch.equal(rows.head_pages[0], torch.tensor([7, 2])[view.pages].int())
+    assert (rows.head_pages[1] == 9).all()
+    assert rows.past_indptr.tolist() == [0, 1, 2, 2, 2]
+    # Without drafts all read one list, at the target precision.
+    drafter.advance(batch, 1, ())
+    assert rows.past_pages[:3].tolist() == [7, 2, 9]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.ops.attention import DraftAttention, Tail, workspace_nbytes
-from kvspec_testkit.kernels.cases import make_case, results_for
+from kvspec_testkit.kernels.cases import AttentionCase, make_case, page_table, results_for
 from kvspec_testkit.kernels.comparison import assert_attention
 
 SETTINGS = {
@@ -132,6 +134,51 @@ def test_lengths_change_in_place(prepare, device):
         assert_attention(case, out, lse)
 
 
+def with_lists(case, lists):
+    """Return the case whose request b reads pages lists[b][i] of its own."""
+    chosen = [own[pages] for own, pages in zip(case.pages, lists, strict=True)]
+    lens = [len(pages) * case.page_size for pages in chosen]
+    indptr, indices, last_page_len = page_table(chosen, lens, case.page_size)
+    return replace(case, indptr=indptr, indices=indices, last_page_len=last_page_len)
+
+
+@dataclass
+class ByHead:
+    """What assert_attention() asks of a case, of which KV head h is that of cases[h]."""
+
+    q: torch.Tensor
+    qo_indptr: torch.Tensor
+    cases: list[AttentionCase]
+
+    def reference(self, dtype, sm_scale=None):
+        states = [case.reference(dtype, sm_scale) for case in self.cases]
+        parts = [[part.chunk(len(states), dim=1)[h] for part in s] for h, s in enumerate(states)]
+        return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], SHAPES[10]], ids=shape_id)
+@pytest.mark.parametrize("tails", [None, [3, 0, 1]], ids=["no tail", "tail"])
+def test_heads_that_read_pages_of_their_own(shape, tails, prepare, device):
+    size, heads = shape[1], shape[3]
+    case = make_case([4 * size, 2 * size, 3 * size], tail_lens=tails, **options_of(shape, device))
+    # By head and request. The longest list of a request says how many it has.
+    lists = [[[0, 2, 3], [], [1]], [[1, 2], [0], [0]], [[3], [1], [2]]][:heads]
+    counts = [3, 1, 1]
+    cases = [with_lists(case, of_head) for of_head in lists]
+    # A layer's lists between those of others, and behind them what no request reads.
+    indices = torch.full((sum(counts) + 2, 2, heads), 77_777, dtype=torch.int32, device=device)
+    indices[: sum(counts), 1] = -1
+    for head, each in enumerate(cases):
+        first = 0
+        for count, (begin, end) in zip(counts, pairwise(each.indptr.tolist()), strict=True):
+            indices[first : first + end - begin, 1, head] = each.indices[begin:end]
+            first += count
+    whole = with_lists(case, [[0] * count for count in counts])
+    out, lse = results_for(case)
+    prepare(replace(whole, indices=indices[:, 1]), num_sms=3)(out, lse)
+    assert_attention(ByHead(case.q, case.qo_indptr, cases), out, lse)
+
+
 def test_views_of_wider_tensors(prepare, device):
     """A layer's anchors between two others', q within qkv, out within a padded buffer."""
     case = make_case([70, 0, 130], tail_lens=[1, 2, 3], **options_of(SHAPES[0], device))
@@ -168,6 +215,10 @@ def test_views_of_wider_tensors(prepare, device):
         (
             {"last_page_len": torch.zeros(5, dtype=torch.int32)},
             r"last_page_len must have shape \[3\]",
+        ),
+        (
+            {"indices": torch.zeros(4, 3, dtype=torch.int32)},
+            r"indices must have shape \[any, 2\], got \[4, 3\]",
         ),
         ({"num_sms": 0}, r"num_sms must be at least 1, got 0"),
     ],

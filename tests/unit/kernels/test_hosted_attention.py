@@ -7,6 +7,7 @@ the device's own.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -118,6 +119,22 @@ def test_drafts_go_on_from_where_an_earlier_round_left_them(pair, device):
     both.draft(rows, 2, b=3)
     both.verify({"a": 5}, a=7)
     both.verify(b=6)
+
+
+def test_drafts_of_layers_and_heads_that_read_pages_of_their_own(pair, device):
+    both = pair(
+        "uniform4",
+        "exact",
+        cache_pages=6,
+        geometry=replace(pair.keywords["geometry"], num_kv_heads=2),
+    )
+    both.prefill(a=4 * PAGE + 5)
+    both.prefill(b=PAGE + 61)
+    rows = DraftRows(2, 8, 24, PAGE, device, lists=(2, 2))
+    # The newest full page is in the window, which a GPU always reads.
+    seen = {"a": torch.tensor([[[0, 1, 3], [1, 2, 3]], [[0, 2, 3], [0, 1, 3]]])}
+    both.draft(rows, 0, seen, a=2, b=1)
+    both.verify(a=3, b=2)
 
 
 def test_a_forward_beyond_the_cache_is_refused(pair):

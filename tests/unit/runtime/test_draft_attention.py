@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_kvspec.kv.forward_plan import RowKind
+from sglang_kvspec.kv.forward_plan import Row, RowKind
 
 PAGES = [7, 2, 9, 4, 11, 1]
 
@@ -94,3 +94,23 @@ def test_a_draft_beside_a_verification_reads_its_own_kind(make_kv, attention_lab
     seen = anchors_and_window(kv, drafting, 0, 101)
     assert_attention(draft[0], attention_lab.dense(drafting.q[0, 100:101], *seen, 100))
     assert_attention(verified[0], attention_lab.target_attention(kv, verifying, 0)[110:])
+
+
+def test_heads_of_layers_read_pages_of_their_own(make_kv, attention_lab, assert_attention):
+    size, position = 32, 5 * 32 + 7
+    kv = make_kv(page_size=size, num_layers=2)
+    story = attention_lab.Story(kv, PAGES, 6 * size, group=2)
+    attention_lab.Driver(kv, recent_pages=2).prefill(story, [0, position])
+    # The last two pages are in the window.
+    seen = torch.tensor([[[0, 2, 4], [1, 2, 3]], [[0, 1, 3], [0, 3, 4]]])
+    row = Row(RowKind.DRAFT, position, 1, story.pages_to(position + 1), seen=seen)
+    (out,) = attention_lab.Driver(kv).forward((story, row))
+    for layer, head in torch.cartesian_prod(torch.arange(2), torch.arange(2)).tolist():
+        tokens = [n for n in range(position + 1) if n // size in {*seen[layer, head].tolist(), 5}]
+        k, v = (
+            part[tokens, head : head + 1]
+            for part in anchors_and_window(kv, story, layer, position + 1)
+        )
+        mine = slice(2 * head, 2 * head + 2)
+        q = story.q[layer, position : position + 1, mine]
+        assert_attention(out[layer][:, mine], attention_lab.dense(q, k, v, len(k) - 1))

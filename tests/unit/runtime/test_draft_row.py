@@ -136,3 +136,23 @@ def test_a_row_that_goes_on_has_its_earlier_drafts_in_its_tail(kv):
     assert again.tail == [kv.window.slots.slot_of(page) for page in (2, 9, 4)]
     assert again.tail[:2] == list(first.tail)
     assert again.tail_len == 70 - SIZE
+
+
+def test_a_row_reads_what_its_view_selects_before_its_tail(kv):
+    encode(kv, PAGES[:3])
+    kv.open_pages([4])
+    seen = torch.tensor([0, 2, 3])
+    row = draft_row(kv, 1, 4 * SIZE + 6, pages_to(4 * SIZE + 6, 2), 2, seen)
+    assert row.past.tolist() == [7, 9]
+    assert row.tail == [kv.window.slots.slot_of(page) for page in (4, 11)]
+
+
+def test_a_row_whose_heads_select_different_pages(kv):
+    """Lists that name pages of the tail are shorter, and padded."""
+    encode(kv, PAGES[:3])
+    kv.open_pages([4])
+    seen = torch.tensor([[[0, 1], [1, 3]], [[1, 2], [0, 2]], [[0, 3], [2, 3]]])
+    row = draft_row(kv, 1, 4 * SIZE + 6, pages_to(4 * SIZE + 6, 2), 2, seen)
+    lists = row.past.permute(1, 2, 0).tolist()
+    assert lists == [[[7, 2], [2, -1]], [[2, 9], [7, 9]], [[7, -1], [9, -1]]]
+    assert row.tail_len == SIZE + 6

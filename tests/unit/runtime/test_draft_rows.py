@@ -229,3 +229,24 @@ def test_a_batch_with_more_pages_than_promised_is_refused():
         rows.load([DraftRow(1, 0, too_many, [0], 0, 1)])
     with pytest.raises(AssertionError, match="more window pages"):
         rows.load([DraftRow(1, 0, torch.tensor([1]), range(10_000), 0, 1)])
+
+
+def test_lists_of_layers_and_heads_follow_one_another():
+    rows = DraftRows(MAX_BATCH, MAX_STEPS, MAX_PAGES, SIZE, CPU, lists=(2, 3))
+    address = rows.head_pages.data_ptr()
+    differing = torch.arange(12).view(2, 2, 3)
+    loaded = [
+        DraftRow(1, 9, differing, [0], 1, num_drafts=1),
+        DraftRow(1, 13, torch.tensor([40, 41, 42]), [1], 1, num_drafts=1),
+    ]
+    rows.past_pages.fill_(GARBAGE)
+    rows.load(loaded)
+    assert rows.past_indptr.tolist() == [0, 2, 5, 5, 5, 5]
+    assert torch.equal(rows.head_pages[:2], differing.int())
+    assert [part.unique().tolist() for part in rows.head_pages[2:5]] == [[40], [41], [42]]
+    assert (rows.past_pages == GARBAGE).all()
+    # Steps at the target precision read one list.
+    rows.load(loaded[1:], at_target=True)
+    assert rows.past_pages[:3].tolist() == [40, 41, 42]
+    assert torch.equal(rows.head_pages[:2], differing.int())
+    assert rows.head_pages.data_ptr() == address, "a captured graph reads the old tensor"

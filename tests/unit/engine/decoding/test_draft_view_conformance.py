@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.runtime.draft_view import AllPages
+from sglang_kvspec.runtime.draft_view import AllPages, ViewShape
 from sglang_kvspec.runtime.sampling import SamplingParams
 
 PLUGINS = Path(__file__).parents[3] / "plugins"
@@ -17,15 +18,26 @@ GREEDY = SamplingParams(top_k=1)
 SEEDED = SamplingParams(temperature=0.8, top_k=12, top_p=0.95, seed=11)
 
 
-def toy_view():
-    spec = importlib.util.spec_from_file_location("toy_view", PLUGINS / "toy_view.py")
+def plug_in(module_name, class_name):
+    """Return the view class of a file in PLUGINS."""
+    spec = importlib.util.spec_from_file_location(module_name, PLUGINS / f"{module_name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.SinksAndRecent(KVSpecConfig())
+    return getattr(module, class_name)
 
 
-VIEWS = {"all": lambda: AllPages(KVSpecConfig()), "sinks and recent": toy_view}
-every_view = pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
+VIEWS = {
+    "all": AllPages,
+    "sinks and recent": plug_in("toy_view", "SinksAndRecent"),
+}
+every_view = pytest.mark.parametrize("view_class", VIEWS.values(), ids=VIEWS)
+
+
+def make_view(view_class, kv, first_kv_head=0):
+    """Make a view for the cache of one rank."""
+    g = kv.geometry
+    shape = ViewShape(g.num_layers, g.num_kv_heads, first_kv_head, g.page_size)
+    return view_class(KVSpecConfig(), shape)
 
 
 def requests(toy, params):
@@ -40,34 +52,57 @@ def requests(toy, params):
 @every_view
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("schedule", ["Engine", "RoundEngine"])
-def test_output_is_that_of_plain_decoding(toy, make, params, schedule):
+def test_output_is_that_of_plain_decoding(toy, view_class, params, schedule):
     plain = [toy.plain_decode(toy.model, request) for request in requests(toy, params)]
     kv = toy.kv(num_pages=32, cache_pages=8)
-    engine = getattr(toy, schedule)(kv, toy.model, KVSpecConfig(), view=make())
+    view = make_view(view_class, kv)
+    engine = getattr(toy, schedule)(kv, toy.model, KVSpecConfig(), view=view)
     toy.assert_same_output(engine.serve(requests(toy, params)), plain)
     assert engine.counters.accepted
 
 
 @every_view
 @pytest.mark.parametrize("num_pages", range(12))
-def test_a_view_selects_some_of_the_pages_in_their_order(make, num_pages):
-    view = make()
+def test_a_view_selects_some_of_the_pages_in_their_order(toy, view_class, num_pages):
+    kv = toy.kv(num_pages=32)
+    view = make_view(view_class, kv)
     seen = view.select(None, num_pages)
     if seen is None:
         return
-    assert seen.dtype == torch.int64
-    chosen = seen.tolist()
-    assert chosen == sorted(set(chosen))
-    assert set(chosen) <= set(range(num_pages))
-    assert view.select(None, num_pages).tolist() == chosen, "ranks would choose differently"
+    assert (seen.dtype, seen.device.type) == (torch.int64, "cpu")
+    lists = (kv.geometry.num_layers, kv.geometry.num_kv_heads) if view.per_head else ()
+    assert seen.shape[:-1] == lists
+    for chosen in seen.view(-1, seen.shape[-1]).tolist():
+        assert chosen == sorted(set(chosen))
+        assert set(chosen) <= set(range(num_pages))
+
+
+@every_view
+@pytest.mark.parametrize("num_pages", [3, 11])
+def test_ranks_choose_alike(toy, view_class, num_pages):
+    """Rank 1 of 2 chooses for its heads what a rank alone does, at any time."""
+    whole = toy.kv(num_pages=32)
+    half = SimpleNamespace(geometry=whole.geometry.part(2))
+    alone, second = make_view(view_class, whole), make_view(view_class, half, first_kv_head=1)
+    want = alone.select(None, num_pages)
+    for view in (alone, second):
+        view.select(None, num_pages + 1)
+        got = view.select(None, num_pages)
+        if want is None:
+            assert got is None
+            continue
+        mine = want[:, 1:] if view is second and view.per_head else want
+        assert torch.equal(got, mine)
 
 
 def test_a_view_decides_what_drafts_read(toy):
     """Drafts over fewer pages agree less often."""
 
-    def accepted(view):
-        engine = toy.Engine(toy.kv(num_pages=32), toy.model, KVSpecConfig(), view=view)
+    def accepted(view_class):
+        kv = toy.kv(num_pages=32)
+        view = None if view_class is None else make_view(view_class, kv)
+        engine = toy.Engine(kv, toy.model, KVSpecConfig(), view=view)
         engine.serve(requests(toy, GREEDY))
         return engine.counters.mean_accept_len
 
-    assert accepted(toy_view()) < accepted(None)
+    assert accepted(VIEWS["sinks and recent"]) < accepted(None)
