@@ -45,8 +45,9 @@ def class_depths(package: Path) -> dict[str, int]:
     return {name: depth(name) for name in sorted(bases)}
 
 
-def plugin_files(folder: Path, group: str) -> list[str]:
-    """Return the Python files that the entry points of a group in a folder of plug-ins lead to."""
+def plugin_files(folder: Path, group: str) -> dict[str, list[str]]:
+    """Return, by module, the Python files that the entry points of a group in a folder of plug-ins
+    lead to."""
     files = set()
     for path in folder.glob("*.dist-info/entry_points.txt"):
         points = ConfigParser()
@@ -54,8 +55,9 @@ def plugin_files(folder: Path, group: str) -> list[str]:
         if points.has_section(group):
             modules = [value.split(":")[0] for value in points[group].values()]
             files |= {module.split(".")[0] for module in modules}
-    found = []
+    found = {}
     for module in sorted(files):
         package = folder / module
-        found += sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
-    return [path.name for path in found]
+        paths = sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
+        found[module] = [path.name for path in paths]
+    return found

@@ -57,14 +57,15 @@ def test_a_drafter_of_another_package_serves_losslessly(
 
 
 @pytest.mark.parametrize("schedule", ["rounds", "staggered"])
+@pytest.mark.parametrize("view", ["sinks_recent", "sinks_recent_by_head"])
 def test_a_draft_view_of_another_package_serves_losslessly(
-    servers: ServerSwitch, reference: PlainReference, schedule: str
+    servers: ServerSwitch, reference: PlainReference, view: str, schedule: str
 ) -> None:
-    flags = ("--kvspec-draft-view=sinks_recent", f"--kvspec-schedule={schedule}")
+    flags = (f"--kvspec-draft-view={view}", f"--kvspec-schedule={schedule}")
     client = served_with(servers, *flags)
     reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
     report = client.kvspec_report()
-    assert report["config"]["draft_view"] == "sinks_recent"
+    assert report["config"]["draft_view"] == view
     assert report["counters"]["drafted"] > report["counters"]["accepted"] > 0
 
 

@@ -26,9 +26,11 @@ def plug_in(module_name, class_name):
     return getattr(module, class_name)
 
 
+BY_HEAD = "sinks and recent by head"
 VIEWS = {
     "all": AllPages,
     "sinks and recent": plug_in("toy_view", "SinksAndRecent"),
+    BY_HEAD: plug_in("toy_head_view", "SinksAndRecentByHead"),
 }
 every_view = pytest.mark.parametrize("view_class", VIEWS.values(), ids=VIEWS)
 
@@ -95,7 +97,8 @@ def test_ranks_choose_alike(toy, view_class, num_pages):
         assert torch.equal(got, mine)
 
 
-def test_a_view_decides_what_drafts_read(toy):
+@pytest.mark.parametrize("name", ["sinks and recent", BY_HEAD])
+def test_a_view_decides_what_drafts_read(toy, name):
     """Drafts over fewer pages agree less often."""
 
     def accepted(view_class):
@@ -105,4 +108,4 @@ def test_a_view_decides_what_drafts_read(toy):
         engine.serve(requests(toy, GREEDY))
         return engine.counters.mean_accept_len
 
-    assert accepted(VIEWS["sinks and recent"]) < accepted(None)
+    assert accepted(VIEWS[name]) < accepted(None)
