@@ -31,6 +31,7 @@ KERNELS = (
     "kvspec_kernels.ops.copy_rows",
     "kvspec_kernels.ops.steps",
     "kvspec_testkit.kernels.division",
+    "kvspec_testkit.kernels.own_codec",
 )
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     with pytest.MonkeyPatch.context() as patch:

@@ -15,14 +15,16 @@ Chunks = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TritonEncode:
-    """Constants of jit/encode.py.
+    """The codec's part of jit/encode.py.
 
-    branch: its CODEC. metadata: names of the two fields besides the codes, without k_ or v_, in the
-    order in which the kernel takes them. law: LAW of jit/encode_log4.py, else empty.
-    thread_elements: values that a thread holds.
+    encode_k, encode_v: @triton.jit functions that write the K part and the V part of a page's
+    records, as "module:function"; arguments as log4_k and log4_v in jit/records.py. metadata: names
+    of the two fields besides the codes, without k_ or v_, in the order of FIELDS. law: LAW of
+    jit/encode_log4.py, else empty. thread_elements: values that a thread holds.
     """
 
-    branch: str
+    encode_k: str
+    encode_v: str
     metadata: tuple[str, str]
     chunks: Chunks
     law: tuple[float, ...]
@@ -31,10 +33,14 @@ class TritonEncode:
 
 @dataclass(frozen=True, slots=True)
 class TritonDecode:
-    """Constants of jit/pages.py. branch: its CODEC. offset: name of the field that is added to a
-    code times its scale, without k_ or v_."""
+    """The codec's part of jit/pages.py.
 
-    branch: str
+    function: @triton.jit function that decodes tokens of a record, as "module:function"; arguments
+    and results as decode_log4 in jit/log4.py. offset: name of the field that is added to a code
+    times its scale, without k_ or v_.
+    """
+
+    function: str
     offset: str
     chunks: Chunks
 

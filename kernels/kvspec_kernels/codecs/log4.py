@@ -118,7 +118,14 @@ class Log4Settings(CodecSpec):
                 f"got {self.v_chunk}"
             )
         chunks = (self.k_chunk, self.v_chunk)
-        return TritonEncode(self.name, ("centre", "scale"), chunks, self._law(), THREAD_ELEMENTS)
+        return TritonEncode(
+            "kvspec_kernels.jit.records:log4_k",
+            "kvspec_kernels.jit.records:log4_v",
+            ("centre", "scale"),
+            chunks,
+            law=self._law(),
+            thread_elements=THREAD_ELEMENTS,
+        )
 
     def _law(self) -> tuple[float, ...]:
         if self.alpha == 0:
@@ -130,7 +137,9 @@ class Log4Settings(CodecSpec):
         return (self.alpha, 1 + PUSH * (1 + self.alpha) * math.log(2) / slope, slope)
 
     def triton_decode(self, page_size: int) -> TritonDecode:
-        return TritonDecode(self.name, "centre", (self.k_chunk, self.v_chunk))
+        return TritonDecode(
+            "kvspec_kernels.jit.log4:decode_log4", "centre", (self.k_chunk, self.v_chunk)
+        )
 
     def cuda_encode(self, page_size: int) -> CudaEncode | None:
         """The default settings, whatever `top` and what only decoders look at."""

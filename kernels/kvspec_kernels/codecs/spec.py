@@ -23,7 +23,7 @@ class CodecSpec(ABC):
     declaration's, plans can be made without torch.
 
     A codec without kernels serves on a CPU. For a GPU it sets has_kernels and answers triton_*(),
-    whose branches are in jit/encode.py and jit/pages.py, and where it has CUDA kernels cuda_*().
+    which name its Triton functions in any module. Where cuda/*.cu cover it, it answers cuda_*().
     """
 
     name: ClassVar[str]

@@ -67,10 +67,19 @@ class Uniform4Settings(CodecSpec):
     def triton_encode(self) -> TritonEncode:
         # V has no chunks; the kernel takes a tile's tokens at a time.
         chunks = (self.k_group, TILE)
-        return TritonEncode(self.name, ("scale", "zero"), chunks, (), THREAD_ELEMENTS)
+        return TritonEncode(
+            "kvspec_kernels.jit.records:uniform4_k",
+            "kvspec_kernels.jit.records:uniform4_v",
+            ("scale", "zero"),
+            chunks,
+            law=(),
+            thread_elements=THREAD_ELEMENTS,
+        )
 
     def triton_decode(self, page_size: int) -> TritonDecode:
-        return TritonDecode(self.name, "zero", (self.k_group, page_size))
+        return TritonDecode(
+            "kvspec_kernels.jit.uniform4:decode_uniform4", "zero", (self.k_group, page_size)
+        )
 
     def cuda_encode(self, page_size: int) -> CudaEncode | None:
         if self != self.for_page(page_size):

@@ -68,7 +68,7 @@ def attention_kernel(
     stride_v_head,
     stride_index: tl.constexpr,
     LISTS_BY_HEAD: tl.constexpr,
-    CODEC: tl.constexpr,
+    DECODE: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     SOURCE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -78,10 +78,10 @@ def attention_kernel(
     K_CHUNK: tl.constexpr,
     V_CHUNK: tl.constexpr,
     K_CODES: tl.constexpr,
-    K_CENTRE: tl.constexpr,
+    K_OFFSET: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr,
-    V_CENTRE: tl.constexpr,
+    V_OFFSET: tl.constexpr,
     V_SCALE: tl.constexpr,
     K_RESIDUAL: tl.constexpr,
     V_RESIDUAL: tl.constexpr,
@@ -97,7 +97,8 @@ def attention_kernel(
     KV head) into partial_out [num_items, NUM_KV_HEADS, num_rows, HEAD_DIM] fp32 and partial_lse.
 
     Pointers to the tail and to qo_indptr may be None: no tail, one query token a request.
-    LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
+    LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page. DECODE: as in
+    `pages.py`; K_CODES to V_RESIDUAL: byte offsets of fields.
     """
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
@@ -183,7 +184,7 @@ def attention_kernel(
                 first,
                 mask_n,
                 offs_d,
-                CODEC=CODEC,
+                DECODE=DECODE,
                 ANCHOR_BITS=ANCHOR_BITS,
                 REFINED=SOURCE == "int8",
                 PAGE_SIZE=PAGE_SIZE,
@@ -191,10 +192,10 @@ def attention_kernel(
                 K_CHUNK=K_CHUNK,
                 V_CHUNK=V_CHUNK,
                 K_CODES=K_CODES,
-                K_CENTRE=K_CENTRE,
+                K_OFFSET=K_OFFSET,
                 K_SCALE=K_SCALE,
                 V_CODES=V_CODES,
-                V_CENTRE=V_CENTRE,
+                V_OFFSET=V_OFFSET,
                 V_SCALE=V_SCALE,
                 K_CORRECTIONS=K_RESIDUAL,
                 V_CORRECTIONS=V_RESIDUAL,

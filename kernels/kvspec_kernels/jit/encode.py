@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit import page_pairs, records
+from kvspec_kernels.jit import page_pairs
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def _encode_part(
     part_ptr,
     edges_ptr,
     one,
-    IS_V: tl.constexpr,
+    ENCODE: tl.constexpr,
     CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
     stride_token: tl.constexpr,
@@ -23,52 +23,32 @@ def _encode_part(
     HEAD_DIM: tl.constexpr,
     TILE_GROUP: tl.constexpr,
     KV_DTYPE: tl.constexpr,
-    CODEC: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     EXACT: tl.constexpr,
     LAW: tl.constexpr,
 ):
-    """Write one part of the two records; arguments as in `records.py`."""
+    """Write one part of the two records; arguments as in `records.py`. ENCODE: its function."""
     if EXACT:
         # First, so that the reads below, which take half sectors, hit the L1.
         bits_ptr = part_ptr.to(page_ptr.dtype)
         page_pairs.copy_page(page_ptr, bits_ptr, stride_token, HEAD_DIM // 2, PAGE_SIZE)
-    if CODEC == "log4":
-        encode_log4: tl.constexpr = records.log4_v if IS_V else records.log4_k
-        encode_log4(
-            page_ptr,
-            anchor_ptr,
-            part_ptr,
-            edges_ptr,
-            one,
-            stride_token,
-            PAGE_SIZE,
-            HEAD_DIM,
-            CHUNK,
-            FIELDS,
-            TILE_GROUP,
-            KV_DTYPE,
-            ANCHOR_BITS,
-            not EXACT,
-            LAW,
-        )
-    else:
-        encode_uniform4: tl.constexpr = records.uniform4_v if IS_V else records.uniform4_k
-        encode_uniform4(
-            page_ptr,
-            anchor_ptr,
-            part_ptr,
-            one,
-            stride_token,
-            PAGE_SIZE,
-            HEAD_DIM,
-            CHUNK,
-            FIELDS,
-            TILE_GROUP,
-            KV_DTYPE,
-            ANCHOR_BITS,
-            not EXACT,
-        )
+    ENCODE(
+        page_ptr,
+        anchor_ptr,
+        part_ptr,
+        edges_ptr,
+        one,
+        stride_token,
+        PAGE_SIZE,
+        HEAD_DIM,
+        CHUNK,
+        FIELDS,
+        TILE_GROUP,
+        KV_DTYPE,
+        ANCHOR_BITS,
+        not EXACT,
+        LAW,
+    )
 
 
 @triton.jit(do_not_specialize=["one"])
@@ -95,7 +75,8 @@ def encode_kernel(
     TILE_GROUP: tl.constexpr,
     PART_WORDS: tl.constexpr,
     KV_DTYPE: tl.constexpr,
-    CODEC: tl.constexpr,
+    ENCODE_K: tl.constexpr,
+    ENCODE_V: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     EXACT: tl.constexpr,
     K_CHUNK: tl.constexpr,
@@ -110,9 +91,9 @@ def encode_kernel(
     thread with fewer channels and more tokens prepares less metadata.
 
     k_ptr, v_ptr: pairs of channels, int32 or int64; strides in pairs. anchors_ptr, residuals_ptr:
-    int32; strides in words. PART_WORDS: of the residual record. CODEC: log4 or uniform4, with
-    ANCHOR_BITS 4 or 2. EXACT: the target, else int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of
-    `records.py`. LAW: of `encode_log4.py`, else empty.
+    int32; strides in words. PART_WORDS: of the residual record. ENCODE_K, ENCODE_V: the codec's
+    functions for a part, with the arguments of `records.py`. EXACT: the target, else int8. K_CHUNK
+    to V_FIELDS: CHUNK and FIELDS of `records.py`. LAW: of `encode_log4.py`, else empty.
     """
     pid = tl.program_id(0)
     entry = pid // (2 * num_heads)
@@ -132,7 +113,7 @@ def encode_kernel(
                 residual_ptr + PART_WORDS,
                 edges_ptr,
                 one,
-                True,
+                ENCODE_V,
                 V_CHUNK,
                 V_FIELDS,
                 stride_token,
@@ -140,7 +121,6 @@ def encode_kernel(
                 HEAD_DIM,
                 TILE_GROUP,
                 KV_DTYPE,
-                CODEC,
                 ANCHOR_BITS,
                 EXACT,
                 LAW,
@@ -152,7 +132,7 @@ def encode_kernel(
                 residual_ptr,
                 edges_ptr,
                 one,
-                False,
+                ENCODE_K,
                 K_CHUNK,
                 K_FIELDS,
                 stride_token,
@@ -160,7 +140,6 @@ def encode_kernel(
                 HEAD_DIM,
                 TILE_GROUP,
                 KV_DTYPE,
-                CODEC,
                 ANCHOR_BITS,
                 EXACT,
                 LAW,

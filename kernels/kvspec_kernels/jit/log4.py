@@ -28,15 +28,15 @@ def decode_log4(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CODES: tl.constexpr,
-    CENTRE: tl.constexpr,
+    OFFSET: tl.constexpr,
     SCALE: tl.constexpr,
     CORRECTIONS: tl.constexpr,
 ):
     """Values fp32 of `tokens` and `channels` (int32 positions that broadcast against each other)
     of a record; 0 where mask_channels is false.
 
-    PART: 0 for K, 1 for V. chunk: which row of metadata, a scalar or like tokens. CODES, CENTRE,
-    SCALE, CORRECTIONS: byte offsets of the part's fields.
+    PART: 0 for K, 1 for V. chunk: which row of metadata, a scalar or like tokens. CODES, OFFSET,
+    SCALE, CORRECTIONS: byte offsets of the part's fields. table_ptr: the codec's code_values.
     """
     if PART == 0:
         word, code = locate_code(tokens, channels, PAGE_SIZE, HEAD_DIM)
@@ -76,8 +76,8 @@ def decode_log4(
         index |= (corrections >> (nibble << 2) & 15) << 4
     value = tl.load(table_ptr + index)
     base = tl.load(anchor_ptr.to(tl.pointer_type(tl.int16)) + PART).to(tl.int32)
-    offset = tl.load(anchor_ptr + SCALE + place, mask=mask_channels, other=0).to(tl.int32)
-    scale = ((base + offset) << 19).to(tl.float32, bitcast=True)
-    centre_ptr = (anchor_ptr + CENTRE).to(tl.pointer_type(tl.bfloat16))
+    exponent = tl.load(anchor_ptr + SCALE + place, mask=mask_channels, other=0).to(tl.int32)
+    scale = ((base + exponent) << 19).to(tl.float32, bitcast=True)
+    centre_ptr = (anchor_ptr + OFFSET).to(tl.pointer_type(tl.bfloat16))
     centre = tl.load(centre_ptr + place, mask=mask_channels, other=0.0).to(tl.float32)
     return tl.where(mask_channels, value * scale + centre, 0.0)

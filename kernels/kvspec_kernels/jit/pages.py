@@ -6,9 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit.log4 import decode_log4
 from kvspec_kernels.jit.rounding import rounded
-from kvspec_kernels.jit.uniform4 import decode_uniform4
 
 
 @triton.jit
@@ -75,7 +73,7 @@ def load_encoded(
     first,
     mask_token,
     offs_d,
-    CODEC: tl.constexpr,
+    DECODE: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     REFINED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -83,10 +81,10 @@ def load_encoded(
     K_CHUNK: tl.constexpr,
     V_CHUNK: tl.constexpr,
     K_CODES: tl.constexpr,
-    K_CENTRE: tl.constexpr,
+    K_OFFSET: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr,
-    V_CENTRE: tl.constexpr,
+    V_OFFSET: tl.constexpr,
     V_SCALE: tl.constexpr,
     K_CORRECTIONS: tl.constexpr,
     V_CORRECTIONS: tl.constexpr,
@@ -95,7 +93,10 @@ def load_encoded(
     INTERPRET: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Tokens first .. first + BLOCK_N - 1 of an anchor record, with corrections where REFINED."""
+    """Tokens first .. first + BLOCK_N - 1 of an anchor record, with corrections where REFINED.
+
+    DECODE: the codec's function, with the arguments and results of `decode_log4`.
+    """
     offs_token = first + tl.arange(0, BLOCK_N)
     mask_d = offs_d < HEAD_DIM
     k_chunk = first // K_CHUNK
@@ -105,7 +106,7 @@ def load_encoded(
         k_chunk = offs_token[None, :] // K_CHUNK
     if V_CHUNK % BLOCK_N != 0:
         v_chunk = offs_token[:, None] // V_CHUNK
-    k = _decode(
+    k = DECODE(
         anchor_ptr,
         residual_ptr,
         table_ptr,
@@ -114,17 +115,16 @@ def load_encoded(
         k_chunk,
         mask_d[:, None],
         PART=0,
-        CODEC=CODEC,
         ANCHOR_BITS=ANCHOR_BITS,
         REFINED=REFINED,
         PAGE_SIZE=PAGE_SIZE,
         HEAD_DIM=HEAD_DIM,
         CODES=K_CODES,
-        CENTRE=K_CENTRE,
+        OFFSET=K_OFFSET,
         SCALE=K_SCALE,
         CORRECTIONS=K_CORRECTIONS,
     )
-    v = _decode(
+    v = DECODE(
         anchor_ptr,
         residual_ptr,
         table_ptr,
@@ -133,13 +133,12 @@ def load_encoded(
         v_chunk,
         mask_d[None, :],
         PART=1,
-        CODEC=CODEC,
         ANCHOR_BITS=ANCHOR_BITS,
         REFINED=REFINED,
         PAGE_SIZE=PAGE_SIZE,
         HEAD_DIM=HEAD_DIM,
         CODES=V_CODES,
-        CENTRE=V_CENTRE,
+        OFFSET=V_OFFSET,
         SCALE=V_SCALE,
         CORRECTIONS=V_CORRECTIONS,
     )
@@ -149,62 +148,3 @@ def load_encoded(
     k = tl.minimum(tl.maximum(k, -FINITE_MAX), FINITE_MAX)
     v = tl.minimum(tl.maximum(v, -FINITE_MAX), FINITE_MAX)
     return rounded(k, DTYPE, INTERPRET), rounded(v, DTYPE, INTERPRET)
-
-
-@triton.jit
-def _decode(
-    anchor_ptr,
-    residual_ptr,
-    table_ptr,
-    tokens,
-    channels,
-    chunk,
-    mask_channels,
-    PART: tl.constexpr,
-    CODEC: tl.constexpr,
-    ANCHOR_BITS: tl.constexpr,
-    REFINED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CODES: tl.constexpr,
-    CENTRE: tl.constexpr,
-    SCALE: tl.constexpr,
-    CORRECTIONS: tl.constexpr,
-):
-    if CODEC == "log4":
-        return decode_log4(
-            anchor_ptr,
-            residual_ptr,
-            table_ptr,
-            tokens,
-            channels,
-            chunk,
-            mask_channels,
-            PART=PART,
-            ANCHOR_BITS=ANCHOR_BITS,
-            REFINED=REFINED,
-            PAGE_SIZE=PAGE_SIZE,
-            HEAD_DIM=HEAD_DIM,
-            CODES=CODES,
-            CENTRE=CENTRE,
-            SCALE=SCALE,
-            CORRECTIONS=CORRECTIONS,
-        )
-    else:
-        return decode_uniform4(
-            anchor_ptr,
-            residual_ptr,
-            tokens,
-            channels,
-            chunk,
-            mask_channels,
-            PART=PART,
-            ANCHOR_BITS=ANCHOR_BITS,
-            REFINED=REFINED,
-            PAGE_SIZE=PAGE_SIZE,
-            HEAD_DIM=HEAD_DIM,
-            CODES=CODES,
-            ZERO=CENTRE,
-            SCALE=SCALE,
-            CORRECTIONS=CORRECTIONS,
-        )

@@ -3,7 +3,8 @@
 Arguments that the functions share: page_ptr, pairs of the page's first token (`page_pairs.py`);
 anchor_ptr, int32, where the anchor record starts; corrections_ptr, int32, where the part's
 corrections go in the residual record; FIELDS, the offsets in the anchor record, in words, of the
-part's codes and of its two arrays of metadata; one, the number 1 (see `encode.py`); CHUNK, tokens
+part's codes and of its two arrays of metadata; edges_ptr and LAW, of the codec's law
+(`encode_log4.py`), unused by a uniform codec; one, the number 1 (see `encode.py`); CHUNK, tokens
 that share metadata. Corrections, and behind them the rest of codes whose anchors have 2 bits, are
 written only for the target int8.
 """
@@ -197,6 +198,7 @@ def uniform4_k(
     page_ptr,
     anchor_ptr,
     corrections_ptr,
+    edges_ptr,
     one,
     stride_token: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -207,6 +209,7 @@ def uniform4_k(
     KV_DTYPE: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     WITH_CORRECTIONS: tl.constexpr,
+    LAW: tl.constexpr,
 ):
     NUM_COLS: tl.constexpr = HEAD_DIM // 4
     chunk, row, col, mask, mask_chunk, _ = page_pairs.positions(
@@ -244,6 +247,7 @@ def uniform4_v(
     page_ptr,
     anchor_ptr,
     corrections_ptr,
+    edges_ptr,
     one,
     stride_token: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -254,6 +258,7 @@ def uniform4_v(
     KV_DTYPE: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     WITH_CORRECTIONS: tl.constexpr,
+    LAW: tl.constexpr,
 ):
     COL_TILES: tl.constexpr = PAGE_SIZE // 16
     chunk, row, col, mask, _, mask_row = page_pairs.positions(1, PAGE_SIZE // 4, HEAD_DIM // 4)

@@ -20,6 +20,7 @@ TWO_BIT_MIDDLE = tl.constexpr(formats.TWO_BIT_MIDDLE)
 def decode_uniform4(
     anchor_ptr,
     residual_ptr,
+    table_ptr,
     tokens,
     channels,
     chunk,
@@ -30,12 +31,12 @@ def decode_uniform4(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CODES: tl.constexpr,
-    ZERO: tl.constexpr,
+    OFFSET: tl.constexpr,
     SCALE: tl.constexpr,
     CORRECTIONS: tl.constexpr,
 ):
-    """Values fp32 of `tokens` and `channels`; arguments as in decode_log4. V, whose metadata
-    belongs to tokens, needs no chunk."""
+    """Values fp32 of `tokens` and `channels`; arguments as in decode_log4, of which the table is
+    None. V, whose metadata belongs to tokens, needs no chunk."""
     if PART == 0:
         word, code = locate_code(tokens, channels, PAGE_SIZE, HEAD_DIM)
         place = chunk * HEAD_DIM + locate_column(channels, HEAD_DIM)
@@ -68,7 +69,7 @@ def decode_uniform4(
         lower = tl.load(words_ptr + word, mask=mask_channels, other=0) >> shift & 15
         integer = (integer << 4) + ((lower ^ 8) - 8)
     scale_ptr = (anchor_ptr + SCALE).to(tl.pointer_type(tl.bfloat16))
-    zero_ptr = (anchor_ptr + ZERO).to(tl.pointer_type(tl.bfloat16))
+    zero_ptr = (anchor_ptr + OFFSET).to(tl.pointer_type(tl.bfloat16))
     scale = tl.load(scale_ptr + place, mask=mask_place, other=0.0).to(tl.float32)
     zero = tl.load(zero_ptr + place, mask=mask_place, other=0.0).to(tl.float32)
     if REFINED:

@@ -12,6 +12,7 @@ import torch
 from kvspec_kernels import formats
 from kvspec_kernels.codecs.spec import CodecSpec
 from kvspec_kernels.formats import FormatError, RecordLayout, Target
+from kvspec_kernels.jit.functions import kernel_function
 from kvspec_kernels.reference import fragments
 from kvspec_kernels.reference.codec import kernel_reference_of
 
@@ -57,7 +58,8 @@ def encode_constants(
         "TILE_GROUP": fragments.group_size(page_size * head_dim // fragments.TILE**2),
         "PART_WORDS": residual_layout.nbytes // 8,
         "KV_DTYPE": KV_DTYPES[dtype],
-        "CODEC": encode.branch,
+        "ENCODE_K": kernel_function(encode.encode_k),
+        "ENCODE_V": kernel_function(encode.encode_v),
         "ANCHOR_BITS": settings.anchor_bits,
         "EXACT": exact,
         "K_CHUNK": encode.chunks[0],

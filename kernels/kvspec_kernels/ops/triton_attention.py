@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from kvspec_kernels.jit.attention import attention_kernel, merge_kernel
+from kvspec_kernels.jit.functions import kernel_function
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
 from kvspec_kernels.reference.codec import kernel_reference_of
 
@@ -180,13 +182,13 @@ def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
     return reference.code_values(plan.settings, plan.device, refined=plan.source == "int8")
 
 
-def _record_constants(plan: AttentionPlan) -> dict[str, str | int]:
-    """Codec, chunk sizes and byte offsets of the fields that the kernel reads."""
+def _record_constants(plan: AttentionPlan) -> dict[str, Any]:
+    """Decoding function, bits of a code, chunk sizes and byte offsets of the fields."""
     anchor, residual = plan.anchor_layout, plan.residual_layout
     decode = plan.settings.triton_decode(plan.page_size)
     upgrade = "bits" if plan.source == "exact" else "codes"
-    constants: dict[str, str | int] = {
-        "CODEC": decode.branch,
+    constants: dict[str, Any] = {
+        "DECODE": kernel_function(decode.function),
         "ANCHOR_BITS": plan.settings.anchor_bits,
         "K_CHUNK": decode.chunks[0],
         "V_CHUNK": decode.chunks[1],
@@ -194,7 +196,7 @@ def _record_constants(plan: AttentionPlan) -> dict[str, str | int]:
     for part in ("k", "v"):
         name = part.upper()
         constants[f"{name}_CODES"] = anchor[f"{part}_codes"].offset
-        constants[f"{name}_CENTRE"] = anchor[f"{part}_{decode.offset}"].offset
+        constants[f"{name}_OFFSET"] = anchor[f"{part}_{decode.offset}"].offset
         constants[f"{name}_SCALE"] = anchor[f"{part}_scale"].offset
         constants[f"{name}_RESIDUAL"] = residual[f"{part}_{upgrade}"].offset
     return constants

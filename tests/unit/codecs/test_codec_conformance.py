@@ -21,6 +21,7 @@ import torch
 from kvspec_kernels.codecs import CodecSpec, FormatError
 from kvspec_kernels.codecs.fields import RECORD_ALIGNMENT, exact_fields, record_bytes
 from kvspec_kernels.formats import EXACT_DTYPES
+from kvspec_kernels.jit.functions import kernel_function
 from kvspec_kernels.reference.attention import PageReader, WindowTail, attend, paged_attention
 from kvspec_kernels.reference.codec import reference_of
 from sglang_kvspec.codecs import find_codec
@@ -249,6 +250,8 @@ def test_kernels_read_fields_that_exist_or_are_refused(codec_of):
         assert settings.cuda_encode(64) is settings.cuda_attention() is None
         return
     encode, decode = settings.triton_encode(), settings.triton_decode(64)
+    for function in (encode.encode_k, encode.encode_v, decode.function):
+        assert callable(kernel_function(function))
     for part in "kv":
         for name in ("codes", "scale", decode.offset, *encode.metadata):
             assert codec.anchor_layout[f"{part}_{name}"].nbytes
