@@ -245,14 +245,12 @@ def test_in_order_prefill_verification_and_steps_give_the_same_bits() -> None:
     drawn = [whole.draw(end) for _ in range(LAYERS)]
 
     def forward(pair: Pair, row: Row) -> list[torch.Tensor]:
-        pair.device.begin(ForwardPlan((row,)))
         span = slice(row.start, row.start + row.length)
-        outs = [
-            pair.device.forward(layer, *(part[span].cuda() for part in drawn[layer]), SCALE)
-            for layer in range(LAYERS)
-        ]
-        pair.device.finish()
-        return outs
+        with pair.device.planned(ForwardPlan((row,))):
+            return [
+                pair.device.forward(layer, *(part[span].cuda() for part in drawn[layer]), SCALE)
+                for layer in range(LAYERS)
+            ]
 
     def chunk(pair: Pair, start: int, end: int) -> list[torch.Tensor]:
         ids = pair.page_ids("a", end)
