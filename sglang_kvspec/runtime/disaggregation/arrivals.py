@@ -236,17 +236,19 @@ class Arrivals:
             self._leaving[room] = landing
             self._cancel(landing, reason)
 
-    def fail(self, room: int, reason: str) -> None:
-        """Give up a request on this rank, and have what is not here yet not sent. Nothing happens
-        where it is complete, has failed, or is unknown."""
-        landing = self._landings.get(room)
-        if landing is not None and not landing.is_complete and landing.failure is None:
-            self._fail(landing, reason)
-
     def fail_all(self, reason: str) -> None:
         """Nothing that is not complete may be used."""
-        for room in self._landings:
-            self.fail(room, reason)
+        for landing in self._landings.values():
+            if not landing.is_complete and landing.failure is None:
+                self._fail(landing, reason)
+
+    def note_failure(self, room: int, reason: str) -> None:
+        """Take note that a request's transfer has failed: nothing more of it comes, and its sender
+        need not be told. Nothing happens where the request is unknown."""
+        landing = self._landings.get(room) or self._leaving.get(room)
+        # Of one that is complete nothing is needed any more, and no rank may think otherwise.
+        if landing is not None and not landing.is_complete:
+            landing.fail(reason)
 
     def _cancel(self, landing: Landing, reason: str) -> None:
         try:
@@ -270,9 +272,7 @@ class Arrivals:
 
     def _note(self, landing: Landing, event: Arrival) -> None:
         if isinstance(event, TransferFailed):
-            # Of one that is complete nothing is needed any more, and no rank may think otherwise.
-            if not landing.is_complete:
-                landing.fail(event.reason)
+            self.note_failure(event.transfer, event.reason)
         elif isinstance(event, PageArrived):
             self._lander.check(landing, event.stream, event.page_index, event.chunk_bytes)
             landing.arrived[event.stream][event.page_index] = event.chunk_bytes

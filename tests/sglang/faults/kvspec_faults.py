@@ -198,13 +198,13 @@ def _is_another_rank_for_once() -> bool:
 
 def _lose_one_that_waits_for_anchors(original: Any, arrivals: Any, room: int) -> bool:
     if _is_another_rank_for_once():
-        arrivals.fail(room, "lost on purpose")
+        arrivals.note_failure(room, "lost on purpose")
     return bool(original(arrivals, room))
 
 
 def _lose_one_that_waits_for_residuals(original: Any, arrivals: Any, rooms: Any) -> None:
     if rooms and _is_another_rank_for_once():
-        arrivals.fail(rooms[0], "lost on purpose")
+        arrivals.note_failure(rooms[0], "lost on purpose")
     original(arrivals, rooms)
 
 

@@ -256,16 +256,17 @@ def test_what_is_not_complete_can_be_failed_together(lab) -> None:
     assert lab.decode.residuals.table.num_in(ResidualState.IN_FLIGHT) == 2
 
 
-def test_one_request_is_failed_only_before_it_is_complete(lab) -> None:
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_transfer_that_fails_fails_a_request_that_is_not_complete(lab, is_complete) -> None:
     request = lab.request(2 * SIZE + 1)
     begin(lab, request)
-    lab.arrivals.fail(ROOM + 1, "of no request")
-    assert not lab.link.cancelled
-    lab.link.deliver([Stream.ANCHOR, Stream.RESIDUAL])
-    lab.pump()
-    lab.arrivals.fail(ROOM, "too late")
-    assert lab.arrivals.failure(ROOM) is None
-    assert not lab.link.cancelled
+    if is_complete:
+        lab.link.deliver([Stream.ANCHOR, Stream.RESIDUAL])
+        lab.pump()
+    lab.arrivals.note_failure(ROOM + 1, "of no request")
+    lab.arrivals.note_failure(ROOM, "the link was cut")
+    assert lab.arrivals.failure(ROOM) == (None if is_complete else "the link was cut")
+    assert not lab.link.cancelled, "the sender knows"
 
 
 def test_pages_may_be_freed_after_their_link_ended(lab) -> None:
