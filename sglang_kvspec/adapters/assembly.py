@@ -286,17 +286,13 @@ def _scheduler(parts: WorkerParts, given: SchedulerParts) -> VerifyScheduler:
     return CheckedScheduler(name, scheduler, parts.config.max_draft_len)
 
 
-def _side(kv: PagedKVCache) -> SideStream:
-    return SideStream(torch.device(kv.device))
-
-
 @dataclass(slots=True)
 class Factories:
     """Makers of the parts that differ between machines and schedules; tests inject others."""
 
     captured: Callable[[WorkerParts, int], Captured | None] = _capture
     scheduler: Callable[[WorkerParts, SchedulerParts], VerifyScheduler] = _scheduler
-    side: Callable[[PagedKVCache], SideStream] = _side
+    side: Callable[[PagedKVCache], SideStream] = lambda kv: SideStream(torch.device(kv.device))
     overlap: Callable[..., Overlap] = OverlappedRounds
 
 

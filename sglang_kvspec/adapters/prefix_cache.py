@@ -277,8 +277,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         self._tiers.demote(*self._encoded(key, slots), num_staying)
 
     def _encoded(self, key: RadixKey, slots: torch.Tensor) -> tuple[Sequence[PageLink], list[int]]:
-        """Links and pages of a prefix in the tree, as far as it is encoded and as it was
-        written."""
+        """Return links and pages of a prefix, as far as it is encoded and as it was written."""
         pages = self._pages(slots)
         self._kv.encode_committed(pages)
         length = next((i for i, p in enumerate(pages) if not self._kv.is_encoded(p)), len(pages))
