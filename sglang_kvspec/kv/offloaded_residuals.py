@@ -159,11 +159,14 @@ class OffloadedResidualCache:
 
     def place(self, pages: Iterable[int]) -> None:
         """Lend slots to pages that the next forward encodes and reads, but that may change again:
-        they have a residual for this forward only. Tell kernels launched from now on where pages
-        are."""
+        they have a residual for this forward only. Kernels launched from now on find all pages."""
         pages = [page for page in pages if page not in self.cache_slots]
         self._give_slots(pages)
         self._lent += pages
+        self.sync()
+
+    def sync(self) -> None:
+        """Tell kernels launched from now on where pages are."""
         if self._moved:
             moved = sorted(self._moved)
             told = [torch.tensor(moved), self._slots_of(moved)]

@@ -23,10 +23,7 @@ def test_a_prefill_holds_up_the_round_before_its_forward():
 
     parts = SimpleNamespace(
         arrivals=SimpleNamespace(early=None),
-        kv=SimpleNamespace(
-            geometry=SimpleNamespace(page_size=64),
-            prefetch_residuals=lambda pages: order.append("prefetch"),
-        ),
+        kv=SimpleNamespace(geometry=SimpleNamespace(page_size=64)),
         table=SimpleNamespace(of_request=lambda req, length: torch.tensor([3])),
         guard=SimpleNamespace(fails=lambda req, pages: False),
         config=SimpleNamespace(recent_pages=1),
@@ -36,4 +33,4 @@ def test_a_prefill_holds_up_the_round_before_its_forward():
     batch = SimpleNamespace(reqs=[SimpleNamespace(rid="r")], prefix_lens=[0], extend_lens=[5])
     with pytest.raises(ForwardRuns):
         Prefill(parts, loop).run(batch)
-    assert order == ["hold up", "prefetch", "forward"]
+    assert order == ["hold up", "forward"]

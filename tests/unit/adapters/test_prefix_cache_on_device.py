@@ -181,8 +181,8 @@ def kept_anchors_are_late(kv):
 
 
 def residuals_land_in_other_slots(kv):
-    right = kv.write_residuals
-    kv.write_residuals = lambda pages, records: right(pages[::-1], records)
+    right = kv.records.write_residuals
+    kv.records.write_residuals = lambda pages, records: right(pages[::-1], records)
 
 
 @pytest.mark.parametrize(
