@@ -31,6 +31,7 @@ KERNELS = (
     "kvspec_kernels.ops.copy_rows",
     "kvspec_kernels.ops.steps",
     "kvspec_kernels.jit.log4",
+    "kvspec_kernels.jit.records",
     "kvspec_kernels.jit.uniform4",
     "kvspec_testkit.kernels.division",
     "kvspec_testkit.kernels.own_codec",
