@@ -102,15 +102,18 @@ class ReferenceKVCache(PagedKVCache):
         """
         size = self.geometry.page_size
         past = [row.past_pages(size) for row in plan.rows if row.kind is RowKind.PREFILL]
-        self.residuals.prefetch(page for pages in past for page in pages.tolist())
+        if past:
+            self.residuals.prefetch(page for pages in past for page in pages.tolist())
         direct: list[int] = []
         for row in plan.rows:
             window, whole = row.split_written(size)
             self.open_pages(window)
             direct += whole
-        self.begin_encode(direct)
+        if direct:
+            self.begin_encode(direct)
         yield
-        self.finish_encode(direct)
+        if direct:
+            self.finish_encode(direct)
 
     def encode(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Encode pages [N] of one layer from k, v [N, page_size, num_kv_heads, head_dim]."""
