@@ -21,8 +21,8 @@ from attention.kvspec_runs import CODECS, draft_calls
 from attention.shapes import HEAD_DIM, KV_HEADS, MAIN, PAGE_SIZE
 from rich.console import Console
 
+from sglang_kvspec.kv.copy_streams import make_copy_streams
 from sglang_kvspec.kv.host_copies import HostCopies
-from sglang_kvspec.kv.lanes import make_lanes
 from sglang_kvspec.kv.record_pool import RecordPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +44,7 @@ class Link:
         self.cache = RecordPool(LAYERS, CACHE_PAGES, *shape, by_page=True)
         host = (KV_HEADS, RESIDUAL_BYTES, torch.device("cpu"))
         self.store = RecordPool(LAYERS, STORE_PAGES, *host, pinned=True, by_page=True)
-        self.copies = HostCopies(self.cache, self.store, make_lanes(device))
+        self.copies = HostCopies(self.cache, self.store, make_copy_streams(device))
         self.page_bytes = self.cache.page(0).nbytes
         self._fetched = 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters.requests import fail
-from sglang_kvspec.core.errors import SpoiledResidual
+from sglang_kvspec.core.errors import CorruptResidual
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.kv.corrupt_pages import CorruptPages
 from sglang_kvspec.kv.forward_plan import Row, RowKind
@@ -33,7 +33,7 @@ class CorruptPageGuard:
     def fails(self, req: Any, pages: torch.Tensor) -> bool:
         """Fail a request that is about to read residuals of these pages which are corrupt. Return
         whether it does. A request that prefills fails with its last chunk, since SGLang would lose
-        the pages of another. Raises SpoiledResidual where other ranks would go on serving it."""
+        the pages of another. Raises CorruptResidual where other ranks would go on serving it."""
         corrupt = self._corrupt.find(pages.tolist()) if self._corrupt is not None else []
         if not corrupt:
             return False
@@ -43,11 +43,11 @@ class CorruptPageGuard:
             "among"
         )
         if self._ranks.size > 1:
-            raise SpoiledResidual(message)
+            raise CorruptResidual(message)
         if req.inflight_middle_chunks <= 0:
             logger.error("%s (request %s)", message, req.rid)
             fail(req, message)
-            self._counters.spoiled += 1
+            self._counters.corrupt += 1
         return True
 
     def drop(self, batch: RoundBatch, rows: dict[int, Row]) -> None:

@@ -29,7 +29,7 @@ class CapacityError(KVSpecError):
     """A pool had no free slot although the plan promised one."""
 
 
-class SpoiledResidual(KVSpecError):
+class CorruptResidual(KVSpecError):
     """A page is not in the residual store as it was written there."""
 
 

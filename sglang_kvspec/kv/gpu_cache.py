@@ -11,9 +11,9 @@ from kvspec_kernels.ops.encode import encode_pages
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.copy_streams import CopyStreams, make_copy_streams
 from sglang_kvspec.kv.forward_plan import ForwardPlan, RowKind
 from sglang_kvspec.kv.geometry import KVGeometry
-from sglang_kvspec.kv.lanes import Lanes, make_lanes
 from sglang_kvspec.kv.offloaded_residuals import OffloadedResidualCache
 from sglang_kvspec.kv.residual_cache import ResidualCache
 from sglang_kvspec.kv.staged_records import StagedRecords
@@ -37,19 +37,20 @@ class GpuKVCache(PagedKVCache):
         codec: Codec,
         plan: CapacityPlan,
         device: torch.device,
-        lanes: Lanes | None = None,
+        copy_streams: CopyStreams | None = None,
     ) -> None:
-        """lanes: what copies to and from a host store run in, the device's own streams unless
-        given. Raises UnsupportedError for fp32, ConfigError where the host store cannot be
-        pinned."""
+        """copy_streams: for copies to and from a host store, made for the device unless given.
+
+        Raises UnsupportedError for fp32, ConfigError where the host store cannot be pinned.
+        """
         if geometry.dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedError(
                 f"--kvspec on a GPU serves bf16 and fp16 KV caches, got {geometry.dtype}"
             )
-        lanes = self._lanes = lanes or make_lanes(device)
-        copies = StagedRecords(device, lanes.main)
+        copy_streams = self._copy_streams = copy_streams or make_copy_streams(device)
+        copies = StagedRecords(device, copy_streams.main)
         parts = (geometry, plan, codec.residual_bytes, device)
-        self._offloaded = OffloadedResidualCache(*parts, lanes) if plan.host_pages else None
+        self._offloaded = OffloadedResidualCache(*parts, copy_streams) if plan.host_pages else None
         super().__init__(
             geometry,
             codec,

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from sglang_kvspec.kv.lanes import Event, Lane, Lanes
+from sglang_kvspec.kv.copy_streams import CopyStream, CopyStreams, Event
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.transfers import sent_together
 
@@ -28,14 +28,14 @@ class HostCopies:
     """Copies in both directions, each behind the fences that keep it right.
 
     A slot may get another page, and a page another generation, while copies of the former are under
-    way: the lane that would write waits on the device for whatever still reads or writes there, and
-    the one that would read for what writes. The CPU waits in await_rows() alone.
+    way: a stream that is to write waits on the device for all that still reads or writes there, and
+    a stream that is to read waits for what writes. The CPU waits in await_rows() alone.
     """
 
-    def __init__(self, cache: RecordPool, store: RecordPool, lanes: Lanes) -> None:
+    def __init__(self, cache: RecordPool, store: RecordPool, copy_streams: CopyStreams) -> None:
         """Both pools by page."""
-        self._cache, self._store, self._lanes = cache, store, lanes
-        # What still uses a cache slot, besides the main lane.
+        self._cache, self._store, self._copy_streams = cache, store, copy_streams
+        # What still uses a cache slot, besides the main stream.
         self._slot_uses: dict[int, list[Event]] = {}
         # Of a page's row of the store, its last copy out.
         self._row_written: dict[int, Event] = {}
@@ -43,29 +43,29 @@ class HostCopies:
         self._timed: deque[tuple[int, Event, Event]] = deque(maxlen=MOST_TIMED)
 
     def copy_out(self, pairs: Sequence[Pair]) -> None:
-        """Write slots through to the store once the main lane has done what it was given so far."""
+        """Write slots through to the store behind the work that the main stream has by now."""
         if not pairs:
             return
         # A fetch may still read one of these rows: of a page that was freed meanwhile, for nobody.
-        lane = self._lanes.to_host
-        lane.wait(self._lanes.main.mark())
+        stream = self._copy_streams.to_host
+        stream.wait(self._copy_streams.main.mark())
         pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
-        lane.copy_pages(self._store.pages, pages, self._cache.pages, slots)
-        done = lane.mark()
+        stream.copy_pages(self._store.pages, pages, self._cache.pages, slots)
+        done = stream.mark()
         for page, slot in pairs:
             self._row_written[page] = done
             self._slot_uses.setdefault(slot, []).append(done)
 
     def fetch(self, pairs: Sequence[Pair]) -> Event:
-        """Bring pages into slots, whose former content the main lane may still be using. Returns
-        when they are there: `main_waits` before the main lane reads them."""
-        lane = self._fetching_lane(pairs)
+        """Bring pages into slots, whose former content the main stream may still be using. Returns
+        when they are there: `main_waits` before the main stream reads them."""
+        stream = self._fetching_stream(pairs)
         # Behind the fences: waiting for them is not the link's time.
-        begun = lane.mark(timed=True)
+        begun = stream.mark(timed=True)
         pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
         if pairs:
-            lane.copy_pages(self._cache.pages, slots, self._store.pages, pages)
-        done = lane.mark(timed=True)
+            stream.copy_pages(self._cache.pages, slots, self._store.pages, pages)
+        done = stream.mark(timed=True)
         self._timed.append((len(pairs) * self._cache.page(0).nbytes, begun, done))
         self._slot_uses |= {slot: [done] for _, slot in pairs}
         return done
@@ -81,7 +81,7 @@ class HostCopies:
         times = []
         while self._timed and self._timed[0][2].query():
             num_bytes, begun, done = self._timed.popleft()
-            times.append((num_bytes, self._lanes.to_device.seconds(begun, done)))
+            times.append((num_bytes, self._copy_streams.to_device.seconds(begun, done)))
         return times
 
     def fetch_by_layer(self, pairs: Sequence[Pair]) -> list[Event]:
@@ -90,30 +90,30 @@ class HostCopies:
         pages, slots = sent_together(
             device, [torch.tensor(ids, dtype=torch.int32) for ids in zip(*pairs, strict=True)]
         )
-        # Also behind the indices, which the main lane sends.
-        lane = self._fetching_lane(pairs)
+        # Also behind the indices, which the main stream sends.
+        stream = self._fetching_stream(pairs)
         events = []
         for layer in range(self._cache.num_layers):
-            lane.copy_rows(self._cache.layer(layer), slots, self._store.layer(layer), pages)
-            events.append(lane.mark())
+            stream.copy_rows(self._cache.layer(layer), slots, self._store.layer(layer), pages)
+            events.append(stream.mark())
         self._slot_uses |= {slot: [events[-1]] for _, slot in pairs}
         return events
 
-    def _fetching_lane(self, pairs: Sequence[Pair]) -> Lane:
-        """The lane of fetches, behind all that these pages and slots are still needed for."""
-        lane = self._lanes.to_device
-        lane.wait(self._lanes.main.mark())
+    def _fetching_stream(self, pairs: Sequence[Pair]) -> CopyStream:
+        """The stream of fetches, behind all that these pages and slots are still needed for."""
+        stream = self._copy_streams.to_device
+        stream.wait(self._copy_streams.main.mark())
         written = [self._row_written.get(page) for page, _ in pairs]
-        _wait(lane, [*written, *self._pop_uses(slot for _, slot in pairs)])
-        return lane
+        _wait(stream, [*written, *self._pop_uses(slot for _, slot in pairs)])
+        return stream
 
     def main_waits(self, events: Iterable[Event]) -> None:
-        """The main lane goes on after these."""
-        _wait(self._lanes.main, events)
+        """The main stream goes on after these."""
+        _wait(self._copy_streams.main, events)
 
     def main_writes(self, slots: Iterable[int]) -> None:
-        """The main lane is about to write these slots, whatever they held."""
-        _wait(self._lanes.main, self._pop_uses(slots))
+        """The main stream is about to write these slots, whatever they held."""
+        _wait(self._copy_streams.main, self._pop_uses(slots))
 
     def _pop_uses(self, slots: Iterable[int]) -> list[Event]:
         return [event for slot in slots for event in self._slot_uses.pop(slot, ())]
@@ -124,8 +124,8 @@ def _distinct(events: Iterable[Event | None]) -> Collection[Event]:
     return {id(event): event for event in events if event is not None}.values()
 
 
-def _wait(lane: Lane, events: Iterable[Event | None]) -> None:
+def _wait(stream: CopyStream, events: Iterable[Event | None]) -> None:
     """Wait for each once, and for none that is over."""
     for event in _distinct(events):
         if not event.query():
-            lane.wait(event)
+            stream.wait(event)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.kv.copy_streams import CopyStreams, Event
 from sglang_kvspec.kv.corrupt_pages import CorruptPages
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.host_copies import HostCopies
-from sglang_kvspec.kv.lanes import Event, Lanes
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.residual_cache import config_error_on_oom
 from sglang_kvspec.kv.residual_pages import ResidualPages
@@ -36,7 +36,7 @@ class OffloadedResidualCache:
         plan: CapacityPlan,
         record_bytes: int,
         device: torch.device,
-        lanes: Lanes,
+        copy_streams: CopyStreams,
     ) -> None:
         """plan: with a host store. Raises ConfigError when the store cannot be allocated or
         pinned."""
@@ -67,7 +67,7 @@ class OffloadedResidualCache:
         self.bytes_streamed = 0
         # [num_pages + 1] int32. Of a page without a slot the entry is any valid slot.
         self.slots_on_device = self._slots_of(range(plan.num_pages + 1)).to(device)
-        self._copies = HostCopies(self._cache, self.store, lanes)
+        self._copies = HostCopies(self._cache, self.store, copy_streams)
         self._arrivals: dict[int, Event] = {}
         # When each layer of what the present forward fetches by layer is there.
         self._layers_arrive: list[Event] = []

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sglang_kvspec.kv.lanes import Lane
+from sglang_kvspec.kv.copy_streams import CopyStream
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.transfers import sent_together
 
@@ -23,12 +23,12 @@ class StagedRecords:
     """A page's records lie apart, layer by layer. One kernel a layer gathers those of many pages
     in the buffer, or scatters them from there, and one copy takes the buffer over the link.
 
-    All of it is work of one lane: behind what that lane was given before, which may write these
+    All of it is work of one stream: behind what that stream was given before, which may write these
     pages still, and before what comes later. The buffer is made when it is first needed.
     """
 
-    def __init__(self, device: torch.device, lane: Lane) -> None:
-        self._device, self._lane = device, lane
+    def __init__(self, device: torch.device, stream: CopyStream) -> None:
+        self._device, self._stream = device, stream
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def read(self, pool: RecordPool, slots: Sequence[int]) -> torch.Tensor:
@@ -40,9 +40,9 @@ class StagedRecords:
         )
         for part, buffer, rows, places in self._parts(pool, slots):
             for layer in range(pool.num_layers):
-                self._lane.copy_rows(buffer[:, layer], places, pool.layer(layer), rows)
-            self._lane.copy([(records[part], buffer)])
-        self._lane.mark().synchronize()
+                self._stream.copy_rows(buffer[:, layer], places, pool.layer(layer), rows)
+            self._stream.copy([(records[part], buffer)])
+        self._stream.mark().synchronize()
         return records
 
     def write(self, pool: RecordPool, slots: Sequence[int], records: torch.Tensor) -> None:
@@ -52,9 +52,9 @@ class StagedRecords:
             # From pageable memory the CPU would wait for all that the device still has to do.
             records = records.contiguous().pin_memory()
         for part, buffer, rows, places in self._parts(pool, slots):
-            self._lane.copy([(buffer, records[part])])
+            self._stream.copy([(buffer, records[part])])
             for layer in range(pool.num_layers):
-                self._lane.copy_rows(pool.layer(layer), rows, buffer[:, layer], places)
+                self._stream.copy_rows(pool.layer(layer), rows, buffer[:, layer], places)
 
     def copy(
         self,
@@ -73,7 +73,7 @@ class StagedRecords:
             [torch.tensor(list(s), dtype=torch.int32) for s in (source_slots, target_slots)],
         )
         for layer in range(source.num_layers):
-            self._lane.copy_rows(target.layer(layer), rows_to, source.layer(layer), rows_from)
+            self._stream.copy_rows(target.layer(layer), rows_to, source.layer(layer), rows_from)
 
     def _parts(
         self, pool: RecordPool, slots: Sequence[int]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_kvspec.kv.lanes import Event
+from sglang_kvspec.kv.copy_streams import Event
 
 # Of pinned memory that values are laid down in. They stay until the device has read them, which it
 # does once or twice while a round is given to it.

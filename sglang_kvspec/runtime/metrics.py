@@ -24,7 +24,7 @@ class SpecCounters:
     that rounds made in them. waits: request-iterations spent waiting for residuals. plain: tokens
     emitted without drafting or verifying, because drafts would not have paid. hit_tokens: of
     prompts, found in the prefix cache, by the tier where their KV was. kept_anchors: of these,
-    whose anchors were in GPU memory still, by the tier where their residuals were. spoiled:
+    whose anchors were in GPU memory still, by the tier where their residuals were. corrupt:
     requests that failed since a page in the residual store was not as it was written.
     """
 
@@ -37,7 +37,7 @@ class SpecCounters:
     emitted: int = 0
     waits: int = 0
     plain: int = 0
-    spoiled: int = 0
+    corrupt: int = 0
     accept_histogram: Counter[int] = field(default_factory=Counter)
     hit_tokens: Counter[str] = field(default_factory=Counter)
     kept_anchors: Counter[str] = field(default_factory=Counter)

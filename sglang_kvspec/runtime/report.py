@@ -58,7 +58,7 @@ def build_report(
             "emitted": counters.emitted,
             "emitted_without_drafting": counters.plain,
             "verification_wait_iterations": counters.waits,
-            "requests_with_spoiled_residuals": counters.spoiled,
+            "requests_with_corrupt_residuals": counters.corrupt,
             "mean_accept_len": counters.mean_accept_len,
             "hit_tokens": {tier: counters.hit_tokens[tier] for tier in HIT_TIERS},
             "kept_anchors": {tier: counters.kept_anchors[tier] for tier in KEPT_TIERS},

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvspec_testkit.runtime.attention_pair import AttentionPair
+from sglang_kvspec.kv.copy_streams import CopyStreams, CudaStream, Event, make_copy_streams
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.host_copies import HostCopies
-from sglang_kvspec.kv.lanes import Event, Lanes, StreamLane, make_lanes
 from sglang_kvspec.kv.record_pool import RecordPool
 
 DEVICE = torch.device("cuda:0")
@@ -26,13 +26,13 @@ SPIN_CYCLES = 20_000_000
 TOLERANCE = 0.02
 
 
-def spin(lane: StreamLane) -> None:
-    with torch.cuda.stream(lane.stream):
+def spin(stream: CudaStream) -> None:
+    with torch.cuda.stream(stream.stream):
         torch.cuda._sleep(SPIN_CYCLES)
 
 
-class DeafLane(StreamLane):
-    """A lane without fences."""
+class DeafStream(CudaStream):
+    """A stream without fences."""
 
     def wait(self, event: Event) -> None:
         pass
@@ -42,16 +42,16 @@ class Rig:
     """A cache of 3 slots and a store of 4 pages, all of whose bytes are 255 but page 3's, 33."""
 
     def __init__(self, deaf: str | None = None) -> None:
-        lanes = make_lanes(DEVICE)
+        copy_streams = make_copy_streams(DEVICE)
         if deaf is not None:
-            parts = {name: getattr(lanes, name) for name in ("main", "to_host", "to_device")}
-            parts[deaf] = DeafLane(DEVICE, parts[deaf]._stream)
-            lanes = Lanes(**parts)
-        self.lanes = lanes
+            parts = {name: getattr(copy_streams, name) for name in ("main", "to_host", "to_device")}
+            parts[deaf] = DeafStream(DEVICE, parts[deaf]._stream)
+            copy_streams = CopyStreams(**parts)
+        self.copy_streams = copy_streams
         self.cache = self.pool(3, DEVICE)
         self.store = self.pool(4, torch.device("cpu"), pinned=True)
         self.store.page(3).fill_(33)
-        self.copies = HostCopies(self.cache, self.store, lanes)
+        self.copies = HostCopies(self.cache, self.store, copy_streams)
         torch.cuda.synchronize()
 
     @staticmethod
@@ -65,7 +65,7 @@ class Rig:
 
 
 def copy_out_behind_the_encode(rig: Rig) -> list[tuple[torch.Tensor, int]]:
-    spin(rig.lanes.main)
+    spin(rig.copy_streams.main)
     rig.cache.page(1).fill_(7)
     rig.copies.copy_out([(0, 1)])
     return [(rig.store.page(0), 7)]
@@ -73,21 +73,21 @@ def copy_out_behind_the_encode(rig: Rig) -> list[tuple[torch.Tensor, int]]:
 
 def fetch_into_a_slot_that_is_being_read(rig: Rig) -> list[tuple[torch.Tensor, int]]:
     rig.cache.page(1).fill_(5)
-    spin(rig.lanes.main)
+    spin(rig.copy_streams.main)
     read = rig.cache.page(1).clone()
     rig.copies.fetch([(3, 1)])
     return [(read, 5), (rig.cache.page(1), 33)]
 
 
 def read_behind_the_fetch(rig: Rig) -> list[tuple[torch.Tensor, int]]:
-    spin(rig.lanes.to_device)
+    spin(rig.copy_streams.to_device)
     done = rig.copies.fetch([(3, 0)])
     rig.copies.main_waits([done])
     return [(rig.cache.page(0).clone(), 33)]
 
 
 def read_layers_behind_their_fetch(rig: Rig) -> list[tuple[torch.Tensor, int]]:
-    spin(rig.lanes.to_device)
+    spin(rig.copy_streams.to_device)
     seen = []
     for layer, event in enumerate(rig.copies.fetch_by_layer([(3, 0), (2, 2)])):
         rig.copies.main_waits([event])
@@ -97,7 +97,7 @@ def read_layers_behind_their_fetch(rig: Rig) -> list[tuple[torch.Tensor, int]]:
 
 def fetch_layers_into_a_slot_that_is_being_read(rig: Rig) -> list[tuple[torch.Tensor, int]]:
     rig.cache.page(1).fill_(5)
-    spin(rig.lanes.main)
+    spin(rig.copy_streams.main)
     read = rig.cache.page(1).clone()
     rig.copies.fetch_by_layer([(3, 1)])
     return [(read, 5), (rig.cache.page(1), 33)]
@@ -106,7 +106,7 @@ def fetch_layers_into_a_slot_that_is_being_read(rig: Rig) -> list[tuple[torch.Te
 def write_a_slot_that_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, int]]:
     """The page was freed and its slot given to another at once."""
     rig.cache.page(2).fill_(9)
-    spin(rig.lanes.to_host)
+    spin(rig.copy_streams.to_host)
     rig.copies.copy_out([(1, 2)])
     rig.copies.main_writes([2])
     rig.cache.page(2).fill_(10)
@@ -116,7 +116,7 @@ def write_a_slot_that_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, 
 def fetch_what_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, int]]:
     """Evicted and fetched again into another slot."""
     rig.cache.page(0).fill_(11)
-    spin(rig.lanes.to_host)
+    spin(rig.copy_streams.to_host)
     rig.copies.copy_out([(2, 0)])
     rig.copies.fetch([(2, 1)])
     return [(rig.cache.page(1), 11)]
@@ -124,13 +124,13 @@ def fetch_what_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, int]]:
 
 def fetch_into_a_slot_that_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, int]]:
     rig.cache.page(0).fill_(12)
-    spin(rig.lanes.to_host)
+    spin(rig.copy_streams.to_host)
     rig.copies.copy_out([(2, 0)])
     rig.copies.fetch([(3, 0)])
     return [(rig.store.page(2), 12), (rig.cache.page(0), 33)]
 
 
-# With the lane that must wait.
+# With the stream that must wait.
 FENCES: list[tuple[Callable[[Rig], list[tuple[torch.Tensor, int]]], str | None]] = [
     (copy_out_behind_the_encode, "to_host"),
     (fetch_into_a_slot_that_is_being_read, "to_device"),
@@ -166,8 +166,8 @@ def test_the_cpu_waits_for_nothing() -> None:
     # Compiled and sized by the first call.
     rig.copies.main_waits(rig.copies.fetch_by_layer([(3, 0)]))
     torch.cuda.synchronize()
-    spin(rig.lanes.main)
-    end_of_spin = rig.lanes.main.mark()
+    spin(rig.copy_streams.main)
+    end_of_spin = rig.copy_streams.main.mark()
     for _ in range(3):
         rig.copies.main_writes([0, 1, 2])
         rig.copies.copy_out([(0, 0), (1, 1), (2, 2)])
@@ -187,14 +187,14 @@ def test_the_store_is_pinned_and_no_larger_than_asked_for() -> None:
 def test_pages_under_random_use(seed: int) -> None:
     """Contents that were read are compared at the end, so that nothing waits in between."""
     rng, rig = random.Random(seed), Rig()
-    lanes = (rig.lanes.main, rig.lanes.to_host, rig.lanes.to_device)
+    copy_streams = (rig.copy_streams.main, rig.copy_streams.to_host, rig.copy_streams.to_device)
     content: dict[int, int] = {3: 33}
     slots: dict[int, int] = {}
     arriving: dict[int, Event] = {}
     seen: list[tuple[torch.Tensor, int]] = []
     for step in range(400):
         if rng.random() < 0.1:
-            with torch.cuda.stream(rng.choice(lanes).stream):
+            with torch.cuda.stream(rng.choice(copy_streams).stream):
                 torch.cuda._sleep(SPIN_CYCLES // 20)
         free = sorted(set(range(3)) - set(slots.values()))
         stored = [page for page in content if page not in slots]

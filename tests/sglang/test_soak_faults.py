@@ -118,7 +118,7 @@ def test_a_page_that_changed_in_the_store_fails_its_requests_alone(
     for (task, right), result in zip(some, results, strict=True):
         assert isinstance(result, str) or result == right, task.name
     counters = report(client)["counters"]
-    assert counters["requests_with_spoiled_residuals"] >= len(failed)
+    assert counters["requests_with_corrupt_residuals"] >= len(failed)
     soak.look_for_leaks()
     # What is cached from then stays wrong and is noticed, until it is flushed.
     client.flush_cache()

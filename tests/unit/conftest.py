@@ -89,7 +89,7 @@ def make_kv() -> Callable[..., ReferenceKVCache]:
 def make_device_kv() -> Callable[..., Any]:
     """Builds a GpuKVCache of a few small pages that encodes nothing, options as for make_kv: its
     `encodings` lists (layer, window slots, pages) of what it was to encode. encodes: instead, by
-    the codec in plain torch. lanes: what copies to its store run in."""
+    the codec in plain torch. copy_streams: what copies to its store run in."""
     from sglang_kvspec.kv.gpu_cache import GpuKVCache
 
     class EncodingKV(GpuKVCache):
@@ -135,12 +135,14 @@ def make_device_kv() -> Callable[..., Any]:
         *,
         dtype: torch.dtype = torch.bfloat16,
         store: bool = False,
-        lanes: Any = None,
+        copy_streams: Any = None,
         encodes: bool = False,
         **options: Any,
     ) -> GpuKVCache:
         parts = _parts(dtype=dtype, store=store, **options)
-        return _poisoned(partial(EncodingKV if encodes else RecordingKV, lanes=lanes), parts)
+        return _poisoned(
+            partial(EncodingKV if encodes else RecordingKV, copy_streams=copy_streams), parts
+        )
 
     return make
 

@@ -8,14 +8,14 @@ from functools import partial
 
 import torch
 
-from sglang_kvspec.kv.lanes import Copy, Event, Lanes, copies_of_rows
+from sglang_kvspec.kv.copy_streams import Copy, CopyStreams, Event, copies_of_rows
 
 Work = Callable[[], bool]
 
 
 class ModelEvent:
-    def __init__(self, lane: ModelLane) -> None:
-        self.lane = lane
+    def __init__(self, stream: ModelStream) -> None:
+        self.stream = stream
         self.is_over = False
         self.at = float("nan")
 
@@ -23,22 +23,22 @@ class ModelEvent:
         return self.is_over
 
     def synchronize(self) -> None:
-        """Other lanes go on only where this one waits for them."""
+        """Other streams go on only where this one waits for them."""
         while not self.is_over:
-            if not self.lane.step():
-                assert any([lane.step() for lane in self.lane.beside]), "it is never over"
+            if not self.stream.step():
+                assert any([stream.step() for stream in self.stream.beside]), "it is never over"
 
 
-class ModelLane:
+class ModelStream:
     """Nothing given to it happens before step(), which takes a second by its clock. `deaf_to`:
-    lanes whose events it does not wait for, a fault."""
+    streams whose events it does not wait for, a fault."""
 
     def __init__(self) -> None:
         self._work: deque[Work] = deque()
         self._now = 0.0
-        self.deaf_to: tuple[ModelLane, ...] = ()
-        # All lanes of the device, which go on while the CPU waits for this one.
-        self.beside: tuple[ModelLane, ...] = (self,)
+        self.deaf_to: tuple[ModelStream, ...] = ()
+        # All streams of the device, which go on while the CPU waits for this one.
+        self.beside: tuple[ModelStream, ...] = (self,)
 
     def do(self, action: Callable[[], object]) -> None:
         def work() -> bool:
@@ -88,7 +88,7 @@ class ModelLane:
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, ModelEvent)
-        if event.lane not in self.deaf_to:
+        if event.stream not in self.deaf_to:
             self._work.append(event.query)
 
     @property
@@ -96,7 +96,7 @@ class ModelLane:
         return len(self._work)
 
     def step(self) -> bool:
-        """Do the next piece of work; False where there is none or it waits for another lane."""
+        """Do the next piece of work; False where there is none or it waits for another stream."""
         if not self._work or not self._work[0]():
             return False
         self._work.popleft()
@@ -106,26 +106,26 @@ class ModelLane:
 
 class ModelStreams:
     def __init__(self) -> None:
-        self.main, self.to_host, self.to_device = ModelLane(), ModelLane(), ModelLane()
-        self.lanes = Lanes(self.main, self.to_host, self.to_device)
-        for lane in self.all:
-            lane.beside = self.all
+        self.main, self.to_host, self.to_device = ModelStream(), ModelStream(), ModelStream()
+        self.copy_streams = CopyStreams(self.main, self.to_host, self.to_device)
+        for stream in self.all:
+            stream.beside = self.all
 
     @property
-    def all(self) -> tuple[ModelLane, ...]:
+    def all(self) -> tuple[ModelStream, ...]:
         return (self.main, self.to_host, self.to_device)
 
-    def advance(self, lanes: Iterable[int]) -> None:
-        """These lanes go on, by their place in `all`, a step each in this order."""
-        for lane in lanes:
-            self.all[lane].step()
+    def advance(self, which: Iterable[int]) -> None:
+        """These streams go on, by their place in `all`, a step each in this order."""
+        for stream in which:
+            self.all[stream].step()
 
     def exhaust(self, held: int | None = None) -> None:
-        """All lanes, or all but this one, go on as far as they can."""
-        others = [lane for place, lane in enumerate(self.all) if place != held]
-        while any([lane.step() for lane in others]):
+        """All streams, or all but this one, go on as far as they can."""
+        others = [stream for place, stream in enumerate(self.all) if place != held]
+        while any([stream.step() for stream in others]):
             pass
 
     def drain(self) -> None:
         self.exhaust()
-        assert not any(lane.num_left for lane in self.all), "lanes wait for each other"
+        assert not any(stream.num_left for stream in self.all), "streams wait for each other"

@@ -9,10 +9,10 @@ import torch
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import Target
 from sglang_kvspec.core.seams import TARGET_ATTENTIONS
+from sglang_kvspec.kv.copy_streams import CopyStreams
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
-from sglang_kvspec.kv.lanes import Lanes
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.runtime.device_attention import DeviceAttention
@@ -40,7 +40,7 @@ class AttentionPair:
         num_pages: int,
         cache_pages: int,
         tolerance: float,
-        lanes: Lanes | None = None,
+        copy_streams: CopyStreams | None = None,
         attention: type[TargetAttention] | None = None,
     ) -> None:
         """tolerance: of outputs, relative in the norm over a head. attention: at the target
@@ -60,7 +60,7 @@ class AttentionPair:
 
         cpu = torch.device("cpu")
         self.reference_kv = ReferenceKVCache(geometry, codec, plan(num_pages, 0), cpu)
-        self.kv = GpuKVCache(geometry, codec, plan(cache_pages, num_pages), device, lanes)
+        self.kv = GpuKVCache(geometry, codec, plan(cache_pages, num_pages), device, copy_streams)
         self.reference = ReferenceAttention(self.reference_kv)
         make: type[TargetAttention] = attention or TARGET_ATTENTIONS.load(target)
         self.attention = DeviceAttention(self.kv, num_qo_heads, make(self.kv, num_qo_heads))

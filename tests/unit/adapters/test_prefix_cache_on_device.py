@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from kvspec_testkit.kv.streams import ModelStreams
-from sglang_kvspec.kv.lanes import PromptLane
+from sglang_kvspec.kv.copy_streams import SyncStream
 
 SIZE = 32
 NUM_PAGES = 10
@@ -39,16 +39,16 @@ def device_machine(prefix_cache_machine, make_device_kv):
                 window_pages=6,
                 target=self.target,
                 store=self.store,
-                lanes=self.streams.lanes,
+                copy_streams=self.streams.copy_streams,
             )
             kv.encode_from = self.encode_from
             if self.fault is not None:
                 self.fault(kv)
             return kv
 
-        @rule(lanes=st.lists(st.integers(0, 2), max_size=8))
-        def advance(self, lanes):
-            self.streams.advance(lanes)
+        @rule(which=st.lists(st.integers(0, 2), max_size=8))
+        def advance(self, which):
+            self.streams.advance(which)
 
         def teardown(self):
             self.streams.drain()
@@ -124,9 +124,9 @@ def test_ranks_whose_tiers_drift_stay_together(device_machine, two_ranks, target
             kind = target, store
             super().__init__(lambda _, **options: device_machine(kind, **options), None)
 
-        @rule(rank=st.integers(0, 1), lanes=st.lists(st.integers(0, 2), max_size=8))
-        def advance(self, rank, lanes):
-            self.ranks[rank].advance(lanes)
+        @rule(rank=st.integers(0, 1), which=st.lists(st.integers(0, 2), max_size=8))
+        def advance(self, rank, which):
+            self.ranks[rank].advance(which)
 
     limits = settings(max_examples=20, stateful_step_count=40)
     run_state_machine_as_test(TwoDevices, settings=limits)
@@ -159,7 +159,7 @@ def test_tiers_below_the_tree_are_all_used(device_machine, store, num_kept):
 
 
 def copies_of_the_device_are_early(kv):
-    kv.records._copies._lane = PromptLane()
+    kv.records._copies._stream = SyncStream()
 
 
 def rows_of_the_store_are_not_awaited(kv):
@@ -170,12 +170,12 @@ def rows_of_the_store_are_not_awaited(kv):
 def kept_anchors_are_late(kv):
     """Beside the main stream, by which time others write where they came from."""
     right = kv.records.keep_anchors
-    main = kv.records._copies._lane
+    main = kv.records._copies._stream
 
     def keep_anchors(pages, slots):
-        kv.records._copies._lane = kv._lanes.to_host
+        kv.records._copies._stream = kv._copy_streams.to_host
         right(pages, slots)
-        kv.records._copies._lane = main
+        kv.records._copies._stream = main
 
     kv.records.keep_anchors = keep_anchors
 

@@ -1,7 +1,7 @@
 """Records of pages that leave a GpuKVCache and land in one, on streams that advance in any order.
 
-The main lane does what kernels would: encode a page into its anchor and its residual slot, and read
-both again.
+The main stream does what kernels would: encode a page into its anchor and its residual slot, and
+read both again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from kvspec_testkit.kv.streams import ModelEvent, ModelStreams
 from sglang_kvspec.core.errors import CapacityError, PageStateError
 from sglang_kvspec.kv import staged_records
-from sglang_kvspec.kv.lanes import PromptLane
+from sglang_kvspec.kv.copy_streams import SyncStream
 from sglang_kvspec.kv.page_records import PageRecords, copy_in, copy_out
 from sglang_kvspec.kv.residual_table import ResidualState
 
@@ -39,7 +39,7 @@ class Device:
 
     def __init__(self, make, **options):
         self.streams = ModelStreams()
-        self.kv = make(lanes=self.streams.lanes, **(SHAPE | options))
+        self.kv = make(copy_streams=self.streams.copy_streams, **(SHAPE | options))
         self.content: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.rng = torch.Generator().manual_seed(0)
 
@@ -215,7 +215,7 @@ def test_residuals_may_land_later(device, store):
 
 
 def test_a_copy_is_behind_what_still_writes_the_page(device):
-    """The page is there once all lanes have done what they were given, and no sooner."""
+    """The page is there once all streams have done what they were given, and no sooner."""
     for store in (False, True):
         gpu = device(store=store)
         gpu.encode(2, 3)
@@ -365,9 +365,9 @@ class RecordsMachine(RuleBasedStateMachine):
         for page in pages:
             self.lacking.pop(page, None)
 
-    @rule(lanes=st.lists(st.integers(0, 2), max_size=8))
-    def advance(self, lanes):
-        self.gpu.streams.advance(lanes)
+    @rule(which=st.lists(st.integers(0, 2), max_size=8))
+    def advance(self, which):
+        self.gpu.streams.advance(which)
 
     @rule(held=st.integers(0, 2))
     def all_but_one_go_on(self, held):
@@ -394,11 +394,11 @@ def test_under_random_use(make_device_kv):
 
 
 def anchors_do_not_wait_for_kernels(gpu):
-    gpu.kv.records._copies._lane = PromptLane()
+    gpu.kv.records._copies._stream = SyncStream()
 
 
 def nobody_waits_for_records(gpu):
-    gpu.kv.records._copies._lane.mark = lambda: ModelEvent.__new__(Unawaited)
+    gpu.kv.records._copies._stream.mark = lambda: ModelEvent.__new__(Unawaited)
 
 
 class Unawaited(ModelEvent):
@@ -422,15 +422,15 @@ def records_change_order(gpu):
 
 
 def the_buffer_is_sent_early(gpu):
-    """On a lane that nothing fences."""
+    """On a stream that nothing fences."""
     staged = gpu.kv.records._copies
-    main, other = staged._lane, gpu.streams.to_device
+    main, other = staged._stream, gpu.streams.to_device
 
     class Apart:
         copy_rows, mark = main.copy_rows, main.mark
         copy = other.copy
 
-    staged._lane = Apart()
+    staged._stream = Apart()
 
 
 def landed_pages_are_said_to_be_cached(gpu):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from kvspec_testkit.kv.streams import ModelStreams
+from sglang_kvspec.kv.copy_streams import CopyStreams, SyncStream, make_copy_streams
 from sglang_kvspec.kv.host_copies import HostCopies
-from sglang_kvspec.kv.lanes import Lanes, PromptLane, make_lanes
 from sglang_kvspec.kv.record_pool import RecordPool
 
 NUM_PAGES, NUM_SLOTS, LAYERS = 4, 3, 2
@@ -30,7 +30,7 @@ def test_pages_come_and_go_by_page_and_slot():
     cache, store = pool(8), pool(8)
     for page in range(8):
         store.page(page).fill_(page)
-    copies = HostCopies(cache, store, Lanes(PromptLane(), PromptLane(), PromptLane()))
+    copies = HostCopies(cache, store, CopyStreams(SyncStream(), SyncStream(), SyncStream()))
     copies.fetch([(4, 1), (2, 5), (3, 6), (5, 2), (7, 0), (6, 3)])
     found = [int(cache.page(slot)[0, 0, 0]) for slot in range(7)]
     assert found == [7, 4, 5, 6, 255, 2, 3]
@@ -46,9 +46,9 @@ class CopyMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache, self.store = pool(NUM_SLOTS), pool(NUM_PAGES)
         self.streams = ModelStreams()
-        for lane, other in deaf:
-            getattr(self.streams, lane).deaf_to += (getattr(self.streams, other),)
-        self.copies = HostCopies(self.cache, self.store, self.streams.lanes)
+        for stream, other in deaf:
+            getattr(self.streams, stream).deaf_to += (getattr(self.streams, other),)
+        self.copies = HostCopies(self.cache, self.store, self.streams.copy_streams)
         for name in forget:
             setattr(self.copies, name, Forgetful())
         self.slot_of: dict[int, int] = {}
@@ -115,9 +115,9 @@ class CopyMachine(RuleBasedStateMachine):
         expected, found = self.version[page], self.cache.page(self.slot_of[page])
         self.streams.main.do(partial(check, found, expected))
 
-    @rule(lanes=st.lists(st.integers(0, 2), max_size=8))
-    def advance(self, lanes):
-        self.streams.advance(lanes)
+    @rule(which=st.lists(st.integers(0, 2), max_size=8))
+    def advance(self, which):
+        self.streams.advance(which)
 
     @rule(held=st.integers(0, 2))
     def all_but_one_go_on(self, held):
@@ -172,27 +172,27 @@ def test_a_missing_fence_is_found(fault):
 
 def test_copies_given_together_are_waited_for_once():
     streams = ModelStreams()
-    copies = HostCopies(pool(3), pool(3), streams.lanes)
+    copies = HostCopies(pool(3), pool(3), streams.copy_streams)
     copies.copy_out([(0, 0), (1, 1), (2, 2)])
     copies.main_writes([0, 1, 2])
     assert streams.main.num_left == 2, "its own mark, and one wait"
     streams.drain()
     copies.fetch([(0, 1)])
-    assert streams.to_device.num_left == 4, "the main lane's mark, a mark, a copy, a mark"
+    assert streams.to_device.num_left == 4, "the main stream's mark, a mark, a copy, a mark"
     streams.drain()
 
 
 def test_nothing_to_copy_does_nothing():
     streams = ModelStreams()
-    HostCopies(pool(1), pool(1), streams.lanes).copy_out([])
-    assert not any(lane.num_left for lane in streams.all)
+    HostCopies(pool(1), pool(1), streams.copy_streams).copy_out([])
+    assert not any(stream.num_left for stream in streams.all)
 
 
 def test_without_a_gpu_copies_are_done_when_asked_for():
     cache, store = pool(2), pool(2)
-    lanes = make_lanes(CPU)
-    assert isinstance(lanes.main, PromptLane)
-    copies = HostCopies(cache, store, lanes)
+    copy_streams = make_copy_streams(CPU)
+    assert isinstance(copy_streams.main, SyncStream)
+    copies = HostCopies(cache, store, copy_streams)
     cache.page(1).fill_(3)
     copies.copy_out([(0, 1)])
     copies.main_writes([1])
@@ -202,8 +202,8 @@ def test_without_a_gpu_copies_are_done_when_asked_for():
 
 def test_fetches_are_timed_without_their_fences_and_only_once_they_are_over():
     streams = ModelStreams()
-    copies = HostCopies(pool(3), pool(3), streams.lanes)
-    # A step of the model's lanes takes a second; the fetch waits for seven of them.
+    copies = HostCopies(pool(3), pool(3), streams.copy_streams)
+    # A step of the model of a stream takes a second; the fetch waits for seven of them.
     for _ in range(7):
         streams.main.do(lambda: None)
     copies.fetch([(0, 1), (1, 0)])

@@ -1,6 +1,6 @@
 """Residuals between cache and pinned store of a GpuKVCache, on streams that advance in any order.
 
-The main lane does what kernels would: encode a page into its slot, and read a page from its slot,
+The main stream does what kernels would: encode a page into its slot, and read a page from its slot,
 by the table that kernels have.
 """
 
@@ -30,12 +30,12 @@ subsets = st.sets(st.integers(1, NUM_PAGES), min_size=1, max_size=4)
 
 
 class Kernels:
-    """A GpuKVCache whose main lane writes a number for a page, and checks it when it reads."""
+    """A GpuKVCache whose main stream writes a number for a page, and checks it when it reads."""
 
     def __init__(self, make, **options):
         self.streams = ModelStreams()
         options = {"num_layers": LAYERS, "num_pages": NUM_PAGES} | options
-        self.kv = make(store=True, lanes=self.streams.lanes, **options)
+        self.kv = make(store=True, copy_streams=self.streams.copy_streams, **options)
         self.residuals = self.kv.residuals
         self.content: dict[int, int] = {}
         self.clock = 0
@@ -131,7 +131,7 @@ def test_a_layer_does_not_wait_for_those_behind_it(kernels):
         gpu.kv.await_layer(0)
         gpu.read(1, 0)
         gpu.streams.main.step()
-        # The fetch waits for the main lane's mark, copies the first layer of both pages, and marks.
+        # The fetch waits for a mark of the main stream, copies a layer of both pages, and marks.
         assert all(gpu.streams.to_device.step() for _ in range(4))
         while gpu.streams.main.step():
             pass
@@ -271,9 +271,9 @@ class HostedMachine(RuleBasedStateMachine):
         for page in pages:
             self.gpu.content.pop(page, None)
 
-    @rule(lanes=st.lists(st.integers(0, 2), max_size=8))
-    def advance(self, lanes):
-        self.gpu.streams.advance(lanes)
+    @rule(which=st.lists(st.integers(0, 2), max_size=8))
+    def advance(self, which):
+        self.gpu.streams.advance(which)
 
     @rule(held=st.integers(0, 2))
     def all_but_one_go_on(self, held):

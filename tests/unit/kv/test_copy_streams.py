@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_kvspec.kv import batched_copies
 from sglang_kvspec.kv.batched_copies import copy_rows_at_once
-from sglang_kvspec.kv.lanes import PromptLane, StreamLane, runs_of
+from sglang_kvspec.kv.copy_streams import CudaStream, SyncStream, runs_of
 
 CPU = torch.device("cpu")
 
@@ -38,8 +38,8 @@ class FakeRuntime:
         return self.status
 
 
-class LaneWithoutStream(StreamLane):
-    """What a lane does before a stream of a GPU does it."""
+class StreamWithoutGpu(CudaStream):
+    """What a stream does before a stream of a GPU does it."""
 
     def __init__(self):
         super().__init__(CPU)
@@ -51,7 +51,7 @@ class LaneWithoutStream(StreamLane):
 
     def copy(self, copies):
         self.sizes += [len(target) for target, _ in copies]
-        PromptLane().copy(copies)
+        SyncStream().copy(copies)
 
 
 @pytest.fixture
@@ -74,12 +74,12 @@ def rows(count, seed):
 @pytest.mark.parametrize("fake", [FakeRuntime(), None])
 def test_rows_and_nothing_else(runtime, fake):
     runtime(fake)
-    target, source, lane = rows(9, 1), rows(7, 2), LaneWithoutStream()
+    target, source, stream = rows(9, 1), rows(7, 2), StreamWithoutGpu()
     want, to, origin = target.clone(), [4, 0, 5, 6], [2, 6, 3, 4]
     want[to] = source[origin]
-    lane.copy_pages(target, to, source, origin)
+    stream.copy_pages(target, to, source, origin)
     assert torch.equal(target, want)
-    assert lane.sizes == ([1, 3] if fake is None else [])
+    assert stream.sizes == ([1, 3] if fake is None else [])
     assert fake is None or fake.calls == [(4, 1, FakeStream.cuda_stream)]
 
 

@@ -16,7 +16,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 class Event(Protocol):
-    """A point in a lane's work."""
+    """A point in a stream's work."""
 
     def query(self) -> bool:
         """Whether all work before it is done. Does not wait."""
@@ -27,7 +27,7 @@ class Event(Protocol):
         ...
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Does its work in the order given. Nothing here makes the CPU wait."""
 
     def copy(self, copies: Sequence[Copy]) -> None: ...
@@ -59,33 +59,33 @@ class Lane(Protocol):
         ...
 
     def seconds(self, begun: Event, done: Event) -> float:
-        """Between two timed marks of this lane that are over."""
+        """Between two timed marks of this stream that are over."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Work given from now on begins after the event, which may be another lane's."""
+        """Work given from now on begins after the event, which may be another stream's."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class CopyStreams:
     """main: what kernels run in. to_host, to_device: copies in either direction, each on an engine
     of its own."""
 
-    main: Lane
-    to_host: Lane
-    to_device: Lane
+    main: CopyStream
+    to_host: CopyStream
+    to_device: CopyStream
 
 
-def make_lanes(device: torch.device) -> Lanes:
+def make_copy_streams(device: torch.device) -> CopyStreams:
     """Side streams on a GPU; on a CPU everything happens when it is asked for."""
     if device.type != "cuda":
-        return Lanes(PromptLane(), PromptLane(), PromptLane())
+        return CopyStreams(SyncStream(), SyncStream(), SyncStream())
     side = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
-    return Lanes(StreamLane(device), *(StreamLane(device, stream) for stream in side))
+    return CopyStreams(CudaStream(device), *(CudaStream(device, stream) for stream in side))
 
 
-class StreamLane:
+class CudaStream:
     """A stream of a GPU, or, without one, whichever is the current stream when work comes."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -143,7 +143,7 @@ class StreamLane:
 
 
 class _Past:
-    """An event of a lane whose work is done as it is given."""
+    """An event of a stream whose work is done as it is given."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -155,7 +155,7 @@ class _Past:
         pass
 
 
-class PromptLane:
+class SyncStream:
     """Copies at once."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -184,12 +184,12 @@ class PromptLane:
         return _Past()
 
     def seconds(self, begun: Event, done: Event) -> float:
-        assert isinstance(begun, _Past), "an event of another lane"
-        assert isinstance(done, _Past), "an event of another lane"
+        assert isinstance(begun, _Past), "an event of another stream"
+        assert isinstance(done, _Past), "an event of another stream"
         return done.at - begun.at
 
     def wait(self, event: Event) -> None:
-        assert event.query(), "a prompt lane cannot wait for what is not done"
+        assert event.query(), "a stream that copies at once cannot wait for what is not done"
 
 
 def copies_of_rows(
@@ -198,7 +198,7 @@ def copies_of_rows(
     source: torch.Tensor,
     source_rows: Sequence[int],
 ) -> list[Copy]:
-    """What Lane.copy_pages() does, a copy for rows that are neighbours on both sides."""
+    """What CopyStream.copy_pages() does, a copy for rows that are neighbours on both sides."""
     return [
         (target[to : to + count], source[origin : origin + count])
         for to, origin, count in runs_of(zip(target_rows, source_rows, strict=True))
