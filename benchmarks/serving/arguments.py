@@ -31,6 +31,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--measure", choices=PASSES, default="decode", help="(default: decode)")
     add("--output-len", type=int, default=512, help="tokens an answer (default: 512)")
     add("--waves", type=int, default=1, help="prompts a slot, end to end (default: 1)")
+    add("--repeat", type=int, default=1, metavar="N", help="measure each point N times, one after "
+        "the other, on the same server; --out keeps the last, OUT.points.jsonl all")  # fmt: skip
     add("--max-running", type=int, help="the servers' limit (default: the most of --points)")
     add_server_options(parser)
     add("--time-limit", type=float, default=540,
@@ -54,6 +56,9 @@ def parse_arguments(description: str) -> argparse.Namespace:
             else point
             for point in args.points
         ]
+    if args.repeat < 1:
+        parser.error("--repeat is at least 1")
+    args.points = [point for point in args.points for _ in range(args.repeat)]
     if not args.points and not args.merge:
         parser.error("say what to measure with --points, or what to --merge")
     if args.consecutive and not args.merge:
