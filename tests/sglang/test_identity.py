@@ -30,9 +30,15 @@ from harness.shard import Shard
 pytestmark = pytest.mark.server
 
 UNIFORM4, LOG4 = Setting("exact", "uniform4"), Setting("exact", "log4")
-# What a GPU does, on the CPU's pools.
+UNIFORM4_INT8 = Setting("int8", "uniform4")
 UNIFORM4_ROUNDS = Setting("exact", "uniform4", "rounds")
-UNIFORM4_INT8, LOG4_INT8 = Setting("int8", "uniform4"), Setting("int8", "log4")
+# Of the full matrix, by target; the first is what a server does by default.
+FULL_EXACT = (UNIFORM4_ROUNDS, UNIFORM4, Setting("exact", "log4", "rounds"))
+FULL_INT8 = (
+    Setting("int8", "uniform4", "rounds"),
+    UNIFORM4_INT8,
+    Setting("int8", "log4", "rounds"),
+)
 
 # One short of a page and one long among them; eight, so that all can be in flight at once.
 SAMPLE_LENGTHS = (127, 1500, 300, 5200, 192, 350, 200, 1025)
@@ -159,6 +165,13 @@ def test_int8(assert_identical: Check, scenario: Scenario) -> None:
     assert_identical(SAMPLE_INT8, UNIFORM4_INT8, scenario)
 
 
+def full_workload(model: Path, setting: Setting, shard: Shard) -> Workload:
+    """All prompts for the default setting on the small model, every second for its other settings,
+    and every fourth on the large model, which takes six times as long."""
+    every = 4 if model == EVAL_MODEL else 1 if setting in (FULL_EXACT[0], FULL_INT8[0]) else 2
+    return Workload(model, prompt_lengths()[::every], FULL_NEW_TOKENS, shard)
+
+
 @pytest.fixture(scope="module")
 def shard(request: pytest.FixtureRequest) -> Shard:
     return request.config.getoption("--identity-shard")
@@ -166,19 +179,19 @@ def shard(request: pytest.FixtureRequest) -> Shard:
 
 @pytest.mark.identity
 @pytest.mark.parametrize("scenario", scenarios.FULL_MATRIX, ids=lambda s: s.name)
-@pytest.mark.parametrize("setting", [UNIFORM4, LOG4, UNIFORM4_ROUNDS], ids=str)
+@pytest.mark.parametrize("setting", FULL_EXACT, ids=str)
 @pytest.mark.parametrize("model", [DEMO_MODEL, EVAL_MODEL], ids=lambda m: m.name)
 def test_exact_in_full(
     assert_identical: Check, shard: Shard, model: Path, setting: Setting, scenario: Scenario
 ) -> None:
-    assert_identical(Workload(model, prompt_lengths(), FULL_NEW_TOKENS, shard), setting, scenario)
+    assert_identical(full_workload(model, setting, shard), setting, scenario)
 
 
 @pytest.mark.identity
 @pytest.mark.parametrize("scenario", REPEATABLE, ids=lambda s: s.name)
-@pytest.mark.parametrize("setting", [UNIFORM4_INT8, LOG4_INT8], ids=str)
+@pytest.mark.parametrize("setting", FULL_INT8, ids=str)
 @pytest.mark.parametrize("model", [DEMO_MODEL, EVAL_MODEL], ids=lambda m: m.name)
 def test_int8_in_full(
     assert_identical: Check, shard: Shard, model: Path, setting: Setting, scenario: Scenario
 ) -> None:
-    assert_identical(Workload(model, prompt_lengths(), FULL_NEW_TOKENS, shard), setting, scenario)
+    assert_identical(full_workload(model, setting, shard), setting, scenario)
