@@ -1,13 +1,20 @@
 """Measure the shape of the engine, and collect its speed against an earlier commit.
 
-    python benchmarks/bench_engine.py --trace TRACE.json \
+    python benchmarks/bench_engine.py --trace TRACE.json --identity IDENTITY.json \
         --speed NAME=CONTEXT:CONCURRENCY:AFTER.points.jsonl,...:BEFORE.points.jsonl,... [--out ...]
 
 Counted here: import cycles, depth of inheritance and longest file below sglang_kvspec/, and how
 many files of tests/plugins another package needs for each seam. --trace: what trace_round.py
---before --after wrote. --speed: points that bench_serving.py measured on one
-GPU, one after the other; NAME is that of the figure. Of several records of the point the median
-counts.
+--before --after wrote. --identity: what `make identity` wrote. --speed: points that
+bench_serving.py measured on one GPU, one after the other; NAME begins the names of two figures:
+
+- NAME_vs_before: tokens a second while all requests decode;
+- NAME.per_request_vs_before: the same of each request alone, one over its mean time per token.
+
+The first counts tokens by when they reach the client between the last first token and the first
+last one. A server that paces its streams then holds back up to a round of each request's tokens,
+so compare servers that stream alike. The second has no such edge. Records pair up in the order in
+which they were measured, and the median of the pairs' ratios counts.
 """
 
 from __future__ import annotations
@@ -38,6 +45,7 @@ SEAMS = {
     "scheduler": "verify_schedulers",
 }
 MOST_LINES = 300
+LEAST_ANSWERS = 1500
 
 
 def main() -> int:
@@ -48,12 +56,16 @@ def main() -> int:
         trace = json.loads(args.trace.read_text(encoding="utf-8"))
         figures += [Figure(**row) for row in trace["figures"] if row["name"].startswith("engine.")]
         raw["trace"] = {name: trace[name] for name in ("commit", "date", "settings")}
+    if args.identity is not None:
+        identity = json.loads(args.identity.read_text(encoding="utf-8"))
+        figures += identity_figures(identity)
+        raw["identity"] = {name: identity[name] for name in ("commit", "date", "settings")}
     for given in args.speed:
         name, rest = given.split("=", 1)
         context, concurrency, after, before = rest.split(":")
         point = (int(context), int(concurrency))
-        figure, points = speed_figure(name, point, after.split(","), before.split(","))
-        figures.append(figure)
+        found, points = speed_figures(name, point, after.split(","), before.split(","))
+        figures += found
         raw[name] = points
     write_json(args.out, "engine", torch.device("cpu"), {"raw": raw}, figures)
     for figure in figures:
@@ -65,7 +77,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--trace", type=Path, help="JSON of trace_round.py --before --after")
-    add("--speed", nargs="+", default=[], metavar="NAME=...")
+    add("--identity", type=Path, help="JSON of `make identity`, of all its parts")
+    add("--speed", nargs="+", action="extend", default=[], metavar="NAME=...")
     add("--out", type=Path, default=OUT)
     return parser.parse_args()
 
@@ -87,27 +100,54 @@ def structure_figures() -> list[Figure]:
     return figures
 
 
-def speed_figure(
+def identity_figures(identity: dict[str, Any]) -> list[Figure]:
+    """Return how many answers were compared, and how many differ, with their goals."""
+    goals = {"answers": LEAST_ANSWERS, "mismatches": 0}
+    values = {row["name"]: row["value"] for row in identity["figures"]}
+    return [
+        Figure(f"engine.identity.{name}", values[f"identity.{name}"], "answers", None, goal)
+        for name, goal in goals.items()
+    ]
+
+
+def speed_figures(
     name: str, point: tuple[int, int], after: Sequence[str], before: Sequence[str]
-) -> tuple[Figure, dict[str, Any]]:
-    """Return the ratio of tokens a second at (context, concurrency), with the spread of windows
-    within the runs."""
-    points = {
-        side: [
+) -> tuple[list[Figure], dict[str, Any]]:
+    """Return both ratios at (context, concurrency), and the records they come from.
+
+    The spread is half the distance of the pairs' extremes. Raises SystemExit where the two sides
+    do not pair up.
+    """
+    sides = [
+        [
             record
             for path in paths
             for record in records.read(Path(path))
             if (record.context_len, record.concurrency) == point
         ]
-        for side, paths in (("after", after), ("before", before))
+        for paths in (after, before)
+    ]
+    pairs = list(zip(*sides, strict=False))
+    if not pairs or len({len(side) for side in sides}) > 1:
+        counts = " and ".join(str(len(side)) for side in sides)
+        raise SystemExit(f"{name}: after and before need as many points, not {counts}")
+    ratios = {
+        "_vs_before": [
+            one.decode_rate.tokens_per_s / other.decode_rate.tokens_per_s for one, other in pairs
+        ],
+        ".per_request_vs_before": [
+            other.decode.tpot_mean_ms / one.decode.tpot_mean_ms for one, other in pairs
+        ],
     }
-    rates = {side: median(p.decode_rate.tokens_per_s for p in ps) for side, ps in points.items()}
-    ratio = rates["after"] / rates["before"]
-    spread = ratio * sum(
-        max(p.decode_rate.spread for p in ps) / rates[side] for side, ps in points.items()
-    )
-    raw = {side: [asdict(record) for record in ps] for side, ps in points.items()}
-    return Figure(name, ratio, "x before", spread, 1.0), raw
+    figures = [
+        Figure(name + suffix, median(found), "x before", (max(found) - min(found)) / 2, 1.0)
+        for suffix, found in ratios.items()
+    ]
+    raw = {
+        side: [asdict(record) for record in found]
+        for side, found in zip(("after", "before"), sides, strict=True)
+    }
+    return figures, raw
 
 
 if __name__ == "__main__":
