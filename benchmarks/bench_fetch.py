@@ -4,7 +4,7 @@ usage: python benchmarks/bench_fetch.py [--out PATH]
 
 Steps of an 8B shape draft 16 requests of 32K tokens from one CUDA graph: attention on anchors, and
 products of the shapes of every layer. Beside each step as many pages are fetched as the link moves
-in its time, by the copies that the server makes (pools/host_copies.py), with their fences.
+in its time, by the copies that the server makes (kv/host_copies.py), with their fences.
 """
 
 from __future__ import annotations

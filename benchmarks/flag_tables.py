@@ -1,22 +1,44 @@
-"""Tables of the README that list the --kvspec flags, drawn from their declarations."""
+"""Tables of the --kvspec flags, drawn from their declarations."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 from sglang_kvspec.core.flag import Flag, Table
 from sglang_kvspec.core.flags import FLAGS, SWITCH
 
+# Those that a new user should know of, in the README.
+MAIN = (
+    "--kvspec",
+    "--kvspec-target",
+    "--kvspec-host-gb",
+    "--kvspec-draft-len",
+    "--kvspec-stream",
+    "--kvspec-prefix-host-gb",
+    "--kvspec-prefix-dir",
+    "--kvspec-transfer",
+)
 HEADER = "| flag | default | allowed | meaning |\n|---|---|---|---|"
 
 
 def flag_tables() -> dict[str, str]:
-    """Return each table by the mark in the README between whose ends it stands."""
-    return {f"flags_{table}": _table_of(table) for table in get_args(Table)}
+    """Return each table by its name."""
+    flags = (SWITCH, *FLAGS)
+    by_table = {
+        f"flags_{table}": _table_of([flag for flag in flags if flag.table == table])
+        for table in get_args(Table)
+    }
+    return by_table | {"flags_main": _short_table([flag for flag in flags if flag.name in MAIN])}
 
 
-def _table_of(table: Table) -> str:
-    rows = [_row(flag) for flag in (SWITCH, *FLAGS) if flag.table == table]
+def _short_table(flags: Sequence[Flag]) -> str:
+    rows = [f"| `{flag.name}` | {flag.default_text()} | {flag.help} |" for flag in flags]
+    return "\n".join(["| flag | default | meaning |\n|---|---|---|", *rows])
+
+
+def _table_of(flags: Sequence[Flag]) -> str:
+    rows = [_row(flag) for flag in flags]
     return "\n".join([HEADER, *rows])
 
 

@@ -1,4 +1,4 @@
-"""What a profile of a drafting server found, as a table for the README."""
+"""What a profile of a drafting server found, as a table for the documentation."""
 
 from __future__ import annotations
 

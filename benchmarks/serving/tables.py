@@ -1,6 +1,6 @@
-"""The serving figures as tables for the README, and as a plot; what a profile found beside them.
+"""The serving figures as tables for the documentation, and as a plot; what a profile found beside.
 
-python benchmarks/readme_tables.py    # after bench_serving.py
+python benchmarks/doc_tables.py    # after bench_serving.py
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ DETERMINISTIC = ROOT / "benchmarks" / "results" / "identity_deterministic_h200.j
 # Of a run with --control.
 CONTROL = ROOT / "benchmarks" / "results" / "identity_control_h200.json"
 PROFILE = ROOT / "benchmarks" / "results" / "profile_8b_32k_exact.json"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- serving:begin -->", "<!-- serving:end -->"
-WIDTH = 104
+WIDTH = 100
 
 # Name of the figure: what it is, and what it should be.
 HEADLINES = {
@@ -70,36 +68,38 @@ _POINT = re.compile(
 Figures = dict[str, dict[str, Any]]
 
 
-def main() -> None:
-    """Rewrite the README's part and the plot; without results nothing."""
+def block() -> str:
+    """Return the tables, with how they were measured; a sentence where nothing was measured."""
     if not RESULT.exists():
-        print(f"{RESULT} does not exist: nothing was measured, so nothing is written")
-        return
+        return f"Nothing was measured: there is no `{RESULT.name}`."
     record = json.loads(RESULT.read_text(encoding="utf-8"))
     figures = {figure["name"]: figure for figure in record["figures"]}
     settings = record["settings"]
-    block = lines(figures, settings["acceptance"], record["machine"])
+    found = lines(figures, settings["acceptance"], record["machine"])
     if "identity" in settings:
-        block += ["", *identity(figures, settings["identity"])]
+        found += ["", *identity(figures, settings["identity"])]
     if DETERMINISTIC.exists():
         strict = read_identity(DETERMINISTIC)
         by_name = {figure.name: asdict(figure) for figure in strict.figures}
-        block += ["", *identity(by_name, strict.settings, "deterministic.")]
+        found += ["", *identity(by_name, strict.settings, "deterministic.")]
     if CONTROL.exists():
         control = read_identity(CONTROL)
         of_itself = f"{PREFIX}plain_differences_to_itself"
         by_name = {f.name: asdict(f) for f in control.figures if f.name.startswith(of_itself)}
-        block += ["", *identity(by_name, control.settings)]
+        found += ["", *identity(by_name, control.settings)]
     if PROFILE.exists():
         profile = json.loads(PROFILE.read_text(encoding="utf-8"))
-        block += ["", *profile_lines(profile, _short(profile["settings"]["acceptance"]))]
-    text = README.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"{README.name} needs {BEGIN} and {END} once each")
-    head, rest = text.split(BEGIN)
-    shown = "\n".join(part for line in block for part in wrapped(line))
-    README.write_text(f"{head}{BEGIN}\n{shown}\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    draw_curves(curves(figures), settings["acceptance"], RESULT.with_suffix(".png"))
+        found += ["", *profile_lines(profile, _short(profile["settings"]["acceptance"]))]
+    return "\n".join(part for line in found for part in wrapped(line))
+
+
+def draw() -> None:
+    """Draw the decode rate by concurrency beside the result, where there is one."""
+    if RESULT.exists():
+        record = json.loads(RESULT.read_text(encoding="utf-8"))
+        figures = {figure["name"]: figure for figure in record["figures"]}
+        note = record["settings"]["acceptance"]
+        draw_curves(curves(figures), note, RESULT.with_suffix(".png"))
 
 
 def lines(figures: Figures, note: str, machine: str) -> list[str]:
@@ -113,13 +113,11 @@ def lines(figures: Figures, note: str, machine: str) -> list[str]:
         *headlines(figures, note),
         "",
         *points(figures, note),
-        "",
-        "![decode rate by concurrency](benchmarks/results/serving_h200.png)",
     ]
 
 
 def wrapped(line: str) -> list[str]:
-    """Prose in lines as long as the README's; a row of a table stays one."""
+    """Prose in lines as long as a page's; a row of a table stays one."""
     if not line or line.startswith(("|", "!")):
         return [line]
     return textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""From the times of tokens to rates, ratios, and the tables of the README."""
+"""From the times of tokens to rates, ratios, and the tables of the documentation."""
 
 from __future__ import annotations
 
@@ -248,29 +248,24 @@ def test_curves_keep_places_and_systems_apart():
     }
 
 
-def test_the_readme_gets_its_tables_and_plot(monkeypatch, tmp_path, identity_path):
-    result, readme = tmp_path / "serving.json", tmp_path / "README.md"
+def test_the_documentation_gets_its_tables_and_plot(monkeypatch, tmp_path, identity_path):
+    result = tmp_path / "serving.json"
     records = [record("bf16", rate=100.0), record("int8", rate=160.0)]
     write_report(result, records, "CURVE", [], read_identity(identity_path))
-    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    for name, path in (("RESULT", result), ("README", readme), ("PROFILE", tmp_path / "none")):
+    for name, path in (("RESULT", result), ("PROFILE", tmp_path / "none")):
         monkeypatch.setattr(tables, name, path)
-    tables.main()
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "old" not in text
+    text = tables.block()
+    tables.draw()
     assert "| `exact` with drafting off | 41 of 200 | 0.125 | 0 |" in text
     assert "acceptance is real: eval-31m" in text
     assert "commit 330bf0a; against" in text
     assert result.with_suffix(".png").stat().st_size > 0
-    prose = [line for line in text.splitlines() if not line.startswith(("|", "!"))]
+    prose = [line for line in text.splitlines() if not line.startswith("|")]
     assert max(map(len, prose)) <= tables.WIDTH
 
 
-def test_without_results_the_readme_is_left_alone(monkeypatch, tmp_path, capsys):
+def test_without_results_the_block_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "RESULT", tmp_path / "none.json")
-    monkeypatch.setattr(tables, "README", tmp_path / "README.md")
-    tables.main()
-    assert "nothing is written" in capsys.readouterr().out
+    tables.draw()
+    assert tables.block() == "Nothing was measured: there is no `none.json`."
     assert not list(tmp_path.iterdir())

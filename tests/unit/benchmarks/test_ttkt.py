@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import readme_tables
+from ttkt.doc_table import gpu_lines
 from ttkt.figures import draw, figures
 from ttkt.points import TOKENS, Point, append_point, read_points
-from ttkt.readme_table import gpu_lines
 
 # Seconds in which the link sends the KV in full, times the share of the bytes.
 SHARE = {"split": 0.3, "full": 1.0, "int8": 0.5, "int4": 0.28, "cachegen": 0.25}
@@ -95,9 +94,3 @@ def test_a_run_of_some_modes_is_shown_too(points, tmp_path):
     assert "`int8`" not in text
     draw(tmp_path / "ttkt.png", points)
     assert (tmp_path / "ttkt.png").stat().st_size > 0
-
-
-def test_the_readme_has_a_place_for_it():
-    text = readme_tables.README.read_text(encoding="utf-8")
-    before = readme_tables.replace_between(text, "ttkt_gpu", "nothing")
-    assert "nothing\n<!-- ttkt_gpu:end -->" in before

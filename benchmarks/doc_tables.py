@@ -1,28 +1,34 @@
-"""Copies the figures of benchmarks/results and the declarations of flags into the README, so that
-none is typed by hand, and draws the plot of serving beside them.
+"""Fill the tables of README.md and docs/ from results, from the declarations of flags and
+from the metrics that a server registers, and draw the plot of serving.
 
-python benchmarks/readme_tables.py
+python benchmarks/doc_tables.py
+
+A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, wherever a page wants it.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flag_tables import flag_tables
+from metric_tables import metric_tables
 from serving import tables
-from ttkt.readme_table import gpu_lines
+from serving.summary_table import summary
+from ttkt.doc_table import gpu_lines
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-README = REPOSITORY / "README.md"
+DOCS = REPOSITORY / "docs"
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
 TITLES = {
     "identity.prompts": "prompts on eval-31m and demo-5m (100 to 6000 tokens, 256 new each)",
     "identity.answers": "answers compared with plain SGLang (`int8`: with drafting off), both "
     "codecs: alone, 8 at a time, with prefix hits, in small chunks, with forced retraction, in a "
-    "full pool, with strict memory checks (which model in which: below)",
+    "full pool, with strict memory checks",
     "identity.mismatches": "answers that differ",
     "capacity.vs_plain": "tokens against plain bf16 KV in the same bytes (head size 128)",
     "accept.log4.mean_of_32": "`log4`: mean accepted of 32 drafts, 4096-token prompts, eval-31m",
@@ -75,24 +81,46 @@ HARDENING_TITLES = {
 
 
 def main() -> None:
-    figures = json.loads((RESULTS / "main_job.json").read_text())["figures"]
-    transfer = json.loads((RESULTS / "transfer.json").read_text())["figures"]
-    hardening = json.loads((RESULTS / "hardening.json").read_text())["figures"]
-    # Measured alone on the machine, after the others of the same names.
-    hardening += json.loads((RESULTS / "streams.json").read_text())["figures"]
-    text = README.read_text(encoding="utf-8")
-    text = replace_between(text, "figures", table(figures))
-    text = replace_between(text, "transfer", transfer_table(transfer))
-    text = replace_between(text, "hardening", hardening_table(hardening))
-    text = replace_between(text, "ttkt_gpu", gpu_lines(RESULTS / "ttkt_h200.json"))
-    README.write_text(with_flag_tables(text), encoding="utf-8")
-    tables.main()
+    tables_by_name = all_tables()
+    for page in pages():
+        page.write_text(filled(page.read_text(encoding="utf-8"), tables_by_name), encoding="utf-8")
+    tables.draw()
 
 
-def with_flag_tables(text: str) -> str:
-    for mark, table_of_flags in flag_tables().items():
-        text = replace_between(text, mark, table_of_flags)
+def pages() -> list[Path]:
+    """Return the pages that tables may stand in."""
+    return [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def all_tables() -> dict[str, str]:
+    """Return each table by its name."""
+    hardening = _figures("hardening")
+    # Measured alone on the machine, after the figures of the same names in hardening.json.
+    hardening += _figures("streams")
+    return {
+        "figures": table(_figures("main_job")),
+        "transfer": transfer_table(_figures("transfer")),
+        "hardening": hardening_table(hardening),
+        "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),
+        "serving": tables.block(),
+        "summary": summary(),
+        **flag_tables(),
+        **metric_tables(),
+    }
+
+
+def filled(text: str, tables_by_name: Mapping[str, str]) -> str:
+    """Return a page with its tables in place. Raises SystemExit for a mark without a table."""
+    for name in re.findall(r"<!-- (\w+):begin -->", text):
+        if name not in tables_by_name:
+            raise SystemExit(f"no table is named {name}; there are {', '.join(tables_by_name)}")
+        text = replace_between(text, name, tables_by_name[name])
     return text
+
+
+def _figures(name: str) -> list[dict[str, Any]]:
+    record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return list(record["figures"])
 
 
 def transfer_table(figures: list[dict[str, Any]]) -> str:

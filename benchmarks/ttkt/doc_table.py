@@ -1,4 +1,4 @@
-"""What bench_ttkt.py found on a GPU, as lines of the README."""
+"""What bench_ttkt.py found on a GPU, as lines of the documentation."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ def gpu_lines(path: Path) -> str:
         _shares(figures),
         _times_table(points),
     ]
-    plot = path.with_suffix(".png")
-    if plot.exists():
-        parts.append(f"![the same as a picture](benchmarks/results/{plot.name})")
     return "\n\n".join(parts)
 
 
