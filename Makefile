@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-pd serve test test-gpu identity soak fuzz check bench-acceptance clean
+.PHONY: help env demo demo-pd serve test test-gpu identity soak fuzz check docs bench-acceptance clean
 
 VENV ?= .venv
 MODEL ?= models/demo-5m
@@ -13,7 +13,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 PYTHON := $(VENV)/bin/python
-UNIT_TESTS = $(filter-out tests/__pycache__ tests/sglang,$(wildcard tests/*))
+UNIT_TESTS = $(filter-out %.md tests/__pycache__ tests/sglang,$(wildcard tests/*))
 # Tests of servers that share none with the others, behind the unit tests, so that both lanes take
 # about as long.
 SECOND_LANE := $(addprefix tests/sglang/,test_disaggregation.py test_prefix_server.py test_teeth.py)
@@ -77,13 +77,19 @@ soak: $(INSTALLED) ## half an hour of random traffic against plain SGLang's answ
 fuzz: $(INSTALLED) ## 10,000 generated requests to servers of every role: about 15 minutes
 	$(PYTHON) benchmarks/bench_hardening.py --pairs 0 --refusals 1 --out .kvspec/fuzz.json $(ARGS)
 
-check: $(INSTALLED) ## formatting, lint, types and layers
+check: $(INSTALLED) ## formatting, lint, types, layers, language and documentation
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs kv planning runtime engine transport \
 		door cli.py) kernels/kvspec_kernels testkit/kvspec_testkit \
 		benchmarks/planner
 	$(PYTHON) -m pytest -q tests/test_layers.py
+	$(PYTHON) benchmarks/check_words.py
+	$(PYTHON) -m mkdocs build --quiet
+
+docs: $(INSTALLED) ## tables from results and code, then the site in .kvspec/site; broken links fail
+	$(PYTHON) benchmarks/doc_tables.py
+	$(PYTHON) -m mkdocs build
 
 bench-acceptance: $(INSTALLED) ## mean accepted draft length per codec, with a curve
 	$(PYTHON) benchmarks/bench_acceptance.py $(ARGS)
@@ -116,7 +122,7 @@ $(INSTALLED): pyproject.toml testkit/pyproject.toml
 	@index="$${PIP_INDEX_URL:-$$($(PYTHON) -m pip config get global.index-url 2>/dev/null || true)}"; \
 	if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
 	set -x; \
-	$(PYTHON) -m uv pip install --python $(PYTHON) -e '.[test,bench]' -e testkit \
-		|| $(PYTHON) -m pip install -e '.[test,bench]' -e testkit
+	$(PYTHON) -m uv pip install --python $(PYTHON) -e '.[test,bench,docs]' -e testkit \
+		|| $(PYTHON) -m pip install -e '.[test,bench,docs]' -e testkit
 	@rm -rf $(UV_CACHE_DIR)
 	@touch $@
