@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import requests
+from harness import dashboard
 from harness.feature_answers import (
     KVSPEC,
     KVSPEC_STAGGERED,
@@ -241,6 +242,24 @@ def test_server_info_and_metrics(url: str) -> None:
     ):
         assert f"sglang:kvspec_{name}{{" in text, name
     assert 'reason="test"' not in text
+
+
+def test_the_dashboard_shows_the_server(url: str, tmp_path: Path) -> None:
+    generate(url, max_new_tokens=60, ignore_eos=True)
+    filled = [query for query in dashboard.queries() if query.row in dashboard.FILLED]
+    # A reason has a sample once a request was retracted for it.
+    filled = [query for query in filled if query.panel != "Retracted requests"]
+    assert filled
+    if not dashboard.has_prometheus():
+        text = requests.get(f"{url}/metrics", timeout=60).text
+        missing = {name for query in filled for name in query.metrics if f"{name}{{" not in text}
+        assert not missing
+        return
+    with dashboard.prometheus(url, tmp_path) as prometheus_url:
+        asked = {query: dashboard.ask(prometheus_url, query.text) for query in dashboard.queries()}
+        assert [query for query in filled if not asked[query]] == []
+        rules = requests.get(f"{prometheus_url}/api/v1/rules", timeout=30).json()["data"]
+        assert {rule["health"] for group in rules["groups"] for rule in group["rules"]} == {"ok"}
 
 
 def test_start_line_says_what_fits(servers: ServerSwitch, url: str) -> None:

@@ -1,0 +1,105 @@
+"""The Grafana dashboard's queries, asked of a Prometheus that scrapes a server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from kvspec_testkit.servers.port_lease import PortLease
+
+MONITORING = Path(__file__).resolve().parents[3] / "examples" / "monitoring"
+# Rows that every server fills; the others are about tiers and links that it may not have.
+FILLED = ("Drafting", "Memory and residuals", "Pressure")
+START_TIMEOUT_S = 60.0
+_METRIC = re.compile(r"sglang:kvspec_\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One query of a panel, ready to be asked. row: the dashboard's part that the panel is in."""
+
+    row: str
+    panel: str
+    text: str
+
+    @property
+    def metrics(self) -> list[str]:
+        return _METRIC.findall(self.text)
+
+
+def queries() -> list[Query]:
+    """Return all queries of the dashboard, with its variables filled in."""
+    dashboard = json.loads((MONITORING / "grafana.json").read_text(encoding="utf-8"))
+    found, row = [], ""
+    for panel in dashboard["panels"]:
+        if panel["type"] == "row":
+            row = panel["title"]
+        for target in panel.get("targets", []):
+            text = target["expr"].replace("$model", ".*").replace("$__rate_interval", "1m")
+            found.append(Query(row, panel["title"], text))
+    return found
+
+
+def has_prometheus() -> bool:
+    return shutil.which("prometheus") is not None
+
+
+@contextmanager
+def prometheus(server_url: str, folder: Path) -> Iterator[str]:
+    """Run Prometheus with the example's rules on a server. Yield its URL after two scrapes."""
+    config = folder / "prometheus.yml"
+    target = server_url.removeprefix("http://")
+    config.write_text(
+        "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"
+        f"scrape_configs: [{{job_name: s, static_configs: [{{targets: ['{target}']}}]}}]\n"
+        f"rule_files: ['{MONITORING / 'alerts.yml'}']\n"
+    )
+    port = PortLease()
+    with (folder / "prometheus.log").open("w") as log:
+        command = [
+            "prometheus",
+            f"--config.file={config}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port.http}",
+        ]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        url = f"http://127.0.0.1:{port.http}"
+        try:
+            _await_scrapes(url, process)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+            port.release()
+
+
+def ask(url: str, query: str) -> list[dict[str, Any]]:
+    """Return the samples that a query finds. Raises AssertionError where Prometheus refuses it."""
+    reply = requests.get(f"{url}/api/v1/query", params={"query": query}, timeout=30).json()
+    assert reply["status"] == "success", f"{query}: {reply.get('error')}"
+    return list(reply["data"]["result"])
+
+
+def _await_scrapes(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a counter has two samples, which a rate needs."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    count = "count_over_time(sglang:kvspec_drafted_tokens_total[1m]) >= 2"
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "Prometheus has ended: see prometheus.log"
+        try:
+            if ask(url, count):
+                return
+        except requests.ConnectionError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"Prometheus has not scraped the server twice in {START_TIMEOUT_S:g} s")
