@@ -24,6 +24,7 @@ from kvspec_kernels.formats import EXACT_DTYPES
 from kvspec_kernels.jit.functions import kernel_function
 from kvspec_kernels.reference.attention import PageReader, WindowTail, attend, paged_attention
 from kvspec_kernels.reference.codec import reference_of
+from kvspec_testkit.doc_examples import load_example
 from sglang_kvspec.codecs import find_codec
 from sglang_kvspec.codecs.record_codec import RecordCodec
 from sglang_kvspec.core.codec_names import codec_names
@@ -49,6 +50,7 @@ def _declared() -> Iterator[type[CodecSpec]]:
         yield find_codec(name)
     if "toy" not in codec_names():
         yield _toy().ToySettings
+    yield load_example("new-codec.md").Round4Settings
 
 
 DECLARED = list(_declared())

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvspec_testkit.doc_examples import load_example
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.runtime.draft_view import AllPages, ViewShape
 from sglang_kvspec.runtime.sampling import SamplingParams
@@ -27,10 +28,13 @@ def plug_in(module_name, class_name):
 
 
 BY_HEAD = "sinks and recent by head"
+EXAMPLE = load_example("new-draft-view.md")
 VIEWS = {
     "all": AllPages,
     "sinks and recent": plug_in("toy_view", "SinksAndRecent"),
     BY_HEAD: plug_in("toy_head_view", "SinksAndRecentByHead"),
+    "example of the documentation": EXAMPLE.Strided,
+    "example by head": EXAMPLE.RecentByHead,
 }
 every_view = pytest.mark.parametrize("view_class", VIEWS.values(), ids=VIEWS)
 

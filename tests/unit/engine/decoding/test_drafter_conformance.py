@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvspec_testkit.doc_examples import load_example
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import DrafterError
 from sglang_kvspec.engine.batch import RoundBatch
@@ -30,7 +31,11 @@ def toy_drafter():
 
 
 # None: the model itself.
-DRAFTERS = {"self": lambda: None, "output lookup": toy_drafter}
+DRAFTERS = {
+    "self": lambda: None,
+    "output lookup": toy_drafter,
+    "example": lambda: load_example("new-drafter.md").Bigrams(KVSpecConfig(), VOCAB),
+}
 every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
 
