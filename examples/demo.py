@@ -1,4 +1,4 @@
-"""`make demo`: one program on SGLang with --kvspec and on plain SGLang. Status 0: same text."""
+"""`make demo`: the same requests with --kvspec and on plain SGLang. Status 0: same text."""
 
 from __future__ import annotations
 
@@ -6,46 +6,54 @@ import json
 import signal
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from demo_program import (
-    PROGRAM_SOURCE,
-    PROMPT_TOKENS,
-    STREAM_SOURCE,
-    run_program,
-)
+from demo_chat import run_chats
+from demo_code import run_code
 from demo_report import ServerRun, differences, show
-from demo_requests import Stage, read_source, run_stream
+from demo_requests import Stage
 from rich.console import Console
 from rich.markup import escape
 
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess, ServerStartError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MODEL = REPOSITORY / "models" / "demo-5m"
+CODE_MODEL = REPOSITORY / "models" / "demo-5m"
 LOG_FOLDER = REPOSITORY / ".kvspec" / "demo"
 
-SERVER_ARGUMENTS = (*CPU_ARGUMENTS, f"--model-path={MODEL}", "--max-total-tokens=16384")
+# Each request keeps its newest pages in full precision, so few requests leave room for pages.
+SIZES = ("--mem-fraction-static=0.2", "--max-running-requests=8", "--max-total-tokens=16384")
 START_TIMEOUT_S = 300.0
 INFO_TIMEOUT_S = 60.0
 LOG_LINE_CHARACTERS = 100
 
 
+@dataclass(frozen=True)
+class Demo:
+    """A model, and what is asked of it: stages(base_url, folder) yields them as they end."""
+
+    model: str
+    folder: Path
+    stages: Callable[[str, Path], Iterator[Stage]]
+
+
 def main() -> int:
     signal.signal(signal.SIGTERM, _exit_on_signal)
     console = Console()
+    demo = choose(console)
     try:
-        kvspec = run_on(console, "KVSpec", ("--kvspec",))
-        plain = run_on(console, "plain SGLang", ())
+        kvspec = run_on(console, demo, "KVSpec", ("--kvspec",))
+        plain = run_on(console, demo, "plain SGLang", ())
     except ServerStartError as error:
         console.print(f"[red]{escape(str(error))}")
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; the server is stopped")
         return 130
-    show(console, kvspec, plain)
+    show(console, demo.model, kvspec, plain)
     if any(position is not None for position in differences(kvspec, plain).values()):
         console.print("[red]The outputs differ.")
         return 1
@@ -53,20 +61,31 @@ def main() -> int:
     return 0
 
 
-def run_on(console: Console, label: str, flags: tuple[str, ...]) -> ServerRun:
-    """Start a server, run the program and the stream on it, and stop it, whatever happens."""
+def choose(console: Console) -> Demo:
+    """Return the demo of the chat model, or that of the small model where it cannot be had."""
+    sys.path.insert(0, str(REPOSITORY / "models"))
+    from smollm2 import DEFAULT_FOLDER, ModelUnavailable, ensure
+
+    try:
+        with console.status(f"getting SmolLM2-135M-Instruct into {DEFAULT_FOLDER}"):
+            folder = ensure()
+    except ModelUnavailable as unavailable:
+        console.print(f"[yellow]{escape(str(unavailable))}; this is the demo of demo-5m instead.")
+        return Demo("demo-5m", CODE_MODEL, run_code)
+    return Demo("SmolLM2-135M-Instruct", folder, run_chats)
+
+
+def run_on(console: Console, demo: Demo, label: str, flags: tuple[str, ...]) -> ServerRun:
+    """Start a server, run all stages on it, and stop it, whatever happens."""
     log_path = LOG_FOLDER / f"{label.lower().replace(' ', '-')}.log"
-    command = " ".join(("python -m sglang.launch_server --model-path models/demo-5m ...", *flags))
+    folder = demo.folder.relative_to(REPOSITORY)
+    command = " ".join((f"python -m sglang.launch_server --model-path {folder} ...", *flags))
     console.print(f"[bold]{label}[/]: {command}")
-    with ServerProcess((*SERVER_ARGUMENTS, *flags), log_path=log_path) as server:
+    arguments = (*CPU_ARGUMENTS, f"--model-path={demo.folder}", *SIZES, *flags)
+    with ServerProcess(arguments, log_path=log_path) as server:
         start_s = wait_for(console, server)
-        program_source = read_source(MODEL, *PROGRAM_SOURCE, PROMPT_TOKENS)
-        stream_source = read_source(MODEL, *STREAM_SOURCE, PROMPT_TOKENS)
         try:
-            stages = (
-                timed(console, lambda: run_program(server.base_url, program_source)),
-                timed(console, lambda: run_stream(server.base_url, str(MODEL), stream_source)),
-            )
+            stages = answered(console, demo.stages(server.base_url, demo.folder))
             return ServerRun(label, start_s, stages, kvspec_report(server.base_url))
         except Exception:
             console.print(f"[red]The request failed. The end of {log_path}:")
@@ -87,11 +106,14 @@ def wait_for(console: Console, server: ServerProcess) -> float:
     return start_s
 
 
-def timed(console: Console, run: Callable[[], Stage]) -> Stage:
-    with console.status(f"answering a prompt of over {PROMPT_TOKENS} tokens ..."):
-        stage = run()
-    console.print(f"  {stage.name}: {stage.num_tokens} tokens in {stage.elapsed_s:.1f} s")
-    return stage
+def answered(console: Console, stages: Iterator[Stage]) -> tuple[Stage, ...]:
+    """Return all stages, each printed as it ends."""
+    found = []
+    with console.status("answering ..."):
+        for stage in stages:
+            console.print(f"  {stage.name}: {stage.num_tokens} tokens in {stage.elapsed_s:.1f} s")
+            found.append(stage)
+    return tuple(found)
 
 
 def kvspec_report(base_url: str) -> dict[str, Any]:

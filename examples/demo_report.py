@@ -44,15 +44,16 @@ def _first_difference(one: str, other: str) -> int | None:
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
-def show(console: Console, kvspec: ServerRun, plain: ServerRun) -> None:
+def show(console: Console, model: str, kvspec: ServerRun, plain: ServerRun) -> None:
     """Print a piece of the text, the comparison of every output, and the figures."""
+    name, output = list(kvspec.outputs.items())[-1]
     # Source code is full of brackets, which rich would take for markup.
-    sample = Text(kvspec.outputs["stream"][:_SHOWN_CHARACTERS])
-    console.print(Panel(sample, title="what the stream said (greedy, demo-5m)", expand=False))
+    sample = Text(output[:_SHOWN_CHARACTERS])
+    console.print(Panel(sample, title=f"{name} (greedy, {model})", expand=False))
     console.print(_equality_table(kvspec, plain))
     console.print(_figure_table(kvspec, plain))
     console.print(
-        "A tiny model on a CPU does not wait for KV bytes, so nothing can come faster here: "
+        "A small model on a CPU does not wait for KV bytes, so nothing can come faster here: "
         "what counts is that the text is the same, and how few bytes a draft reads."
     )
 

@@ -1,4 +1,4 @@
-"""What demos ask of any server: prompts of real code, and a stream through the OpenAI client."""
+"""Requests of the demos: prompts of real code, and streams through the OpenAI client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.util
 import json
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ class Stage:
         """Of the whole stage, or of what followed the first token where that was timed."""
         if self.first_token_s is None:
             return self.num_tokens / self.elapsed_s
-        return (self.num_tokens - 1) / (self.elapsed_s - self.first_token_s)
+        # An answer of one token, or one that came at once, has no rate of its own.
+        return (self.num_tokens - 1) / max(self.elapsed_s - self.first_token_s, 1e-3)
 
 
 def read_source(model_folder: Path, package: str, file: str, num_tokens: int) -> str:
@@ -50,28 +53,49 @@ def read_source(model_folder: Path, package: str, file: str, num_tokens: int) ->
 
 def run_stream(base_url: str, model: str, source: str) -> Stage:
     """Stream a greedy completion through the OpenAI client."""
-    client = OpenAI(base_url=f"{base_url}/v1", api_key="none")
-    started = time.monotonic()
-    first_token_s = None
-    pieces, num_tokens = [], 0
-    stream = client.completions.create(
+    create = partial(
+        _client(base_url).completions.create,
         model=model,
         prompt=source,
         max_tokens=STREAM_TOKENS,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
         extra_body={"ignore_eos": True},
     )
+    return _stream("OpenAI stream", "stream", create, lambda choice: choice.text)
+
+
+def run_chat(
+    base_url: str, model: str, name: str, messages: list[dict[str, str]], num_tokens: int
+) -> Stage:
+    """Stream a greedy answer of at most num_tokens to a chat through the OpenAI client."""
+    create = partial(
+        _client(base_url).chat.completions.create,
+        model=model,
+        messages=messages,
+        max_tokens=num_tokens,
+    )
+    return _stream(name, name, create, lambda choice: choice.delta.content)
+
+
+def _client(base_url: str) -> OpenAI:
+    return OpenAI(base_url=f"{base_url}/v1", api_key="none")
+
+
+def _stream(
+    name: str, output: str, create: Callable[..., Any], text_of: Callable[[Any], str | None]
+) -> Stage:
+    started = time.monotonic()
+    first_token_s = None
+    pieces, num_tokens = [], 0
+    stream = create(temperature=0, stream=True, stream_options={"include_usage": True})
     for chunk in stream:
-        if chunk.choices and chunk.choices[0].text:
+        if chunk.choices and (text := text_of(chunk.choices[0])):
             if first_token_s is None:
                 first_token_s = time.monotonic() - started
-            pieces.append(chunk.choices[0].text)
+            pieces.append(text)
         if chunk.usage is not None:
             num_tokens = chunk.usage.completion_tokens
     elapsed_s = time.monotonic() - started
-    return Stage("OpenAI stream", {"stream": "".join(pieces)}, num_tokens, elapsed_s, first_token_s)
+    return Stage(name, {output: "".join(pieces)}, num_tokens, elapsed_s, first_token_s)
 
 
 @dataclass(frozen=True)

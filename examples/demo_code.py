@@ -1,11 +1,13 @@
-"""What the demo asks of a server beside a stream: an SGLang program."""
+"""The demo of a code model: a program over one file, and a stream that continues another."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import sglang as sgl
-from demo_requests import Stage
+from demo_requests import Stage, read_source, run_stream
 from sglang.lang.interpreter import ProgramState
 
 PROMPT_TOKENS = 4000
@@ -16,6 +18,14 @@ BRANCH_TOKENS = 64
 PROGRAM_SOURCE = ("networkx", "classes/graph.py")
 STREAM_SOURCE = ("aiohttp", "multipart.py")
 BRANCHES = ("copy", "reverse", "is_empty")
+
+
+def run_code(base_url: str, model_folder: Path) -> Iterator[Stage]:
+    """Yield the demo's stages as they end. Raises what the server's answer made SGLang raise."""
+    program = read_source(model_folder, *PROGRAM_SOURCE, PROMPT_TOKENS)
+    stream = read_source(model_folder, *STREAM_SOURCE, PROMPT_TOKENS)
+    yield run_program(base_url, program)
+    yield run_stream(base_url, str(model_folder), stream)
 
 
 @sgl.function
