@@ -19,11 +19,12 @@ TURNS = (
 )
 SUMMARY = "Summarise this document in two sentences."
 KIND = "What kind of document is this? Answer in one sentence."
-QUESTIONS = (
-    "What may a licensee do with the work?",
-    "What must a copy contain?",
-    "Is there a warranty?",
-)
+# By the name that an answer has in the tables.
+QUESTIONS = {
+    "use of the work": "What may a licensee do with the work?",
+    "copies": "What must a copy contain?",
+    "warranty": "Is there a warranty?",
+}
 TURN_TOKENS, SUMMARY_TOKENS, ANSWER_TOKENS = 48, 64, 32
 
 
@@ -39,7 +40,7 @@ def run_chats(base_url: str, model_folder: Path) -> Iterator[Stage]:
     text = LONG_TEXT.read_text(encoding="utf-8")
     asked = [{"role": "user", "content": f"{text}\n\n{SUMMARY}"}]
     yield run_program(base_url, text)
-    yield run_chat(base_url, model, "summary of a long text", asked, SUMMARY_TOKENS)
+    yield run_chat(base_url, model, "summary", asked, SUMMARY_TOKENS)
 
 
 @sgl.function
@@ -48,7 +49,7 @@ def ask_about(s: ProgramState, text: str) -> None:
     s += sgl.user(f"{text}\n\n{KIND}")
     s += sgl.assistant(sgl.gen("kind", max_tokens=ANSWER_TOKENS))
     branches = s.fork(len(QUESTIONS))
-    for branch, question in zip(branches, QUESTIONS, strict=True):
+    for branch, question in zip(branches, QUESTIONS.values(), strict=True):
         branch += sgl.user(question)
         branch += sgl.assistant(sgl.gen("answer", max_tokens=ANSWER_TOKENS))
     for number, branch in enumerate(branches):
@@ -67,8 +68,8 @@ def run_program(base_url: str, text: str) -> Stage:
     elapsed_s = time.monotonic() - started
     if state.error() is not None:
         raise state.error()
-    outputs = {KIND: state["kind"]}
-    outputs |= {question: state[f"answer {n}"] for n, question in enumerate(QUESTIONS)}
+    outputs = {"kind of text": state["kind"]}
+    outputs |= {name: state[f"answer {n}"] for n, name in enumerate(QUESTIONS)}
     num_tokens = state.get_meta_info("kind")["completion_tokens"]
     num_tokens += sum(state[f"tokens {n}"] for n in range(len(QUESTIONS)))
     return Stage("program with fork", outputs, num_tokens, elapsed_s)
