@@ -21,7 +21,8 @@ MONITORING = Path(__file__).resolve().parents[3] / "examples" / "monitoring"
 # Rows that every server fills; the others are about tiers and links that it may not have.
 FILLED = ("Drafting", "Memory and residuals", "Pressure")
 START_TIMEOUT_S = 60.0
-_METRIC = re.compile(r"sglang:kvspec_\w+")
+# Prometheus stores a colon or an underscore, by the format that it scrapes: queries match both.
+_METRIC = re.compile(r"sglang\.kvspec_(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Query:
 
     @property
     def metrics(self) -> list[str]:
-        return _METRIC.findall(self.text)
+        return [f"sglang:kvspec_{name}" for name in _METRIC.findall(self.text)]
 
 
 def queries() -> list[Query]:
@@ -94,7 +95,8 @@ def ask(url: str, query: str) -> list[dict[str, Any]]:
 def _await_scrapes(url: str, process: subprocess.Popen[bytes]) -> None:
     """Wait until a counter has two samples, which a rate needs."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    count = "count_over_time(sglang:kvspec_drafted_tokens_total[1m]) >= 2"
+    drafted = '{__name__=~"sglang.kvspec_drafted_tokens_total"}'
+    count = f"count_over_time({drafted}[1m]) >= 2"
     while time.monotonic() < deadline:
         assert process.poll() is None, "Prometheus has ended: see prometheus.log"
         try:

@@ -10,7 +10,8 @@ import metric_tables
 import pytest
 
 MONITORING = Path(__file__).resolve().parents[3] / "examples" / "monitoring"
-_METRIC = re.compile(r"sglang:kvspec_\w+")
+# Prometheus stores a colon or an underscore, by the format that it scrapes: queries match both.
+_METRIC = re.compile(r"sglang\.kvspec_(\w+)")
 _GROUPED = re.compile(r"by \((?P<labels>[\w, ]+)\) \((?P<query>.*?\))")
 
 
@@ -36,14 +37,16 @@ def queries():
 
 @pytest.mark.parametrize("query", queries())
 def test_queries_name_metrics_and_labels_that_exist(query, labels_of):
-    names = _METRIC.findall(query)
+    names = [f"sglang:kvspec_{name}" for name in _METRIC.findall(query)]
+    assert names
     assert set(names) <= set(labels_of)
     for group in _GROUPED.finditer(query):
         labels = {label.strip() for label in group["labels"].split(",")}
-        assert labels <= labels_of[_METRIC.search(group["query"])[0]]
+        assert labels <= labels_of["sglang:kvspec_" + _METRIC.search(group["query"])[1]]
 
 
 def test_alerts_name_metrics_that_exist(labels_of):
-    names = _METRIC.findall((MONITORING / "alerts.yml").read_text(encoding="utf-8"))
+    text = (MONITORING / "alerts.yml").read_text(encoding="utf-8")
+    names = [f"sglang:kvspec_{name}" for name in _METRIC.findall(text)]
     assert names
     assert set(names) <= set(labels_of)
