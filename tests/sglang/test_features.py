@@ -22,6 +22,8 @@ from harness.feature_answers import (
 from harness.features import CASES, LONG_PROMPT, essence, events, generate, post
 from harness.servers import ServerSwitch
 
+from kvspec_testkit.monitoring import dashboard_queries, metric_names
+
 pytestmark = pytest.mark.server
 
 
@@ -246,18 +248,20 @@ def test_server_info_and_metrics(url: str) -> None:
 
 def test_the_dashboard_shows_the_server(url: str, tmp_path: Path) -> None:
     generate(url, max_new_tokens=60, ignore_eos=True)
-    filled = [query for query in dashboard.queries() if query.row in dashboard.FILLED]
+    queries = dashboard_queries()
+    filled = [query for query in queries if query.row in dashboard.FILLED]
     # These have a sample once a request was retracted, and once residuals were fetched.
     unseen = ("Retracted requests", "Speed of the link")
     filled = [query for query in filled if query.panel not in unseen]
     assert filled
     if not dashboard.has_prometheus():
         text = requests.get(f"{url}/metrics", timeout=60).text
-        missing = {name for query in filled for name in query.metrics if f"{name}{{" not in text}
+        named = {name for query in filled for name in metric_names(query.text)}
+        missing = {name for name in named if f"{name}{{" not in text}
         assert not missing
         return
     with dashboard.prometheus(url, tmp_path) as prometheus_url:
-        asked = {query: dashboard.ask(prometheus_url, query.text) for query in dashboard.queries()}
+        asked = {query: dashboard.ask(prometheus_url, query.text) for query in queries}
         assert [query for query in filled if not asked[query]] == []
         rules = requests.get(f"{prometheus_url}/api/v1/rules", timeout=30).json()["data"]
         assert {rule["health"] for group in rules["groups"] for rule in group["rules"]} == {"ok"}

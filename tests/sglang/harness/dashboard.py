@@ -1,54 +1,23 @@
-"""The Grafana dashboard's queries, asked of a Prometheus that scrapes a server."""
+"""A Prometheus that scrapes a server, with the example's alerts."""
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import requests
 
+from kvspec_testkit.monitoring import MONITORING
 from kvspec_testkit.servers.port_lease import PortLease
 
-MONITORING = Path(__file__).resolve().parents[3] / "examples" / "monitoring"
 # Rows that every server fills; the others are about tiers and links that it may not have.
 FILLED = ("Drafting", "Memory and residuals", "Pressure")
 START_TIMEOUT_S = 60.0
-# Prometheus stores a colon or an underscore, by the format that it scrapes: queries match both.
-_METRIC = re.compile(r"sglang\.kvspec_(\w+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """One query of a panel, ready to be asked. row: the dashboard's part that the panel is in."""
-
-    row: str
-    panel: str
-    text: str
-
-    @property
-    def metrics(self) -> list[str]:
-        return [f"sglang:kvspec_{name}" for name in _METRIC.findall(self.text)]
-
-
-def queries() -> list[Query]:
-    """Return all queries of the dashboard, with its variables filled in."""
-    dashboard = json.loads((MONITORING / "grafana.json").read_text(encoding="utf-8"))
-    found, row = [], ""
-    for panel in dashboard["panels"]:
-        if panel["type"] == "row":
-            row = panel["title"]
-        for target in panel.get("targets", []):
-            text = target["expr"].replace("$model", ".*").replace("$__rate_interval", "1m")
-            found.append(Query(row, panel["title"], text))
-    return found
 
 
 def has_prometheus() -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import metric_tables
 import pytest
 
-MONITORING = Path(__file__).resolve().parents[3] / "examples" / "monitoring"
-# Prometheus stores a colon or an underscore, by the format that it scrapes: queries match both.
-_METRIC = re.compile(r"sglang\.kvspec_(\w+)")
+from kvspec_testkit.monitoring import MONITORING, dashboard_queries, metric_names
+
 _GROUPED = re.compile(r"by \((?P<labels>[\w, ]+)\) \((?P<query>.*?\))")
 
 
@@ -30,23 +27,18 @@ def labels_of():
     return found
 
 
-def queries():
-    dashboard = json.loads((MONITORING / "grafana.json").read_text(encoding="utf-8"))
-    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-
-
-@pytest.mark.parametrize("query", queries())
+@pytest.mark.parametrize("query", [query.text for query in dashboard_queries()])
 def test_queries_name_metrics_and_labels_that_exist(query, labels_of):
-    names = [f"sglang:kvspec_{name}" for name in _METRIC.findall(query)]
+    names = metric_names(query)
     assert names
     assert set(names) <= set(labels_of)
     for group in _GROUPED.finditer(query):
         labels = {label.strip() for label in group["labels"].split(",")}
-        assert labels <= labels_of["sglang:kvspec_" + _METRIC.search(group["query"])[1]]
+        assert labels <= labels_of[metric_names(group["query"])[0]]
 
 
 def test_alerts_name_metrics_that_exist(labels_of):
     text = (MONITORING / "alerts.yml").read_text(encoding="utf-8")
-    names = [f"sglang:kvspec_{name}" for name in _METRIC.findall(text)]
+    names = metric_names(text)
     assert names
     assert set(names) <= set(labels_of)
