@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import sglang as sgl
-from demo_requests import Stage, run_chat
-from sglang.lang.chat_template import get_chat_template
+from demo_requests import Stage, run_chat, run_timed
 from sglang.lang.interpreter import ProgramState
 
 # 2,300 tokens of English that come with the project.
@@ -60,14 +58,7 @@ def ask_about(s: ProgramState, text: str) -> None:
 
 def run_program(base_url: str, text: str) -> Stage:
     """Run ask_about greedily on a server. Raises what the server's answer made SGLang raise."""
-    backend = sgl.RuntimeEndpoint(base_url)
-    backend.chat_template = get_chat_template("chatml")
-    sgl.set_default_backend(backend)
-    started = time.monotonic()
-    state = ask_about.run(text=text, temperature=0)
-    elapsed_s = time.monotonic() - started
-    if state.error() is not None:
-        raise state.error()
+    state, elapsed_s = run_timed(base_url, ask_about, chat_template="chatml", text=text)
     outputs = {"kind of text": state["kind"]}
     outputs |= {name: state[f"answer {n}"] for n, name in enumerate(QUESTIONS)}
     num_tokens = state.get_meta_info("kind")["completion_tokens"]

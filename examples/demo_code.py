@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import sglang as sgl
-from demo_requests import Stage, read_source, run_stream
+from demo_requests import Stage, read_source, run_stream, run_timed
 from sglang.lang.interpreter import ProgramState
 
 PROMPT_TOKENS = 4000
@@ -46,11 +45,6 @@ def extend_class(s: ProgramState, source: str) -> dict[str, str]:
 
 def run_program(base_url: str, source: str) -> Stage:
     """Run extend_class greedily on a server. Raises what the server's answer made SGLang raise."""
-    sgl.set_default_backend(sgl.RuntimeEndpoint(base_url))
-    started = time.monotonic()
-    state = extend_class.run(source=source, temperature=0)
-    elapsed_s = time.monotonic() - started
-    if state.error() is not None:
-        raise state.error()
+    state, elapsed_s = run_timed(base_url, extend_class, source=source)
     num_tokens = CONTINUATION_TOKENS + len(BRANCHES) * BRANCH_TOKENS
     return Stage("program with fork", state.ret_value, num_tokens, elapsed_s)

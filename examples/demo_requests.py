@@ -1,4 +1,4 @@
-"""Requests of the demos: prompts of real code, and streams through the OpenAI client."""
+"""Requests of the demos: prompts of real code, streams through the OpenAI client, programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sglang as sgl
 from openai import OpenAI
+from sglang.lang.chat_template import get_chat_template
+from sglang.lang.interpreter import ProgramState
+from sglang.lang.ir import SglFunction
 from tokenizers import Tokenizer
 
 STREAM_TOKENS = 160
@@ -74,6 +78,23 @@ def run_chat(
         max_tokens=num_tokens,
     )
     return _stream(name, name, create, lambda choice: choice.delta.content)
+
+
+def run_timed(
+    base_url: str, program: SglFunction, *, chat_template: str | None = None, **arguments: str
+) -> tuple[ProgramState, float]:
+    """Run a program of SGLang's frontend greedily. Return its state, and its seconds. Raises what
+    the server's answer made SGLang raise."""
+    backend = sgl.RuntimeEndpoint(base_url)
+    if chat_template is not None:
+        backend.chat_template = get_chat_template(chat_template)
+    sgl.set_default_backend(backend)
+    started = time.monotonic()
+    state = program.run(temperature=0, **arguments)
+    elapsed_s = time.monotonic() - started
+    if state.error() is not None:
+        raise state.error()
+    return state, elapsed_s
 
 
 def _client(base_url: str) -> OpenAI:
