@@ -100,7 +100,12 @@ def all_tables() -> dict[str, str]:
     return {
         "figures": table(_figures("main_job")),
         "transfer": transfer_table(_figures("transfer")),
-        "hardening": hardening_table(hardening),
+        "hardening": goal_table(
+            # The later one of two figures with one name counts.
+            {row["name"]: row for row in hardening},
+            {name: title for name, (title, _) in HARDENING_TITLES.items()},
+            {name: goal for name, (_, goal) in HARDENING_TITLES.items()},
+        ),
         "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),
         "serving": tables.block(),
         "summary": summary(),
@@ -124,25 +129,20 @@ def _figures(name: str) -> list[dict[str, Any]]:
 
 
 def transfer_table(figures: list[dict[str, Any]]) -> str:
-    """By the order of the titles, with what was asked for."""
+    """Return the table of the split-stream transfer, whose goals stand in its result."""
     rows = {row["name"]: row for row in figures}
-    lines = ["| what | value | asked for |", "|---|---|---|"]
-    for name, title in TRANSFER_TITLES.items():
-        row = rows[name]
-        goal = row["baseline"] if isinstance(row["baseline"], float) else ""
-        lines.append(f"| {title} | {value_of(row)} | {goal} |")
-    return "\n".join(lines)
+    baselines = {name: row["baseline"] for name, row in rows.items()}
+    goals = {name: goal if isinstance(goal, float) else "" for name, goal in baselines.items()}
+    return goal_table(rows, TRANSFER_TITLES, goals)
 
 
-def hardening_table(figures: list[dict[str, Any]]) -> str:
-    """By the order of the titles, with half of what lies between least and largest as spread. Of
-    two figures of one name the later one counts."""
-    rows = {row["name"]: row for row in figures}
+def goal_table(
+    rows: Mapping[str, dict[str, Any]], titles: Mapping[str, str], goals: Mapping[str, Any]
+) -> str:
+    """Return figures in the order of their titles, each with what was asked for. Spread: half of
+    what lies between the least and the largest."""
     lines = ["| what | value | asked for |", "|---|---|---|"]
-    lines += [
-        f"| {title} | {value_of(rows[name])} | {goal} |"
-        for name, (title, goal) in HARDENING_TITLES.items()
-    ]
+    lines += [f"| {titles[name]} | {value_of(rows[name])} | {goals[name]} |" for name in titles]
     return "\n".join(lines)
 
 
