@@ -1,4 +1,4 @@
-"""What a profile of a drafting server found, as a table for the documentation."""
+"""A table for the documentation: where the time of a drafting server goes, by its profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The serving figures as tables for the documentation, and as a plot; what a profile found beside.
+"""Tables and a plot of the serving figures, with a table of a profile beside them.
 
 python benchmarks/doc_tables.py    # after bench_serving.py
 """

@@ -1,4 +1,4 @@
-"""What bench_ttkt.py found on a GPU, as lines of the documentation."""
+"""Lines for the documentation: the times to a token on a GPU, from bench_ttkt.py."""
 
 from __future__ import annotations
 

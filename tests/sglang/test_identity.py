@@ -32,7 +32,7 @@ pytestmark = pytest.mark.server
 UNIFORM4, LOG4 = Setting("exact", "uniform4"), Setting("exact", "log4")
 UNIFORM4_INT8 = Setting("int8", "uniform4")
 UNIFORM4_ROUNDS = Setting("exact", "uniform4", "rounds")
-# Of the full matrix, by target; the first is what a server does by default.
+# The settings of the full matrix, by target. The first of each is the default of a server.
 FULL_EXACT = (UNIFORM4_ROUNDS, UNIFORM4, Setting("exact", "log4", "rounds"))
 FULL_INT8 = (
     Setting("int8", "uniform4", "rounds"),

@@ -39,7 +39,7 @@ class FakeRuntime:
 
 
 class StreamWithoutGpu(CudaStream):
-    """What a stream does before a stream of a GPU does it."""
+    """SyncStream, which copies when it is asked to, and the runs of neighbouring rows."""
 
     def __init__(self):
         super().__init__(CPU)
