@@ -18,6 +18,7 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     cases = differing([json.loads(path.read_text(encoding="utf-8")) for path in args.parts])
-    found = [measure(*case, args.out.parent) for case in sorted(cases)]
+    with tempfile.TemporaryDirectory() as logs:
+        found = [measure(*case, Path(logs)) for case in sorted(cases)]
     figures = [
         Figure("identity.ties", sum(each["is_tie"] for each in found), "places"),
         Figure("identity.ties.gap", max((e["gap"] for e in found), default=0.0), "log-probability"),
@@ -88,8 +90,8 @@ def measure(
     ids = prompt_of(MODELS[model], task)
     spec = Setting(*setting.split("-")).server(MODELS[model])
     off = () if setting.startswith("exact") else (*spec.arguments, "--kvspec-draft-len=0")
-    reference = top_log_probs(MODELS[model], off, ids, position, logs / ".reference.log")
-    drafted = top_log_probs(MODELS[model], spec.arguments, ids, position, logs / ".drafted.log")
+    reference = top_log_probs(MODELS[model], off, ids, position, logs / "reference.log")
+    drafted = top_log_probs(MODELS[model], spec.arguments, ids, position, logs / "drafted.log")
     tokens = (expected, actual)
     gaps = [abs(tops[position][expected] - tops[position][actual]) for tops in (reference, drafted)]
     noise = noise_of(reference[:position], drafted[:position])
