@@ -36,6 +36,10 @@ def test_tables_say_what_to_expect():
     assert done.stdout.count("131,072") == 2
     assert "Expected, not measured" in done.stdout
     assert "31M parameters" in done.stdout
+    # The last line is the command that is recommended, whole.
+    command = done.stdout.splitlines()[-1].split()
+    assert command[:3] == ["python", "-m", "sglang.launch_server"]
+    assert command[-2:] == ["--max-running-requests", "47"]
 
 
 def test_the_documentation_shows_what_is_printed():
@@ -54,6 +58,10 @@ def test_json_has_the_same_plan(tmp_path):
     assert plan["kv_bytes_per_token"] == {"plain": 131072, "anchor": 35840, "residual": 131072}
     assert plan["plan"]["plain"]["requests_fit"] == 100
     assert plan["plan"]["fetched"]["speed_up"] >= 1
+    assert plan["launch"][:5] == [
+        *["python", "-m", "sglang.launch_server", "--model-path"],
+        str(tmp_path),
+    ]
     assert [row["context_len"] for row in plan["sweep"]] == [4096 << n for n in range(6)]
 
 
