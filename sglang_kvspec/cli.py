@@ -1,9 +1,10 @@
-"""The command `sglang-kvspec`. Imports neither torch nor sglang, so that it answers at once."""
+"""The command `sglang-kvspec`. `plan` imports neither torch nor sglang: it answers at once."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from math import inf, nan
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, Target
@@ -27,6 +29,7 @@ from sglang_kvspec.planning.forecast import (
     sweep,
     sweep_contexts,
 )
+from sglang_kvspec.planning.launch import recommend
 from sglang_kvspec.planning.model_shape import ModelShape
 from sglang_kvspec.planning.report import (
     SUMMARY_COLUMNS,
@@ -47,13 +50,39 @@ PIPE_WIDTH = 120
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after one sentence about what is wrong with the input."""
-    args = _parser().parse_args(arguments)
+    """Return the exit code: 0; 1 where `doctor` finds a problem; 2 after one sentence about what
+    is wrong with the input."""
+    parser = _parser()
+    args, others = parser.parse_known_args(arguments)
+    if args.command == "doctor":
+        return doctor(others)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         plan(args)
     except ConfigError as error:
         print(f"sglang-kvspec: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Print each check as it ends. Return 1 where one found a problem."""
+    # Late: `plan` needs none of what the checks import.
+    from sglang_kvspec.doctor import diagnose
+
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    num_problems = 0
+    for check in diagnose(arguments):
+        mark = "[red]no[/]" if check.problem else "[green]ok[/]"
+        console.print(f"{mark}  {check.name}: {escape(check.found)}")
+        if check.problem:
+            num_problems += 1
+            console.print(f"    {check.problem}", markup=False)
+    if num_problems:
+        console.print(f"KVSpec cannot serve here: problems found: {num_problems}.")
+        return 1
+    console.print("KVSpec can serve here.")
     return 0
 
 
@@ -64,8 +93,10 @@ def plan(args: argparse.Namespace) -> None:
     swept = sweep(deployment, sweep_contexts(args.context, deployment.model.max_context))
     if args.plot is not None:
         draw(args.plot, deployment, swept)
+    launch = recommend(deployment, chosen, args.model)
     if args.json:
-        print(json.dumps(plan_json(deployment, chosen, swept), indent=1))
+        command = {"launch": list(launch.arguments) if launch else None}
+        print(json.dumps(plan_json(deployment, chosen, swept) | command, indent=1))
         return
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     gpus = f"{args.tp} x " if args.tp > 1 else ""
@@ -82,6 +113,10 @@ def plan(args: argparse.Namespace) -> None:
         console.print(ACCEPTANCE_REMARK, markup=False)
     if args.plot is not None:
         console.print(f"Drawn: {args.plot}", markup=False)
+    if launch is not None:
+        console.print(f"Recommended. {launch.reason}", markup=False)
+        # On one line, however wide the terminal is, so that it can be copied.
+        console.print(f"    {shlex.join(launch.arguments)}", markup=False, soft_wrap=True)
 
 
 def deployment_of(args: argparse.Namespace) -> Deployment:
@@ -194,8 +229,15 @@ def _drawn(value: float) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sglang-kvspec", description="Plans for KVSpec servers.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser = argparse.ArgumentParser(
+        prog="sglang-kvspec", description="Plans and checks for KVSpec servers."
+    )
+    commands = parser.add_subparsers(required=True, dest="command", metavar="command")
+    commands.add_parser(
+        "doctor",
+        help="whether this machine, this SGLang and a model can be served, and why not",
+        usage="%(prog)s [--model-path MODEL] [flags of sglang.launch_server]",
+    )
     planning = commands.add_parser("plan", help="what to expect of a model on a GPU")
     add = planning.add_argument
     add("--model", type=Path, required=True, help="local config.json, or its folder")

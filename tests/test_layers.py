@@ -43,7 +43,7 @@ CORE = "sglang_kvspec.core"
 KERNELS = "kvspec_kernels"
 # Declarations of codecs: what is known of records without torch.
 SPECS = "kvspec_kernels.codecs"
-_CODECS = (CORE, KERNELS, "sglang_kvspec.codecs", "sglang_kvspec.compressors")
+_CODECS = (CORE, KERNELS, "sglang_kvspec.codecs")
 # planning's plans are plain data, so the pools and wires that carry them out may name them.
 _MEMORY = (*_CODECS, "sglang_kvspec.planning")
 _RUNTIME = (*_MEMORY, "sglang_kvspec.kv", "sglang_kvspec.transport")
@@ -54,7 +54,6 @@ LAYERS: Mapping[str, Layer] = {
     CORE: Layer(),
     "sglang_kvspec.planning": Layer((CORE, SPECS)),
     "sglang_kvspec.codecs": Layer(_CODECS, None),
-    "sglang_kvspec.compressors": Layer(_CODECS, None),
     "sglang_kvspec.kv": Layer(_MEMORY, None),
     "sglang_kvspec.transport": Layer(_MEMORY, None),
     # A command above the wire: pools' prefix stores behind a socket.
@@ -70,7 +69,12 @@ LAYERS: Mapping[str, Layer] = {
     "sglang_kvspec.composition": Layer(("sglang_kvspec.adapters", "kvspec_patches")),
     "sglang_kvspec.plugin": Layer(("sglang_kvspec",), None, sglang=True),
     # Answers before torch could have been imported.
-    "sglang_kvspec.cli": Layer((CORE, "sglang_kvspec.planning"), ("rich", "matplotlib")),
+    "sglang_kvspec.cli": Layer(
+        (CORE, "sglang_kvspec.planning", "sglang_kvspec.doctor"), ("rich", "matplotlib")
+    ),
+    "sglang_kvspec.doctor": Layer(
+        (*_ADAPTERS, "sglang_kvspec.adapters", "sglang_kvspec.composition"), None
+    ),
     # Serves HTTP beside any SGLang server, on a machine without a GPU or torch.
     "sglang_kvspec.door": Layer((), ("aiohttp",)),
     "sglang_kvspec": Layer(),

@@ -190,8 +190,8 @@ def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for what the CPU reference platform can and a GPU cannot yet."""
+def check_gpu() -> None:
+    """Raise UnsupportedError for a GPU that the kernels are not made for."""
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip is not None:
@@ -202,6 +202,11 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, this one "
             f"has {capability[0]}.{capability[1]}"
         )
+
+
+def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError for what the CPU reference platform can and a GPU cannot yet."""
+    check_gpu()
     _check_needs(config, kwargs, on_gpu=True)
     deterministic = bool(kwargs.get("enable_deterministic_inference"))
     if config.target_attention is not None:
@@ -233,6 +238,8 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
     # Without tiers a GPU has SGLang's own.
     prefix_cache = None if on_gpu and not config.keeps_prefixes else PREFIX_CACHE
     return {
+        # SGLang has no default device for a platform plug-in.
+        "device": kwargs.get("device") or (None if on_gpu else "cpu"),
         "speculative_algorithm": activation.ALGORITHM_NAME,
         "speculative_num_draft_tokens": config.max_draft_len + 1,
         "speculative_num_steps": max(config.max_draft_len, 1),
