@@ -82,7 +82,8 @@ class _Stream(Generic[Item]):
             new = now if i < self.num_old else first + (i - self.num_old) * self.step_s
             self.held[i] = (min(due, new), item)
         self.first_due = first + num_kept * self.step_s
-        self.num_old = num_kept
+        # Items of rounds before the last one are due, and counted off as they leave.
+        self.num_old = len(self.held)
 
     def hold(self, item: Item) -> float:
         """Put the round's next item behind those that are held; return the time it is due at."""

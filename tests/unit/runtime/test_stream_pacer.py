@@ -191,6 +191,17 @@ def test_no_token_is_held_for_two_rounds(reader):
     assert "k" not in reader.items()
 
 
+def test_tokens_behind_flushed_ones_are_not_held_for_two_rounds(reader):
+    now = settled(reader)
+    reader.round("s", "abcdefgh", now)
+    reader.round("s", "ijkl", now + 0.01)
+    reader.round("s", "m", now + 0.02)
+    assert reader.items()[:8] == list("abcdefgh")
+    assert "l" not in reader.items()
+    reader.round("s", "n", now + 0.03)
+    assert reader.items()[:12] == list("abcdefghijkl")
+
+
 def test_the_end_of_an_answer_holds_nothing(reader):
     now = settled(reader)
     reader.round("s", "abcd", now)
