@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from math import inf, nan
 from pathlib import Path
 from typing import Any, get_args
@@ -228,10 +229,18 @@ def _drawn(value: float) -> float:
     return value if 0 < value < inf else nan
 
 
+def _version() -> str:
+    try:
+        return metadata.version("sglang-kvspec")
+    except metadata.PackageNotFoundError:
+        return "of a checkout that is not installed"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-kvspec", description="Plans and checks for KVSpec servers."
     )
+    parser.add_argument("--version", action="version", version=f"sglang-kvspec {_version()}")
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     commands.add_parser(
         "doctor",
