@@ -1,8 +1,8 @@
-"""How many drafted tokens does the target accept, per codec?
+"""Measure the accept length of each codec, and the error of attention outputs.
 
-For prompts the model has never seen: prefill and decode greedily over the exact cache, then draft
-greedily from the same first token over a cache whose full pages, except the newest, went through
-the codec. The accepted length is the common prefix. Also measured: the error of attention outputs.
+Prompts are outside the model's training data. The target run prefills and decodes greedily over the
+exact cache. The draft run decodes greedily from the same first token, over a cache whose full
+pages, except the newest, went through the codec. The accept length is the common prefix.
 
 usage: python benchmarks/bench_acceptance.py [MODEL] [--prompts 200] [--out PATH] [--sweep]
 """
@@ -34,13 +34,14 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 DRAFT_LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 SWEEP_DRAFT_LEN = 32
-# Held against the log codec: what the uniform codec reaches at the same point.
+# Baseline of each log4 variant: the uniform4 variant with the same target.
 BASELINES = {"log4": "uniform4", "log4_int8": "uniform4_int8"}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Per prompt: tokens accepted of the longest draft [prompts], attention error [prompts]."""
+    """Results of one variant by prompt: accepted tokens of the longest draft [prompts], and
+    attention error [prompts]."""
 
     variant: Variant
     accepted: torch.Tensor
@@ -110,7 +111,7 @@ def measure(
     batch: int,
     prefill_batch: int,
 ) -> list[Measured]:
-    """Every variant on every prompt; the target run of a batch is shared by all variants."""
+    """Measure every variant on every prompt. All variants share the target run of a batch."""
     accepted: list[list[torch.Tensor]] = [[] for _ in variants]
     vnmse: list[list[torch.Tensor]] = [[] for _ in variants]
     batches = prompts.split(batch)
@@ -137,7 +138,7 @@ def _measure_one(
     model: Llama, run: TargetRun, variant: Variant
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cache = draft_cache(run, variant.page_map, PAGE_SIZE)
-    # Before drafting, which overwrites the target's tokens in this cache.
+    # Measure errors before drafting: drafts overwrite the target's tokens in this cache.
     errors = attention_vnmse(run, cache)
     return accepted_lengths(model, run, cache), errors
 
@@ -182,8 +183,8 @@ def print_results(results: list[Measured]) -> None:
 
 
 def print_sweep(results: list[Measured]) -> None:
-    """Best acceptance first; `paired` is the difference to the defaults prompt by prompt, which
-    the large spread between prompts does not blur."""
+    """Print the sweep, best acceptance first. Column `paired` is the mean difference to the
+    defaults, prompt by prompt, which leaves out the large spread between prompts."""
     default = results[0]
     table = Table(title=f"mean accepted of {SWEEP_DRAFT_LEN}, 95% interval")
     for heading in ("settings", "bits", "accepted", "paired", "vNMSE"):

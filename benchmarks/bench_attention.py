@@ -1,4 +1,4 @@
-"""How fast are our attention kernels, and encoding, against FlashInfer on the same GPU?
+"""Time KVSpec's attention and encode kernels, and compare attention with FlashInfer on one GPU.
 
 usage: python benchmarks/bench_attention.py [--only PART,...] [--out PATH]
 """
@@ -63,7 +63,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def draft_figures(bandwidth: float) -> list[Figure]:
-    """16 x 32768: time, share of the copy bandwidth, and FlashInfer's time over ours."""
+    """Time draft attention at 16 x 32768. Return its time, its share of the copy bandwidth, and the
+    ratio of FlashInfer's time to it."""
     base = measure(flashinfer_runs.decode_calls(MAIN, BF16))
     fp8 = measure(flashinfer_runs.decode_calls(MAIN, FP8))
     name = f"attn.draft.{MAIN}"
@@ -91,7 +92,8 @@ def draft_figures(bandwidth: float) -> list[Figure]:
 
 
 def _two_bit_figures(base: Timing) -> list[Figure]:
-    """The same shape from 2-bit anchors; the better ratio once more without its codec."""
+    """Time draft attention at the same shape from 2-bit anchors. A further figure, without a codec
+    in its name, repeats the better ratio."""
     name = f"attn.draft2bit.{MAIN}"
     figures, ratios = [], []
     for codec, settings in kvspec_runs.TWO_BIT_CODECS.items():
@@ -105,7 +107,7 @@ def _two_bit_figures(base: Timing) -> list[Figure]:
 
 
 def arithmetic_figures() -> list[Figure]:
-    """uniform4's drafts on codes as integers against codes as fp16 numbers."""
+    """Compare uniform4's draft attention on integer codes with draft attention in fp16."""
     figures = []
     for shape in ARITHMETIC_SHAPES:
         times = {}
@@ -120,7 +122,8 @@ def arithmetic_figures() -> list[Figure]:
 
 
 def grid_figures() -> list[Figure]:
-    """Every shape against the faster of FlashInfer BF16 and fp8; the least ratio of all."""
+    """Compare draft attention at every shape with the faster of FlashInfer BF16 and fp8. The last
+    figure is the least ratio."""
     figures, ratios = [], []
     for shape in GRID:
         bases = [measure(flashinfer_runs.decode_calls(shape, dtype)) for dtype in (BF16, FP8)]
@@ -139,8 +142,8 @@ def grid_figures() -> list[Figure]:
 
 
 def verify_figures(bandwidth: float) -> list[Figure]:
-    """Several query tokens over 8-bit pages against FlashInfer's BF16 paged prefill, and as a share
-    of the copy bandwidth."""
+    """Compare verify attention, several query tokens over 8-bit pages, with FlashInfer's BF16 paged
+    prefill and with the copy bandwidth."""
     figures = []
     for num_new in VERIFY_TOKENS:
         bases = {}
@@ -169,7 +172,7 @@ def verify_figures(bandwidth: float) -> list[Figure]:
 
 
 def encode_figures(bandwidth: float) -> list[Figure]:
-    """Encoding whole pages, and the append of one token a request."""
+    """Time the encoding of whole pages, and the append of one token per request."""
 
     def timer(call: Callable[[], object]) -> tuple[float, float]:
         timing = measure([call] * 4)

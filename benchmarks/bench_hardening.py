@@ -1,12 +1,12 @@
-"""Can a request hurt a server, how evenly do streams flow, how soon is a wrong flag refused?
+"""Fuzz servers with generated requests, time their streams, and time the refusal of wrong flags.
 
     python benchmarks/bench_hardening.py [--requests 10000] [--pairs 5] [--out ...]
 
-Everything runs on the CPU, one part after the other. Fuzzing: generated requests to demo-5m servers
-of several settings, to a prefill server, a decode server and their door, and hostile messages to a
-prefix server; valid requests run beside them. Streams: four answers at once of SmolLM2-135M, from
-plain SGLang and from KVSpec with --kvspec-stream burst and paced, in turn. Refusals: a wrong flag
-on the real command line.
+Everything runs on the CPU, one part after the other. Fuzzing sends generated requests to demo-5m
+servers of several settings, to a prefill server, to a decode server and to their door. Valid
+requests run beside them. A prefix server gets hostile messages. Streams: four answers of
+SmolLM2-135M at once, in turn from plain SGLang and from KVSpec with --kvspec-stream burst and
+paced. Refusals: a wrong flag on the real command line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STREAMS = {
     "burst": ("--kvspec", "--kvspec-stream=burst"),
     "paced": ("--kvspec", "--kvspec-stream=paced"),
 }
-# Three servers share the memory: pools of one size, in which all streams have room.
+# Three servers share the memory. All have pools of the same size, with room for all streams.
 STREAM_ARGUMENTS = (
     "--disable-radix-cache",
     "--max-total-tokens=8192",
@@ -74,11 +74,11 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Return 1 where fuzzing found something, so that `make fuzz` fails."""
+    """Run all parts. Return 1 if fuzzing found something, so that `make fuzz` fails."""
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        # First: it measures imports, which later parts would keep in memory.
+        # Refusals come first: they time imports, whose files later parts would leave in memory.
         if args.streams_only:
             refused_s, http, roles = [], {}, {}
         else:
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def fuzz_singles(args: argparse.Namespace, folder: Path) -> dict[str, fuzzer.FuzzResult]:
-    """Attack one server of every setting in turn."""
+    """Attack one server of each setting in turn."""
     results = {}
     for number, variant in enumerate(VARIANTS):
         with single(variant, folder) as target:
@@ -135,7 +135,7 @@ def fuzz_roles(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
 
 
 def measure_streams(args: argparse.Namespace, folder: Path) -> dict[str, list[StreamRun]]:
-    """Stream from all three servers in turn, after one run of each that is not counted."""
+    """Stream from all three servers in turn, after one warm-up run on each."""
     model = smollm2.ensure()
     runs: dict[str, list[StreamRun]] = {name: [] for name in STREAMS}
     with ExitStack() as stack:
@@ -184,7 +184,8 @@ def role_figures(roles: dict[str, dict[str, Any]]) -> list[Figure]:
 
 
 def stream_figures(runs: dict[str, list[StreamRun]]) -> list[Figure]:
-    """Ratios of runs that followed each other, and their medians."""
+    """Return medians: of ratios between runs that followed each other, of p99 gaps, and of chunk
+    counts."""
     figures = []
     for name in ("paced", "burst"):
         pairs = list(zip(runs[name], runs["plain"], strict=True))
@@ -206,7 +207,7 @@ def stream_figures(runs: dict[str, list[StreamRun]]) -> list[Figure]:
 
 
 def median_figure(name: str, values: Sequence[float], unit: str) -> Figure:
-    """The median, with half of what lies between the least and the largest value as spread."""
+    """Return the median, with half the range of the values as spread."""
     return Figure(name, statistics.median(values), unit, (max(values) - min(values)) / 2)
 
 

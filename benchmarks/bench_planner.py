@@ -1,10 +1,11 @@
-"""What does the plan of verifications bring over plain decoding, in simulated time?
+"""Compare planned verifications with plain decoding in simulated time.
 
     python benchmarks/bench_planner.py [--quick] [--trace PATH] [--out PATH]
 
-The planner's own code runs against costs measured on one H200 (planning/devices.py); models lie on
-a line through Qwen3-8B and Qwen3-32B. No GPU is used. With --trace, a recorded trace (JSON lines of
-arrival_s, prompt_len, output_len) is run on one server, and nothing is written.
+The planner's own code runs with costs measured on one H200 (sglang_kvspec/planning/devices.py).
+Model shapes are interpolated linearly through Qwen3-8B and Qwen3-32B. No GPU is used. With --trace,
+one server runs a recorded trace (JSON lines of arrival_s, prompt_len, output_len), and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ GRID_CONTEXTS, GRID_BUDGETS, GRID_RATIOS = (
     (0.2, 0.4, 0.75, 0.88),
     (10, 40, 80),
 )
-# Name in the figures, and how residuals are kept: see Case.
+# Target and record sizes of a Case, by their prefix in the names of figures.
 KINDS = {
     "": ("exact", "log4"),
     "int8.": ("int8", "log4"),
@@ -59,7 +60,8 @@ class Sweep:
 
 
 def sweeps(target: str, sizes: str) -> list[Sweep]:
-    """At 16K tokens, where even the smallest budget holds several plain requests."""
+    """Return the three sweeps. Budget and ratio vary at 16K tokens, where even the smallest budget
+    holds several plain requests."""
 
     def case(gpu: str, context_len: int, kv_share: float, ratio: float) -> Case:
         return Case(gpu, context_len, kv_share, ratio, target, sizes)
@@ -121,7 +123,8 @@ def main() -> None:
         "paper": "VeriCache figure 13: 1.61 at budget 0.74 to 2.71 at 0.2; 1.92 at ratio 60 to "
         "3.01 at 10",
     }
-    # Before the plots, which make the working tree differ from its commit.
+    # Write the figures before the plots: plots change the working tree, which marks its commit as
+    # dirty.
     write_json(args.out, "planner", torch.device("cpu"), settings, figures)
     for plot in plots:
         plot()
@@ -140,7 +143,8 @@ def parse_arguments() -> argparse.Namespace:
 def run_sweep(
     pool: ProcessPoolExecutor, prefix: str, sweep: Sweep, seeds: Sequence[int], folder: Path
 ) -> tuple[list[Figure], list[Outcome], Callable[[], None]]:
-    """Figures and all outcomes of one sweep, and what draws its plot into `folder`."""
+    """Return figures and all outcomes of one sweep, and a function that draws its plot into
+    `folder`."""
     jobs = {
         name: [pool.submit(run_case, case, seed, baselines=seed == seeds[0]) for seed in seeds]
         for name, _, case in sweep.points
@@ -213,7 +217,7 @@ def run_sweep(
 
 
 def run_grid(pool: ProcessPoolExecutor) -> list[Outcome]:
-    """Every combination of a coarser grid, for the least speed-up and the most stall."""
+    """Simulate every combination of a coarser grid, for the least speed-up and the most stall."""
     cases = [
         Case("H200", context_len, budget, ratio, target, "log4")
         for target in ("exact", "int8")
@@ -254,8 +258,8 @@ def summary(outcomes: Iterable[Outcome]) -> list[Figure]:
 
 
 def link_figures(pool: ProcessPoolExecutor) -> list[Figure]:
-    """Where requests ask for more than the link has: how much of it is used, and how much of step
-    time waits for it all the same."""
+    """Simulate servers whose requests demand more than the link can carry. Return how much of the
+    link they use, and the share of step time that waits for it."""
     cases = {
         f"{target}.{context_len // 1024}k": Case("H200", context_len, 0.5, 80, target)
         for target in ("exact", "int8")
@@ -275,7 +279,7 @@ def link_figures(pool: ProcessPoolExecutor) -> list[Figure]:
 
 
 def compare_on(trace: Sequence[TraceRequest]) -> None:
-    """All schedules on a recorded trace, on an H200 with half its memory for KV."""
+    """Run all schedules on a recorded trace, on an H200 with half its memory for KV."""
     context_len = round(mean(request.total_len for request in trace))
     output_len = mean(request.output_len for request in trace)
     machine = Case("H200", context_len, 0.5, 75, "exact").machine()

@@ -1,11 +1,11 @@
-"""How fast is the transport on loopback, how long does an anchor wait, and what does it survive?
+"""Measure speed, anchor delay and fault tolerance of the transport on loopback.
 
     python benchmarks/bench_transfer.py [--quick] [--out PATH]
     python benchmarks/bench_transfer.py --throughput --commit HASH --out PATH
 
-Two processes, each pinned to one core with all its threads, as far as the machine has two; what
-else runs on the machine shows in the spread. Bytes are payload bytes, GB and MB are 10^9 and 10^6.
---throughput measures speed alone, in two minutes or less, for a machine that is lent.
+Two processes run, each pinned to one core with all its threads if the machine has two cores. Other
+load on the machine shows in the spread. Bytes are payload bytes; GB and MB are 10^9 and 10^6.
+--throughput measures only speed, in two minutes or less, for a machine that is lent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from xxhash import xxh3_64_intdigest
 from sglang_kvspec.transport import CurveKeys, Stream, TransferShape
 
 OUT = Path(__file__).resolve().parent / "results" / "transfer.json"
-# 16 pages of an 8B model: anchors of 64 KiB a layer and page, residuals of three times that.
+# 16 pages of an 8B model: 64 KiB of anchors per layer and page, and 192 KiB of residuals.
 WHOLE_PAGES = TransferShape(16, 1, 2 << 20, 6 << 20)
 BY_LAYER = TransferShape(16, 32, 64 << 10, 192 << 10)
 SMALL_ANCHORS = TransferShape(2, 1, 200 << 10, 8 << 20)
@@ -43,8 +43,8 @@ console = Console(width=120)
 
 
 def throughput(rounds: int, num_transfers: int) -> list[Figure]:
-    """Payload bytes between the first and the last arrival, in turns with a bare socket, so that
-    what else the machine does falls on all of them."""
+    """Measure payload bytes per second between the first and the last arrival. Runs take turns with
+    a bare socket, so that other load on the machine affects all cases alike."""
     cases = {
         "": Offers(WHOLE_PAGES, [0.0] * num_transfers),
         ".by_layer": Offers(BY_LAYER, [0.0] * num_transfers),
@@ -73,8 +73,8 @@ def throughput(rounds: int, num_transfers: int) -> list[Figure]:
 
 
 def inversions(link: float | None, num_anchors: int) -> list[float]:
-    """MB of residuals that arrived after an anchor was offered and before its first piece did,
-    while residuals of one transfer keep the link busy."""
+    """Return for each anchor the MB of residuals that arrived between the anchor's offer and its
+    first piece. A backlog of residuals keeps the link busy meanwhile."""
     every_s = 0.05 if link is None else 0.2
     backlog = round(num_anchors * every_s * (link or 2e9) / (2 * SMALL_ANCHORS.residual_bytes)) + 2
     streams = [(Stream.RESIDUAL,)] * backlog + [(Stream.ANCHOR,)] * num_anchors
@@ -89,7 +89,8 @@ def inversions(link: float | None, num_anchors: int) -> list[float]:
 
 
 def _inversion(transfer: int, sent: SenderReport, received: ReceiverReport) -> float | None:
-    """None where no residuals came later either, so that nothing was in the way."""
+    """Return the MB of residuals that arrived before the anchor of `transfer`. Return None if no
+    residual arrived after it either: then nothing was in its way."""
     offered_s = sent.offered_s[transfer]
     first = next(i for i, entry in enumerate(received.log) if entry[2] == transfer)
     if all(entry[1] == Stream.ANCHOR for entry in received.log[first:]):
@@ -113,7 +114,8 @@ def inversion_figures(num_anchors: int) -> list[Figure]:
 
 
 def stall_figures() -> list[Figure]:
-    """The receiver reads nothing for a while, with 0.5 GB waiting for it."""
+    """Measure the memory growth of both ends while the receiver reads nothing for STALL_S and
+    0.5 GB waits for it."""
     stalled = partial(receive_all, stall_s=STALL_S)
     sent, received = run_pair(send_all, stalled, Offers(WHOLE_PAGES, [0.0] * 4))
     growth = [end.rss_growth / 1e6 for end in (sent, received)]

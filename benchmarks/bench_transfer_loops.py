@@ -1,10 +1,10 @@
-"""How much of the transport's speed is left where each end is a thread beside a computation?
+"""Measure the speed of the transport where each end is a thread beside a computation.
 
     python benchmarks/bench_transfer_loops.py [--rounds N] [--transfers N]
 
-In turns with both ends alone in their processes, as bench_transfer.py measures them; each process
-on one core, with all its threads. What is beside a loop shares that core, so the most that is to be
-had beside a computation is a half. Prints, and writes nothing.
+Runs take turns with runs whose ends are alone in their processes, as in bench_transfer.py. Each
+process has one core for all its threads. A computation beside a loop shares that core, so at most
+half of the speed is left. Prints the results, and writes nothing.
 """
 
 from __future__ import annotations

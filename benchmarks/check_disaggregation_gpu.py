@@ -1,15 +1,15 @@
-"""Do a prefill and a decode server on one GPU, or one a rank, answer as one server alone does?
+"""Check that a prefill and a decode server on one GPU, or one per rank, answer like one server.
 
 usage: python benchmarks/check_disaggregation_gpu.py [--out PATH] [--link-gbps X]
        python benchmarks/check_disaggregation_gpu.py --server-args "--kvspec-host-gb=1"
        python benchmarks/check_disaggregation_gpu.py --server-args "--tp-size=2"
        python benchmarks/check_disaggregation_gpu.py --cpu --prompts 6 --longest 1500
 
-Three servers start at once: the pair, over a link so slow that residuals come after several drafts,
-and one with the same flags. All run with --enable-deterministic-inference, so that answers may not
-differ in a token, however they were computed. Prompts are sent one at a time, then eight at a time.
-With --cpu the servers work in rounds, as a GPU's do, and all is float32. Exits with 1 where an
-answer differs, a request fails, no draft came before residuals, or pages are left behind.
+Three servers start at once: the pair, over a link so slow that residuals arrive after several
+drafts, and a single server with the same flags. All run with --enable-deterministic-inference, so
+answers must agree in every token. Prompts are sent one at a time, then eight at a time. With --cpu,
+servers use the schedule `rounds`, as GPU servers do, and float32. Exits with 1 if an answer
+differs, a request fails, no draft came before residuals, or pages are left in use.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ START_TIMEOUT_S = 300.0
 SETTLE_TIMEOUT_S = 20.0
 AT_ONCE = 8
 PREFIX = "apart.gpu"
-# Little of the memory each, as three share it, and what others take while one starts is seen as its
-# own; so many tokens are enough.
+# Three servers share the memory, so each gets a small part. A server that starts also counts what
+# the others allocate meanwhile as its own. The tokens of ARGUMENTS still fit.
 GPU_ARGUMENTS = (
     "--dtype=bfloat16",
     "--mem-fraction-static=0.2",
@@ -121,7 +121,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def mixed_prompts(model: Path, count: int, shortest: int, longest: int) -> list[list[int]]:
-    """In even steps, long and short ones in turn."""
+    """Return prompts with lengths in even steps, long and short ones mixed."""
     windows, _ = cut_prompts(model, count, longest)
     lengths = even_lengths(count, shortest, longest)
     mixed = [lengths[i * 7 % count] for i in range(count)] if count % 7 else lengths
@@ -167,7 +167,7 @@ def ask_single(server: ServerProcess, prompt: list[int], new_tokens: int) -> lis
 def ask_pair(
     pair: ServerPair, prompts: Sequence[list[int]], new_tokens: int, at_once: int
 ) -> list[Answer]:
-    """The prefill server has nothing cached before."""
+    """Flush the prefill server's prefix cache, then send all prompts, `at_once` at a time."""
     requests.post(
         f"{pair.prefill.base_url}/flush_cache?timeout=30", timeout=TIMEOUT_S
     ).raise_for_status()
@@ -178,7 +178,7 @@ def ask_pair(
 
 
 def compare(name: str, answers: Sequence[Answer], expected: Sequence[list[int]]) -> list[Figure]:
-    """How many differ, and how KV came to them."""
+    """Return the number of answers that differ, the drafts before residuals, and transfer times."""
     differ = 0
     for index, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
         pairs = enumerate(zip(answer.output_ids, wanted, strict=True))
@@ -204,14 +204,15 @@ def compare(name: str, answers: Sequence[Answer], expected: Sequence[list[int]])
 
 
 def _seconds(begin: str, what: str, transfers: Sequence[Transfer]) -> Figure:
-    """Since the end of each prefill."""
+    """Return the mean milliseconds from the end of a prefill until `what`."""
     times = [getattr(transfer.seconds, what) for transfer in transfers]
     mean = Estimate.of(torch.tensor([at for at in times if at is not None] or [0.0]))
     return Figure(f"{begin}.ms_to_{what}", 1e3 * mean.mean, "ms", 1e3 * mean.half_width)
 
 
 def pages_left(pair: ServerPair) -> int:
-    """On the decode server, which keeps no prefixes, once it had time to finish."""
+    """Return the pages in use on the decode server, which keeps no prefixes. Wait up to
+    SETTLE_TIMEOUT_S until none is in use."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
         report = kvspec_report(pair.decode)

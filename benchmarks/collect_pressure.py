@@ -1,13 +1,13 @@
-"""How much speed is left where residuals lie in host memory, from points of bench_serving.py.
+"""Compare speeds with and without residuals in host memory, from points of bench_serving.py.
 
 python benchmarks/collect_pressure.py --resident R.points.jsonl --hosted H.points.jsonl \
     --plain B.points.jsonl --hosted-large L.points.jsonl
 
-The 8B shape with all residuals in GPU memory (R) and with few of them there (H), at as many
-requests; and the 32B shape on plain SGLang (B) and with residuals in host memory (L), each with as
-many requests as fit. Take the two of a pair from machines of one kind; `settings` has the commit,
-the arguments and the counters of each, and what the server says that its link allows. With one pair
-alone the other one's figures stay as they are.
+One pair is the 8B shape with all residuals in GPU memory (R) and with few of them there (H). Both
+have the same number of requests. The other pair is the 32B shape on plain SGLang (B) and with
+residuals in host memory (L), each with as many requests as fit. Measure a pair on machines of one
+kind. `settings` has the commit, the arguments and the counters of each point, and what its server
+reports about the link. With only one pair, the figures of the other pair stay as they are.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def figures_of(points: dict[str, Record]) -> list[Figure]:
-    """Rates of each, and the ratio of each pair with both spreads."""
+    """Return the rate of each point, and the ratio of each pair with the spreads of both."""
     figures = [
         Figure(f"pressure.{name}.tokens_per_s", *_rate(point)) for name, point in points.items()
     ]
@@ -96,7 +96,7 @@ def _last(path: Path, parser: argparse.ArgumentParser) -> Record:
     found = [record for record in records.read(path) if record.decode_rate is not None]
     if not found:
         parser.error(f"{path} has no point with a decode rate")
-    # Of a file with several, the most requests at once.
+    # Take the longest context, then the most requests, then the newest record.
     return max(found, key=lambda record: (record.context_len, record.concurrency, record.date))
 
 

@@ -1,9 +1,10 @@
-"""Fill the tables of README.md and docs/ from results, from the declarations of flags and
-from the metrics that a server registers, and draw the plot of serving.
+"""Fill the tables of README.md and docs/, and draw the plot of serving.
+
+Sources are results, the declarations of flags, and the metrics that a server registers.
 
 python benchmarks/doc_tables.py
 
-A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, wherever a page wants it.
+Any page can hold a table, between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ TRANSFER_TITLES = {
     "transfer.inversion_mb": "MB of residuals that an anchor waited for, most",
 }
 
-# Title, and what was asked for.
+# Title and goal of each figure.
 HARDENING_TITLES = {
     "fuzz.http.requests": ("generated requests to servers of one process", "10000 or more"),
     "fuzz.http.answered": ("of them answered with 200", ""),
@@ -88,20 +89,20 @@ def main() -> None:
 
 
 def pages() -> list[Path]:
-    """Return the pages that tables may stand in."""
+    """Return the pages that may hold tables."""
     return [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def all_tables() -> dict[str, str]:
     """Return each table by its name."""
     hardening = _figures("hardening")
-    # Measured alone on the machine, after the figures of the same names in hardening.json.
+    # Streams measured alone on the machine replace figures of the same names in hardening.json.
     hardening += _figures("streams")
     return {
         "figures": table(_figures("main_job")),
         "transfer": transfer_table(_figures("transfer")),
         "hardening": goal_table(
-            # The later one of two figures with one name counts.
+            # The later of two figures with the same name counts.
             {row["name"]: row for row in hardening},
             {name: title for name, (title, _) in HARDENING_TITLES.items()},
             {name: goal for name, (_, goal) in HARDENING_TITLES.items()},
@@ -115,7 +116,7 @@ def all_tables() -> dict[str, str]:
 
 
 def filled(text: str, tables_by_name: Mapping[str, str]) -> str:
-    """Return a page with its tables in place. Raises SystemExit for a mark without a table."""
+    """Return a page with its tables filled in. Raises SystemExit for a mark without a table."""
     for name in re.findall(r"<!-- (\w+):begin -->", text):
         if name not in tables_by_name:
             raise SystemExit(f"no table is named {name}; there are {', '.join(tables_by_name)}")
@@ -129,7 +130,7 @@ def _figures(name: str) -> list[dict[str, Any]]:
 
 
 def transfer_table(figures: list[dict[str, Any]]) -> str:
-    """Return the table of the split-stream transfer, whose goals stand in its result."""
+    """Return the table of the split-stream transfer. Its result holds the goals."""
     rows = {row["name"]: row for row in figures}
     baselines = {name: row["baseline"] for name, row in rows.items()}
     goals = {name: goal if isinstance(goal, float) else "" for name, goal in baselines.items()}
@@ -139,8 +140,8 @@ def transfer_table(figures: list[dict[str, Any]]) -> str:
 def goal_table(
     rows: Mapping[str, dict[str, Any]], titles: Mapping[str, str], goals: Mapping[str, Any]
 ) -> str:
-    """Return figures in the order of their titles, each with what was asked for. Spread: half of
-    what lies between the least and the largest."""
+    """Return a table of figures in the order of their titles, each with its goal. A spread is half
+    the range of the values."""
     lines = ["| what | value | asked for |", "|---|---|---|"]
     lines += [f"| {titles[name]} | {value_of(rows[name])} | {goals[name]} |" for name in titles]
     return "\n".join(lines)
@@ -166,7 +167,8 @@ def value_of(row: dict[str, Any]) -> str:
 
 
 def baseline_of(row: dict[str, Any]) -> str:
-    """The acceptance benchmark holds each log4 figure against uniform4's."""
+    """Return what a figure is compared with. A number is uniform4's figure: bench_acceptance.py
+    compares each log4 figure with it."""
     baseline = row["baseline"]
     if isinstance(baseline, float):
         small = baseline < 0.01

@@ -1,7 +1,7 @@
-"""The main job's figures in one file: identity, capacity, acceptance, start-up.
+"""Collect the figures of the main job in one file: identity, capacity, acceptance, start-up.
 
-Identity and acceptance are taken from the results of `make identity` and bench_acceptance.py;
-capacity and start-up are measured here, on real servers, one after the other.
+Identity and acceptance come from the results of `make identity` and bench_acceptance.py. Capacity
+and start-up are measured here, on real servers, one after the other.
 
     python benchmarks/main_job.py
 """
@@ -35,7 +35,7 @@ EVAL_MODEL = REPOSITORY.parent / "shared" / "models" / "eval-31m"
 
 START_TIMEOUT_S = 300.0
 COMMON = ("--device=cpu", "--disable-overlap-schedule", "--sleep-on-idle", "--random-seed=0")
-# Head size 128 in bf16; the recent window of eight requests is a fair share of a small pool.
+# Head size 128 in bf16. Eight requests keep the recent window in proportion to a small pool.
 CAPACITY = (
     *COMMON,
     f"--model-path={EVAL_MODEL}",
@@ -88,7 +88,8 @@ def identity_figures(path: Path) -> list[Figure]:
 
 
 def capacity_figures(logs: Path, console: Console) -> list[Figure]:
-    """Tokens a pool holds, by what it really allocated, against a plain pool of those bytes."""
+    """Compare the tokens of a pool with those of a plain pool in the bytes that it really
+    allocated."""
     if not EVAL_MODEL.exists():
         console.print("[yellow]capacity.vs_plain needs eval-31m, which is not on this machine")
         return []
@@ -120,7 +121,8 @@ def acceptance_figures(path: Path) -> list[Figure]:
 
 
 def start_figures(starts: int, logs: Path, console: Console) -> list[Figure]:
-    """Seconds from launch to healthy, the two servers by turns so that drift hits both."""
+    """Measure the seconds from launch to healthy. The two servers take turns, so that drift of the
+    machine affects both."""
     seconds: dict[str, list[float]] = {"plain": [], "kvspec": []}
     for turn in range(starts):
         for label, flags in (("plain", ()), ("kvspec", ("--kvspec",))):

@@ -1,8 +1,9 @@
-"""Merges the reports of identity runs that shared the matrix into one file.
+"""Merge the reports of identity runs, each of which ran a part of the matrix, into one file.
 
 python benchmarks/merge_identity.py PART.json ... --out benchmarks/results/identity.json
 
-Runs may have shared models, codecs, scenarios, and by --identity-shard the prompts of a scenario.
+Runs can divide the models, codecs and scenarios, and with --identity-shard the prompts of a
+scenario.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def main() -> None:
 
 
 def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One report of all parts, in which the shards of a scenario are added up.
+    """Return one report of all parts, in which the shards of a scenario are added up.
 
-    Raises ValueError when parts are not of one commit and configuration, and when a scenario does
-    not have each of its shards once.
+    Raises ValueError if the parts differ in commit or settings, or if a scenario does not have each
+    of its shards once.
     """
     for key in ("commit", "settings"):
         if any(part[key] != parts[0][key] for part in parts):
@@ -76,7 +77,8 @@ def _check_shards(parts: Sequence[dict[str, Any]]) -> None:
 
 
 def _totals(rows: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Every scenario of a model sends the same prompts, so they are counted once a model."""
+    """Return the totals. Every scenario of a model sends the same prompts, so prompts are counted
+    once per model."""
     prompts_of_model: dict[str, int] = defaultdict(int)
     sums: dict[str, int] = defaultdict(int)
     for name, row in rows.items():
@@ -90,13 +92,13 @@ def _totals(rows: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """identity.MODEL.SETTING.SCENARIO.KIND without its kind, and the kind."""
+    """Split identity.MODEL.SETTING.SCENARIO.KIND into the name without its kind, and the kind."""
     scenario, _, kind = name.rpartition(".")
     return scenario, kind
 
 
 def _one_or_all(values: Iterable[Any]) -> Any:
-    """The value all parts share, else a list of the different ones."""
+    """Return the value that all parts share, or else a list of the different values."""
     different: list[Any] = []
     for value in values:
         if value not in different:

@@ -46,7 +46,7 @@ ACCEPTANCE_REMARK = (
     "Acceptance is that of a model of 31M parameters after 4096-token prompts; no large model has "
     "been measured. Try others: --acceptance 0.95, or a file of benchmarks/bench_acceptance.py."
 )
-# Tables keep their columns when nobody's terminal says how wide it is.
+# Characters in a line where no terminal gives a width, so that tables keep their columns.
 PIPE_WIDTH = 120
 
 
@@ -88,7 +88,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def plan(args: argparse.Namespace) -> None:
-    """Print what to expect of a deployment, and draw it where asked to."""
+    """Print what to expect of a deployment, and draw a plot if --plot asks for one."""
     deployment = deployment_of(args)
     chosen = forecast(deployment, args.context)
     swept = sweep(deployment, sweep_contexts(args.context, deployment.model.max_context))
@@ -121,7 +121,7 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def deployment_of(args: argparse.Namespace) -> Deployment:
-    """What the arguments describe. Raises ConfigError."""
+    """Return the deployment that the arguments describe. Raises ConfigError."""
     device = find_device(args.gpu)
     if args.link_gbps is not None:
         device = device.with_link(args.link_gbps * GB)
@@ -150,7 +150,8 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def acceptance_curve(value: str, codec: str) -> AcceptanceCurve:
-    """Of a benchmark's file, of a fixed probability for each draft, or by default our own."""
+    """Return the curve that `value` names: the measured default of a codec, one probability for
+    each draft, or a file of a benchmark. Raises ConfigError for a file that cannot be read."""
     if value == DEFAULT_ACCEPTANCE:
         return MEASURED_ACCEPTANCE[codec]
     try:
@@ -225,7 +226,7 @@ def draw(path: Path, deployment: Deployment, swept: Sequence[Forecast]) -> None:
 
 
 def _drawn(value: float) -> float:
-    """Gaps in a line where nothing fits, or where there is nothing to compare with."""
+    """Return the value, or NaN for a gap: nothing fits, or there is nothing to compare with."""
     return value if 0 < value < inf else nan
 
 

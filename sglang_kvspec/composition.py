@@ -1,6 +1,6 @@
 """Composition root: the only module that imports both the adapters and the hooks.
 
-Adapters below it never import the hooks; functions that an adapter needs from here are passed in.
+Adapters never import the hooks. Functions that an adapter needs from this module are passed in.
 Imports are late, so that a server without --kvspec loads flags and hooks only.
 """
 

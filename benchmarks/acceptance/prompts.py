@@ -1,4 +1,4 @@
-"""Prompts the model has not been trained on: windows of installed networkx and aiohttp sources."""
+"""Prompts outside the model's training data: windows of installed networkx and aiohttp sources."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ BOS = 0
 def cut_prompts(
     model_folder: Path, count: int, length: int, seed: int = 0
 ) -> tuple[torch.Tensor, dict[str, int]]:
-    """`count` distinct prompts [count, length] int64, and how many come from each package.
+    """Return `count` distinct prompts [count, length] int64, and how many come from each package.
 
-    Sources are joined in path order per package, cut into windows of length - 1 tokens after a
-    BOS that overlap as little as the text allows, then shuffled with `seed`. The same packages,
-    tokenizer and arguments give the same prompts. Raises ValueError when there is too little text.
+    The sources of a package are joined in path order and cut into windows of length - 1 tokens.
+    Windows overlap as little as the text allows. Each gets a BOS in front; all are shuffled with
+    `seed`. The same packages, tokenizer and arguments give the same prompts. Raises ValueError if
+    there is too little text.
     """
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     streams = {name: _tokens_of(name, tokenizer) for name in PACKAGES}
     total = sum(len(stream) for stream in streams.values())
     window = length - 1
-    # A stride below the window lets neighbours overlap when the text is short.
+    # A stride shorter than the window lets neighbours overlap where the text is short.
     stride = min(window, (total - window * len(streams)) // max(count, 1))
     if stride < window // 4:
         raise ValueError(
@@ -46,7 +47,7 @@ def cut_prompts(
 
 
 def even_lengths(count: int, shortest: int, longest: int) -> list[int]:
-    """Every length from the shortest to the longest, in even steps."""
+    """Return `count` lengths from the shortest to the longest, in even steps."""
     step = (longest - shortest) / max(count - 1, 1)
     return [shortest + round(i * step) for i in range(count)]
 

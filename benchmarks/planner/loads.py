@@ -1,4 +1,4 @@
-"""What other ways to load residuals would bring, by the model that chooses operating points."""
+"""Gains of other ways to load residuals, by the model that chooses operating points."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from acceptance.report import Figure
 from planner.cases import OUTPUT_LEN, Case
 from planner.operating_point import Loading, choose_operating_point
 
-# Name in the figures, and the ways of which the best counts.
+# Ways to load by their name in the figures. The best way of a name counts.
 WAYS: Mapping[str, tuple[Loading, ...]] = {
     "own": (Loading(),),
     "longer_loads": (Loading(span=2),),
     "load_serves_several": tuple(Loading(verifications=n) for n in (2, 4)),
     "keeps_pages": (Loading(keeps_pages=True),),
 }
-# A gain that counts: draft lengths are tried in steps that cost as much.
+# Least gain that counts: the steps between the draft lengths that are tried cost as much.
 LEAST_GAIN = 1e-3
 
 
 def weigh_loads(case: Case) -> dict[str, float] | None:
-    """Expected tokens/s by way, 0 where it is no better than plain decoding; None where the
-    schedule's own is not."""
+    """Return the expected tokens/s by way to load, 0 if a way is no better than plain decoding.
+    Return None if the schedule's own way is no better."""
     machine = case.machine()
 
     def expected(loading: Loading) -> float:

@@ -1,4 +1,4 @@
-"""Requests over time: made up from a seed, or recorded as JSON lines."""
+"""Requests over time: generated from a seed, or recorded as JSON lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_kvspec.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request: when it arrives, the tokens it brings and the tokens it wants."""
+    """One request: arrival time, prompt tokens and output tokens."""
 
     arrival_s: float
     prompt_len: int
@@ -42,8 +42,8 @@ def generate_trace(
     prompt_spread: float = 0.5,
     output_spread: float = 0.5,
 ) -> tuple[TraceRequest, ...]:
-    """Poisson arrivals (all at once for an infinite rate); lengths uniform around their means, off
-    by up to these shares of them."""
+    """Generate Poisson arrivals (all at once for an infinite rate). Lengths are uniform around
+    their means. Each spread is the largest deviation, as a share of the mean."""
     rng = Random(seed)
     now = 0.0
     requests = []
@@ -57,13 +57,14 @@ def generate_trace(
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """One JSON object a line, with the fields of TraceRequest."""
+    """Write one JSON object per line, with the fields of TraceRequest."""
     lines = (json.dumps(asdict(request)) for request in requests)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def read_trace(path: Path) -> tuple[TraceRequest, ...]:
-    """In order of arrival. Raises ConfigError naming the first line that is no request."""
+    """Read requests in order of arrival. Raises ConfigError naming the first line that is no
+    request."""
     requests = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""The command line of bench_serving.py."""
+"""Command line of bench_serving.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PASSES = {
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
-    """With `points` parsed. Exits where they make no sense."""
+    """Return the arguments with `points` parsed. Exits if they make no sense."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,7 +70,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark of serving asks about its servers."""
+    """Add the options on servers that all benchmarks of serving share."""
     add = parser.add_argument
     add("--replay", action="store_true", help="replay acceptance on a model with weights, too")
     add("--codec", choices=("log4", "uniform4"), default="uniform4")

@@ -1,4 +1,4 @@
-"""What a profile says: figures, the JSON that holds them, and a table on the console."""
+"""Report of a profile: figures, the JSON that holds them, and a table on the console."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serving.profiled_run import ProfiledRun
 from serving.report import note_on
 from serving.trace_rounds import Phase, Round
 
-# In sentences, and in the names of figures.
+# Names of phases in sentences, and then in the names of figures.
 DRAFTING = {Phase.STEPS: "drafting", Phase.REST: "verifying and housekeeping"}
 PLAIN = {Phase.STEPS: "decode step", Phase.REST: "between decode steps"}
 _DRAFTING_KEYS = {Phase.STEPS: "draft", Phase.REST: "verify"}
@@ -23,7 +23,7 @@ _PLAIN_KEYS = {Phase.STEPS: "step", Phase.REST: "between"}
 
 
 class ProfileReport:
-    """A run, its breakdown, and the bandwidth of the floor in bytes/s."""
+    """Report of a run and its breakdown. bandwidth: bandwidth of the floor in bytes/s."""
 
     def __init__(self, run: ProfiledRun, breakdown: Breakdown, bandwidth: float) -> None:
         self._run, self._breakdown, self._bandwidth = run, breakdown, bandwidth
@@ -32,7 +32,7 @@ class ProfileReport:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a round takes with the profiler."""
+        """Return how many times as long a round takes with the profiler."""
         return self._round_ms().mean / self._run.iteration_ms
 
     def losses(self) -> list[str]:
@@ -40,7 +40,8 @@ class ProfileReport:
         return [breakdown.sentence(loss) for loss in breakdown.largest_losses()]
 
     def figures(self) -> list[Figure]:
-        """All of one point and system; baselines are floors, in the figure's own unit."""
+        """Return all figures of the point and system. Baselines are floors, in the figure's own
+        unit."""
         run, found = self._run, self._breakdown
         drafting = run.target is not None
         floors = {phase: self._floor_of(phase) for phase in Phase}
@@ -75,7 +76,7 @@ class ProfileReport:
         return figures
 
     def write(self, path: Path) -> None:
-        """The JSON at `path`."""
+        """Write the JSON to `path`."""
         run, found = self._run, self._breakdown
         settings = {
             "acceptance": self._note,
@@ -121,7 +122,7 @@ class ProfileReport:
         )
 
     def console(self) -> Iterator[str | Table]:
-        """What to print, the note on acceptance first."""
+        """Yield what to print, the note on acceptance first."""
         run, found = self._run, self._breakdown
         yield self._note
         table = Table(

@@ -1,4 +1,4 @@
-"""A table for the documentation: where the time of a drafting server goes, by its profile."""
+"""Table for the documentation: the time of a drafting server by phase, from its profile."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from typing import Any
 
 PHASES = {"draft": "drafting", "verify": "verifying, housekeeping"}
-# Rows of a phase; what else ran in it is one row together.
+# Rows of a phase. All other kernels of the phase share one row.
 ROWS = {"attention": "attention", "matrix_products": "matrix products"}
 _KERNEL_NAMES = re.compile(r" \([^()]*\)|, the largest of \S+ ms between .*(?=\.$)")
 
 
 def profile_lines(profile: dict[str, Any], note: str) -> list[str]:
-    """Markdown. profile: what bench_profile.py wrote of a server with --kvspec; note: on its
-    acceptance."""
+    """Return the table as Markdown. profile: result of bench_profile.py for a server with --kvspec.
+    note: note on its acceptance."""
     settings = profile["settings"]
     prefix = f"profile.{settings['point']}.{settings['system']}."
     figures = {row["name"].removeprefix(prefix): row for row in profile["figures"]}

@@ -21,12 +21,12 @@ from serving.systems import SYSTEMS
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "serving_h200.json"
 DETERMINISTIC = ROOT / "benchmarks" / "results" / "identity_deterministic_h200.json"
-# Of a run with --control.
+# Result of a run with --control.
 CONTROL = ROOT / "benchmarks" / "results" / "identity_control_h200.json"
 PROFILE = ROOT / "benchmarks" / "results" / "profile_8b_32k_exact.json"
 WIDTH = 100
 
-# Name of the figure: what it is, and what it should be.
+# Title and goal of figures, by name.
 HEADLINES = {
     "serve.8b.32k.bs16.draft_iter_ms": ("8B shape, 16 x 32K: ms a draft iteration", "<= 10.5"),
     "serve.8b.32k.bs16.exact.vs_bf16": ("8B shape, 16 x 32K: decoding, `exact`", ">= 1.45"),
@@ -45,12 +45,13 @@ HEADLINES = {
     ),
     "start.extra_seconds": ("seconds that --kvspec adds to the start of a server", "<= 20"),
 }
-# What systems.py gives plain SGLang, and what SGLang then chooses itself.
+# Settings of plain SGLang: flags of systems.py, and what SGLang selects by itself.
 BASELINE = (
     "Plain SGLang (`bf16`) runs FlashInfer here, as the FA3 wheel it would choose itself was not "
     "available, with pages of 1 token and overlap scheduling on."
 )
-# Name of the figure after identity.gpu or identity.gpu.deterministic: what was compared.
+# What answers are compared with, by the name of the figure behind identity.gpu or
+# identity.gpu.deterministic.
 COMPARED = {
     "mismatches_vs_draft_off": "`exact` with drafting off",
     "mismatches_vs_draft_off.without_logprobs": "the same, asked without log-probabilities",
@@ -58,7 +59,7 @@ COMPARED = {
     "draft_off_differences_to_plain": "plain SGLang, drafting off on this side",
     "plain_differences_to_itself": "plain SGLang against itself with fewer requests at once",
 }
-# Of a figure's unit: how many requests or starts it is of.
+# Part of a figure's unit with its number of requests or starts.
 _DETAIL = re.compile(r", (at|median of) \d[^,]*")
 _POINT = re.compile(
     r"serve\.(?P<place>.+)\.bs(?P<at>\d+)\.(?P<system>\w+)"
@@ -69,7 +70,8 @@ Figures = dict[str, dict[str, Any]]
 
 
 def block() -> str:
-    """Return the tables, with how they were measured; a sentence where nothing was measured."""
+    """Return the tables, with a note on how they were measured. Return a sentence if nothing was
+    measured."""
     if not RESULT.exists():
         return f"Nothing was measured: there is no `{RESULT.name}`."
     record = json.loads(RESULT.read_text(encoding="utf-8"))
@@ -94,7 +96,7 @@ def block() -> str:
 
 
 def draw() -> None:
-    """Draw the decode rate by concurrency beside the result, where there is one."""
+    """Draw the decode rate by concurrency beside the result, if there is one."""
     if RESULT.exists():
         record = json.loads(RESULT.read_text(encoding="utf-8"))
         figures = {figure["name"]: figure for figure in record["figures"]}
@@ -103,7 +105,7 @@ def draw() -> None:
 
 
 def lines(figures: Figures, note: str, machine: str) -> list[str]:
-    """Markdown, the note on acceptance first and in the head of every table."""
+    """Return Markdown, with the note on acceptance first and in the head of every table."""
     return [
         f"Serving on one {machine}, live servers driven by `sglang.bench_serving` "
         f"(`benchmarks/bench_serving.py`): {note}. {BASELINE} Rates are of the time in which all "
@@ -117,14 +119,14 @@ def lines(figures: Figures, note: str, machine: str) -> list[str]:
 
 
 def wrapped(line: str) -> list[str]:
-    """Prose in lines as long as a page's; a row of a table stays one."""
+    """Wrap prose to the line length of a page. A row of a table stays one line."""
     if not line or line.startswith(("|", "!")):
         return [line]
     return textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def headlines(figures: Figures, note: str) -> list[str]:
-    """What was asked for and has been measured."""
+    """Return the table of figures that have a goal and were measured."""
     rows = [f"| {_short(note)} | value | asked for | plain bf16 |", "|---|---|---|---|"]
     for name, (what, target) in HEADLINES.items():
         if name not in figures:
@@ -141,7 +143,8 @@ def headlines(figures: Figures, note: str) -> list[str]:
 
 
 def points(figures: Figures, note: str) -> list[str]:
-    """A row per point and system; columns in which nothing was measured are left out."""
+    """Return a table with a row per point and system. Columns without a measurement are left
+    out."""
     columns = (
         _short(note),
         "at once",
@@ -174,7 +177,7 @@ def _point_cells(figures: Figures, place: str, at: int, system: str, name: str) 
         found = cell(first, form), cell(second, form)
         return "/".join(found) if all(found) else ""
 
-    # With a cached prompt the first token says nothing of prefill.
+    # With a cached prompt, the time to the first token says nothing about prefill.
     cold = f"{name}.end_to_end.ttft_mean_ms" in figures
     kind = "end_to_end" if cold else "decode_pass"
     return (
@@ -194,9 +197,10 @@ def _point_cells(figures: Figures, place: str, at: int, system: str, name: str) 
 
 
 def identity(figures: Figures, settings: dict[str, Any], kind: str = "") -> list[str]:
-    """How many answers differ from whose, and how close the two tokens were where they part.
+    """Return a table of how many answers differ from those that they are compared with, and how
+    close the two tokens were where answers differ.
 
-    kind: "deterministic." where all servers ran with --enable-deterministic-inference.
+    kind: "deterministic." if all servers ran with --enable-deterministic-inference.
     """
     flag = "all with `--enable-deterministic-inference`, " if kind else ""
     commit = settings["measured_at"].split()[0][:7]
@@ -220,7 +224,7 @@ def identity(figures: Figures, settings: dict[str, Any], kind: str = "") -> list
 
 
 def measured(figures: Figures) -> Iterator[tuple[str, int, str, str]]:
-    """Place, concurrency, system and prefix of every point with a rate, in order."""
+    """Yield place, concurrency, system and prefix of every point with a rate, in order."""
     found = [match for name in figures if (match := _POINT.fullmatch(name))]
     places = list(dict.fromkeys(match["place"] for match in found))
     keys = {(m["place"], int(m["at"]), m["system"]) for m in found}
@@ -232,7 +236,7 @@ def measured(figures: Figures) -> Iterator[tuple[str, int, str, str]]:
 
 
 def curves(figures: Figures) -> Curves:
-    """By place and system: concurrencies, decode rates and their spreads."""
+    """Return concurrencies, decode rates and their spreads, by place and system."""
     found: Curves = {}
     for place, at, system, name in measured(figures):
         figure = figures.get(f"{name}.decode.tokens_per_s")
@@ -248,5 +252,5 @@ def _value(figure: dict[str, Any], form: str) -> str:
 
 
 def _short(note: str) -> str:
-    """For the head of a table: without the file and the model of the curve."""
+    """Return the note without the file and the model of the curve, for the head of a table."""
     return re.sub(r" of \S+ \([^)]*\)", "", note)

@@ -1,4 +1,4 @@
-"""Both ends on threads of their own, beside a main thread that waits, computes or spins."""
+"""Both ends on threads of their own, alone or beside a thread that computes or spins."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from transfer.ends import Offers, ReceiverReport, SenderReport, page_memory, rss
 
 
 def compute(is_over: Event) -> None:
-    """As a forward does: torch holds the core, mostly without the GIL."""
+    """Compute as a forward does: torch holds the core, mostly without the GIL."""
     matrix = torch.ones(256, 256)
     while not is_over.is_set():
         matrix = (matrix @ matrix).clamp_(0, 1)
 
 
 def spin(is_over: Event) -> None:
-    """The worst neighbour: Python that never lets go of the GIL by itself."""
+    """Run the worst neighbour: Python code that never releases the GIL by itself."""
     number = 0
     while not is_over.is_set():
         for _ in range(1000):
@@ -48,7 +48,7 @@ BESIDE: dict[str, Callable[[Event], None] | None] = {
 
 
 class Neighbour:
-    """What runs beside the loop for as long as it is measured."""
+    """Thread that runs beside the loop while the loop is measured."""
 
     def __init__(self, name: str) -> None:
         self._is_over = Event()
@@ -88,7 +88,8 @@ def send_by_loop(offers: Offers, pipe: Connection, beside: str) -> None:
 
 
 def receive_by_loop(offers: Offers, pipe: Connection, beside: str) -> None:
-    """From the first page to the last one, as the events tell it."""
+    """Receive all transfers. Measure from the first payload bytes to the event of the last
+    stream."""
     port = ZmqPort(pipe.recv(), bind=False, identity=b"bench")
     memory, shape = page_memory(offers.shape), offers.shape
     pages = [(page, 0) for page in range(shape.num_pages)]

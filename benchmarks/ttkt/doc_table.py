@@ -1,4 +1,4 @@
-"""Lines for the documentation: the times to a token on a GPU, from bench_ttkt.py."""
+"""Tables for the documentation: times to the k-th token on a GPU, from bench_ttkt.py."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _RATIOS = {
     "ttkt.tt2t_vs_int4": "the same against `int4`",
     "ttkt.tt32t_vs_int8": "time to the 32nd token, `split` against `int8`",
 }
-# The tokens of the second table.
+# Tokens that the second table shows.
 _SHOWN = (2, 32)
 
 
 def gpu_lines(path: Path) -> str:
-    """Tables of a record and the points beside it; a sentence where there is none."""
+    """Return the tables of a record and the points beside it. Return a sentence if there is
+    none."""
     points_path = path.with_suffix(".points.jsonl")
     if not path.exists() or not points_path.exists():
         return f"On a GPU this has not been measured: there is no `{path.name}`."
@@ -51,7 +52,7 @@ def _ratio_table(figures: dict[str, dict[str, Any]], links: list[float]) -> str:
 
 
 def _shares(figures: dict[str, dict[str, Any]]) -> str:
-    """As one sentence each."""
+    """Return a sentence on equal answers, and one on kept drafts."""
     shares = [
         f"`{mode}` {figures[name]['value']:.0%}"
         for mode in MODES

@@ -1,8 +1,8 @@
-"""Whether this process serves KVSpec, and how the configuration reaches other processes.
+"""Switch of KVSpec in this process, and transport of the configuration to other processes.
 
-The flags are parsed in the launcher; schedulers are spawned. The configuration travels twice: as
-`ServerArgs._kvspec` (pickled with it), for everything that has the server arguments, and as one
-environment variable, because plugins load in a spawned scheduler before it has them.
+The launcher parses the flags and spawns schedulers. The configuration reaches a scheduler twice. As
+`ServerArgs._kvspec`, pickled, it is there for all code that has the server arguments. As one
+environment variable, it is there for plugins, which load before the server arguments arrive.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def switch_on(config: KVSpecConfig) -> None:
 
 
 def switch_off() -> None:
-    """Make processes spawned from now on serve plain SGLang (hooks here pass calls through)."""
+    """Make processes spawned from now on serve plain SGLang. Hooks here pass calls through."""
     os.environ.pop(ENVIRONMENT_NAME, None)
 
 
@@ -77,5 +77,5 @@ def cpu_platform_is_active() -> bool:
 
 
 def config_of(server_args: object) -> KVSpecConfig | None:
-    """The configuration a ServerArgs was built with; None for a plain server."""
+    """Return the configuration that a ServerArgs was built with; None for a plain server."""
     return getattr(server_args, "_kvspec", None)

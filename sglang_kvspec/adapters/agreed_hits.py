@@ -1,4 +1,4 @@
-"""What SGLang is told of waiting requests' prefixes, equal on all ranks of a server."""
+"""Prefix hits of waiting requests as SGLang sees them, equal on all ranks of a server."""
 
 from __future__ import annotations
 
@@ -12,42 +12,45 @@ from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 
 
 class Lacking(NamedTuple):
-    """Of a request's prompt, num_resident pages are in the KV cache. all_links: of those that could
-    be there, or below it."""
+    """Prefix lookup of one prompt. num_resident: pages in the KV cache. all_links: links of all
+    pages that the KV cache or a tier may hold."""
 
     num_resident: int
     all_links: list[PageLink]
 
     @property
     def links(self) -> list[PageLink]:
-        """Of those that could be below."""
+        """Return the links of the pages that the KV cache lacks and a tier may hold."""
         return self.all_links[self.num_resident :]
 
 
-# Requests that ranks agree on at a time: each is looked up in the tree and in every tier, and of a
-# long queue SGLang may go on to a few only.
+# Requests in one message between ranks. Each costs a lookup in the tree and in every tier, and
+# SGLang may look at only a few requests of a long queue.
 AT_ONCE = 16
 
 
 class AgreedHits:
-    """SGLang looks waiting requests up, and some of them again, in each pass of its scheduler. With
-    several ranks all of them agree, once a pass for each request and for many requests in one
-    message, when the first of these is looked up: they do so at the same place, since what leads
-    there is equal on all of them."""
+    """Prefix hits that all ranks agree on, once a pass for each request.
+
+    In each pass of its scheduler, SGLang looks waiting requests up, some of them several times. The
+    first lookup of a request makes the ranks exchange one message, about this request and the next
+    ones in the queue. All ranks reach that lookup together: the decisions before it are equal.
+    """
 
     def __init__(
         self, agreed: AgreedPrefixes, lacking: Callable[[Any, Sequence[PageLink]], Lacking]
     ) -> None:
-        """lacking: looks a request up in SGLang's tree, given links that it once had, or none."""
+        """lacking: looks a request up in SGLang's tree, given its links from the last lookup."""
         self._agreed, self._lacking = agreed, lacking
         self._queue: Callable[[], Sequence[Any]] | None = None
         self._ends: dict[str, int] = {}
-        # Of requests that wait on; names of pages take longer to make than to look up.
+        # Links of waiting requests, kept from pass to pass: making links takes longer than lookups.
         self._links: dict[str, list[PageLink]] = {}
 
     @contextmanager
     def in_pass(self, queue: Callable[[], Sequence[Any]]) -> Iterator[None]:
-        """A pass of the scheduler. queue: requests that it may look up, in its order."""
+        """Enclose a pass of the scheduler. queue: returns the requests that the scheduler may look
+        up, in order."""
         self._queue = queue
         try:
             yield
@@ -57,9 +60,9 @@ class AgreedHits:
             self._queue, self._ends = None, {}
 
     def end_of(self, req: Any) -> int:
-        """Where a request's prefix ends, in pages: in the KV cache or below it on every rank.
+        """Return the pages of a request's prefix that every rank has, in the KV cache or a tier.
 
-        0 outside of a pass: ranks need not look up alike there.
+        0 outside of a pass, where ranks need not make the same lookups.
         """
         if self._queue is None:
             return 0
@@ -68,13 +71,13 @@ class AgreedHits:
         return self._ends[req.rid]
 
     def _next(self, req: Any, queue: Sequence[Any]) -> list[Any]:
-        """A request and those behind it that are not agreed on."""
+        """Return a request and the next ones behind it that ranks have not agreed on yet."""
         place = next((i for i, each in enumerate(queue) if each is req), len(queue))
         behind = (each for each in queue[place + 1 :] if each.rid not in self._ends)
         return [req, *islice(behind, AT_ONCE - 1)]
 
     def lacking(self, req: Any) -> Lacking:
-        """Of a request in the queue."""
+        """Look up a request of the queue."""
         lacking = self._lacking(req, self._links.get(req.rid, ()))
         self._links[req.rid] = lacking.all_links
         return lacking

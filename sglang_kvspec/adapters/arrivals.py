@@ -13,16 +13,16 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 
 class ServerArrivals:
-    """Residuals that a prefill server sends, of a decode server; or a prefix server, of requests
-    that start on anchors."""
+    """The engine's Arrivals: residuals from a prefill server, on a decode server; or from a prefix
+    server, for requests that start on anchors."""
 
     def __init__(self, pool: Any, decoding: Decoding | None) -> None:
-        """pool: SGLang's KV pool, which learns later whether requests start on anchors."""
+        """pool: SGLang's KV pool. The prefix cache sets its early_starts later, if at all."""
         self._pool, self._decoding = pool, decoding
 
     @property
     def early(self) -> EarlyStarts | None:
-        """Requests that start on anchors, where some may."""
+        """Return the requests that start on anchors; None where no request may."""
         early: EarlyStarts | None = self._pool.early_starts
         return early
 

@@ -1,4 +1,4 @@
-"""The tokens that prefills choose."""
+"""First tokens, chosen after prefills."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
-# Stands for no token where ranks tell each other which they took.
+# Stands for no token in the message by which rank 0 broadcasts its tokens.
 _NONE = -1
 
 
@@ -26,8 +26,8 @@ def first_tokens(
 ) -> list[VerifyResult | None]:
     """Choose each request's token from its row of logits [num_reqs, vocab], as rank 0 does.
 
-    None for a chunk that is not the last: SGLang ignores its token. A request whose row allows no
-    choice is failed; its entry is None, too.
+    The entry of a chunk that is not the last is None: SGLang ignores its token. A request whose row
+    allows no choice is failed, and its entry is None.
     """
     firsts: list[VerifyResult | None] = []
     for i, (req, row) in enumerate(zip(reqs, rows, strict=True)):

@@ -1,4 +1,4 @@
-"""The command-line face of KVSpecConfig. Each flag is declared in core/flags.py."""
+"""Command-line flags of KVSpecConfig. Each flag is declared in core/flags.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models KVSpec can serve, decided from the model's configuration alone."""
+"""Check that KVSpec can serve a model, from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_model(
 ) -> None:
     """Raise UnsupportedError (model kind) or ConfigError (head size, ranks) naming what is allowed.
 
-    model: SGLang's ModelConfig; no weights are read. num_ranks: among which its heads are split.
+    model: SGLang's ModelConfig; no weights are read. num_ranks: ranks that share the heads.
     """
     from sglang_kvspec.adapters.compat.model_config import AttentionArch
 
@@ -66,8 +66,8 @@ def check_model(
 
 
 def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:
-    """Every rank must have as many heads. On a GPU ranks may share a KV head, each with a copy; on
-    a CPU SGLang would pad the model with more heads, for which its loader here has no weights."""
+    """Raise ConfigError unless all ranks have equally many heads. On a GPU, ranks may share a KV
+    head, each with a copy. On a CPU, SGLang would add heads for which its loader has no weights."""
     heads, kv_heads = model.num_attention_heads, model.get_total_num_kv_heads()
     shares = kv_heads % num_ranks == 0 or (on_gpu and num_ranks % kv_heads == 0)
     if heads % num_ranks or not shares:
@@ -79,8 +79,8 @@ def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:
 
 
 def _check_for_kernels(model: Any, num_ranks: int) -> None:
-    """What the GPU's kernels cover: this project's, and FlashInfer's, which silently computes
-    something else for head sizes that are no multiple of 64."""
+    """Raise UnsupportedError for a model that the kernels of a GPU do not cover: KVSpec's, or
+    FlashInfer's, which silently compute something else for head sizes not divisible by 64."""
     kv_heads = model.get_num_kv_heads(num_ranks)
     group = model.num_attention_heads // num_ranks // kv_heads
     for what, value, allowed, fits in (
@@ -96,9 +96,9 @@ def _check_for_kernels(model: Any, num_ranks: int) -> None:
 
 
 def model_config_of(fields: dict[str, Any]) -> Any:
-    """SGLang's ModelConfig for ServerArgs fields, before ServerArgs has resolved them.
+    """Return SGLang's ModelConfig for ServerArgs fields, before ServerArgs has resolved them.
 
-    SGLang's own resolution asserts on some models KVSpec refuses; the refusal is to come first.
+    SGLang's own resolution asserts on some models that KVSpec refuses. The refusal must come first.
     """
     from sglang_kvspec.adapters.compat.model_config import ModelConfig
 

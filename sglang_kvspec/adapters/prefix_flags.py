@@ -34,7 +34,7 @@ def check_prefix_tiers(config: KVSpecConfig) -> None:
 
 
 def _check_server(config: KVSpecConfig, address: str) -> None:
-    """Whether it answers is no matter of the start: it may come later."""
+    """Raise ConfigError for an unusable address or keys. The server need not answer yet."""
     # Imported late: a plain server loads no transport.
     from sglang_kvspec.transport.keys import check_address
 
@@ -49,7 +49,10 @@ def _check_server(config: KVSpecConfig, address: str) -> None:
 
 
 def prefix_server_keys(config: KVSpecConfig) -> CurveKeys | None:
-    """Raises ConfigError for a folder without them."""
+    """Return the keys for the prefix server; None without --kvspec-prefix-server-keys.
+
+    Raises ConfigError for a folder without keys, or with more or fewer peers than one.
+    """
     from sglang_kvspec.transport.keys import load_keys
 
     folder = config.prefix_server_keys
@@ -65,7 +68,8 @@ def prefix_server_keys(config: KVSpecConfig) -> CurveKeys | None:
 
 
 def _check_folder(flag: str, folder: Path) -> None:
-    """Make it if there is none, before any weight is read."""
+    """Make the folder if there is none, before any weight is read. Raises ConfigError if it cannot
+    be made or used."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

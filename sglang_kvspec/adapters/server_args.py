@@ -1,4 +1,4 @@
-"""From KVSpecConfig to SGLang's ServerArgs, and the start-up checks of flags."""
+"""SGLang's ServerArgs for a KVSpecConfig, and the start-up checks of flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_kvspec.core.units import GIB
 
 ATTENTION_BACKEND = "kvspec"
 
-# What SGLang itself falls back to for speculative decoding; the recent window is sized by it.
+# SGLang's own default for speculative decoding. The size of the recent window depends on it.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 KERNEL_CAPABILITY = (9, 0)
@@ -172,7 +172,7 @@ def _check_environment() -> None:
 
 
 def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for what only a GPU can."""
+    """Raise UnsupportedError for flags that only a GPU supports."""
     if config.target_attention is not None:
         raise UnsupportedError(
             f"--kvspec-target-attention {config.target_attention} needs a GPU (on a CPU leave it "
@@ -205,7 +205,8 @@ def check_gpu() -> None:
 
 
 def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for what the CPU reference platform can and a GPU cannot yet."""
+    """Raise UnsupportedError for a GPU on which KVSpec does not run, and for flags that KVSpec does
+    not support on a GPU. Raises ConfigError as load_target_attention()."""
     check_gpu()
     _check_needs(config, kwargs, on_gpu=True)
     deterministic = bool(kwargs.get("enable_deterministic_inference"))
@@ -232,10 +233,10 @@ def _flag(name: str) -> str:
 
 
 def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """ServerArgs fields that follow from --kvspec."""
+    """Return the ServerArgs fields that follow from --kvspec."""
     on_gpu = not activation.cpu_platform_is_active()
     hosted_on_gpu = config.host_gb and on_gpu
-    # Without tiers a GPU has SGLang's own.
+    # Without prefix tiers, a GPU uses SGLang's own prefix cache.
     prefix_cache = None if on_gpu and not config.keeps_prefixes else PREFIX_CACHE
     return {
         # SGLang has no default device for a platform plug-in.
@@ -251,12 +252,12 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
         "radix_cache_backend": kwargs.get("radix_cache_backend") or prefix_cache,
         # See the needs of --kvspec-host-gb.
         "prefill_max_requests": 1 if hosted_on_gpu else kwargs.get("prefill_max_requests"),
-        # The CPU computes where it decides, and on a GPU a round of many steps is one iteration:
-        # there is nothing to overlap with.
+        # SGLang's overlap has nothing to gain: a CPU computes where it schedules, and on a GPU an
+        # iteration is a round of many steps.
         "disable_overlap_schedule": True,
         # KVSpec captures graphs of its own.
         "disable_decode_cuda_graph": True,
         "disable_prefill_cuda_graph": True,
-        # Its dummy forwards know nothing of rows that were planned.
+        # The autotuner's dummy forwards have no planned rows.
         "disable_flashinfer_autotune": True,
     }

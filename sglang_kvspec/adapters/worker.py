@@ -1,4 +1,4 @@
-"""KVSPEC's speculative worker: translates SGLang's batches for the engine, and what it answers."""
+"""KVSPEC's speculative worker: turns SGLang's batches into rounds, and rounds into results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
-    """Drafts and verifies with the target model itself.
+    """Speculative worker that drafts and verifies with the target model itself.
 
-    Invariants with SGLang: batch.seq_lens is the number of tokens with verified KV; the pending
-    token follows it; slots for drafts are reserved behind it and persist until it moves.
+    Invariants with SGLang: batch.seq_lens is the number of tokens with verified KV. The pending
+    token follows them. Slots for drafts are reserved behind them, and persist until seq_lens moves.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        """SGLang has made its pools."""
+        """Make the parts that need SGLang's pools, which SGLang has made."""
         self.parts = share_parts(
             self.config,
             self.server_args,
@@ -77,7 +77,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
                 self._remote_exporter = RemoteMetrics(self.server_args.served_model_name)
 
     def init_cuda_graphs(self) -> None:
-        """SGLang has loaded the model and its attention backend."""
+        """Build the round loop. SGLang has loaded the model and its attention backend."""
         super().init_cuda_graphs()
         self.loop = build_loop(self.parts)
         self._prefill = Prefill(self.parts, self.loop)
@@ -100,7 +100,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         return result
 
     def _publish(self) -> None:
-        """Export what the iteration changed."""
+        """Export the metrics that the iteration changed."""
         parts = self.parts
         if self._exporter is not None:
             self._exporter.publish(self.counters, parts.kv, self.loop.speeds, parts.pool.pressure)
@@ -137,7 +137,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     ) -> GenerationBatchResult:
         stride = self.speculative_num_draft_tokens
         emitted = [entry if entry is not None and entry.tokens else None for entry in done.emitted]
-        # SGLang reads these on the CPU, all but the lengths.
+        # SGLang reads results on the CPU, all but new_seq_lens.
         tokens = torch.zeros((len(states), stride), dtype=torch.int64)
         for i, entry in enumerate(emitted):
             if entry is not None:
@@ -183,7 +183,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         allocator, pool = parts.allocator, parts.pool
         allocated = (allocator.size - allocator.available_size()) // parts.kv.geometry.page_size
         report = build_report(self.config, parts.kv, self.counters, allocated)
-        # SGLang asks the first rank; the others hold as many pages, of other heads.
+        # SGLang asks rank 0. Other ranks hold equally many pages, of other heads.
         prefixes = {} if pool.prefix_tiers is None else {"prefix_tiers": pool.prefix_tiers.report()}
         if parts.apart is not None:
             report["transfer"] = parts.apart.report()
@@ -202,7 +202,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         }
 
     def weights_will_change(self) -> None:
-        """Called before any update of weights, from wherever they come."""
+        """Tell prefix tiers and links, and cancel the pre-launched round. Called before any update
+        of weights, whatever its source."""
         if self.parts.pool.prefix_tiers is not None:
             self.parts.pool.prefix_tiers.weights_will_change()
         if self.parts.apart is not None:
@@ -213,7 +214,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         return True, "The draft is the target model."
 
     def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
-        """SGLang asks the draft worker alone, which is to pass it on."""
+        """Pass the update on to the target worker: SGLang asks the draft worker alone."""
         result: tuple[bool, str] = self._target_worker.update_weights_from_tensor(recv_req)
         return result
 

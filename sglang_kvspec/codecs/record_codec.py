@@ -67,8 +67,8 @@ class RecordCodec:
         return EncodedPages(anchor, residual)
 
     def encode_exact(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
-        """Residual records of the target `exact` alone, for pages that nobody drafts on. Arguments
-        as encode()."""
+        """Return residual records of the target `exact` alone, for pages that no draft reads.
+        Arguments as encode()."""
         assert self.target == "exact", "other residuals are relative to anchors"
         check_pages(self, k_pages, v_pages, self.debug)
         return exact.encode(k_pages, v_pages, self.residual_layout)

@@ -1,7 +1,7 @@
-"""The --kvspec flags: type, unit, range, default, needs and help of each, once.
+"""The --kvspec flags: type, unit, range, default, needs and help of each, declared once.
 
-From this table come KVSpecConfig's defaults and checks, the command line and its help, the checks
-of a server's arguments, and the README's tables of flags.
+This table is the source of KVSpecConfig's defaults and checks, of the command line and its help,
+of the checks of a server's arguments, and of the tables of flags in README.md and docs/.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from sglang_kvspec.door.malformed import log_in_one_line
 from sglang_kvspec.door.servers import Servers, server_url
 
 MAX_PORT = 65535
-# Beyond any machine, and small enough to be counted in bytes.
+# Above any real size or time; as MB, it still fits 64 bits in bytes.
 MAX_LIMIT = 1e12
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; then finish what runs, for --drain-s at most.
+    """Serve until SIGTERM or SIGINT, then let running requests finish for --drain-s at most.
 
-    Exits with code 2 after one sentence if the door cannot listen where it was told to.
+    Exits with code 2 and one sentence if the door cannot listen at --host and --port.
     """
     args = _parser().parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             access_log=None,
         )
     except (OSError, UnicodeError) as error:
-        # Only listening raises these here: errors of a request are answered where they happen.
+        # Only listening raises these errors here: the handlers answer errors of requests.
         reason = getattr(error, "strerror", None) or error
         print(
             f"sglang-kvspec: error: --host {args.host} --port {args.port}: {reason} "

@@ -1,4 +1,4 @@
-"""The servers behind the door: whose turn it is, and what each says about itself."""
+"""Servers behind the door: which is next, and what each reports about itself."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Role = Literal["prefill", "decode"]
 
 
 class Server:
-    """One SGLang server. `meeting` is unknown until it introduced itself, and after it failed:
-    who comes back at the same URL may listen at another port, or be in another role."""
+    """One SGLang server. `meeting` is unknown before introduce() and after forget(): a server that
+    returns at the same URL may listen at another port, or have another role."""
 
     def __init__(self, role: Role, url: str) -> None:
         self.role = role
@@ -37,17 +37,17 @@ class Server:
 
     @property
     def fits(self) -> bool:
-        """True once the server has said, since it last failed, that it has its role."""
+        """Return True if the server has confirmed its role since its last failure."""
         return self._fits
 
     def introduce(self, info: Mapping[str, Any]) -> None:
-        """Take in the server's /server_info. Raises WrongServer."""
+        """Store where requests meet the server, from its /server_info. Raises WrongServer."""
         self._meeting = self.check(info)
 
     def check(self, info: Mapping[str, Any]) -> Meeting:
-        """Return where requests meet the server, by its /server_info.
+        """Return where requests meet the server, from its /server_info.
 
-        Raises WrongServer where the server is not what the door was told.
+        Raises WrongServer if the server has another role, or names no bootstrap port.
         """
         self._fits = False
         mode, port = info.get("disaggregation_mode"), info.get("disaggregation_bootstrap_port")
@@ -69,7 +69,7 @@ class Server:
 
 
 class Servers:
-    """All servers of both roles; requests take turns at them."""
+    """All servers of both roles. Servers of a role take turns at requests."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
         self.by_role: Mapping[Role, tuple[Server, ...]] = {
@@ -86,7 +86,7 @@ class Servers:
 
 
 def server_url(text: str) -> str:
-    """A base URL without a slash at its end. Raises ValueError for anything else."""
+    """Return a base URL without a slash at its end. Raises ValueError for any other URL."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{text!r} is no URL of the form http://HOST:PORT")

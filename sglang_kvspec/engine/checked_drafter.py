@@ -1,4 +1,4 @@
-"""Guards the engine against drafters of other packages."""
+"""Guard of the engine against drafters of other packages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 
 class CheckedDrafter:
-    """Raises DrafterError where drafts are not what the protocol says."""
+    """Drafter that raises DrafterError where drafts of `inner` violate the protocol."""
 
     def __init__(self, name: str, inner: Drafter, vocab_size: int) -> None:
         self._name, self._inner, self._vocab_size = name, inner, vocab_size
 
     def draft(self, batch: RoundBatch, lens: Sequence[int]) -> DraftedTokens | None:
-        """As Drafter.draft."""
+        """Draft with `inner`, and check the drafts. See Drafter.draft."""
         before = [len(state.drafts) for state in batch.states]
         made = self._inner.draft(batch, lens)
         for state, count, most in zip(batch.states, before, lens, strict=True):

@@ -1,4 +1,4 @@
-"""Guards the engine against verify schedulers of other packages."""
+"""Guard of the engine against verify schedulers of other packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 
 class CheckedScheduler:
-    """Raises SchedulerError where a plan is not what the protocol says."""
+    """Scheduler that raises SchedulerError where a plan of `inner` violates the protocol."""
 
     def __init__(self, name: str, inner: VerifyScheduler, max_draft_len: int) -> None:
         self._name, self._inner, self._max_draft_len = name, inner, max_draft_len
@@ -20,7 +20,7 @@ class CheckedScheduler:
 
     @property
     def link_share(self) -> LinkShare | None:
-        """As VerifyScheduler.link_share."""
+        """Link share of `inner`. See VerifyScheduler.link_share."""
         return self._inner.link_share
 
     def plan(
@@ -29,7 +29,7 @@ class CheckedScheduler:
         late: Collection[int] = (),
         num_drafts: Sequence[int] | None = None,
     ) -> RoundSchedule:
-        """As VerifyScheduler.plan."""
+        """Plan with `inner`, and check the schedule. See VerifyScheduler.plan."""
         schedule = self._inner.plan(states, late, num_drafts)
         have = [len(state.drafts) for state in states] if num_drafts is None else num_drafts
         self._check_lens(schedule.lens, states, have)
@@ -47,7 +47,7 @@ class CheckedScheduler:
         return schedule
 
     def piggybacks(self, state: RequestState, num_drafts: int) -> bool:
-        """As VerifyScheduler.piggybacks."""
+        """Ask `inner`, and check the room for a draft. See VerifyScheduler.piggybacks."""
         wants = self._inner.piggybacks(state, num_drafts)
         if wants:
             self._check_room(state, num_drafts, 1)
@@ -56,7 +56,7 @@ class CheckedScheduler:
     def seconds_to_next(
         self, states: Sequence[RequestState], schedule: RoundSchedule | None
     ) -> list[float]:
-        """As VerifyScheduler.seconds_to_next."""
+        """Ask `inner`, and check the number of times. See VerifyScheduler.seconds_to_next."""
         seconds = self._inner.seconds_to_next(states, schedule)
         if len(seconds) != len(states):
             raise self._error(f"gave {len(seconds)} times for a batch of {len(states)}")

@@ -1,4 +1,4 @@
-"""Drafts forward by forward, for a machine that replays no captured steps."""
+"""Drafter with one eager forward a step, for a device that replays no CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 
 class EagerDrafter:
-    """One ragged forward a draft step."""
+    """Drafter that runs one ragged forward a draft step."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class EagerDrafter:
         page_size: int,
         view: DraftView | None = None,
     ) -> None:
-        """view: of what drafts read, None for all pages."""
+        """view: selects the pages that drafts read, None for all pages."""
         self._forward, self._chooser, self._ranks = forward, chooser, ranks
         self._page_size, self._view = page_size, view
 

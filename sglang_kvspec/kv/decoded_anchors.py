@@ -1,8 +1,8 @@
-"""Anchors decoded once, for the CPU reference backend.
+"""Memo of decoded anchors, for the CPU reference backend.
 
 A GPU kernel decodes anchors as it reads them. In plain torch that costs more than the attention
-itself, so the reference backend keeps what it decoded. A stale entry can only spoil drafts, which
-verification catches.
+itself, so the reference backend keeps decoded anchors. A stale entry can only spoil drafts, which a
+verification then rejects.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LIMIT_BYTES = 2 * GIB
 
 
 class DecodedAnchors:
-    """One full-precision slot a page and layer, filled on first read. Memory is touched as it is
-    filled; a pool too large for LIMIT_BYTES is decoded anew at every read."""
+    """Memo with a full-precision slot per page and layer, filled on first read. Memory is touched
+    only as it is filled. A pool too large for limit_bytes is decoded anew at every read."""
 
     def __init__(
         self, geometry: KVGeometry, num_pages: int, limit_bytes: int = LIMIT_BYTES
@@ -38,9 +38,9 @@ class DecodedAnchors:
     def read(
         self, layer: int, pages: torch.Tensor, decode: Decode
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages [N] of a layer: (k, v), each [N, page_size, num_kv_heads, head_dim].
+        """Return pages [N] of a layer: (k, v), each [N, page_size, num_kv_heads, head_dim].
 
-        decode(pages [M]) gives the same for pages that were not decoded yet.
+        decode: takes pages [M] that were not decoded yet, and returns their (k, v).
         """
         if not self.enabled:
             return decode(pages)

@@ -1,8 +1,8 @@
-"""Pages computed from bytes, computed again only where the bytes changed.
+"""Memo of pages computed from bytes, which computes again only where the bytes changed.
 
-For the int8 target on the CPU reference backend, where decoding costs more than the attention
-itself. Every read compares the present bytes with those that were computed from, so a stale or
-foreign residual shows as it would without a memo.
+The memo serves the int8 target on the CPU reference backend, where decoding costs more than the
+attention itself. Every read compares the present bytes with the bytes of the last computation. So a
+stale or foreign residual shows as it would without a memo.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class PageMemo:
-    """A slot a page and layer with the bytes last seen there and what they gave.
+    """Memo with a slot per page and layer: the bytes last seen there, and their result.
 
-    content_bytes: of a page's bytes, all layers. Memory is touched as it is filled; where it would
-    exceed limit_bytes nothing is kept.
+    content_bytes: number of a page's bytes, all layers. Memory is touched only as it is filled. If
+    the memo would exceed limit_bytes, nothing is kept.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class PageMemo:
         contents: tuple[torch.Tensor, ...],
         compute: Callable[..., KV],
     ) -> KV:
-        """compute(*contents): (k, v), each [N, page_size, num_kv_heads, head_dim].
+        """Return compute(*contents): (k, v), each [N, page_size, num_kv_heads, head_dim].
 
-        contents[i]: [N, ...], what the pages of slots [N] hold now; shapes and dtypes never change.
+        contents[i]: [N, ...], the present contents of slots [N]; shapes and dtypes never change.
         compute must treat pages independently.
         """
         if not self.enabled:
@@ -76,9 +76,9 @@ class PageMemo:
 
 
 def _same(kept: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """Bitwise equality of pages [N, ...] of one shape: [N] bool."""
+    """Return the bitwise equality of pages [N, ...] of one shape: [N] bool."""
     left, right = (part.contiguous().flatten(1).view(torch.uint8) for part in (kept, now))
     if left.shape[1] % 8 == 0:
-        # Wide elements: a reduction of bytes costs more than their comparison.
+        # Compare 8 bytes at a time: reducing single bytes costs more than comparing them.
         left, right = left.view(torch.int64), right.view(torch.int64)
     return ~(left != right).any(1)

@@ -1,4 +1,4 @@
-"""The KV cache of one rank in plain torch: the CPU's, and the specification of a GPU's."""
+"""KV cache of one rank in plain torch. A CPU serves with it, and it specifies the GPU's."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class ReferenceKVCache(PagedKVCache):
-    """Pages are free, in the window (full precision), or encoded (anchor + residual). All reads
-    and writes name a layer."""
+    """KV cache in plain torch. A page is free, in the window (full precision), or encoded (anchor
+    and residual). All reads and writes name a layer."""
 
     residuals: ResidualCache
 
     def __init__(
         self, geometry: KVGeometry, codec: Codec, plan: CapacityPlan, device: torch.device
     ) -> None:
-        """Raises ConfigError when the residual store does not fit into host memory."""
+        """Raise ConfigError when the residual store does not fit into host memory."""
         copies = CpuRecordCopies()
         super().__init__(
             geometry,
@@ -94,11 +94,12 @@ class ReferenceKVCache(PagedKVCache):
 
     @contextmanager
     def forward(self, plan: ForwardPlan) -> Iterator[None]:
-        """Run the layers of a forward: its window pages are open, and the pages that it writes
-        whole are encoded at the end. Cached pages that a prefill reads are prefetched into the
-        residual cache. Raises CapacityError where the window has no room.
+        """Prepare the pages of a forward, whose layers the caller runs in this context.
 
-        A forward that raises leaves its pages as they are; nothing may read them.
+        Window pages are opened, and residuals that a prefill reads are prefetched into the
+        residual cache. At the end, pages that the forward wrote whole become readable. Raises
+        CapacityError when the window has no room. A forward that raises leaves its pages as they
+        are; nothing may read them.
         """
         size = self.geometry.page_size
         past = [row.past_pages(size) for row in plan.rows if row.kind is RowKind.PREFILL]
@@ -124,7 +125,7 @@ class ReferenceKVCache(PagedKVCache):
     # Reading
 
     def read_draft(self, layer: int, pages: torch.Tensor) -> KV:
-        """What a draft sees of pages [N]: the window where a page is there, anchors elsewhere.
+        """Return pages [N] as a draft sees them: from the window if possible, else from anchors.
 
         (k, v), each [N, page_size, num_kv_heads, head_dim].
         """
@@ -136,10 +137,10 @@ class ReferenceKVCache(PagedKVCache):
         return self._read(layer, pages, lambda p: self._decoded.read(layer, p, decode))
 
     def read_target(self, layer: int, pages: torch.Tensor) -> KV:
-        """What verification and prefill see of full pages [N], at the target precision.
+        """Return full pages [N] as verification and prefill see them, at the target precision.
 
-        A page still in the window reads as it will once it is encoded, so that what a token sees
-        never depends on when that happens. Shapes as read_draft.
+        A page in the window reads as it will once it is encoded. So what a token sees does not
+        depend on the time of encoding. Shapes as in read_draft.
         """
 
         def decode(encoded: torch.Tensor) -> KV:
@@ -151,7 +152,7 @@ class ReferenceKVCache(PagedKVCache):
         return self._read(layer, pages, decode, window_as_target=True)
 
     def as_target(self, k: torch.Tensor, v: torch.Tensor) -> KV:
-        """Full pages [N, page_size, num_kv_heads, head_dim] as they read once encoded."""
+        """Return full pages [N, page_size, num_kv_heads, head_dim] as they read once encoded."""
         if self.codec.target == "exact":
             return k, v
         record = self.codec.encode(k, v)
@@ -171,7 +172,7 @@ class ReferenceKVCache(PagedKVCache):
         if bool(in_window.all()):
             return recent
         encoded = read_encoded(pages[~in_window])
-        # A request's newest pages are its last ones, so as a rule the two parts are in order.
+        # A request's newest pages are its last ones, so the two parts are usually in order.
         in_order = bool((in_window[1:] >= in_window[:-1]).all())
         place = None if in_order else in_window.long().argsort(stable=True).argsort()
         merged = (torch.cat(both) for both in zip(encoded, recent, strict=True))

@@ -1,4 +1,4 @@
-"""What a model on a GPU will do at a context length: the question of `sglang-kvspec plan`."""
+"""Forecast of a model on a GPU at a context length, for `sglang-kvspec plan`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ LEAST_CONTEXT, MOST_CONTEXT = 4096, 524288
 class Deployment:
     """A model, a GPU and KVSpec's settings, validated.
 
-    model: the whole model's shape; tp ranks share it. host_bytes: host memory for residuals of all
-    ranks, inf for as much as needed. memory_share: of HBM, for weights and KV.
+    model: the whole model's shape, which tp ranks share. host_bytes: host memory for residuals of
+    all ranks, inf for as much as needed. memory_share: share of HBM for weights and KV.
     """
 
     model: ModelShape
@@ -80,12 +80,12 @@ class Deployment:
 
     @property
     def page_bytes(self) -> PageBytes:
-        """Of one rank."""
+        """Bytes of one page on one rank."""
         return page_bytes_of(self.rank_shape, self.codec, self.target, self.page_size)
 
     @property
     def kv_bytes(self) -> float:
-        """HBM of one rank that weights leave."""
+        """HBM bytes of one rank that weights leave to KV."""
         return self.device.hbm_bytes * self.memory_share - self.rank_shape.weight_bytes
 
     def costs(self) -> IterationCosts:
@@ -93,7 +93,7 @@ class Deployment:
         shape, device, page = self.rank_shape, self.device, self.page_bytes
         shares = ATTENTION_SHARES[self.codec, self.target]
         per_param = shape.weight_bytes_per_param / device.read_bytes_per_s
-        # With the exact target a verification reads the model's own values, no codes.
+        # With the target `exact`, a verification reads the model's own values and no anchors.
         verified = page.residual + (page.anchor if self.target == "int8" else 0)
         all_reduces = 2 * ALL_REDUCE_S if self.tp > 1 else 0.0
         pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
@@ -146,7 +146,7 @@ class Forecast:
 
 
 def forecast(deployment: Deployment, context_len: int) -> Forecast:
-    """Raises ConfigError for a context that the model cannot hold."""
+    """Forecast one context length. Raises ConfigError for one that the model cannot hold."""
     longest = deployment.model.max_context
     if context_len > longest:
         raise ConfigError(
@@ -176,7 +176,8 @@ def sweep_contexts(context_len: int, max_context: int) -> list[int]:
 
 
 def read_acceptance(results: Mapping[str, Any], codec: str) -> AcceptanceCurve:
-    """The codec's curve in what benchmarks/bench_acceptance.py writes."""
+    """Return the codec's curve from results of benchmarks/bench_acceptance.py. Raises ConfigError
+    where they hold none."""
     prefix = f"accept.{codec}.mean_of_"
     means: dict[int, float] = {}
     try:

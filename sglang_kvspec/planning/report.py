@@ -1,4 +1,4 @@
-"""Forecasts in words and as JSON."""
+"""Forecasts as tables, remarks and JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def summary_rows(deployment: Deployment, chosen: Forecast) -> list[tuple[str, ..
 
 
 def sweep_rows(swept: Sequence[Forecast]) -> list[tuple[str, ...]]:
-    """Rows of SWEEP_COLUMNS; but for the speed-up in HBM all are of the plan with a host store."""
+    """Rows of SWEEP_COLUMNS. All but the speed-up `in HBM` belong to the plan with a host store."""
     return [
         (
             f"{row.context_len:,}",
@@ -81,7 +81,8 @@ def sweep_rows(swept: Sequence[Forecast]) -> list[tuple[str, ...]]:
 
 
 def remarks(deployment: Deployment, chosen: Forecast) -> list[str]:
-    """What the table cannot say: where speculation is left, what a host needs, what is assumed."""
+    """Return what the table omits: where speculation does not pay, the size of the host store, and
+    the assumptions."""
     lines = []
     for place, expected in (("HBM", chosen.resident), ("host memory", chosen.fetched)):
         if expected.cycle is None and expected.tokens_per_s:

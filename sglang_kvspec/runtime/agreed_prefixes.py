@@ -1,8 +1,8 @@
-"""What all ranks of a server can bring back of a prefix, and what they have brought back.
+"""Agreement of all ranks of a server on how much of a prefix they can load, and have loaded.
 
-Each rank's tiers hold some heads of the same pages, and are its own: a queue for the disk is full
-on one of them, a record is damaged on another, a page comes later to a third. But SGLang's tree and
-its page numbers must be equal on all, so that each page which one rank lacks is lacking.
+Each rank's tiers hold some heads of the same pages, and fail by themselves. A queue for the disk is
+full on one rank, a record is damaged on another, a page arrives later at a third. But SGLang's tree
+and its page ids must be equal on all. So a page that one rank is missing counts as missing on all.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from sglang_kvspec.runtime.ranks import Ranks
 
 
 class AgreedPrefixes:
-    """All ranks must make the same calls with the same links, in the same order."""
+    """Prefix tiers of all ranks. All ranks must make the same calls with the same links, in the
+    same order."""
 
     def __init__(self, tiers: PrefixTiers, ranks: Ranks) -> None:
         self._tiers, self._ranks = tiers, ranks
 
     def num_loadable(self, wanted: Sequence[Sequence[PageLink]]) -> list[int]:
-        """How many pages of each of these prefixes every rank can bring back, from the first on.
-        One message, and none where there is nothing to bring back."""
+        """Return for each of these prefixes how many pages, from the first on, every rank can load.
+        Sends one message, none if there are no pages to load."""
         asked = [links for links in wanted if links]
         if not asked:
             return [0] * len(wanted)
@@ -35,19 +36,19 @@ class AgreedPrefixes:
     def num_local(
         self, wanted: Sequence[Sequence[PageLink]], may_go_on: bool
     ) -> tuple[list[int], bool]:
-        """The same without what came from another machine, and whether all ranks may_go_on: in one
-        message."""
+        """Return num_loadable() without pages from another machine, and whether all ranks
+        may_go_on. Sends one message."""
         mine = [int(may_go_on), *map(self._tiers.num_local, wanted)]
         all_may, *agreed = self._ranks.least(mine, about=names_of(wanted))
         return agreed, bool(all_may)
 
     def load(self, links: Sequence[PageLink], pages: Sequence[int]) -> Loaded:
-        """PrefixTiers.load(), of as many pages as every rank has loaded. A page counts as from
-        where the farthest of them was."""
+        """Load as many pages as every rank can, by PrefixTiers.load(). A page's source is the
+        farthest one of all ranks."""
         agree = partial(self._ranks.least, about=("load", *names_of([links[: len(pages)]])))
         return self._tiers.load(links, pages, agree)
 
 
 def names_of(prefixes: Sequence[Sequence[PageLink]]) -> list[tuple[int, str]]:
-    """What a message is about that ranks exchange over these prefixes."""
+    """Return names of these prefixes, as the subject of a message between ranks."""
     return [(len(links), links[-1].key.hex() if links else "") for links in prefixes]

@@ -11,12 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
 
-# Bounds the mask of a long prefill to this many query rows times the context.
+# Query rows of a prefill that attend at once: bounds the mask to this number times the context.
 PREFILL_BLOCK = 512
 
 
 class ReferenceAttention:
-    """Writes the KV of a planned forward and attends, layer by layer.
+    """Attention that writes the KV of a planned forward and attends, layer by layer.
 
     Inside `with planned(plan)`, call forward(layer, ...) once for every layer in order.
     """
@@ -28,7 +28,7 @@ class ReferenceAttention:
     @contextmanager
     def planned(self, plan: ForwardPlan) -> Iterator[None]:
         """Run a forward over the rows of a plan, layer by layer with forward(). Raises
-        CapacityError where the KV cache has no room for its pages."""
+        CapacityError if the KV cache has no room for its pages."""
         assert self._plan is None, "the previous forward was not finished"
         with self.kv.forward(plan):
             self._plan = plan
@@ -38,9 +38,9 @@ class ReferenceAttention:
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
+        """Store k and v, and return the attention output [num_tokens, num_heads, head_dim].
 
-        Stores k and v, returns the attention output [num_tokens, num_heads, head_dim].
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
         """
         assert self._plan is not None, "forward() outside of planned()"
         assert self._plan.num_tokens == len(q), "the forward is not the one that was planned"
@@ -88,7 +88,7 @@ class ReferenceAttention:
         scale: float,
     ) -> torch.Tensor:
         past = self._past(layer, row)
-        # From the start of the row's first page on, everything is at hand in full precision.
+        # All tokens from the start of the row's first page on are at hand in full precision.
         tail = self._partial_page(layer, row, (k, v))
         if row.kind is RowKind.DRAFT or self.kv.codec.target == "exact":
             return _causal(q, _concat(past, tail), row, scale)
@@ -100,7 +100,8 @@ class ReferenceAttention:
         return out
 
     def _past(self, layer: int, row: Row) -> KV:
-        """(k, v) [tokens, num_kv_heads, head_dim] of the full pages before the row's first page."""
+        """Return (k, v) [tokens, num_kv_heads, head_dim] of the full pages before the row's first
+        page."""
         if row.seen is not None and row.seen.ndim == 3:
             return self._past_by_head(layer, row.seen[layer], row)
         pages = row.past_pages(self._page_size)
@@ -109,8 +110,10 @@ class ReferenceAttention:
         return k.flatten(0, 1), v.flatten(0, 1)
 
     def _past_by_head(self, layer: int, seen: torch.Tensor, row: Row) -> KV:
-        """_past() of a DRAFT row whose KV heads read pages `seen` [num_kv_heads, num_seen]."""
-        # Each page once, whichever heads read it; place[n, h] is the n-th page of head h in them.
+        """Return _past() of a DRAFT row whose KV heads read pages `seen` [num_kv_heads,
+        num_seen]."""
+        # Read each page once, for all heads. place[n, h]: index in `read` of the n-th page of head
+        # h.
         read, place = torch.unique(seen.T, return_inverse=True)
         heads = torch.arange(len(seen), device=seen.device)
         k, v = (
@@ -120,7 +123,7 @@ class ReferenceAttention:
         return k, v
 
     def _partial_page(self, layer: int, row: Row, new: KV) -> KV:
-        """The tokens before the row in its first page, followed by the row's own."""
+        """Return the tokens before the row in its first page, followed by the row's own."""
         index, filled = divmod(row.start, self._page_size)
         if filled == 0:
             return new
@@ -130,9 +133,9 @@ class ReferenceAttention:
     def _by_query_page(self, row: Row, past: KV, tail: KV) -> Iterator[tuple[slice, KV]]:
         """Split an int8 row where its queries cross into the next page.
 
-        Every full page before a query's own page reads at 8 bits, also those the row itself fills,
-        so that a token's target depends on its position alone: not on chunking, on what was cached,
-        or on how many tokens are verified together.
+        Every full page before a query's own page reads at 8 bits, also a page that the row itself
+        fills. So a token's target depends on its position alone: not on chunking, on what was
+        cached, or on how many tokens are verified together.
         """
         size = self._page_size
         first_page = row.start // size
@@ -159,10 +162,10 @@ def _flat(pages: KV) -> KV:
 
 
 def _causal(q: torch.Tensor, context: KV, row: Row, scale: float) -> torch.Tensor:
-    """Attention of a row's queries [n, heads, head_dim] over the context up to each of them.
+    """Return attention of a row's queries [n, heads, head_dim], each over the context up to itself.
 
-    context: (k, v) [row.end, num_kv_heads, head_dim], positions 0 .. row.end - 1; of a DRAFT row
-    that does not see all pages, what it sees and then its own tokens.
+    context: (k, v) [row.end, num_kv_heads, head_dim], positions 0 .. row.end - 1. For a DRAFT row
+    that does not see all pages: the pages that it sees, then its own tokens.
     """
     k, v = (part.movedim(0, 1).unsqueeze(0) for part in context)
     query = q.movedim(0, 1).unsqueeze(0)
@@ -183,8 +186,8 @@ def _causal(q: torch.Tensor, context: KV, row: Row, scale: float) -> torch.Tenso
                 enable_gqa=gqa,
             )
     else:
-        # One call a query, of the shape plain decoding makes: in bf16 a batched call rounds
-        # differently, and a near-tie between two tokens would fall the other way.
+        # One call a query, of the same shape as in plain decoding. In bf16 a batched call rounds
+        # differently, which can decide a near-tie for the other token.
         for index in range(row.length):
             num_seen = k.shape[2] - row.length + index + 1
             out[:, :, index : index + 1] = scaled_dot_product_attention(

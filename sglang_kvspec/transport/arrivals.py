@@ -1,4 +1,4 @@
-"""Where arriving bytes go: into the memory of pages that expect them, once."""
+"""Incoming transfers: each arriving byte is written once, into the page that expects it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sglang_kvspec.transport.ranges import ByteRanges
 from sglang_kvspec.transport.segments import TransferShape
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 
-# A sender cuts a chunk in order; this many holes in one come from nothing that means well.
+# A sender cuts a chunk in order: only a broken or hostile one leaves this many holes.
 MAX_HOLES = 256
-# Transfers that are over, kept so that late frames are known for what they are.
+# Ended transfers that are remembered, so that their late frames are recognized.
 NUM_REMEMBERED = 4096
 
-# Stream, page's index, chunk.
+# (stream, page index, chunk)
 _Place = tuple[Stream, int, int]
 
 
@@ -27,14 +27,14 @@ class Destination(Protocol):
     """Memory that pages arrive in."""
 
     def view(self, stream: Stream, page: int, generation: int, chunk: int) -> memoryview | None:
-        """Writable room for the largest chunk of the stream, of which the first bytes are written;
-        None if the page is of another generation by now."""
+        """Return writable memory for the largest chunk of the stream; a shorter chunk fills its
+        first bytes. None if the page has another generation."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PageArrived:
-    """All chunks of a page's stream have arrived, of so many bytes each."""
+    """Event: all chunks of a page's stream have arrived. chunk_bytes: size of each."""
 
     transfer: int
     stream: Stream
@@ -48,7 +48,7 @@ class PageArrived:
 
 @dataclass(frozen=True, slots=True)
 class StreamArrived:
-    """All pages of a stream have arrived, after_s after they were expected."""
+    """Event: all pages of a stream have arrived. after_s: seconds since expect()."""
 
     transfer: int
     stream: Stream
@@ -57,7 +57,7 @@ class StreamArrived:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The transfer is over; no byte of it will be written any more."""
+    """Event: the transfer has failed. No byte of it will be written from now on."""
 
     transfer: int
     reason: str
@@ -67,7 +67,7 @@ Arrival = PageArrived | StreamArrived | TransferFailed
 
 
 class IncomingState(Enum):
-    """EMPTY: anchors are missing. DRAFTABLE: all anchors are there. COMPLETE: residuals too."""
+    """EMPTY: anchors are missing. DRAFTABLE: all anchors are here. COMPLETE: residuals, too."""
 
     EMPTY = 0
     DRAFTABLE = 1
@@ -98,7 +98,7 @@ class Incoming:
         }
         self._index = {page: index for index, (page, _) in enumerate(pages)}
         self._partial: dict[_Place, ByteRanges] = {}
-        # Chunks that are there, and their bytes.
+        # Chunks that have arrived, with their sizes in bytes.
         self._full: dict[_Place, int] = {}
         if len(pages) != shape.num_pages or len(self._index) != len(pages):
             raise TransportError(f"transfer {transfer}: {len(pages)} pages, or one twice: {shape}")
@@ -110,8 +110,8 @@ class Incoming:
         return IncomingState.DRAFTABLE if self.missing[Stream.RESIDUAL] else IncomingState.COMPLETE
 
     def write(self, frame: Data, payload: Buffer) -> tuple[int, PageArrived | None]:
-        """Copy what is new of a piece. Returns its bytes, and the event where a page's stream is
-        now complete. Raises FrameError, and has written nothing, for a wrong place."""
+        """Copy the new bytes of a piece. Return their number, and the event if a page's stream is
+        complete. Raises FrameError for a wrong place, before anything is written."""
         key = self._place(frame)
         if key in self._full:
             return 0, None
@@ -131,7 +131,7 @@ class Incoming:
         return num_new, self._fill(key) if ranges.is_full else None
 
     def _place(self, frame: Data) -> _Place:
-        """Which chunk a piece is of. Nothing that the frame says is believed."""
+        """Check every field of a frame. Return the chunk of its piece, or raise FrameError."""
         index = self._index.get(frame.page)
         if (
             index is None
@@ -156,7 +156,7 @@ class Incoming:
         return key
 
     def _fill(self, key: _Place) -> PageArrived | None:
-        """A chunk has arrived. Returns the event if its page has."""
+        """Record that a chunk has arrived. Return the event if its page's stream is complete."""
         stream, index, _ = key
         self._full[key] = self._partial.pop(key).size
         self.missing[stream] -= 1
@@ -175,8 +175,8 @@ class Arrivals:
         self.counters = counters
         self.incoming: dict[int, Incoming] = {}
         self._events: list[Arrival] = []
-        # Why a transfer failed, None: it is complete. An acknowledgement or an Abort may be lost
-        # with its connection; then the sender sends again.
+        # Why a transfer failed; None if it is complete. An Ack or an Abort may be lost with its
+        # connection, and the sender then sends again.
         self._over: dict[int, str | None] = {}
 
     def expect(self, incoming: Incoming) -> None:
@@ -185,7 +185,7 @@ class Arrivals:
         self.incoming[incoming.transfer] = incoming
 
     def write(self, frame: Data, payload: Buffer, now_s: float) -> bool:
-        """Returns whether anything was new. Raises FrameError for a frame to drop."""
+        """Write a piece. Return True if any byte was new. Raises FrameError for a frame to drop."""
         incoming = self.incoming.get(frame.transfer)
         if incoming is None and self._over.get(frame.transfer, "never heard of") is None:
             self.counters.streams[frame.stream].duplicate_bytes += frame.length
@@ -206,14 +206,14 @@ class Arrivals:
         return num_new > 0
 
     def fail(self, transfer: int, reason: str) -> None:
-        """Give a transfer up; nothing happens where it is over."""
+        """Fail a transfer. Does nothing if the transfer is not expected."""
         if self.incoming.pop(transfer, None) is not None:
             self.counters.failed += 1
             self._remember(transfer, reason)
             self._events.append(TransferFailed(transfer, reason))
 
     def reason_of(self, transfer: int) -> str:
-        """Why bytes of it are not wanted, for its sender."""
+        """Return why bytes of a transfer are not wanted, to tell its sender."""
         reason = self._over.get(transfer)
         return "the receiver does not expect it" if reason is None else reason
 

@@ -1,4 +1,4 @@
-"""Who may connect: CURVE keys, and where they may be left out."""
+"""CURVE keys, which decide what may connect, and addresses that need none."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class CurveKeys:
 
 
 def load_keys(flag: str, folder: str) -> CurveKeys:
-    """own.key_secret and peers/*.key, as zmq.auth.create_certificates() writes them. Raises
-    ConfigError, which names the flag, for a folder without them."""
+    """Load own.key_secret and peers/*.key, as zmq.auth.create_certificates() writes them. Raises
+    ConfigError, which names `flag`, if they are missing or malformed."""
     own = Path(folder) / "own.key_secret"
     try:
         public, secret = zmq.auth.load_certificate(own)
@@ -77,7 +77,7 @@ def load_keys(flag: str, folder: str) -> CurveKeys:
 
 
 def check_address(address: str, keys: CurveKeys | None, *, bind: bool) -> None:
-    """Raises TransportError for anything but TCP, and off this machine without keys."""
+    """Raise TransportError for an address that is not TCP, or off loopback without keys."""
     parts = urlsplit(address)
     if parts.scheme != "tcp" or not parts.hostname:
         raise TransportError(f"expected tcp://host:port, got {address!r}")
@@ -89,8 +89,8 @@ def check_address(address: str, keys: CurveKeys | None, *, bind: bool) -> None:
 
 
 class Gatekeeper:
-    """Answers libzmq (ZAP, RFC 27) whether a CURVE client is one of the peers: without it every
-    client with the server's public key is let in."""
+    """Handler of libzmq's questions (ZAP, RFC 27) whether a CURVE client is one of the peers.
+    Without a handler, libzmq admits every client that has the server's public key."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
         self._allowed = {z85.decode(key) for key in keys.peers}
@@ -99,7 +99,7 @@ class Gatekeeper:
         self.socket.bind(_ZAP_ADDRESS)
 
     def serve(self) -> None:
-        """Answer what has been asked."""
+        """Answer the questions that are waiting."""
         while self.socket.poll(0):
             request = self.socket.recv_multipart()
             version, request_id = request[0], request[1]

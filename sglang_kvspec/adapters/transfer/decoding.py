@@ -1,4 +1,4 @@
-"""What the worker of a decode server does about KV that is still on its way."""
+"""Treatment of KV that is still on its way, by the worker of a decode server."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
-# How long an iteration in which nobody can go on waits for something to arrive; new requests of
-# users wait as long.
+# Seconds that an iteration waits for arrivals while no request can continue. New requests of users
+# wait that long, too.
 NEWS_WAIT_S = 0.005
 
 
 class Decoding:
-    """Beside every iteration of a decode server's worker."""
+    """Landing of KV, and counting of drafts, beside the iterations of a decode server's worker."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        # Tokens whose drafting began while residuals of their requests were on their way.
+        # Drafts that were begun while residuals of their requests were on their way.
         self.drafts_on_anchors = 0
 
     @property
@@ -38,11 +38,11 @@ class Decoding:
         return arrivals
 
     def receive(self, reqs: Sequence[Any]) -> None:
-        """Let what has arrived land, on all ranks alike, and fail requests whose residuals will not
+        """Land what has arrived, the same on all ranks, and fail requests whose residuals will not
         come."""
         self._serving.manager.pump()
         arrivals = self._arrivals
-        # Whose KV is complete they know already, and the same of all requests.
+        # Only late requests: all ranks know already, and alike, which requests are complete.
         rooms = [req.bootstrap_room for req in reqs if arrivals.is_lacking(req.bootstrap_room)]
         arrivals.land_together(rooms)
         for req in reqs:
@@ -53,18 +53,18 @@ class Decoding:
                 fail(req, message)
 
     def wait(self) -> None:
-        """Nobody can go on before something arrives."""
+        """Wait for news of a link, NEWS_WAIT_S at most: no request can continue without."""
         self._serving.wait_for_news(NEWS_WAIT_S)
 
     def is_lacking(self, state: RequestState) -> bool:
-        """Whether residuals of a request are still on their way."""
+        """Return True if residuals of a request are still on their way."""
         return state.room is not None and self._arrivals.is_lacking(state.room)
 
     def note_drafts(
         self, state: RequestState, ages_s: Sequence[float] = (0.0,), *, on_anchors: bool
     ) -> None:
-        """A request has made more drafts. ages_s: how long ago, each, the oldest first. on_anchors:
-        when they were begun, is_lacking() held."""
+        """Note drafts of a request. ages_s: seconds since each was made, the oldest draft first.
+        on_anchors: is_lacking() held when they were begun."""
         if state.timeline is not None:
             now = time.time()
             for age_s in ages_s:
@@ -82,9 +82,10 @@ class Decoding:
 
 
 def admit(batch: Any) -> KVSpecDraftInput:
-    """States of requests that SGLang adds to the running batch."""
+    """Return the states of requests that SGLang adds to the running batch. Fails those that must
+    not run. Raises CapacityError if the recent window is full."""
     arrivals: Arrivals = serving().manager.arrivals
-    # A request that left may still be drafting in a slot of the window that a tail is put into.
+    # Wait for running rounds: a request that has left may still draft in a tail's window slot.
     serving().join_rounds()
     page_size = batch.token_to_kv_pool_allocator.page_size
     wrongs = [why_not(req, arrivals, page_size) for req in batch.reqs]
@@ -111,8 +112,11 @@ def admit(batch: Any) -> KVSpecDraftInput:
 
 
 def why_not(req: Any, arrivals: Arrivals, page_size: int) -> str | None:
-    """Why a request must not run; None if it may. SGLang's warm-up, whose answers mean nothing,
-    sends a few tokens whose KV comes from nowhere: whoever says that host asks for the same."""
+    """Return why a request must not run; None if it may.
+
+    SGLang's warm-up sends a few tokens with FAKE_BOOTSTRAP_HOST. No KV comes for them, and their
+    answers mean nothing. Any client that names this host gets such an answer.
+    """
     if req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
         if (failure := arrivals.failure(req.bootstrap_room)) is not None:
             return f"its KV could not be received: {failure}"
@@ -123,8 +127,8 @@ def why_not(req: Any, arrivals: Arrivals, page_size: int) -> str | None:
 
 
 def agree(ranks: Ranks, reqs: Sequence[Any], wrongs: Sequence[str | None]) -> list[str | None]:
-    """Why requests that are about to run must not, by what any rank knows; each begins with the
-    same token on all. wrongs: by what this one knows."""
+    """Return why requests that are about to run must not, by what any rank knows; None for each
+    that may. Its first token is the same on all ranks. wrongs: by what this rank knows."""
     if ranks.size == 1 or not reqs:
         return list(wrongs)
     tokens = [req.output_ids[-1] for req in reqs]
@@ -148,6 +152,7 @@ def keep_retracted(pages: list[int], num_tokens: int) -> RetractedKV:
 
 
 def wait_when_idle(scheduler: Any) -> None:
-    """No batch runs. SGLang itself sleeps where it has nothing to wait for either."""
+    """Wait for news of a link while no batch runs. Do nothing on a fully idle server: SGLang itself
+    sleeps there."""
     if scheduler.server_args.disaggregation_mode != "null" and not scheduler.is_fully_idle():
         serving().wait_for_news(NEWS_WAIT_S)

@@ -14,14 +14,14 @@ from sglang_kvspec.transport import LinkState
 
 logger = logging.getLogger(__name__)
 
-# A link that nobody has had a use for is closed: servers come and go.
+# Seconds after which an unused link is closed: servers come and go.
 IDLE_S = 120.0
 
 
 @dataclass(slots=True)
 class _Link:
-    """answer: where the server listens, all ranks of it that are dialled. loop: None while nobody
-    knows. trouble: why there is no link."""
+    """Link to one prefill server. answer: addresses of all its ranks that are dialled. loop: None
+    while there is no link. trouble: why there is none."""
 
     used_s: float
     answer: Answer | None = None
@@ -31,7 +31,7 @@ class _Link:
 
 
 class PrefillLinks:
-    """Owned by the scheduler's thread; no call waits for a server."""
+    """Links to prefill servers. Owned by the scheduler's thread; no call waits for a server."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class PrefillLinks:
         on_gone: Callable[[Any, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """dial: makes a JoinedLink. is_used: whether transfers of a loop are under way. on_gone:
-        nothing more will come of a loop, and why."""
+        """dial: makes a JoinedLink. is_used: True for a loop with transfers under way. on_gone:
+        called with a loop from which nothing more will come, and why."""
         self._directory, self._dial, self._clock = directory, dial, clock
         self._is_used, self._on_gone = is_used, on_gone
         self._links: dict[str, _Link] = {}
@@ -52,12 +52,12 @@ class PrefillLinks:
         return [link.loop for link in self._links.values() if link.loop is not None]
 
     def by_address(self) -> dict[str, Any]:
-        """Loops by the address of their bootstrap server."""
+        """Return the loops by the address of their bootstrap server."""
         return {addr: link.loop for addr, link in self._links.items() if link.loop is not None}
 
     def live(self, bootstrap_addr: str) -> Any | None:
-        """A link that works; None while there is none, and asking again may help. Raises
-        TransportError where it will not: the server refuses this one, or must not be dialled."""
+        """Return a link that works; None while there is none, and asking again may help. Raises
+        TransportError if it will not: the server refuses this one, or must not be dialled."""
         now_s = self._clock()
         link = self._links.get(bootstrap_addr)
         if link is None:
@@ -73,12 +73,12 @@ class PrefillLinks:
         return None
 
     def trouble(self, bootstrap_addr: str) -> str:
-        """Why live() says None."""
+        """Return why live() returns None."""
         link = self._links.get(bootstrap_addr)
         return "it has not answered yet" if link is None else link.trouble
 
     def drop(self, loop: Any, reason: str) -> None:
-        """A loop has ended, or is to be closed."""
+        """Forget and close a loop, which may have ended already."""
         for link in self._links.values():
             if link.loop is loop:
                 link.loop, link.answer, link.trouble = None, None, reason
@@ -89,7 +89,7 @@ class PrefillLinks:
             logger.error("KVSpec: a link to a prefill server did not end well: %s", error)
 
     def _state(self, link: _Link) -> LinkState | None:
-        """None where there is no loop (any more)."""
+        """Return the state of a link; None if it has no loop, or its loop has ended."""
         if link.loop is None:
             return None
         try:
@@ -100,8 +100,8 @@ class PrefillLinks:
         return state
 
     def _follow(self, bootstrap_addr: str, link: _Link, *, is_refused: bool) -> None:
-        """Dial where the server is now, once it is known: it may have been started anew, and listen
-        elsewhere."""
+        """Dial the server's address once the directory knows it: the server may have restarted and
+        listen elsewhere."""
         answer = self._directory.take(bootstrap_addr)
         if answer is None:
             self._directory.ask(bootstrap_addr)

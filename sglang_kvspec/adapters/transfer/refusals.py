@@ -1,10 +1,10 @@
-"""Requests that cannot be answered right by a prefill and a decode server."""
+"""Refusals of requests that a prefill and a decode server cannot answer correctly."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What SGLang's handover of a first token has room for; more ends its prefill server.
+# Room of SGLang's handover of a first token. A larger number ends its prefill server.
 MAX_TOP_LOGPROBS = 128
 
 

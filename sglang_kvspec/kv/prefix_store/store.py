@@ -1,11 +1,11 @@
-"""Opening a prefix store, for one process to write and any number to read.
+"""Prefix stores on disk, opened by one process for writing and by any number for reading.
 
-A store is a folder of six files: identity.json, writer.lock, and for anchors and residuals each a
-.data file of records and an .index file of what they are. Files of other names are left alone.
+A store is a folder of six files: identity.json, writer.lock, and two files each for anchors and
+residuals: .data with records and .index with their entries. Files of other names are left alone.
 
-Nothing depends on the order in which bytes reach the disk. A record counts only with a whole entry
-(its own checksum) whose checksum the record matches when it is read, so a writer that is killed at
-any byte loses the page it was writing. Power that fails loses what was not flushed.
+Bytes may reach the disk in any order. A record counts only if its entry is whole, by the entry's
+own checksum, and if a read record matches the checksum in the entry. So a writer that is killed at
+any byte loses only the page it was writing. A power failure loses pages that were not flushed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from sglang_kvspec.kv.prefix_store.write_queue import WriteQueue
 from sglang_kvspec.kv.prefix_store.writer_lock import WriterLock
 
 SLAB_NAMES = ("anchors", "residuals")
-# Readers follow a writer's slots however many there are.
+# Readers have no limit of slots: the writer has one.
 _UNBOUNDED = 1 << 62
 
 
 class PrefixStore(PrefixReader):
-    """A store that this process writes. Only `close` needs all other calls to have returned."""
+    """Store that this process writes. All other calls must have returned before `close`."""
 
     def __init__(
         self, state: StoreState, close_files: Callable[[], None], queue: WriteQueue
@@ -50,9 +50,9 @@ class PrefixStore(PrefixReader):
     def put(self, link: PageLink, anchor: Bytes, residual: Bytes | None = None) -> bool:
         """Store a copy of a page's records, all layers and heads. Never waits for the disk.
 
-        True: it is there, or will be unless writing fails. False: the queue is full, or the page
-        before it is not in the store; put the pages of a prefix in order. A page whose residual
-        was evicted gets it back by being put again.
+        Return True if the page is stored, or will be unless writing fails. Return False if the
+        queue is full or closed, or if the page before it is neither stored nor queued. Put the
+        pages of a prefix in order. To store an evicted residual again, put its page again.
         """
         identity, catalogue = self._state.identity, self._state.catalogue
         anchor = _record("anchor", anchor, identity.anchor_page_bytes)
@@ -76,26 +76,27 @@ class PrefixStore(PrefixReader):
 
     @property
     def waiting_bytes(self) -> int:
-        """Of pages that were put and are not on disk yet."""
+        """Bytes of pages that were put and are not on disk yet."""
         return self._queue.waiting_bytes
 
     def write_due(self) -> float | None:
-        """Without a thread: write what may be written now; see WriteQueue."""
+        """Write the pages that may be written now, in a store without a thread; see WriteQueue."""
         return self._queue.write_due()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was put is on disk, to survive even a power failure."""
+        """Wait until all pages that were put are on disk, safe even from a power failure. Return
+        False if that takes longer than timeout_s, or fails."""
         return self._queue.flush(timeout_s) and self._sync()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Drop what is still queued (`flush` first to keep it) and let other processes write."""
+        """Drop queued pages (`flush` first to keep them) and let other processes write."""
         if self._closed:
             return
         if self._queue.close(timeout_s):
             self._sync()
             super().close()
         else:
-            # The disk hangs in a write: its file numbers must not come to mean other files.
+            # The disk hangs in a write: its file descriptors must not be reused for other files.
             self._closed = True
 
     def _sync(self) -> bool:
@@ -118,8 +119,9 @@ def open_store(
     open_file: OpenFile = DiskFile,
     threaded: bool = True,
 ) -> PrefixStore:
-    """Open a store for writing, made anew if there is none. Raises PrefixStoreError if the folder
-    belongs to another identity, is being written or cannot be; ConfigError on limits too small."""
+    """Open a store for writing; make one if there is none. Raises PrefixStoreError if the folder
+    belongs to another identity, is written by another process, or cannot be written. Raises
+    ConfigError if the limits are too small."""
     layouts = _layouts(identity)
     num_slots = limits.slots(
         anchor_bytes=layouts[0].record_bytes + layouts[0].nbytes,
@@ -160,8 +162,8 @@ def open_store(
 def open_reader(
     directory: Path, identity: StoreIdentity, *, open_file: OpenFile = DiskFile
 ) -> PrefixReader:
-    """Open a store for reading, written by another process or none. Raises PrefixStoreError if
-    there is none of this identity or its index cannot be read."""
+    """Open a store for reading, while another process may write it. Raises PrefixStoreError if
+    there is no store of this identity, or if its index cannot be read."""
     opened: list[Callable[[], None]] = []
     try:
         if not check_identity(directory, identity):
@@ -218,7 +220,7 @@ def _refuse_foreign(directory: Path) -> None:
 
 
 def _close_all(opened: list[Callable[[], None]]) -> None:
-    # The lock was taken first and goes last.
+    # The lock was taken first and is released last.
     while opened:
         opened.pop()()
 

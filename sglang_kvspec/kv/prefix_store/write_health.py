@@ -9,13 +9,13 @@ from time import monotonic
 
 logger = logging.getLogger(__name__)
 
-# Seconds without a failure after which a disk counts as mended: a full one may still take small
-# writes between those that fail.
+# Seconds without a failure after which a disk counts as mended: a full disk may still take small
+# writes between failures.
 MENDED_S = 60.0
 
 
 class WriteHealth:
-    """Owned by the thread that writes."""
+    """Health of a store's disk, used only by the thread that writes."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = monotonic) -> None:
         self._directory, self._clock = directory, clock

@@ -1,4 +1,4 @@
-"""What links between prefill and decode servers did, for Prometheus."""
+"""Counters of the links between prefill and decode servers, for Prometheus."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 from sglang_kvspec.transport.counters import LinkCounters
 
-# Links have many counters, and iterations are short.
+# Least time between two exports: links have many counters, and iterations are short.
 PERIOD_S = 0.5
 
 
 class TransferMetrics:
-    """Publishes totals of all links of a server to prometheus_client's default registry, as
-    runtime.metrics.MetricsExporter does."""
+    """Exporter of the totals of all links of a server to prometheus_client's default registry, like
+    runtime.metrics.MetricsExporter."""
 
     def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: that of the links."""
-        # Late: prometheus_client fixes its storage when first imported.
+        """clock: clock of the links."""
+        # Import late: prometheus_client fixes its storage when it is first imported.
         from prometheus_client import Counter as PromCounter
         from prometheus_client import Gauge
 
@@ -53,8 +53,8 @@ class TransferMetrics:
     def publish(
         self, counters_of_links: Callable[[], list[LinkCounters]], drafts_on_anchors: int
     ) -> None:
-        """Add what happened since the last call, some time ago at least. counters_of_links: asked
-        only then, since it copies them."""
+        """Export what happened since the last export, at most once in PERIOD_S. counters_of_links:
+        called only then, because it copies the counters."""
         now_s = self._clock()
         if now_s < self._due_s:
             return
@@ -64,7 +64,7 @@ class TransferMetrics:
         for link in links:
             now.update(_totals(link))
         for (name, label), value in now.items():
-            # A link that was closed takes its totals with it.
+            # Totals of a closed link are gone, so the sum may fall.
             risen = max(0.0, value - self._last[name, label])
             self._counters[name].labels(self._model_name, label).inc(risen)
         self._last = now

@@ -1,4 +1,4 @@
-"""KV of a request that a decode server retracts, where it could not be computed again."""
+"""KV of a request that a decode server retracts and cannot compute again."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
 
 
 class RetractedKV:
-    """A copy of a request's pages, wherever they were: encoded, in the recent window, or with
-    residuals that are still on the network, which go on arriving. Dropped without being brought
-    back, its request is over."""
+    """Copy of a request's pages: encoded, in the recent window, or with residuals that are still on
+    the network and keep arriving. If the copy is deleted before bring_back(), its transfer is
+    cancelled."""
 
     def __init__(
         self, kv: PagedKVCache, arrivals: Arrivals, pages: Sequence[int], num_tokens: int
     ) -> None:
-        """pages: of the request's first num_tokens tokens, in order."""
+        """pages: pages of the request's first num_tokens tokens, in order."""
         self._kv, self._arrivals, self._num_tokens = kv, arrivals, num_tokens
         in_flight = set(kv.residuals.table.pages_in(pages, ResidualState.IN_FLIGHT))
         places = dict(enumerate(pages))
         self._lacking_at = [at for at, page in places.items() if page in in_flight]
-        # On a GPU full pages of the window are encoded, too.
+        # On a GPU, committed pages of the window are encoded too, and are copied as records.
         self._recent = {
             at: self._recent_page(page, at)
             for at, page in places.items()
@@ -49,8 +49,8 @@ class RetractedKV:
         return tokens
 
     def bring_back(self, pages: Sequence[int]) -> None:
-        """Put all of it into free pages, but for a partial last page, which goes into the recent
-        window when the request is admitted."""
+        """Copy the KV into free pages. The tokens of a partial last page go into the recent window
+        later, when the request is admitted."""
         self._abandoned.detach()
         kv = self._kv
         copy_in(kv, [pages[at] for at in self._whole_at], self._whole)

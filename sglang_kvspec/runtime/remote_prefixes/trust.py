@@ -1,4 +1,4 @@
-"""Whether asking is worth a request's wait. Times are given, never taken."""
+"""Circuit breaker of a prefix server, with exponential back-off. Callers pass the time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Trust:
-    """A store that lets a request wait in vain is not asked for a while, twice as long each time;
-    one page that comes makes up for it."""
+    """Circuit breaker. A request that waited in vain opens it for a pause, which doubles each time,
+    from FIRST_PAUSE_S to LONGEST_PAUSE_S. One page that arrives closes it."""
 
     def __init__(self) -> None:
         self._pause_s = FIRST_PAUSE_S
@@ -19,7 +19,7 @@ class Trust:
 
     def disappoint(self, now_s: float) -> None:
         if now_s < self._paused_until_s:
-            # It was asked before.
+            # The lookup was begun before the pause.
             return
         self._paused_until_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

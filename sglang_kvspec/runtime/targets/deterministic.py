@@ -1,4 +1,4 @@
-"""The exact target in one order of arithmetic: for SGLang's deterministic inference.
+"""Deterministic attention at the `exact` target, for SGLang's deterministic inference.
 
 Prefill, verification and single steps give the same bits, so that drafting changes no token.
 """
@@ -23,13 +23,13 @@ from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 
 class DeterministicAttention:
-    """TargetAttention whose kernel goes through past and tail in one order, never split."""
+    """TargetAttention whose kernel reads past and tail in one fixed order and never splits them."""
 
     target: ClassVar[Target] = "exact"
     is_deterministic: ClassVar[bool] = True
     splits_by_page: ClassVar[bool] = False
     short_steps_differ: ClassVar[bool] = False
-    # Query rows of a program.
+    # Query rows of one program of the kernel.
     query_tiles: ClassVar[tuple[int, ...]] = (64,)
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
@@ -70,7 +70,7 @@ class DeterministicStep:
         self._every = torch.arange(batch + 1, dtype=torch.int32, device=kv.device)
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
-        """The kernel reads all it needs from DraftRows."""
+        """Do nothing: the kernel reads all it needs from DraftRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         begins = self._rows.past_indptr[: self._batch + 1]
@@ -86,7 +86,7 @@ class DeterministicVerification:
         self.num_parts = rows.max_parts
 
     def plan(self, rows: TargetRows) -> None:
-        """The kernel reads all it needs from VerifyRows."""
+        """Do nothing: the kernel reads all it needs from VerifyRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         rows = self._rows
@@ -110,6 +110,6 @@ class DeterministicVerifications:
 
 
 def past_of(kv: GpuKVCache, layer: int, indptr: torch.Tensor, pages: torch.Tensor) -> Past:
-    """Return request b's encoded pages[indptr[b] : indptr[b + 1]] where they lie. int32 on the
-    device."""
+    """Return the past of each request b, read in place: encoded pages[indptr[b] : indptr[b + 1]].
+    indptr, pages: int32 on the device."""
     return Past(*kv.exact_pages(layer), kv.residual_slots, indptr, pages)

@@ -24,7 +24,7 @@ from sglang_kvspec.transport.prefix_server.shelves import Shelves
 GIB = 2**30
 DEFAULT_PORT = 30500
 MAX_PORT = 65535
-# A server that is told to end waits this long for what is on its way to disk.
+# Seconds that a closing prefix server waits for pages on their way to disk.
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -63,7 +63,7 @@ def _listen(host: str, port: int, keys: CurveKeys | None) -> ZmqPort:
 
 
 def _serve(server: PrefixServer, shelves: Shelves) -> None:
-    """Until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C, then print totals and close."""
     is_over = False
 
     def end(number: int, frame: FrameType | None) -> None:

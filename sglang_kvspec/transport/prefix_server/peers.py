@@ -1,4 +1,4 @@
-"""Who uses a prefix server: in which session, which store, and what they are publishing."""
+"""Servers that use a prefix server: their sessions, stores and uploads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_kvspec.transport.prefixes.frames import (
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 
 MAX_PEERS = 256
-# Without a word for that long a server is forgotten; its links probe every half second.
+# Seconds of silence after which a server is forgotten. Its link probes every half second.
 GONE_S = 30.0
 
 
@@ -35,7 +35,7 @@ class _Upload:
 
 
 class Peer:
-    """A server that was let in."""
+    """Server that was admitted."""
 
     def __init__(self, greeting: Greet, store: PrefixStore, now_s: float) -> None:
         self.nonce, self.session = greeting.nonce, randbits(62)
@@ -53,7 +53,7 @@ class Peer:
         return Found(self.session, frame.lookup, stamps, hit.num_complete)
 
     def publish(self, frame: Publish) -> None:
-        """The last page's Parts must be complete: what was not is dropped."""
+        """Begin an upload. An upload whose Parts are incomplete is dropped."""
         self._upload = None
         links = self._links(frame)
         if len(links) != 1:
@@ -62,7 +62,7 @@ class Peer:
         self._upload = _Upload(frame.upload, links[0], num_bytes)
 
     def part(self, frame: Part, payload: Buffer) -> Kept | None:
-        """The answer to the last part of a page."""
+        """Take in a part of the upload. Return the answer if it is the last part."""
         upload, end = self._upload, frame.offset + len(payload)
         if upload is None or upload.number != frame.upload:
             raise FrameError(Drop.UNKNOWN, f"upload {frame.upload}")
@@ -89,14 +89,14 @@ class Peer:
 
 
 class Peers:
-    """By the name that ZMQ routes by."""
+    """Peers by the name that ZMQ routes by."""
 
     def __init__(self, shelves: Shelves) -> None:
         self._shelves = shelves
         self._peers: dict[bytes, Peer] = {}
 
     def greet(self, name: bytes, frame: Greet, now_s: float) -> Peer:
-        """A greeting may be repeated. Raises PrefixStoreError with the reason to deny it."""
+        """Admit a server; a greeting may be repeated. Raises PrefixStoreError to deny it."""
         peer = self._peers.get(name)
         if peer is not None and peer.nonce == frame.nonce:
             return peer
@@ -107,7 +107,7 @@ class Peers:
         return peer
 
     def of(self, name: bytes, session: int, now_s: float) -> Peer | None:
-        """Who is in this session."""
+        """Return the peer in this session, which was heard now; None if there is none."""
         peer = self._peers.get(name)
         if peer is None or peer.session != session:
             return None

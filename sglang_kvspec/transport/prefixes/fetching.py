@@ -1,4 +1,4 @@
-"""Lookups that are under way at a store, and what has come of them. No sockets, no clock."""
+"""Lookups at a prefix server, and the pages that have arrived. No sockets, no clock."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sglang_kvspec.transport.prefixes.frames import (
 )
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 
-# Asked for and not here yet, over all lookups; a page goes out in any case. A few pages of a large
-# model, so that the store reads one while another is on its way.
+# Bytes asked for and not arrived, over all lookups; one page is always allowed. A few pages of a
+# large model, so that the prefix server reads one page while another is on the link.
 FETCH_WINDOW_BYTES = 32 << 20
 
 FetchEvent = AnchorFetched | PageFetched | LookupEnded
 
 
 class _Page:
-    """Room for a page's two records, which arrive from their start on."""
+    """Memory for a page's two records, whose bytes arrive in order."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.records = tuple(bytearray(size) for size in sizes)
@@ -50,9 +50,9 @@ class _Page:
 
 @dataclass(slots=True)
 class _Lookup:
-    """end: number of the first page that is not wanted; None until the store has answered.
-    next_page: the first one nothing of which was asked for. anchored: pages whose anchors came
-    first, and whose residuals were not asked for."""
+    """One lookup. end: number of the first page that is not wanted; None until the prefix server
+    has answered. next_page: the first page of which nothing was asked for. anchored: pages whose
+    anchors have arrived, and whose residuals were not asked for."""
 
     keys: Sequence[bytes]
     anchors_first: bool
@@ -66,7 +66,7 @@ class _Lookup:
 
     @property
     def num_unasked(self) -> int:
-        """Pages of which nothing was asked for."""
+        """Return the number of pages of which nothing was asked for."""
         return max(0, (self.end or 0) - self.next_page)
 
     @property
@@ -85,17 +85,17 @@ class Fetching:
         return len(self._lookups)
 
     def seek(self, lookup: int, keys: Sequence[bytes], *, anchors_first: bool = False) -> None:
-        """The store was asked for pages of these keys. anchors_first: where it has all of them,
-        their anchors come before all residuals."""
+        """Add a lookup of pages with these keys. anchors_first: if the prefix server has all pages,
+        fetch all anchors before any residual."""
         assert lookup not in self._lookups, f"lookup {lookup} is under way"
         self._lookups[lookup] = _Lookup(keys, anchors_first)
 
     def cancel(self, lookup: int) -> None:
-        """What still comes of it is thrown away."""
+        """Drop a lookup, and all that still arrives for it."""
         self._lookups.pop(lookup, None)
 
     def found(self, frame: Found) -> list[FetchEvent]:
-        """Raises FrameError for an answer that was not asked for."""
+        """Apply the answer to a lookup. Raises FrameError for an answer that was not asked for."""
         asked = self._of(frame.lookup)
         num_stamps = len(frame.stamps)
         if asked.end is not None or not frame.num_complete <= num_stamps <= len(asked.keys):
@@ -106,8 +106,8 @@ class Fetching:
         return self._ended(frame.lookup)
 
     def next_fetches(self, session: int) -> list[Fetch]:
-        """What to ask for now, in as few frames as may be, and no more than the window has room
-        for: first anchors of those that have them first, then of each page what lacks."""
+        """Return the Fetch frames that are due, few and within the window. First come anchors of
+        lookups with anchors first, then the missing records of each page."""
         room = self._window_pages - sum(len(each.on_their_way) for each in self._lookups.values())
         frames = []
         for number, asked in self._lookups.items():
@@ -129,7 +129,7 @@ class Fetching:
         return frames
 
     def _next_pages(self, asked: _Lookup, room: int) -> range:
-        """Pages of which nothing was asked for, and is now."""
+        """Take the next pages of which nothing was asked for, to ask for them now."""
         first = asked.next_page
         ids = range(first, first + min(room, MAX_FETCH_PAGES, asked.num_unasked))
         asked.on_their_way.update((i, _Page(self._sizes)) for i in ids)
@@ -138,7 +138,7 @@ class Fetching:
 
     @staticmethod
     def _next_anchored(asked: _Lookup, room: int) -> range:
-        """Pages of whose records only residuals lack, from the first one on, without a gap."""
+        """Take consecutive pages that lack only their residuals, from the first such page on."""
         first = min(asked.anchored, default=0)
         end = first
         while end in asked.anchored and end - first < min(room, MAX_FETCH_PAGES):
@@ -157,7 +157,7 @@ class Fetching:
         return [Fetch(session, number, stream, ids.start, pages) for stream in streams]
 
     def piece(self, frame: Piece, payload: Buffer) -> list[FetchEvent]:
-        """Raises FrameError for what was not asked for, or not now."""
+        """Write part of a record. Raises FrameError if it was not asked for, or not now."""
         asked = self._of(frame.lookup)
         page = asked.on_their_way.get(frame.page)
         if page is None:
@@ -180,7 +180,7 @@ class Fetching:
         return [fetched, *self._ended(frame.lookup)]
 
     def gone(self, frame: Gone) -> list[FetchEvent]:
-        """Raises FrameError for a page that was not asked for."""
+        """Cut a lookup at a missing page. Raises FrameError if the page was not asked for."""
         asked = self._of(frame.lookup)
         if frame.page not in asked.on_their_way:
             raise FrameError(Drop.UNKNOWN, f"page {frame.page} of lookup {frame.lookup}")
@@ -188,7 +188,7 @@ class Fetching:
         return self._ended(frame.lookup)
 
     def end_all(self, reason: str) -> list[FetchEvent]:
-        """The link is lost."""
+        """End all lookups, because the link is lost."""
         ended: list[FetchEvent] = [
             LookupEnded(number, asked.num_found, reason) for number, asked in self._lookups.items()
         ]
@@ -202,7 +202,7 @@ class Fetching:
         return asked
 
     def _cut(self, asked: _Lookup, page: int, reason: str) -> None:
-        """What comes after a page that is not there is of no use."""
+        """End a lookup before `page`: pages behind a missing page are of no use."""
         asked.end, asked.reason = page, reason
         for pages in (asked.on_their_way, asked.anchored):
             for i in [i for i in pages if i >= page]:
