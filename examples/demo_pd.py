@@ -1,4 +1,5 @@
-"""`make demo-pd`: prefill and decode on two servers behind a door. Status 0: same text as one."""
+"""`make demo-pd`: prefill and decode on two servers behind a door. Exits with 0 if the text equals
+that of one server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MODEL = REPOSITORY / "models" / "demo-5m"
 FOLDER = REPOSITORY / ".kvspec" / "demo-pd"
 TIMELINE = FOLDER / "timeline.png"
 
-# Name of a prompt, where its code is from, and how many tokens of it there are at least.
+# Name, source file and least number of tokens of each prompt.
 PROMPTS = (
     ("1K", ("aiohttp", "web_response.py"), 1000),
     ("2K", ("aiohttp", "client_reqrep.py"), 2000),
@@ -51,7 +52,7 @@ def main() -> int:
 
 
 def run(console: Console, servers: PdServers) -> int:
-    """Ask the door and the ordinary server the same, and show what came of it."""
+    """Send the same requests to the door and to the ordinary server, and show the results."""
     apart, alone = {}, {}
     for name, source, num_tokens in PROMPTS:
         prompt = read_source(MODEL, *source, num_tokens)
@@ -88,7 +89,7 @@ def report(console: Console, apart: dict[str, Answer], same: dict[str, bool]) ->
 
 
 def _exit_on_signal(number: int, frame: object) -> NoReturn:
-    # An exception, so that the servers are stopped on the way out.
+    # SystemExit is an exception, so that the running servers are stopped.
     sys.exit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""What the demo of prefill and decode apart shows: a table, and one request's timeline."""
+"""Report of the disaggregation demo: a table, and one request's timeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from kvspec_testkit.servers.transfer_report import TransferReport
 
 _UNKNOWN = "-"
-# Of the picture, from the top.
+# Rows of the picture, from the top.
 _ROWS = ("prefill", "anchors", "residuals", "drafts", "verification", "tokens")
 _COLOURS = dict(zip(_ROWS, ("0.55", "C0", "C1", "C2", "C3", "0.2"), strict=True))
 
@@ -21,7 +21,7 @@ _COLOURS = dict(zip(_ROWS, ("0.55", "C0", "C1", "C2", "C3", "0.2"), strict=True)
 def show(
     console: Console, answers: Mapping[str, Answer], reports: Mapping[str, TransferReport]
 ) -> None:
-    """answers and reports: by name of the prompt."""
+    """Print the table. answers, reports: by name of the prompt."""
     table = Table(title="Prefill and decode apart, in seconds since the prefill ended")
     table.add_column("")
     for name in reports:
@@ -50,7 +50,8 @@ def _column(answer: Answer, report: TransferReport) -> dict[str, str]:
 
 
 def draw_timeline(path: Path, report: TransferReport, answer: Answer) -> None:
-    """A PNG of one request, from when it was sent to its last token, or last one with a time."""
+    """Draw a PNG of one request, from its start to its last token, or to the last token that has a
+    time."""
     transfer = report.transfer
     seconds = transfer.seconds
     figure = Figure(figsize=(9.5, 3.8), layout="constrained", dpi=150)

@@ -1,4 +1,4 @@
-"""What the demo shows at the end: are the texts equal, how fast, how many bytes."""
+"""Report at the end of the demo: equality of texts, speed and bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServerRun:
 
 
 def differences(kvspec: ServerRun, plain: ServerRun) -> dict[str, int | None]:
-    """Per output: None where both texts are equal, else the first differing character."""
+    """Return, for each output, None if both texts are equal, else the first differing position."""
     assert kvspec.outputs.keys() == plain.outputs.keys()
     return {
         name: _first_difference(text, plain.outputs[name]) for name, text in kvspec.outputs.items()
@@ -47,7 +47,7 @@ def _first_difference(one: str, other: str) -> int | None:
 def show(console: Console, model: str, kvspec: ServerRun, plain: ServerRun) -> None:
     """Print a piece of the text, the comparison of every output, and the figures."""
     name, output = list(kvspec.outputs.items())[-1]
-    # Source code is full of brackets, which rich would take for markup.
+    # Source code has many brackets, which rich would take for markup.
     sample = Text(output[:_SHOWN_CHARACTERS])
     console.print(Panel(sample, title=f"{name} (greedy, {model})", expand=False))
     console.print(_equality_table(kvspec, plain))

@@ -1,4 +1,4 @@
-"""Rows of bytes from pinned host memory into a pool on the device, in one launch."""
+"""Copy rows of bytes from pinned host memory into a pool on the device, in one launch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from kvspec_kernels.jit.copy_rows import copy_rows_kernel
 
 WORD_BYTES = 4
-# Few, so that most multiprocessors are left to others; together they have more bytes under way than
-# a link's latency hides.
+# Few programs, so that other kernels keep most multiprocessors. Together the programs have enough
+# bytes in flight to hide the link's latency.
 MAX_PROGRAMS = 32
 BLOCK_WORDS = 2048
 
@@ -19,14 +19,14 @@ def copy_rows(
     source: torch.Tensor,
     source_rows: torch.Tensor,
 ) -> None:
-    """target[target_rows[i]] = source[source_rows[i]], in place and in any order of i.
+    """Set target[target_rows[i]] = source[source_rows[i]], in place and in any order of i.
 
-    target, source: [S, ...] and [T, ...] uint8, rows alike in shape and contiguous, starting at
+    target, source: [S, ...] and [T, ...] uint8. Rows have equal shapes, are contiguous and start at
         multiples of 4 bytes. source may be in pinned host memory, which the kernel reads over the
         link.
     target_rows, source_rows: [N] int32 or int64 on target's device; target_rows distinct.
-    Neither waits for the device nor allocates. Raises ValueError for tensors that do not fit; rows
-    are not checked.
+    Does not wait for the device, and allocates nothing. Raises ValueError for tensors that do not
+    fit; row numbers are not checked.
     """
     for name, pool in (("target", target), ("source", source)):
         if pool.dtype != torch.uint8 or pool.ndim < 2 or not pool[:1].is_contiguous():

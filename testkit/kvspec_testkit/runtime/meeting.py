@@ -1,4 +1,4 @@
-"""Two ranks in threads of one process, which notice where they do different things."""
+"""Two ranks in threads of one process, which fail if they do different things."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOTH = (0, 1)
 
 
 class Meeting:
-    """Where they exchange what they have."""
+    """Exchange of values between the two ranks."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(len(BOTH))
@@ -22,7 +22,7 @@ class Meeting:
         self.num_messages = 0
 
     def exchange(self, rank: int, about: str, mine: Any) -> list[Any]:
-        """What both have. Raises AssertionError where what it is about differs."""
+        """Return the values of both ranks. Raises AssertionError if their `about` differs."""
         self._brought[rank] = about, mine
         self._barrier.wait()
         first, second = (self._brought[rank] for rank in BOTH)
@@ -31,14 +31,14 @@ class Meeting:
         return [first[1], second[1]]
 
     def act(self, act: Callable[[int], None]) -> None:
-        """Both ranks do this, side by side. Raises what one of them does."""
+        """Run `act` on both ranks at the same time. Raises the error of either rank."""
 
         def run(rank: int) -> None:
             try:
                 act(rank)
                 self.exchange(rank, "the end", None)
             except BaseException:
-                # Nobody comes to meet the other any more.
+                # This rank exchanges no more values: release the other rank.
                 self._barrier.abort()
                 raise
 
@@ -52,7 +52,7 @@ class Meeting:
 
 
 class MeetingRanks(Ranks):
-    """One of both. It has the messages that go to all alike only."""
+    """One of the two ranks. Only least() exchanges values."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(rank, len(BOTH))
