@@ -30,9 +30,9 @@ from acceptance.report import write_json
 from rich.console import Console
 from serving import machine
 from transformers import AutoConfig
+from ttkt.disaggregated_requests import ask
 from ttkt.figures import MODES, draw, figures, table
 from ttkt.points import TOKENS, Point, append_point, read_points
-from ttkt.requests_apart import ask
 from ttkt.servers import CPU, GPU, NO_LIMIT_GBPS, LinkedPair, Platform, Setup, running
 
 ROOT = Path(__file__).resolve().parent

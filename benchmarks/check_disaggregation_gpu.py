@@ -33,7 +33,7 @@ from acceptance.report import Estimate, Figure, write_json
 from rich.console import Console
 from serving.environment import server_environment
 from serving.live_server import kvspec_of
-from ttkt.requests_apart import TIMEOUT_S, Answer, ask
+from ttkt.disaggregated_requests import TIMEOUT_S, Answer, ask
 
 from kvspec_testkit.servers.server_pair import ServerPair
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess

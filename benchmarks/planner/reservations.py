@@ -211,7 +211,7 @@ class VerificationPlanner:
             # Places only fill up in this loop: a fetch finds none if a smaller one found none.
             hopeless = least_failed <= ask.fetch_bytes and not self._is_long(ask)
             place = None
-            if not hopeless and (not blocked or self._hinders_nobody(ask)):
+            if not hopeless and (not blocked or self._cannot_delay_others(ask)):
                 num_drafts = ask.num_drafts + self.now - entry.since
                 place = find_place(self.rings, ask, num_drafts, self.now, self.max_draft_len)
                 if place is None and ask.fetch_bytes:
@@ -241,7 +241,7 @@ class VerificationPlanner:
     def _is_long(self, ask: Ask) -> bool:
         return shortest_fetch(self.rings, ask.fetch_bytes) > self.max_draft_len
 
-    def _hinders_nobody(self, ask: Ask) -> bool:
+    def _cannot_delay_others(self, ask: Ask) -> bool:
         """Return True if a place for this request cannot delay another request. Without a fetch it
         takes only a slot, and there must be a slot for each known request."""
         known = len(self._waiting) + len(self._placed)

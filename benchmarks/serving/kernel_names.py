@@ -39,7 +39,7 @@ _PATTERNS = tuple(
         (ALL_REDUCE, r"nccl|all_?reduce|cross_device_reduce|AllReduce"),
         (
             SAMPLING,
-            r"^likeliest_kernel$|^end_step_kernel$"
+            r"^argmax_kernel$|^end_step_kernel$"
             r"|ArgMax|argmax|[Ss]oftmax|[Ss]ampl|multinomial|[Ss]ort|topk|TopK|top_k",
         ),
         (NORM, r"[Nn]orm|[Rr]ope|[Rr]otary|RotaryPos|act_and_mul|silu|gelu|swiglu|qk_?norm"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ttkt.requests_apart import Answer
+from ttkt.disaggregated_requests import Answer
 
 TOKENS = (2, 8, 32, 64)
 

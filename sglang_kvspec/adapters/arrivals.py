@@ -27,7 +27,7 @@ class ServerArrivals:
         return early
 
     @property
-    def may_lack(self) -> bool:
+    def may_be_pending(self) -> bool:
         return self._decoding is not None or self.early is not None
 
     @property
@@ -38,9 +38,9 @@ class ServerArrivals:
         if self._decoding is not None:
             self._decoding.receive(batch.handles)
 
-    def is_lacking(self, state: RequestState) -> bool:
+    def is_pending(self, state: RequestState) -> bool:
         if self._decoding is not None:
-            return self._decoding.is_lacking(state)
+            return self._decoding.is_pending(state)
         return self.early is not None and self.early.lacks_residuals(state.rid)
 
     def note_drafts(

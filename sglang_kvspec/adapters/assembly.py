@@ -67,7 +67,7 @@ class WorkerParts:
     pages: PageKeeper
     table: PageTable
     forward: RaggedForward
-    chooser: SpecSampler
+    sampler: SpecSampler
     ranks: Ranks
     counters: SpecCounters
     guard: CorruptPageGuard
@@ -88,7 +88,7 @@ def share_parts(
     server_args: Any,
     runner: Any,
     forward: RaggedForward,
-    chooser: SpecSampler,
+    sampler: SpecSampler,
     ranks: Ranks,
     counters: SpecCounters,
     req_to_token_pool: Any,
@@ -112,7 +112,7 @@ def share_parts(
         pages=pages,
         table=PageTable(req_to_token_pool, kv.geometry.page_size),
         forward=forward,
-        chooser=chooser,
+        sampler=sampler,
         ranks=ranks,
         counters=counters,
         guard=CorruptPageGuard(kv.residuals.corrupt, ranks, counters),
@@ -141,7 +141,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
     own: EagerDrafter | CudaGraphDrafter
     if captured is None:
         page_size = kv.geometry.page_size
-        own = EagerDrafter(parts.forward, parts.chooser, ranks, page_size, parts.view)
+        own = EagerDrafter(parts.forward, parts.sampler, ranks, page_size, parts.view)
     else:
         own = captured.drafter
     starter = RoundStarter(
@@ -166,7 +166,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
             scheduler=scheduler,
             planner=planner,
             guard=parts.guard,
-            chooser=parts.chooser,
+            sampler=parts.sampler,
             ranks=ranks,
             timer=timer,
             page_size=kv.geometry.page_size,
@@ -174,14 +174,14 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
             most_piggyback=most_piggyback,
             drafts_eagerly=not isinstance(kv, GpuKVCache),
         ),
-        committer=Committer(parts.chooser, parts.pages, parts.arrivals, ranks, parts.counters),
+        committer=Committer(parts.sampler, parts.pages, parts.arrivals, ranks, parts.counters),
         overlap=overlap,
         observer=RoundObserver(parts.counters, planner.speeds, clock, timer),
         speeds=planner.speeds,
         pages=parts.pages,
         arrivals=parts.arrivals,
         prompt_reader=own,
-        chooser=parts.chooser,
+        sampler=parts.sampler,
         ranks=ranks,
         captures=captured is not None,
     )
@@ -236,7 +236,7 @@ def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
     tokens = [most_piggyback + size.num_tokens for size in sizes]
     forward = ForwardCapture(runner, max([runner.max_running_requests, *tokens]))
     drafter = CudaGraphDrafter(
-        runner, forward, attention, parts.kv, longest, parts.chooser, parts.ranks, parts.view
+        runner, forward, attention, parts.kv, longest, parts.sampler, parts.ranks, parts.view
     )
     verify = None
     if sizes:

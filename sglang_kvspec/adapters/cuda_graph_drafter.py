@@ -25,7 +25,7 @@ from sglang_kvspec.runtime.draft_rows import (
 from sglang_kvspec.runtime.draft_view import DraftView, head_lists
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.grammar import mask_after
-from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
@@ -52,14 +52,14 @@ class CudaGraphDrafter:
         attention: DeviceAttention,
         kv: GpuKVCache,
         max_draft_len: int,
-        chooser: SpecSampler,
+        sampler: SpecSampler,
         ranks: Ranks,
         view: DraftView | None = None,
     ) -> None:
         """view: selects the pages that drafts read; None for all pages."""
         size = kv.geometry.page_size
         self._kv = kv
-        self._chooser = chooser
+        self._sampler = sampler
         self._ranks = ranks
         self._view = view
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
@@ -113,8 +113,8 @@ class CudaGraphDrafter:
             logits = self._drafts.replay(len(going))[: len(going)]
             for i, row in zip(going, logits, strict=True):
                 mask = mask_after(states[i].grammar, states[i].drafts, row[None])
-                self._chooser.draft(states[i], row[None], mask)
-            agree_on_drafts(self._ranks, [states[i] for i in going])
+                self._sampler.draft(states[i], row[None], mask)
+            broadcast_drafts(self._ranks, [states[i] for i in going])
             self._rows.override([states[i].last_token for i in going])
         return None
 

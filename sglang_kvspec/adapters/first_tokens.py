@@ -21,7 +21,7 @@ def first_tokens(
     reqs: Sequence[Any],
     rows: Sequence[Row],
     logits: torch.Tensor,
-    chooser: SpecSampler,
+    sampler: SpecSampler,
     ranks: Ranks,
 ) -> list[VerifyResult | None]:
     """Choose each request's token from its row of logits [num_reqs, vocab], as rank 0 does.
@@ -37,7 +37,7 @@ def first_tokens(
         own = logits[i : i + 1]
         allowed = allowed_by(masks_along(req.grammar, (), own))
         params, output = sampling_params_of(req), list(req.output_ids)
-        firsts.append(chooser.first(own, params, output, row.end, allowed))
+        firsts.append(sampler.first(own, params, output, row.end, allowed))
     tokens = ranks.numbers(
         [_NONE if first is None else [*first.tokens, _NONE][0] for first in firsts],
         about=[(req.rid, row.end) for req, row in zip(reqs, rows, strict=True)],

@@ -107,7 +107,7 @@ def hash_of_all_ranks(model: torch.nn.Module, ranks: Ranks) -> str:
     weights = sorted(model.state_dict().items())
     names = [f"{name} {tensor.dtype}" for name, tensor in weights]
     own = [sum_of_hashes(tensor) for _, tensor in weights]
-    of_ranks = ranks.everyones(own, about=names)
+    of_ranks = ranks.gather(own, about=names)
     found = xxh3_128()
     for name, sums in zip(names, zip(*of_ranks, strict=True), strict=True):
         total = sums[0] if len(set(sums)) == 1 else sum(sums)

@@ -91,7 +91,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
     ) -> None:
         """Bring back the KV of a retracted request. indices: its new slots."""
-        kv_cache_cpu.bring_back(self._pages_of(indices))
+        kv_cache_cpu.restore(self._pages_of(indices))
 
     def _pages_of(self, indices: torch.Tensor) -> list[int]:
         pages: list[int] = (indices[:: self.page_size] // self.page_size).tolist()

@@ -33,7 +33,7 @@ class Prefill:
         return self._compute(batch)
 
     def _compute(self, batch: Any) -> GenerationBatchResult:
-        self._loop.hold_up()
+        self._loop.interrupt()
         parts = self._parts
         rows = self._rows(batch)
         result = parts.forward.planned(ForwardPlan(tuple(rows)), batch=batch)
@@ -41,7 +41,7 @@ class Prefill:
             parts.pages.commit(row.pages, row.start, row.end)
         self._count_hits(batch.reqs)
         logits = result.logits_output.next_token_logits
-        firsts = first_tokens(batch.reqs, rows, logits, parts.chooser, parts.ranks)
+        firsts = first_tokens(batch.reqs, rows, logits, parts.sampler, parts.ranks)
         states = [
             new_state(req, row.end, 0 if first is None else first.tokens[0])
             for req, row, first in zip(batch.reqs, rows, firsts, strict=True)

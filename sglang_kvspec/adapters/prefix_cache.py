@@ -71,7 +71,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     def in_pass(self, queue: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
         """Enclose a pass of the scheduler. Several ranks find nothing in tiers outside of it."""
-        if self._agreed_hits is None or self._tiers.are_none:
+        if self._agreed_hits is None or self._tiers.is_empty:
             return nullcontext()
         return self._agreed_hits.in_pass(queue)
 
@@ -80,7 +80,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = super().match_prefix(params)
         # A lookup without a request is SGLang's own, after an insertion.
-        if params.req is None or self._tiers.are_none:
+        if params.req is None or self._tiers.is_empty:
             return result
         num_resident = len(result.device_indices)
         is_starting = self._starting is params.req
@@ -234,7 +234,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         is_whole = not self._lacks_residuals(req)
         is_insert = is_insert and is_whole
         # With overridden embeddings, KV does not follow from tokens.
-        keeps = not self._tiers.are_none and req.positional_embed_overrides is None and is_whole
+        keeps = not self._tiers.is_empty and req.positional_embed_overrides is None and is_whole
         if keeps and not is_insert:
             # As a rule it was retracted: it will resume, and the tree has no room for its prefix.
             slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(key)]
@@ -247,7 +247,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     def evict(self, params: EvictParams) -> EvictResult:
         allocator = self.token_to_kv_pool_allocator
-        if self._tiers.are_none or not allocator.is_not_in_free_group:
+        if self._tiers.is_empty or not allocator.is_not_in_free_group:
             return super().evict(params)
         # SGLang frees a node's slots before it deletes the node. In a group they keep their KV.
         allocator.free_group_begin()
@@ -257,7 +257,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
             allocator.free_group_end()
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        if not self._tiers.are_none:
+        if not self._tiers.is_empty:
             self._demote(node)
         super()._delete_leaf(node)
 

@@ -10,7 +10,7 @@ from sglang_kvspec.adapters.compat.scheduling import AddReqResult, get_alloc_res
 from sglang_kvspec.adapters.requests import priority_of
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.kv.residual_table import ResidualState
-from sglang_kvspec.planning.intake import Intake, PageNeed
+from sglang_kvspec.planning.admission import Admission, PageNeed
 from sglang_kvspec.planning.retraction import RetractionView, keep_order
 from sglang_kvspec.runtime.pressure import Pressure
 
@@ -53,7 +53,7 @@ def add_if_it_fits(add: Callable[..., Any], adder: Any, req: Any, args: Any, kwa
 
 def _has_room(adder: Any, req: Any) -> bool:
     allocator, tree, size = adder.token_to_kv_pool_allocator, adder.tree_cache, adder.page_size
-    intake = Intake(size, get_alloc_reserve_per_decode())
+    intake = Admission(size, get_alloc_reserve_per_decode())
     others = [
         *_running(adder.running_batch, size),
         *(_starting(r, size) for r in adder.can_run_list),

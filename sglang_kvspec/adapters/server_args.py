@@ -235,7 +235,7 @@ def _flag(name: str) -> str:
 def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the ServerArgs fields that follow from --kvspec."""
     on_gpu = not activation.cpu_platform_is_active()
-    hosted_on_gpu = config.host_gb and on_gpu
+    offloads_on_gpu = config.host_gb and on_gpu
     # Without prefix tiers, a GPU uses SGLang's own prefix cache.
     prefix_cache = None if on_gpu and not config.keeps_prefixes else PREFIX_CACHE
     return {
@@ -251,7 +251,7 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
         "grammar_backend": kwargs.get("grammar_backend") or "xgrammar",
         "radix_cache_backend": kwargs.get("radix_cache_backend") or prefix_cache,
         # See the needs of --kvspec-host-gb.
-        "prefill_max_requests": 1 if hosted_on_gpu else kwargs.get("prefill_max_requests"),
+        "prefill_max_requests": 1 if offloads_on_gpu else kwargs.get("prefill_max_requests"),
         # SGLang's overlap has nothing to gain: a CPU computes where it schedules, and on a GPU an
         # iteration is a round of many steps.
         "disable_overlap_schedule": True,

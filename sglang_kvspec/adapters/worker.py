@@ -49,7 +49,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
         self.ranks: Ranks = ranks_of(target_worker.model_runner.tp_group)
-        self._chooser = SpecSampler(server_args.random_seed, device_of(server_args, gpu_id))
+        self._sampler = SpecSampler(server_args.random_seed, device_of(server_args, gpu_id))
         self._exporter: MetricsExporter | None = None
         self._remote_exporter: RemoteMetrics | None = None
 
@@ -65,7 +65,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             self.server_args,
             self._target_worker.model_runner,
             RaggedForward(self._target_worker),
-            self._chooser,
+            self._sampler,
             self.ranks,
             self.counters,
             req_to_token_pool,
@@ -82,7 +82,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.loop = build_loop(self.parts)
         self._prefill = Prefill(self.parts, self.loop)
         if self.parts.apart is not None:
-            self.parts.apart.write_behind(self.loop.overlap.hold_up)
+            self.parts.apart.write_behind(self.loop.overlap.interrupt)
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, **kwargs: Any

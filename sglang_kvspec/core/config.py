@@ -37,7 +37,7 @@ __all__ = [
     "MAX_DRAFT_LEN",
     "MAX_HOST_GB",
     "MOST_AUTO_DRAFTS",
-    "MOST_AUTO_DRAFTS_HOSTED",
+    "MOST_AUTO_DRAFTS_OFFLOADED",
     "MOST_RECENT_PAGES",
     "KVSpecConfig",
     "Stream",
@@ -49,7 +49,7 @@ __all__ = [
 # second pass over the whole KV of the request.
 MOST_AUTO_DRAFTS = 31
 # With residuals in host memory, each fetch should serve more drafts: two such passes.
-MOST_AUTO_DRAFTS_HOSTED = 63
+MOST_AUTO_DRAFTS_OFFLOADED = 63
 # The decode server receives other KV than was computed, so it has nothing to verify against.
 LOSSY_TRANSFERS: tuple[Transfer, ...] = ("int8", "int4", "cachegen")
 
@@ -98,7 +98,7 @@ class KVSpecConfig:
         if not self.drafts:
             return 0
         if self.draft_len == AUTO_DRAFT_LEN:
-            return MOST_AUTO_DRAFTS_HOSTED if self.host_gb else MOST_AUTO_DRAFTS
+            return MOST_AUTO_DRAFTS_OFFLOADED if self.host_gb else MOST_AUTO_DRAFTS
         return int(self.draft_len)
 
     @property

@@ -24,7 +24,7 @@ Request = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class RankExchange:
     """Address at which a decode server meets the prefill server of a request."""
 
     host: str
@@ -67,7 +67,7 @@ def read_request(path: str, body: bytes) -> Request:
 def pair(
     path: str,
     request: Request,
-    meeting: Meeting,
+    meeting: RankExchange,
     draw: Callable[[int], int] = secrets.randbelow,
 ) -> PairedBodies:
     """Make both bodies, with a new room for each prompt. Rooms in the client's request are

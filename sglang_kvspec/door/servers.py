@@ -8,7 +8,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from sglang_kvspec.door.errors import WrongServer
-from sglang_kvspec.door.rooms import Meeting
+from sglang_kvspec.door.rooms import RankExchange
 
 Role = Literal["prefill", "decode"]
 
@@ -20,7 +20,7 @@ class Server:
     def __init__(self, role: Role, url: str) -> None:
         self.role = role
         self.url = url
-        self._meeting: Meeting | None = None
+        self._meeting: RankExchange | None = None
         self._fits = False
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Server:
         return self._meeting is not None
 
     @property
-    def meeting(self) -> Meeting:
+    def meeting(self) -> RankExchange:
         assert self._meeting is not None, f"{self} has not introduced itself"
         return self._meeting
 
@@ -44,7 +44,7 @@ class Server:
         """Store where requests meet the server, from its /server_info. Raises WrongServer."""
         self._meeting = self.check(info)
 
-    def check(self, info: Mapping[str, Any]) -> Meeting:
+    def check(self, info: Mapping[str, Any]) -> RankExchange:
         """Return where requests meet the server, from its /server_info.
 
         Raises WrongServer if the server has another role, or names no bootstrap port.
@@ -62,7 +62,7 @@ class Server:
         host = urlsplit(self.url).hostname
         assert host is not None, "server_url() let it in"
         self._fits = True
-        return Meeting(host, port)
+        return RankExchange(host, port)
 
     def forget(self) -> None:
         self._meeting, self._fits = None, False

@@ -13,7 +13,7 @@ from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import PageKeeper
-from sglang_kvspec.runtime.ranks import Ranks, agree
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_tokens
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import num_finite
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
@@ -24,13 +24,13 @@ class Committer:
 
     def __init__(
         self,
-        chooser: SpecSampler,
+        sampler: SpecSampler,
         pages: PageKeeper,
         arrivals: Arrivals,
         ranks: Ranks,
         counters: SpecCounters,
     ) -> None:
-        self._chooser, self._pages = chooser, pages
+        self._sampler, self._pages = sampler, pages
         self._arrivals, self._ranks, self._counters = arrivals, ranks, counters
 
     @staticmethod
@@ -62,7 +62,7 @@ class Committer:
         if logits is None:
             return emitted
         chosen = self._judge(batch, rows, logits, top1)
-        agreed = agree(self._ranks, [batch.states[i] for i in rows], chosen)
+        agreed = broadcast_tokens(self._ranks, [batch.states[i] for i in rows], chosen)
         for (i, row), verified in zip(rows.items(), agreed, strict=True):
             assert verified is not None
             emitted[i] = verified
@@ -92,11 +92,11 @@ class Committer:
             if state.is_greedy:
                 kept = logits[span] if batch.wants_logprobs else None
                 num_sound = num_finite(largest[span])
-                tokens = self._chooser.judge(state, targets[span], num_sound)
+                tokens = self._sampler.judge(state, targets[span], num_sound)
                 chosen.append(VerifyResult(tokens, kept))
                 continue
             masks = masks_along(state.grammar, state.drafts, logits[span])
-            verified = self._chooser.verify(state, logits[span], allowed_by(masks))
+            verified = self._sampler.verify(state, logits[span], allowed_by(masks))
             if masks is not None:
                 verified = verified._replace(tokens=verified.tokens[: masks.max_tokens])
             chosen.append(verified)

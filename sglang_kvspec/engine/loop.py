@@ -27,7 +27,7 @@ from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verification, Verifier
 from sglang_kvspec.runtime.pages import PageKeeper
-from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 from sglang_kvspec.runtime.speeds import Speeds
@@ -62,7 +62,7 @@ class RoundLoop:
     pages: PageKeeper
     arrivals: Arrivals
     prompt_reader: PromptReader
-    chooser: SpecSampler
+    sampler: SpecSampler
     ranks: Ranks
     captures: bool = False
 
@@ -89,14 +89,14 @@ class RoundLoop:
         self.overlap.plan_next(batch, done.left)
         # From here on, the device waits for the next round.
         self.verifier.receive(batch, done)
-        if self.arrivals.may_lack:
+        if self.arrivals.may_be_pending:
             self._note_drafts(batch, started, done)
         emitted = self.committer.commit(batch, done.rows, done.logits, done.top1)
         self.starter.over_at = time.perf_counter()
         if is_idle:
             self.observer.observe_idle(len(batch.states))
             self.starter.over_at = None
-            if self.arrivals.may_lack:
+            if self.arrivals.may_be_pending:
                 self.arrivals.wait()
         self.overlap.launch(batch)
         self.pages.flush()
@@ -126,26 +126,26 @@ class RoundLoop:
                 ages_s, lacks = started.draft_ages_s(i), i in started.lacking
                 self.arrivals.note_drafts(batch, i, ages_s, on_anchors=lacks)
             if i in done.piggyback:
-                lacks = self.arrivals.is_lacking(state)
+                lacks = self.arrivals.is_pending(state)
                 self.arrivals.note_drafts(batch, i, (0.0,), on_anchors=lacks)
 
     # Between rounds
 
-    def hold_up(self) -> None:
+    def interrupt(self) -> None:
         """Let another forward, such as a prefill, run next. It waits for the pre-launched steps."""
-        self.overlap.hold_up()
+        self.overlap.interrupt()
         self.starter.over_at = None
 
     def start_on_anchors(self, batch: RoundBatch) -> None:
         """Make the first draft of the batch's only request, an early start whose residuals are on
         the network. This also computes KV of the prompt's end, which later drafts may read."""
-        self.hold_up()
+        self.interrupt()
         self.overlap.keep_tokens()
         (state,) = batch.states
         logits = self.prompt_reader.read_prompt_end(batch)
-        self.chooser.draft(state, logits, mask=None)
-        agree_on_drafts(self.ranks, [state])
-        lacks = self.arrivals.is_lacking(state)
+        self.sampler.draft(state, logits, mask=None)
+        broadcast_drafts(self.ranks, [state])
+        lacks = self.arrivals.is_pending(state)
         self.arrivals.note_drafts(batch, 0, (0.0,), on_anchors=lacks)
 
     def seconds_to_next(self, states: Sequence[RequestState]) -> list[float]:

@@ -54,7 +54,7 @@ class RoundObserver:
                 context,
                 draft_s,
                 verify_s,
-                None if started.is_held_up else started.enqueue_s,
+                None if started.is_interrupted else started.enqueue_s,
                 [n for n, entry in zip(verified, emitted, strict=True) if entry],
                 started.between_s,
                 started.num_piggyback,

@@ -34,7 +34,7 @@ class Overlap(Protocol):
     def launch(self, batch: RoundBatch) -> None:
         """Begin the round after this one, where possible."""
 
-    def hold_up(self) -> None:
+    def interrupt(self) -> None:
         """Let another forward follow the steps of the pre-launched round."""
 
     def keep_tokens(self) -> None:
@@ -61,7 +61,7 @@ class NoOverlap:
     def launch(self, batch: RoundBatch) -> None:
         """Do nothing: the next round begins when the server asks for it."""
 
-    def hold_up(self) -> None:
+    def interrupt(self) -> None:
         """Do nothing: no round has begun."""
 
     def keep_tokens(self) -> None:
@@ -144,12 +144,12 @@ class OverlappedRounds:
                 states, batch.pages, lens, self.next.budget, self.next.held
             )
 
-    def hold_up(self) -> None:
-        """Let another forward follow, see Overlap.hold_up. The round's verifications are planned
+    def interrupt(self) -> None:
+        """Let another forward follow, see Overlap.interrupt. The round's verifications are planned
         again."""
         self.starter.side.join()
         if self.ahead is not None:
-            self.ahead.is_held_up = True
+            self.ahead.is_interrupted = True
             self._cancel_plan()
 
     def keep_tokens(self) -> None:

@@ -100,7 +100,7 @@ class Arrivals(Protocol):
     """Residuals that are on their way from another server."""
 
     @property
-    def may_lack(self) -> bool:
+    def may_be_pending(self) -> bool:
         """Return True if residuals of any request can be on the network."""
 
     @property
@@ -110,7 +110,7 @@ class Arrivals(Protocol):
     def receive(self, batch: RoundBatch) -> None:
         """Take over residuals that have arrived. Fail requests whose residuals will not come."""
 
-    def is_lacking(self, state: RequestState) -> bool:
+    def is_pending(self, state: RequestState) -> bool:
         """Return True if residuals of a request are still on the network."""
 
     def note_drafts(

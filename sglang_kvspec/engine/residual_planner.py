@@ -53,7 +53,7 @@ class ResidualPlanner:
             self._planner.all_verify(states[i].rid for i in ready)
             return RoundPlan(tuple(ready))
         views = [
-            self._view(*parts, is_lacking=i in held)
+            self._view(*parts, is_pending=i in held)
             for i, parts in enumerate(zip(states, pages, spills, strict=True))
         ]
         slots = residuals.cache_slots
@@ -171,7 +171,7 @@ class ResidualPlanner:
         return end // size - state.committed_len // size
 
     def _view(
-        self, state: RequestState, pages: torch.Tensor, spill: int, *, is_lacking: bool
+        self, state: RequestState, pages: torch.Tensor, spill: int, *, is_pending: bool
     ) -> RoundView:
         table = self._kv.residuals.table
         ids = self._full_pages(state, pages)
@@ -182,7 +182,7 @@ class ResidualPlanner:
             cached=cached,
             spill=spill,
             priority=state.priority,
-            is_lacking=is_lacking,
+            is_pending=is_pending,
         )
 
     def _full_pages(self, state: RequestState, pages: torch.Tensor) -> list[int]:

@@ -20,7 +20,7 @@ class StartedRound:
     timer: runs while the round drafts. begun_at: time.perf_counter() when the device was first told
     of its steps. between_s: seconds since the last round for which the device had waited for this
     one, None where not known. num_steps: steps that the timer measures, also where the requests
-    with the most drafts have left. is_held_up: other forwards came before its end.
+    with the most drafts have left. is_interrupted: other forwards came before its end.
     plan: which requests verify and what is fetched for them; None where all verify, or where that
     is yet to be decided. late: requests that cannot verify whatever the plan, because some of their
     residuals are still on the network now. lacking: requests of which that was so when the round
@@ -41,7 +41,7 @@ class StartedRound:
     begun_at: float = 0.0
     between_s: float | None = None
     num_steps: int = 0
-    is_held_up: bool = False
+    is_interrupted: bool = False
     is_plain: bool = False
     made: DraftedTokens | None = None
     logits: torch.Tensor | None = None
@@ -76,7 +76,11 @@ class StartedRound:
         fewer steps than others. Return 0, too, where a request reaches its last token, or other
         forwards may have used the steps' rows since."""
         made = self.made
-        if self.is_held_up or made is None or sorted(made.order) != list(range(len(self.states))):
+        if (
+            self.is_interrupted
+            or made is None
+            or sorted(made.order) != list(range(len(self.states)))
+        ):
             return 0
         if set(made.lens) != {len(made.tokens)}:
             return 0

@@ -54,8 +54,8 @@ class RoundStarter:
         if any(schedule.alone) and not started.verify:
             started.lens = lens = list(schedule.alone)
             started.num_steps = max(lens)
-        if self.arrivals.may_lack:
-            lacking = (i for i, state in enumerate(states) if self.arrivals.is_lacking(state))
+        if self.arrivals.may_be_pending:
+            lacking = (i for i, state in enumerate(states) if self.arrivals.is_pending(state))
             started.lacking = frozenset(lacking)
         started.begun_at = time.perf_counter()
         if self.over_at is not None and self.plain is None:

@@ -20,7 +20,7 @@ from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
-from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
@@ -61,7 +61,7 @@ class Verifier:
     scheduler: VerifyScheduler
     planner: ResidualPlanner
     guard: PageGuard
-    chooser: SpecSampler
+    sampler: SpecSampler
     ranks: Ranks
     timer: PhaseTimer
     page_size: int
@@ -138,10 +138,10 @@ class Verifier:
             if not state.is_greedy:
                 assert done.draft_logits is not None
                 logits = done.draft_logits[place : place + 1]
-                self.chooser.draft(state, logits, mask_after(state.grammar, state.drafts, logits))
+                self.sampler.draft(state, logits, mask_after(state.grammar, state.drafts, logits))
                 sampled.append(state)
         if sampled:
-            agree_on_drafts(self.ranks, sampled)
+            broadcast_drafts(self.ranks, sampled)
 
     def _piggyback_rows(
         self, batch: RoundBatch, num_drafts: Sequence[int], rows: Mapping[int, Row]

@@ -126,7 +126,7 @@ class GpuKVCache(PagedKVCache):
         yield
         self.finish_encode(encodes)
         if self._offloaded is not None:
-            self._offloaded.take_back()
+            self._offloaded.return_lent_slots()
 
     def await_layer(self, layer: int) -> None:
         """Make the forward wait until the residuals of this layer are in the cache."""

@@ -27,7 +27,8 @@ class OffloadedResidualCache:
     least recently used pages are evicted.
 
     GpuKVCache.placed() calls require(), begin() and place() before the layers, and finish() and
-    take_back() after them. Copies run on other streams; HostCopies orders them on the device.
+    return_lent_slots() after them. Copies run on other streams; HostCopies orders them on the
+    device.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class OffloadedResidualCache:
         encoded = [page for page in pages if page in self.cache_slots]
         self._copies.copy_out([(page, self.cache_slots.slot_of(page)) for page in encoded])
 
-    def take_back(self) -> None:
+    def return_lent_slots(self) -> None:
         """Take back lent slots once the prepared forward is enqueued. Make pages RESIDENT that it
         fetched by layer."""
         if self._layers_arrive:

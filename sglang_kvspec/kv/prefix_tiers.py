@@ -59,7 +59,7 @@ class PrefixTiers:
         self._loaded_bytes = {"anchors": 0, "residuals": 0}
 
     @property
-    def are_none(self) -> bool:
+    def is_empty(self) -> bool:
         return self._host is None and self._disk is None and self._remote is None
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from sglang_kvspec.core.config import (
     DEFAULT_PAGE_SIZE,
     MOST_AUTO_DRAFTS,
-    MOST_AUTO_DRAFTS_HOSTED,
+    MOST_AUTO_DRAFTS_OFFLOADED,
 )
 from sglang_kvspec.core.flags import FLAG_OF
 from sglang_kvspec.core.units import GIB
@@ -81,7 +81,7 @@ def _kvspec_arguments(deployment: Deployment, cycle: Cycle, host_gib: int) -> li
         arguments += ["--kvspec-codec", deployment.codec]
     if host_gib:
         arguments += ["--kvspec-host-gb", str(host_gib)]
-    if cycle.draft_len > (MOST_AUTO_DRAFTS_HOSTED if host_gib else MOST_AUTO_DRAFTS):
+    if cycle.draft_len > (MOST_AUTO_DRAFTS_OFFLOADED if host_gib else MOST_AUTO_DRAFTS):
         arguments += ["--kvspec-draft-len", str(cycle.draft_len)]
     if deployment.page_size != DEFAULT_PAGE_SIZE:
         arguments += ["--page-size", str(deployment.page_size)]

@@ -20,7 +20,7 @@ class RoundView:
 
     key: name of the request for as long as it runs. missing: encoded pages whose residual is in the
     store only. cached: pages whose residual is in the cache or on its way there. spill: further
-    cache slots that its verification may need. is_lacking: the request cannot verify, because other
+    cache slots that its verification may need. is_pending: the request cannot verify, because other
     residuals are on the network or the schedule holds it. Its rounds of waiting do not count.
     """
 
@@ -29,7 +29,7 @@ class RoundView:
     cached: tuple[int, ...] = ()
     spill: int = 0
     priority: int = 0
-    is_lacking: bool = False
+    is_pending: bool = False
 
     @property
     def pages(self) -> tuple[int, ...]:

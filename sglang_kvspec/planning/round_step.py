@@ -131,7 +131,7 @@ class RoundPlanner:
         num_missing = 0
         for index in self._in_order(requests):
             request = requests[index]
-            if request.is_lacking:
+            if request.is_pending:
                 continue
             reserved = max(min(num_missing, budget.round_pages - len(filling.fetch)), 0)
             if request.num_slots > cache.num_slots:
@@ -194,7 +194,7 @@ class RoundPlanner:
             if index in verify:
                 self._learnt.waited[request.key] = 0
             else:
-                self._learnt.waited[request.key] += not request.is_lacking
+                self._learnt.waited[request.key] += not request.is_pending
 
     def _choose_staying(self, requests: Sequence[RoundView], num_slots: int) -> None:
         learnt = self._learnt

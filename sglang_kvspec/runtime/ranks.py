@@ -105,7 +105,7 @@ class Ranks:
             )
         return values
 
-    def everyones(self, mine: Sequence[int], about: object) -> list[list[int]]:
+    def gather(self, mine: Sequence[int], about: object) -> list[list[int]]:
         """Return the integers of every rank, by rank. Each rank passes equally many.
 
         about: subject and number of the integers, as for numbers(). Raises RanksDisagree if it is
@@ -130,7 +130,7 @@ class Ranks:
         return values
 
 
-def agree(
+def broadcast_tokens(
     ranks: Ranks, states: Sequence[RequestState], chosen: Sequence[VerifyResult | None]
 ) -> list[VerifyResult | None]:
     """Replace the tokens that this rank chose for every request by those of rank 0.
@@ -157,6 +157,6 @@ def agree(
     return agreed
 
 
-def agree_on_drafts(ranks: Ranks, states: Sequence[RequestState]) -> None:
+def broadcast_drafts(ranks: Ranks, states: Sequence[RequestState]) -> None:
     """Replace the last draft of every request by that of rank 0."""
-    agree(ranks, states, [None] * len(states))
+    broadcast_tokens(ranks, states, [None] * len(states))

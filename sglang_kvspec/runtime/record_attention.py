@@ -68,7 +68,7 @@ def planned_target(
         target=kv.codec.target,  # type: ignore[arg-type]
         q_dtype=kv.geometry.dtype,
         max_qo_len=max_qo_len,
-        may_join_apart=is_captured,
+        may_join_separately=is_captured,
         expected_batch=num_likely,
     )
     return attention

@@ -25,7 +25,7 @@ from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 # servers that other tests start.
 KERNELS = (
     "kvspec_kernels.ops.attention",
-    "kvspec_kernels.ops.ordered_attention",
+    "kvspec_kernels.ops.deterministic_attention",
     "kvspec_kernels.ops.encode",
     "kvspec_kernels.ops.append",
     "kvspec_kernels.ops.copy_rows",

@@ -68,7 +68,9 @@ class VerifyKernel:
         self._max_column_blocks = -(-queries // (8 * self._columns))
         self._shared = _shared_bytes(shape, self._columns)
         names = ("verify_attention",)
-        defines = verify_defines(shape, self._columns, self._blocks, joins_apart=bool(join_warps))
+        defines = verify_defines(
+            shape, self._columns, self._blocks, joins_separately=bool(join_warps)
+        )
         (self._verify,) = nvrtc.load("verify_attention.cu", names, defines, device)
         self._verify.allow_shared_memory(self._shared)
         self._join: nvrtc.Kernel | None = None
@@ -180,18 +182,18 @@ def verify_kernel(
     batch: int,
     device: torch.device,
     *,
-    may_join_apart: bool,
+    may_join_separately: bool,
 ) -> VerifyKernel:
     """Return the kernel of a shape and likely number of requests."""
-    if not may_join_apart:
+    if not may_join_separately:
         return _verify_kernel(shape, max_qo_len, device, 0)
     queries = max_qo_len * _group(shape)
     columns, blocks = columns_and_blocks(shape, queries)
     column_blocks = -(-queries // (8 * columns))
     parts = num_blocks(blocks, device) / (batch * shape.num_kv_heads * column_blocks)
     rows = parts * min(queries, 8 * columns)
-    joins_apart = parts > MOST_JOINED or (parts > 1 and rows > MOST_ROWS_JOINED)
-    return _verify_kernel(shape, max_qo_len, device, join_warps(parts) if joins_apart else 0)
+    joins_separately = parts > MOST_JOINED or (parts > 1 and rows > MOST_ROWS_JOINED)
+    return _verify_kernel(shape, max_qo_len, device, join_warps(parts) if joins_separately else 0)
 
 
 @functools.lru_cache(maxsize=64)
@@ -203,7 +205,7 @@ def _verify_kernel(
 
 
 def verify_defines(
-    shape: AttentionShape, columns: int, blocks: int, *, joins_apart: bool = False
+    shape: AttentionShape, columns: int, blocks: int, *, joins_separately: bool = False
 ) -> dict[str, int | str]:
     """Return the constants that cuda/verify_attention.cu is compiled with."""
     return record_defines(shape) | {
@@ -213,7 +215,7 @@ def verify_defines(
         "BLOCKS": blocks,
         "RESIDUAL_BYTES": _residual_bytes(shape),
         "MAX_BATCH": MAX_BATCH,
-        "JOIN_APART": int(joins_apart),
+        "JOIN_SEPARATELY": int(joins_separately),
     }
 
 

@@ -33,7 +33,7 @@ def begin_step_kernel(
 
 
 @triton.jit(do_not_specialize=["vocab", "part"])
-def likeliest_kernel(
+def argmax_kernel(
     logits_ptr, values_ptr, indices_ptr, stride_logits, vocab, part, BLOCK: tl.constexpr
 ):
     """Find the largest of `part` logits of a row, and the first index that has it. Grid: (rows,

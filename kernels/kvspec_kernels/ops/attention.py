@@ -239,14 +239,14 @@ class VerifyAttention(_Attention):
         kv_dtype: torch.dtype | None = None,
         sm_scale: float | None = None,
         num_sms: int | None = None,
-        may_join_apart: bool = True,
+        may_join_separately: bool = True,
         expected_batch: int | None = None,
     ) -> None:
         """Set batch and model; see DraftAttention.plan for the other arguments.
 
         qo_indptr: [batch_size + 1] int32; request b has query tokens qo_indptr[b] ..
         qo_indptr[b + 1], at most max_qo_len. kv_dtype must be q_dtype, its default.
-        may_join_apart: False if batch sizes vary and a new size must not compile a kernel.
+        may_join_separately: False if batch sizes vary and a new size must not compile a kernel.
         expected_batch: likely number of requests of a run, by default batch_size; affects speed.
         """
         if kv_dtype not in (None, q_dtype):
@@ -269,7 +269,7 @@ class VerifyAttention(_Attention):
                 num_sms=num_sms,
                 qo_indptr=qo_indptr,
                 max_qo_len=max_qo_len,
-                may_join_apart=may_join_apart,
+                may_join_separately=may_join_separately,
                 expected_batch=expected_batch,
             )
         )
@@ -312,7 +312,7 @@ def _make_plan(
     qo_indptr: torch.Tensor | None = None,
     max_qo_len: int = 1,
     arithmetic: Arithmetic = "auto",
-    may_join_apart: bool = True,
+    may_join_separately: bool = True,
     expected_batch: int | None = None,
 ) -> AttentionPlan:
     device = indptr.device
@@ -335,6 +335,6 @@ def _make_plan(
         max_qo_len=max_qo_len,
         num_sms=num_sms,
         arithmetic=arithmetic,
-        may_join_apart=may_join_apart,
+        may_join_separately=may_join_separately,
         expected_batch=expected_batch,
     )

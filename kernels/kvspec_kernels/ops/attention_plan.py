@@ -72,7 +72,7 @@ class AttentionPlan:
     arithmetic: Arithmetic = "auto"
     # Allows a separate kernel to join the partial results of a request's blocks, if the likely
     # numbers of requests and tokens favour it. If False, compiled code does not depend on them.
-    may_join_apart: bool = True
+    may_join_separately: bool = True
     # Likely number of requests of a run, at most batch_size; None: batch_size.
     expected_batch: int | None = None
 

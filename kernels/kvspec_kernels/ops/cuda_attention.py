@@ -180,4 +180,6 @@ def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:
     if plan.source == "anchor":
         return draft_kernel(_shape(plan), plan.batch_size, plan.device)
     sizes = (plan.max_qo_len, plan.expected_batch or plan.batch_size)
-    return verify_kernel(_shape(plan), *sizes, plan.device, may_join_apart=plan.may_join_apart)
+    return verify_kernel(
+        _shape(plan), *sizes, plan.device, may_join_separately=plan.may_join_separately
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvspec_kernels.jit.steps import begin_step_kernel, end_step_kernel, likeliest_kernel
+from kvspec_kernels.jit.steps import argmax_kernel, begin_step_kernel, end_step_kernel
 
 # Parts of a row's logits, one for each program, and the least number of logits of a part.
 LOGIT_PARTS, LEAST_LOGITS = 32, 1024
@@ -82,7 +82,7 @@ class StepEnd:
         assert logits.stride(1) == 1, "rows of logits must be contiguous"
         parts = min(triton.next_power_of_2(triton.cdiv(vocab, LEAST_LOGITS)), LOGIT_PARTS)
         part = triton.cdiv(vocab, parts)
-        likeliest_kernel[(batch, parts)](
+        argmax_kernel[(batch, parts)](
             logits,
             self._values,
             self._indices,

@@ -43,7 +43,7 @@ class Decoding:
         self._serving.manager.pump()
         arrivals = self._arrivals
         # Only late requests: all ranks know already, and alike, which requests are complete.
-        rooms = [req.bootstrap_room for req in reqs if arrivals.is_lacking(req.bootstrap_room)]
+        rooms = [req.bootstrap_room for req in reqs if arrivals.is_pending(req.bootstrap_room)]
         arrivals.land_together(rooms)
         for req in reqs:
             reason = arrivals.failure(req.bootstrap_room)
@@ -56,15 +56,15 @@ class Decoding:
         """Wait for news of a link, NEWS_WAIT_S at most: no request can continue without."""
         self._serving.wait_for_news(NEWS_WAIT_S)
 
-    def is_lacking(self, state: RequestState) -> bool:
+    def is_pending(self, state: RequestState) -> bool:
         """Return True if residuals of a request are still on their way."""
-        return state.room is not None and self._arrivals.is_lacking(state.room)
+        return state.room is not None and self._arrivals.is_pending(state.room)
 
     def note_drafts(
         self, state: RequestState, ages_s: Sequence[float] = (0.0,), *, on_anchors: bool
     ) -> None:
         """Note drafts of a request. ages_s: seconds since each was made, the oldest draft first.
-        on_anchors: is_lacking() held when they were begun."""
+        on_anchors: is_pending() held when they were begun."""
         if state.timeline is not None:
             now = time.time()
             for age_s in ages_s:
@@ -89,7 +89,7 @@ def admit(batch: Any) -> KVSpecDraftInput:
     serving().join_rounds()
     page_size = batch.token_to_kv_pool_allocator.page_size
     wrongs = [why_not(req, arrivals, page_size) for req in batch.reqs]
-    wrongs = agree(serving().ranks, batch.reqs, wrongs)
+    wrongs = shared_refusals(serving().ranks, batch.reqs, wrongs)
     states = []
     for req, committed_len, wrong in zip(
         batch.reqs, batch.seq_lens_cpu.tolist(), wrongs, strict=True
@@ -126,7 +126,9 @@ def why_not(req: Any, arrivals: Arrivals, page_size: int) -> str | None:
     return f"bootstrap_host {FAKE_BOOTSTRAP_HOST} is for warm-ups of less than {page_size} tokens"
 
 
-def agree(ranks: Ranks, reqs: Sequence[Any], wrongs: Sequence[str | None]) -> list[str | None]:
+def shared_refusals(
+    ranks: Ranks, reqs: Sequence[Any], wrongs: Sequence[str | None]
+) -> list[str | None]:
     """Return why requests that are about to run must not, by what any rank knows; None for each
     that may. Its first token is the same on all ranks. wrongs: by what this rank knows."""
     if ranks.size == 1 or not reqs:

@@ -126,7 +126,7 @@ class Arrivals:
         landing = self._landings.get(room)
         return landing is not None and landing.is_draftable and landing.failure is None
 
-    def is_lacking(self, room: int) -> bool:
+    def is_pending(self, room: int) -> bool:
         """Return True if some of a request's residuals have not landed."""
         landing = self._landings.get(room)
         return landing is not None and not landing.is_complete
@@ -185,7 +185,7 @@ class Arrivals:
         landing.pages = None
         return landing.room
 
-    def bring_back(self, room: int, pages: Sequence[int]) -> None:
+    def restore(self, room: int, pages: Sequence[int]) -> None:
         """Resume a retracted request in these pages, which hold what had landed. KV that still
         arrives goes into the first of them."""
         landing = self._landings.get(room)

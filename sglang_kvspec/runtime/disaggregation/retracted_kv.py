@@ -16,7 +16,7 @@ from sglang_kvspec.runtime.disaggregation.departures import NOT_NEEDED
 
 class RetractedKV:
     """Copy of a request's pages: encoded, in the recent window, or with residuals that are still on
-    the network and keep arriving. If the copy is deleted before bring_back(), its transfer is
+    the network and keep arriving. If the copy is deleted before restore(), its transfer is
     cancelled."""
 
     def __init__(
@@ -48,7 +48,7 @@ class RetractedKV:
         assert tokens is not None, "the window has it"
         return tokens
 
-    def bring_back(self, pages: Sequence[int]) -> None:
+    def restore(self, pages: Sequence[int]) -> None:
         """Copy the KV into free pages. The tokens of a partial last page go into the recent window
         later, when the request is admitted."""
         self._abandoned.detach()
@@ -65,7 +65,7 @@ class RetractedKV:
                 k, v = tokens.unsqueeze(0).unbind(2)
                 kv.write_whole([pages[at]], k, v)
         if self._room is not None:
-            self._arrivals.bring_back(self._room, pages)
+            self._arrivals.restore(self._room, pages)
 
 
 def _abandon(arrivals: Arrivals, room: int | None) -> None:

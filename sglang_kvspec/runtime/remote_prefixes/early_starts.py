@@ -60,8 +60,8 @@ class EarlyStarts:
         if not links:
             return True
         are_mine = all(self._remote.anchor_of(link) is not None for link in links)
-        (are_everyones,) = self._ranks.least([are_mine], about=("may begin", *names_of([links])))
-        return bool(are_everyones)
+        (are_from_all,) = self._ranks.least([are_mine], about=("may begin", *names_of([links])))
+        return bool(are_from_all)
 
     def begin(self, rid: str, links: Sequence[PageLink], pages: Sequence[int]) -> None:
         """Start a request: write the anchor of links[i], which must have arrived, to the free

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.kv.prefix_store import PageLink
+from sglang_kvspec.runtime.remote_prefixes.circuit_breaker import CircuitBreaker
 from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
 from sglang_kvspec.runtime.remote_prefixes.link import StoreLink, link_report
 from sglang_kvspec.runtime.remote_prefixes.lookups import (
@@ -21,7 +22,6 @@ from sglang_kvspec.runtime.remote_prefixes.lookups import (
     Lookups,
 )
 from sglang_kvspec.runtime.remote_prefixes.publisher import Publisher
-from sglang_kvspec.runtime.remote_prefixes.trust import Trust
 from sglang_kvspec.transport.prefixes import (
     AnchorFetched,
     Chain,
@@ -59,7 +59,7 @@ class RemotePrefixes:
         self._news = news or threading.Event()
         self._lookups = Lookups(max(1, landing_bytes // page_bytes))
         self._publisher = Publisher(max(queue_bytes, page_bytes)) if queue_bytes else None
-        self._trust = Trust()
+        self._breaker = CircuitBreaker()
         self._is_stale = False
         self._failure: str | None = None
         self.counters = RemoteCounters()
@@ -72,7 +72,7 @@ class RemotePrefixes:
     @property
     def would_ask(self) -> bool:
         """Return True if pages of a new request would be looked up."""
-        return self._is_usable and self._trust.allows(self._clock())
+        return self._is_usable and self._breaker.allows(self._clock())
 
     def ask(
         self,
@@ -124,7 +124,7 @@ class RemotePrefixes:
                 continue
             self.counters.expired += dropped.is_late
             if dropped.is_late and not dropped.lookup.landed:
-                self._trust.disappoint(now_s)
+                self._breaker.record_failure(now_s)
             if self._failure is None:
                 self._tell(self._link.cancel, dropped.lookup.number)
 
@@ -222,7 +222,7 @@ class RemotePrefixes:
             link = lookup.links[event.page]
             lookup.landed[link.key] = LandedPage(link, event.anchor, event.residual)
             self.counters.pages_fetched += 1
-            self._trust.please()
+            self._breaker.record_success()
         elif isinstance(event, LookupEnded):
             lookup.is_over = True
             self.counters.hits += event.num_found > 0

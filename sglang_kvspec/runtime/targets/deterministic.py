@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from kvspec_kernels.ops.attention import Tail
-from kvspec_kernels.ops.ordered_attention import Past, ordered_attention
+from kvspec_kernels.ops.deterministic_attention import Past, deterministic_attention
 from sglang_kvspec.core.config import Target
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.target_rows import TargetRows
@@ -44,7 +44,7 @@ class DeterministicAttention:
 
     def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
         index = self._index
-        return ordered_attention(
+        return deterministic_attention(
             q,
             past_of(self._kv, layer, index["past_indptr"], index["past_pages"]),
             Tail(*tail, index["tail_indptr"], index["tail_slots"], index["tail_lens"]),
@@ -75,7 +75,7 @@ class DeterministicStep:
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         begins = self._rows.past_indptr[: self._batch + 1]
         past = past_of(self._kv, layer, begins, self._rows.past_pages)
-        return ordered_attention(q, past, tail, self._every, 1)
+        return deterministic_attention(q, past, tail, self._every, 1)
 
 
 class DeterministicVerification:
@@ -93,7 +93,7 @@ class DeterministicVerification:
         past = past_of(self._kv, layer, rows.past_indptr, rows.past_pages)
         # The kernel writes only the rows of tokens that exist.
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        return ordered_attention(q, past, tail, rows.qo_indptr, self._size.max_qo_len, out)
+        return deterministic_attention(q, past, tail, rows.qo_indptr, self._size.max_qo_len, out)
 
 
 class DeterministicVerifications:

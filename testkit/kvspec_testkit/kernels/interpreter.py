@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 Values = tuple[torch.Tensor, ...]
 
 
-def teach_interpreter() -> None:
+def patch_interpreter() -> None:
     """Give the interpreter exact fused multiply-adds and the assembly of `jit/arithmetic.py`.
 
     Results of approximate instructions are off by as much as a GPU's may be, some up and some down.

@@ -76,11 +76,11 @@ class CountedOverlap:
                     self._counts["planned again"] += 1
         return self._inner.take(batch)
 
-    def hold_up(self) -> None:
+    def interrupt(self) -> None:
         ahead = self._inner.ahead
         if ahead is not None and ahead.plan is not None:
             self._counts["planned again"] += 1
-        self._inner.hold_up()
+        self._inner.interrupt()
 
     def extend(self, batch: Any, started: Any) -> None:
         self._inner.extend(batch, started)
@@ -181,7 +181,7 @@ class ImmediateSteps:
 
         self._parts, self._sides = parts, sides
         self._eager = EagerDrafter(
-            parts.forward, parts.chooser, parts.ranks, parts.kv.geometry.page_size, parts.view
+            parts.forward, parts.sampler, parts.ranks, parts.kv.geometry.page_size, parts.view
         )
         # Logits of the last verification.
         self.shared = torch.empty(0)

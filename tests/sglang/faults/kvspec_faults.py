@@ -41,7 +41,7 @@ def register() -> None:
     from sglang_kvspec.runtime.disaggregation.departures import Departures
     from sglang_kvspec.runtime.ranks import Ranks
     from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
-    from sglang_kvspec.runtime.remote_prefixes.trust import Trust
+    from sglang_kvspec.runtime.remote_prefixes.circuit_breaker import CircuitBreaker
     from sglang_kvspec.runtime.request_state import RequestState
     from sglang_kvspec.transport import TokenBucket
 
@@ -69,7 +69,7 @@ def register() -> None:
         _replace(tier, "put", "tiers_drift", _refuse_some_on_other_ranks)
         _replace(tier, "read_residuals", "tiers_drift", _lose_some_on_other_ranks)
     _replace(RemotePrefixes, "read", "remote_fails_on_other_ranks", _refuse_on_other_ranks)
-    _replace(Trust, "allows", "other_ranks_distrust", _refuse_on_other_ranks)
+    _replace(CircuitBreaker, "allows", "other_ranks_distrust", _refuse_on_other_ranks)
     _replace(Ranks, "least", "ranks_do_not_agree", _keep_own_numbers)
 
 
@@ -91,7 +91,7 @@ def _shrink_cache(num_pages: int) -> None:
 def _set_headroom(num_tokens: int) -> None:
     from sglang_kvspec.adapters import scheduling
 
-    scheduling.Intake = partial(scheduling.Intake, headroom_tokens=num_tokens)
+    scheduling.Admission = partial(scheduling.Admission, headroom_tokens=num_tokens)
 
 
 def _replace(owner: Any, name: str, fault: str, faulty: Callable[..., Any]) -> None:

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvspec_testkit.runtime.meeting import BOTH, Meeting, MeetingRanks
+from kvspec_testkit.runtime.rank_exchange import BOTH, ExchangingRanks, RankExchange
 from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
 from sglang_kvspec.adapters.pool import KVSpecPool
@@ -294,26 +294,26 @@ class TwoRanks(RuleBasedStateMachine):
 
     def __init__(self, machine, make_kv):
         super().__init__()
-        self.meeting = Meeting()
+        self.rank_exchange = RankExchange()
         # Host memory of the second rank has room for fewer residuals, and its memory for anchors.
         self.ranks = [
             machine(
                 make_kv,
                 residual_share=(1.0, 0.4)[rank],
                 num_kept=(0, 3)[rank],
-                ranks=MeetingRanks(rank, self.meeting),
+                ranks=ExchangingRanks(rank, self.rank_exchange),
             )
             for rank in BOTH
         ]
 
     def teardown(self):
-        self.meeting.close()
+        self.rank_exchange.close()
         for rank in self.ranks:
             rank.teardown()
 
     def do(self, act):
         """The same on both ranks, at the same time."""
-        self.meeting.act(lambda rank: act(self.ranks[rank]))
+        self.rank_exchange.act(lambda rank: act(self.ranks[rank]))
 
     # What the scheduler does on every rank
 

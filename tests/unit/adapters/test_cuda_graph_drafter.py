@@ -50,9 +50,9 @@ def make_drafter(make_device_kv, monkeypatch):
         max_running_requests=4,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8 * SIZE)),
     )
-    chooser = SpecSampler(0, torch.device("cpu"))
+    sampler = SpecSampler(0, torch.device("cpu"))
     return lambda view=None: cuda_graph_drafter.CudaGraphDrafter(
-        runner, None, attention, kv, MAX_STEPS, chooser, Ranks(), view
+        runner, None, attention, kv, MAX_STEPS, sampler, Ranks(), view
     )
 
 

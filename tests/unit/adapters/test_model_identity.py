@@ -130,7 +130,7 @@ class Gathered:
             hash_of_all_ranks(model, self)
         self.said_by_all = self.said
 
-    def everyones(self, mine: list[int], about: object) -> list[list[int]]:
+    def gather(self, mine: list[int], about: object) -> list[list[int]]:
         if not hasattr(self, "said_by_all"):
             self.said.append(mine)
             return [mine]

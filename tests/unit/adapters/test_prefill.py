@@ -29,7 +29,7 @@ def test_a_prefill_holds_up_the_round_before_its_forward():
         config=SimpleNamespace(recent_pages=1),
         forward=SimpleNamespace(planned=planned),
     )
-    loop = SimpleNamespace(hold_up=lambda: order.append("hold up"))
+    loop = SimpleNamespace(interrupt=lambda: order.append("hold up"))
     batch = SimpleNamespace(reqs=[SimpleNamespace(rid="r")], prefix_lens=[0], extend_lens=[5])
     with pytest.raises(ForwardRuns):
         Prefill(parts, loop).run(batch)

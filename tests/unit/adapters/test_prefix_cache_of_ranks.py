@@ -12,7 +12,7 @@ from hypothesis import Phase
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvspec_testkit.runtime.meeting import BOTH
+from kvspec_testkit.runtime.rank_exchange import BOTH
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
 
@@ -95,10 +95,10 @@ def test_ranks_agree_on_many_requests_in_one_message(both):
             return [look_up(req) for req in [*requests, *requests]]
 
     def check(in_pass, expected, num_messages):
-        before, found = both.meeting.num_messages, {}
+        before, found = both.rank_exchange.num_messages, {}
         both.do(lambda rank: found.update({rank: looked_up(rank, in_pass)}))
         assert list(found.values()) == [expected] * 2
-        assert both.meeting.num_messages - before == num_messages
+        assert both.rank_exchange.num_messages - before == num_messages
 
     check(True, [2 * SIZE] * 36, num_messages=2)
     check(False, [0] * 18, num_messages=0)

@@ -186,11 +186,11 @@ def test_tokens_are_of_the_vocabulary(decode_manager, token, is_one) -> None:
 
 def test_drafts_are_counted_by_when_they_began() -> None:
     """Residuals may come before a round of them ends, and each was made in its own step."""
-    arrivals = SimpleNamespace(is_lacking=lambda room: room == ROOM)
+    arrivals = SimpleNamespace(is_pending=lambda room: room == ROOM)
     there = decoding.Decoding(SimpleNamespace(manager=SimpleNamespace(arrivals=arrivals)))
     state = SimpleNamespace(room=ROOM, timeline=Timeline(0.0))
-    assert there.is_lacking(state)
-    assert not there.is_lacking(SimpleNamespace(room=None))
+    assert there.is_pending(state)
+    assert not there.is_pending(SimpleNamespace(room=None))
     there.note_drafts(state, [0.3, 0.1], on_anchors=True)
     there.note_drafts(state, on_anchors=False)
     assert there.drafts_on_anchors == 2

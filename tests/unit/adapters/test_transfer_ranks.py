@@ -151,18 +151,18 @@ def request_of(token: int) -> SimpleNamespace:
 )
 def test_what_speaks_against_a_request_on_one_rank_does_on_all(wrongs, says, found) -> None:
     ranks, reqs = OtherRank(*says), [request_of(5), request_of(6)]
-    assert decoding.agree(ranks, reqs, wrongs) == found
+    assert decoding.shared_refusals(ranks, reqs, wrongs) == found
     assert ranks.about == ["r5", "r6"]
 
 
 @pytest.mark.parametrize("other", [4, 6])
 def test_ranks_begin_with_the_same_token(other) -> None:
-    (found,) = decoding.agree(OtherRank(1, other, -other), [request_of(5)], [None])
+    (found,) = decoding.shared_refusals(OtherRank(1, other, -other), [request_of(5)], [None])
     assert found == "the prefill server's ranks name different first tokens"
 
 
 def test_one_rank_asks_nobody() -> None:
-    assert decoding.agree(Ranks(), [request_of(5)], ["wrong prompt"]) == ["wrong prompt"]
+    assert decoding.shared_refusals(Ranks(), [request_of(5)], ["wrong prompt"]) == ["wrong prompt"]
 
 
 def test_a_first_token_is_of_its_room() -> None:

@@ -33,7 +33,7 @@ NAMES = {
     "merge_kernel": "merge",
     "draft_join": "merge",
     "verify_join": "merge",
-    "likeliest_kernel": "sampling",
+    "argmax_kernel": "sampling",
     "end_step_kernel": "sampling",
     "void flashinfer::PersistentVariableLengthMergeStatesKernel<8u, 16u>": "merge",
     "void flashinfer::MergeStateKernel<8u, __nv_bfloat16>": "merge",

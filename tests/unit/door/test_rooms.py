@@ -7,9 +7,9 @@ import json
 import pytest
 
 from sglang_kvspec.door.errors import RequestError
-from sglang_kvspec.door.rooms import ROOM_BOUND, Meeting, num_prompts, pair, read_request
+from sglang_kvspec.door.rooms import ROOM_BOUND, RankExchange, num_prompts, pair, read_request
 
-MEETING = Meeting("10.0.0.1", 8998)
+MEETING = RankExchange("10.0.0.1", 8998)
 
 
 def paired(path, request, **options):

@@ -35,10 +35,10 @@ class FakeArrivals:
         self.lacking, self.come_with_requests = set(lacking), come_with_requests
 
     @property
-    def may_lack(self):
+    def may_be_pending(self):
         return bool(self.lacking)
 
-    def is_lacking(self, state):
+    def is_pending(self, state):
         return state.rid in self.lacking
 
 

@@ -66,8 +66,8 @@ class Commits:
             come_with_requests=come_with_requests,
             note_verification=lambda state, count: self.noted.append((state.rid, count)),
         )
-        chooser = SpecSampler(0, CPU)
-        self.committer = Committer(chooser, keeper, arrivals, Ranks(), self.counters)
+        sampler = SpecSampler(0, CPU)
+        self.committer = Committer(sampler, keeper, arrivals, Ranks(), self.counters)
 
     def commit(self, states, logits, *, wants_logprobs=False):
         rows = {

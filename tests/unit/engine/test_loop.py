@@ -44,7 +44,7 @@ class Lab:
         )
         scheduler = fakes.Scheduler(*next_lens)
         pages = SimpleNamespace(flush=lambda: self.order.append("flush"), commit=lambda *args: None)
-        chooser, ranks, self.counters = SpecSampler(0, CPU), Ranks(), SpecCounters()
+        sampler, ranks, self.counters = SpecSampler(0, CPU), Ranks(), SpecCounters()
         slots = SimpleNamespace(num_free=9)
         self.starter.kv.window = SimpleNamespace(slots=slots)
         self.overlap = OverlappedRounds(self.starter, scheduler, pages, max_draft_len=31)
@@ -53,7 +53,7 @@ class Lab:
             planner=planner,
             starter=self.starter,
             verifier=SimpleNamespace(),
-            committer=Committer(chooser, pages, arrivals, ranks, self.counters),
+            committer=Committer(sampler, pages, arrivals, ranks, self.counters),
             overlap=self.overlap,
             observer=SimpleNamespace(
                 observe_plain=lambda started, context: None,
@@ -62,7 +62,7 @@ class Lab:
             pages=pages,
             arrivals=arrivals,
             prompt_reader=SimpleNamespace(read_prompt_end=self._read_prompt_end),
-            chooser=chooser,
+            sampler=sampler,
             ranks=ranks,
         )
 
@@ -162,12 +162,12 @@ def test_another_forward_waits_for_the_round_and_holds_it_up(fakes):
     lab.starter.over_at = 1.0
     state = request_state()
     lab.overlap.ahead = StartedRound([state], [3], PhaseTimer(CPU))
-    lab.loop.hold_up()
+    lab.loop.interrupt()
     assert lab.starter.side.joins == 1
-    assert lab.overlap.ahead.is_held_up
+    assert lab.overlap.ahead.is_interrupted
     assert lab.starter.over_at is None
     lab.overlap.ahead = None
-    lab.loop.hold_up()
+    lab.loop.interrupt()
     assert lab.starter.side.joins == 2
 
 
@@ -179,7 +179,7 @@ def test_the_first_draft_on_anchors_waits_for_the_round_and_keeps_its_tokens(fak
     lab.overlap.ahead = ahead
     lab.loop.start_on_anchors(fakes.batch_of([state]))
     assert lab.starter.side.joins == 1
-    assert ahead.is_held_up
+    assert ahead.is_interrupted
     # The drafter writes where the tokens of the begun round were.
     rows.fill_(-1)
     assert ahead.made.deliver() == {0: [5]}

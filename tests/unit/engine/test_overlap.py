@@ -148,13 +148,13 @@ def test_a_held_up_round_plans_its_verifications_again(fakes):
     batch = fakes.batch_of([request_state()])
     ahead = rounds.launch(batch)
     rounds.done.clear()
-    rounds.overlap.hold_up()
+    rounds.overlap.interrupt()
     assert rounds.starter.side.joins == 1
-    assert ahead.is_held_up
+    assert ahead.is_interrupted
     assert ahead.plan is None
     assert rounds.done == ["cancel"]
     taken = rounds.overlap.take(batch)
-    assert taken.is_held_up
+    assert taken.is_interrupted
     assert taken.verify == [0]
     assert rounds.done == ["cancel", "plan"]
 
@@ -174,7 +174,7 @@ def test_held_requests_stay_held_when_verifications_are_planned_again(fakes):
     states = [request_state(rid) for rid in "ab"]
     rounds.scheduler.schedule = fakes.schedule_of(3, 3, held=frozenset({0}))
     rounds.launch(fakes.batch_of(states))
-    rounds.overlap.hold_up()
+    rounds.overlap.interrupt()
     taken = rounds.overlap.take(fakes.batch_of([*states[::-1], request_state("c")]))
     assert taken.held == {1}
     assert taken.verify == [0, 2]
@@ -182,7 +182,7 @@ def test_held_requests_stay_held_when_verifications_are_planned_again(fakes):
 
 def test_no_round_is_held_up_or_cancelled_where_none_has_begun(fakes):
     rounds = Rounds(fakes, 3)
-    rounds.overlap.hold_up()
+    rounds.overlap.interrupt()
     rounds.overlap.keep_tokens()
     rounds.overlap.cancel()
     assert rounds.starter.side.joins == 2

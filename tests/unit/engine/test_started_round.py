@@ -70,11 +70,11 @@ class FixedTimer:
 
 def test_step_seconds_do_not_change_when_requests_leave():
     started = make_round([8, 2])
-    started.timer, started.num_steps, started.is_held_up = FixedTimer(0.8), 8, True
+    started.timer, started.num_steps, started.is_interrupted = FixedTimer(0.8), 8, True
     now = started.for_batch(started.states[1:])
     assert now.lens == [2]
     assert now.step_seconds() == 0.1
-    assert now.is_held_up
+    assert now.is_interrupted
     assert now.draft_ages_s(0) == pytest.approx([0.7, 0.6])
     empty = make_round([0, 1])
     empty.timer = FixedTimer(0.8)
@@ -123,7 +123,7 @@ def test_no_steps_follow_once_a_request_has_left():
 
 def test_no_steps_follow_once_other_forwards_have_used_the_rows():
     started = plain_round([4, 4], [0, 0], [50, 50])
-    started.is_held_up = True
+    started.is_interrupted = True
     assert started.steps_on(16, 8) == 0
 
 

@@ -52,7 +52,7 @@ def make_verifier(fakes, forward):
             "scheduler": fakes.Scheduler(most_drafts=9),
             "planner": SimpleNamespace(await_fetches=lambda plan, pages: None),
             "guard": SimpleNamespace(drop=lambda batch, rows: None),
-            "chooser": SpecSampler(0, CPU),
+            "sampler": SpecSampler(0, CPU),
             "ranks": Ranks(),
             "timer": PhaseTimer(CPU),
             "page_size": 64,

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from kvspec_testkit.runtime.captured_verification import CapturedVerification
@@ -32,7 +32,7 @@ TARGETS = pytest.mark.parametrize("target", ["exact", "int8", "deterministic"])
 @pytest.fixture(autouse=True)
 def taught(device):
     if device.type == "cpu":
-        teach_interpreter()
+        patch_interpreter()
 
 
 @pytest.fixture

@@ -109,12 +109,16 @@ def test_warps_follow_the_parts_that_they_join(parts, warps):
         (4, 16, 64, 128, torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("joins_apart", [False, True])
-def test_verify_attention_compiles(codec, bits, columns, page_size, head_dim, dtype, joins_apart):
+@pytest.mark.parametrize("joins_separately", [False, True])
+def test_verify_attention_compiles(
+    codec, bits, columns, page_size, head_dim, dtype, joins_separately
+):
     shape = shape_of(codec, page_size, head_dim, 4, dtype, bits=bits)
     sizes = columns_and_blocks(shape, queries=8 * columns)
     assert sizes[0] == columns
-    found = compiled("verify_attention.cu", verify_defines(shape, *sizes, joins_apart=joins_apart))
+    found = compiled(
+        "verify_attention.cu", verify_defines(shape, *sizes, joins_separately=joins_separately)
+    )
     assert found.code
     # With too few registers every product waits for the one before, which takes twice the time.
     assert "serialized" not in found.log
@@ -189,5 +193,5 @@ def test_who_joins_parts_follows_the_requests_to_expect(
     shape = shape_of(Uniform4Settings, 64, 128, group, torch.bfloat16)
     shape = dataclasses.replace(shape, num_qo_heads=8 * group, num_kv_heads=8)
     sizes = (max_qo_len, batch, device)
-    assert verify_kernel(shape, *sizes, may_join_apart=True) == warps
-    assert verify_kernel(shape, *sizes, may_join_apart=False) == 0
+    assert verify_kernel(shape, *sizes, may_join_separately=True) == warps
+    assert verify_kernel(shape, *sizes, may_join_separately=False) == 0

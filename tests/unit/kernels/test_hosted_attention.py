@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.core.errors import CapacityError
@@ -33,7 +33,7 @@ TOLERANCE = 0.02
 @pytest.fixture(autouse=True)
 def taught(device):
     if device.type == "cpu":
-        teach_interpreter()
+        patch_interpreter()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import patch_interpreter
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
@@ -26,7 +26,7 @@ kinds = pytest.mark.parametrize(("target", "store"), [("exact", 0), ("exact", 1)
 @pytest.fixture(autouse=True)
 def taught(device):
     if device.type == "cpu":
-        teach_interpreter()
+        patch_interpreter()
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_what_one_server_spills_another_loads(make_kv):
     PrefixTiers(here, remote=remote).spill(links, pages)
     assert len(remote.pages) == num_pages
     tiers = PrefixTiers(there, remote=remote)
-    assert not tiers.are_none
+    assert not tiers.is_empty
     longer = links_of(*range(num_pages), 99)
     assert tiers.num_loadable(longer) == num_pages
     assert tiers.num_local(longer) == 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvspec_testkit.runtime.rank_group import refusal, this_rank
-from sglang_kvspec.runtime.ranks import Ranks, agree, agree_on_drafts
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts, broadcast_tokens
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
@@ -35,7 +35,7 @@ def messages(ranks: Ranks) -> dict[str, Any]:
         "no_numbers": ranks.numbers([], about="same"),
         "least": ranks.least([own, 5 - own, 7], about="same"),
         "no_least": ranks.least([], about="same"),
-        "everyones": ranks.everyones([own, -1 << 63], about="same"),
+        "gather": ranks.gather([own, -1 << 63], about="same"),
         "runs": ranks.runs([[own], [own] * (ranks.rank + 1), []], [1, 3, 2], about="same"),
         # A part of a larger tensor, as drafts of fewer requests than there can be.
         "tensor": ranks.tensor(grid[:2, :3]).tolist(),
@@ -45,7 +45,7 @@ def messages(ranks: Ranks) -> dict[str, Any]:
 def rounds(ranks: Ranks) -> dict[str, Any]:
     """Requests that draft and verify by logits of this rank's own."""
     noise = torch.Generator().manual_seed(ranks.rank)
-    chooser = SpecSampler(ranks.rank, torch.device("cpu"))
+    sampler = SpecSampler(ranks.rank, torch.device("cpu"))
     states = [RequestState(name, 10, 1, [1], params, 500) for name, params in KINDS.items()]
     for number in range(NUM_ROUNDS):
         # Much alike, so that some drafts are accepted.
@@ -54,15 +54,17 @@ def rounds(ranks: Ranks) -> dict[str, Any]:
         for step in range(lens[0]):
             for state in states:
                 near = target[step : step + 1] + torch.randn((1, VOCAB), generator=noise)
-                chooser.draft(state, near, None)
-            agree_on_drafts(ranks, states)
+                sampler.draft(state, near, None)
+            broadcast_drafts(ranks, states)
         # The last request only drafts this time: its last draft goes with what the others emit.
         verifying = states[: 2 + number % 2]
         for state in states[len(verifying) :]:
-            chooser.draft(state, target[:1], None)
-        chosen = [chooser.verify(s, target[: len(s.drafts) + 1], None) for s in verifying]
+            sampler.draft(state, target[:1], None)
+        chosen = [sampler.verify(s, target[: len(s.drafts) + 1], None) for s in verifying]
         none = [None] * (len(states) - len(verifying))
-        for state, verified in zip(states, agree(ranks, states, [*chosen, *none]), strict=True):
+        for state, verified in zip(
+            states, broadcast_tokens(ranks, states, [*chosen, *none]), strict=True
+        ):
             if verified is not None:
                 assert len(verified.tokens) <= len(verified.logits)
                 state.commit(verified.tokens)

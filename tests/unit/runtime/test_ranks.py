@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_kvspec.runtime.ranks import Ranks, agree
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_tokens
 from sglang_kvspec.runtime.spec_sampler import VerifyResult
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
@@ -28,7 +28,7 @@ def test_every_rank_gets_the_same_message(results) -> None:
         "no_numbers": [],
         "least": [0, -95, 7],
         "no_least": [],
-        "everyones": [[0, -1 << 63], [100, -1 << 63]],
+        "gather": [[0, -1 << 63], [100, -1 << 63]],
         "runs": [[0], [0], []],
         "tensor": [[0, 1, 2], [4, 5, 6]],
     }
@@ -60,10 +60,10 @@ def test_a_rank_alone_keeps_its_own_choices() -> None:
     assert ranks.is_first
     assert ranks.numbers((4, 5), about="this") == [4, 5]
     assert ranks.least((4, 5), about="this") == [4, 5]
-    assert ranks.everyones((4, 5), about="this") == [[4, 5]]
+    assert ranks.gather((4, 5), about="this") == [[4, 5]]
     assert ranks.runs([(1,), ()], [1, 1], about="this") == [[1], []]
     assert ranks.tensor(grid) is grid
     verified = VerifyResult([7, 8], torch.zeros(2, 9))
     state = SimpleNamespace(rid="r", drafts=[3], next_position=5)
-    assert agree(ranks, [state, state], [verified, None]) == [verified, None]
+    assert broadcast_tokens(ranks, [state, state], [verified, None]) == [verified, None]
     assert state.drafts == [3]

@@ -37,16 +37,16 @@ def logit_tables() -> tuple[torch.Tensor, torch.Tensor]:
 def emitted_pairs(params: SamplingParams, num_draws: int) -> torch.Tensor:
     """How often each pair of tokens followed token 0: [VOCAB, VOCAB]."""
     target, drafter = logit_tables()
-    chooser = SpecSampler(seed=5, device=torch.device("cpu"))
+    sampler = SpecSampler(seed=5, device=torch.device("cpu"))
     counts = torch.zeros(VOCAB, VOCAB)
     for _ in range(num_draws):
         pair: list[int] = []
         state = RequestState("r", 3, pending=0, output=[0], params=params, remaining=100)
         while len(pair) < 2:
             for _ in range(NUM_DRAFTS):
-                chooser.draft(state, drafter[state.last_token][None], None)
+                sampler.draft(state, drafter[state.last_token][None], None)
             rows = target[torch.tensor([state.pending, *state.drafts])]
-            verified = chooser.verify(state, rows, None)
+            verified = sampler.verify(state, rows, None)
             state.commit(verified.tokens)
             pair += verified.tokens
         counts[pair[0], pair[1]] += 1

@@ -61,11 +61,11 @@ def make_state(params):
     return RequestState("r", 10, 1, [1], params, 50)
 
 
-def drafted(chooser, params, logits):
+def drafted(sampler, params, logits):
     """A request that has drafted what these rows give."""
     state = make_state(params)
     for row in logits:
-        chooser.draft(state, row[None], None)
+        sampler.draft(state, row[None], None)
     return state
 
 
@@ -82,10 +82,10 @@ def test_no_first_token_comes_from_an_unsound_row(params, content):
 @pytest.mark.parametrize("content", SOUND.values(), ids=SOUND)
 def test_a_sound_row_gives_a_token_it_allows(params, content):
     logits, masks = make_rows(1, {0: content})
-    chooser, state = SpecSampler(0, CPU), make_state(params)
-    (first,) = chooser.first(logits, params, (), 7, masks).tokens
-    chooser.draft(state, logits, masks)
-    (verified,) = chooser.verify(make_state(params), logits, masks).tokens
+    sampler, state = SpecSampler(0, CPU), make_state(params)
+    (first,) = sampler.first(logits, params, (), 7, masks).tokens
+    sampler.draft(state, logits, masks)
+    (verified,) = sampler.verify(make_state(params), logits, masks).tokens
     values, allowed = content
     for token in (first, *state.drafts, verified):
         assert 0 <= token < VOCAB
@@ -109,20 +109,20 @@ def test_a_draft_of_an_unsound_row_is_some_token_and_its_distribution_is_sound(p
 @every_unsound_row
 def test_verification_of_an_unsound_draft_follows_a_sound_target(params, content):
     """The target forbids the draft, so it is rejected and replaced."""
-    chooser, state = SpecSampler(0, CPU), make_state(params)
-    chooser.draft(state, *make_rows(1, {0: content}))
+    sampler, state = SpecSampler(0, CPU), make_state(params)
+    sampler.draft(state, *make_rows(1, {0: content}))
     logits, masks = make_rows(2, {0: ({}, (4,))})
-    assert chooser.verify(state, logits, masks).tokens == [4]
+    assert sampler.verify(state, logits, masks).tokens == [4]
 
 
 @every_kind
 @every_unsound_row
 def test_verification_of_an_unsound_first_row_emits_nothing(params, content):
-    chooser = SpecSampler(0, CPU)
+    sampler = SpecSampler(0, CPU)
     logits, masks = make_rows(3, {0: content})
-    state = drafted(chooser, params, make_rows(2, {})[0])
+    state = drafted(sampler, params, make_rows(2, {})[0])
     before = list(state.drafts)
-    assert chooser.verify(state, logits, masks).tokens == []
+    assert sampler.verify(state, logits, masks).tokens == []
     assert state.drafts == before
 
 
@@ -131,12 +131,12 @@ def test_verification_of_an_unsound_first_row_emits_nothing(params, content):
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_tokens_before_an_unsound_row_are_emitted(params, content, at):
     """Rows before `at` are what the drafts were drawn from, so that all of them are accepted."""
-    chooser = SpecSampler(0, CPU)
+    sampler = SpecSampler(0, CPU)
     sound = make_rows(4, {})[0]
     logits, masks = make_rows(4, {at: content})
-    state = drafted(chooser, params, sound[:3])
+    state = drafted(sampler, params, sound[:3])
     drafts = list(state.drafts)
-    tokens = chooser.verify(state, logits, masks).tokens
+    tokens = sampler.verify(state, logits, masks).tokens
     # The last row before it adds no token: an unsound row ends a run as its last draft does.
     assert tokens[: at - 1] == drafts[: at - 1]
     assert len(tokens) == at
@@ -144,8 +144,8 @@ def test_tokens_before_an_unsound_row_are_emitted(params, content, at):
 
 @every_kind
 def test_rows_behind_an_unsound_one_are_not_read(params):
-    chooser = SpecSampler(0, CPU)
-    state = drafted(chooser, params, make_rows(3, {})[0])
+    sampler = SpecSampler(0, CPU)
+    state = drafted(sampler, params, make_rows(3, {})[0])
     found = []
     for later in ({}, {2: ({0: NAN}, None), 3: ({0: INF}, None)}):
         logits, masks = make_rows(4, {1: ({0: NAN}, None), **later})
@@ -167,12 +167,12 @@ def test_an_overflow_by_temperature_is_unsound_where_tokens_are_sampled(params):
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "sampled"])
 def test_an_overflow_by_bias_or_penalty_is_unsound(kind):
     logits = torch.full((1, VOCAB), 3e38)
-    chooser = SpecSampler(0, CPU)
+    sampler = SpecSampler(0, CPU)
     biased = replace(KINDS[kind], logit_bias={2: 3e38})
-    assert chooser.first(logits, biased, (), 7, None).tokens == []
+    assert sampler.first(logits, biased, (), 7, None).tokens == []
     penalised = replace(KINDS[kind], repetition_penalty=1e-30)
-    assert chooser.first(logits, penalised, [2], 7, None).tokens == []
-    assert len(chooser.first(logits, penalised, [], 7, None).tokens) == 1
+    assert sampler.first(logits, penalised, [2], 7, None).tokens == []
+    assert len(sampler.first(logits, penalised, [], 7, None).tokens) == 1
 
 
 @every_kind

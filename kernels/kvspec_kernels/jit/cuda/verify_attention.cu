@@ -14,7 +14,7 @@
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE (multiples of 64) GROUP COLUMNS K_ROWS
 // V_ROWS LOG4 ANCHOR_BITS Q_BF16 HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES RESIDUAL_BYTES MAX_BATCH
-// JOIN_APART and TOP.
+// JOIN_SEPARATELY and TOP.
 
 #include "verify_merge.cuh"
 #include "verify_restore.cuh"
@@ -80,7 +80,7 @@ template <bool TAIL> struct Kind { static constexpr bool IN_TAIL = TAIL; };  // 
 // q, out: [num_tokens, num_kv_heads * GROUP, HEAD_DIM]; lse: [num_tokens, num_kv_heads * GROUP],
 // base 2. partial_out: [2 * grid, COLS, HEAD_DIM], partial_stat: [2 * grid, COLS, 2] (max, sum).
 // arrived: [batch * num_kv_heads * max_blocks], zero before and after. shares: [batch + 2], for
-// verify_join.cu, which must follow if JOIN_APART. Otherwise the last block of a segment joins the
+// verify_join.cu, which must follow if JOIN_SEPARATELY. Otherwise the last block of a segment joins the
 // parts of all its blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 
     int rest = *rests;
     int total = starts[batch];
-#if JOIN_APART
+#if JOIN_SEPARATELY
     if (blockIdx.x == 0)
         for (int i = threadIdx.x; i < batch + 2; i += THREADS) shares[i] = rests[i];
 #endif
@@ -559,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     }
                 }
             }
-#if !JOIN_APART
+#if !JOIN_SEPARATELY
         if (!whole) {
             Owners owners(segment_begin, rest, num_pages, each, total, workers);
             __threadfence();

@@ -162,7 +162,7 @@ class ToyForward:
 class NoArrivals:
     """All residuals are here."""
 
-    may_lack = come_with_requests = False
+    may_be_pending = come_with_requests = False
 
     def note_verification(self, state: RequestState, num_emitted: int) -> None:
         pass
@@ -193,7 +193,7 @@ class Engine:
         self.drafter, self.view = drafter, view
         self.forward = ToyForward(kv, model)
         self.keeper = PageKeeper(kv, config.recent_pages)
-        self.chooser = SpecSampler(0, torch.device("cpu"))
+        self.sampler = SpecSampler(0, torch.device("cpu"))
         self.counters = SpecCounters()
         self.free_pages = list(range(kv.plan.num_pages, 0, -1))
         self.kept: set[int] = set()
@@ -217,7 +217,7 @@ class Engine:
             scheduler=scheduler,
             planner=planner,
             guard=NoGuard(),
-            chooser=self.chooser,
+            sampler=self.sampler,
             ranks=ranks,
             timer=timer,
             page_size=self.kv.geometry.page_size,
@@ -229,16 +229,16 @@ class Engine:
             planner=planner,
             starter=starter,
             verifier=verifier,
-            committer=Committer(self.chooser, self.keeper, NoArrivals(), ranks, self.counters),
+            committer=Committer(self.sampler, self.keeper, NoArrivals(), ranks, self.counters),
             overlap=NoOverlap(),
             observer=RoundObserver(self.counters, planner.speeds, clock, timer),
             speeds=planner.speeds,
             pages=self.keeper,
             arrivals=NoArrivals(),
             prompt_reader=EagerDrafter(
-                self.forward, self.chooser, ranks, self.kv.geometry.page_size
+                self.forward, self.sampler, ranks, self.kv.geometry.page_size
             ),
-            chooser=self.chooser,
+            sampler=self.sampler,
             ranks=ranks,
         )
 
@@ -246,7 +246,7 @@ class Engine:
         if self.drafter is not None:
             return CheckedDrafter("other", self.drafter, VOCAB)
         return EagerDrafter(
-            self.forward, self.chooser, ranks, self.kv.geometry.page_size, self.view
+            self.forward, self.sampler, ranks, self.kv.geometry.page_size, self.view
         )
 
     def _scheduler(self, parts: SchedulerParts) -> VerifyScheduler:
@@ -278,7 +278,7 @@ class Engine:
             logits = self.forward.run_rows([row], request.prompt[start : row.end])
             self.keeper.commit(row.pages, row.start, row.end)
             start = row.end
-        (first,) = request.take(self.chooser.first(logits[-1:], request.params, (), start, None))
+        (first,) = request.take(self.sampler.first(logits[-1:], request.params, (), start, None))
         request.state = RequestState(
             rid=str(id(request)),
             committed_len=start,

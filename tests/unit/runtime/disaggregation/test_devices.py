@@ -65,7 +65,7 @@ class DeviceLab:
     def deliver(self, *streams):
         self.link.deliver(streams)
         self.arrivals.pump(self.receiver_end)
-        if self.runs and self.arrivals.is_lacking(ROOM):
+        if self.runs and self.arrivals.is_pending(ROOM):
             self.arrivals.land_together([ROOM])
         self.kvs[1].check_integrity()
 
@@ -197,7 +197,7 @@ def test_one_that_is_retracted_goes_on(make_lab, num_tokens, arrives):
     decode.free_pages(pages)
     decode.check_integrity()
     pages[:] = [page - 5 for page in pages]
-    kept.bring_back(pages)
+    kept.restore(pages)
     lab.arrivals.admit(ROOM, pages[-1])
     lab.deliver(Stream.RESIDUAL)
     lab.check_records(len(pages) - 1)

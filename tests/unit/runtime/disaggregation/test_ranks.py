@@ -70,7 +70,7 @@ class Server:
 
         def receive(lab) -> None:
             lab.pump()
-            lab.arrivals.land_together([r for r in rooms if lab.arrivals.is_lacking(r)])
+            lab.arrivals.land_together([r for r in rooms if lab.arrivals.is_pending(r)])
 
         list(self.pool.map(receive, self.labs))
         self.check()
@@ -89,7 +89,7 @@ class Server:
         ]
         assert [one.is_encoded(p) for p in pages] == [other.is_encoded(p) for p in pages]
         rooms = (ROOM, ROOM + 1)
-        lacking = [[lab.arrivals.is_lacking(room) for room in rooms] for lab in self.labs]
+        lacking = [[lab.arrivals.is_pending(room) for room in rooms] for lab in self.labs]
         assert lacking[0] == lacking[1]
 
     def assert_right(self, requests) -> None:
@@ -119,14 +119,14 @@ def test_nothing_lands_on_one_rank_alone(server) -> None:
     second.pump()
     server.run(requests)
     server.receive(ROOM)
-    assert first.arrivals.is_lacking(ROOM), "the other rank has none of its residuals"
+    assert first.arrivals.is_pending(ROOM), "the other rank has none of its residuals"
     # Not in order: the first two of four.
     second.link.deliver([Stream.RESIDUAL], at=[0, 1, 3])
     server.receive(ROOM)
-    assert first.arrivals.is_lacking(ROOM)
+    assert first.arrivals.is_pending(ROOM)
     second.link.deliver([Stream.RESIDUAL])
     server.receive(ROOM)
-    assert not first.arrivals.is_lacking(ROOM)
+    assert not first.arrivals.is_pending(ROOM)
     server.assert_right(requests)
     assert server.ranks.num_messages == 3
     server.receive(ROOM)
@@ -218,7 +218,7 @@ def test_one_that_is_retracted_goes_on_alike(server, arrives) -> None:
         first.pump()
     for lab, request, copy in zip(server.labs, requests, kept, strict=True):
         request.decode_pages = [page - 5 for page in request.decode_pages]
-        copy.bring_back(request.decode_pages)
+        copy.restore(request.decode_pages)
         lab.arrivals.admit(ROOM, request.decode_pages[-1])
     server.check()
     for lab in server.labs:
@@ -260,9 +260,9 @@ def test_kv_in_one_piece(make_lab, mode) -> None:
     for lab in server.labs:
         lab.link.deliver()
         lab.pump()
-    assert all(lab.arrivals.is_lacking(ROOM) for lab in server.labs)
+    assert all(lab.arrivals.is_pending(ROOM) for lab in server.labs)
     server.run(requests)
-    assert not any(lab.arrivals.is_lacking(ROOM) for lab in server.labs)
+    assert not any(lab.arrivals.is_pending(ROOM) for lab in server.labs)
     if mode == "full":
         server.assert_right(requests)
     server.pool.shutdown()

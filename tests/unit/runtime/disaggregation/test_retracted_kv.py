@@ -35,7 +35,7 @@ def retract(lab, request) -> RetractedKV:
 
 def resume(lab, kept, request) -> None:
     request.decode_pages = [page - 5 for page in request.decode_pages]
-    kept.bring_back(request.decode_pages)
+    kept.restore(request.decode_pages)
     lab.arrivals.admit(ROOM, request.decode_pages[-1])
     lab.decode.check_integrity()
 

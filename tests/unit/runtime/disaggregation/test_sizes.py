@@ -168,17 +168,17 @@ def test_a_page_lands_when_all_of_it_is_here(two) -> None:
     two.arrivals.admit(ROOM, requests[0].decode_pages[-1])
     pages = requests[0].decode_pages
     assert all(map(two.kv.is_encoded, pages[:4]))
-    assert two.arrivals.is_lacking(ROOM)
+    assert two.arrivals.is_pending(ROOM)
     with pytest.raises(AssertionError, match="without a residual"):
         two.lab.target(requests[0])
     second.deliver([Stream.RESIDUAL], at=[2])
     two.pump()
     states = [two.kv.residuals.table.state(page) for page in pages[:4]]
     assert [state is ResidualState.IN_FLIGHT for state in states] == [True, True, False, True]
-    assert two.arrivals.is_lacking(ROOM)
+    assert two.arrivals.is_pending(ROOM)
     second.deliver()
     two.pump()
-    assert not two.arrivals.is_lacking(ROOM)
+    assert not two.arrivals.is_pending(ROOM)
     summary = two.arrivals.summary(ROOM)
     sent = sum(lab.departures.of(ROOM).num_bytes for lab in two.ranks)
     assert sum(summary["bytes"].values()) == sent
@@ -191,14 +191,14 @@ def test_parts_may_come_in_any_order(make, seed) -> None:
     made = make(rng.choice([2, 3]))
     requests = made.begin(LENGTH)
     draftable = aside = False
-    while made.arrivals.is_lacking(ROOM):
+    while made.arrivals.is_pending(ROOM):
         lab = rng.choice(made.ranks)
         lab.link.deliver([rng.choice(list(Stream))], at=[rng.randrange(5)])
         made.pump()
         if not draftable and made.arrivals.is_draftable(ROOM):
             draftable = True
             made.arrivals.admit(ROOM, requests[0].decode_pages[-1])
-        elif draftable and not aside and made.arrivals.is_lacking(ROOM):
+        elif draftable and not aside and made.arrivals.is_pending(ROOM):
             aside = True
             pages = requests[0].decode_pages
             kept = RetractedKV(made.kv, made.arrivals, pages, LENGTH)
@@ -206,7 +206,7 @@ def test_parts_may_come_in_any_order(make, seed) -> None:
             made.arrivals.release(pages)
             rng.choice(made.ranks).link.deliver()
             made.pump()
-            kept.bring_back(pages)
+            kept.restore(pages)
             made.pump()
             made.arrivals.admit(ROOM, pages[-1])
     k, _ = made.lab.target(requests[0])

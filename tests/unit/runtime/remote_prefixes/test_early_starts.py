@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvspec_testkit.runtime.meeting import BOTH, Meeting, MeetingRanks
+from kvspec_testkit.runtime.rank_exchange import BOTH, ExchangingRanks, RankExchange
 from sglang_kvspec.kv.page_records import copy_out
 from sglang_kvspec.kv.prefix_store import chain_links, page_rows
 from sglang_kvspec.kv.residual_table import ResidualState
@@ -170,12 +170,12 @@ def test_a_residual_of_another_anchor_is_not_taken(kv, early, remote, links):
 @pytest.fixture
 def both_ranks(make_kv, links, computed):
     """Two ranks, to each of which comes what comes to it, and their KV caches."""
-    meeting = Meeting()
+    meeting = RankExchange()
     records = copy_out(computed, [1, 2, 3])
     remotes = [Remote(links, records) for _ in BOTH]
     kvs = [make_kv(num_pages=8) for _ in BOTH]
     starts = [
-        EarlyStarts(kvs[rank], remotes[rank], lambda *_: None, MeetingRanks(rank, meeting))
+        EarlyStarts(kvs[rank], remotes[rank], lambda *_: None, ExchangingRanks(rank, meeting))
         for rank in BOTH
     ]
     yield SimpleNamespace(meeting=meeting, remotes=remotes, kvs=kvs, starts=starts)
@@ -189,7 +189,7 @@ def on_both(ranks, call):
     def act(rank):
         given[rank] = call(ranks.starts[rank])
 
-    ranks.meeting.act(act)
+    ranks.rank_exchange.act(act)
     assert given[0] == given[1]
     return given[0]
 
@@ -227,4 +227,4 @@ def test_what_one_rank_waits_for_in_vain_is_lost_to_both(both_ranks, links):
 def test_ranks_send_no_message_where_nobody_has_started(both_ranks):
     on_both(both_ranks, EarlyStarts.land)
     on_both(both_ranks, lambda early: early.may_begin([]))
-    assert both_ranks.meeting.num_messages == 0
+    assert both_ranks.rank_exchange.num_messages == 0

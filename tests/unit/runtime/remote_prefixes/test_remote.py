@@ -11,7 +11,7 @@ import pytest
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.kv.prefix_store import PageLink, chain_links
 from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
-from sglang_kvspec.runtime.remote_prefixes.trust import FIRST_PAUSE_S
+from sglang_kvspec.runtime.remote_prefixes.circuit_breaker import FIRST_PAUSE_S
 from sglang_kvspec.transport.counters import LinkCounters
 from sglang_kvspec.transport.prefixes import (
     AnchorFetched,

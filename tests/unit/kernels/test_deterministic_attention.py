@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvspec_kernels.ops.attention import Tail
-from kvspec_kernels.ops.ordered_attention import Past, ordered_attention
+from kvspec_kernels.ops.deterministic_attention import Past, deterministic_attention
 from kvspec_kernels.reference.attention import attend
 from kvspec_testkit.kernels.comparison import assert_within_reference
 
@@ -64,7 +64,7 @@ class Requests:
         past, slots, past_indptr, pages = self._pool(pasts, spare=3)
         tail, tail_slots, tail_indptr, tail_pages = self._pool(tails, spare=2)
         counts = torch.tensor([len(q) for q in queries])
-        out = ordered_attention(
+        out = deterministic_attention(
             torch.cat(queries).to(self.device),
             Past(*past, slots, past_indptr, pages),
             Tail(*tail, tail_indptr, tail_slots[tail_pages.long()], self._ints(lens)),
@@ -154,7 +154,7 @@ def test_the_same_bits_however_tokens_are_grouped(shape, device):
 
 def test_rows_without_a_token(device):
     """As graphs have them that were captured for more requests."""
-    padded = ordered_attention(
+    padded = deterministic_attention(
         torch.zeros(2, 8, 64, dtype=BF16, device=device),
         Past(
             *torch.full((2, 1, 2, 64, 64), torch.nan, dtype=BF16, device=device),
@@ -188,7 +188,7 @@ def test_refuses_what_does_not_fit(change, message, device):
     page, heads = sizes["page"], sizes["heads"]
     zeros = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 2, 0, 2, 0, 1, 2)]
     with pytest.raises(ValueError, match=message):
-        ordered_attention(
+        deterministic_attention(
             torch.zeros(1, 8, 64, dtype=sizes["dtype"], device=device),
             Past(*torch.zeros(2, 1, heads, page, 64, dtype=BF16, device=device), *zeros[:3]),
             Tail(*torch.zeros(2, 1, page, heads, 64, dtype=BF16, device=device), *zeros[3:6]),

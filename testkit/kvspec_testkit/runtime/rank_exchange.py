@@ -12,7 +12,7 @@ from sglang_kvspec.runtime.ranks import Ranks
 BOTH = (0, 1)
 
 
-class Meeting:
+class RankExchange:
     """Exchange of values between the two ranks."""
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class Meeting:
         self._threads.shutdown()
 
 
-class MeetingRanks(Ranks):
+class ExchangingRanks(Ranks):
     """One of the two ranks. Only least() exchanges values."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, meeting: RankExchange) -> None:
         super().__init__(rank, len(BOTH))
         self._meeting = meeting
 

@@ -34,7 +34,7 @@ class PageNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class Admission:
     """Admission check. reserve_tokens: slots that SGLang keeps behind the verified tokens of a
     running request."""
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_kvspec.planning.intake import Intake, PageNeed
+from sglang_kvspec.planning.admission import Admission, PageNeed
 from sglang_kvspec.planning.retraction import RetractionView, keep_order
 
 PAGE, RESERVE, HEADROOM = 16, 10, 24
-RULE = Intake(PAGE, RESERVE, HEADROOM)
+RULE = Admission(PAGE, RESERVE, HEADROOM)
 
 
 def pages(num_tokens):
@@ -54,7 +54,7 @@ class Server:
     waiting: list[Request]
     running: list[Request] = field(default_factory=list)
     num_retractions: int = 0
-    rule: Intake = RULE
+    rule: Admission = RULE
 
     @property
     def free(self):
@@ -148,7 +148,7 @@ def test_everybody_finishes_within_pages_and_without_storms(burst):
 @given(bursts())
 def test_with_headroom_for_whole_answers_nobody_is_retracted(burst):
     requests, num_pages, seed = burst
-    rule = Intake(PAGE, RESERVE, headroom_tokens=1000)
+    rule = Admission(PAGE, RESERVE, headroom_tokens=1000)
     server = Server(num_pages, random.Random(seed), list(requests), rule=rule)
     run(server)
     assert server.num_retractions == 0
@@ -157,7 +157,7 @@ def test_with_headroom_for_whole_answers_nobody_is_retracted(burst):
 def test_without_the_rule_there_are_storms():
     """The same loop fails where requests start as soon as their prompts fit."""
 
-    class Eager(Intake):
+    class Eager(Admission):
         def has_room(self, request, others, free_pages):
             asked = sum(max(pages(n.num_tokens) - n.held_pages, 0) for n in (request, *others))
             return asked <= free_pages

@@ -10,7 +10,7 @@ from kvspec_kernels.jit.rounding import operand, rounded
 
 
 @triton.jit(do_not_specialize=["stride_q_token", "stride_tail_slot"])
-def ordered_attention_kernel(
+def deterministic_attention_kernel(
     q_ptr,
     out_ptr,
     qo_indptr_ptr,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kvspec_kernels.jit.ordered_attention import ordered_attention_kernel
+from kvspec_kernels.jit.deterministic_attention import deterministic_attention_kernel
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 
@@ -32,7 +32,7 @@ class Past(NamedTuple):
     indices: torch.Tensor
 
 
-def ordered_attention(
+def deterministic_attention(
     q: torch.Tensor,
     past: Past,
     tail: Tail,
@@ -61,7 +61,7 @@ def ordered_attention(
         return out
     group = num_qo_heads // num_kv_heads
     row_blocks = triton.cdiv(max_qo_len * group, BLOCK_ROWS)
-    ordered_attention_kernel[(row_blocks, len(qo_indptr) - 1, num_kv_heads)](
+    deterministic_attention_kernel[(row_blocks, len(qo_indptr) - 1, num_kv_heads)](
         q_ptr=q,
         out_ptr=out,
         qo_indptr_ptr=qo_indptr,
