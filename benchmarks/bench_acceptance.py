@@ -84,20 +84,27 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default_model = ROOT.parent / "shared" / "models" / "eval-31m"
-    parser.add_argument("model", type=Path, nargs="?", default=default_model, help="HF folder")
+    parser.add_argument(
+        "model", type=Path, nargs="?", default=default_model, help="folder of a Hugging Face model"
+    )
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--length", type=int, default=4096, help="tokens per prompt")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=200, help="prompts whose caches are in memory")
+    parser.add_argument(
+        "--batch", type=int, default=200, help="prompts whose caches are in memory at once"
+    )
     parser.add_argument("--prefill-batch", type=int, default=4)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "acceptance.json"
     )
-    parser.add_argument("--sweep", action="store_true", help="compare log4 settings, write nothing")
+    parser.add_argument(
+        "--sweep", action="store_true", help="print a comparison of log4 settings; write no file"
+    )
     args = parser.parse_args()
     if args.prompts < 2 or args.length < 2 * PAGE_SIZE or args.length % PAGE_SIZE:
         parser.error(
-            f"--prompts must be >= 2 and --length a multiple of {PAGE_SIZE} from {2 * PAGE_SIZE}"
+            f"--prompts must be at least 2, got {args.prompts}; --length must be a multiple of "
+            f"{PAGE_SIZE} and at least {2 * PAGE_SIZE}, got {args.length}"
         )
     return args
 
@@ -172,8 +179,8 @@ def figures_of(results: Iterable[Measured]) -> list[Figure]:
 
 
 def print_results(results: list[Measured]) -> None:
-    table = Table(title="mean accepted tokens, 95% interval")
-    for heading in ("cache", "bits", *(f"of {n}" for n in (8, 16, 32, 64)), "vNMSE"):
+    table = Table(title="mean accept length, 95% interval")
+    for heading in ("cache", "bits", *(f"of {n} drafts" for n in (8, 16, 32, 64)), "vNMSE"):
         table.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in results:
         cells = [str(r.accepted_of(n)) for n in (8, 16, 32, 64)]
@@ -186,7 +193,7 @@ def print_sweep(results: list[Measured]) -> None:
     """Print the sweep, best acceptance first. Column `paired` is the mean difference to the
     defaults, prompt by prompt, which leaves out the large spread between prompts."""
     default = results[0]
-    table = Table(title=f"mean accepted of {SWEEP_DRAFT_LEN}, 95% interval")
+    table = Table(title=f"mean accept length of {SWEEP_DRAFT_LEN} drafts, 95% interval")
     for heading in ("settings", "bits", "accepted", "paired", "vNMSE"):
         table.add_column(heading, justify="left" if heading == "settings" else "right")
     for r in sorted(results, key=lambda r: -r.accepted_of(SWEEP_DRAFT_LEN).mean):

@@ -44,7 +44,7 @@ def main() -> None:
         "baseline": "FlashInfer paged decode with tensor cores; for verify its paged prefill, the "
         "faster of back ends fa2 and fa3",
         "timing": "median of CUDA graph replays over inputs that rotate past the L2 cache",
-        "spread": "half the distance of the outer deciles",
+        "spread": "half the distance between the outer deciles",
     }
     write_json(args.out, "attention", torch.device("cuda"), settings, figures)
     console.print(f"written: {args.out}")
@@ -52,13 +52,20 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--only",
+        default=",".join(PARTS),
+        help=f"parts to measure, separated by commas (default: all of {','.join(PARTS)})",
+    )
     default = ROOT / "benchmarks" / "results" / "attention_h200.json"
     parser.add_argument("--out", type=Path, default=default)
     args = parser.parse_args()
     args.only = args.only.split(",")
     if unknown := set(args.only) - set(PARTS):
-        parser.error(f"--only: no such part: {', '.join(sorted(unknown))}")
+        parser.error(
+            f"--only has the unknown parts {', '.join(sorted(unknown))}: choose from "
+            f"{', '.join(PARTS)}"
+        )
     return args
 
 
@@ -117,7 +124,7 @@ def arithmetic_figures() -> list[Figure]:
             torch.cuda.empty_cache()
         name = f"attn.draft.{shape}.uniform4.int8_vs_fp16"
         figures.append(_ratio(name, times["fp16"], times["int8"]))
-        console.print(f"int8 over fp16 {shape}: {figures[-1].value:.2f}x")
+        console.print(f"draft {shape}: int8 is {figures[-1].value:.2f} times as fast as fp16")
     return figures
 
 
@@ -186,7 +193,9 @@ def encode_figures(bandwidth: float) -> list[Figure]:
         figures.append(Figure(f"encode.{case}.tbps", tbps, "TB/s of BF16 read", tbps * relative))
         name = f"encode.{case}.bandwidth_share"
         shares.append(Figure(name, share, "of copy bandwidth", share * relative, 1.0))
-        console.print(f"encode {case}: {values['tbps']:.2f} TB/s, {values['moved_tbps']:.2f} moved")
+        console.print(
+            f"encode {case}: {values['tbps']:.2f} TB/s read, {values['moved_tbps']:.2f} TB/s moved"
+        )
     slowest = min(figures, key=lambda figure: figure.value)
     figures += [Figure("encode.tbps", slowest.value, slowest.unit, slowest.spread, 1.5), *shares]
     append_s, spread_s = encode_cases.bench_append(timer)

@@ -77,8 +77,8 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--trace", type=Path, help="JSON of trace_round.py --before --after")
-    add("--identity", type=Path, help="JSON of `make identity`, of all its parts")
+    add("--trace", type=Path, help="JSON file of trace_round.py --before --after")
+    add("--identity", type=Path, help="JSON file of `make identity`, with all parts merged")
     add("--speed", nargs="+", action="extend", default=[], metavar="NAME=...")
     add("--out", type=Path, default=OUT)
     return parser.parse_args()
@@ -90,7 +90,13 @@ def structure_figures() -> list[Figure]:
     depths = class_depths(package)
     longest, deepest = max(lines, key=lines.get), max(depths, key=depths.get)
     figures = [
-        Figure("engine.import_cycles", int(bool(find_cycle(import_graph()))), "1 for any", None, 0),
+        Figure(
+            "engine.import_cycles",
+            int(bool(find_cycle(import_graph()))),
+            "1 if there is a cycle",
+            None,
+            0,
+        ),
         Figure("engine.inheritance_depth", depths[deepest], f"classes ({deepest})", None, 1),
         Figure("engine.longest_file", lines[longest], f"lines ({longest})", None, MOST_LINES),
     ]
@@ -131,7 +137,10 @@ def speed_figures(
     pairs = list(zip(*sides, strict=False))
     if not pairs or len({len(side) for side in sides}) > 1:
         counts = " and ".join(str(len(side)) for side in sides)
-        raise SystemExit(f"{name}: after and before need as many points, not {counts}")
+        raise SystemExit(
+            f"--speed {name}: after and before need the same number of points, at least 1, at "
+            f"context {point[0]} and concurrency {point[1]}; got {counts}"
+        )
     ratios = {
         "_vs_before": [
             one.decode_rate.tokens_per_s / other.decode_rate.tokens_per_s for one, other in pairs

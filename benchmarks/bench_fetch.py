@@ -64,21 +64,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--codec", choices=CODECS, default="uniform4")
-    parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
+    parser.add_argument("--commit", default="", help="commit to record (default: what git reports)")
     default = ROOT / "benchmarks" / "results" / "fetch_h200.json"
     parser.add_argument("--out", type=Path, default=default)
     args = parser.parse_args()
     device = torch.device("cuda")
     draft, link = draft_step(args.codec), Link(device)
     alone = timed(draft)
-    figures = [Figure("fetch.draft_step_ms", alone[0] * 1e3, "ms, nothing fetched", alone[1] * 1e3)]
+    figures = [Figure("fetch.draft_step_ms", alone[0] * 1e3, "ms, without fetches", alone[1] * 1e3)]
     for name, by_layer in (("", False), (".by_layer", True)):
         figures += measured(link, draft, alone[0], name, by_layer=by_layer)
     settings = {
         "shape": f"{MAIN}, {LAYERS} layers, {KV_HEADS} KV heads of {HEAD_DIM}, {args.codec}",
         "page": f"{link.page_bytes / 2**20:g} MiB, exact residuals of all layers",
-        "spread": f"half the distance of the outer deciles of {ROUNDS} runs of {STEPS} steps",
-        "baseline": "of bandwidths: the same fetches with nothing else running",
+        "spread": f"half the distance between the outer deciles of {ROUNDS} runs of {STEPS} steps",
+        "baseline": "for bandwidths: the same fetches while nothing else runs",
     }
     write_json(args.out, "fetch", device, settings, figures, commit=args.commit or None)
     for figure in figures:
@@ -135,7 +135,7 @@ def measured(
         Figure(
             f"fetch{name}.draft_slowdown",
             both_s / alone_s,
-            f"x, a step beside {a_step} pages",
+            f"x, with {a_step} pages fetched during a step",
             both_s / alone_s * share,
             alone_s * 1e3,
         ),

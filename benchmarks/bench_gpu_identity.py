@@ -82,7 +82,7 @@ def main() -> None:
         kvspec = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
         kvspec |= json.loads(args.kvspec_engine_args)
         with engine(**kvspec | {"kvspec_draft_len": 0}) as server:
-            off = answers(f"{target}, off", server, prompts, args.new_tokens)
+            off = answers(f"{target}, drafting off", server, prompts, args.new_tokens)
         with engine(**kvspec | {"kvspec_draft_len": args.draft_len}) as server:
             on = answers(target, server, prompts, args.new_tokens)
             unwatched = tokens_alone(server, prompts, args.new_tokens) if args.deterministic else []
@@ -109,7 +109,7 @@ def main() -> None:
         "deterministic": args.deterministic,
         "draft_len": args.draft_len,
         "codec": args.codec,
-        "tie": f"the two likeliest tokens at most {TIE_GAP} apart in log-probability",
+        "tie": f"the log-probabilities of the two most likely tokens differ by at most {TIE_GAP}",
     }
     write_json(
         args.out,
@@ -138,14 +138,24 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--draft-len", default="auto")
-    parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
-    parser.add_argument("--kvspec-engine-args", default="{}", help="of those with kvspec only")
-    parser.add_argument("--targets", nargs="+", default=["exact"])
-    parser.add_argument("--control", action="store_true", help="plain SGLang against itself")
-    parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
     parser.add_argument(
-        "--out", type=Path, help="(default: identity[_deterministic]_h200.json in the results)"
+        "--engine-args", default="{}", help="further arguments of every sglang.Engine, as JSON"
+    )
+    parser.add_argument(
+        "--kvspec-engine-args",
+        default="{}",
+        help="further arguments of the engines with KVSpec, as JSON",
+    )
+    parser.add_argument("--targets", nargs="+", default=["exact"])
+    parser.add_argument(
+        "--control", action="store_true", help="compare plain SGLang with itself, too"
+    )
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--commit", default="", help="commit to record (default: what git reports)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="result file (default: benchmarks/results/identity[_deterministic]_h200.json)",
     )
     args = parser.parse_args()
     if args.out is None:
@@ -206,9 +216,9 @@ def compare(name: str, ours: Sequence[Answer], theirs: Sequence[Answer]) -> list
         if place is not None:
             gap = max(a.gaps[place], b.gaps[place])
             gaps.append(gap)
-            console.print(f"{name}: prompt {index} parts at token {place}, gap {gap:.4f}")
+            console.print(f"{name}: prompt {index} differs from token {place} on, gap {gap:.4f}")
     beyond = sum(gap > TIE_GAP for gap in gaps)
-    console.print(f"{name}: {len(gaps)} of {len(ours)}, {beyond} of them no ties")
+    console.print(f"{name}: {len(gaps)} of {len(ours)} answers differ, {beyond} beyond a tie")
     figures = [
         Figure(name, len(gaps), f"of {len(ours)} answers", None, 0),
         Figure(f"{name}.beyond_a_tie", beyond, f"of {len(ours)} answers", None, 0),

@@ -61,14 +61,21 @@ console = Console(width=120)
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--requests", type=int, default=10_000, help="to servers of one process, of all settings")
-    add("--role-requests", type=int, default=500, help="to each server of a pair")
-    add("--messages", type=int, default=2000, help="to the prefix server")
-    add("--pairs", type=int, default=5, help="runs of the streams on each server")
-    add("--tokens", type=int, default=256, help="of each stream")
-    add("--refusals", type=int, default=5, help="starts with a wrong flag")
+    add("--requests", type=int, default=10_000, help="generated requests to single servers")
+    add(
+        "--role-requests",
+        type=int,
+        default=500,
+        help="generated requests to each of prefill, decode and door",
+    )
+    add("--messages", type=int, default=2000, help="hostile messages to the prefix server")
+    add(
+        "--pairs", type=int, default=5, help="runs of the four streams on each server; 0 skips them"
+    )
+    add("--tokens", type=int, default=256, help="tokens of each stream")
+    add("--refusals", type=int, default=5, help="number of starts with a wrong flag")
     add("--seed", type=int, default=0)
-    add("--streams-only", action="store_true", help="measure streams, and nothing else")
+    add("--streams-only", action="store_true", help="measure only the streams")
     add("--out", type=Path, default=ROOT / "results" / "hardening.json")
     return parser.parse_args()
 
@@ -83,7 +90,7 @@ def main() -> int:
             refused_s, http, roles = [], {}, {}
         else:
             refused_s = refusals.measure(args.refusals)
-            console.print(f"a wrong flag is refused after {min(refused_s):.1f} s or more")
+            console.print(f"a wrong flag is refused after {min(refused_s):.1f} s at the earliest")
             http = fuzz_singles(args, folder)
             roles = fuzz_roles(args, folder)
         streams = measure_streams(args, folder) if args.pairs else {}
@@ -154,7 +161,9 @@ def measure_streams(args: argparse.Namespace, folder: Path) -> dict[str, list[St
                     f"{name} {number}: {run.rate:.1f} tokens/s, {run.num_chunks} chunks, gaps "
                     f"p50 {run.quantile(0.5):.3f} p99 {run.quantile(TAIL):.3f} s"
                 )
-                assert run.texts == runs["plain"][0].texts, f"{name} answered differently"
+                assert run.texts == runs["plain"][0].texts, (
+                    f"{name}: the texts differ from those of plain SGLang"
+                )
     return runs
 
 

@@ -108,18 +108,18 @@ def main() -> None:
         figures = [*summary(outcomes), *link_figures(pool), *loads, *figures]
     settings = {
         "simulated": "planner code in simulated time; costs from shares measured on one H200",
-        "devices": "budget sweep: RTX-PRO-6000 at its own ratio; the others: H200",
-        "model": "layers and heads in a line through Qwen3-8B and Qwen3-32B; weights fill what of "
-        "HBM is not for KV",
+        "devices": "budget sweep: RTX-PRO-6000 at its own ratio; other sweeps: H200",
+        "model": "layers and heads on a line through Qwen3-8B and Qwen3-32B; weights fill the part "
+        "of HBM that is not for KV",
         "acceptance": "log4 on eval-31m (acceptance.json); no larger model has been measured",
-        "trace": f"all at once, outputs {OUTPUT_LEN} tokens +-50%, prompts +-{PROMPT_SPREAD:.0%}; "
-        "throughput between 20% and 80% of all tokens; prefill not counted",
-        "link": "enough for every plan: no point is chosen that asks for more than "
-        f"{LINK_SHARE:.0%} of it; link_utilisation and link_stall are of servers made to ask for "
-        "more",
+        "trace": f"all requests arrive at once, outputs {OUTPUT_LEN} tokens +-50%, prompts "
+        f"+-{PROMPT_SPREAD:.0%}; throughput between 20% and 80% of all tokens; prefill not counted",
+        "link": "fast enough for every plan: a chosen point demands at most "
+        f"{LINK_SHARE:.0%} of the link; link_utilisation and link_stall come from servers that "
+        "demand more",
         "spread": f"half the range over {len(seeds)} seeds",
-        "baseline": "of a sweep: the better of lock-step and sequential verification, each with "
-        "its best draft length and batch; of link_utilisation: the demand, over what the link has",
+        "baseline": "for a sweep: the better of lock-step and sequential verification, each with "
+        "its best draft length and batch; for link_utilisation: demand over capacity of the link",
         "paper": "VeriCache figure 13: 1.61 at budget 0.74 to 2.71 at 0.2; 1.92 at ratio 60 to "
         "3.01 at 10",
     }
@@ -134,9 +134,11 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS / "tiers.json")
-    parser.add_argument("--trace", type=Path, help="JSON lines; see traces.py")
-    parser.add_argument("--quick", action="store_true", help="one seed and no grid")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument(
+        "--trace", type=Path, help="recorded trace, as JSON lines of planner/traces.py"
+    )
+    parser.add_argument("--quick", action="store_true", help="simulate one seed and no grid")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     return parser.parse_args()
 
 
@@ -170,7 +172,7 @@ def run_sweep(
     for name, at, _ in sweep.points:
         runs = [run for job in jobs[name] if (run := job.result()) is not None]
         if not runs:
-            console.print(f"{sweep.name} {name}: plain decoding holds no request")
+            console.print(f"{sweep.name} {name}: no request fits with plain decoding")
             continue
         outcomes += runs
         ups = [run.speed_up for run in runs]
@@ -227,7 +229,10 @@ def run_grid(pool: ProcessPoolExecutor) -> list[Outcome]:
     ]
     jobs = [pool.submit(run_case, case, 0, baselines=False) for case in cases]
     outcomes = [outcome for job in jobs if (outcome := job.result()) is not None]
-    console.print(f"grid: {len(outcomes)} of {len(cases)} points; the rest hold no plain request")
+    console.print(
+        f"grid: {len(outcomes)} of {len(cases)} points; no request fits on the other points with "
+        "plain decoding"
+    )
     worst = sorted(outcomes, key=lambda outcome: outcome.speed_up)[:5]
     for outcome in worst:
         console.print(f"  {outcome.speed_up:.3f} {outcome.case} {outcome.point}")
@@ -242,16 +247,16 @@ def summary(outcomes: Iterable[Outcome]) -> list[Figure]:
     stalls = [outcome.stall_share for outcome in outcomes]
     errors = [abs(o.plan / o.point.tokens_per_s - 1) for o in outcomes if o.point]
     peak = max(outcome.peak_share for outcome in outcomes)
-    console.print(f"least speed-up {least.speed_up:.3f}: {least.case}")
+    console.print(f"smallest speed-up {least.speed_up:.3f}: {least.case}")
     return [
         Figure("plan.points", len(outcomes), "simulated servers"),
         Figure("plan.min_vs_plain", least.speed_up, "x plain decoding", None, 1.0),
-        Figure("plan.fallbacks", fallen_back, "of these servers decode plainly"),
-        Figure("plan.stall_share", max(hidden), "of step time, most where fetched", None, 0.03),
-        Figure("plan.stall_share.points", len(hidden), "of these servers fetch residuals"),
+        Figure("plan.fallbacks", fallen_back, "servers that decode plainly"),
+        Figure("plan.stall_share", max(hidden), "of step time, maximum with fetches", None, 0.03),
+        Figure("plan.stall_share.points", len(hidden), "servers that fetch residuals"),
         Figure("plan.stall_share.median", median(hidden), "of step time", None, 0.03),
-        Figure("plan.stall_share.all", max(stalls), "of step time, most of all points"),
-        Figure("plan.peak_hbm_share", peak, "of the KV budget, most of all points", None, 1.0),
+        Figure("plan.stall_share.all", max(stalls), "of step time, maximum of all points"),
+        Figure("plan.peak_hbm_share", peak, "of the KV budget, maximum of all points", None, 1.0),
         Figure("plan.expected_error.median", median(errors), "of the expected throughput"),
         Figure("plan.expected_error.most", max(errors), "of the expected throughput"),
     ]
@@ -275,7 +280,10 @@ def link_figures(pool: ProcessPoolExecutor) -> list[Figure]:
         figures.append(Figure(f"plan.link_stall.{name}", run.stall_share, "of step time"))
         if run.demand > 1:
             bound.append(run.utilisation)
-    return [Figure("plan.link_utilisation", min(bound), "of the link, least", None, 0.9), *figures]
+    return [
+        Figure("plan.link_utilisation", min(bound), "of the link, minimum", None, 0.9),
+        *figures,
+    ]
 
 
 def compare_on(trace: Sequence[TraceRequest]) -> None:

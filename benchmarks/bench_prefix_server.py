@@ -81,7 +81,9 @@ class Link:
         deadline_s = time.monotonic() + LIMIT_S
         while self._client.state is not LinkState.LIVE:
             self._client.step(0.05)
-            assert time.monotonic() < deadline_s, "the prefix server does not answer"
+            assert time.monotonic() < deadline_s, (
+                f"no answer of the prefix server in {LIMIT_S:.0f} s"
+            )
 
     def publish(self, links: Sequence[PageLink], content: memoryview) -> tuple[int, float]:
         """Publish `content` as each of these pages. Return (pages kept, seconds)."""
@@ -116,8 +118,10 @@ class Link:
             times.setdefault("first_page_s", time.perf_counter() - begun)
             pages.append(event)
         for page in pages:
-            assert page.anchor == content[:split], "an anchor is not as it was published"
-            assert page.residual == content[split:], "a residual is not as it was published"
+            assert page.anchor == content[:split], "a fetched anchor differs from the published one"
+            assert page.residual == content[split:], (
+                "a fetched residual differs from the published one"
+            )
         return Fetched(**times) if len(pages) == len(links) else None
 
     def look_up(self, links: Sequence[PageLink]) -> float:
@@ -139,7 +143,9 @@ class Link:
         kill()
         begun = time.perf_counter()
         last = next(event for event in events if isinstance(event, LookupEnded))
-        assert last.reason is not None, "all pages came before the store was dead: take more"
+        assert last.reason is not None, (
+            "all pages arrived before the prefix server was dead: raise --pages"
+        )
         return time.perf_counter() - begun
 
     def close(self) -> None:
@@ -155,7 +161,7 @@ class Link:
             events = self._client.step(0.05)
             after_step()
             yield from events
-        raise TimeoutError(f"nothing more has come in {LIMIT_S:.0f} s")
+        raise TimeoutError(f"the prefix server did not send all events within {LIMIT_S:.0f} s")
 
 
 def links_of(prompt: int, num_pages: int) -> list[PageLink]:
@@ -184,7 +190,9 @@ def measure_transfers(address: str, num_pages: int, rounds: int) -> list[Figure]
             # The prefix server's disk queue was full and pages were dropped, or some pages are
             # still in that queue.
             num_kept, _ = link.publish(links, content)
-            assert time.monotonic() < deadline_s, "the prefix server keeps no pages"
+            assert time.monotonic() < deadline_s, (
+                f"the prefix server did not keep all {num_pages} pages within {LIMIT_S:.0f} s"
+            )
         fetched.append(times)
     link.close()
     return [
@@ -194,7 +202,7 @@ def measure_transfers(address: str, num_pages: int, rounds: int) -> list[Figure]
         around(
             "prefix_server.anchors_share",
             [f.anchors_s / f.all_s for f in fetched],
-            "of the time until all pages have come, until all anchors have",
+            "of the fetch time, until all anchors have arrived",
             identity.anchor_page_bytes / len(content),
         ),
     ]
@@ -233,8 +241,12 @@ def measure_death(server: PrefixServerProcess, num_pages: int) -> list[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pages", type=int, default=32, help="of a prompt (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="prompts (default %(default)s)")
+    parser.add_argument(
+        "--pages", type=int, default=32, help="pages of each prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of prompts (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     load_before, *_ = os.getloadavg()
@@ -251,7 +263,7 @@ def main() -> None:
             *measure_lookups(server.address),
             *measure_death(server, pages),
         ]
-    table = Table("figure", "median", "+-", "unit", "against")
+    table = Table("figure", "median", "+-", "unit", "compared with")
     for figure in figures:
         numbers = (figure.value, figure.spread, figure.baseline)
         value, spread, baseline = ("" if n is None else f"{n:,.3f}" for n in numbers)
@@ -265,7 +277,7 @@ def main() -> None:
         "residual_page_bytes": identity.residual_page_bytes,
         "cores": os.cpu_count(),
         "load_of_others": round(load_before, 1),
-        "spread": "half of the range over the rounds",
+        "spread": "half the range over the rounds",
     }
     write_json(arguments.out, "bench_prefix_server", torch.device("cpu"), settings, figures)
 

@@ -208,9 +208,17 @@ def measure_checksums() -> list[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; made and removed")
-    parser.add_argument("--gib", type=float, default=1.0, help="written and read in each round")
-    parser.add_argument("--pages", type=int, default=100_000, help="of the store for lookups")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="existing folder on the disk to measure (default: the system's temporary folder)",
+    )
+    parser.add_argument(
+        "--gib", type=float, default=1.0, help="GiB to write and to read in each round"
+    )
+    parser.add_argument(
+        "--pages", type=int, default=100_000, help="pages in the store that serves lookups"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     load_before, *_ = os.getloadavg()
@@ -234,8 +242,8 @@ def main() -> None:
         "batch_pages": BATCH_PAGES,
         "anchor_page_bytes": identity.anchor_page_bytes,
         "residual_page_bytes": identity.residual_page_bytes,
-        "spread": "half of the range over the rounds",
-        "disk": "data files dropped from the page cache before reading; writing flushed",
+        "spread": "half the range over the rounds",
+        "disk": "data files are dropped from the page cache before a read; writes are flushed",
     }
     write_json(arguments.out, "bench_prefix_store", torch.device("cpu"), settings, figures)
 

@@ -67,13 +67,13 @@ def main() -> int:
         run_path = args.parse or profile(args)
         report(args, run_path)
     except OutOfTime:
-        console.print("the time limit was reached")
+        console.print("the run reached --time-limit")
     except KeyboardInterrupt:
         return 130
     except (ServerStartError, BenchError, TraceError, requests.RequestException) as error:
         console.print(str(error), markup=False)
         if not args.parse:
-            console.print(f"logs of servers are in {args.logs}")
+            console.print(f"the servers' logs are in {args.logs}")
     else:
         return 0
     return 1
@@ -105,7 +105,7 @@ def profile(args: argparse.Namespace) -> Path:
             },
         ) as server:
             console.print(f"{point.label} {system.name}: starting")
-            console.print(f"up after {server.start(START_TIMEOUT_S):.0f} s")
+            console.print(f"healthy after {server.start(START_TIMEOUT_S):.0f} s")
             run, trace = take_profile(
                 server,
                 point,
@@ -161,7 +161,7 @@ def _bandwidth(args: argparse.Namespace, name: str) -> float:
     if found is None:
         raise BenchError(
             f"{ATTENTION_RESULTS.name} was not measured on {name}: give the bandwidth of a copy "
-            "there with --bandwidth-tbps"
+            "on this machine with --bandwidth-tbps"
         )
     return found
 
@@ -175,20 +175,22 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--point", metavar="MODEL:CONTEXT:CONCURRENCY")
     add("--system", choices=SYSTEMS, default="exact")
-    add("--steps", type=int, help=f"rounds that count (default: {DRAFTING_STEPS}; on plain "
+    add("--steps", type=int, help=f"rounds to measure (default: {DRAFTING_STEPS}; on plain "
         f"SGLang {PLAIN_STEPS} decode steps)")  # fmt: skip
-    add("--output-len", type=int, default=1024, help="tokens an answer at most (default: 1024)")
+    add("--output-len", type=int, default=1024, help="most tokens of an answer (default: 1024)")
     add("--activities", nargs="+", choices=("CPU", "GPU"), default=["CPU", "GPU"],
-        help="what is recorded; GPU alone slows a round down less")  # fmt: skip
-    add("--bandwidth-tbps", type=float, help="of a copy, read plus written")
+        help="activities to record; GPU alone slows a round down less (default: both)")  # fmt: skip
+    add("--bandwidth-tbps", type=float, help="bandwidth of a copy in TB/s, bytes read plus bytes "
+        f"written (default: from {ATTENTION_RESULTS.name})")  # fmt: skip
     add_server_options(parser)
     add("--time-limit", type=float, default=300,
-        help="seconds until the server is told to stop (default: 300)")  # fmt: skip
-    add("--out", type=Path, help="(default: benchmarks/results/profile_POINT_SYSTEM.json)")
-    add("--parse", type=Path, metavar="RUN.json", help="measure nothing; read an earlier run")
+        help="seconds after which the server is stopped (default: 300)")  # fmt: skip
+    add("--out", type=Path,
+        help="result file (default: benchmarks/results/profile_POINT_SYSTEM.json)")  # fmt: skip
+    add("--parse", type=Path, metavar="RUN.json", help="report on an earlier run; measure nothing")
     args = parser.parse_args()
     if bool(args.point) == bool(args.parse):
-        parser.error("say what to profile with --point, or what to --parse")
+        parser.error("give either --point, to profile a server, or --parse, to read an earlier run")
     if args.steps is not None and args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
     if args.point:
@@ -207,7 +209,9 @@ def _point(parser: argparse.ArgumentParser, text: str) -> Point:
     except ValueError as error:
         parser.error(str(error))
     if len(points) != 1 or points[0].concurrency == MAX_CONCURRENCY:
-        parser.error(f"a profile is of one point with a number of requests, not {text!r}")
+        parser.error(
+            f"--point must be one point with a number of requests, such as 8b:32k:16, got {text!r}"
+        )
     return points[0]
 
 

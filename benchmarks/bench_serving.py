@@ -86,14 +86,14 @@ class Run:
             self._say(f"starting {model.name} {system.name}")
             with self._server(model, system, points) as server:
                 started_s = server.start(START_TIMEOUT_S)
-                console.print(f"{model.name} {system.name}: up after {started_s:.0f} s")
+                console.print(f"{model.name} {system.name}: healthy after {started_s:.0f} s")
                 self._first_start = False
                 max_running = self._max_running(points)
                 while left:
                     self._measure_point(server, system, left[0], max_running)
                     left.pop(0)
         except OutOfTime:
-            self._miss(system, left, "the time limit was reached")
+            self._miss(system, left, "the run reached --time-limit")
         except (ServerStartError, BenchError, requests.RequestException) as error:
             self.failed = True
             console.print(str(error), markup=False)
@@ -166,7 +166,7 @@ def main() -> int:
         try:
             run.measure_all()
         except KeyboardInterrupt:
-            console.print("interrupted; what was measured is kept")
+            console.print("interrupted; the points measured so far are kept")
             return 130
     report(args, run.source, run.missing, show=True)
     return 1 if run.failed else 0
@@ -176,7 +176,7 @@ def merge(args: argparse.Namespace) -> None:
     """Write the records of --merge beside --out, one per point and system."""
     own = _own_points(args)
     if own.exists() and own.resolve() not in [path.resolve() for path in args.merge]:
-        raise SystemExit(f"{own} has points already: --merge it, too, or name another --out")
+        raise SystemExit(f"{own} has points already: add {own} to --merge, or give another --out")
     # Find the first start among all records, before later ones replace earlier ones.
     found = [record for path in args.merge for record in records.read(path)]
     _check_codec(args, found)
@@ -210,7 +210,9 @@ def _check_out(args: argparse.Namespace, name: str) -> None:
     found = records.read(own) if own.exists() else []
     others = {record.machine for record in found} - {name}
     if others:
-        raise SystemExit(f"{own} has points of {others.pop()}, this is {name}: name another --out")
+        raise SystemExit(
+            f"{own} has points of {others.pop()}, but this machine is {name}: give another --out"
+        )
     _check_codec(args, found)
     _identity(args, name)
 
@@ -222,7 +224,9 @@ def _check_codec(args: argparse.Namespace, found: list[records.Record]) -> None:
     for record in found:
         if record.acceptance == "replayed" and flag not in record.server_arguments:
             place = f"{label(record.model, record.context_len, record.concurrency)} {record.system}"
-            raise SystemExit(f"{place} was not measured with {flag}: name its codec with --codec")
+            raise SystemExit(
+                f"{place} was not measured with {flag}: give the codec of this point with --codec"
+            )
 
 
 def _identity(args: argparse.Namespace, machine_name: str) -> Identity | None:

@@ -105,9 +105,11 @@ def inversion_figures(num_anchors: int) -> list[Figure]:
         measured = inversions(link, num_anchors)
         name = f"transfer.inversion_mb{suffix}"
         console.print(f"{name}: {_spread(measured)} over {len(measured)} anchors")
-        assert len(measured) >= num_anchors // 2, "the backlog was too short to be in the way"
+        assert len(measured) >= num_anchors // 2, (
+            f"only {len(measured)} of {num_anchors} anchors met a backlog of residuals"
+        )
         figures += [
-            Figure(name, max(measured), "MB, most", None, GOAL_INVERSION_MB),
+            Figure(name, max(measured), "MB, maximum", None, GOAL_INVERSION_MB),
             Figure(f"{name}.median", median(measured), "MB", None, GOAL_INVERSION_MB),
         ]
     return figures
@@ -119,7 +121,10 @@ def stall_figures() -> list[Figure]:
     stalled = partial(receive_all, stall_s=STALL_S)
     sent, received = run_pair(send_all, stalled, Offers(WHOLE_PAGES, [0.0] * 4))
     growth = [end.rss_growth / 1e6 for end in (sent, received)]
-    console.print(f"stall of {STALL_S} s: sender grew {growth[0]:.1f} MB, receiver {growth[1]:.1f}")
+    console.print(
+        f"stall of {STALL_S} s: memory of the sender grew by {growth[0]:.1f} MB, of the receiver "
+        f"by {growth[1]:.1f} MB"
+    )
     return [
         Figure("transfer.stall_growth_mb.sender", growth[0], "MB of resident memory"),
         Figure("transfer.stall_growth_mb.receiver", growth[1], "MB of resident memory"),
@@ -131,18 +136,18 @@ def fault_figures(num_in_memory: int, num_on_loopback: int) -> list[Figure]:
     outcomes += [run_on_loopback(seed) for seed in range(num_on_loopback)]
     for outcome in outcomes:
         if outcome.wrong is not None:
-            console.print(f"[red]did not survive[/red] {outcome}")
+            console.print(f"[red]failed[/red] {outcome}")
     survived = sum(outcome.wrong is None for outcome in outcomes)
     completed = sum(outcome.completed for outcome in outcomes)
     failed = sum(outcome.failed for outcome in outcomes)
     console.print(
         f"faults: {survived} of {len(outcomes)} runs survived, {completed} transfers complete, "
-        f"{failed} ended with a reason"
+        f"{failed} transfers ended with a reason"
     )
     return [
         Figure("faults.tried", len(outcomes), "runs with random faults"),
-        Figure("faults.survived", survived, "of these runs", None, len(outcomes)),
-        Figure("faults.transfers_complete", completed, "transfers, byte by byte"),
+        Figure("faults.survived", survived, "runs that survived", None, len(outcomes)),
+        Figure("faults.transfers_complete", completed, "complete transfers, compared byte by byte"),
         Figure("faults.transfers_ended", failed, "transfers that were aborted or cancelled"),
     ]
 
@@ -150,10 +155,10 @@ def fault_figures(num_in_memory: int, num_on_loopback: int) -> list[Figure]:
 def fuzz_figures(num_decoded: int, num_sent: int) -> list[Figure]:
     report = fuzz_decoder(num_decoded, seed=7)
     dropped = fuzz_port(num_sent, seed=8)
-    console.print(f"fuzz: {report}; {num_sent} at a live port, {dropped} dropped")
+    console.print(f"fuzz: {report}; {num_sent} messages sent to a live port, {dropped} dropped")
     return [
         Figure("fuzz.inputs", report.inputs + num_sent, "messages"),
-        Figure("fuzz.accepted", report.decoded, "damaged messages taken for frames", None, 0),
+        Figure("fuzz.accepted", report.decoded, "damaged messages decoded as frames", None, 0),
         Figure("fuzz.leaked_kb", report.leaked_bytes / 1e3, "kB of Python's memory"),
     ]
 
@@ -170,13 +175,17 @@ def checksum_figure() -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of everything; not written")
-    parser.add_argument("--throughput", action="store_true", help="that alone, in 3 short rounds")
-    parser.add_argument("--commit", help="of this checkout, where git cannot say")
+    parser.add_argument(
+        "--quick", action="store_true", help="do a tenth of all runs, and write no file"
+    )
+    parser.add_argument(
+        "--throughput", action="store_true", help="measure only throughput, in 3 short rounds"
+    )
+    parser.add_argument("--commit", help="commit to record (default: what git reports)")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     if arguments.throughput and arguments.out == OUT:
-        parser.error("--throughput needs an --out of its own")
+        parser.error(f"--throughput must not replace {OUT}: give another --out")
     share = 10 if arguments.quick else 1
     rounds, num_transfers = max(1, 8 // share), max(4, 16 // share)
     if arguments.throughput:
@@ -207,7 +216,7 @@ def main() -> None:
         figures,
         commit=arguments.commit,
     )
-    console.print(f"written to {arguments.out}")
+    console.print(f"written: {arguments.out}")
 
 
 def _keys() -> Keys:

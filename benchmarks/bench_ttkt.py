@@ -53,14 +53,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--seconds", type=float, nargs="+", default=[0.5, 1, 2, 5])
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
-    parser.add_argument("--prompts", type=int, default=2, help="of each length")
-    parser.add_argument("--gpus", type=int, default=0, help="to share; 0: the CPU")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of each length")
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="GPUs that the servers share; 0 runs them on the CPU"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "ttkt.json")
-    parser.add_argument("--prefixes", type=Path, help="on a CPU: folder that keeps prompts")
-    parser.add_argument("--server-args", default="", help="more of every server's flags")
+    parser.add_argument(
+        "--prefixes",
+        type=Path,
+        help="on a CPU: folder that keeps computed prompts for later runs (default: a temporary "
+        "folder)",
+    )
+    parser.add_argument("--server-args", default="", help="further flags of every server")
     parser.add_argument("--logs", type=Path, default=Path(".kvspec/ttkt"))
-    parser.add_argument("--commit", help="that the points were measured at, if not here")
-    parser.add_argument("--machine", help="that they were measured on, if not here")
+    parser.add_argument("--commit", help="commit of the points (default: of this checkout)")
+    parser.add_argument("--machine", help="machine of the points (default: this machine)")
     return parser.parse_args()
 
 
@@ -110,7 +117,7 @@ def main() -> None:
         "codec": "uniform4",
         "target": "exact",
         "server_args": " ".join([*platform.arguments, *setup.server_args]),
-        "ratios": "of times at which kept tokens were computed, since the prefill ended",
+        "ratios": "ratios of the times from the end of the prefill until kept tokens were computed",
     }
     names = machine.gpu_names()
     where = args.machine or (names[0] if args.gpus and names else None)
@@ -142,7 +149,7 @@ def measure_all(
     take turns. prompts: by length, [num_prompts, num_tokens]."""
     begun = time.perf_counter()
     with running(setup, modes, gpus) as pairs:
-        console.print(f"{2 * len(pairs)} servers up in {time.perf_counter() - begun:.0f} s")
+        console.print(f"{2 * len(pairs)} servers healthy after {time.perf_counter() - begun:.0f} s")
 
         def on(gpu: int | None) -> None:
             for pair in pairs:

@@ -94,7 +94,9 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default_model = ROOT.parent / "shared" / "models" / "eval-31m"
-    parser.add_argument("model", type=Path, nargs="?", default=default_model, help="HF folder")
+    parser.add_argument(
+        "model", type=Path, nargs="?", default=default_model, help="folder of a Hugging Face model"
+    )
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--length", type=int, default=2048, help="tokens per prompt")
     parser.add_argument("--seed", type=int, default=0)
@@ -104,7 +106,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.prompts < 2 or args.length < 2 * PAGE_SIZE or args.length % PAGE_SIZE:
         parser.error(
-            f"--prompts must be >= 2 and --length a multiple of {PAGE_SIZE} from {2 * PAGE_SIZE}"
+            f"--prompts must be at least 2, got {args.prompts}; --length must be a multiple of "
+            f"{PAGE_SIZE} and at least {2 * PAGE_SIZE}, got {args.length}"
         )
     return args
 
@@ -209,7 +212,7 @@ def figures_of(result: Measured) -> Iterator[Figure]:
     yield Figure(f"wire.{name}.v_vnmse", result.v_vnmse.mean().item(), unit)
     error, equal = Estimate.of(result.attention), Estimate.of(result.equal)
     yield Figure(f"wire.{name}.attention_vnmse", error.mean, unit, error.half_width)
-    yield Figure(f"wire.{name}.equal_tokens", equal.mean, f"of {STEPS}", equal.half_width)
+    yield Figure(f"wire.{name}.equal_tokens", equal.mean, f"of {STEPS} tokens", equal.half_width)
 
 
 def speed_figures(speeds: list[tuple[str, float, float, float, float]]) -> Iterator[Figure]:

@@ -68,9 +68,9 @@ def main() -> None:
     prompts = mixed_prompts(args.model, args.prompts, args.shortest, args.longest)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch, running(args, Path(scratch)) as (pair, single):
-        console.print(f"three servers up in {time.perf_counter() - begun:.0f} s")
+        console.print(f"three servers healthy after {time.perf_counter() - begun:.0f} s")
         expected = [ask_single(single, prompt, args.new_tokens) for prompt in prompts]
-        console.print("the reference has answered")
+        console.print("the single server has answered all prompts")
         alone = ask_pair(pair, prompts, args.new_tokens, 1)
         together = ask_pair(pair, prompts, args.new_tokens, AT_ONCE)
         left = pages_left(pair)
@@ -96,7 +96,7 @@ def main() -> None:
         device = torch.device("cpu" if args.cpu else "cuda")
         write_json(args.out, "check_disaggregation_gpu", device, settings, found)
     wrong = sum(f.value for f in found if f.baseline == 0) + (drafts_on_anchors == 0)
-    console.print("all is right" if wrong == 0 else "something is WRONG")
+    console.print("all checks passed" if wrong == 0 else "some checks FAILED")
     sys.exit(wrong > 0)
 
 
@@ -110,8 +110,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shortest", type=int, default=200, help="tokens of the shortest prompt")
     parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--link-gbps", type=float, help="(default: 0.03, with --cpu 0.006)")
-    parser.add_argument("--server-args", default="", help="more of every server's flags")
+    parser.add_argument(
+        "--link-gbps",
+        type=float,
+        help="bandwidth of the link in GB/s (default: 0.03; with --cpu: 0.006)",
+    )
+    parser.add_argument("--server-args", default="", help="further flags of every server")
     parser.add_argument("--logs", type=Path, default=Path(".kvspec/check_disaggregation"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -173,7 +177,7 @@ def ask_pair(
     ).raise_for_status()
     with ThreadPoolExecutor(at_once) as pool:
         answers = list(pool.map(lambda prompt: ask(pair, prompt, new_tokens), prompts))
-    console.print(f"the pair has answered, {at_once} at a time")
+    console.print(f"the pair has answered all prompts, {at_once} at a time")
     return answers
 
 
@@ -185,7 +189,7 @@ def compare(name: str, answers: Sequence[Answer], expected: Sequence[list[int]])
         place = next((i for i, (ours, theirs) in pairs if ours != theirs), None)
         if place is not None:
             differ += 1
-            console.print(f"{name}: prompt {index} parts at token {place}")
+            console.print(f"{name}: prompt {index} differs from token {place} on")
     transfers = [read_transfer_report(answer.meta).transfer for answer in answers]
     early = [transfer.drafts_before_residuals for transfer in transfers]
     begin = f"{PREFIX}.{name}"
@@ -196,7 +200,7 @@ def compare(name: str, answers: Sequence[Answer], expected: Sequence[list[int]])
         Figure(
             f"{begin}.early_drafts.kept",
             sum(transfer.kept_before_residuals for transfer in transfers) / max(sum(early), 1),
-            "of them",
+            "of the early drafts",
         ),
         *(_seconds(begin, stream, transfers) for stream in ("anchors", "residuals")),
         _seconds(begin, "first_verification", transfers),

@@ -105,7 +105,8 @@ def main() -> None:
         with PrefixServerProcess(scratch / "shared", environment) as store:
             run(args, check, scratch, environment, store.address)
         if args.drift:
-            assert (scratch / "faults.fired").exists(), "no rank lacked anything"
+            fired = scratch / "faults.fired"
+            assert fired.exists(), "the fault tiers_drift did not fire: no rank missed a page"
     seconds = round(time.monotonic() - begin, 1)
     console.print(f"{check.num_wrong} checks failed, after {seconds:.0f} s")
     if args.out is not None:
@@ -135,24 +136,30 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-5m")
-    parser.add_argument("--cpu", action="store_true", help="a dry run on this machine's CPU")
-    parser.add_argument("--hosted", action="store_true", help="a server with --kvspec-host-gb, too")
-    parser.add_argument("--kept", action="store_true", help="servers that keep anchors, too")
-    parser.add_argument("--ranks", type=int, default=1, help="of each server, a GPU each")
-    parser.add_argument("--drift", action="store_true", help="ranks' tiers hold different pages")
-    parser.add_argument("--int8", action="store_true", help="two servers with that target, too")
+    parser.add_argument("--cpu", action="store_true", help="dry run on this machine's CPU")
+    parser.add_argument(
+        "--hosted", action="store_true", help="check a server with --kvspec-host-gb, too"
+    )
+    parser.add_argument("--kept", action="store_true", help="check servers that keep anchors, too")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="ranks of each server, with one GPU for each rank"
+    )
+    parser.add_argument(
+        "--drift", action="store_true", help="let the prefix tiers of ranks hold different pages"
+    )
+    parser.add_argument("--int8", action="store_true", help="check two servers with int8, too")
     parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--longest", type=int, default=2000, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--logs", type=Path, default=ROOT / ".kvspec" / "check_prefix_tiers")
-    parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
+    parser.add_argument("--commit", default="", help="commit to record (default: what git reports)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.drift and (args.int8 or args.ranks == 1):
         parser.error(
-            "--drift is for several ranks, and the target exact: pages that are lost are "
-            "computed again, which int8 answers show"
+            f"--drift needs --ranks of at least 2 and no --int8, got --ranks={args.ranks}: lost "
+            "pages are computed again, which may change int8 answers"
         )
     return args
 
@@ -236,7 +243,9 @@ def run(
         if args.hosted:
             pages = fresh["host"].report()["pools"]
             in_use = (pages["residual_store_pages"], pages["residual_cache_pages"])
-            assert in_use == (SMALL_POOL // 64, CACHE_PAGES), f"residuals are elsewhere: {pages}"
+            assert in_use == (SMALL_POOL // 64, CACHE_PAGES), (
+                f"wrong sizes of residual store or cache: {pages}"
+            )
     if args.kept:
         cases = {"exact.kept": KeptCase(exact, expected, host_gb=0.03)}
         if args.hosted:
@@ -290,7 +299,7 @@ def start(running: ExitStack, *servers: TierServer) -> None:
     for server in servers:
         server.wait_healthy()
     names = ", ".join(server.name for server in servers)
-    console.print(f"started in {time.monotonic() - begin:.0f} s: {names}")
+    console.print(f"servers healthy after {time.monotonic() - begin:.0f} s: {names}")
 
 
 if __name__ == "__main__":

@@ -75,12 +75,14 @@ def main() -> None:
     for target in args.targets:
         ours = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
         drafting = ours | {"kvspec_draft_len": args.draft_len}
-        off = run(f"{target}, off", prompts, args.new_tokens, ours | {"kvspec_draft_len": 0})
+        off = run(
+            f"{target}, drafting off", prompts, args.new_tokens, ours | {"kvspec_draft_len": 0}
+        )
         on = run(target, prompts, args.new_tokens, drafting)
         with other_ranks_err():
-            erring = run(f"{target}, others err", prompts, args.new_tokens, drafting)
+            erring = run(f"{target}, other ranks err", prompts, args.new_tokens, drafting)
         wrong += parted(f"{target} against drafting off", on, off, strict)
-        wrong += parted(f"{target}, others err, against none", erring, on, strict)
+        wrong += parted(f"{target}, other ranks err, against no fault", erring, on, strict)
         if target == "exact" and plain is not None:
             wrong += parted("exact against plain", on, plain, args.cpu, same_noise=False)
     console.print("all answers are right" if wrong == 0 else f"{wrong} answers are wrong")
@@ -93,15 +95,19 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-5m")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--cpu", action="store_true", help="all ranks on this machine's CPU")
+    parser.add_argument("--cpu", action="store_true", help="run all ranks on this machine's CPU")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--longest", type=int, default=2000, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--draft-len", default="auto")
-    parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
+    parser.add_argument(
+        "--engine-args", default="{}", help="further arguments of every sglang.Engine, as JSON"
+    )
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--skip-plain", action="store_true", help="no comparison with plain SGLang")
+    parser.add_argument(
+        "--skip-plain", action="store_true", help="skip the comparison with plain SGLang"
+    )
     parser.add_argument("--targets", nargs="+", default=["exact"])
     return parser.parse_args()
 
@@ -171,7 +177,7 @@ def parted(name: str, ours: Run, theirs: Run, exact: bool, same_noise: bool = Tr
         wrong += int(figures[0 if exact else 1].value)
     if same_noise:
         differ = sum(a != b for a, b in zip(ours.seeded, theirs.seeded, strict=True))
-        console.print(f"{name}, seeded: {differ} of {len(ours.seeded)} differ")
+        console.print(f"{name}, seeded: {differ} of {len(ours.seeded)} answers differ")
         wrong += differ if exact else 0
     return wrong
 
@@ -187,7 +193,7 @@ def other_ranks_err() -> Iterator[None]:
         sys.path.append(str(FAULTS))
         try:
             yield
-            assert faults.with_suffix(".fired").exists(), "the fault was not loaded"
+            assert faults.with_suffix(".fired").exists(), "the fault ranks_differ did not fire"
         finally:
             sys.path.remove(str(FAULTS))
             del os.environ["KVSPEC_FAULT_FILE"]

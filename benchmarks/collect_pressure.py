@@ -35,20 +35,25 @@ def main() -> None:
     args = parser.parse_args()
     for pair in PAIRS:
         if len({getattr(args, name) is None for name in pair}) > 1:
-            parser.error(f"{' and '.join(pair)} are compared: give both")
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in pair)
+            parser.error(f"{flags} are compared with each other: give both, or neither")
     given = [name for pair in PAIRS for name in pair if getattr(args, name) is not None]
     if not given:
-        parser.error("give a pair of points")
+        parser.error("give --resident and --hosted, or --plain and --hosted-large, or all four")
     points = {name: _last(getattr(args, name), parser) for name in given}
-    if len({point.machine for point in points.values()}) > 1:
-        parser.error("points of different machines cannot be compared")
+    machines = sorted({point.machine for point in points.values()})
+    if len(machines) > 1:
+        parser.error(f"points of different machines cannot be compared: {', '.join(machines)}")
     last = max(points.values(), key=lambda point: point.date)
     settings = {name: _described(point) for name, point in points.items()}
     figures = figures_of(points)
     if len(points) < len(PAIRS) * 2:
         before = json.loads(args.out.read_text(encoding="utf-8"))
         if before["machine"] != last.machine:
-            parser.error("points of different machines cannot be compared")
+            parser.error(
+                f"{args.out} was measured on {before['machine']}, the points on {last.machine}: "
+                "give all four flags, or another --out"
+            )
         settings = before["settings"] | settings
         known = {figure.name for figure in figures}
         others = [row for row in before["figures"] if row["name"] not in known]
@@ -88,7 +93,7 @@ def _ratio(name: str, what: str, ours: Record, base: Record, goal: float) -> Fig
 
 def _rate(point: Record) -> tuple[float, str, float]:
     rate = point.decode_rate
-    assert rate is not None, "only decode rates are compared"
+    assert rate is not None, f"{point.key} has no decode rate"
     return rate.tokens_per_s, "tokens/s", rate.spread or 0.0
 
 

@@ -46,7 +46,7 @@ def collect(
     for name, result in found.items():
         new = [row for row in result["figures"] if kind_of(row["name"])]
         if not new:
-            raise ValueError(f"{name} has no figures named {', '.join(kinds)}")
+            raise ValueError(f"{name} has no figure whose name begins with {' or '.join(kinds)}")
         collected = {kind_of(row["name"]) for row in new}
         figures = [row for row in figures if kind_of(row["name"]) not in collected]
         figures += new

@@ -41,40 +41,40 @@ TITLES = {
 }
 
 TRANSFER_TITLES = {
-    "transfer.identity.answers": "answers of two servers compared with one of plain SGLang: 40 "
-    "prompts of 1K to 8K tokens and followers of them, 128 new tokens each, one at a time, 8 at a "
-    "time, with prefix hits",
-    "transfer.mismatches": "of them that differ",
+    "transfer.identity.answers": "answers of a prefill and a decode server, compared with those of "
+    "one plain SGLang server: 40 prompts of 1K to 8K tokens and follow-up prompts that share "
+    "a prefix, 128 new tokens each, one at a time, 8 at a time, with prefix hits",
+    "transfer.mismatches": "answers of the two servers that differ",
     "ttkt.tt2t_vs_full": "time to the 2nd token, `split` against `full`: median over prompts and "
     "links",
-    "ttkt.tt2t_vs_full.worst": "the same, worst",
+    "ttkt.tt2t_vs_full.worst": "time to the 2nd token, `split` against `full`: worst",
     "ttkt.tt2t_vs_int4": "time to the 2nd token, `split` against `int4`",
     "ttkt.tt32t_vs_int8": "time to the 32nd token, `split` against `int8`",
     "ttkt.identical.split": "answers of `split` equal to those of `full`, share",
-    "ttkt.identical.int8": "answers of `int8`, share",
-    "ttkt.identical.int4": "answers of `int4`, share",
-    "ttkt.identical.cachegen": "answers of `cachegen`, share",
-    "ttkt.accepted_at_first_verification": "drafts made while residuals were on their way, share "
-    "that was kept",
+    "ttkt.identical.int8": "answers of `int8` equal to those of `full`, share",
+    "ttkt.identical.int4": "answers of `int4` equal to those of `full`, share",
+    "ttkt.identical.cachegen": "answers of `cachegen` equal to those of `full`, share",
+    "ttkt.accepted_at_first_verification": "drafts before the first verification, share that was "
+    "kept",
     "transfer.gbps_one_core": "transport alone, one core a side, GB/s",
-    "transfer.inversion_mb": "MB of residuals that an anchor waited for, most",
+    "transfer.inversion_mb": "MB of residuals that arrived before an offered anchor, maximum",
 }
 
 # Title and goal of each figure.
 HARDENING_TITLES = {
     "fuzz.http.requests": ("generated requests to servers of one process", "10000 or more"),
-    "fuzz.http.answered": ("of them answered with 200", ""),
-    "fuzz.http.crashes": ("servers that ended, or connections that broke", "0"),
-    "fuzz.http.errors": ("answers of status 500 and more", ""),
-    "fuzz.http.neighbours_changed": ("answers beside them that changed", "0"),
+    "fuzz.http.answered": ("generated requests answered with 200", ""),
+    "fuzz.http.crashes": ("crashed servers or broken connections", "0"),
+    "fuzz.http.errors": ("answers with status 500 or above", ""),
+    "fuzz.http.neighbours_changed": ("changed answers to valid requests at the same time", "0"),
     "fuzz.http.leaks": ("pages left in use", "0"),
-    "fuzz.http.tracebacks": ("tracebacks in a log", ""),
+    "fuzz.http.tracebacks": ("tracebacks in the logs", ""),
     "fuzz.roles": ("roles without a finding: prefill, decode, door, prefix server", "4"),
     "stream.p99_itl_vs_plain.paced": (
         "p99 gap between chunks, `paced`, against plain SGLang",
         "2.5 or less",
     ),
-    "stream.p99_itl_vs_plain.burst": ("the same with `burst`", ""),
+    "stream.p99_itl_vs_plain.burst": ("p99 gap between chunks, `burst`, against plain SGLang", ""),
     "stream.rate.paced_vs_burst": ("tokens a second, `paced` against `burst`", "0.98 or more"),
     "stream.rate_vs_plain.paced": ("tokens a second, `paced`, against plain SGLang", ""),
     "refusals.seconds": ("seconds until a wrong --kvspec flag is refused", "3 or less"),
@@ -119,7 +119,10 @@ def filled(text: str, tables_by_name: Mapping[str, str]) -> str:
     """Return a page with its tables filled in. Raises SystemExit for a mark without a table."""
     for name in re.findall(r"<!-- (\w+):begin -->", text):
         if name not in tables_by_name:
-            raise SystemExit(f"no table is named {name}; there are {', '.join(tables_by_name)}")
+            raise SystemExit(
+                f"<!-- {name}:begin --> marks an unknown table: use one of "
+                f"{', '.join(tables_by_name)}"
+            )
         text = replace_between(text, name, tables_by_name[name])
     return text
 
@@ -142,13 +145,13 @@ def goal_table(
 ) -> str:
     """Return a table of figures in the order of their titles, each with its goal. A spread is half
     the range of the values."""
-    lines = ["| what | value | asked for |", "|---|---|---|"]
+    lines = ["| figure | value | goal |", "|---|---|---|"]
     lines += [f"| {titles[name]} | {value_of(rows[name])} | {goals[name]} |" for name in titles]
     return "\n".join(lines)
 
 
 def table(figures: list[dict[str, Any]]) -> str:
-    lines = ["| what | value | against |", "|---|---|---|"]
+    lines = ["| figure | value | compared with |", "|---|---|---|"]
     for row in figures:
         if row["name"] in TITLES:
             cells = (TITLES[row["name"]], value_of(row), baseline_of(row))

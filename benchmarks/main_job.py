@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--identity", type=Path, default=RESULTS / "identity.json")
     parser.add_argument("--acceptance", type=Path, default=RESULTS / "acceptance.json")
-    parser.add_argument("--starts", type=int, default=3, help="starts of each server")
+    parser.add_argument("--starts", type=int, default=3, help="number of starts of each server")
     parser.add_argument("--out", type=Path, default=RESULTS / "main_job.json")
     args = parser.parse_args()
     console = Console()
@@ -91,7 +91,10 @@ def capacity_figures(logs: Path, console: Console) -> list[Figure]:
     """Compare the tokens of a pool with those of a plain pool in the bytes that it really
     allocated."""
     if not EVAL_MODEL.exists():
-        console.print("[yellow]capacity.vs_plain needs eval-31m, which is not on this machine")
+        console.print(
+            f"[yellow]capacity.vs_plain is not measured: {EVAL_MODEL} does not exist",
+            soft_wrap=True,
+        )
         return []
     with (
         server(CAPACITY, logs / "capacity.log") as running,
@@ -170,7 +173,7 @@ def write(path: Path, figures: list[Figure], settings: dict[str, Any]) -> None:
 
 
 def show(console: Console, figures: Sequence[Figure]) -> None:
-    table = Table("figure", "value", "unit", "spread", "against")
+    table = Table("figure", "value", "unit", "spread", "compared with")
     for row in figures:
         cells = (row[key] for key in ("name", "value", "unit", "spread", "baseline"))
         table.add_row(*("" if cell is None else str(cell) for cell in cells))

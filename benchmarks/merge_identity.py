@@ -23,7 +23,7 @@ WHOLE = "1/1"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", type=Path, nargs="+")
-    parser.add_argument("--commit", help="of the parts whose tree was no git checkout")
+    parser.add_argument("--commit", help="commit of the parts that ran outside a git checkout")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.parts]
@@ -42,7 +42,7 @@ def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     for key in ("commit", "settings"):
         if any(part[key] != parts[0][key] for part in parts):
-            raise ValueError(f"the parts differ in their {key}")
+            raise ValueError(f"the parts have different values of {key!r}: merge them separately")
     _check_shards(parts)
     rows: dict[str, dict[str, Any]] = {}
     for figure in (figure for part in parts for figure in part["figures"]):
@@ -73,7 +73,10 @@ def _check_shards(parts: Sequence[dict[str, Any]]) -> None:
     for name, shards in sorted(shards_of.items()):
         count = int(shards[0].partition("/")[2])
         if sorted(shards) != sorted(f"{index}/{count}" for index in range(1, count + 1)):
-            raise ValueError(f"{name} has the shards {', '.join(sorted(shards))}")
+            raise ValueError(
+                f"{name} has the shards {', '.join(sorted(shards))}: give each of 1/{count} to "
+                f"{count}/{count} once"
+            )
 
 
 def _totals(rows: dict[str, dict[str, Any]]) -> dict[str, int]:

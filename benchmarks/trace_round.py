@@ -104,7 +104,7 @@ def main() -> None:
         "server": " ".join(
             flag for flag in load.server_arguments() if not flag.startswith("--model-path=")
         ),
-        "counted": "calls between our functions outside the model's forward; see trace_round.py",
+        "counted": "calls between KVSpec's functions outside the model's forward (trace_round.py)",
     }
     if args.out is not None:
         write_json(args.out, "trace_round", torch.device("cpu"), settings, figures)
@@ -116,16 +116,18 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tree", type=Path, help="checkout to trace")
-    parser.add_argument("--before", type=Path, help="checkout to compare with")
-    parser.add_argument("--after", type=Path, help="checkout that is compared")
+    parser.add_argument("--before", type=Path, help="checkout that --after is compared with")
+    parser.add_argument("--after", type=Path, help="checkout to compare with --before")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--calls", type=Path, help="text file for the calls of a median round")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-5m")
-    parser.add_argument("--requests", type=int, default=4, help="running requests")
-    parser.add_argument("--draft-len", type=int, default=4, help="drafts of each in a round")
+    parser.add_argument("--requests", type=int, default=4, help="number of running requests")
+    parser.add_argument(
+        "--draft-len", type=int, default=4, help="drafts of each request in a round"
+    )
     parser.add_argument("--new-tokens", type=int, default=512, help="tokens of each request")
-    parser.add_argument("--warm-up", type=int, default=16, help="rounds that are not traced")
-    parser.add_argument("--rounds", type=int, default=64, help="rounds that are traced")
+    parser.add_argument("--warm-up", type=int, default=16, help="rounds before tracing begins")
+    parser.add_argument("--rounds", type=int, default=64, help="rounds to trace")
     args = parser.parse_args()
     if (args.before is None) != (args.after is None) or (args.tree is None) == (args.after is None):
         parser.error("give either --tree, or --before and --after")

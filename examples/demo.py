@@ -67,10 +67,10 @@ def choose(console: Console) -> Demo:
     from smollm2 import DEFAULT_FOLDER, ModelUnavailable, ensure
 
     try:
-        with console.status(f"getting SmolLM2-135M-Instruct into {DEFAULT_FOLDER}"):
+        with console.status(f"preparing SmolLM2-135M-Instruct in {DEFAULT_FOLDER}"):
             folder = ensure()
     except ModelUnavailable as unavailable:
-        console.print(f"[yellow]{escape(str(unavailable))}; this is the demo of demo-5m instead.")
+        console.print(f"[yellow]{escape(str(unavailable))}; the demo runs demo-5m instead.")
         return Demo("demo-5m", CODE_MODEL, run_code)
     return Demo("SmolLM2-135M-Instruct", folder, run_chats)
 

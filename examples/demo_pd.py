@@ -57,10 +57,10 @@ def run(console: Console, servers: PdServers) -> int:
     for name, source, num_tokens in PROMPTS:
         prompt = read_source(MODEL, *source, num_tokens)
         for where, url, answers in (
-            ("apart", servers.door_url, apart),
+            ("disaggregated", servers.door_url, apart),
             ("one server", servers.ordinary_url, alone),
         ):
-            with console.status(f"asking for {NEW_TOKENS} tokens after {name}: {where}"):
+            with console.status(f"generating {NEW_TOKENS} tokens after the {name} prompt, {where}"):
                 answers[name] = ask(url, prompt, NEW_TOKENS)
             console.print(f"  {name}, {where}: {answers[name].elapsed_s:.1f} s")
     prompt = read_source(MODEL, *STREAM, num_tokens=1000)
@@ -79,12 +79,14 @@ def report(console: Console, apart: dict[str, Answer], same: dict[str, bool]) ->
     show(console, apart, reports)
     longest = max(apart, key=lambda name: apart[name].num_prompt_tokens)
     draw_timeline(TIMELINE, reports[longest], apart[longest])
-    console.print(f"A timeline of the longest prompt: {TIMELINE}", soft_wrap=True)
+    console.print(f"Timeline of the longest prompt: {TIMELINE}", soft_wrap=True)
     differing = [name for name, equal in same.items() if not equal]
     if differing:
-        console.print(f"[red]The texts differ from one server's: {', '.join(differing)}.")
+        console.print(f"[red]These texts differ from those of one server: {', '.join(differing)}.")
         return 1
-    console.print(f"[green]All {len(same)} texts are one server's, character by character.")
+    console.print(
+        f"[green]All {len(same)} texts equal those of one server, character by character."
+    )
     return 0
 
 

@@ -89,7 +89,7 @@ class PdServers:
                     if process.returncode is not None:
                         process.wait_healthy(0)
                 waited_s = time.monotonic() - started
-                status.update(f"{name} starts, {waited_s:.0f} s (takes a minute or two)")
+                status.update(f"starting {name}, {waited_s:.0f} s (takes a minute or two)")
 
             started = time.monotonic()
             for name, process in processes.items():

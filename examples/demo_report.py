@@ -53,8 +53,8 @@ def show(console: Console, model: str, kvspec: ServerRun, plain: ServerRun) -> N
     console.print(_equality_table(kvspec, plain))
     console.print(_figure_table(kvspec, plain))
     console.print(
-        "A small model on a CPU does not wait for KV bytes, so nothing can come faster here: "
-        "what counts is that the text is the same, and how few bytes a draft reads."
+        "A small model on a CPU does not wait for KV bytes, so KVSpec cannot be faster here. This "
+        "demo shows that the texts are equal, and how few bytes a draft reads."
     )
 
 
@@ -103,7 +103,7 @@ def _acceptance_rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
     if counters.get("verifications"):
         mean = accepted / counters["verifications"]
-        rows.append(("accepted per verification", f"{mean:.1f}", _UNKNOWN))
+        rows.append(("mean accept length of a verification", f"{mean:.1f}", _UNKNOWN))
     return rows
 
 
@@ -117,7 +117,7 @@ def _memory_rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
             plain,
         ),
         (
-            "KV bytes per token that verifying adds",
+            "KV bytes per token that a verification adds",
             _bytes(pools.get("bytes_per_token_residual")),
             _UNKNOWN,
         ),

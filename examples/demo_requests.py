@@ -46,8 +46,8 @@ def read_source(model_folder: Path, package: str, file: str, num_tokens: int) ->
     """Return the start of an installed source file: at least num_tokens tokens, up to the first
     line of a method, where a code model can continue."""
     spec = importlib.util.find_spec(package)
-    assert spec is not None, f"{package} comes with SGLang"
-    assert spec.origin is not None, f"{package} is a regular package"
+    assert spec is not None, f"the package {package}, which SGLang installs, is missing"
+    assert spec.origin is not None, f"the package {package} has no source file"
     text = (Path(spec.origin).parent / file).read_text(encoding="utf-8")
     encoding = Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode(text)
     method = text.index("\n    def ", encoding.offsets[num_tokens][0])

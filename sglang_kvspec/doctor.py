@@ -74,7 +74,7 @@ def check_sglang() -> Check:
         found = metadata.version("sglang")
         check_sglang_version(found)
     except metadata.PackageNotFoundError:
-        return Check("SGLang", "not installed", "install it: pip install sglang-kvspec")
+        return Check("SGLang", "not installed", "install SGLang: pip install sglang-kvspec")
     except KVSpecError as error:
         return Check("SGLang", found, str(error))
     return Check("SGLang", found)
@@ -87,14 +87,15 @@ def check_entry_points() -> Check:
         if name not in {entry.name for entry in metadata.entry_points(group=group)}:
             return Check(
                 "plug-in",
-                f"no entry point {name} of {group}",
+                f"no entry point {name} in group {group}",
                 "SGLang cannot find KVSpec: install it with pip, not by PYTHONPATH alone",
             )
         if allowed and name not in {part.strip() for part in allowed.split(",")}:
             return Check(
                 "plug-in",
                 f"SGLANG_PLUGINS={allowed}",
-                f"SGLang will not load {name}: add it to SGLANG_PLUGINS, or unset that variable",
+                f"SGLang will not load {name}: add {name} to SGLANG_PLUGINS, or unset "
+                "SGLANG_PLUGINS",
             )
     return Check("plug-in", f"SGLang finds {' and '.join(ENTRY_POINTS.values())}")
 
@@ -119,14 +120,14 @@ def check_device() -> Check:
             "no NVIDIA GPU, and another platform of SGLang is active",
             "unset SGLANG_USE_CPU_ENGINE and SGLANG_PLATFORM to serve on the CPU",
         )
-    return Check("device", "no GPU: serves on the CPU in plain torch, for development")
+    return Check("device", "no GPU: KVSpec serves on the CPU in plain torch, for development")
 
 
 def check_memory() -> Check:
     import psutil
 
     memory = psutil.virtual_memory()
-    found = f"{memory.total / GIB:.0f} GiB, of which {memory.available / GIB:.0f} GiB are free"
+    found = f"{memory.total / GIB:.0f} GiB in total, {memory.available / GIB:.0f} GiB free"
     return Check("host memory", found)
 
 

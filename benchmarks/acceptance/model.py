@@ -30,7 +30,7 @@ class LlamaShape:
     def from_config(cls, config: dict) -> LlamaShape:
         if config["model_type"] != "llama" or not config.get("tie_word_embeddings"):
             raise ValueError(
-                "the acceptance benchmark runs Llama models with tied embeddings, got "
+                "the acceptance benchmark needs a Llama model with tied embeddings, got "
                 f"model_type={config['model_type']!r}, "
                 f"tie_word_embeddings={config.get('tie_word_embeddings')!r}"
             )

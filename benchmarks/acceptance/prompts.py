@@ -32,7 +32,7 @@ def cut_prompts(
     if stride < window // 4:
         raise ValueError(
             f"{count} prompts of {length} tokens need more source text than the {total} tokens of "
-            f"{', '.join(PACKAGES)}"
+            f"{', '.join(PACKAGES)}: ask for fewer or shorter prompts"
         )
     windows = [
         (name, [BOS, *stream[start : start + window]])
@@ -55,7 +55,10 @@ def even_lengths(count: int, shortest: int, longest: int) -> list[int]:
 def _tokens_of(package: str, tokenizer: Tokenizer) -> list[int]:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise ValueError(f"prompts are cut from the sources of {package}, which is not installed")
+        raise ValueError(
+            f"prompts are cut from the sources of {package}, which is not installed: install "
+            f"{package}"
+        )
     files = sorted(Path(spec.origin).parent.rglob("*.py"))
     texts = [path.read_text(encoding="utf-8") for path in files]
     return [token for got in tokenizer.encode_batch(texts) for token in got.ids]

@@ -94,7 +94,7 @@ def draw_curves(
         low = [e.mean - e.half_width for e in estimates]
         high = [e.mean + e.half_width for e in estimates]
         axes.fill_between(lengths, low, high, alpha=0.15)
-    axes.set(xlabel="draft length (tokens)", ylabel="mean accepted (tokens)", title=title)
+    axes.set(xlabel="draft length (tokens)", ylabel="mean accept length (tokens)", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.tight_layout()

@@ -129,10 +129,10 @@ class Fuzzer:
         try:
             text = self._ask(prompt)
         except requests.RequestException as error:
-            self._note("crashes", f"a neighbour got {type(error).__name__}: {error}")
+            self._note("crashes", f"a valid request failed with {type(error).__name__}: {error}")
             return
         if text != self._expected[prompt]:
-            self._note("neighbours_changed", f"{prompt[:20]!r} was answered {text[:200]!r}")
+            self._note("neighbours_changed", f"the answer to {prompt[:20]!r} became {text[:200]!r}")
 
     def _look_for_leaks(self, batch: Sequence[Attempt]) -> None:
         deadline = time.monotonic() + SETTLE_S
@@ -217,4 +217,7 @@ def held_by(url: str) -> str:
     allocated, in_window = pools["num_pages_allocated"], pools["window_pages_used"]
     if encoded == allocated and not in_window and not states["IN_FLIGHT"]:
         return ""
-    return f"{allocated} pages allocated, {encoded} encoded ({states}), {in_window} in the window"
+    return (
+        f"{allocated} pages allocated, {encoded} encoded ({states}), {in_window} in the recent "
+        "window"
+    )

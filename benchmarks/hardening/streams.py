@@ -81,5 +81,5 @@ def _read(url: str, topic: str, num_tokens: int) -> tuple[list[float], str]:
                 if not times or times[-1] != now:
                     times.append(now)
             text = chunk["text"]
-    assert num_seen == num_tokens, f"{num_seen} of {num_tokens} tokens"
+    assert num_seen == num_tokens, f"the stream ended after {num_seen} of {num_tokens} tokens"
     return times, text

@@ -144,9 +144,9 @@ def attack_prefix_server(folder: Path, num_messages: int, seed: int) -> list[str
             findings = [] if store.is_alive else ["crashes: the prefix server has ended"]
             text, num_remote = _ask_cold(url, prompt)
             if text != expected:
-                findings.append(f"neighbours_changed: {text[:200]!r}")
+                findings.append(f"neighbours_changed: the answer became {text[:200]!r}")
             if not num_remote:
-                findings.append("neighbours_changed: no prefix came from the prefix server")
+                findings.append("neighbours_changed: the prefix server returned no prefix")
             return findings
 
 

@@ -42,10 +42,10 @@ def load_figures(pool: Executor, cases: Iterable[Case]) -> list[Figure]:
             continue
         gains = [speeds[name] / speeds["own"] - 1 for speeds in weighed]
         pays = sum(gain > LEAST_GAIN for gain in gains)
-        unit = "of the expected throughput gained, most of these servers"
+        unit = "of the expected throughput gained, maximum over these servers"
         figures.append(Figure(f"plan.loads.{name}", max(gains), unit))
-        figures.append(Figure(f"plan.loads.{name}.pays", pays, "of these servers, by over 0.1 %"))
+        figures.append(Figure(f"plan.loads.{name}.pays", pays, "servers that gain over 0.1 %"))
     beyond = max(s["load_serves_several"] / max(s["own"], s["keeps_pages"]) - 1 for s in weighed)
-    unit = "of the expected throughput gained on top of keeping pages, most of these servers"
+    unit = "of the expected throughput gained beyond keeping pages, maximum over these servers"
     figures.append(Figure("plan.loads.load_serves_several.beyond_pages", beyond, unit))
     return figures

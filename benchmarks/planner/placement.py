@@ -35,7 +35,8 @@ class Ask:
         if self.fetch_bytes < 0 or self.best_len < 1 or self.num_drafts < 0:
             raise ConfigError(
                 "fetch_bytes and num_drafts must be >= 0 and best_len >= 1, "
-                f"got {self.fetch_bytes}, {self.num_drafts}, {self.best_len}"
+                f"got fetch_bytes={self.fetch_bytes}, num_drafts={self.num_drafts}, "
+                f"best_len={self.best_len}"
             )
 
 

@@ -23,7 +23,7 @@ def draw_sweep(
         axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, label=name)
     if log2:
         axes.set_xscale("log", base=2)
-    axes.set(xlabel=label, ylabel="times plain decoding", title=title)
+    axes.set(xlabel=label, ylabel="times as fast as plain decoding", title=title)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -48,7 +48,7 @@ class IterationBudget:
 
     def __post_init__(self) -> None:
         if min(self.link_bytes, self.hbm_bytes, self.verifications) < 0:
-            raise ConfigError(f"an iteration's budget must not be negative, got {self}")
+            raise ConfigError(f"all numbers of an iteration's budget must be >= 0, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class VerificationPlanner:
         if max_draft_len < 1 or horizon <= max_draft_len or patience < 0:
             raise ConfigError(
                 "max_draft_len must be >= 1, horizon > max_draft_len and patience >= 0, "
-                f"got {max_draft_len}, {horizon} and {patience}"
+                f"got max_draft_len={max_draft_len}, horizon={horizon}, patience={patience}"
             )
         self.now = 0
         self.max_draft_len = max_draft_len
@@ -142,7 +142,7 @@ class VerificationPlanner:
     def submit(self, ask: Ask) -> None:
         """Ask for a place. The next `advance` decides."""
         if ask.request_id in self._waiting or ask.request_id in self._placed:
-            raise ConfigError(f"request {ask.request_id} already asked for its verification")
+            raise ConfigError(f"request {ask.request_id} has already asked for its verification")
         self._waiting[ask.request_id] = _Waiting(ask, self.now)
 
     def cancel(self, request_id: int) -> bool:
@@ -262,7 +262,9 @@ class VerificationPlanner:
             # Started fetches already held HBM at the same time as the late ones, so moving the
             # others always suffices.
             self._shift()
-            assert not self.rings.hbm.is_over(), "started fetches exceed HBM"
+            assert not self.rings.hbm.is_over(), (
+                "the fetches that have started exceed the HBM budget"
+            )
 
     def _shift(self) -> None:
         """Find new places where a ring is over its capacity, for all reservations that have not

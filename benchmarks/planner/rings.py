@@ -33,7 +33,8 @@ class ReservationRing:
 
     def remove(self, offset: int, amount: int) -> None:
         index = self._index(offset)
-        assert self._reserved[index] >= amount, "released more than was reserved"
+        reserved = self._reserved[index]
+        assert reserved >= amount, f"cannot release {amount}: only {reserved} is reserved"
         self._reserved[index] -= amount
 
     def is_over(self) -> bool:

@@ -184,7 +184,7 @@ def simulate(schedule: Schedule, trace: Sequence[TraceRequest]) -> Report:
         if not schedule.running:
             request = pending[0][1]
             if request.arrival_s <= arrived:
-                raise CapacityError(f"{request} does not fit an empty server")
+                raise CapacityError(f"{request} does not fit on an empty server")
             totals = replace(totals, now_s=request.arrival_s)
             continue
         step = schedule.step()

@@ -95,7 +95,8 @@ class Staggered(Drafting):
         late = [r for r in self.planner.due if self.link.is_moving(r)]
         plan = self.planner.advance(late)
         for decision in plan.decisions:
-            assert decision.outcome is not Outcome.TOO_LARGE, "has_room let in what cannot fit"
+            too_large = decision.outcome is Outcome.TOO_LARGE
+            assert not too_large, f"has_room() admitted request {decision.request_id}, too large"
         for start in plan.starts:
             self.link.start(start.request_id, start.num_bytes, start.due)
             self.held[start.request_id] = start.num_bytes
@@ -103,7 +104,7 @@ class Staggered(Drafting):
         verify_ids = set(plan.verify)
         verifying = [r for r in self.running if r.request_id in verify_ids]
         arrived = not any(self.link.is_moving(r.request_id) for r in verifying)
-        assert arrived, "a verification would run before its residuals came"
+        assert arrived, "a verification is due before its residuals have arrived"
         others = [r for r in self.running if r.request_id not in verify_ids]
         drafting = [r for r in others if r.num_drafts < self.machine.max_draft_len]
         num_idle = len(others) - len(drafting)

@@ -23,8 +23,8 @@ class TraceRequest:
     def __post_init__(self) -> None:
         if not 0 <= self.arrival_s < inf or self.prompt_len < 1 or self.output_len < 1:
             raise ConfigError(
-                "a request arrives at 0 s or later and has at least one prompt and one output "
-                f"token, got {self}"
+                "arrival_s must be finite and >= 0, prompt_len and output_len must be >= 1, "
+                f"got {self}"
             )
 
     @property
@@ -72,5 +72,5 @@ def read_trace(path: Path) -> tuple[TraceRequest, ...]:
         try:
             requests.append(TraceRequest(**json.loads(line)))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path}, line {number}: not a request: {error}") from error
+            raise ConfigError(f"{path}, line {number} is not a valid request: {error}") from error
     return tuple(sorted(requests, key=lambda request: request.arrival_s))

@@ -67,8 +67,9 @@ def trace_rounds(tree: Path, load: Load, folder: Path) -> list[Round]:
         _send(server.base_url, load)
         if not out.exists():
             raise RuntimeError(
-                f"{tree}: {load.new_tokens} tokens ended before {load.warm_up} + {load.rounds} "
-                f"rounds of {load.requests} requests; the end of the log:\n{server.log_tail()}"
+                f"{tree}: answers of {load.new_tokens} tokens ended before {load.warm_up} + "
+                f"{load.rounds} rounds of {load.requests} requests: raise --new-tokens; the end of "
+                f"the log:\n{server.log_tail()}"
             )
     return read_rounds(out)
 

@@ -97,12 +97,13 @@ class Breakdown:
         if not loss.floor_ms:
             return f"{head}, all above a floor that counts weights and KV alone ({named})."
         text = (
-            f"{head}, {loss.ms:.2f} above the {loss.floor_ms:.2f} of its bytes, "
-            f"{loss.measured_ms / loss.floor_ms:.2f} times the floor"
+            f"{head}, {loss.ms:.2f} ms above the byte floor of {loss.floor_ms:.2f} ms, "
+            f"{loss.measured_ms / loss.floor_ms:.2f} times this floor"
         )
         if loss.place in self.arithmetic:
             text += (
-                f"; its arithmetic at the published speed takes {self.arithmetic[loss.place]:.2f}"
+                "; the arithmetic takes "
+                f"{self.arithmetic[loss.place]:.2f} ms at the published speed"
             )
         return f"{text} ({named})."
 
@@ -111,7 +112,7 @@ class Breakdown:
         know their kernels."""
         found = {place for round in self.rounds for place in round.category_us()}
         return [
-            f"{self._names[phase]}: no kernel is known as {category}"
+            f"{self._names[phase]}: no kernel was found in the category {category!r}"
             for phase, category in self.floor
             if (phase, category) not in found
         ]

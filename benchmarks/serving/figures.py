@@ -14,7 +14,7 @@ from serving.records import Record
 from serving.systems import BASELINE, SYSTEMS
 
 DRAFTING = tuple(name for name, system in SYSTEMS.items() if system.target is not None)
-_COMPILED = "kernels compiled while it served"
+_COMPILED = "kernels compiled while the server served"
 _UNITS = {"tokens_per_s": "tokens/s", "_ms": "ms", "_s": "s"}
 
 Rate = tuple[float, float | None]  # tokens/s and the half width of its 95% interval
@@ -160,7 +160,7 @@ def _start_figure(records: Sequence[Record]) -> list[Figure]:
 
 
 def _known_s(seconds: float | None) -> float:
-    assert seconds is not None, "start_figures() keeps servers that started"
+    assert seconds is not None, "a record of start_figures() has no start time"
     return seconds
 
 
@@ -203,7 +203,7 @@ def _ratio(name: str, rate: Rate, against: Rate, unit: str) -> Figure:
 
 
 def _known(rate: Rate | None) -> Rate:
-    assert rate is not None, "best() returns records with a rate"
+    assert rate is not None, "a compared record has no rate"
     return rate
 
 

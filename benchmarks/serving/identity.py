@@ -28,7 +28,7 @@ def read_identity(path: Path) -> Identity:
     result = json.loads(path.read_text(encoding="utf-8"))
     rows = [row for row in result["figures"] if row["name"].startswith(PREFIX)]
     if not rows:
-        raise ValueError(f"{path} has no figures {PREFIX}*")
+        raise ValueError(f"{path} has no figures whose names begin with {PREFIX}")
     measured_at = f"{result['commit']} {result['date']}"
     settings = {"file": path.name, "measured_at": measured_at, **result["settings"]}
     return Identity(result["machine"], [Figure(**row) for row in rows], settings)
@@ -47,7 +47,7 @@ def find_identity(given: Path | None, out: Path, machine: str) -> Identity | Non
     identity = read_identity(path)
     if identity.machine != machine:
         raise ValueError(
-            f"{path} was measured on {identity.machine}, the points on {machine}: name a file of "
+            f"{path} was measured on {identity.machine}, the points on {machine}: give a result of "
             "the same machine with --identity, or another folder with --out"
         )
     return identity

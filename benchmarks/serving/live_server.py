@@ -128,7 +128,9 @@ class LiveServer:
                 result = self._run(point, prompt_len, output_len, 1, texts)
             uncached = client.most_uncached(result)
             if uncached > _MOST_UNCACHED:
-                _add_note(found, f"decode dropped: {uncached} tokens of a prompt were not cached")
+                _add_note(
+                    found, f"decode pass dropped: {uncached} tokens of a prompt were not cached"
+                )
             else:
                 found["decode"] = client.summary(result)
                 found["decode_rate"] = decode_rate(result["ttfts"], result["itls"])
@@ -141,7 +143,7 @@ class LiveServer:
         if watch is not None:
             busy = watch.busiest or after
             if watch.num_missed:
-                _add_note(found, f"{watch.num_missed} answers about the link did not come")
+                _add_note(found, f"{watch.num_missed} reports about the link are missing")
         if link := busy.get("link"):
             _add_note(found, link["reason"])
         return Record(

@@ -36,7 +36,9 @@ class Model:
         folder = Path(text).resolve()
         if not (folder / "config.json").is_file():
             known = ", ".join(DUMMY_MODELS)
-            raise ValueError(f"{text!r} is neither {known} nor a folder with a config.json")
+            raise ValueError(
+                f"a model must be one of {known}, or a folder with a config.json, got {text!r}"
+            )
         return cls(folder.name, folder, dummy=not any(folder.glob("*.safetensors")))
 
     def config(self, key: str) -> int:
@@ -83,7 +85,8 @@ def parse_points(texts: Sequence[str]) -> list[Point]:
             counts = [_concurrency(count) for count in concurrencies.split(",")]
         except ValueError:
             raise ValueError(
-                f"a point is MODEL:CONTEXT:CONCURRENCY[,...], such as 8b:32k:1,16,max, not {text!r}"
+                "a point must have the form MODEL:CONTEXT:CONCURRENCY[,...], such as "
+                f"8b:32k:1,16,max, got {text!r}"
             ) from None
         model = Model.find(name)
         points += [Point(model, context_len, count) for count in counts]

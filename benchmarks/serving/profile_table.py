@@ -20,7 +20,7 @@ def profile_lines(profile: dict[str, Any], note: str) -> list[str]:
     steps = figures["draft_steps"]["value"]
     rows = [
         f"| {note}: a round of {settings['requests']} requests at {settings['point']}, "
-        f"`{settings['system']}`, {steps:.1f} draft steps | ms | floor of its bytes | times |",
+        f"`{settings['system']}`, {steps:.1f} draft steps | ms | floor (bytes) | times the floor |",
         "|---|---|---|---|",
     ]
     for phase, what in PHASES.items():
@@ -32,18 +32,18 @@ def profile_lines(profile: dict[str, Any], note: str) -> list[str]:
         idle = own.pop("idle")
         rows += [_row(f"{what}: {shown}", own.pop(key)) for key, shown in ROWS.items()]
         rows.append(f"| {what}: other kernels | {sum(r['value'] for r in own.values()):.1f} | | |")
-        rows.append(_row(f"{what}: nothing runs", idle))
+        rows.append(_row(f"{what}: idle GPU", idle))
     rows.append(_row("the whole round", figures["round_ms"]))
     rows.append(_row("a draft step", figures["draft_step_ms"]))
     gaps = [_KERNEL_NAMES.sub("", text) for text in settings["largest_gaps_to_the_floor"]]
     return [
         *rows,
         "",
-        f"The means of {figures['rounds']['value']} rounds (`benchmarks/bench_profile.py`, commit "
-        f"{profile['commit'][:7]}). The profiler slows launches down; before it ran, the server "
-        f"itself measured {figures['server.draft_iter_ms']['value']:.1f} ms a draft step and "
-        f"{figures['server.verify_ms']['value']:.1f} ms a verification, and the client "
-        f"{figures['round_unprofiled_ms']['value']:.0f} ms a round, a median. The largest gaps to "
+        f"Means of {figures['rounds']['value']} rounds (`benchmarks/bench_profile.py`, commit "
+        f"{profile['commit'][:7]}). The profiler slows launches down. Before the profiler ran, the "
+        f"server measured {figures['server.draft_iter_ms']['value']:.1f} ms a draft step and "
+        f"{figures['server.verify_ms']['value']:.1f} ms a verification. The client measured "
+        f"{figures['round_unprofiled_ms']['value']:.0f} ms a round (median). The largest gaps to "
         "the floor:",
         "",
         *(f"{number}. {text}" for number, text in enumerate(gaps, 1)),

@@ -83,7 +83,11 @@ def _one_a_start(records: Sequence[Record]) -> list[Record]:
 
 
 def _start(record: Record) -> str:
-    first = ", the first: nothing had been read or compiled yet" if record.first_start else ""
+    first = (
+        ", first start: no file had been read and no kernel compiled yet"
+        if record.first_start
+        else ""
+    )
     return f"{record.date} {record.model} {record.system}: {record.start_s:.1f} s{first}"
 
 
@@ -97,11 +101,11 @@ def console_table(
         title = f"{label(model, context_len)} ({acceptance_note(here, source)})"
         table = Table(title=title, title_justify="left")
         for heading in (
-            "at once",
+            "requests",
             "system",
             "decode tokens/s",
             "x bf16",
-            "with prefill",
+            "tokens/s with prefill",
             "x bf16",
             "TTFT mean/p99 ms",
             "ITL p50/p99 ms",

@@ -96,25 +96,27 @@ class Stream:
                 left = behind()
                 return not left or any(answer.ended for answer in left)
 
-            self._wait(decided, f"{count} more chunks")
+            self._wait(decided, f"{count} more chunks of every answer")
             ended = next((answer for answer in behind() if answer.ended), None)
             if ended is not None:
                 raise BenchError(
-                    f"an answer ended after {ended.tokens} tokens, before all had grown by "
-                    f"{count} chunks: raise --output-len, or ask for fewer requests at a time"
+                    f"an answer ended after {ended.tokens} tokens, before every answer had grown "
+                    f"by {count} chunks: raise --output-len, or send fewer requests at once"
                 )
 
     def wait_end(self) -> None:
         """Block until every answer is complete. Raises BenchError as wait_chunks() does."""
         with self._changed:
-            self._wait(lambda: all(answer.ended for answer in self._answers), "the answers' end")
+            self._wait(
+                lambda: all(answer.ended for answer in self._answers), "the end of every answer"
+            )
 
     def _wait(self, reached: Callable[[], bool], what: str) -> None:
         def ended() -> bool:
             return self._failure is not None or reached()
 
         if not self._changed.wait_for(ended, self._timeout_s):
-            raise BenchError(f"no {what} within {self._timeout_s:.0f} s")
+            raise BenchError(f"timed out after {self._timeout_s:.0f} s, waiting for {what}")
         if self._failure is not None:
             raise BenchError(f"the requests failed: {self._failure}")
 
@@ -141,7 +143,7 @@ class Stream:
         now = time.monotonic()
         reason = chunk["meta_info"]["finish_reason"]
         if reason is not None and reason["type"] == "abort":
-            raise BenchError(f"the server gave up on a request: {reason.get('message')}")
+            raise BenchError(f"the server aborted a request: {reason.get('message')}")
         with self._changed:
             answer = self._answers[chunk.get("index", 0)]
             answer.tokens = chunk["meta_info"]["completion_tokens"]
@@ -152,6 +154,6 @@ class Stream:
     def _end(self, failure: str | None) -> None:
         with self._changed:
             if failure is None and not all(answer.ended for answer in self._answers):
-                failure = "the server closed the connection"
+                failure = "the server closed the connection before all answers ended"
             self._failure = failure
             self._changed.notify_all()

@@ -28,36 +28,37 @@ WIDTH = 100
 
 # Title and goal of figures, by name.
 HEADLINES = {
-    "serve.8b.32k.bs16.draft_iter_ms": ("8B shape, 16 x 32K: ms a draft iteration", "<= 10.5"),
+    "serve.8b.32k.bs16.draft_iter_ms": ("8B shape, 16 x 32K: ms a draft step", "<= 10.5"),
     "serve.8b.32k.bs16.exact.vs_bf16": ("8B shape, 16 x 32K: decoding, `exact`", ">= 1.45"),
     "serve.8b.32k.bs16.int8.vs_bf16": ("8B shape, 16 x 32K: decoding, `int8`", ">= 1.6"),
     "serve.8b.32k.saturation.int8.vs_bf16": (
-        "8B shape, 32K, each at its best: decoding, `int8`",
+        "8B shape, 32K, each system at its best: decoding, `int8`",
         ">= 2.0",
     ),
     "serve.8b.4k.saturation.exact.vs_bf16": (
-        "8B shape, 4K, each at its best: decoding, `exact`",
+        "8B shape, 4K, each system at its best: decoding, `exact`",
         ">= 0.97",
     ),
     "serve.32b.32k.saturation.vs_bf16": (
-        "32B shape, 32K, each at its best: decoding, the better target",
+        "32B shape, 32K, each system at its best: decoding, the better target",
         ">= 1.7",
     ),
     "start.extra_seconds": ("seconds that --kvspec adds to the start of a server", "<= 20"),
 }
 # Settings of plain SGLang: flags of systems.py, and what SGLang selects by itself.
 BASELINE = (
-    "Plain SGLang (`bf16`) runs FlashInfer here, as the FA3 wheel it would choose itself was not "
-    "available, with pages of 1 token and overlap scheduling on."
+    "Plain SGLang (`bf16`) runs FlashInfer with pages of 1 token and overlap scheduling. SGLang's "
+    "own choice is FA3, whose wheel was not available."
 )
-# What answers are compared with, by the name of the figure behind identity.gpu or
+# Comparisons of answers, by the name of the figure behind identity.gpu or
 # identity.gpu.deterministic.
 COMPARED = {
-    "mismatches_vs_draft_off": "`exact` with drafting off",
-    "mismatches_vs_draft_off.without_logprobs": "the same, asked without log-probabilities",
-    "differences_to_plain": "plain SGLang",
-    "draft_off_differences_to_plain": "plain SGLang, drafting off on this side",
-    "plain_differences_to_itself": "plain SGLang against itself with fewer requests at once",
+    "mismatches_vs_draft_off": "`exact` against drafting off",
+    "mismatches_vs_draft_off.without_logprobs": "`exact` against drafting off, without "
+    "log-probabilities",
+    "differences_to_plain": "`exact` against plain SGLang",
+    "draft_off_differences_to_plain": "drafting off against plain SGLang",
+    "plain_differences_to_itself": "plain SGLang against plain SGLang with fewer requests at once",
 }
 # Part of a figure's unit with its number of requests or starts.
 _DETAIL = re.compile(r", (at|median of) \d[^,]*")
@@ -108,9 +109,9 @@ def lines(figures: Figures, note: str, machine: str) -> list[str]:
     """Return Markdown, with the note on acceptance first and in the head of every table."""
     return [
         f"Serving on one {machine}, live servers driven by `sglang.bench_serving` "
-        f"(`benchmarks/bench_serving.py`): {note}. {BASELINE} Rates are of the time in which all "
-        "requests decode, from cached prompts, ± their 95 % half width over eight parts of it; HBM "
-        "is what nvidia-smi says after them.",
+        f"(`benchmarks/bench_serving.py`): {note}. {BASELINE} Rates cover the time in which all "
+        "requests decode, with cached prompts. A rate's ± is the 95 % half width over eight parts "
+        "of this time. HBM is the memory in use that nvidia-smi reports after the measurement.",
         "",
         *headlines(figures, note),
         "",
@@ -127,7 +128,7 @@ def wrapped(line: str) -> list[str]:
 
 def headlines(figures: Figures, note: str) -> list[str]:
     """Return the table of figures that have a goal and were measured."""
-    rows = [f"| {_short(note)} | value | asked for | plain bf16 |", "|---|---|---|---|"]
+    rows = [f"| {_short(note)} | value | goal | plain bf16 |", "|---|---|---|---|"]
     for name, (what, target) in HEADLINES.items():
         if name not in figures:
             continue
@@ -147,7 +148,7 @@ def points(figures: Figures, note: str) -> list[str]:
     out."""
     columns = (
         _short(note),
-        "at once",
+        "requests",
         "system",
         "decode tokens/s",
         "x bf16",
@@ -207,8 +208,8 @@ def identity(figures: Figures, settings: dict[str, Any], kind: str = "") -> list
     rows = [
         f"| acceptance is real: {settings['model']}, {settings['prompts']} prompts of "
         f"{settings['prompt_tokens']} tokens, {settings['new_tokens']} greedy tokens each, bf16, "
-        f"`exact`, {flag}commit {commit}; against | answers that differ | largest gap, "
-        "log-probability | not by a tie |",
+        f"`exact`, {flag}commit {commit}; comparison | answers that differ | largest "
+        "gap, log-probability | beyond a tie |",
         "|---|---|---|---|",
     ]
     for key, what in COMPARED.items():

@@ -108,5 +108,8 @@ class TierServer(ServerProcess):
     def _wait(self, is_so: Callable[[dict[str, Any]], bool]) -> None:
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
         while not is_so(self.report()["prefix_tiers"]):
-            assert time.monotonic() < deadline, f"{self.name}: {self.report()['prefix_tiers']}"
+            assert time.monotonic() < deadline, (
+                f"{self.name}: timed out after {REQUEST_TIMEOUT_S:.0f} s, prefix tiers: "
+                f"{self.report()['prefix_tiers']}"
+            )
             time.sleep(POLL_S)

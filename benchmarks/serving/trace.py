@@ -61,7 +61,7 @@ def read_trace(path: Path) -> list[GpuEvent]:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
     except (EOFError, OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{path.name} cannot be read as a trace: {error}") from error
+        raise TraceError(f"{path.name} is not a readable trace: {error}") from error
     return gpu_events(events, path.name)
 
 
@@ -80,7 +80,7 @@ def gpu_events(events: Iterable[dict[str, Any]], where: str = "the trace") -> li
             found.append(event)
     if not found:
         raise TraceError(
-            f"there is no GPU in {where}: no kernel, only {num_cpu} operations on the CPU"
+            f"{where} has no GPU activity: no kernel, only {num_cpu} operations on the CPU"
         )
     ordered = sorted(found, key=lambda event: float(event["ts"]))
     return [_gpu_event(event, graphs) for event in ordered]

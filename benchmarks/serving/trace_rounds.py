@@ -96,8 +96,8 @@ def steady_rounds(events: Sequence[GpuEvent], *, drafting: bool) -> list[Round]:
     begins = _round_begins(events, steps, drafting=drafting)
     if len(begins) < 3:
         raise TraceError(
-            f"the trace has {len(begins)} rounds, and at least 3 are needed: the first and the "
-            "last do not count"
+            f"the trace has {len(begins)} rounds, at least 3 are needed: the first and the last "
+            "round do not count"
         )
     return [
         _round(events[first:end], events[end].begin_us, steps)

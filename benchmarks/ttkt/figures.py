@@ -80,8 +80,8 @@ def _identical(points: Sequence[Point], mode: str) -> list[bool]:
 
 def table(points: Sequence[Point]) -> Table:
     """Return a table of medians over prompts, by length and link."""
-    shown = Table(title="Seconds after the prefill until a token was computed (and was sent)")
-    for name in ("tokens", "full takes", "mode", *(f"{k}." for k in TOKENS), "anchors", "MB"):
+    shown = Table(title="Seconds from the end of the prefill until a token was computed (received)")
+    for name in ("tokens", "full takes", "mode", *(f"token {k}" for k in TOKENS), "anchors", "MB"):
         shown.add_column(name, justify="right")
     for (length, full_s, mode), group in sorted(_groups(points).items(), key=_order):
         cells = []
@@ -137,9 +137,9 @@ def draw(path: Path, points: Sequence[Point]) -> None:
         axes.set_xticks(TOKENS, [str(k) for k in TOKENS])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("s after the prefill, until computed")
+    panels[0][0].set_ylabel("seconds after the prefill")
     panels[0][-1].legend(frameon=False)
-    figure.suptitle(f"{length:,} tokens of KV, by how they cross")
+    figure.suptitle(f"{length:,} tokens of KV, by transfer mode")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -32,8 +32,8 @@ def debug_mode() -> bool:
     is_on = _DEBUG_VALUES.get(value.lower())
     if is_on is None:
         raise ConfigError(
-            f"{DEBUG_NAME} must be one of {', '.join(_DEBUG_VALUES)}, got {value!r}: set it to 1 "
-            "or unset it"
+            f"{DEBUG_NAME} must be one of {', '.join(_DEBUG_VALUES)}, got {value!r}: set the "
+            "variable to 1, or unset it"
         )
     return is_on
 
@@ -51,7 +51,7 @@ def when_switched_on(register: Callable[[], None]) -> None:
 
 def switch_on(config: KVSpecConfig) -> None:
     """Make this process and those it spawns serve KVSpec. Raises HookError."""
-    assert _register is not None, "flags were parsed before the plugin registered its hooks"
+    assert _register is not None, "the plugin must register its hooks before flags are parsed"
     os.environ[ENVIRONMENT_NAME] = json.dumps(config.to_dict())
     _register()
 
@@ -65,7 +65,8 @@ def check_sglang_version(installed: str | None = None) -> None:
     installed = installed or metadata.version("sglang")
     if installed not in SUPPORTED_SGLANG:
         raise UnsupportedError(
-            f"--kvspec supports SGLang {', '.join(SUPPORTED_SGLANG)}, but {installed} is installed"
+            f"--kvspec supports SGLang {', '.join(SUPPORTED_SGLANG)}, but SGLang {installed} is "
+            "installed: install a supported version"
         )
 
 

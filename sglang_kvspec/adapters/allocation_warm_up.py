@@ -24,7 +24,7 @@ def warm_up_allocation(allocator: Any, req_to_token: torch.Tensor, max_requests:
             on_cpu = lens.cpu()
             last_loc = get_last_loc(req_to_token, rows, lens)
             slots = allocator.alloc_extend(lens, on_cpu, lens, on_cpu, last_loc, 0)
-            assert slots is not None, "no slot is always free"
+            assert slots is not None, "an allocation of no slots must succeed"
             if dtype is torch.int32:
                 assign_req_to_token_pool_func(rows, req_to_token, lens, lens, slots, num_requests)
         if num_requests >= max_requests:

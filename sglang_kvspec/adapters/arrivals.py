@@ -61,5 +61,7 @@ class ServerArrivals:
         if self._decoding is not None:
             self._decoding.wait()
             return
-        assert self.early is not None, "only residuals on the network keep all from going on"
+        assert self.early is not None, (
+            "only early starts may wait on a server without a decode role"
+        )
         self.early.wait_for_news(NEWS_WAIT_S)

@@ -39,9 +39,9 @@ class CorruptPageGuard:
         if not corrupt:
             return False
         message = (
-            f"page {corrupt[0]} is not in the residual store as it was written: the request cannot "
-            "be answered right. Where others fail alike, flush the cache, whose prefixes it may be "
-            "among"
+            f"page {corrupt[0]} of the residual store is corrupt: the request cannot be answered "
+            "correctly. If other requests fail in the same way, flush the cache: a cached prefix "
+            "may contain the page"
         )
         if self._ranks.size > 1:
             raise CorruptResidual(message)

@@ -88,7 +88,8 @@ class CudaGraphDrafter:
         # The first message between devices sets up their link, which takes long.
         ranks.tensor(self._rows.drafts)
         logger.info(
-            "KVSpec: captured steps for %d batch sizes up to %d; without context one takes %.2f ms",
+            "KVSpec: captured steps for %d batch sizes up to %d; a step without context takes "
+            "%.2f ms",
             len(self._target.batch_sizes),
             self._target.batch_sizes[-1],
             self.empty_step_s * 1e3,

@@ -98,5 +98,5 @@ def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> N
         if not any(flag.startswith(name) for flag in flags):
             close = get_close_matches(name, flags, n=1)
             raise ConfigError(
-                f"{name} is no flag of KVSpec (allowed: {', '.join(close or flags)}), see --help"
+                f"{name} is not a flag of KVSpec (allowed: {', '.join(close or flags)}): see --help"
             )

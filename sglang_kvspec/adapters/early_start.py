@@ -42,7 +42,9 @@ def _take_back(lost: Sequence[Any], scheduler: Any, running: Any) -> None:
     cache = scheduler.tree_cache
     for num_before, req in enumerate(lost):
         logger.warning(
-            "KVSpec: residuals of the prefix of request %s did not come: it starts anew", req.rid
+            "KVSpec: residuals of the prefix of request %s did not arrive: the request is "
+            "retracted and starts again",
+            req.rid,
         )
         place = running.reqs.index(req)
         running.release_req(place, len(running.reqs) - num_before, scheduler.server_args)
@@ -102,6 +104,6 @@ def admit(
             assert cache.waiting is not None
             cache.waiting.await_whole_pages(req.rid)
     else:
-        assert batch.reqs == [req], "a request that starts on anchors is not alone"
+        assert batch.reqs == [req], "an early start must be the only request of its batch"
         cache.keep_apart(req)
     return plan

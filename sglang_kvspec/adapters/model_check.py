@@ -43,8 +43,8 @@ def check_model(
             )
     if model.v_head_dim != model.head_dim:
         raise UnsupportedError(
-            f"--kvspec cannot serve {model.model_path}: K heads of {model.head_dim} and V "
-            f"heads of {model.v_head_dim} (allowed: equal sizes)"
+            f"--kvspec cannot serve {model.model_path}: K heads have size "
+            f"{model.head_dim} and V heads have size {model.v_head_dim} (allowed: equal sizes)"
         )
     _check_ranks(model, num_ranks, on_gpu)
     if on_gpu:
@@ -60,7 +60,7 @@ def check_model(
     if on_gpu and not codec.settings.has_kernels:
         allowed = ", ".join(name for name in codec_names() if find_codec(name).has_kernels)
         raise UnsupportedError(
-            f"--kvspec-codec {config.codec} has no GPU kernels and serves on a CPU alone "
+            f"--kvspec-codec {config.codec} has no GPU kernels and serves on a CPU only "
             f"(allowed on a GPU: {allowed})"
         )
 
@@ -72,8 +72,8 @@ def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:
     shares = kv_heads % num_ranks == 0 or (on_gpu and num_ranks % kv_heads == 0)
     if heads % num_ranks or not shares:
         raise ConfigError(
-            f"--tp-size {num_ranks} cannot serve {model.model_path} with --kvspec: {heads} heads "
-            f"and {kv_heads} KV heads (allowed: numbers of ranks that divide both"
+            f"--tp-size {num_ranks} cannot serve {model.model_path} with --kvspec: the model has "
+            f"{heads} heads and {kv_heads} KV heads (allowed: numbers of ranks that divide both"
             f"{', or multiples of the KV heads' if on_gpu else ''})"
         )
 
@@ -86,7 +86,7 @@ def _check_for_kernels(model: Any, num_ranks: int) -> None:
     for what, value, allowed, fits in (
         ("head size", model.head_dim, GPU_HEAD_SIZES, model.head_dim in GPU_HEAD_SIZES),
         ("dtype", model.dtype, GPU_DTYPES, model.dtype in GPU_DTYPES),
-        ("query heads a KV head", group, f"1 to {GPU_MAX_GROUP}", group <= GPU_MAX_GROUP),
+        ("query heads per KV head", group, f"1 to {GPU_MAX_GROUP}", group <= GPU_MAX_GROUP),
     ):
         if not fits:
             raise UnsupportedError(

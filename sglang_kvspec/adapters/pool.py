@@ -83,7 +83,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
         """Keep the KV of a request that a decode server retracts. indices: its slots."""
         assert self.keep_retracted is not None, (
-            "only a decode server keeps KV of retracted requests"
+            "only a decode server may keep KV of retracted requests"
         )
         return self.keep_retracted(self._pages_of(indices), len(indices))
 
@@ -102,7 +102,7 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         return [], [], []
 
     def _refuse(self) -> NoReturn:
-        raise NotImplementedError("KVSpec pages are read and written by its attention backend only")
+        raise NotImplementedError("only the attention backend kvspec reads and writes KVSpec pages")
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         self._refuse()
@@ -123,7 +123,8 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
 def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVSpecPool:
     """Allocate the pools that the sizing planned. Rank 0 logs what fits."""
     plan, geometry = take_plan(kvc), geometry_of(kvc)
-    assert max_total_num_tokens == plan.num_pages * geometry.page_size, "plan and SGLang disagree"
+    planned_tokens = plan.num_pages * geometry.page_size
+    assert max_total_num_tokens == planned_tokens, "SGLang must use the tokens of the capacity plan"
     codec = codec_of(kvc, config)
     if kvc.device == "cpu":
         kv: PagedKVCache = ReferenceKVCache(geometry, codec, plan, torch.device("cpu"))

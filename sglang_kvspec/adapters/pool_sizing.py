@@ -110,7 +110,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             config.max_draft_len,
             geometry.page_size,
         )
-        assert self._budget_bytes is not None, "SGLang profiles memory before it caps tokens"
+        assert self._budget_bytes is not None, "SGLang must profile memory before it caps tokens"
         num_sharing = ranks_on_a_machine(self._kvc.server_args)
         budget_bytes = self._budget_bytes
         kept_pages = kept_anchor_pages_for(
@@ -214,15 +214,15 @@ def _limit(plan: CapacityPlan, page_size: int) -> str:
     """Return what limits the plan. Compare it with plain KV if KV memory is the limit, or host
     memory that still holds more tokens than plain KV."""
     if plan.binding == MAX_TOKENS:
-        return f", the limit that {MAX_TOKENS} sets"
+        return f", limited by {MAX_TOKENS}"
     if plan.binding == RECENT_WINDOW:
         share = plan.window_bytes / plan.hbm_bytes
         return (
             f": the recent window takes {share:.0%} of the KV memory "
-            "(lower --max-running-requests for more)"
+            "(lower --max-running-requests to fit more tokens)"
         )
     ratio = plan.num_pages / max(plan.plain_pages, 1)
     if plan.binding == HOST_MEMORY and ratio < 1:
-        return ": host memory holds residuals of no more (raise --kvspec-host-gb for more)"
+        return ", limited by host memory for residuals (raise --kvspec-host-gb to fit more)"
     plain = plan.plain_pages * page_size
     return f" where plain KV holds {plain} ({ratio:.2f}x, limited by {plan.binding})"

@@ -55,7 +55,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         early: EarlyStarts | None = None,
     ) -> None:
         """remote: the remote tier of `tiers`. early: requests that start on anchors from it."""
-        assert not params.is_eagle, "keys are tokens, not pairs of them"
+        assert not params.is_eagle, "keys must be tokens, not pairs of tokens"
         ranks = ranks or Ranks()
         self._kv = kv
         self._tiers = tiers
@@ -121,7 +121,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         Returns (slots, node of the whole prefix). SGLang computes what is not loaded.
         """
         req = params.req
-        assert req is not None, "SGLang names the request"
+        assert req is not None, "SGLang must pass the request"
         start = len(req.prefix_indices)
         end = start + params.host_hit_length
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=end)
@@ -150,7 +150,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
                     priority=getattr(req, "priority", 0) or 0,
                 )
             )
-            assert inserted.prefix_len == start, "the tree changed under a look-up"
+            assert inserted.prefix_len == start, "the tree changed during a lookup"
             node = inserted.last_device_node
         return slots, node
 
@@ -217,7 +217,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
             self.evict(EvictParams(num_tokens=lacking))
         size = self.page_size
         slots = allocator.alloc(min(num_tokens, allocator.available_size()) // size * size)
-        assert slots is not None, "the allocator has fewer pages than it says"
+        assert slots is not None, "the allocator has fewer pages than available_size()"
         return slots
 
     def _give_back(self, slots: torch.Tensor) -> None:

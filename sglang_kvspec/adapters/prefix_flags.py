@@ -45,7 +45,7 @@ def _check_server(config: KVSpecConfig, address: str) -> None:
     except (TransportError, ValueError) as error:
         raise ConfigError(f"--kvspec-prefix-server {address}: {error}") from None
     if not has_port:
-        raise ConfigError(f"--kvspec-prefix-server {address}: expected tcp://host:port")
+        raise ConfigError(f"--kvspec-prefix-server must be tcp://host:port, got {address!r}")
 
 
 def prefix_server_keys(config: KVSpecConfig) -> CurveKeys | None:
@@ -61,8 +61,8 @@ def prefix_server_keys(config: KVSpecConfig) -> CurveKeys | None:
     keys = load_keys("--kvspec-prefix-server-keys", folder)
     if len(keys.peers) != 1:
         raise ConfigError(
-            f"--kvspec-prefix-server-keys {folder}: peers/*.key must be the prefix server's alone, "
-            f"got {len(keys.peers)}"
+            f"--kvspec-prefix-server-keys {folder}: peers/*.key must hold one key, that of the "
+            f"prefix server, got {len(keys.peers)}"
         )
     return keys
 
@@ -75,4 +75,4 @@ def _check_folder(flag: str, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{flag} {folder}: {error.strerror} (allowed: a folder)") from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {folder}: Permission denied (allowed: a folder to write to)")
+        raise ConfigError(f"{flag} {folder}: Permission denied (allowed: a writable folder)")

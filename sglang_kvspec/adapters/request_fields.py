@@ -62,7 +62,7 @@ def check_patterns(name: str, value: Any) -> None:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(
-                f"{name} {shown(pattern)} is no regular expression: {error}"
+                f"{name} {shown(pattern)} is not a regular expression: {error}"
             ) from error
 
 
@@ -99,7 +99,9 @@ def check_embeds(embeds: Any) -> None:
     first = embeds
     for _ in range(2):
         if not isinstance(first, list) or not first:
-            raise ValueError("input_embeds must be a list of vectors, or of lists of them")
+            raise ValueError(
+                "input_embeds must be a list of vectors, or a list of lists of vectors"
+            )
         first = first[0]
 
 

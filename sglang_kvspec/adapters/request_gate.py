@@ -73,7 +73,7 @@ def check_raw(obj: Any, pool_pages: int | None) -> None:
     if not isinstance(obj, GenerateReqInput):
         return
     if obj.text is None and obj.input_ids is None and obj.input_embeds is None:
-        raise ValueError("text, input_ids or input_embeds is needed")
+        raise ValueError("the request needs text, input_ids or input_embeds")
     if obj.text is None and obj.input_ids == []:
         raise ValueError("input_ids cannot be empty")
     if obj.positional_embed_overrides is not None and not _is_override(obj):
@@ -82,7 +82,9 @@ def check_raw(obj: Any, pool_pages: int | None) -> None:
     rows = obj.sampling_params
     if isinstance(rows, list):
         if not rows:
-            raise ValueError("sampling_params is an empty list: expected one object a prompt")
+            raise ValueError(
+                "sampling_params must have one object for each prompt, got an empty list"
+            )
     else:
         rows = [{} if rows is None else rows]
     for row in rows:
@@ -90,8 +92,8 @@ def check_raw(obj: Any, pool_pages: int | None) -> None:
         num_samples = row.get("n", 1)
         if pool_pages is not None and num_samples > pool_pages:
             raise ValueError(
-                f"n must be at most {pool_pages}, the pages of this server's KV pool, of which "
-                f"every sample needs one: got {num_samples}"
+                f"n must be at most {pool_pages}, the number of pages of the server's KV pool "
+                f"(each sample needs a page), got {num_samples}"
             )
     if obj.input_embeds is not None:
         check_embeds(obj.input_embeds)
@@ -134,20 +136,20 @@ def _check_batch(obj: GenerateReqInput) -> None:
             continue
         if not is_batch:
             if name in _ONE_FOR_ONE or _num_samples(obj) > 1:
-                raise ValueError(f"{name} must be no list for one prompt, got {shown(value)}")
+                raise ValueError(f"{name} must not be a list for one prompt, got {shown(value)}")
         elif name == _DELIMITERS and _num_samples(obj) > 1:
             raise ValueError(f"{name} cannot be combined with n > 1")
         elif len(value) != len(prompts):
             raise ValueError(
                 f"{name} has {len(value)} entries for {len(prompts)} prompts: send one value, or "
-                "one a prompt"
+                "one for each prompt"
             )
     tokens = obj.token_ids_logprob
     is_nested = isinstance(tokens, list) and any(isinstance(each, list) for each in tokens)
     if is_batch and is_nested and len(tokens) != len(prompts):
         raise ValueError(
             f"token_ids_logprob has {len(tokens)} lists for {len(prompts)} prompts: send one list "
-            "of token ids, or one a prompt"
+            "of token ids, or one for each prompt"
         )
 
 

@@ -23,7 +23,8 @@ def check_request(obj: Any) -> None:
     """
     if getattr(obj, "custom_logit_processor", None):
         raise ValueError(
-            "--kvspec does not run custom_logit_processor yet: remove it or use a plain server"
+            "--kvspec does not run custom_logit_processor yet: remove custom_logit_processor or "
+            "use a plain server"
         )
     if getattr(obj, "return_hidden_states", None):
         raise ValueError(
@@ -105,10 +106,10 @@ def fail_without_choice(req: Any) -> None:
     """
     causes = _choice_limits(req)
     if causes:
-        message = f"no token is left to choose from here: correct {' or '.join(causes)}"
+        message = f"no token can be chosen at this position: correct {' or '.join(causes)}"
         fail(req, message, HTTPStatus.BAD_REQUEST)
     else:
-        fail(req, "the model's logits hold NaN or inf: check its weights and --dtype")
+        fail(req, "the model's logits hold NaN or inf: check the model's weights and --dtype")
     logger.error("%s (request %s)", req.to_finish.message, req.rid)
 
 

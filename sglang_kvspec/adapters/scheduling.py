@@ -31,7 +31,7 @@ def shorten_requests(worker_info: tuple[Any, ...]) -> tuple[Any, ...]:
     longest = min(req_len, pool_tokens - get_alloc_reserve_per_decode())
     if longest < 1:
         raise ConfigError(
-            f"a pool of {pool_tokens} tokens does not hold one request and its drafts: raise "
+            f"a KV pool of {pool_tokens} tokens cannot hold one request and its drafts: raise "
             "--kvspec-host-gb, --mem-fraction-static or --max-total-tokens"
         )
     lengths = (longest, longest - (req_len - input_len))

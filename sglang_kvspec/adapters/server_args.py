@@ -34,38 +34,38 @@ KERNEL_CAPABILITY = (9, 0)
 
 # field: (value that is fine, why any other is refused)
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "enable_hierarchical_cache": (False, "KVSpec keeps its own host tier"),
+    "enable_hierarchical_cache": (False, "KVSpec has its own host tier"),
     "enable_mixed_chunk": (False, "SGLang cannot mix prefill into speculative batches"),
     "kv_cache_dtype": ("auto", "KVSpec encodes the KV cache itself"),
     "disaggregation_decode_enable_radix_cache": (False, "KVSpec's decode servers keep no prefixes"),
-    "disaggregation_decode_enable_offload_kvcache": (False, "KVSpec keeps its own tiers"),
-    "enable_lora": (None, "KVSpec does not serve adapters yet"),
-    "lora_paths": (None, "KVSpec does not serve adapters yet"),
-    "pp_size": (1, "KVSpec does not split layers over machines yet"),
-    "enable_dp_attention": (False, "KVSpec does not run data-parallel attention yet"),
-    "dcp_size": (1, "KVSpec does not split contexts yet"),
-    "attn_cp_size": (1, "KVSpec does not split contexts yet"),
-    "enable_prefill_context_parallel": (False, "KVSpec does not split contexts yet"),
+    "disaggregation_decode_enable_offload_kvcache": (False, "KVSpec has its own tiers"),
+    "enable_lora": (None, "KVSpec does not serve LoRA adapters yet"),
+    "lora_paths": (None, "KVSpec does not serve LoRA adapters yet"),
+    "pp_size": (1, "KVSpec does not support pipeline parallelism yet"),
+    "enable_dp_attention": (False, "KVSpec does not support data-parallel attention yet"),
+    "dcp_size": (1, "KVSpec does not support context parallelism yet"),
+    "attn_cp_size": (1, "KVSpec does not support context parallelism yet"),
+    "enable_prefill_context_parallel": (False, "KVSpec does not support context parallelism yet"),
     "enable_streaming_session": (False, "a streaming session keeps partial pages between turns"),
-    "enable_lmcache": (False, "KVSpec keeps its own tiers"),
-    "enable_flexkv": (False, "KVSpec keeps its own tiers"),
-    "enable_return_routed_experts": (False, "KVSpec does not know where a token's KV lies"),
+    "enable_lmcache": (False, "KVSpec has its own tiers"),
+    "enable_flexkv": (False, "KVSpec has its own tiers"),
+    "enable_return_routed_experts": (False, "KVSpec does not track the KV slot of each token"),
     "enable_hisparse": (False, "KVSpec has its own tiers"),
     "enable_two_batch_overlap": (False, "KVSpec builds its own ragged batches"),
     "enable_memory_saver": (False, "KVSpec cannot release and restore its pools yet"),
     "enable_page_major_kv_layout": (False, "KVSpec has its own KV layout"),
-    "is_embedding": (False, "KVSpec serves generation"),
-    "rl_on_policy_target": (None, "KVSpec does not repeat a trainer's kernels"),
-    "dllm_algorithm": (None, "KVSpec verifies one token after the other"),
-    "speculative_num_draft_tokens": (None, "--kvspec-draft-len is the number of drafts"),
-    "speculative_num_steps": (None, "--kvspec-draft-len is the number of drafts"),
-    "speculative_eagle_topk": (None, "KVSpec drafts one sequence, no tree"),
-    "tokenizer_worker_num": (1, "SGLang's further HTTP workers load no plugins"),
-    "detokenizer_worker_num": (1, "further detokenizers need further tokenizer workers"),
-    "grpc_mode": (False, "its requests reach the scheduler without KVSpec's checks"),
-    "smg_grpc_mode": (False, "its requests reach the scheduler without KVSpec's checks"),
+    "is_embedding": (False, "KVSpec serves generation only"),
+    "rl_on_policy_target": (None, "KVSpec does not reproduce a trainer's kernels"),
+    "dllm_algorithm": (None, "KVSpec verifies tokens from left to right"),
+    "speculative_num_draft_tokens": (None, "--kvspec-draft-len sets the number of drafts"),
+    "speculative_num_steps": (None, "--kvspec-draft-len sets the number of drafts"),
+    "speculative_eagle_topk": (None, "KVSpec drafts one sequence, not a tree"),
+    "tokenizer_worker_num": (1, "SGLang's additional HTTP workers load no plugins"),
+    "detokenizer_worker_num": (1, "more detokenizers need more tokenizer workers"),
+    "grpc_mode": (False, "requests over gRPC bypass KVSpec's checks"),
+    "smg_grpc_mode": (False, "requests over gRPC bypass KVSpec's checks"),
     "use_ray": (False, "SGLang's Ray actors load no plugins"),
-    "encoder_only": (False, "KVSpec serves generation"),
+    "encoder_only": (False, "KVSpec serves generation only"),
 }
 _GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
@@ -82,7 +82,7 @@ def build_server_args(
     config = parse_config(values or pending_flags.get() or {})
     if config is None:
         if str(kwargs.get("speculative_algorithm")).upper() == activation.ALGORITHM_NAME:
-            raise ConfigError("--speculative-algorithm KVSPEC is set by --kvspec, use that flag")
+            raise ConfigError("--speculative-algorithm KVSPEC cannot be set: use --kvspec")
         check_plain_transfer(kwargs)
         check_plain_prefix_cache(kwargs)
         activation.switch_off()
@@ -165,8 +165,8 @@ def _check_environment() -> None:
 
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(
-            "SGLANG_RUST_SERVER=1 cannot be combined with --kvspec (allowed: leave it unset): its "
-            "requests reach the scheduler without KVSpec's checks"
+            "SGLANG_RUST_SERVER=1 cannot be combined with --kvspec (allowed: leave it unset): "
+            "requests to SGLang's Rust server bypass KVSpec's checks"
         )
     activation.debug_mode()
 
@@ -176,17 +176,17 @@ def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     if config.target_attention is not None:
         raise UnsupportedError(
             f"--kvspec-target-attention {config.target_attention} needs a GPU (on a CPU leave it "
-            "unset): a CPU attends in plain torch"
+            "unset): on a CPU, attention runs in plain torch"
         )
     if kwargs.get("enable_deterministic_inference"):
         raise UnsupportedError(
             "--enable-deterministic-inference needs a GPU with --kvspec (on a CPU leave it unset): "
-            "SGLang's batch-invariant kernels are Triton's"
+            "SGLang's batch-invariant kernels need Triton"
         )
     if kwargs.get("quantization") is not None:
         raise UnsupportedError(
             f"--quantization {kwargs['quantization']} needs a GPU with --kvspec (on a CPU leave it "
-            "unset): SGLang's kernels for quantised weights are a GPU's"
+            "unset): SGLang's kernels for quantised weights run on GPUs only"
         )
 
 
@@ -195,12 +195,12 @@ def check_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise UnsupportedError("--kvspec runs on NVIDIA GPUs and on CPUs")
+        raise UnsupportedError("--kvspec runs on NVIDIA GPUs and on CPUs only")
     capability = torch.cuda.get_device_capability()
     if capability != KERNEL_CAPABILITY:
         raise UnsupportedError(
-            f"--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, this one "
-            f"has {capability[0]}.{capability[1]}"
+            "--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, but this "
+            f"GPU has {capability[0]}.{capability[1]}"
         )
 
 

@@ -167,7 +167,7 @@ class PacedOutputs:
                 await self._deliver(self._pacer.take_due(asyncio.get_running_loop().time()))
         except Exception:
             # Logged here: SGLang's own loop, which handles other messages, cannot see this task.
-            logger.exception("KVSpec: a token of a stream could not be handed on")
+            logger.exception("KVSpec: cannot deliver a token to a stream")
         finally:
             self._wake_up()
 

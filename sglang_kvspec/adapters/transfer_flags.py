@@ -25,7 +25,10 @@ def register_choice() -> None:
 def check_plain_transfer(kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for a server without --kvspec that asks for KVSpec's backend."""
     if kwargs.get("disaggregation_transfer_backend") == TRANSFER_BACKEND:
-        raise ConfigError(f"--disaggregation-transfer-backend {TRANSFER_BACKEND} needs --kvspec")
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {TRANSFER_BACKEND} needs --kvspec: add --kvspec, "
+            "or choose another backend"
+        )
 
 
 def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
@@ -70,6 +73,6 @@ def _check_link(config: KVSpecConfig, mode: str) -> None:
             check_address(address, keys, bind=True)
     except TransportError as error:
         raise ConfigError(
-            f"--kvspec-transfer-host {host}: {error} (allowed: an address of this machine; off "
-            "loopback --kvspec-transfer-keys is needed)"
+            f"--kvspec-transfer-host {host}: {error} (allowed: an address of this machine; an "
+            "address off loopback needs --kvspec-transfer-keys)"
         ) from None

@@ -103,7 +103,7 @@ class VerifyGraphs:
         logger.info(
             "KVSpec: captured verifications of %d sizes%s%s",
             len(self.sizes),
-            f", each also with up to {max_piggyback} drafts beside" if max_piggyback else "",
+            f", each also with up to {max_piggyback} piggyback drafts" if max_piggyback else "",
             f"; larger than the workspace: {', '.join(map(str, without))}" if without else "",
         )
 
@@ -150,7 +150,9 @@ class VerifyGraphs:
         with self._attention.laid_out(plan) as target:
             values = self._rows.values_of(target, laid.tokens, laid.positions)
             if piggyback:
-                assert self._piggyback is not None, "graphs without piggyback drafts"
+                assert self._piggyback is not None, (
+                    "the graphs must be captured with piggyback drafts"
+                )
                 self._piggyback.drafts.begin_round()
                 drafts = [
                     draft_row(kv, batch.states[i].last_token, row.start, row.pages, 1, row.seen)

@@ -226,4 +226,6 @@ def _check_states(batch: Any, states: Sequence[RequestState]) -> None:
     lengths = batch.seq_lens.tolist()
     for req, state, length in zip(batch.reqs, states, lengths, strict=True):
         assert state.rid == req.rid, "SGLang and KVSpec disagree on the order of requests"
-        assert state.committed_len == length, f"{req.rid}: {state.committed_len} != {length}"
+        assert state.committed_len == length, (
+            f"request {req.rid}: KVSpec has {state.committed_len} tokens, SGLang {length}"
+        )

@@ -44,7 +44,8 @@ def check_pages(
             )
     if k_pages.shape != v_pages.shape:
         raise CodecError(
-            f"K and V pages must agree, got {tuple(k_pages.shape)} and {tuple(v_pages.shape)}"
+            f"K and V pages must have one shape, got {tuple(k_pages.shape)} and "
+            f"{tuple(v_pages.shape)}"
         )
 
 

@@ -27,7 +27,10 @@ def find_codec(name: str) -> type[CodecSpec]:
     """Return the declaration of the codec `name`. Raises ConfigError where there is none."""
     found = load_codec(name)
     if not (isinstance(found, type) and issubclass(found, CodecSpec)):
-        raise ConfigError(f"--kvspec-codec {name}: {found!r} is no kvspec_kernels.codecs.CodecSpec")
+        raise ConfigError(
+            f"--kvspec-codec {name}: the entry point must lead to a subclass of "
+            f"kvspec_kernels.codecs.CodecSpec, got {found!r}"
+        )
     return found
 
 

@@ -54,7 +54,7 @@ class Switch(Kind):
         return isinstance(value, bool)
 
     def demand(self, value: object) -> str:
-        return "must stand alone or with true or false"
+        return "must be true or false, or have no value"
 
     def allowed(self, default: object) -> str:
         return "`false`, `true`"

@@ -133,12 +133,15 @@ SPLIT_OVER_SERVERS = ServerNeed(
     "{flag} {value} has no effect without --disaggregation-mode prefill or decode",
     error=ConfigError,
 )
-IN_HOST_MEMORY = "{flag} {value} is more than this machine's {server.memory_gib:.1f} GiB"
+IN_HOST_MEMORY = (
+    "{flag} {value} is more than the host memory of this machine (allowed: at most "
+    "{server.memory_gib:.1f} GiB)"
+)
 PREFIX_TIER = (
     ServerNeed(
         keeps_prefixes,
-        "{flag} {value} has no effect on a decode server, which keeps no prefixes: give it to the "
-        "prefill server",
+        "{flag} {value} has no effect on a decode server, which keeps no prefixes: set {flag} on "
+        "the prefill server",
     ),
     ServerNeed(
         has_prefix_cache,

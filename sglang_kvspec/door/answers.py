@@ -68,7 +68,7 @@ async def report(
         try:
             await outgoing.write(b"data: " + event + b"\n\n")
         except ConnectionError:
-            logger.info("its client has hung up")
+            logger.info("a client disconnected: the failure could not be sent")
     # Without the end of its message, no client takes the answer for complete.
     if incoming.transport is not None:
         incoming.transport.close()

@@ -88,7 +88,7 @@ class Exchange:
                 prefill.forget()
                 decode.forget()
         except* ClientGone:
-            logger.info("a client hung up: its request is cancelled")
+            logger.info("a client disconnected: its request is cancelled")
         if failed is None or answered:
             return outgoing
         return await report(incoming, outgoing, failed)
@@ -100,9 +100,14 @@ class Exchange:
         try:
             info = json.loads(said)
         except (ValueError, RecursionError) as error:
-            raise SideFailed(502, f"{server} says nothing readable of itself: {error}") from error
+            raise SideFailed(
+                502, f"the /server_info of {server} cannot be read: {error}"
+            ) from error
         if not isinstance(info, dict):
-            raise SideFailed(502, f"{server} says a {type(info).__name__} of itself")
+            raise SideFailed(
+                502,
+                f"the /server_info of {server} is a {type(info).__name__}, expected an object",
+            )
         return info
 
     @asynccontextmanager

@@ -53,11 +53,11 @@ def read_request(path: str, body: bytes) -> Request:
         raise RequestError(f"the body is a {type(request).__name__}, expected an object")
     if any(n not in (None, 1) for n in _sample_counts(path, request)):
         # SGLang gives all samples of a prompt one room.
-        raise RequestError("n > 1 needs a transfer for each sample: send the prompt n times")
+        raise RequestError("n > 1 cannot be combined with disaggregation: send the prompt n times")
     if _asks_about_prompt(path, request):
         raise RequestError(
-            "log-probabilities of the prompt stay on the prefill server: only those of the output "
-            "can be had where prefill and decode are apart"
+            "log-probabilities of the prompt cannot be combined with disaggregation: ask for those "
+            "of the output"
         )
     # Refuse a batch without prompts here, while the answer can still have a status.
     num_prompts(path, request)
@@ -90,7 +90,7 @@ def num_prompts(path: str, request: Request) -> int | None:
         if prompt is None:
             continue
         if prompt == []:
-            raise RequestError(f"{field} is an empty list")
+            raise RequestError(f"{field} must not be an empty list")
         return len(prompt) if _is_batch(field, prompt) else None
     return None
 

@@ -32,7 +32,7 @@ class Server:
 
     @property
     def meeting(self) -> RankExchange:
-        assert self._meeting is not None, f"{self} has not introduced itself"
+        assert self._meeting is not None, f"the /server_info of {self} is not known yet"
         return self._meeting
 
     @property
@@ -55,12 +55,14 @@ class Server:
             raise WrongServer(
                 502,
                 f"{self} runs with --disaggregation-mode {mode}, not {self.role}: give the door "
-                "another URL or start that server in its role",
+                f"another URL, or start that server with --disaggregation-mode {self.role}",
             )
         if not isinstance(port, int):
-            raise WrongServer(502, f"{self} names no bootstrap port, but {port!r}")
+            raise WrongServer(
+                502, f"{self} has disaggregation_bootstrap_port {port!r}, expected an integer"
+            )
         host = urlsplit(self.url).hostname
-        assert host is not None, "server_url() let it in"
+        assert host is not None, "server_url() must refuse a URL without a host"
         self._fits = True
         return RankExchange(host, port)
 
@@ -89,7 +91,7 @@ def server_url(text: str) -> str:
     """Return a base URL without a slash at its end. Raises ValueError for any other URL."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{text!r} is no URL of the form http://HOST:PORT")
+        raise ValueError(f"{text!r} is not a URL of the form http://HOST:PORT")
     if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{text!r} has more than scheme, host and port")
+        raise ValueError(f"{text!r} must have only a scheme, a host and a port")
     return f"{parts.scheme}://{parts.netloc}"

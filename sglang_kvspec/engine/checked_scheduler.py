@@ -37,12 +37,14 @@ class CheckedScheduler:
             self._check_lens(schedule.alone, states, have)
         unknown = sorted(schedule.held - set(range(len(states))))
         if unknown:
-            raise self._error(f"held request {unknown[0]} of a batch of {len(states)}")
+            raise self._error(
+                f"held the request at index {unknown[0]} of a batch of {len(states)} requests"
+            )
         budget = schedule.budget
         if not 0 <= budget.drafting_pages <= budget.round_pages:
             raise self._error(
-                f"gave a round {budget.round_pages} pages, and {budget.drafting_pages} of them "
-                "while it drafts"
+                f"planned {budget.drafting_pages} residual pages for the draft steps of a round "
+                f"(allowed: 0 to the {budget.round_pages} pages of the whole round)"
             )
         return schedule
 
@@ -59,14 +61,18 @@ class CheckedScheduler:
         """Ask `inner`, and check the number of times. See VerifyScheduler.seconds_to_next."""
         seconds = self._inner.seconds_to_next(states, schedule)
         if len(seconds) != len(states):
-            raise self._error(f"gave {len(seconds)} times for a batch of {len(states)}")
+            raise self._error(
+                f"returned {len(seconds)} times for a batch of {len(states)} requests"
+            )
         return seconds
 
     def _check_lens(
         self, lens: Sequence[int], states: Sequence[RequestState], have: Sequence[int]
     ) -> None:
         if len(lens) != len(states):
-            raise self._error(f"gave {len(lens)} draft lengths for a batch of {len(states)}")
+            raise self._error(
+                f"returned {len(lens)} draft lengths for a batch of {len(states)} requests"
+            )
         for state, count, more in zip(states, have, lens, strict=True):
             if more:
                 self._check_room(state, count, more)
@@ -75,7 +81,7 @@ class CheckedScheduler:
         room = max(state.cap_len(self._max_draft_len) - num_drafts, 0)
         if not 0 <= more <= room:
             raise self._error(
-                f"asked for {more} drafts for request {state.rid}, which has room for {room}"
+                f"planned {more} more drafts for request {state.rid} (allowed: 0 to {room})"
             )
 
     def _error(self, what: str) -> SchedulerError:

@@ -61,7 +61,7 @@ class AnchorSlots:
             self._catalogue.release(vacated)
             self.counters.dropped += len(vacated)
             place = self._catalogue.reserve(Tier.ANCHOR, link)
-            assert place is not None, "a slot that was given back is free"
+            assert place is not None, "the slot of an evicted page must be free"
         self._catalogue.install(Tier.ANCHOR, link, Held(place.slot, stamp, sequence=0))
         self.counters.kept += 1
         return place.slot
@@ -77,4 +77,4 @@ class AnchorSlots:
 
     def check_integrity(self) -> None:
         self._catalogue.check_integrity()
-        assert len(self) <= self.num_slots, "more pages than slots"
+        assert len(self) <= self.num_slots, "there are more kept anchors than slots"

@@ -53,11 +53,11 @@ def copy_rows_at_once(
     count, row_bytes = len(target_rows), target[0].nbytes
     places = torch.tensor([list(target_rows), list(source_rows)], dtype=torch.int64)
     # The call takes plain addresses, so check here what slices would check.
-    assert target.is_contiguous(), "rows of the target lie apart"
-    assert source.is_contiguous(), "rows of the source lie apart"
-    assert target.shape[1:] == source.shape[1:], "rows are of different shapes"
-    assert target.dtype == source.dtype, "rows are of different dtypes"
-    assert int(places.min()) >= 0, "no such row"
+    assert target.is_contiguous(), "the target must be contiguous"
+    assert source.is_contiguous(), "the source must be contiguous"
+    assert target.shape[1:] == source.shape[1:], "rows of target and source must have equal shapes"
+    assert target.dtype == source.dtype, "rows of target and source must have equal dtypes"
+    assert int(places.min()) >= 0, "row numbers must be at least 0"
     assert all(int(rows.max()) < len(of) for rows, of in zip(places, (target, source), strict=True))
     places *= row_bytes
     places += torch.tensor([[target.data_ptr()], [source.data_ptr()]])
@@ -83,7 +83,12 @@ def copy_rows_at_once(
 def _runtime() -> ctypes.CDLL | None:
     version = torch.version.cuda or ""
     if version.split(".")[0] != str(CUDA_MAJOR):
-        logger.warning("KVSpec: with CUDA %s pages of residuals are copied one by one", version)
+        logger.warning(
+            "KVSpec: batched copies need CUDA %s, PyTorch has CUDA %s: pages of residuals are "
+            "copied one by one",
+            CUDA_MAJOR,
+            version,
+        )
         return None
     # PyTorch has loaded this library already.
     return ctypes.CDLL(f"libcudart.so.{CUDA_MAJOR}")

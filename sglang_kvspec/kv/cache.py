@@ -98,11 +98,13 @@ class PagedKVCache(ABC):
 
     def begin_encode(self, pages: Sequence[int]) -> None:
         """Announce free pages that will be written whole, layer by layer."""
-        assert not any(page in self.window.slots for page in pages), "a window page is not free"
+        assert not any(page in self.window.slots for page in pages), (
+            "a page of the recent window is not free"
+        )
         self._begin_encode(pages)
 
     def _begin_encode(self, pages: Sequence[int]) -> None:
-        assert self._encoded.isdisjoint(pages), "a page is encoded once"
+        assert self._encoded.isdisjoint(pages), "a page is already encoded"
         self.residuals.begin(pages)
 
     def finish_encode(self, pages: Sequence[int]) -> None:
@@ -116,8 +118,10 @@ class PagedKVCache(ABC):
         Write the anchors first, then call finish_anchors(). Residuals may follow later, and end
         with residuals.finish(). finish_encode() ends both.
         """
-        assert not any(page in self.window.slots for page in pages), "a window page is not free"
-        assert self._encoded.isdisjoint(pages), "a page is encoded once"
+        assert not any(page in self.window.slots for page in pages), (
+            "a page of the recent window is not free"
+        )
+        assert self._encoded.isdisjoint(pages), "a page is already encoded"
         self.residuals.begin_landing(pages)
 
     def finish_anchors(self, pages: Iterable[int]) -> None:
@@ -159,4 +163,6 @@ class PagedKVCache(ABC):
         self.window.check_integrity()
         self.residuals.check_integrity()
         num_absent = self.residuals.table.counts()["ABSENT"]
-        assert num_absent == self.plan.num_pages + 1 - len(self._encoded), "page states were lost"
+        assert num_absent == self.plan.num_pages + 1 - len(self._encoded), (
+            "residual states and encoded pages disagree"
+        )

@@ -134,12 +134,12 @@ class CudaStream:
         return event
 
     def seconds(self, begun: Event, done: Event) -> float:
-        assert isinstance(begun, torch.cuda.Event), "an event of another device"
-        assert isinstance(done, torch.cuda.Event), "an event of another device"
+        assert isinstance(begun, torch.cuda.Event), "the event must be a CUDA event"
+        assert isinstance(done, torch.cuda.Event), "the event must be a CUDA event"
         return begun.elapsed_time(done) / 1e3  # type: ignore[no-any-return]
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event), "an event of another device"
+        assert isinstance(event, torch.cuda.Event), "the event must be a CUDA event"
         self.stream.wait_event(event)
 
 
@@ -185,12 +185,12 @@ class SyncStream:
         return _Past()
 
     def seconds(self, begun: Event, done: Event) -> float:
-        assert isinstance(begun, _Past), "an event of another stream"
-        assert isinstance(done, _Past), "an event of another stream"
+        assert isinstance(begun, _Past), "the event must come from a SyncStream"
+        assert isinstance(done, _Past), "the event must come from a SyncStream"
         return done.at - begun.at
 
     def wait(self, event: Event) -> None:
-        assert event.query(), "a stream that copies at once cannot wait for what is not done"
+        assert event.query(), "a SyncStream cannot wait for an unfinished event"
 
 
 def copies_of_rows(

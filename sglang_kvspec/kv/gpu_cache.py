@@ -46,7 +46,8 @@ class GpuKVCache(PagedKVCache):
         """
         if geometry.dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedError(
-                f"--kvspec on a GPU serves bf16 and fp16 KV caches, got {geometry.dtype}"
+                "--kvspec on a GPU needs KV in bf16 or fp16, got "
+                f"{geometry.dtype}: set --dtype bfloat16 or float16"
             )
         copy_streams = self._copy_streams = copy_streams or make_copy_streams(device)
         copies = StagedRecords(device, copy_streams.main)
@@ -167,7 +168,9 @@ class GpuKVCache(PagedKVCache):
         """Return views of K and V of all residual slots of a layer. Each is [slots, num_kv_heads,
         page_size, head_dim] of the model's KV dtype, contiguous in the last two. The target must
         be `exact`."""
-        assert self.codec.target == "exact", "residuals are corrections, not values"
+        assert self.codec.target == "exact", (
+            "int8 residuals hold corrections, not values: target must be exact"
+        )
         geometry = self.geometry
         records = self.residuals.cache_layer(layer).view(geometry.dtype)
         shape = (*records.shape[:2], 2, geometry.page_size, geometry.head_dim)
@@ -211,7 +214,7 @@ class GpuKVCache(PagedKVCache):
         self._commit_graph = graph
 
     def move_out_of_window(self, pages: Sequence[int]) -> None:
-        assert self._encoded.issuperset(pages), "only a committed page may leave the window"
+        assert self._encoded.issuperset(pages), "only a committed page may leave the recent window"
         for page in pages:
             self.window.release(page)
 
@@ -220,7 +223,9 @@ class GpuKVCache(PagedKVCache):
     ) -> None:
         """Encode free pages. Always writes anchors, which takes no longer. With a host store, the
         residual cache must have room for COMMIT_PAGES besides the pages that are being encoded."""
-        assert not any(page in self.window.slots for page in pages), "a window page is not free"
+        assert not any(page in self.window.slots for page in pages), (
+            "a page of the recent window is not free"
+        )
         for first in range(0, len(pages), COMMIT_PAGES):
             part = pages[first : first + COMMIT_PAGES]
             with self.placed(encodes=part):

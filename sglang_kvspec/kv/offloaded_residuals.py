@@ -41,7 +41,7 @@ class OffloadedResidualCache:
     ) -> None:
         """plan: with a host store. Raises ConfigError when the store cannot be allocated or
         pinned."""
-        assert plan.host_pages, "without a store nothing is copied"
+        assert plan.host_pages, "offloading needs a plan with a host store"
         # Only the CPU reads and changes this table. Kernels read a copy, `slots_on_device`.
         self._pages = ResidualPages(plan, torch.device("cpu"))
         self.table, self.cache_slots = self._pages.table, self._pages.slots
@@ -81,7 +81,7 @@ class OffloadedResidualCache:
     def warm_up(self) -> None:
         """Copy a page by layer, so that no request waits for compilation. Call while no page is in
         use."""
-        assert not len(self.cache_slots), "a slot is in use"
+        assert not len(self.cache_slots), "warm_up() needs a cache without pages, a slot is in use"
         self._copies.main_waits(self._copies.fetch_by_layer([(1, 0)]))
 
     @property
@@ -146,7 +146,9 @@ class OffloadedResidualCache:
 
     def write_pages(self, pages: Sequence[int], records: torch.Tensor) -> None:
         """Store records [N, num_layers, num_kv_heads, record_bytes] on the CPU of landing pages."""
-        assert not any(page in self.cache_slots for page in pages), "a kernel writes this page"
+        assert not any(page in self.cache_slots for page in pages), (
+            "a page with a cache slot cannot land: a kernel writes this page"
+        )
         # A write-through of the page's former generation may be under way to the same row.
         self._copies.await_rows(pages)
         self.store.write_pages(torch.tensor(pages, dtype=torch.int64), records)
@@ -201,7 +203,7 @@ class OffloadedResidualCache:
         pages = list(pages)
         if len(pages) > self.cache_slots.num_free:
             raise CapacityError(
-                f"{len(pages)} residuals to fetch and {self.cache_slots.num_free} free cache slots"
+                f"{len(pages)} residuals need cache slots, {self.cache_slots.num_free} are free"
             )
         if pages:
             self._arrivals |= dict.fromkeys(pages, self._copies.fetch(self._claim(pages)))
@@ -274,7 +276,7 @@ class OffloadedResidualCache:
         if len(spare) < lacking:
             raise CapacityError(
                 f"one forward needs more residuals than the cache of {self.cache_slots.num_slots} "
-                f"pages holds: {num_pages} are to come in and {len(spare)} can go"
+                f"pages can hold: {num_pages} must be fetched, only {len(spare)} can be evicted"
             )
         self.evict(sorted(spare, key=self._last_use.__getitem__)[:lacking])
 
@@ -282,11 +284,14 @@ class OffloadedResidualCache:
         return torch.tensor(self.cache_slots.slots_of(pages), dtype=torch.int32)
 
     def check_integrity(self) -> None:
-        assert not self._lent, "slots are lent beyond a forward"
+        assert not self._lent, "cache slots are still lent after a forward"
         self._pages.check_integrity()
         for page in self.cache_slots:
             known = page in self._arrivals
-            assert known == (self.table.state(page) is ResidualState.FETCHING), f"page {page}"
+            is_fetching = self.table.state(page) is ResidualState.FETCHING
+            assert known == is_fetching, f"page {page}: its state and its fetch disagree"
         where = self._slots_of(page for page in self.cache_slots if page not in self._moved)
         told = [page for page in self.cache_slots if page not in self._moved]
-        assert torch.equal(self.slots_on_device[told].cpu(), where), "kernels look elsewhere"
+        assert torch.equal(self.slots_on_device[told].cpu(), where), (
+            "the slot table on the device is out of date"
+        )

@@ -56,7 +56,7 @@ class PageSlots:
 
     def acquire(self, page: int) -> int:
         """Give `page` a slot. Raises CapacityError when none is free."""
-        assert page not in self._slot_of_page, f"page {page} has a slot already"
+        assert page not in self._slot_of_page, f"page {page} already has a slot"
         if not self._free:
             raise CapacityError(f"no free slot for page {page}: all {self.num_slots} are taken")
         slot = self._free.pop()
@@ -73,8 +73,8 @@ class PageSlots:
                 f"no free slot for {len(pages) - self.num_free} of {len(pages)} pages: all "
                 f"{self.num_slots} are taken"
             )
-        assert self._slot_of_page.keys().isdisjoint(pages), "a page has a slot already"
-        assert len(set(pages)) == len(pages), "a page is named twice"
+        assert self._slot_of_page.keys().isdisjoint(pages), "a page already has a slot"
+        assert len(set(pages)) == len(pages), "a page is given twice"
         first = self.num_free - len(pages)
         slots = sorted(self._free[first:])
         del self._free[first:]
@@ -102,9 +102,13 @@ class PageSlots:
         taken = set(self._slot_of_page.values())
         assert len(taken) == len(self._slot_of_page), "a slot belongs to two pages"
         assert taken.isdisjoint(self._free), "a free slot belongs to a page"
-        assert len(taken) + len(self._free) == self.num_slots, "slots were lost"
+        assert len(taken) + len(self._free) == self.num_slots, (
+            "taken and free slots are not all slots"
+        )
         held = (self.table >= 0).nonzero().flatten().tolist()
-        assert sorted(held) == sorted(self._slot_of_page), "slot table disagrees with the map"
+        assert sorted(held) == sorted(self._slot_of_page), (
+            "the slot table disagrees with the map of pages"
+        )
 
 
 class OwnSlots(PageSlots):
@@ -121,8 +125,8 @@ class OwnSlots(PageSlots):
         return self.num_slots - len(self)
 
     def acquire(self, page: int) -> int:
-        assert page not in self._slot_of_page, f"page {page} has a slot already"
-        assert 0 < page <= self.num_slots, f"page {page} has no slot"
+        assert page not in self._slot_of_page, f"page {page} already has a slot"
+        assert 0 < page <= self.num_slots, f"there is no slot for page {page}"
         self._slot_of_page[page] = page - 1
         return page - 1
 

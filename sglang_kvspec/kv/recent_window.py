@@ -81,4 +81,6 @@ class RecentWindow:
 
     def check_integrity(self) -> None:
         self.slots.check_integrity()
-        assert all(page in self.slots for page in self._committed), "a committed page left"
+        assert all(page in self.slots for page in self._committed), (
+            "a committed page is not in the recent window"
+        )

@@ -42,7 +42,7 @@ class RecordPool:
                 _pin(self, self._pages)
             self._layers = list(self._pages.unbind(1))
         else:
-            assert not pinned, "only whole pages are copied by the GPU"
+            assert not pinned, "only a pool by page can be pinned"
             self._layers = [
                 torch.empty(
                     (num_slots, num_kv_heads, record_bytes), dtype=torch.uint8, device=device
@@ -76,7 +76,7 @@ class RecordPool:
     def pages(self) -> torch.Tensor:
         """All slots of a pool by page: contiguous [num_slots, num_layers, num_kv_heads,
         record_bytes]."""
-        assert self._pages is not None, "the pool is not by page"
+        assert self._pages is not None, "the pool must be by page"
         return self._pages
 
     def write(self, layer: int, slots: torch.Tensor, records: torch.Tensor) -> None:

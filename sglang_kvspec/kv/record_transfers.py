@@ -92,7 +92,9 @@ class RecordTransfers:
         [N, num_layers, page_size, num_kv_heads, head_dim]. Residuals may be in the cache or the
         store. The target must be `exact`."""
         kv = self._kv
-        assert kv.codec.target == "exact", "residuals are corrections, not values"
+        assert kv.codec.target == "exact", (
+            "int8 residuals hold corrections, not values: target must be exact"
+        )
         records = to_device(kv.device, self.read_residuals(pages))
         k, v = kv.codec.decode_exact(records.flatten(0, 1))
         shape = (len(pages), kv.geometry.num_layers, *k.shape[1:])

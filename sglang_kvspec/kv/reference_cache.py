@@ -188,4 +188,6 @@ class ReferenceKVCache(PagedKVCache):
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        assert self._encoded.isdisjoint(self.window.slots), "a page is in the window and encoded"
+        assert self._encoded.isdisjoint(self.window.slots), (
+            "a page of the recent window is also encoded"
+        )

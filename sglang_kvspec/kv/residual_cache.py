@@ -74,7 +74,7 @@ class ResidualCache:
 
     def keep_checksums(self) -> None:
         """Detect pages that change in the store. Call before the first page is encoded."""
-        assert self.store is not None, "without a store there is nothing to check"
+        assert self.store is not None, "checksums need a residual store"
         self.corrupt = CorruptPages(self.store, self.table)
 
     def begin(self, pages: Iterable[int]) -> None:
@@ -137,7 +137,9 @@ class ResidualCache:
             if page in corrupt:
                 continue
             if not self.cache_slots.num_free:
-                raise CapacityError(f"no cache slot to fetch page {page} into")
+                raise CapacityError(
+                    f"cannot fetch the residual of page {page}: no cache slot is free"
+                )
             self.table.advance(page, ResidualState.FETCHING)
             self.cache_slots.acquire(page)
             self._fetching.append(self.table.ref(page))
@@ -173,7 +175,7 @@ class ResidualCache:
 
     def evict(self, pages: Iterable[int]) -> None:
         """Give up the cache slots of RESIDENT or FETCHING pages. The store has their residuals."""
-        assert self.store is not None, "without a store a residual lives in the cache alone"
+        assert self.store is not None, "eviction needs a residual store"
         leaving = set(pages)
         for page in leaving:
             self.table.advance(page, ResidualState.STORED)

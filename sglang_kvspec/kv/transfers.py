@@ -138,7 +138,7 @@ class Stage:
 
     def _take(self, num_words: int) -> tuple[int, int]:
         """Return the range of num_words words. Block the CPU until the device has read them."""
-        assert num_words <= len(self._words), "more than the memory holds"
+        assert num_words <= len(self._words), "the values do not fit into the buffer"
         wraps = self._next + num_words > len(self._words)
         begin = 0 if wraps else self._next
         end = begin + num_words

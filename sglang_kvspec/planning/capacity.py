@@ -177,14 +177,14 @@ def _is_mostly_window(plan: CapacityPlan) -> bool:
 
 def _too_small(binding: str, budget_bytes: int, window_pages: int, page_bytes: PageBytes) -> str:
     if binding == MAX_TOKENS:
-        return "--max-total-tokens must be at least the page size, so that one page fits"
+        return "--max-total-tokens must be at least --page-size, so that one page fits"
     if binding == HOST_MEMORY:
         return (
-            "--kvspec-host-gb leaves no room for one page of residuals "
-            f"({page_bytes.residual} bytes); raise it, or set 0 to keep residuals in KV memory"
+            f"--kvspec-host-gb leaves no room for one page of residuals ({page_bytes.residual} "
+            "bytes): raise --kvspec-host-gb, or set it to 0 to keep residuals in KV memory"
         )
     return (
         f"{budget_bytes / 2**20:.0f} MiB of KV memory do not hold the recent window of "
-        f"{window_pages} pages ({window_pages * page_bytes.plain / 2**20:.0f} MiB) and one page; "
+        f"{window_pages} pages ({window_pages * page_bytes.plain / 2**20:.0f} MiB) and one page: "
         "raise --mem-fraction-static or lower --max-running-requests or --kvspec-recent-pages"
     )

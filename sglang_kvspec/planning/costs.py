@@ -36,7 +36,8 @@ class AcceptanceCurve:
             if more < 1 or not 0 <= accepted - last_accepted <= more:
                 raise ConfigError(
                     "accepted lengths must rise with the draft length, by at most one a draft, "
-                    f"got {accepted} accepted of {draft_len} after {last_accepted} of {last_len}"
+                    f"got {accepted} at length {draft_len} after {last_accepted} at length "
+                    f"{last_len}"
                 )
             last_len, last_accepted = draft_len, accepted
 
@@ -49,7 +50,7 @@ class AcceptanceCurve:
     def geometric(cls, probability: float, max_draft_len: int = MAX_DRAFT_LEN) -> AcceptanceCurve:
         """Return the curve of drafts that are each right with `probability`, independently."""
         if not 0 <= probability <= 1:
-            raise ConfigError(f"an acceptance probability is from 0 to 1, got {probability}")
+            raise ConfigError(f"an acceptance probability must be from 0 to 1, got {probability}")
         means, accepted = {}, 0.0
         for n in range(1, max_draft_len + 1):
             accepted += probability**n

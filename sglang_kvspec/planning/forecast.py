@@ -71,7 +71,7 @@ class Deployment:
             usable = self.device.hbm_bytes * self.memory_share
             raise ConfigError(
                 f"the model's weights ({self.rank_shape.weight_bytes / 1e9:.1f} GB a GPU) leave no "
-                f"room for KV in {usable / 1e9:.1f} usable GB of {self.device.name}; raise --tp"
+                f"room for KV in {usable / 1e9:.1f} usable GB of {self.device.name}: raise --tp"
             )
 
     @property
@@ -187,8 +187,8 @@ def read_acceptance(results: Mapping[str, Any], codec: str) -> AcceptanceCurve:
                 means[int(draft_len)] = float(figure["value"])
     except (TypeError, KeyError, ValueError) as error:
         raise ConfigError(
-            "--acceptance must hold a list `figures` of objects with a name and a value"
+            "the file of --acceptance must hold a list `figures` of objects with a name and a value"
         ) from error
     if not means:
-        raise ConfigError(f"--acceptance holds no figures named {prefix}N")
+        raise ConfigError(f"the file of --acceptance holds no figures named {prefix}N")
     return AcceptanceCurve.from_means(means)

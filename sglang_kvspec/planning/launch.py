@@ -48,15 +48,16 @@ def recommend(deployment: Deployment, chosen: Forecast, model: Path) -> Launch |
         arguments += ["--tp", str(deployment.tp)]
     arguments += ["--mem-fraction-static", f"{deployment.memory_share:g}"]
     if best.cycle is None:
-        return Launch(tuple(arguments), "Speculation does not pay here, so this is plain SGLang.")
+        reason = "Speculation does not pay here, so the command starts plain SGLang."
+        return Launch(tuple(arguments), reason)
     host_gib = store_gib(deployment, best) if needs_host else 0
     arguments += _kvspec_arguments(deployment, best.cycle, host_gib)
     place = "host memory" if needs_host else "HBM"
     plain = best.setting.plain_tokens_per_s
     return Launch(
         tuple(arguments),
-        f"With residuals in {place} {best.tokens_per_s:,.0f} tokens/s are expected, and "
-        f"{plain:,.0f} of plain SGLang.",
+        f"With residuals in {place}, {best.tokens_per_s:,.0f} tokens/s are expected, against "
+        f"{plain:,.0f} with plain SGLang.",
     )
 
 

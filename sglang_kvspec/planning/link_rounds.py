@@ -88,10 +88,9 @@ def share_of_speed(
     )
     share = min(rate / resident, 1.0)
     reason = (
-        f"of {num} requests the cache holds the residuals of {held:.1f}, and the link "
-        f"brings those of {1 / fetch_s:.0f} a second: {rate:.0f} tokens/s if it never stood still, "
-        f"{share:.2f} of the {resident:.0f} that rounds of the same cost give with all of them in "
-        "GPU memory"
+        f"the residual cache holds the residuals of {held:.1f} of {num} requests, and the link "
+        f"fetches those of {1 / fetch_s:.0f} requests a second: at most {rate:.0f} tokens/s, "
+        f"{share:.2f} of the {resident:.0f} tokens/s with all residuals in GPU memory"
     )
     return LinkShare(share, num, reason)
 

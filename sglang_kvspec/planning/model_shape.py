@@ -197,7 +197,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if value is None:
         value = default
     if value is None:
-        raise ConfigError(f"the model's config has no {key}, which the plan is computed from")
+        raise ConfigError(f"the model's config has no {key}, which the plan needs")
     if type(value) is not int or value < 1:
         raise ConfigError(f"{key} in the model's config must be a positive integer, got {value!r}")
     return value
@@ -238,6 +238,6 @@ def _weight_bytes(config: Mapping[str, Any]) -> float:
         if quantization.get("bits") in (2, 3, 4, 8):
             return float(quantization["bits"] / 8)
     raise ConfigError(
-        "the size of the weights cannot be read from quantization_config in the model's config; "
-        "quant_method fp8 and a number of bits (2, 3, 4, 8) are understood"
+        "quantization_config in the model's config does not give the size of the weights (allowed: "
+        "quant_method fp8, or bits 2, 3, 4 or 8)"
     )

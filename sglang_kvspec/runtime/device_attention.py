@@ -59,7 +59,7 @@ class DeviceAttention:
     def planned(self, plan: ForwardPlan) -> Iterator[None]:
         """Run a forward over the rows of a plan, layer by layer with forward(). Raises
         CapacityError if the KV cache has no room for its pages."""
-        assert self._rows is None, "the previous forward was not finished"
+        assert self._rows is None, "the previous forward has not finished"
         with self.laid_out(plan) as rows:
             self._begin(rows)
             yield
@@ -97,11 +97,12 @@ class DeviceAttention:
         """
         if not math.isclose(scale, self.kv.geometry.head_dim**-0.5, rel_tol=1e-6):
             raise UnsupportedError(
-                f"--kvspec on a GPU needs attention scaled by 1/sqrt(head size), got {scale}"
+                "--kvspec on a GPU needs an attention scale of 1/sqrt(head size), got "
+                f"{scale}: serve this model without --kvspec"
             )
         if self._captured is not None:
             return self._captured.forward(layer, q, k, v)
-        assert self._rows is not None, "forward() outside of planned()"
+        assert self._rows is not None, "forward() was called outside of planned()"
         # Prefill may be padded for a graph or a collective; padding attends to nothing.
         num_tokens = self._rows.num_tokens
         new = (k[:num_tokens], v[:num_tokens])

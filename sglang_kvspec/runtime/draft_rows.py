@@ -122,8 +122,8 @@ class DraftRows:
             lists = "head_pages"
             past = _by_head([row.past for row in rows], self.head_pages.shape[1:])
         tail = torch.tensor([slot for row in rows for slot in row.tail], dtype=torch.int32)
-        assert len(past) <= len(self.past_pages), "more pages than a batch can have"
-        assert len(tail) <= self._max_tail, "more window pages than a batch can have"
+        assert len(past) <= len(self.past_pages), "the batch has more pages than were allocated"
+        assert len(tail) <= self._max_tail, "the batch has more window pages than were allocated"
         ends = [0] * spare
         scalars = torch.tensor(
             [

@@ -102,12 +102,16 @@ class MetricsExporter:
             "accepted": counter("accepted_tokens", "Draft tokens accepted"),
             "rejected": counter("rejected_tokens", "Draft tokens rejected"),
             "verifications": counter("verifications", "Verifications"),
-            "waits": counter("verification_wait_iterations", "Iterations waited for residuals"),
+            "waits": counter(
+                "verification_wait_iterations", "Iterations spent waiting for residuals"
+            ),
         }
         self._bytes = counter("residual_bytes", "Residual bytes read from the store", "path")
         self._hits = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache", "tier")
         self._kept = counter(
-            "prefix_kept_anchor_tokens", "Of these, whose anchors were in GPU memory still", "tier"
+            "prefix_kept_anchor_tokens",
+            "Prompt tokens found in the prefix cache whose anchors were still in GPU memory",
+            "tier",
         )
         self._accept_len = Histogram(
             "sglang:kvspec_accept_length",
@@ -123,20 +127,20 @@ class MetricsExporter:
         )
         self._waiting = Gauge(
             "sglang:kvspec_requests_waiting_for_pages",
-            "Requests in the queue while its first one waits for pages",
+            "Queued requests while the first in the queue waits for pages",
             label,
             multiprocess_mode="mostrecent",
         )
         self._retracted = counter("retracted_requests", "Requests retracted", "reason")
         self._link = Gauge(
             "sglang:kvspec_link_bytes_per_second",
-            "Residual bytes that the link moves a second, as fetches showed",
+            "Measured bytes per second of residual fetches",
             label,
             multiprocess_mode="mostrecent",
         )
         self._iteration = Gauge(
             "sglang:kvspec_iteration_seconds",
-            "Seconds of an iteration or round, as those before showed",
+            "Measured seconds per iteration or round",
             label,
             multiprocess_mode="mostrecent",
         )

@@ -61,8 +61,8 @@ class Ranks:
         values = message.tolist()
         if values[:_HEADER] != header:
             raise RanksDisagree(
-                f"rank {self.rank} of {self.size} no longer serves what rank 0 serves: it expects "
-                f"{len(mine)} numbers about {about}, and gets {values[0]} about something else"
+                f"rank {self.rank} of {self.size} is out of step with rank 0: it expected "
+                f"{len(mine)} numbers about {about} and received {values[0]} about another subject"
             )
         return values[_HEADER:]
 
@@ -100,8 +100,8 @@ class Ranks:
         least, opposite, *values = message.tolist()
         if least != -opposite:
             raise RanksDisagree(
-                f"rank {self.rank} of {self.size} no longer serves what the others serve: it has "
-                f"numbers about {about}, and another about something else"
+                f"rank {self.rank} of {self.size} is out of step with another rank: this rank sent "
+                f"numbers about {about}, the other about another subject"
             )
         return values
 

@@ -29,7 +29,7 @@ class ReferenceAttention:
     def planned(self, plan: ForwardPlan) -> Iterator[None]:
         """Run a forward over the rows of a plan, layer by layer with forward(). Raises
         CapacityError if the KV cache has no room for its pages."""
-        assert self._plan is None, "the previous forward was not finished"
+        assert self._plan is None, "the previous forward has not finished"
         with self.kv.forward(plan):
             self._plan = plan
             yield
@@ -42,8 +42,10 @@ class ReferenceAttention:
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
         """
-        assert self._plan is not None, "forward() outside of planned()"
-        assert self._plan.num_tokens == len(q), "the forward is not the one that was planned"
+        assert self._plan is not None, "forward() was called outside of planned()"
+        assert self._plan.num_tokens == len(q), (
+            "the forward has another number of tokens than its plan"
+        )
         out = torch.empty_like(q)
         first = 0
         for row in self._plan.rows:

@@ -77,7 +77,7 @@ class VerifyRows:
         """Return the (tensor, values) pairs for send_into() that set the first tokens and parts,
         and clear the others. rows: of a plan whose rows are all VERIFY, and for which has_room()
         holds. tokens, positions: one for each token of the plan."""
-        assert self.has_room(rows), "a verification that was not captured"
+        assert self.has_room(rows), "no captured CUDA graph fits this verification"
         assert len(tokens) == len(positions) == rows.num_tokens
         values = {
             "input_ids": torch.tensor(tokens),

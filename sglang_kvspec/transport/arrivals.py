@@ -101,7 +101,10 @@ class Incoming:
         # Chunks that have arrived, with their sizes in bytes.
         self._full: dict[_Place, int] = {}
         if len(pages) != shape.num_pages or len(self._index) != len(pages):
-            raise TransportError(f"transfer {transfer}: {len(pages)} pages, or one twice: {shape}")
+            raise TransportError(
+                f"transfer {transfer} needs {shape.num_pages} distinct pages, got {len(pages)}, "
+                f"{len(self._index)} distinct: {shape}"
+            )
 
     @property
     def state(self) -> IncomingState:
@@ -119,11 +122,11 @@ class Incoming:
         if target is None:
             raise FrameError(Drop.RECYCLED, f"page {frame.page} has been recycled")
         if len(target) < frame.size:
-            raise FrameError(Drop.NO_ROOM, f"{key} of {frame.size} bytes, room for {len(target)}")
+            raise FrameError(Drop.NO_ROOM, f"{key} has {frame.size} bytes, its place {len(target)}")
         if (ranges := self._partial.get(key)) is None:
             ranges = self._partial[key] = ByteRanges(frame.size)
         if len(ranges) >= MAX_HOLES:
-            raise FrameError(Drop.MISPLACED, f"{key} has {len(ranges)} holes")
+            raise FrameError(Drop.MISPLACED, f"{key} has {len(ranges)} holes, the limit")
         num_new, source = 0, memoryview(payload)
         for start, stop in ranges.add(frame.offset, frame.offset + frame.length):
             target[start:stop] = source[start - frame.offset : stop - frame.offset]
@@ -139,20 +142,24 @@ class Incoming:
             or frame.chunk >= self.shape.num_chunks
         ):
             raise FrameError(
-                Drop.MISPLACED, f"{frame.stream.name} of page {frame.page}, chunk {frame.chunk}"
+                Drop.MISPLACED,
+                f"there is no {frame.stream.name} chunk {frame.chunk} of page {frame.page}",
             )
-        if frame.generation != self.pages[index][1]:
-            raise FrameError(Drop.STALE, f"page {frame.page}, generation {frame.generation}")
+        if frame.generation != (expected := self.pages[index][1]):
+            detail = f"page {frame.page} has generation {expected}, the frame {frame.generation}"
+            raise FrameError(Drop.STALE, detail)
         key = (frame.stream, index, frame.chunk)
         stop, limit = frame.offset + frame.length, self.shape.chunk_bytes(frame.stream)
         if not stop <= frame.size <= limit:
             raise FrameError(
-                Drop.MISPLACED, f"{key}: bytes up to {stop} of {frame.size}, limit {limit}"
+                Drop.MISPLACED, f"{key}: piece ends at {stop} of {frame.size} bytes, limit {limit}"
             )
         partial = self._partial.get(key)
         known = self._full.get(key) if partial is None else partial.size
         if known not in (None, frame.size):
-            raise FrameError(Drop.MISPLACED, f"{key} has {known} bytes, now {frame.size}")
+            raise FrameError(
+                Drop.MISPLACED, f"{key} has {known} bytes, the frame says {frame.size}"
+            )
         return key
 
     def _fill(self, key: _Place) -> PageArrived | None:
@@ -181,7 +188,7 @@ class Arrivals:
 
     def expect(self, incoming: Incoming) -> None:
         if incoming.transfer in self.incoming:
-            raise TransportError(f"transfer {incoming.transfer} is expected already")
+            raise TransportError(f"transfer {incoming.transfer} is already expected")
         self.incoming[incoming.transfer] = incoming
 
     def write(self, frame: Data, payload: Buffer, now_s: float) -> bool:
@@ -191,7 +198,7 @@ class Arrivals:
             self.counters.streams[frame.stream].duplicate_bytes += frame.length
             return False
         if incoming is None:
-            raise FrameError(Drop.UNKNOWN, f"transfer {frame.transfer}")
+            raise FrameError(Drop.UNKNOWN, f"transfer {frame.transfer} is unknown")
         num_new, page = incoming.write(frame, payload)
         stream = self.counters.streams[frame.stream]
         stream.frames += 1
@@ -215,7 +222,7 @@ class Arrivals:
     def reason_of(self, transfer: int) -> str:
         """Return why bytes of a transfer are not wanted, to tell its sender."""
         reason = self._over.get(transfer)
-        return "the receiver does not expect it" if reason is None else reason
+        return "the receiver does not expect the transfer" if reason is None else reason
 
     def take_events(self) -> list[Arrival]:
         events, self._events = self._events, []

@@ -36,7 +36,7 @@ class FlightLimits:
             and self.residual_bytes + self.longest(Stream.ANCHOR) <= self.total_bytes < 1 << 31
             and 1 <= self.frames <= ACK_SPAN // 2
         ):
-            raise TransportError(f"limits that exclude one another: {self}")
+            raise TransportError(f"these limits exclude one another: {self}")
 
     def longest(self, stream: Stream) -> int:
         """Return the bytes of the longest piece."""

@@ -16,7 +16,7 @@ from sglang_kvspec.transport.sender import (
 
 # Aborted transfers that are remembered, so that a receiver that opens one late is told.
 NUM_REMEMBERED = 4096
-_OTHER_PARTS = "it is sent in another number of parts"
+_OTHER_PARTS = "the transfer is sent in another number of parts"
 
 
 class WholeLink(Protocol):
@@ -116,7 +116,7 @@ class ForkedLink:
         transfer.ended.add(part.place)
         if reason not in self._harmless and transfer.reason is None:
             transfer.reason = reason
-            of_others = f"another part of it failed: {reason}"
+            of_others = f"another part of the transfer failed: {reason}"
             self._remember(number, of_others)
             self._abort_parts(number, transfer, of_others)
         self._end_if_over(number, transfer, reason)

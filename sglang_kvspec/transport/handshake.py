@@ -36,8 +36,8 @@ def _unfit_sizes(here: Identity, there: Identity) -> str | None:
     or several ranks of the sender, or a share of one rank's."""
     (size, heads), (their_size, their_heads) = here.tp_shape, there.tp_shape
     told = (
-        f"sender has {size} ({heads} KV heads a rank), "
-        f"receiver {their_size} ({their_heads} KV heads a rank)"
+        f"sender has {size} ({heads} KV heads per rank), "
+        f"receiver {their_size} ({their_heads} KV heads per rank)"
     )
     if not (size and their_size) or max(size, their_size) % min(size, their_size):
         return f"--tp-size of one end must be a multiple of the other's: {told}"
@@ -57,5 +57,5 @@ def _differ(words: str, ours: Any, theirs: Any) -> str | None:
 
 def wrong_protocol(here: int, there: int) -> str:
     wrong = _differ(_WORDS["protocol"], here, there)
-    assert wrong is not None, "it was refused"
+    assert wrong is not None, "the protocols must differ"
     return wrong

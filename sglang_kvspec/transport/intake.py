@@ -49,4 +49,4 @@ def take_in_of(
 
 
 def unexpected(frame: Frame) -> FrameError:
-    return FrameError(Drop.FOREIGN, f"{type(frame).__name__} is not sent to this end")
+    return FrameError(Drop.FOREIGN, f"this end does not accept {type(frame).__name__}")

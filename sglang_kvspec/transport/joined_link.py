@@ -54,7 +54,7 @@ class _Chunk:
     chunk: int
 
     def view(self, stream: Stream, page: int, generation: int, chunk: int) -> memoryview | None:
-        assert chunk == 0, "of a shape with one"
+        assert chunk == 0, "the shape of one sender has one chunk"
         return self.destination.view(stream, page, generation, self.chunk)
 
 
@@ -111,7 +111,7 @@ class JoinedLink:
         if (refusal := self.refusal) is not None:
             raise HandshakeRefused(refusal)
         if transfer in self._transfers:
-            raise TransportError(f"transfer {transfer} is expected already")
+            raise TransportError(f"transfer {transfer} is already expected")
         streams = {stream for stream in Stream if shape.num_pages_of(stream)}
         joined = _Transfer([set(streams) for _ in self.links])
         self._transfers[transfer] = joined
@@ -184,7 +184,7 @@ class JoinedLink:
     def _fail(self, transfer: int, joined: _Transfer, reason: str) -> None:
         if joined.failure is None:
             joined.failure = reason
-            self._cancel_parts(transfer, joined, f"another part of it failed: {reason}")
+            self._cancel_parts(transfer, joined, f"another part of the transfer failed: {reason}")
         self._end_failed(transfer, joined)
 
     def _end_failed(self, transfer: int, joined: _Transfer) -> None:

@@ -16,8 +16,8 @@ from sglang_kvspec.core.errors import ConfigError, TransportError
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _KEY_CHARS = 40
 _ALLOWED_FOLDER = (
-    "allowed: a folder with certificates own.key_secret and peers/*.key, as "
-    "zmq.auth.create_certificates writes them"
+    "allowed: a folder with certificates own.key_secret and peers/*.key in the format of "
+    "zmq.auth.create_certificates"
 )
 
 
@@ -34,25 +34,29 @@ class CurveKeys:
         for key in (self.public, self.secret, *self.peers):
             if len(key) != _KEY_CHARS:
                 raise TransportError(
-                    f"a CURVE key is Z85 text of {_KEY_CHARS} characters, got {len(key)}"
+                    f"a CURVE key must be Z85 text of {_KEY_CHARS} characters, got {len(key)}"
                 )
             try:
                 z85.decode(key)
             except (KeyError, ValueError):
-                raise TransportError("a CURVE key is Z85 text, got other characters") from None
+                raise TransportError("a CURVE key must be Z85 text, got other characters") from None
         if not self.peers:
             raise TransportError("CURVE needs the public key of at least one peer")
 
     def apply(self, socket: zmq.Socket[bytes], *, is_server: bool) -> None:
         if not zmq.has("curve"):
-            raise TransportError("this libzmq was built without CURVE")
+            raise TransportError(
+                "CURVE keys need a libzmq with CURVE, this libzmq was built without"
+            )
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         if is_server:
             socket.curve_server = True
             socket.zap_domain = b"kvspec"
             return
         if len(self.peers) != 1:
-            raise TransportError(f"a receiver dials one sender, got {len(self.peers)} peer keys")
+            raise TransportError(
+                f"a receiver needs the key of one sender, got {len(self.peers)} peer keys"
+            )
         (socket.curve_serverkey,) = self.peers
 
 
@@ -84,7 +88,7 @@ def check_address(address: str, keys: CurveKeys | None, *, bind: bool) -> None:
     if keys is None and not _is_loopback(parts.hostname):
         verb = "listen on" if bind else "connect to"
         raise TransportError(
-            f"refusing to {verb} {address} without CURVE keys: only loopback may go without"
+            f"cannot {verb} {address} without CURVE keys: only loopback addresses need none"
         )
 
 

@@ -30,7 +30,7 @@ class SenderLoop(Loop[SendEvent]):
             raise TransportError(f"{key} has no bytes")
         with self._lock:
             if key in self._kept:
-                raise TransportError(f"{key} was offered before")
+                raise TransportError(f"{key} was already offered")
             self._post(lambda: self._offer(key, view))
             self._kept[key] = view
 

@@ -29,10 +29,10 @@ class Openings:
         if outgoing.is_offered:
             return None
         if self._unoffered_transfers[peer] >= MAX_UNOFFERED_TRANSFERS:
-            return f"the receiver has {MAX_UNOFFERED_TRANSFERS} transfers that wait, the limit"
+            return f"the receiver has {MAX_UNOFFERED_TRANSFERS} waiting transfers, the limit"
         pages = self._unoffered_pages[peer]
         if pages + num_pages > MAX_UNOFFERED_PAGES:
-            return f"the receiver has {pages} pages that wait, limit {MAX_UNOFFERED_PAGES}"
+            return f"the receiver has {pages} waiting pages, limit {MAX_UNOFFERED_PAGES}"
         return None
 
     def opened(self, outgoing: Outgoing) -> None:

@@ -44,7 +44,9 @@ class Outgoing:
         """Bind the transfer to a receiver. Return None, or why that is impossible."""
         if self.shape is not None:
             same = (self.peer, self.shape, self.pages) == (peer, shape, pages)
-            return None if same else "it is open to another receiver, or into other pages"
+            if same:
+                return None
+            return "the transfer is already open to another receiver, or into other pages"
         for key, segment in self.live.items():
             if (wrong := _misfit(shape, key, len(segment.view))) is not None:
                 return wrong
@@ -54,7 +56,7 @@ class Outgoing:
     def offer(self, segment: Segment) -> None:
         key = segment.key
         if key in self._offered:
-            raise TransportError(f"{key} was offered before")
+            raise TransportError(f"{key} was already offered")
         if not len(segment.view):
             raise TransportError(f"{key} has no bytes")
         if self.shape is not None and (wrong := _misfit(self.shape, key, len(segment.view))):
@@ -109,6 +111,6 @@ class Outgoing:
 def _misfit(shape: TransferShape, key: SegmentKey, num_bytes: int) -> str | None:
     num_pages = shape.num_pages_of(key.stream)
     if not (0 <= key.page_index < num_pages and 0 <= key.chunk < shape.num_chunks):
-        return f"{key} lies outside {shape}"
+        return f"{key} is outside {shape}"
     limit = shape.chunk_bytes(key.stream)
     return None if num_bytes <= limit else f"{key} has {num_bytes} bytes, the limit is {limit}"

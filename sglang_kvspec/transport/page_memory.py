@@ -36,7 +36,7 @@ class PageMemory:
             return None
         memory, size = self._views[stream][chunk]
         if not 0 <= page < len(memory) // size:
-            raise TransportError(f"page {page} of {len(memory) // size}")
+            raise TransportError(f"page {page} is outside the {len(memory) // size} pages")
         return memory[page * size : (page + 1) * size]
 
 

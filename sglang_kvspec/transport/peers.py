@@ -61,7 +61,7 @@ class Peers:
         """Record a frame in its session; return the session. Raises FrameError if it has none."""
         peer = self._peers.get(name)
         if peer is None or peer.session is None:
-            raise FrameError(Drop.FOREIGN, f"session {frame.session} of nobody")
+            raise FrameError(Drop.FOREIGN, f"session {frame.session} is unknown")
         peer.session.admit(frame, now_s)
         peer.heard_s = now_s
         return peer.session
@@ -71,7 +71,7 @@ class Peers:
         peer = self._peers.get(name)
         reason = mismatch(self._identity, hello.identity)
         if reason is None and peer is None and len(self._peers) >= MAX_PEERS:
-            reason = f"the sender serves {MAX_PEERS} receivers, and no more"
+            reason = f"the sender already serves {MAX_PEERS} receivers, the limit"
         if reason is not None:
             self._counters.refusals += 1
             return Greeting(Refuse(hello.nonce, reason), is_new=False)

@@ -170,7 +170,7 @@ class ZmqPort:
             self._waker.send(b"\0")
 
     def reset(self) -> None:
-        assert self._dialled is not None, "a bound port has no one connection"
+        assert self._dialled is not None, "only a connected port can be reset"
         self._socket.close(linger=0)
         self._socket = self._open(zmq.DEALER)
         self._poller = self._watch()

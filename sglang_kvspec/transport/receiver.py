@@ -148,11 +148,11 @@ class Receiver:
             self._welcome(frame)
         elif isinstance(frame, Refuse):
             if self.state is not LinkState.GREETING or frame.nonce not in (0, self._nonce):
-                raise FrameError(Drop.FOREIGN, "a refusal of no Hello of this end")
+                raise FrameError(Drop.FOREIGN, "the refusal answers no Hello of this end")
             self._refused(frame.reason)
         elif isinstance(frame, Bye):
             if self._session is None or frame.session != self._session.session:
-                raise FrameError(Drop.FOREIGN, f"Bye to session {frame.session}")
+                raise FrameError(Drop.FOREIGN, f"the Bye is for session {frame.session}")
             self._lose_session()
         else:
             raise unexpected(frame)
@@ -161,7 +161,9 @@ class Receiver:
         self, frame: Data | Ping | Ack | Accept | Abort, payload: Buffer | None
     ) -> None:
         if self._session is None:
-            raise FrameError(Drop.FOREIGN, f"session {frame.session}, and this end has none")
+            raise FrameError(
+                Drop.FOREIGN, f"the frame has session {frame.session}, this end has no session"
+            )
         now_s = self._clock()
         self._session.admit(frame, now_s)
         self._heard_s = now_s
@@ -172,7 +174,7 @@ class Receiver:
             if frame.transfer in self._requests:
                 self._requests[frame.transfer].accepted = True
         elif isinstance(frame, Abort):
-            self._fail(frame.transfer, f"the sender ended it: {frame.reason}")
+            self._fail(frame.transfer, f"the sender ended the transfer: {frame.reason}")
 
     def _write(self, frame: Data, payload: Buffer, now_s: float) -> None:
         try:
@@ -188,7 +190,7 @@ class Receiver:
 
     def _welcome(self, frame: Welcome) -> None:
         if self.state is not LinkState.GREETING or frame.nonce != self._nonce:
-            raise FrameError(Drop.FOREIGN, f"Welcome to nonce {frame.nonce}")
+            raise FrameError(Drop.FOREIGN, f"no Hello of nonce {frame.nonce} awaits a Welcome")
         now_s = self._clock()
         self.state = LinkState.LIVE
         self._session = Session(frame.session, self._timing, now_s)
@@ -209,7 +211,7 @@ class Receiver:
             if self._session is None and silent_s >= self._timing.gone_s:
                 self._fail(transfer, f"the sender was silent for {silent_s:.1f} s")
             elif now_s >= request.give_up_s:
-                self.cancel(transfer, "it took longer than its receiver waits")
+                self.cancel(transfer, "the transfer took longer than its receiver waits")
             elif self._session is not None and now_s >= request.open_at_s:
                 self._open(transfer, request, now_s)
 

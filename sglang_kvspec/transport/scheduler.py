@@ -189,7 +189,7 @@ class SendScheduler:
             self._unwait(outgoing, stream)
         del self._transfers[outgoing.transfer]
         self._openings.ended(outgoing)
-        over = "it has been delivered" if reason is None else reason
+        over = "the transfer has been delivered" if reason is None else reason
         self._remember(outgoing.transfer, over)
         segments = tuple(outgoing.live.values())
         return Ended(outgoing.transfer, outgoing.peer, reason, segments)

@@ -253,7 +253,7 @@ class Sender:
     def _watch(self, now_s: float) -> None:
         # Twice: by then, a receiver that was not heard has itself failed its transfers.
         for transfer in self._asked.take_stale(now_s - 2 * self._timing.gone_s):
-            self.abort(transfer, "its receiver has not asked for it any more")
+            self.abort(transfer, "the receiver no longer asks for the transfer")
         for name in self.peers.silence(now_s):
             self.scheduler.suspend_peer(name)
         for name, silent_s in self.peers.forget_gone(now_s):

@@ -57,11 +57,16 @@ class Session:
         """Record that a frame was read. Raises FrameError if it is of another session, was read
         before, or is an Ack of frames that were never sent."""
         if frame.session != self.session:
-            raise FrameError(Drop.FOREIGN, f"session {frame.session}, expected {self.session}")
+            raise FrameError(
+                Drop.FOREIGN, f"the frame has session {frame.session}, expected {self.session}"
+            )
         if isinstance(frame, Ack) and max(frame.highest, frame.echo) > self._last:
-            raise FrameError(Drop.MALFORMED, f"an Ack of {frame.highest}, last sent {self._last}")
+            detail = f"the Ack is for frame {frame.highest}, last sent {self._last}"
+            raise FrameError(Drop.MALFORMED, detail)
         if not self._window.admit(frame.sequence):
-            raise FrameError(Drop.REPLAYED, f"sequence {frame.sequence}")
+            raise FrameError(
+                Drop.REPLAYED, f"sequence {frame.sequence} was read before or is too old"
+            )
         self.heard_s = now_s
         if isinstance(frame, Ping):
             self._echo = frame.sequence

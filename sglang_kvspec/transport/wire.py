@@ -102,33 +102,39 @@ class Wire(Generic[AnyFrame]):
     def decode(self, parts: Sequence[Buffer]) -> tuple[AnyFrame, Buffer | None]:
         """Return the frame of a message, and its payload: part 1 itself, not a copy, or None."""
         if not 1 <= len(parts) <= 2:
-            raise FrameError(Drop.MALFORMED, f"{len(parts)} parts, expected 1 or 2")
+            raise FrameError(Drop.MALFORMED, f"the message has {len(parts)} parts, expected 1 or 2")
         head = memoryview(parts[0])
         payload = parts[1] if len(parts) == 2 else None
         if len(head) > self._max_head_bytes:
-            detail = f"head of {len(head)} bytes, limit {self._max_head_bytes}"
+            detail = f"the head has {len(head)} bytes, limit {self._max_head_bytes}"
             raise FrameError(Drop.OVERSIZED, detail)
         if payload is not None and len(payload) > MAX_PIECE_BYTES:
-            raise FrameError(Drop.OVERSIZED, f"payload of {len(payload)}, limit {MAX_PIECE_BYTES}")
+            detail = f"the payload has {len(payload)} bytes, limit {MAX_PIECE_BYTES}"
+            raise FrameError(Drop.OVERSIZED, detail)
         if len(head) < _PREFIX.size:
-            raise FrameError(Drop.MALFORMED, f"head of {len(head)} bytes, least {_PREFIX.size}")
+            detail = f"the head has {len(head)} bytes, minimum {_PREFIX.size}"
+            raise FrameError(Drop.MALFORMED, detail)
         magic, protocol, kind, checksum = _PREFIX.unpack_from(head)
         if magic != self.magic:
-            raise FrameError(Drop.MALFORMED, f"magic {magic!r}")
+            raise FrameError(Drop.MALFORMED, f"the magic is {magic!r}, expected {self.magic!r}")
         body = head[_PREFIX.size :]
         if _checksum(protocol, kind, body, payload) != checksum:
-            raise FrameError(Drop.CHECKSUM, f"kind {kind}, {len(body)} bytes")
+            raise FrameError(
+                Drop.CHECKSUM, f"a frame of kind {kind} with {len(body)} bytes is damaged"
+            )
         if protocol != self.protocol:
-            detail = f"protocol {protocol}, this end {self.protocol}"
+            detail = f"the frame has protocol {protocol}, this end {self.protocol}"
             raise FrameError(Drop.VERSION, detail, protocol if kind == 0 else None)
         if kind >= len(self._kinds) or (payload is not None) != self._has_payload[kind]:
-            raise FrameError(Drop.MALFORMED, f"kind {kind} in {len(parts)} parts")
+            raise FrameError(Drop.MALFORMED, f"no frame of kind {kind} has {len(parts)} parts")
         try:
             frame = self._decoders[kind].decode(body)
         except (DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError(Drop.MALFORMED, f"{self._kinds[kind].__name__}: {error}") from None
         if payload is not None and len(payload) != frame.length:
-            detail = f"{len(payload)} bytes of {type(frame).__name__}, which said otherwise"
+            detail = (
+                f"{type(frame).__name__} says {frame.length} bytes, its payload has {len(payload)}"
+            )
             raise FrameError(Drop.MALFORMED, detail)
         return frame, payload
 

@@ -23,7 +23,7 @@ def load_example(page: str) -> ModuleType:
         if block.startswith('"""') or (parts and block.startswith("class ")):
             parts.append(block)
     if not parts:
-        raise ValueError(f"{page} has no example")
+        raise ValueError(f"{page} has no Python block that begins with a docstring")
     name = f"example_of_{Path(page).stem.replace('-', '_')}"
     module = ModuleType(name)
     # Dataclasses and reference modules of codecs are looked up by this name.

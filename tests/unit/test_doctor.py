@@ -1,4 +1,4 @@
-"""The checks of `sglang-kvspec doctor`, each with a machine that fails it."""
+"""The checks of `sglang-kvspec doctor`, each on a machine that fails it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_another_python_is_refused(monkeypatch):
 def test_another_sglang_ends_the_checks(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.5.99")
     *_, sglang, last = doctor.diagnose([])
-    assert "supports SGLang 0.5.17, but 0.5.99 is installed" in sglang.problem
+    assert "supports SGLang 0.5.17, but SGLang 0.5.99 is installed" in sglang.problem
     assert last.found == doctor.NOT_CHECKED
 
 
@@ -77,7 +77,7 @@ def test_a_model_is_found_in_the_arguments(arguments, has_model):
 
 
 @pytest.mark.parametrize(("problem", "code"), [("", 0), ("too old", 1)])
-def test_the_exit_code_tells_a_script(monkeypatch, capsys, problem, code):
+def test_the_exit_code_shows_failures(monkeypatch, capsys, problem, code):
     monkeypatch.setattr(doctor, "diagnose", lambda arguments: iter([Check("it", "new", problem)]))
     assert cli.main(["doctor", "--model-path", "M"]) == code
     said = capsys.readouterr().out

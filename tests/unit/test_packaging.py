@@ -1,4 +1,4 @@
-"""The wheel that `python -m build` makes: what it holds, and what it leaves out."""
+"""Content of the wheel that `python -m build` makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("sglang_kvspec", "kvspec_kernels", "kvspec_patches")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy: setuptools leaves files beside the sources."""
+    """Wheel built from a copy, since setuptools leaves files beside the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     names = [*("pyproject.toml", "README.md", "LICENSE", "NOTICE"), "sglang_kvspec", "kernels"]

@@ -110,13 +110,14 @@ class Log4Settings(CodecSpec):
     def triton_encode(self) -> TritonEncode:
         if self.centre != "midrange":
             raise FormatError(
-                "kernels take the centre midrange only: a mean depends on the order of summation"
+                "kernels need centre midrange, got "
+                f"{self.centre}: a mean depends on the order of summation"
             )
         if self.alpha > MAX_ALPHA:
-            raise FormatError(f"kernels take alpha up to {MAX_ALPHA}, got {self.alpha}")
+            raise FormatError(f"kernels need alpha up to {MAX_ALPHA}, got {self.alpha}")
         if self.anchor_bits == 2 and self.v_chunk % PAIR_STEP:
             raise FormatError(
-                f"kernels take v_chunk in multiples of {PAIR_STEP} for anchor_bits 2, "
+                f"kernels need v_chunk in multiples of {PAIR_STEP} for anchor_bits 2, "
                 f"got {self.v_chunk}"
             )
         chunks = (self.k_chunk, self.v_chunk)

@@ -54,7 +54,7 @@ def _backend_class(backend: Backend, plan: AttentionPlan) -> type[BackendAttenti
     if backend == "auto":
         backend = "cuda" if CudaAttention.covers(plan) else "triton"
     if backend == "triton" and plan.arithmetic == "int8":
-        raise ValueError("arithmetic 'int8' needs the back end 'cuda' and a plan that it covers")
+        raise ValueError("arithmetic 'int8' needs back end 'cuda' and a plan that 'cuda' covers")
     return CudaAttention if backend == "cuda" else TritonAttention
 
 
@@ -140,7 +140,7 @@ class _Attention:
         lse: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._plan is None or self._ready is None:
-            raise RuntimeError("run() before plan()")
+            raise RuntimeError("run() was called before plan()")
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if lse is None:

@@ -159,7 +159,7 @@ class AttentionPlan:
         if self.source != "anchor":
             self._check_records("residuals", records.residuals, self.residual_layout.nbytes)
             if records.residual_slots is None:
-                raise ValueError("residual_slots must be given")
+                raise ValueError(f"residual_slots must be given for the {self.source} source")
             check_index("residual_slots", records.residual_slots, self.device)
         if tail is not None:
             page = (self.page_size, self.num_kv_heads, self.head_dim)
@@ -177,7 +177,7 @@ class AttentionPlan:
         strides = records.stride()
         if records.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in strides[:-1]):
             raise ValueError(
-                f"{name} must start at and have strides of multiples of {ALIGNMENT} bytes, "
+                f"{name} must have a start and strides at multiples of {ALIGNMENT} bytes, "
                 f"got strides {strides}"
             )
 

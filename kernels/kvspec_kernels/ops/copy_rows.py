@@ -35,7 +35,8 @@ def copy_rows(
             raise ValueError(f"rows of {name} must start at multiples of {WORD_BYTES} bytes")
     if target.shape[1:] != source.shape[1:] or target[:1].numel() % WORD_BYTES:
         raise ValueError(
-            f"rows must be alike and of whole words, got {_of(target)} and {_of(source)}"
+            f"rows of target and source must have equal shapes, in whole words of {WORD_BYTES} "
+            f"bytes, got {_of(target)} and {_of(source)}"
         )
     if source.device != target.device and not (source.device.type == "cpu" and source.is_pinned()):
         raise ValueError(f"source must be on {target.device} or pinned, got {_of(source)}")
@@ -43,7 +44,10 @@ def copy_rows(
         if rows.ndim != 1 or rows.device != target.device or rows.dtype.is_floating_point:
             raise ValueError(f"{name} must be integers [N] on {target.device}, got {_of(rows)}")
     if len(target_rows) != len(source_rows):
-        raise ValueError(f"{len(target_rows)} rows cannot take {len(source_rows)}")
+        raise ValueError(
+            "target_rows and source_rows must have equal lengths, got "
+            f"{len(target_rows)} and {len(source_rows)}"
+        )
     row_words = target[:1].numel() // WORD_BYTES
     blocks_a_row = -(-row_words // BLOCK_WORDS)
     num_blocks = len(target_rows) * blocks_a_row

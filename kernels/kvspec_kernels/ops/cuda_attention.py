@@ -34,10 +34,10 @@ class CudaAttention:
         if not self.covers(plan):
             raise ValueError(
                 "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head "
-                "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels; to draft, "
-                "one list of pages for all heads, arithmetic int8 from 2-bit anchors and fp16 from "
-                "log4's 4-bit ones; to verify, target int8, pages and heads that are multiples of "
-                "64, and for log4 alpha 0"
+                "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels. Drafts also "
+                "need one list of pages for all heads, arithmetic int8 for 2-bit anchors, and fp16 "
+                "for 4-bit anchors of log4. Verifications also need target int8, page and head "
+                "sizes in multiples of 64, and alpha 0 for log4"
             )
         self._plan = plan
         self._kernel = _kernel(plan)
@@ -143,7 +143,7 @@ class CudaAttention:
         assert plan.qo_indptr is not None
         if tail is not None and not tail_aligned(tail.window_k):
             raise ValueError(
-                "tail.window_k must start at and have strides of multiples of 4 bytes, "
+                "tail.window_k must have a start and strides at multiples of 4 bytes, "
                 f"got strides {tail.window_k.stride()}"
             )
         pages = (records.anchors, records.residuals, records.residual_slots)

@@ -102,7 +102,7 @@ def deterministic_attention(
 def _check(q: torch.Tensor, past: Past, tail: Tail, qo_indptr: torch.Tensor) -> None:
     page_size, num_kv_heads, head_dim = tail.window_k.shape[1:]
     if page_size & (page_size - 1) or page_size < 16:
-        raise ValueError(f"pages must be a power of two of at least 16 tokens, got {page_size}")
+        raise ValueError(f"the page size must be a power of two of at least 16, got {page_size}")
     if q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
         raise ValueError(
             f"q {list(q.shape)} does not fit {num_kv_heads} KV heads of size {head_dim}"
@@ -116,14 +116,16 @@ def _check(q: torch.Tensor, past: Past, tail: Tail, qo_indptr: torch.Tensor) -> 
         if k.dtype != q.dtype or v.dtype != q.dtype:
             raise ValueError(f"{name} must be {q.dtype}, got {k.dtype} and {v.dtype}")
         if k.shape != v.shape or k.stride() != v.stride() or k.stride(-1) != 1:
-            raise ValueError(f"k and v of {name} must be alike, with contiguous channels")
+            raise ValueError(
+                f"k and v of {name} must have equal shapes and strides, and contiguous channels"
+            )
     if q.stride(-1) != 1:
         raise ValueError("q must have contiguous channels")
     batch = len(qo_indptr) - 1
     if not len(past.indptr) - 1 == len(tail.indptr) - 1 == len(tail.lens) == batch:
         raise ValueError(
-            f"{batch} requests by qo_indptr, but {len(past.indptr) - 1} pasts, "
-            f"{len(tail.indptr) - 1} tails and {len(tail.lens)} lengths"
+            f"qo_indptr has {batch} requests, but past.indptr {len(past.indptr) - 1}, "
+            f"tail.indptr {len(tail.indptr) - 1} and tail.lens {len(tail.lens)}"
         )
     indices = {
         "qo_indptr": qo_indptr,

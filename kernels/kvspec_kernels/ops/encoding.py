@@ -50,7 +50,7 @@ def encode_constants(
     encode = settings.triton_encode()
     if any(chunk % CHUNK_STEP for chunk in encode.chunks):
         raise FormatError(
-            f"kernels take chunks of multiples of {CHUNK_STEP} tokens, got {encode.chunks}"
+            f"kernels need chunks in multiples of {CHUNK_STEP} tokens, got {encode.chunks}"
         )
     padded = math.prod(1 << (size - 1).bit_length() for size in (page_size, head_dim))
     launch = {
@@ -91,8 +91,8 @@ def check_pages(k: torch.Tensor, v: torch.Tensor, names: str) -> None:
     """Raise ValueError unless k, v are [S, P, H, D], agree, and can be read as pairs."""
     if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
         raise ValueError(
-            f"{names} must be [pages, page size, heads, head size] and agree, got {_of(k)} and "
-            f"{_of(v)}"
+            f"{names} must be [pages, page size, heads, head size] of equal shape, dtype and "
+            f"device, got {_of(k)} and {_of(v)}"
         )
     if k.dtype not in KV_DTYPES:
         raise ValueError(f"{names} must be fp32, bf16 or fp16, got {k.dtype}")
@@ -115,7 +115,10 @@ def check_tokens(k: torch.Tensor, v: torch.Tensor, window: torch.Tensor) -> None
                 f"{window.device}, got {_of(tokens)}"
             )
     if k.shape != v.shape or k.stride() != v.stride():
-        raise ValueError(f"k_new and v_new must agree, got {_of(k)} and {_of(v)}")
+        raise ValueError(
+            "k_new and v_new must have equal shapes and strides, got "
+            f"{_of(k)} {k.stride()} and {_of(v)} {v.stride()}"
+        )
     if k.stride(2) != 1 or any(stride % 2 for stride in k.stride()[:2]):
         raise ValueError(f"k_new must have contiguous heads and even strides, got {k.stride()}")
 

@@ -51,18 +51,21 @@ def read_host(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     device = some[0][0].device
     for target, source in some:
         if target.device.type != "cuda" or not source.is_pinned():
-            raise ValueError(f"target must be on a GPU and source pinned: {target.device}")
+            raise ValueError(
+                f"target must be on a GPU and source pinned, got target on {target.device} and "
+                f"source on {source.device}, pinned: {source.is_pinned()}"
+            )
         if target.device != device:
-            raise ValueError(f"targets must be on one device, not on {device} and {target.device}")
+            raise ValueError(f"targets must be on one device, got {device} and {target.device}")
         if not (target.is_contiguous() and source.is_contiguous()):
             raise ValueError("target and source must be contiguous")
         if target.nbytes != source.nbytes or target.nbytes % WORD_BYTES:
             raise ValueError(
-                f"target and source must be of as many bytes, whole words of {WORD_BYTES}, not "
-                f"{target.nbytes} and {source.nbytes}"
+                f"target and source must have equal sizes, in whole words of {WORD_BYTES} bytes, "
+                f"got {target.nbytes} and {source.nbytes} bytes"
             )
         if target.data_ptr() % WORD_BYTES or source.data_ptr() % WORD_BYTES:
-            raise ValueError(f"target and source must begin at multiples of {WORD_BYTES} bytes")
+            raise ValueError(f"target and source must start at multiples of {WORD_BYTES} bytes")
     with torch.cuda.device(device):
         for first in range(0, len(some), MAX_PARTS):
             _launch(some[first : first + MAX_PARTS])

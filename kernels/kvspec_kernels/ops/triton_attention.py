@@ -71,8 +71,8 @@ class TritonAttention:
     def __init__(self, plan: AttentionPlan, workspace: torch.Tensor) -> None:
         if not INTERPRETED and plan.device.type != "cuda":
             raise ValueError(
-                f"indptr must be on a CUDA device, got {plan.device}; on a CPU the kernels run in "
-                "Triton's interpreter (TRITON_INTERPRET=1 before triton is imported)"
+                f"indptr must be on a CUDA device, got {plan.device}: to run the kernels on a CPU, "
+                "set TRITON_INTERPRET=1 before triton is imported"
             )
         self._plan = plan
         sizes = Launch.of(plan)

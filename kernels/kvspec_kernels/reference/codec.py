@@ -91,5 +91,5 @@ def reference_of(spec: CodecSpec) -> ReferenceCodec:
 
 def kernel_reference_of(spec: CodecSpec) -> KernelReference:
     """Return the reference module of a codec that has kernels."""
-    assert spec.has_kernels, f"the codec {spec.name} has reference functions alone"
+    assert spec.has_kernels, f"the codec {spec.name} has no kernels, only reference functions"
     return cast("KernelReference", import_module(spec.reference))

@@ -57,7 +57,7 @@ def _make_manager(
     from sglang_kvspec.adapters.transfer.peers import serving
     from sglang_kvspec.adapters.transfer.prefill import PrefillManager
 
-    assert not is_mla_backend, "models with MLA are refused at the start"
+    assert not is_mla_backend, "models with MLA must be refused at the start"
     manager = PrefillManager if mode is DisaggregationMode.PREFILL else DecodeManager
     made = manager(kv_args, server_args, serving())
     serving().manager = made

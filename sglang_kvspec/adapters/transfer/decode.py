@@ -46,8 +46,9 @@ class DecodeManager:
         self._keys = serving.keys()
         if self._keys is not None and len(self._keys.peers) != 1:
             raise ConfigError(
-                f"--kvspec-transfer-keys {serving.config.transfer_keys}: a decode server knows its "
-                f"prefill servers by one key, which they share, got {len(self._keys.peers)}"
+                f"--kvspec-transfer-keys {serving.config.transfer_keys}: peers/*.key must hold "
+                "one key on a decode server, which all prefill servers share, got "
+                f"{len(self._keys.peers)}"
             )
         self.arrivals = Arrivals(
             serving.kv,
@@ -71,8 +72,8 @@ class DecodeManager:
         self.prefill_info_table = _AsManyRanks(serving)
         if serving.config.is_lossy:
             logger.warning(
-                "KVSpec: KV arrives by --kvspec-transfer %s, which loses some of it: answers are "
-                "not those of full precision, and are not verified",
+                "KVSpec: --kvspec-transfer %s is lossy: answers may differ from those of full "
+                "precision, and are not verified",
                 serving.config.transfer,
             )
 
@@ -132,7 +133,7 @@ class DecodeManager:
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """Refuse what SGLang's `pause_generation(mode="retract")` asks for: to compute KV again."""
-        kv_receiver.give_up("KVSpec's decode servers cannot have KV computed again")
+        kv_receiver.give_up("a decode server of KVSpec cannot recompute KV")
 
 
 class _AsManyRanks:
@@ -163,7 +164,7 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
     def __init__(
         self, mgr: DecodeManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
-        assert bootstrap_room is not None, "SGLang gives every request a room"
+        assert bootstrap_room is not None, "SGLang must give every request a bootstrap room"
         self.kv_mgr = mgr
         self._address, self._room = bootstrap_addr, bootstrap_room
         self.conclude_state: int | None = None
@@ -221,7 +222,7 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
             return KVPoll.Transferring
         fields = arrivals.fields(self._room)
         if not self.kv_mgr.is_token(fields[0]):
-            self.give_up("the prefill server names a first token that is none")
+            self.give_up("the prefill server sent a first token outside the vocabulary")
             return KVPoll.Failed
         if not self.kv_mgr.is_of_room(fields[-1], self._room):
             self.give_up("the prefill server sent a first token of another request")
@@ -264,7 +265,8 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self.conclude_state == KVPoll.Success:
             self.kv_mgr.arrivals.land_anchors(self._room)
         elif self._is_expected:
-            self.kv_mgr.arrivals.drop(self._room, self._failure or "the decode server gave it up")
+            reason = self._failure or "the decode server cancelled the request"
+            self.kv_mgr.arrivals.drop(self._room, reason)
 
     def abort(self) -> None:
         self.give_up("Aborted by AbortReq.")

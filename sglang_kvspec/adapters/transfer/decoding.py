@@ -48,7 +48,10 @@ class Decoding:
         for req in reqs:
             reason = arrivals.failure(req.bootstrap_room)
             if reason is not None and req.to_finish is None:
-                message = f"its KV could not be received, and so its tokens not verified: {reason}"
+                message = (
+                    "KV of the request could not be received, so its tokens cannot be verified: "
+                    f"{reason}"
+                )
                 logger.error("%s (request %s)", message, req.rid)
                 fail(req, message)
 
@@ -119,11 +122,13 @@ def why_not(req: Any, arrivals: Arrivals, page_size: int) -> str | None:
     """
     if req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
         if (failure := arrivals.failure(req.bootstrap_room)) is not None:
-            return f"its KV could not be received: {failure}"
+            return f"KV of the request could not be received: {failure}"
         return arrivals.wrong_prompt(req.bootstrap_room, req.origin_input_ids)
     if len(req.origin_input_ids) < page_size:
         return None
-    return f"bootstrap_host {FAKE_BOOTSTRAP_HOST} is for warm-ups of less than {page_size} tokens"
+    return (
+        f"bootstrap_host {FAKE_BOOTSTRAP_HOST} is only for warm-ups of up to {page_size - 1} tokens"
+    )
 
 
 def shared_refusals(
@@ -142,7 +147,7 @@ def shared_refusals(
         if wrong is None and not is_right:
             wrong = ON_ANOTHER_RANK
         elif wrong is None and low != -high:
-            wrong = "the prefill server's ranks name different first tokens"
+            wrong = "the ranks of the prefill server sent different first tokens"
         found.append(wrong)
     return found
 

@@ -86,9 +86,9 @@ def _get_route(bootstrap_addr: str, others: int, rank: int) -> Any:
         for part in reply.iter_content(4096):
             body += part
             if len(body) > MAX_REPLY_BYTES or time.monotonic() > deadline_s:
-                raise _NoRoute("its answer is too long, or comes too slowly")
+                raise _NoRoute("the bootstrap server's answer is too long or too slow")
     if reply.status_code != 200:
-        raise _NoRoute(f"it answers {reply.status_code}: {body[:200]!r}")
+        raise _NoRoute(f"the bootstrap server answered {reply.status_code}: {body[:200]!r}")
     return json.loads(body)
 
 
@@ -96,7 +96,7 @@ def size_in(found: Any) -> int:
     """Return the number of ranks in an answer. Raises ValueError if there is none."""
     size = found.get("attn_tp_size") if type(found) is dict else None
     if type(size) is not int or size < 1:
-        raise ValueError(f"it names no number of ranks: {found!r:.200}")
+        raise ValueError(f"the bootstrap server named no number of ranks: {found!r:.200}")
     return size
 
 
@@ -104,7 +104,7 @@ def address_in(found: Any) -> str:
     """Return the address in an answer. Raises ValueError if there is none."""
     host, port = (found.get("rank_ip"), found.get("rank_port")) if type(found) is dict else (0, 0)
     if type(host) is not str or type(port) is not int or not 0 < port < 1 << 16:
-        raise ValueError(f"it names no address: {found!r:.200}")
+        raise ValueError(f"the bootstrap server named no address: {found!r:.200}")
     return f"tcp://{host}:{port}"
 
 

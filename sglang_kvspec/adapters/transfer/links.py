@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds after which an unused link is closed: servers come and go.
 IDLE_S = 120.0
+_NO_ANSWER = "its bootstrap server has not answered yet"
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class _Link:
     answer: Answer | None = None
     loop: Any = None
     dialled_s: float = 0.0
-    trouble: str = "it has not answered yet"
+    trouble: str = _NO_ANSWER
 
 
 class PrefillLinks:
@@ -75,7 +76,7 @@ class PrefillLinks:
     def trouble(self, bootstrap_addr: str) -> str:
         """Return why live() returns None."""
         link = self._links.get(bootstrap_addr)
-        return "it has not answered yet" if link is None else link.trouble
+        return _NO_ANSWER if link is None else link.trouble
 
     def drop(self, loop: Any, reason: str) -> None:
         """Forget and close a loop, which may have ended already."""
@@ -86,7 +87,7 @@ class PrefillLinks:
         try:
             loop.close()
         except TransportError as error:
-            logger.error("KVSpec: a link to a prefill server did not end well: %s", error)
+            logger.error("KVSpec: cannot close a link to a prefill server: %s", error)
 
     def _state(self, link: _Link) -> LinkState | None:
         """Return the state of a link; None if it has no loop, or its loop has ended."""
@@ -113,14 +114,17 @@ class PrefillLinks:
             return
         if link.loop is not None:
             assert link.answer is not None
-            self.drop(link.loop, f"the prefill server at {_told(link.answer)} is gone")
+            self.drop(link.loop, f"the prefill server no longer listens at {_told(link.answer)}")
         try:
             loop = self._dial(answer)
         except ValueError as error:
-            raise TransportError(f"{bootstrap_addr} names {_told(answer)}: {error}") from None
+            raise TransportError(
+                f"bootstrap server {bootstrap_addr} named {_told(answer)}: {error}"
+            ) from None
         link.answer, link.loop, link.dialled_s = answer, loop, self._clock()
         link.trouble = (
-            f"nothing that knows this server's keys, if it has any, greets from {_told(answer)}"
+            f"no prefill server answers at {_told(answer)}; if --kvspec-transfer-keys is set, "
+            "check the keys of both servers"
         )
 
     def _close_unused(self, now_s: float) -> None:
@@ -128,7 +132,7 @@ class PrefillLinks:
             if now_s - link.used_s < IDLE_S or (link.loop and self._is_used(link.loop)):
                 continue
             if link.loop is not None:
-                self.drop(link.loop, "nobody had a use for this link")
+                self.drop(link.loop, "the link was idle")
             self._directory.take(addr)
             del self._links[addr]
 

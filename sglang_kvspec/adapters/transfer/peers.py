@@ -89,11 +89,11 @@ class Serving:
 
 # Reason of all refusals after an update of weights, with the role of the server.
 WEIGHTS_CHANGED = (
-    "the weights of the {} server were updated after it shook hands: restart it to have KV "
-    "transferred again"
+    "the weights of the {0} server were updated after the handshake: restart the {0} server to "
+    "transfer KV again"
 )
 _MAX_ROOM = (1 << 63) - 1
-_ON_ANOTHER_RANK = "another rank of this server gave it up, and says why in its log"
+_ON_ANOTHER_RANK = "another rank of this server cancelled the request: see the log of that rank"
 
 
 def wrong_room(room: Any) -> str | None:
@@ -121,7 +121,7 @@ def install(serving: Serving) -> None:
 
 
 def serving() -> Serving:
-    assert _serving, "SGLang made a transfer manager before the pools"
+    assert _serving, "SGLang must make the pools before a transfer manager"
     return _serving[0]
 
 
@@ -142,5 +142,5 @@ def write_fields(kv_args: Any, index: int, fields: tuple[bytes, ...]) -> None:
     for address, size, value in zip(
         kv_args.aux_data_ptrs, kv_args.aux_item_lens, fields, strict=True
     ):
-        assert len(value) == size, "a handover's fields are checked where it is read"
+        assert len(value) == size, "fields of a handover must be checked when the handover is read"
         ctypes.memmove(address + index * size, value, size)

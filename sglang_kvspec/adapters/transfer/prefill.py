@@ -191,7 +191,9 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
             elif departure.is_open:
                 return KVPoll.WaitingForInput
             elif waited_s > self.kv_mgr.bootstrap_timeout_s:
-                self._failure = f"no decode server asked for its KV in {waited_s:.0f} s"
+                self._failure = (
+                    f"no decode server asked for the KV of the request in {waited_s:.0f} s"
+                )
             else:
                 return KVPoll.Bootstrapping
         return KVPoll.Failed
@@ -202,7 +204,7 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         )
         if not departure.num_sent:
             # The decode server ended the request before anything was computed here.
-            self._failure = "its decode server needs it no more"
+            self._failure = "the decode server no longer needs the KV of the request"
             return KVPoll.Failed
         return KVPoll.Success
 
@@ -214,7 +216,7 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         if error.is_from_another_rank and self._owns_room:
             # This rank had no failure: tell the receiver why the request ends nevertheless.
             self.kv_mgr.departures.abort(
-                self._room, "another rank of the prefill server gave it up"
+                self._room, "another rank of the prefill server cancelled the request"
             )
         self.clear()
         raise error
@@ -227,4 +229,4 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         self._failure = self._failure or "Aborted by AbortReq."
         if self._owns_room:
-            self.kv_mgr.departures.abort(self._room, "the prefill server gave it up")
+            self.kv_mgr.departures.abort(self._room, "the prefill server cancelled the request")

@@ -149,10 +149,12 @@ def _symbols_of(record: DeltaRecord, per_channel: int) -> symbols.Symbols:
     holds another number of symbols."""
     if record.coding is Coding.ENTROPY:
         if len(record.body) % 4:
-            raise CodecError(f"coded symbols come in words of 4 bytes, got {len(record.body)}")
+            raise CodecError(
+                f"coded symbols must be whole words of 4 bytes, got {len(record.body)} bytes"
+            )
         words = np.frombuffer(record.body, "<u4").astype(np.uint32)
         return symbols.decode(words, record.classes, per_channel)
     expected = record.classes.size * per_channel
     if len(record.body) != expected:
-        raise CodecError(f"{expected} symbols take as many bytes, got {len(record.body)}")
+        raise CodecError(f"{expected} symbols must take {expected} bytes, got {len(record.body)}")
     return np.frombuffer(bytearray(record.body), np.int8).reshape(-1, per_channel)

@@ -82,4 +82,4 @@ def _check_payload(codec: str, payload: torch.Tensor, least: int, most: int) -> 
         )
     if not least <= payload.numel() <= most:
         allowed = f"{least}" if least == most else f"from {least} to {most}"
-        raise CodecError(f"a page of {codec} has {allowed} bytes, got {payload.numel()}")
+        raise CodecError(f"a page of {codec} must have {allowed} bytes, got {payload.numel()}")

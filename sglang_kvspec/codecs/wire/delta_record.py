@@ -111,13 +111,15 @@ class DeltaRecordFormat:
         raw = payload.numpy()
         checksum, nbytes, version, coding, zero = _HEADER.unpack_from(raw.data)
         if nbytes != raw.size:
-            raise CodecError(f"a cachegen record says that it has {nbytes} bytes, got {raw.size}")
+            raise CodecError(
+                f"the header of a cachegen record states {nbytes} bytes, got {raw.size} bytes"
+            )
         if checksum != _checksum(raw):
-            raise CodecError("a cachegen record's checksum does not fit its bytes")
+            raise CodecError("the checksum of a cachegen record does not match its bytes")
         if version != VERSION or coding not in list(Coding) or zero != 0:
             raise CodecError(
-                f"cachegen records are of version {VERSION}, coding 0 or 1 and a zero, "
-                f"got {version}, {coding} and {zero}"
+                f"a cachegen record must have version {VERSION}, coding 0 or 1, and 0 as last "
+                f"header field, got {version}, {coding} and {zero}"
             )
         step = self.layout["step"].view(payload)
         scale = self.layout["anchor_scale"].view(payload).float()

@@ -31,7 +31,7 @@ def make_wire_codec(name: WireCodecName, geometry: PageGeometry) -> WireCodec:
         case "cachegen":
             return CacheGenWireCodec(geometry)
     raise ConfigError(
-        f"--kvspec-transfer by pages must be one of {', '.join(get_args(WireCodecName))}, "
+        f"--kvspec-transfer of whole pages must be one of {', '.join(get_args(WireCodecName))}, "
         f"got {name!r}"
     )
 

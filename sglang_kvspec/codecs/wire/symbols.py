@@ -59,7 +59,7 @@ def decode(words: Words, classes: Classes, per_channel: int) -> Symbols:
     not on the words. Raises CodecError where the words cannot hold as many symbols of these
     classes."""
     if words.size and words[-1] == 0:
-        raise CodecError("coded symbols never end in a word of zero")
+        raise CodecError("coded symbols must not end in a word of zero")
     coder = constriction.stream.stack.AnsCoder(words)
     symbols = np.empty((classes.size, per_channel), np.int8)
     for number in range(NUM_CLASSES):

@@ -108,8 +108,8 @@ class UniformWireCodec:
         zero = self.layout[f"{part}_zero"].view(payload)
         if not bool((scale.isfinite() & (scale >= 0) & zero.isfinite()).all()):
             raise CodecError(
-                f"{self.name} scales and zero points of {part.upper()} must be finite and scales "
-                "not negative"
+                f"{self.name} scales and zero points of {part.upper()} must be finite, and scales "
+                "must not be negative"
             )
 
     def _decode_part(self, part: str, payload: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,10 @@ class StoreLimits:
         if not 0 <= self.residual_share <= 1:
             raise ConfigError(f"residual_share must be from 0 to 1, got {self.residual_share}")
         if self.queue_bytes < 1 or self.write_burst_bytes < 1:
-            raise ConfigError("queue_bytes and write_burst_bytes must be at least 1")
+            raise ConfigError(
+                "queue_bytes and write_burst_bytes must be at least 1, got "
+                f"{self.queue_bytes} and {self.write_burst_bytes}"
+            )
         if self.write_bytes_per_s is not None and not self.write_bytes_per_s > 0:
             raise ConfigError(f"write_bytes_per_s must be above 0, got {self.write_bytes_per_s}")
 

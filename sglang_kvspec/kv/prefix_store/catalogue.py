@@ -117,7 +117,7 @@ class Catalogue:
         if tier is Tier.ANCHOR:
             self._links[link.key] = (link.key, link.parent, link.position, link.tokens)
         else:
-            assert link.key in self._links, "a residual without its anchor"
+            assert link.key in self._links, "a residual needs its anchor in the store"
         shelf.held[link.key] = (held.slot, held.checksum, held.sequence)
         shelf.keys[held.slot] = link.key
         self._now += 1
@@ -158,10 +158,10 @@ class Catalogue:
     def check_integrity(self) -> None:
         anchors, residuals = self._shelves
         assert self._links.keys() == anchors.held.keys(), "links and anchors disagree"
-        assert residuals.held.keys() <= anchors.held.keys(), "a residual without its anchor"
+        assert residuals.held.keys() <= anchors.held.keys(), "a residual has no anchor"
         for shelf in self._shelves:
             keys = {slot: key for key, (slot, _, _) in shelf.held.items()}
             assert len(keys) == len(shelf.held), "a slot belongs to two pages"
             assert keys == shelf.keys, "keys and slots disagree"
             assert not any(slot in shelf.free for slot in keys), "a free slot belongs to a page"
-            assert len(shelf.order) == len(keys), "the order of eviction lost a page"
+            assert len(shelf.order) == len(keys), "the eviction order and the pages disagree"

@@ -99,7 +99,7 @@ def check_identity(directory: Path, identity: StoreIdentity) -> bool:
     reason = _difference(found, identity)
     if reason is not None:
         raise PrefixStoreError(
-            f"prefix store {directory} was written for another {reason}; choose another folder"
+            f"prefix store {directory} does not fit this server: {reason}; choose another folder"
         )
     return True
 
@@ -107,10 +107,10 @@ def check_identity(directory: Path, identity: StoreIdentity) -> bool:
 def _difference(found: Any, identity: StoreIdentity) -> str | None:
     wanted = asdict(identity)
     if not isinstance(found, dict):
-        return "kind of store: its identity is no JSON object"
+        return f"{IDENTITY_FILE} is not a JSON object"
     # In the order of the fields, so that the most telling difference is named.
     for name in (field.name for field in fields(StoreIdentity)):
         if found.get(name) != wanted[name]:
-            return f"{name}: {found.get(name)!r}, here it is {wanted[name]!r}"
+            return f"the store has {name} {found.get(name)!r}, this server {wanted[name]!r}"
     extra = sorted(set(found) - set(wanted))
-    return f"store version: it also states {extra[0]!r}" if extra else None
+    return f"{IDENTITY_FILE} has the unknown field {extra[0]!r}" if extra else None

@@ -21,6 +21,7 @@ from sglang_kvspec.kv.prefix_store.committer import Committer
 from sglang_kvspec.kv.prefix_store.disk_file import Bytes, DiskFile, OpenFile, StoreFile
 from sglang_kvspec.kv.prefix_store.entries import HEADER_BYTES, EntryFormat
 from sglang_kvspec.kv.prefix_store.identity import (
+    IDENTITY_FILE,
     StoreIdentity,
     check_identity,
     write_identity,
@@ -130,7 +131,10 @@ def open_store(
     )
     page_bytes = identity.anchor_page_bytes + identity.residual_page_bytes
     if limits.queue_bytes < page_bytes:
-        raise ConfigError(f"queue_bytes must hold a page of {page_bytes}, got {limits.queue_bytes}")
+        raise ConfigError(
+            f"queue_bytes must be at least the {page_bytes} bytes of a page, got "
+            f"{limits.queue_bytes}"
+        )
     opened: list[Callable[[], None]] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -149,7 +153,7 @@ def open_store(
     except BaseException as error:
         _close_all(opened)
         if isinstance(error, OSError):
-            raise PrefixStoreError(f"prefix store {directory}: cannot write it: {error}") from error
+            raise PrefixStoreError(f"cannot write to prefix store {directory}: {error}") from error
         raise
     bucket = TokenBucket(limits.write_bytes_per_s, limits.write_burst_bytes, clock)
     committer = Committer(state, WriteHealth(directory, clock))
@@ -173,14 +177,14 @@ def open_reader(
             if not slab.has_header():
                 raise PrefixStoreError(
                     f"prefix store {directory}: {name}.index is damaged or of another version; "
-                    "opening the store for writing starts a new one"
+                    "open the store for writing to start a new index"
                 )
         state = StoreState(identity, Catalogue(_UNBOUNDED, _UNBOUNDED), slabs, writable=False)
         state.load()
     except BaseException as error:
         _close_all(opened)
         if isinstance(error, OSError):
-            raise PrefixStoreError(f"prefix store {directory}: cannot read it: {error}") from error
+            raise PrefixStoreError(f"cannot read prefix store {directory}: {error}") from error
         raise
     return PrefixReader(state, lambda: _close_all(opened))
 
@@ -214,7 +218,7 @@ def _refuse_foreign(directory: Path) -> None:
     foreign = sorted(ours & {path.name for path in directory.iterdir()})
     if foreign:
         raise PrefixStoreError(
-            f"{directory} holds {foreign[0]} but no identity of a prefix store; "
+            f"{directory} holds {foreign[0]} but no {IDENTITY_FILE} of a prefix store; "
             "choose another folder"
         )
 

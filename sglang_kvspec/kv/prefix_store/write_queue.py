@@ -112,7 +112,9 @@ class WriteQueue:
                     if delay_s is not None or not self._waiting:
                         self._changed.wait(delay_s)
         except Exception:
-            logger.exception("The prefix store writes no more")
+            logger.exception(
+                "KVSpec: the prefix store has stopped writing: new prefixes are not kept"
+            )
             with self._changed:
                 self._is_closed = True
                 self._waiting.clear()

@@ -25,7 +25,7 @@ class WriterLock:
             os.close(self._fd)
             raise PrefixStoreError(
                 f"prefix store {directory} is being written by process {owner or 'unknown'}; "
-                "only one may, others can open it for reading"
+                "stop that process or choose another folder"
             ) from None
         except OSError:
             os.close(self._fd)

@@ -22,7 +22,7 @@ from sglang_kvspec.transport import Arrival, PageArrived, StreamArrived, Transfe
 
 # Number that a rank sends for a request that failed there, in place of its number of pages.
 _FAILED = -1
-ON_ANOTHER_RANK = "another rank of this server could not receive its part, and says why in its log"
+ON_ANOTHER_RANK = "another rank of this server failed to receive its part; see the log of that rank"
 
 
 class Arrivals:
@@ -68,7 +68,7 @@ class Arrivals:
         """Have a request's KV sent into free pages, in order; the last one takes the tail. Raises
         ValueError for a room that is in use."""
         if room in self._landings or room in self._leaving:
-            raise ValueError(f"bootstrap room {room} is in use")
+            raise ValueError(f"bootstrap room {room} is already in use: choose another")
         handover_bytes = self._handovers.of_part(link.num_parts).max_bytes
         staging = Staging(len(pages) - 1, self._wire, handover_bytes, link.num_parts)
         landing = Landing(room, link, pages, staging)
@@ -167,10 +167,10 @@ class Arrivals:
         num_sent = full_tokens + landing.handover.num_tail_tokens
         if num_sent != len(token_ids):
             return (
-                f"the prefill server sent KV of {num_sent} tokens for a prompt of {len(token_ids)}"
+                f"the prefill server sent KV of {num_sent} tokens, the prompt has {len(token_ids)}"
             )
         if landing.handover.prompt != digest_of(token_ids):
-            return "the prefill server was given another prompt of the same length"
+            return "the prefill server computed another prompt of the same length"
         return None
 
     def keep_tail(self, page: int, tail: torch.Tensor) -> None:
@@ -267,7 +267,7 @@ class Arrivals:
         try:
             yield
         except KVSpecError as error:
-            self._fail(landing, f"what arrived is not KV of this request: {error}")
+            self._fail(landing, f"the received bytes are not KV of this request: {error}")
 
     def _note(self, landing: Landing, event: Arrival) -> None:
         if isinstance(event, TransferFailed):

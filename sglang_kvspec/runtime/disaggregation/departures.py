@@ -30,7 +30,7 @@ from sglang_kvspec.transport import (
 
 # Reason that a receiver gives when its request is over. The sender does not count it as a failure.
 NOT_NEEDED = "the receiver needs no more of it"
-FREED = "its KV was freed before it was sent"
+FREED = "the KV was freed before the transfer ended"
 # Most open rooms without a request here. Receivers of requests that never come give up long before
 # this limit.
 MAX_UNCLAIMED = 4096
@@ -92,7 +92,7 @@ class Departures:
     def add(self, room: int) -> Departure:
         """Register a request that is to be sent. Raises ValueError for a room that is in use."""
         if room in self._departures:
-            raise ValueError(f"bootstrap room {room} is in use")
+            raise ValueError(f"bootstrap room {room} is already in use: choose another")
         self.pump()
         departure = Departure(begun_s=self._clock())
         num_parts = self._unclaimed.pop(room, None)
@@ -138,7 +138,7 @@ class Departures:
         if departure.ended is not None:
             return
         tails, is_encoded = self._tails(page, num_tokens, departure.num_parts)
-        assert departure.prompt is not None, "its receiver is to know what was computed"
+        assert departure.prompt is not None, "the handover needs the digest of the prompt"
         ended_at = departure.prefill_ended_at
         handover = Handover(fields, departure.prompt, ended_at, num_tokens, is_encoded)
         for chunk, tail in enumerate(tails):
@@ -187,7 +187,7 @@ class Departures:
 
     def forget(self, room: int) -> None:
         """Forget a request that is over, and cancel its transfer if that has not ended."""
-        self.abort(room, "the request is over")
+        self.abort(room, "the request has ended")
         self._departures.pop(room, None)
 
     def _tails(

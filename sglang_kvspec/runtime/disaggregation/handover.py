@@ -85,20 +85,27 @@ class HandoverFormat:
         try:
             handover = self._decoder.decode(raw[_LENGTH_BYTES:end])
         except msgspec.DecodeError as error:
-            raise TransportError(f"a handover that cannot be read: {error}") from None
+            raise TransportError(f"the handover cannot be decoded: {error}") from None
         sizes = tuple(map(len, handover.fields))
         if sizes != self._field_bytes:
             raise TransportError(
-                f"a handover with fields of {sizes}, not {self._field_bytes} bytes"
+                f"the fields of the handover have {sizes} bytes, expected {self._field_bytes}"
             )
         tokens = handover.num_tail_tokens
         if not 1 <= tokens <= self.geometry.page_size or not math.isfinite(
             handover.prefill_ended_at
         ):
-            raise TransportError(f"a handover of {tokens} tokens at {handover.prefill_ended_at}")
+            raise TransportError(
+                f"the handover has {tokens} tokens in its tail (allowed: 1 to "
+                f"{self.geometry.page_size}) and prefill_ended_at {handover.prefill_ended_at} "
+                "(allowed: finite)"
+            )
         expected = self._record_bytes if handover.is_encoded else tokens * self._token_bytes
         if len(raw) - end != expected or handover.is_encoded > (tokens == self.geometry.page_size):
-            raise TransportError(f"a handover of {len(raw) - end} bytes for {tokens} tokens")
+            raise TransportError(
+                f"the tail of the handover has {len(raw) - end} bytes for {tokens} tokens, "
+                f"expected {expected} (encoded: {handover.is_encoded}, True only for a full page)"
+            )
         tail = torch.frombuffer(bytearray(raw[end:]), dtype=torch.uint8)
         if handover.is_encoded:
             return handover, tail
@@ -119,7 +126,9 @@ def agreed(handovers: Sequence[Handover]) -> Handover:
     first = handovers[0]
     for other in handovers[1:]:
         if _meaning(other) != _meaning(first):
-            raise TransportError("ranks of the prefill server hand over different requests")
+            raise TransportError(
+                "the ranks of the prefill server sent handovers of different requests"
+            )
     return msgspec.structs.replace(
         first, prefill_ended_at=max(each.prefill_ended_at for each in handovers)
     )

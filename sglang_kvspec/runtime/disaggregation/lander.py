@@ -49,7 +49,7 @@ class Lander:
         arrived = landing.arrived[Stream.ANCHOR]
         if landing.num_pages not in arrived:
             return
-        assert landing.staging is not None, "all of it had landed"
+        assert landing.staging is not None, "the whole transfer has landed already"
         chunk_bytes = arrived.pop(landing.num_pages)
         payloads = landing.staging.payloads(Stream.ANCHOR, landing.num_pages, chunk_bytes)
         of_part = self._handovers.of_part(len(payloads))
@@ -85,7 +85,7 @@ class Lander:
         count = self._pages_at_once[stream]
         for first in range(0, len(indices), count):
             part = indices[first : first + count]
-            assert staging is not None, "all of it had landed"
+            assert staging is not None, "the whole transfer has landed already"
             assert pages is not None
             payloads = [staging.payloads(stream, index, arrived[index]) for index in part]
             self._wire.land(stream, [pages[index] for index in part], payloads)

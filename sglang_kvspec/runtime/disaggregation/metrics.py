@@ -28,22 +28,26 @@ class TransferMetrics:
         self._model_name, self._clock = model_name, clock
         self._due_s = clock()
         self._counters = {
-            "bytes": counter("bytes", "KV bytes that crossed", "stream"),
-            "resent": counter("resent_bytes", "KV bytes that were sent again", "stream"),
-            "busy": counter("busy_seconds", "Time with bytes on their way", "stream"),
-            "requests": counter("requests", "KV transfers that ended", "outcome"),
-            "dropped": counter("dropped_frames", "Frames that were not trusted", "reason"),
-            "arrived": counter("arrivals", "KV transfers of which all of a stream came", "stream"),
-            "waited": counter("arrival_seconds", "Time from asking until it came", "stream"),
+            "bytes": counter("bytes", "KV bytes transferred", "stream"),
+            "resent": counter("resent_bytes", "KV bytes sent again", "stream"),
+            "busy": counter("busy_seconds", "Seconds with bytes in flight", "stream"),
+            "requests": counter("requests", "Ended KV transfers", "outcome"),
+            "dropped": counter("dropped_frames", "Received frames that were dropped", "reason"),
+            "arrived": counter(
+                "arrivals", "KV transfers whose stream arrived completely", "stream"
+            ),
+            "waited": counter(
+                "arrival_seconds", "Seconds from request to complete arrival of a stream", "stream"
+            ),
         }
         self._drafts = PromCounter(
             "sglang:kvspec_drafts_on_anchors",
-            "Draft tokens made while residuals were on their way",
+            "Draft tokens made while residuals were in transfer",
             ["model_name"],
         )
         self._link_use = Gauge(
             "sglang:kvspec_transfer_link_use",
-            "Share of the links' life in which bytes were on their way",
+            "Share of the links' lifetime with bytes in flight",
             ["model_name"],
             multiprocess_mode="mostrecent",
         )

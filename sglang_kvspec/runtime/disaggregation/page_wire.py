@@ -82,7 +82,9 @@ class SplitWire:
     def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
         size = self.part_bytes(stream, len(part_sizes))
         if set(part_sizes) != {size}:
-            raise TransportError(f"a page, or a part of it, of another size than {size} bytes")
+            raise TransportError(
+                f"the parts of a page have {list(part_sizes)} bytes, expected {size} each"
+            )
 
     def land(
         self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
@@ -113,7 +115,7 @@ class SplitWire:
     def _part_shape(self, stream: Stream, num_parts: int) -> torch.Size:
         """Return [num_layers, KV heads of a part, record_bytes]."""
         layers, heads, record_bytes = self._shape(stream)
-        assert heads % num_parts == 0, "the handshake lets nobody else in"
+        assert heads % num_parts == 0, "the parts of a transfer must divide the KV heads"
         return torch.Size((layers, heads // num_parts, record_bytes))
 
 
@@ -125,7 +127,7 @@ class WholeWire:
     residual_bytes = 0
 
     def __init__(self, kv: PagedKVCache, codec: WireCodec, *, drafts: bool) -> None:
-        assert kv.codec.target == "exact", "another target would lose what the wire did not"
+        assert kv.codec.target == "exact", "only target exact adds no loss to that of the wire"
         self._kv, self._codec, self._drafts = kv, codec, drafts
         self._part_codecs = {1: codec}
         self.anchor_bytes = codec.max_page_bytes
@@ -134,7 +136,7 @@ class WholeWire:
     def pack(
         self, stream: Stream, pages: Sequence[int], num_parts: int = 1
     ) -> list[list[torch.Tensor]]:
-        assert stream is Stream.ANCHOR, "a page in one piece has no residual"
+        assert stream is Stream.ANCHOR, "a page in one piece has no residual stream"
         codec = self._codec_of(num_parts)
         payloads: list[list[torch.Tensor]] = []
         for portion in self._portions(len(pages)):
@@ -154,7 +156,7 @@ class WholeWire:
     def land(
         self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        assert stream is Stream.ANCHOR, "a page in one piece has no residual"
+        assert stream is Stream.ANCHOR, "a page in one piece has no residual stream"
         for part in self._portions(len(pages)):
             k, v = self._decode(payloads[part])
             self._kv.write_whole(pages[part], k, v, anchors=self._drafts)

@@ -45,7 +45,7 @@ class RetractedKV:
     def _recent_page(self, page: int, at: int) -> torch.Tensor:
         size = self._kv.geometry.page_size
         tokens = self._kv.records.read_plain(page, min(size, self._num_tokens - at * size))
-        assert tokens is not None, "the window has it"
+        assert tokens is not None, "the page must be in the recent window"
         return tokens
 
     def restore(self, pages: Sequence[int]) -> None:

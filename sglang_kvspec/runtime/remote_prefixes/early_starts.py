@@ -66,13 +66,13 @@ class EarlyStarts:
     def begin(self, rid: str, links: Sequence[PageLink], pages: Sequence[int]) -> None:
         """Start a request: write the anchor of links[i], which must have arrived, to the free
         pages[i]. Residuals land later, in land()."""
-        assert rid not in self._starts, f"request {rid} has started"
+        assert rid not in self._starts, f"request {rid} has already started"
         kv = self._kv
         records = PageRecords.empty(kv.geometry, kv.codec, len(pages))
         lacking = {}
         for row, page, link in zip(page_rows(records.anchors), pages, links, strict=True):
             anchor = self._remote.anchor_of(link)
-            assert anchor is not None, "its anchor is not here"
+            assert anchor is not None, "the anchor has not arrived"
             row[:] = anchor
             lacking[page] = (link, xxh3_128_digest(anchor))
         kv.begin_landing(pages)

@@ -26,15 +26,15 @@ class RemoteMetrics:
         self._model_name, self._clock = model_name, clock
         self._due_s = clock()
         self._counters = {
-            "lookups": counter("lookups", "Prompts by what became of asking for them", "outcome"),
-            "pages": counter("pages", "Pages by what became of them", "outcome"),
-            "bytes": counter("bytes", "Bytes of records that crossed", "direction"),
-            "drafts": counter("drafts", "Draft tokens while records were on their way", "read"),
-            "dropped": counter("dropped_frames", "Frames that were not trusted", "reason"),
+            "lookups": counter("lookups", "Prompts by outcome of their lookup", "outcome"),
+            "pages": counter("pages", "Pages by outcome of their lookup or upload", "outcome"),
+            "bytes": counter("bytes", "Record bytes transferred", "direction"),
+            "drafts": counter("drafts", "Draft tokens made while records were in transfer", "read"),
+            "dropped": counter("dropped_frames", "Received frames that were dropped", "reason"),
         }
         self._is_live = Gauge(
             "sglang:kvspec_prefix_server_is_live",
-            "Whether there is a link to the prefix server",
+            "1 while the link to the prefix server is live, else 0",
             ["model_name"],
             multiprocess_mode="mostrecent",
         )

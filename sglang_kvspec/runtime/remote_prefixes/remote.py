@@ -241,7 +241,9 @@ class RemotePrefixes:
 
     def _fail(self, error: TransportError) -> None:
         """Give up the link, whose thread has ended. The server continues without it."""
-        logger.error("KVSpec: %s; prompts are computed without the prefix server", error)
+        logger.error(
+            "KVSpec: %s; until a restart, prompts are computed without the prefix server", error
+        )
         self._failure = str(error)
         for rid in self._lookups.rids:
             self._lookups.forget(rid, self._clock())

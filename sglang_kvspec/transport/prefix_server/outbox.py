@@ -61,7 +61,8 @@ class Outbox:
         """Queue the pages of a Fetch. Raises FrameError if too many pages would wait."""
         num_waiting = sum(len(jobs) for jobs in self._jobs.values())
         if num_waiting + len(frame.pages) > MAX_WAITING_PAGES:
-            raise FrameError(Drop.NO_ROOM, f"{num_waiting} pages wait")
+            detail = f"{num_waiting} pages wait, {len(frame.pages)} more exceed {MAX_WAITING_PAGES}"
+            raise FrameError(Drop.NO_ROOM, detail)
         self._jobs[frame.stream].extend(
             _Job(frame.lookup, frame.first + i, StoredPage(*page))
             for i, page in enumerate(frame.pages)

@@ -47,7 +47,8 @@ class Peer:
     def seek(self, frame: Seek) -> Found:
         links = self._links(frame)
         if len(links) > MAX_SEEK_PAGES:
-            raise FrameError(Drop.OVERSIZED, f"{len(links)} pages, limit {MAX_SEEK_PAGES}")
+            detail = f"the lookup has {len(links)} pages, limit {MAX_SEEK_PAGES}"
+            raise FrameError(Drop.OVERSIZED, detail)
         hit = self._store.lookup_links(links)
         stamps = tuple(page.stamp for page in hit.pages)
         return Found(self.session, frame.lookup, stamps, hit.num_complete)
@@ -57,7 +58,7 @@ class Peer:
         self._upload = None
         links = self._links(frame)
         if len(links) != 1:
-            raise FrameError(Drop.MISPLACED, f"{len(links)} pages in one, expected 1")
+            raise FrameError(Drop.MISPLACED, f"the upload has {len(links)} pages, expected 1")
         num_bytes = self._layout.anchor_page_bytes + self._layout.residual_page_bytes
         self._upload = _Upload(frame.upload, links[0], num_bytes)
 
@@ -65,10 +66,13 @@ class Peer:
         """Take in a part of the upload. Return the answer if it is the last part."""
         upload, end = self._upload, frame.offset + len(payload)
         if upload is None or upload.number != frame.upload:
-            raise FrameError(Drop.UNKNOWN, f"upload {frame.upload}")
+            raise FrameError(Drop.UNKNOWN, f"upload {frame.upload} is unknown")
         if frame.offset != upload.num_arrived or end > len(upload.content):
             self._upload = None
-            raise FrameError(Drop.MISPLACED, f"{frame.offset} to {end}")
+            detail = (
+                f"upload {upload.number}: part from byte {frame.offset} to {end} is out of place"
+            )
+            raise FrameError(Drop.MISPLACED, detail)
         upload.content[frame.offset : end] = payload
         upload.num_arrived = end
         if end < len(upload.content):
@@ -82,7 +86,10 @@ class Peer:
     def _links(self, chain: Seek | Publish) -> list[PageLink]:
         page_bytes = self._layout.page_size * TOKEN_BYTES
         if len(chain.tokens) % page_bytes:
-            raise FrameError(Drop.MISPLACED, f"{len(chain.tokens)} bytes, pages of {page_bytes}")
+            detail = (
+                f"{len(chain.tokens)} bytes of tokens are not whole pages of {page_bytes} bytes"
+            )
+            raise FrameError(Drop.MISPLACED, detail)
         return list(
             extend_chain(chain.parent, chain.position, chain.tokens, self._layout.page_size)
         )
@@ -101,7 +108,7 @@ class Peers:
         if peer is not None and peer.nonce == frame.nonce:
             return peer
         if peer is None and len(self._peers) >= MAX_PEERS:
-            raise PrefixStoreError(f"the prefix server has {MAX_PEERS} servers, and no more")
+            raise PrefixStoreError(f"the prefix server already has {MAX_PEERS} servers, the limit")
         peer = Peer(frame, self._shelves.open(frame.layout), now_s)
         self._peers[name] = peer
         return peer

@@ -95,11 +95,11 @@ class PrefixServer:
             self._greet(name, frame, now_s)
             return
         if not isinstance(frame, FromServer):
-            raise FrameError(Drop.FOREIGN, f"{type(frame).__name__} is not sent to this end")
+            raise FrameError(Drop.FOREIGN, f"this end does not accept {type(frame).__name__}")
         peer = self._peers.of(name, frame.session, now_s)
         if peer is None:
             self._answer(name, Unknown(frame.session))
-            raise FrameError(Drop.FOREIGN, f"session {frame.session} of nobody")
+            raise FrameError(Drop.FOREIGN, f"session {frame.session} is unknown")
         self._serve(name, peer, frame, payload)
 
     def _greet(self, name: bytes, frame: Greet, now_s: float) -> None:
@@ -110,8 +110,8 @@ class PrefixServer:
             if str(error) != self._refused:
                 self._refused = str(error)
                 logger.warning(
-                    "KVSpec: refused a server, which computes its prompts without these prefixes "
-                    "(it loses speed and changes no output): %s",
+                    "KVSpec: refused a server (%s): that server computes its prompts without these "
+                    "prefixes, which costs speed and changes no output",
                     error,
                 )
             self._answer(name, Deny(frame.nonce, str(error)[:512]))

@@ -26,7 +26,7 @@ class Shelves:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = WriterLock(directory)
         except OSError as error:
-            raise PrefixStoreError(f"{directory}: cannot write it: {error}") from error
+            raise PrefixStoreError(f"cannot write to the folder: {error}") from error
 
     def open(self, layout: StoreLayout) -> PrefixStore:
         """Return the store of a layout. Raises PrefixStoreError, whose message the server is told,
@@ -41,7 +41,7 @@ class Shelves:
             limits = StoreLimits(self._disk_bytes, queue_bytes=max(QUEUE_BYTES, page_bytes))
             store = open_store(self._directory / identity.folder_name, identity, limits)
         except ConfigError as error:
-            raise PrefixStoreError(f"the prefix server has no room: {error}") from error
+            raise PrefixStoreError(f"--gb of the prefix server is too small: {error}") from error
         self._stores[identity] = store
         return store
 
@@ -72,10 +72,13 @@ class Shelves:
             if ours != theirs:
                 raise PrefixStoreError(f"the prefix server has {name} {ours}, the server {theirs}")
         if identity.anchor_page_bytes + identity.residual_page_bytes > MAX_PAGE_BYTES:
-            raise PrefixStoreError(f"a page is larger than {MAX_PAGE_BYTES} bytes")
+            raise PrefixStoreError(
+                f"a page has {identity.anchor_page_bytes + identity.residual_page_bytes} bytes, "
+                f"the prefix server takes at most {MAX_PAGE_BYTES}"
+            )
         known = {path.parent.name for path in self._directory.glob(f"*/{IDENTITY_FILE}")}
         if len(known - {identity.folder_name}) >= self._max_models:
             raise PrefixStoreError(
-                f"the prefix server keeps {len(known)} models and settings, at most "
-                f"{self._max_models}"
+                f"the prefix server already keeps {len(known)} models and settings, at most "
+                f"{self._max_models}: raise --models of the prefix server"
             )

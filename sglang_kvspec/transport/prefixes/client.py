@@ -91,12 +91,12 @@ class StoreClient:
         anchors_first: if it has all pages, fetch all anchors before any residual. Without a link,
         the lookup ends at once."""
         if self.state is not LinkState.LIVE:
-            self._events.append(LookupEnded(lookup, 0, "no link to the store"))
+            self._events.append(LookupEnded(lookup, 0, "no link to the prefix server"))
             return
         self._fetching.seek(lookup, keys, anchors_first=anchors_first)
         if not self._send(Seek(self._session, lookup, *chain)):
             self._fetching.cancel(lookup)
-            self._events.append(LookupEnded(lookup, 0, "the store takes no more lookups"))
+            self._events.append(LookupEnded(lookup, 0, "the prefix server takes no more lookups"))
 
     def cancel(self, lookup: int) -> None:
         """Cancel a lookup. It has no more events."""
@@ -132,13 +132,13 @@ class StoreClient:
         now_s = self._clock()
         if self.state is LinkState.LIVE:
             if now_s - self._heard_s >= self._timing.silence_s:
-                self._lose("the store has fallen silent")
+                self._lose("the prefix server does not answer")
             elif now_s - max(self._heard_s, self._probed_s) >= self._timing.probe_s:
                 self._probed_s = now_s
                 self._send(Probe(self._session))
             return
         if now_s - self.counters.since_s >= self._timing.absent_s:
-            self._log.note_loss("no answer since the start")
+            self._log.note_loss("no answer since this server started")
         if now_s >= self._greet_at_s:
             self._greet_at_s = now_s + self._timing.retry_s
             self._send(Greet(self._nonce, self._layout))
@@ -180,7 +180,7 @@ class StoreClient:
             return False
         for fetch in self._fetching.next_fetches(self._session):
             if not self._send(fetch):
-                self._lose("the store takes no more frames")
+                self._lose("the prefix server takes no more frames")
                 return False
         for num_sent in range(_PARTS_AT_ONCE):
             if not self._send_part():
@@ -203,7 +203,7 @@ class StoreClient:
         return True
 
     def _other(self, _: bytes, theirs: int) -> None:
-        self._deny(f"it speaks protocol {theirs}, this server {STORE_PROTOCOL}")
+        self._deny(f"the prefix server speaks protocol {theirs}, this server {STORE_PROTOCOL}")
 
     def _handle(self, _: bytes, frame: AnyStoreFrame, payload: Buffer | None) -> None:
         if isinstance(frame, Admit | Deny):
@@ -211,9 +211,11 @@ class StoreClient:
             return
         session = getattr(frame, "session", None)
         if self.state is not LinkState.LIVE or session != self._session:
-            raise FrameError(Drop.FOREIGN, f"session {session}, expected {self._session}")
+            raise FrameError(
+                Drop.FOREIGN, f"the frame has session {session}, expected {self._session}"
+            )
         if isinstance(frame, Unknown):
-            self._lose("the store has started anew")
+            self._lose("the prefix server has restarted")
             return
         self._heard_s = self._clock()
         if isinstance(frame, Found):
@@ -228,11 +230,11 @@ class StoreClient:
         elif isinstance(frame, Kept):
             self._events += self._publishing.kept(frame)
         elif not isinstance(frame, Probe):
-            raise FrameError(Drop.FOREIGN, f"{type(frame).__name__} is not sent to this end")
+            raise FrameError(Drop.FOREIGN, f"this end does not accept {type(frame).__name__}")
 
     def _greeted(self, frame: Admit | Deny) -> None:
         if self.state is LinkState.LIVE or frame.nonce not in (0, self._nonce):
-            raise FrameError(Drop.FOREIGN, f"an answer to {frame.nonce}, which was not asked")
+            raise FrameError(Drop.FOREIGN, f"no greeting of nonce {frame.nonce} awaits an answer")
         if isinstance(frame, Deny):
             self._deny(frame.reason)
             return
@@ -254,7 +256,7 @@ class _StateLog:
 
     def note_link(self) -> None:
         if self._turns_to("linked"):
-            logger.info("KVSpec: linked to %s; its prefixes are used", self._name)
+            logger.info("KVSpec: linked to %s: prompts use its prefixes", self._name)
 
     def note_loss(self, reason: str) -> None:
         # A prefix server that denies this server is not lost.

@@ -36,7 +36,8 @@ class _Page:
     def write(self, stream: Stream, offset: int, payload: Buffer) -> None:
         record, end = self.records[stream], offset + len(payload)
         if offset != self._filled[stream] or end > len(record):
-            raise FrameError(Drop.MISPLACED, f"{offset} to {end} of {len(record)} bytes")
+            detail = f"piece from byte {offset} to {end} of {len(record)} is out of place"
+            raise FrameError(Drop.MISPLACED, detail)
         record[offset:end] = payload
         self._filled[stream] = end
 
@@ -87,7 +88,7 @@ class Fetching:
     def seek(self, lookup: int, keys: Sequence[bytes], *, anchors_first: bool = False) -> None:
         """Add a lookup of pages with these keys. anchors_first: if the prefix server has all pages,
         fetch all anchors before any residual."""
-        assert lookup not in self._lookups, f"lookup {lookup} is under way"
+        assert lookup not in self._lookups, f"lookup {lookup} is already under way"
         self._lookups[lookup] = _Lookup(keys, anchors_first)
 
     def cancel(self, lookup: int) -> None:
@@ -99,7 +100,8 @@ class Fetching:
         asked = self._of(frame.lookup)
         num_stamps = len(frame.stamps)
         if asked.end is not None or not frame.num_complete <= num_stamps <= len(asked.keys):
-            raise FrameError(Drop.MISPLACED, f"{num_stamps} of {len(asked.keys)} pages")
+            detail = f"unexpected answer with {num_stamps} of {len(asked.keys)} pages"
+            raise FrameError(Drop.MISPLACED, detail)
         asked.stamps, asked.num_found = frame.stamps, frame.num_complete
         asked.end = frame.num_complete
         asked.anchors_first &= frame.num_complete == len(asked.keys)
@@ -161,16 +163,18 @@ class Fetching:
         asked = self._of(frame.lookup)
         page = asked.on_their_way.get(frame.page)
         if page is None:
-            raise FrameError(Drop.UNKNOWN, f"page {frame.page} of lookup {frame.lookup}")
+            detail = f"page {frame.page} of lookup {frame.lookup} is not being fetched"
+            raise FrameError(Drop.UNKNOWN, detail)
         comes_first = asked.anchors_first and frame.stream == Stream.ANCHOR
         if asked.anchors_first and comes_first == page.has(Stream.ANCHOR):
-            raise FrameError(Drop.UNKNOWN, f"that part of page {frame.page} was not asked for now")
+            detail = f"this stream of page {frame.page} is not being fetched now"
+            raise FrameError(Drop.UNKNOWN, detail)
         page.write(frame.stream, frame.offset, payload)
         if not (page.has(Stream.ANCHOR) if comes_first else page.is_complete):
             return []
         anchor, residual = page.records
         if xxh3_64_intdigest(anchor) != asked.stamps[frame.page]:
-            self._cut(asked, frame.page, "an anchor is not the one that was found")
+            self._cut(asked, frame.page, "an anchor is not the one that the lookup found")
             return self._ended(frame.lookup)
         del asked.on_their_way[frame.page]
         if comes_first:
@@ -183,8 +187,9 @@ class Fetching:
         """Cut a lookup at a missing page. Raises FrameError if the page was not asked for."""
         asked = self._of(frame.lookup)
         if frame.page not in asked.on_their_way:
-            raise FrameError(Drop.UNKNOWN, f"page {frame.page} of lookup {frame.lookup}")
-        self._cut(asked, frame.page, "a page was evicted, or damaged, while it was fetched")
+            detail = f"page {frame.page} of lookup {frame.lookup} is not being fetched"
+            raise FrameError(Drop.UNKNOWN, detail)
+        self._cut(asked, frame.page, "a page was evicted or damaged during the fetch")
         return self._ended(frame.lookup)
 
     def end_all(self, reason: str) -> list[FetchEvent]:
@@ -198,7 +203,7 @@ class Fetching:
     def _of(self, lookup: int) -> _Lookup:
         asked = self._lookups.get(lookup)
         if asked is None:
-            raise FrameError(Drop.UNKNOWN, f"lookup {lookup}")
+            raise FrameError(Drop.UNKNOWN, f"lookup {lookup} is unknown")
         return asked
 
     def _cut(self, asked: _Lookup, page: int, reason: str) -> None:

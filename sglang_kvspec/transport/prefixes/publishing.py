@@ -69,7 +69,7 @@ class Publishing:
         """Apply an answer. The prefix server answers in order, so uploads that it passes over were
         not kept. Raises FrameError for an upload that was not sent."""
         if all(upload.number != frame.upload for upload in self._unanswered):
-            raise FrameError(Drop.UNKNOWN, f"upload {frame.upload}")
+            raise FrameError(Drop.UNKNOWN, f"upload {frame.upload} awaits no answer")
         ended = []
         while (number := self._unanswered.popleft().number) != frame.upload:
             ended.append(PublishEnded(number, is_kept=False))

@@ -76,10 +76,14 @@ def assert_within_reference(
     the groups, as in qo_indptr. Infinities must be equal, and no value of `actual` may be NaN."""
     assert actual.shape == exact.shape == baseline.shape
     actual, exact, baseline = actual.float(), exact.float(), baseline.float()
-    assert not actual.isnan().any(), "NaN in the result"
-    assert torch.equal(actual.isinf(), exact.isinf()), "infinities differ"
+    assert not actual.isnan().any(), "the result has NaNs"
+    assert torch.equal(actual.isinf(), exact.isinf()), (
+        "the result has infinities at other places than the reference"
+    )
     finite = ~exact.isinf()
-    assert torch.equal(actual[~finite], exact[~finite]), "signs of infinities differ"
+    assert torch.equal(actual[~finite], exact[~finite]), (
+        "infinities of the result have other signs than the reference"
+    )
     for group, (begin, end) in enumerate(zip(rows[:-1].tolist(), rows[1:].tolist(), strict=True)):
         inside = finite[begin:end]
         if not inside.any():

@@ -87,7 +87,9 @@ def _create_inline_asm(
 ) -> Any:
     found = [run for name, run in INSTRUCTIONS.items() if name in assembly]
     if len(found) != 1:
-        raise NotImplementedError(f"the interpreter was not taught {assembly!r}")
+        raise NotImplementedError(
+            f"INSTRUCTIONS must have exactly one entry for {assembly!r}, found {len(found)}"
+        )
     result = found[0](_broadcast(*values))
     (dtype,) = types
     return _Results(interpreter.TensorHandle(result.numpy(), dtype.scalar))

@@ -27,7 +27,8 @@ class ModelEvent:
         waits."""
         while not self.is_over:
             if not self.stream.step():
-                assert any([stream.step() for stream in self.stream.beside]), "it is never over"
+                progress = [stream.step() for stream in self.stream.beside]
+                assert any(progress), "the event never ends: no stream can run"
 
 
 class ModelStream:
@@ -86,7 +87,9 @@ class ModelStream:
     def seconds(self, begun: Event, done: Event) -> float:
         assert isinstance(begun, ModelEvent)
         assert isinstance(done, ModelEvent)
-        assert all(event.is_over for event in (begun, done)), "asked for before it is known"
+        assert all(event.is_over for event in (begun, done)), (
+            "seconds() needs two events that are over"
+        )
         return done.at - begun.at
 
     def wait(self, event: Event) -> None:
@@ -131,4 +134,6 @@ class ModelStreams:
 
     def drain(self) -> None:
         self.exhaust()
-        assert not any(stream.num_left for stream in self.all), "streams wait for each other"
+        assert not any(stream.num_left for stream in self.all), (
+            "work is left: streams wait for each other"
+        )

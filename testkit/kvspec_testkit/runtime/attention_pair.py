@@ -190,4 +190,6 @@ class AttentionPair:
         difference = (got.cpu().float() - want.float()).norm(dim=-1)
         error = difference / want.float().norm(dim=-1)
         worst = float(error.max())
-        assert worst < self.tolerance, f"relative error {worst:.3g} at {int(error.argmax())}"
+        assert worst < self.tolerance, (
+            f"relative error {worst:.3g} at {int(error.argmax())}, allowed {self.tolerance:.3g}"
+        )

@@ -79,7 +79,7 @@ class CapturedVerification:
         """Run without any token to verify, and assert that all outputs of `rows` are 0."""
         self._rows.clear()
         self._replay()
-        assert not self._outs[:, self._front :].any(), "tokens of nobody are not 0"
+        assert not self._outs[:, self._front :].any(), "outputs of rows without a token are not 0"
 
     def verify(
         self,
@@ -119,7 +119,7 @@ class CapturedVerification:
                 pair.compare(outs[front : front + count], want[:count])
                 if drafts:
                     pair.compare(outs[: len(drafts)], want[count:])
-        assert not self._outs[:, front + count :].any(), "tokens of nobody are not 0"
+        assert not self._outs[:, front + count :].any(), "outputs of rows without a token are not 0"
         pair.commit(rows, lengths | (accepted or {}))
 
     def _draft_rows(self, done: dict[str, int]) -> list[Row]:

@@ -61,12 +61,16 @@ class BatchPrefillWithPagedKVCacheWrapper:
         is captured."""
         num_rows = int(qo_indptr[-1])
         self._max_rows = num_rows if self._max_rows is None else self._max_rows
-        assert num_rows <= self._max_rows, "more tokens than the first plan had"
+        assert num_rows <= self._max_rows, (
+            f"{num_rows} tokens, at most {self._max_rows} of the first plan are allowed"
+        )
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
         self._index = tuple(self._buffers[f"{name}_buf"] for name in names)
         for name, values, place in zip(names, (qo_indptr, *others), self._index, strict=True):
             fixed = name != "paged_kv_indices"
-            assert len(values) == len(place) or not fixed, f"{name} has another batch size"
+            assert len(values) == len(place) or not fixed, (
+                f"{name} has {len(values)} entries, the first plan had {len(place)}"
+            )
             place[: len(values)].copy_(values)
 
     def _tokens(self, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

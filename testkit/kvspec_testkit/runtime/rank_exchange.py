@@ -27,7 +27,7 @@ class RankExchange:
         self._barrier.wait()
         first, second = (self._brought[rank] for rank in BOTH)
         self._barrier.wait()
-        assert first[0] == second[0], f"ranks do different things: {first[0]}, {second[0]}"
+        assert first[0] == second[0], f"rank 0 exchanges {first[0]}, rank 1 {second[0]}"
         return [first[1], second[1]]
 
     def act(self, act: Callable[[int], None]) -> None:
@@ -54,11 +54,11 @@ class RankExchange:
 class ExchangingRanks(Ranks):
     """One of the two ranks. Only least() exchanges values."""
 
-    def __init__(self, rank: int, meeting: RankExchange) -> None:
+    def __init__(self, rank: int, exchange: RankExchange) -> None:
         super().__init__(rank, len(BOTH))
-        self._meeting = meeting
+        self._exchange = exchange
 
     def least(self, mine: Sequence[int], about: object) -> list[int]:
-        self._meeting.num_messages += self.is_first
-        both = self._meeting.exchange(self.rank, repr(about), list(mine))
+        self._exchange.num_messages += self.is_first
+        both = self._exchange.exchange(self.rank, repr(about), list(mine))
         return [min(pair) for pair in zip(*both, strict=True)]

@@ -64,7 +64,7 @@ class HttpProcess:
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        assert self._process is None, "a process starts once"
+        assert self._process is None, "start() was called twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -120,7 +120,7 @@ class HttpProcess:
 
     def kill(self) -> None:
         """Kill the whole process group, as a crash of the machine would, and reap the launcher."""
-        assert self._process is not None, "the server was not started"
+        assert self._process is not None, "kill() was called before start()"
         self.signal_group(signal.SIGKILL)
         self._process.wait()
 

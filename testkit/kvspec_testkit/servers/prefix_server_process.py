@@ -52,7 +52,7 @@ class PrefixServerProcess:
         )
         assert self._process.stdout is not None
         first = self._process.stdout.readline()
-        assert "tcp://" in first, f"the prefix server says {first!r}"
+        assert "tcp://" in first, f"the prefix server printed {first!r}, expected its address"
         self._port = first.strip().rpartition(":")[2]
 
     def stall(self) -> None:

@@ -36,7 +36,10 @@ class Transfer(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.accepted_first <= len(self.drafts_s):
-            raise ValueError(f"kept {self.accepted_first} of {len(self.drafts_s)} drafts")
+            raise ValueError(
+                f"accepted_first must be from 0 to {len(self.drafts_s)}, the number of drafts, "
+                f"got {self.accepted_first}"
+            )
 
     @property
     def drafts_before_residuals(self) -> int:
@@ -65,6 +68,8 @@ def read_transfer_report(meta_info: Mapping[str, Any]) -> TransferReport:
     kvspec = meta_info.get("kvspec")
     found = kvspec.get("transfer") if isinstance(kvspec, Mapping) else None
     if found is None:
-        raise ValueError("meta_info has no kvspec.transfer: no decode server made this answer")
+        raise ValueError(
+            "meta_info has no kvspec.transfer: the answer does not come from a decode server"
+        )
     fields = {"transfer": found, "token_s": meta_info.get("kvspec_token_s")}
     return msgspec.convert(fields, TransferReport)

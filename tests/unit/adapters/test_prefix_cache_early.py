@@ -1,5 +1,5 @@
-"""The prefix cache where requests start on anchors, under random requests: nobody else reads their
-pages before residuals are here, and no page is lost."""
+"""The prefix cache under random requests of which some start on anchors. No other request reads
+their pages before residuals have arrived, and no page is lost."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NUM_REQUESTS = 3
 
 
 class Remote:
-    """Has every page's anchor. record_of: link -> (anchor, residual). whole: keys of pages whose
-    residuals have come."""
+    """Remote tier that has every page's anchor. record_of: link -> (anchor, residual). whole: keys
+    of pages whose residuals have arrived."""
 
     def __init__(self, record_of):
         self.record_of, self.whole, self.counters = record_of, set(), RemoteCounters()
@@ -40,7 +40,7 @@ class Remote:
     def is_awaited(self, rid):
         return True
 
-    # As a tier
+    # Methods of a prefix tier
 
     def num_landed(self, links):
         return next((i for i, link in enumerate(links) if link.key not in self.whole), len(links))
@@ -89,7 +89,7 @@ def early_machine(prefix_cache_machine):
 
         @contextmanager
         def in_pass(self, queue):
-            """Of a request that is about to be admitted."""
+            """Let the request that is about to be admitted start early, if the machine says so."""
             (req,) = queue()
             self.tree._starting = req if self.starts_early else None
             yield
@@ -111,7 +111,7 @@ def early_machine(prefix_cache_machine):
             salt=prefix_cache_machine.salts,
         )
         def start(self, prompt, rest, salt):
-            """As any other, if its anchors are of no use."""
+            """Start a request on anchors, or as any other if there are no usable anchors."""
             if any(self.is_apart(req) for req in self.running):
                 return
             num_before = len(self.running)
@@ -156,12 +156,12 @@ def early_machine(prefix_cache_machine):
     return EarlyMachine
 
 
-def test_every_hit_reads_what_its_tokens_were_computed_to(run_machine, early_machine):
+def test_every_hit_reads_the_kv_of_its_tokens(run_machine, early_machine):
     run_machine(early_machine, 30, max_examples=40)
 
 
 def choosing(req):
-    """In place of what hypothesis draws from."""
+    """Return a stand-in for hypothesis's data, which draws a given request."""
     return SimpleNamespace(draw=lambda _: req)
 
 
@@ -202,7 +202,7 @@ def test_a_start_that_finds_no_room_leaves_nothing(make_kv, early_machine):
     machine = early_machine(make_kv)
     machine.start((0, 1, 0), 5, None)
     (req,) = machine.running
-    # SGLang has loaded its prefix and then not admitted it.
+    # SGLang has loaded the request's prefix and then not admitted the request.
     machine.tree._apart = (0, req.prefix_indices)
     assert machine.tree.cancel_start()
     assert not machine.tree.cancel_start()

@@ -1,4 +1,4 @@
-"""A round that goes on while requests leave, come and change places."""
+"""A started round while requests leave, arrive and change places."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def plain_round(lens, at, remaining):
         ([8, 8], [16, 0], [50, 50], 8),
         ([4, 4], [6, 16], [50, 50], 6),
         ([4, 4], [0, 0], [50, 9], 5),
-        # A request ends its page, or has all its tokens, with those that it is taking already.
+        # With the tokens of this round, one request ends its page or has all its tokens.
         ([8, 8], [8, 0], [50, 50], 0),
         ([8, 8], [12, 0], [50, 50], 0),
         ([8, 8], [0, 0], [50, 8], 0),
-        # The device does not know what follows the last token of a request that took fewer.
+        # The device does not know the next token of a request that took fewer tokens.
         ([8, 7], [0, 0], [50, 50], 0),
-        # A request came in the meantime.
+        # A new request arrived in the meantime.
         ([8, 0], [0, 0], [50, 50], 0),
     ],
 )

@@ -1,4 +1,4 @@
-"""What was decoded once is decoded again only after the page changed hands."""
+"""Decoded anchors are kept, and are decoded again only after the page was freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim=16, page_size=32, d
 
 
 class Decoder:
-    """Gives pages filled with page + 0.5 (k) and its negative (v), and counts what it was asked."""
+    """Decoder that fills pages with page + 0.5 (k) and its negative (v), and records its calls."""
 
     def __init__(self):
         self.asked: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""A result is kept while the bytes it was computed from stay the same, and not a read longer."""
+"""A result is kept until the bytes that it was computed from change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim=16, page_size=32, d
 
 
 class Compute:
-    """Fills a page with the sum of its contents, and counts pages."""
+    """Function that fills a page with the sum of its contents, and counts pages."""
 
     def __init__(self):
         self.num_pages = 0
@@ -35,7 +35,7 @@ def values(kv):
 
 
 def contents(*pages, width=24):
-    """Two parts a page: bytes that start with the given number, and as many zeros."""
+    """Return two parts of each page: bytes that start with the given number, and as many zeros."""
     first = torch.zeros((len(pages), 1, width), dtype=torch.uint8)
     first[:, 0, 0] = torch.tensor(pages)
     return first, torch.zeros_like(first)

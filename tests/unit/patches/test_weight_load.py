@@ -1,4 +1,5 @@
-"""Weight updates: SGLang announces every one, and the worker ends what the old weights made."""
+"""Weight updates: SGLang announces each, and the worker cancels the work and the pages of the old
+weights."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def told() -> list[str]:
 
 @pytest.fixture
 def worker(told: list[str]) -> Any:
-    """A worker whose round runs ahead, and which notes what it tells of new weights."""
+    """A worker with a pre-launched round, which records the parts that it notifies of new
+    weights."""
     worker = object.__new__(KVSpecWorker)
     tiers, apart = (
         SimpleNamespace(weights_will_change=lambda name=name: told.append(name))

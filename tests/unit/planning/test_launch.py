@@ -50,7 +50,7 @@ def test_residuals_stay_in_hbm_where_host_memory_brings_little():
 
 
 def test_a_host_store_holds_all_requests_of_its_plan():
-    # A link as fast as this one makes fetching worth its while.
+    # On this fast link fetching pays.
     plan = deployment("GH200", "exact", tp=2)
     chosen = forecast(plan, 32768)
     assert chosen.fetched.tokens_per_s > LEAST_HOST_GAIN * chosen.resident.tokens_per_s

@@ -1,4 +1,5 @@
-"""A store under random use, kills at random bytes and damaged files never gives wrong bytes."""
+"""A store under random use, with kills at random bytes and damaged files, never gives wrong
+bytes."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ FILES = ("anchors.data", "anchors.index", "residuals.data", "residuals.index")
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The model: `put` holds every version ever put of a page. What a lookup finds must read as
-    one of them, anchor and residual of the same one; and while no file was damaged, what was in
-    the catalogue when the writer died must be there afterwards."""
+    """Random use of a store. `put_versions` holds every version that was put of a page. A lookup
+    must read one of these, with anchor and residual of the same version. Unless a file was damaged,
+    the catalogue must survive the death of the writer."""
 
     def __init__(self, small, damaging=False):
         super().__init__()
@@ -47,7 +48,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.put_versions: dict[PageLink, set[int]] = {}
         self.prompts: dict[PageLink, list[int]] = {}
-        # Links, pages and anchors of lookups whose residuals are to be read.
+        # Lookups whose residuals are read later: links, pages and anchors.
         self.drafting = []
         self.store = None
         self.reader = None
@@ -71,7 +72,8 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     def kept(self):
-        """Pages in the catalogue by key: sequences of their anchor and residual."""
+        """Return the pages in the catalogue by key, with the sequences of their anchor and
+        residual."""
         catalogue = self.store._state.catalogue
         return {
             link.key: tuple(
@@ -88,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
         then_write=st.booleans(),
     )
     def put(self, tokens, version, residuals, then_write=False):
-        """The first `residuals` pages come with their residual."""
+        """Put the pages of a prompt, the first `residuals` pages with their residual."""
         for position, link in enumerate(self.small.links(tokens)):
             residual = self.small.residual(link, version) if position < residuals else None
             self.put_versions.setdefault(link, set()).add(version)
@@ -123,7 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def verify_drafts(self):
-        """Residuals are fetched long after the anchors that they belong to."""
+        """Read residuals long after the anchors that they belong to."""
         for links, pages, anchors in self.drafting:
             self.check_pairs(links, anchors, self.small.read(self.store, pages)[1])
         del self.drafting[:-4]
@@ -153,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         for key, (anchor, residual) in before.items():
             assert key in after_death, "more was lost than what was being written"
-            # Of a page that was being replaced either version may be there.
+            # A page that was being replaced may have either version.
             assert after_death[key][0] >= anchor
             assert residual in (None, after_death[key][1]), "a residual was lost"
         for link in list(self.put_versions):
@@ -239,7 +241,7 @@ def test_never_wrong_and_nothing_lost_but_what_was_being_written(small, damaging
     )
 
 
-# Teeth: faults that the machine must find.
+# Faults that the machine must find
 
 
 def checksums_are_not_compared(monkeypatch):

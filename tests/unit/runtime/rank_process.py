@@ -2,7 +2,7 @@
 
     python rank_process.py RANK SIZE RENDEZVOUS
 
-Prints what every case gave as JSON. What a rank chooses by itself differs from the others'.
+Prints the results of all cases as JSON. The own choices of each rank differ from the others'.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = {
 
 
 def messages(ranks: Ranks) -> dict[str, Any]:
-    """Every kind of message, with contents of this rank's own."""
+    """Send every kind of message, with contents that differ by rank."""
     own = 100 * ranks.rank
     grid = torch.arange(12).reshape(3, 4) + own
     return {
@@ -37,18 +37,18 @@ def messages(ranks: Ranks) -> dict[str, Any]:
         "no_least": ranks.least([], about="same"),
         "gather": ranks.gather([own, -1 << 63], about="same"),
         "runs": ranks.runs([[own], [own] * (ranks.rank + 1), []], [1, 3, 2], about="same"),
-        # A part of a larger tensor, as drafts of fewer requests than there can be.
+        # A part of a larger tensor, as for drafts of a batch smaller than the largest.
         "tensor": ranks.tensor(grid[:2, :3]).tolist(),
     }
 
 
 def rounds(ranks: Ranks) -> dict[str, Any]:
-    """Requests that draft and verify by logits of this rank's own."""
+    """Let requests draft and verify, with logits that differ by rank."""
     noise = torch.Generator().manual_seed(ranks.rank)
     sampler = SpecSampler(ranks.rank, torch.device("cpu"))
     states = [RequestState(name, 10, 1, [1], params, 500) for name, params in KINDS.items()]
     for number in range(NUM_ROUNDS):
-        # Much alike, so that some drafts are accepted.
+        # Draft logits are similar to the target's, so that some drafts are accepted.
         target = torch.randn((MAX_DRAFTS + 1, VOCAB), generator=noise) * 4
         lens = ranks.numbers([1 + (number + ranks.rank) % MAX_DRAFTS] * len(states), about=number)
         for step in range(lens[0]):
@@ -56,7 +56,8 @@ def rounds(ranks: Ranks) -> dict[str, Any]:
                 near = target[step : step + 1] + torch.randn((1, VOCAB), generator=noise)
                 sampler.draft(state, near, None)
             broadcast_drafts(ranks, states)
-        # The last request only drafts this time: its last draft goes with what the others emit.
+        # In every other round the last request only drafts. Its last draft is broadcast with the
+        # tokens of the others.
         verifying = states[: 2 + number % 2]
         for state in states[len(verifying) :]:
             sampler.draft(state, target[:1], None)
@@ -75,7 +76,8 @@ def rounds(ranks: Ranks) -> dict[str, Any]:
 
 
 def apart(ranks: Ranks) -> list[str]:
-    """Refusals of ranks that serve other requests, and of ones that expect more than comes."""
+    """Return the refusals of ranks that serve other requests, and of ranks that expect more than
+    they receive."""
     return [
         refusal(lambda: ranks.numbers([1, 2], about=[("request", ranks.rank)])),
         refusal(lambda: ranks.numbers([1] * (1 + ranks.rank), about="same")),

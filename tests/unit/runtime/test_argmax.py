@@ -1,4 +1,4 @@
-"""Requests that take the largest logit as it is: a shortcut that must change no token."""
+"""Requests whose token is the largest logit: this shortcut must not change any token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks decide together: two processes whose own choices differ come to the same tokens."""
+"""Ranks decide together: two processes whose own choices differ emit the same tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 2
 
 @pytest.fixture(scope="module")
 def results(run_ranks) -> list[dict[str, Any]]:
-    """What each rank has come to."""
+    """Results of each rank."""
     return run_ranks(SCRIPT, SIZE)
 
 
@@ -46,12 +46,12 @@ def test_all_ranks_emit_what_the_first_would_alone(results) -> None:
 def test_ranks_that_serve_different_requests_stop(results) -> None:
     *sent, of_all = results[0]["apart"]
     assert sent == ["", ""], "the first rank asks nobody"
-    assert "rank 0 of 2 no longer serves what the others serve" in of_all
+    assert "rank 0 of 2 is out of step with another rank" in of_all
     other_request, too_few, of_all = results[1]["apart"]
-    assert "rank 1 of 2 no longer serves what the others serve" in of_all
-    assert "rank 1 of 2 no longer serves what rank 0 serves" in other_request
+    assert "rank 1 of 2 is out of step with another rank" in of_all
+    assert "rank 1 of 2 is out of step with rank 0" in other_request
     assert "('request', 1)" in other_request
-    assert "expects 2 numbers about same, and gets 1" in too_few
+    assert "expected 2 numbers about same and received 1" in too_few
 
 
 def test_a_rank_alone_keeps_its_own_choices() -> None:

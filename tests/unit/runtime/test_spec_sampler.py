@@ -63,14 +63,14 @@ def test_seeded_tokens_use_the_noise_of_their_own_position(sampler):
     def token(row, position):
         return choose_with_noise(probs[row : row + 1], SEEDED.seed, position)[0]
 
-    # The first token after a prompt of 10 is at position 10 and becomes the pending one.
+    # The first token after a prompt of 10 is at position 10, and becomes the pending token.
     assert sampler.first(logits[:1], SEEDED, (), 10, None).tokens == [token(0, 10)]
     state = make_state(SEEDED, committed_len=10)
     for row in range(3):
         sampler.draft(state, logits[row : row + 1], None)
     assert state.drafts == [token(row, 11 + row) for row in range(3)]
     assert state.draft_probs == []
-    # Drafts of the target itself are accepted, and one token is added.
+    # Drafts from the target's own distribution are accepted, and one token is added.
     assert sampler.verify(state, logits, None).tokens == [*state.drafts, token(3, 14)]
 
 
@@ -146,7 +146,7 @@ def test_only_allowed_tokens_are_chosen(sampler, params):
 
 @every_kind
 def test_penalties_count_output_then_drafts(sampler, params):
-    """A token drafted or emitted once is out of the question afterwards."""
+    """A large penalty rules out a token that was drafted or emitted once."""
     fields = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "seed")}
     params = SamplingParams(**fields, presence_penalty=200.0)
     flat = torch.zeros((1, VOCAB))
@@ -172,7 +172,7 @@ def test_the_server_seed_repeats_unseeded_requests():
     assert run(1) != run(2)
 
 
-def test_a_seeded_request_is_blind_to_others_and_to_the_server_seed():
+def test_a_seeded_request_depends_on_no_other_request_or_server_seed():
     logits = random_logits(2)
 
     def run(server_seed, others):

@@ -21,7 +21,7 @@ KINDS = {
     "sampled": SamplingParams(temperature=1.1, top_p=0.95),
     "unfiltered": SamplingParams(),
 }
-# Values of the row, and the tokens that its mask allows.
+# Values of a row, and the tokens that its mask allows.
 UNSOUND = {
     "one NaN": ({2: NAN}, None),
     "all NaN": (dict.fromkeys(range(VOCAB), NAN), None),
@@ -45,7 +45,7 @@ every_unsound_row = pytest.mark.parametrize("content", UNSOUND.values(), ids=UNS
 
 
 def make_rows(num_rows, contents):
-    """Logits, and masks where one is asked for; contents: of some rows."""
+    """Make logits and masks. contents: values and allowed tokens of some rows."""
     logits = torch.randn((num_rows, VOCAB), generator=torch.Generator().manual_seed(0))
     masks = torch.ones((num_rows, VOCAB), dtype=torch.bool)
     for row, (values, allowed) in contents.items():
@@ -62,7 +62,7 @@ def make_state(params):
 
 
 def drafted(sampler, params, logits):
-    """A request that has drafted what these rows give."""
+    """Make a request that has drafted from these rows."""
     state = make_state(params)
     for row in logits:
         sampler.draft(state, row[None], None)
@@ -130,14 +130,14 @@ def test_verification_of_an_unsound_first_row_emits_nothing(params, content):
 @every_unsound_row
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_tokens_before_an_unsound_row_are_emitted(params, content, at):
-    """Rows before `at` are what the drafts were drawn from, so that all of them are accepted."""
+    """The drafts were drawn from the rows before `at`, so all of them are accepted."""
     sampler = SpecSampler(0, CPU)
     sound = make_rows(4, {})[0]
     logits, masks = make_rows(4, {at: content})
     state = drafted(sampler, params, sound[:3])
     drafts = list(state.drafts)
     tokens = sampler.verify(state, logits, masks).tokens
-    # The last row before it adds no token: an unsound row ends a run as its last draft does.
+    # An unsound row ends a run as the last draft does: the row before it adds no token of its own.
     assert tokens[: at - 1] == drafts[: at - 1]
     assert len(tokens) == at
 
@@ -159,7 +159,7 @@ def test_an_overflow_by_temperature_is_unsound_where_tokens_are_sampled(params):
     logits = torch.full((1, VOCAB), 1e35)
     cold = replace(params, temperature=1e-5)
     assert num_sound_rows(logits, params) == 1
-    # The temperature of a greedy request moves no maximum.
+    # The temperature does not move the maximum of a greedy request.
     assert num_sound_rows(logits, cold) == params.is_greedy
     assert len(SpecSampler(0, CPU).first(logits, cold, (), 7, None).tokens) == params.is_greedy
 
@@ -178,7 +178,7 @@ def test_an_overflow_by_bias_or_penalty_is_unsound(kind):
 @every_kind
 @every_unsound_row
 def test_a_failing_request_leaves_others_their_tokens(params, content):
-    """One generator serves all requests: an unsound row draws nothing from it."""
+    """One generator serves all requests, and an unsound row draws nothing from it."""
     logits, masks = make_rows(1, {})
     alone, beside = SpecSampler(3, CPU), SpecSampler(3, CPU)
     wanted, found = [], []

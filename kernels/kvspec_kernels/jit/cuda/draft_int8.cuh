@@ -17,7 +17,7 @@ constexpr float MIDDLE = 7.5f;
 #if ANCHOR_BITS == 2
 constexpr float UNIT = LOG4 ? 2.0f * TWO_BIT_STEP / TOP : 4.0f, ZERO = 1.5f;
 #else
-static_assert(!LOG4, "signs and magnitudes are no integers in order");
+static_assert(!LOG4, "codes of log4 are signs and magnitudes: int8 products need ordered integers");
 constexpr float UNIT = 1.0f, ZERO = MIDDLE;
 #endif
 
@@ -188,7 +188,7 @@ __device__ __forceinline__ void score_page(
     Scores& scores, const uint4* query, const u8* page, float scale_log2, int lane) {
     int t = lane & 3;
     constexpr int VECTOR = vector_of(CHANNEL_STEPS * STEP_WORDS);
-    static_assert(VECTOR % STEP_WORDS == 0, "a product's words come in one load");
+    static_assert(VECTOR % STEP_WORDS == 0, "one load must bring all words of a product");
 #if LOG4
     int base = *reinterpret_cast<const short*>(page);
     u32 bias = (u32)(16 + (base & 15)) * 0x00400040u;

@@ -59,7 +59,7 @@ struct Shared {
     float steps[WITH_STEPS ? MAX_ENTRIES : 1];
     int maxima[LOG4 ? WARPS : 1];
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher reserves too little");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is too small for Shared");
 
 struct Range {
     u32 low[4], high[4];

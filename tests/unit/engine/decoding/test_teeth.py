@@ -1,4 +1,4 @@
-"""Faults put in on purpose must be caught by the comparison that test_decoding.py makes."""
+"""Deliberate faults must be caught by the comparison that test_decoding.py makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 @pytest.fixture(scope="module")
 def serve_and_compare(toy):
-    """Serve a few greedy requests, whose pages are reused, and compare with plain decoding."""
+    """Return a function that serves a few greedy requests, which reuse pages, and compares with
+    plain decoding."""
 
     def requests():
         rng = torch.Generator().manual_seed(5)
@@ -107,7 +108,7 @@ def test_a_read_one_page_off(serve_and_compare, monkeypatch, read):
         with pytest.raises(AssertionError, match="differs in"):
             serve_and_compare()
     else:
-        # Drafts may be as wrong as they like.
+        # Drafts may read wrong pages without any harm.
         serve_and_compare()
 
 

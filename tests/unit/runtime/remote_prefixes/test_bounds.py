@@ -1,4 +1,4 @@
-"""What is remembered, asked for and forgiven has bounds."""
+"""Bounds of remembered pages, of look-ups and of back-off pauses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_pauses_double_up_to_the_longest_and_one_page_ends_them() -> None:
     pauses = []
     for _ in range(8):
         trust.record_failure(now_s)
-        # Of a request that was asked for before the pause.
+        # A second failure in the same pause, of a request that was asked for before it.
         trust.record_failure(now_s)
         pause_s = next(s for s in range(1, 100) if trust.allows(now_s + s))
         pauses.append(pause_s)
@@ -36,7 +36,7 @@ def test_pauses_double_up_to_the_longest_and_one_page_ends_them() -> None:
     assert trust.allows(now_s + FIRST_PAUSE_S)
 
 
-def test_pages_mentioned_longest_ago_are_forgotten(monkeypatch: Any) -> None:
+def test_the_known_pages_are_the_newest(monkeypatch: Any) -> None:
     monkeypatch.setattr(publisher, "_MAX_KNOWN", 3)
     links = list(chain_links(range(4), 1))
     known = Publisher(100)
