@@ -58,15 +58,32 @@ def test_what_is_read_belongs_to_the_reader(decoder):
     assert values(anchors.read(0, torch.tensor([1]), decoder)) == [1.5]
 
 
-def test_beyond_its_memory_limit_it_keeps_nothing(decoder):
-    limit = 5 * GEOMETRY.plain_page_bytes
-    assert DecodedAnchors(GEOMETRY, 4, limit).enabled
-    anchors = DecodedAnchors(GEOMETRY, 5, limit)
-    assert not anchors.enabled
+def test_beyond_its_memory_limit_the_page_read_longest_ago_goes(decoder):
+    anchors = DecodedAnchors(GEOMETRY, 9, 2 * GEOMETRY.plain_page_bytes)
+    for page in (5, 6, 5, 7):
+        assert values(anchors.read(0, torch.tensor([page]), decoder)) == [page + 0.5]
+    assert decoder.asked == [[5], [6], [7]]
+    # Page 7 has the slot of page 6.
+    assert values(anchors.read(0, torch.tensor([7, 5]), decoder)) == [7.5, 5.5]
+    assert values(anchors.read(0, torch.tensor([6]), decoder)) == [6.5]
+    assert decoder.asked == [[5], [6], [7], [6]]
+
+
+def test_a_slot_that_changes_hands_is_decoded_again_in_every_layer(decoder):
+    anchors = DecodedAnchors(GEOMETRY, 9, GEOMETRY.plain_page_bytes)
+    for page in (1, 2):
+        for layer in (0, 1):
+            assert values(anchors.read(layer, torch.tensor([page]), decoder)) == [page + 0.5]
+    assert decoder.asked == [[1], [1], [2], [2]]
+
+
+def test_a_read_of_more_pages_than_slots_keeps_nothing(decoder):
+    anchors = DecodedAnchors(GEOMETRY, 9, GEOMETRY.plain_page_bytes)
+    anchors.read(0, torch.tensor([1]), decoder)
     for _ in range(2):
-        assert values(anchors.read(0, torch.tensor([5]), decoder)) == [5.5]
-    anchors.forget(5)
-    assert decoder.asked == [[5], [5]]
+        assert values(anchors.read(0, torch.tensor([1, 2]), decoder)) == [1.5, 2.5]
+    anchors.read(0, torch.tensor([1]), decoder)
+    assert decoder.asked == [[1], [1, 2], [1, 2]]
 
 
 def test_reading_nothing_decodes_nothing(decoder):
