@@ -29,7 +29,7 @@ class DecodedAnchors:
     ) -> None:
         self._slots = MemoSlots(num_pages + 1, limit_bytes // geometry.plain_page_bytes)
         num_slots = self._slots.num_slots
-        shape = (num_slots, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
+        shape = (num_slots, *geometry.page_shape)
         self._k, self._v = (
             [torch.empty(shape, dtype=geometry.dtype) for _ in range(geometry.num_layers)]
             for _ in range(2)
@@ -37,17 +37,23 @@ class DecodedAnchors:
         self._filled = torch.zeros((geometry.num_layers, num_slots), dtype=torch.bool)
 
     def read(
-        self, layer: int, pages: torch.Tensor, decode: Decode
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return distinct pages [N] of a layer: (k, v), each
-        [N, page_size, num_kv_heads, head_dim].
+        self,
+        layer: int,
+        pages: torch.Tensor,
+        decode: Decode,
+        into: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Copy distinct pages [N] of a layer into (k, v), each
+        [N, page_size, num_kv_heads, head_dim], contiguous.
 
         decode: takes pages [M] that are not decoded, and returns their (k, v). It is called for all
         pages of a read that has more pages than there are slots.
         """
         placed = self._slots.place(pages)
         if placed is None:
-            return decode(pages)
+            for part, decoded in zip(into, decode(pages), strict=True):
+                part.copy_(decoded)
+            return
         slots, changed = placed
         self._filled[:, changed] = False
         missing = ~self._filled[layer, slots]
@@ -57,7 +63,8 @@ class DecodedAnchors:
             self._k[layer][fresh] = k
             self._v[layer][fresh] = v
             self._filled[layer, fresh] = True
-        return self._k[layer].index_select(0, slots), self._v[layer].index_select(0, slots)
+        for part, kept in zip(into, (self._k, self._v), strict=True):
+            torch.index_select(kept[layer], 0, slots, out=part)
 
     def forget(self, page: int) -> None:
         """Drop a page whose id may be reused."""

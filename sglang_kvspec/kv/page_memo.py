@@ -36,7 +36,7 @@ class PageMemo:
             num_keys, limit_bytes // (content_bytes + geometry.plain_page_bytes)
         )
         num_slots = self._slots.num_slots
-        shape = (num_slots, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
+        shape = (num_slots, *geometry.page_shape)
         layers = range(geometry.num_layers)
         self._results: list[KV] = [
             (torch.empty(shape, dtype=geometry.dtype), torch.empty(shape, dtype=geometry.dtype))
