@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import requests
+from acceptance.prompts import english_pages
 from tokenizers import Tokenizer
 
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT_LENGTHS = (200, 600, 1200, 2000, 3000, 4000)
 NEW_TOKENS = 96
 SERVERS = {
@@ -43,12 +43,12 @@ class Run:
 
 
 def english_prompts(model: Path, lengths: Sequence[int] = PROMPT_LENGTHS) -> list[list[int]]:
-    """Return token ids of English text from this project's pages: a different part for each
-    length. Raises AssertionError if the pages are too short."""
-    pages = [ROOT / "LICENSE", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return token ids of English text, a different part for each length. Raises AssertionError if
+    there is too little text."""
+    pages = [page for pages in english_pages().values() for page in pages]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
-    assert len(ids) >= sum(lengths), "the pages are too short for these prompts"
+    assert len(ids) >= sum(lengths), "there is too little text for these prompts"
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
