@@ -5,6 +5,11 @@ exact cache. The draft run decodes greedily from the same first token, over a ca
 pages, except the newest, went through the codec. The accept length is the common prefix.
 
 usage: python benchmarks/bench_acceptance.py [MODEL] [--prompts 200] [--out PATH] [--sweep]
+
+A model of English, of 8K tokens of context:
+    python models/smollm2.py
+    python benchmarks/bench_acceptance.py .kvspec/models/smollm2-135m --text english --prompts 20 \
+        --length 7680 --out benchmarks/results/acceptance_smollm2.json
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from acceptance.drafting import (
     target_run,
 )
 from acceptance.model import Llama
-from acceptance.prompts import cut_prompts
+from acceptance.prompts import TEXTS, cut_prompts
 from acceptance.report import Estimate, Figure
 from acceptance.variants import MAX_ANCHOR_BITS, PAGE_SIZE, Variant, grid, shipped
 from rich.console import Console
@@ -57,7 +62,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     model = Llama(args.model, device)
-    prompts, sources = cut_prompts(args.model, args.prompts, args.length, args.seed)
+    prompts, sources = cut_prompts(args.model, args.prompts, args.length, args.seed, args.text)
     steps = SWEEP_DRAFT_LEN if args.sweep else max(DRAFT_LENGTHS)
     variants = (grid if args.sweep else shipped)(model.shape.head_dim)
     results = measure(model, prompts, variants, steps, args.batch, args.prefill_batch)
@@ -89,6 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--length", type=int, default=4096, help="tokens per prompt")
+    parser.add_argument("--text", choices=TEXTS, default="code", help="text of the prompts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--batch", type=int, default=200, help="prompts whose caches are in memory at once"

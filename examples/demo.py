@@ -7,7 +7,7 @@ import signal
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess, 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CODE_MODEL = REPOSITORY / "models" / "demo-5m"
 LOG_FOLDER = REPOSITORY / ".kvspec" / "demo"
+REPORT = LOG_FOLDER / "report.json"
 
 # Each request keeps its newest pages in full precision. Few requests leave memory for more pages.
 SIZES = ("--mem-fraction-static=0.2", "--max-running-requests=8", "--max-total-tokens=16384")
@@ -54,7 +55,11 @@ def main() -> int:
         console.print("interrupted; the server is stopped")
         return 130
     show(console, demo.model, kvspec, plain)
-    if any(position is not None for position in differences(kvspec, plain).values()):
+    differing = differences(kvspec, plain)
+    runs = {run.label: asdict(run) for run in (kvspec, plain)}
+    report = {"model": demo.model, "runs": runs, "differences": differing}
+    REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if any(position is not None for position in differing.values()):
         console.print("[red]The outputs differ.")
         return 1
     console.print("[green]All outputs are equal, character by character.")

@@ -19,6 +19,11 @@ class KVGeometry:
     dtype: torch.dtype
 
     @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """Shape of K or V of one page and layer."""
+        return self.page_size, self.num_kv_heads, self.head_dim
+
+    @property
     def plain_page_bytes(self) -> int:
         """Bytes of K and V of one page in the model's KV dtype, all layers."""
         elements = 2 * self.page_size * self.num_kv_heads * self.head_dim * self.num_layers

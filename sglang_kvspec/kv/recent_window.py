@@ -27,7 +27,7 @@ class RecentWindow:
         self.geometry = geometry
         self.slots = PageSlots(num_pages, num_slots, table_device or device)
         self._committed: set[int] = set()
-        shape = (num_slots, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
+        shape = (num_slots, *geometry.page_shape)
         self._k, self._v = (
             [
                 torch.empty(shape, dtype=geometry.dtype, device=device)
@@ -62,6 +62,14 @@ class RecentWindow:
         """Return window pages [N]: (k, v), each [N, page_size, num_kv_heads, head_dim]."""
         slots = self.slots.table[pages]
         return self._k[layer].index_select(0, slots), self._v[layer].index_select(0, slots)
+
+    def read_into(
+        self, layer: int, pages: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Copy window pages [N] into contiguous (k, v), shaped as those of read()."""
+        slots = self.slots.table[pages]
+        for part, kept in zip(into, self.layer(layer), strict=True):
+            torch.index_select(kept, 0, slots, out=part)
 
     def mark_committed(self, page: int) -> None:
         """Mark a window page whose positions all hold verified values."""

@@ -124,17 +124,34 @@ class ReferenceKVCache(PagedKVCache):
 
     # Reading
 
-    def read_draft(self, layer: int, pages: torch.Tensor) -> KV:
-        """Return pages [N] as a draft sees them: from the window if possible, else from anchors.
+    def read_draft(self, layer: int, pages: torch.Tensor, into: KV | None = None) -> KV:
+        """Return distinct pages [N] as a draft sees them: from the window if possible, else from
+        anchors.
 
-        (k, v), each [N, page_size, num_kv_heads, head_dim].
+        (k, v), each [N, page_size, num_kv_heads, head_dim]; into: contiguous tensors for them.
         """
+        shape = (len(pages), *self.geometry.page_shape)
+        dtype = self.geometry.dtype
+        k, v = into or (torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+        in_window = self.window.slots.table[pages] >= 0
+        # A request's newest pages are its last ones. In another order, they are put in place below.
+        in_order = bool((in_window[1:] >= in_window[:-1]).all())
+        order = torch.arange(len(pages)) if in_order else in_window.long().argsort(stable=True)
+        num_encoded = len(pages) - int(in_window.sum())
+        encoded, recent = pages[order[:num_encoded]], pages[order[num_encoded:]]
+        self._read_anchors(layer, encoded, (k[:num_encoded], v[:num_encoded]))
+        self.window.read_into(layer, recent, (k[num_encoded:], v[num_encoded:]))
+        if not in_order:
+            for part in (k, v):
+                part[order] = part.clone()
+        return k, v
 
+    def _read_anchors(self, layer: int, pages: torch.Tensor, into: KV) -> None:
         def decode(fresh: torch.Tensor) -> KV:
             assert self._encoded.issuperset(fresh.tolist()), "a page without an anchor was read"
             return self.codec.decode_anchor(self.anchors.read(layer, fresh))
 
-        return self._read(layer, pages, lambda p: self._decoded.read(layer, p, decode))
+        self._decoded.read(layer, pages, decode, into)
 
     def read_target(self, layer: int, pages: torch.Tensor) -> KV:
         """Return full pages [N] as verification and prefill see them, at the target precision.
@@ -149,7 +166,7 @@ class ReferenceKVCache(PagedKVCache):
                 return self.codec.decode_target(*records)
             return self._targets.read(layer, encoded, records, self.codec.decode_target)
 
-        return self._read(layer, pages, decode, window_as_target=True)
+        return self._read(layer, pages, decode)
 
     def as_target(self, k: torch.Tensor, v: torch.Tensor) -> KV:
         """Return full pages [N, page_size, num_kv_heads, head_dim] as they read once encoded."""
@@ -163,12 +180,11 @@ class ReferenceKVCache(PagedKVCache):
         layer: int,
         pages: torch.Tensor,
         read_encoded: Callable[[torch.Tensor], KV],
-        window_as_target: bool = False,
     ) -> KV:
         in_window = self.window.slots.table[pages] >= 0
         if not bool(in_window.any()):
             return read_encoded(pages)
-        recent = self._read_window(layer, pages[in_window], window_as_target)
+        recent = self._read_window(layer, pages[in_window])
         if bool(in_window.all()):
             return recent
         encoded = read_encoded(pages[~in_window])
@@ -179,9 +195,9 @@ class ReferenceKVCache(PagedKVCache):
         k, v = (part if place is None else part.index_select(0, place) for part in merged)
         return k, v
 
-    def _read_window(self, layer: int, pages: torch.Tensor, as_target: bool) -> KV:
+    def _read_window(self, layer: int, pages: torch.Tensor) -> KV:
         recent = self.window.read(layer, pages)
-        if not as_target or self.codec.target == "exact":
+        if self.codec.target == "exact":
             return recent
         slots = self.window.slots.table[pages]
         return self._window_targets.read(layer, slots, recent, self.as_target)

@@ -89,10 +89,12 @@ class ReferenceAttention:
         v: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        past = self._past(layer, row)
         # All tokens from the start of the row's first page on are at hand in full precision.
         tail = self._partial_page(layer, row, (k, v))
-        if row.kind is RowKind.DRAFT or self.kv.codec.target == "exact":
+        if row.kind is RowKind.DRAFT:
+            return _causal(q, self._draft_context(layer, row, tail), row, scale)
+        past = _flat(self.kv.read_target(layer, row.past_pages(self._page_size)))
+        if self.kv.codec.target == "exact":
             return _causal(q, _concat(past, tail), row, scale)
         out = torch.empty_like(q)
         for queries, context in self._by_query_page(row, past, tail):
@@ -101,19 +103,25 @@ class ReferenceAttention:
             out[queries] = _causal(q[queries], context, part, scale)
         return out
 
-    def _past(self, layer: int, row: Row) -> KV:
-        """Return (k, v) [tokens, num_kv_heads, head_dim] of the full pages before the row's first
-        page."""
+    def _draft_context(self, layer: int, row: Row, tail: KV) -> KV:
+        """Return (k, v) [tokens, num_kv_heads, head_dim]: the full pages that a DRAFT row reads,
+        followed by `tail`."""
         if row.seen is not None and row.seen.ndim == 3:
-            return self._past_by_head(layer, row.seen[layer], row)
+            return _concat(self._past_by_head(layer, row.seen[layer], row), tail)
         pages = row.past_pages(self._page_size)
-        read = self.kv.read_draft if row.kind is RowKind.DRAFT else self.kv.read_target
-        k, v = read(layer, pages)
-        return k.flatten(0, 1), v.flatten(0, 1)
+        num_past = len(pages) * self._page_size
+        # Reading pages to where they are needed saves a copy of the whole context.
+        k, v = (part.new_empty((num_past + len(part), *part.shape[1:])) for part in tail)
+        whole_k, whole_v = (
+            part[:num_past].view(len(pages), self._page_size, *part.shape[1:]) for part in (k, v)
+        )
+        self.kv.read_draft(layer, pages, (whole_k, whole_v))
+        k[num_past:], v[num_past:] = tail
+        return k, v
 
     def _past_by_head(self, layer: int, seen: torch.Tensor, row: Row) -> KV:
-        """Return _past() of a DRAFT row whose KV heads read pages `seen` [num_kv_heads,
-        num_seen]."""
+        """Return (k, v) of the full pages before a DRAFT row's first page, whose KV heads read
+        pages `seen` [num_kv_heads, num_seen]."""
         # Read each page once, for all heads. place[n, h]: index in `read` of the n-th page of head
         # h.
         read, place = torch.unique(seen.T, return_inverse=True)

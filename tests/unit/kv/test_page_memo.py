@@ -79,13 +79,19 @@ def test_what_is_read_belongs_to_the_reader(compute):
     assert values(memo.read(0, slot, contents(7), compute)) == [7]
 
 
-def test_beyond_its_memory_limit_it_keeps_nothing(compute):
-    limit = 2 * (48 + GEOMETRY.plain_page_bytes)
-    assert PageMemo(GEOMETRY, 2, 48, limit).enabled
-    memo = PageMemo(GEOMETRY, 3, 48, limit)
+def test_beyond_its_memory_limit_the_key_read_longest_ago_goes(compute):
+    memo = PageMemo(GEOMETRY, 9, 48, 2 * (GEOMETRY.plain_page_bytes + 48))
+    for key in (5, 6, 5, 7, 5, 6):
+        assert values(memo.read(0, torch.tensor([key]), contents(key), compute)) == [key]
+    assert compute.num_pages == 4
+
+
+def test_a_read_of_more_keys_than_slots_keeps_nothing(compute):
+    memo = PageMemo(GEOMETRY, 9, 48, GEOMETRY.plain_page_bytes + 48)
     for _ in range(2):
-        assert values(memo.read(0, torch.tensor([2]), contents(5), compute)) == [5]
-    assert compute.num_pages == 2
+        two = memo.read(0, torch.tensor([1, 2]), contents(1, 2), compute)
+        assert values(two) == [1, 2]
+    assert compute.num_pages == 4
 
 
 def test_reading_nothing_computes_nothing(compute):
