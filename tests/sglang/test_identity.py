@@ -13,7 +13,7 @@ import pytest
 from harness import scenarios
 from harness.comparison import compare
 from harness.identity_report import IdentityReport, ScenarioResult
-from harness.models import DEMO_MODEL, EVAL_MODEL
+from harness.models import DEMO_MODEL, EVAL_MODEL, chat_model
 from harness.progress import Progress
 from harness.prompts import prompt_lengths
 from harness.references import (
@@ -51,6 +51,9 @@ SAMPLE_SCENARIOS = (scenarios.STRICT_CHECKS, scenarios.STRICT_PREFIX_HITS)
 SAMPLE_INT8_SCENARIOS = (scenarios.ALONE, scenarios.STAGGERED)
 
 FULL_NEW_TOKENS = 256
+# A real chat model with 8K tokens of context.
+CHAT_LENGTHS = (127, 1025, 2600, 7600)
+CHAT_SCENARIOS = (scenarios.ALONE, scenarios.STAGGERED, scenarios.PREFIX_HITS)
 REPEATABLE = tuple(scenario for scenario in scenarios.FULL_MATRIX if scenario.repeatable)
 
 Check = Callable[[Workload, Setting, Scenario], None]
@@ -198,3 +201,12 @@ def test_int8_in_full(
     assert_identical: Check, shard: Shard, model: Path, setting: Setting, scenario: Scenario
 ) -> None:
     assert_identical(full_workload(model, setting, shard), setting, scenario)
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("scenario", CHAT_SCENARIOS, ids=lambda s: s.name)
+@pytest.mark.parametrize("setting", FULL_EXACT[:2], ids=str)
+def test_exact_with_a_chat_model(
+    assert_identical: Check, setting: Setting, scenario: Scenario
+) -> None:
+    assert_identical(Workload(chat_model(), CHAT_LENGTHS, max_new_tokens=96), setting, scenario)
