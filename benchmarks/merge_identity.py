@@ -3,19 +3,23 @@
 python benchmarks/merge_identity.py PART.json ... --out benchmarks/results/identity.json
 
 Runs can divide the models, codecs and scenarios, and with --identity-shard the prompts of a
-scenario.
+scenario. With --ties, answers that part at a tie which check_ties.py measured count as near ties,
+and all others as mismatches.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 TOTALS = ("identity.prompts", "identity.answers", "identity.mismatches")
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("sglang_kvspec", "kernels", "patches")
 NO_CHECKOUT = "not a git checkout"
 WHOLE = "1/1"
 
@@ -24,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", type=Path, nargs="+")
     parser.add_argument("--commit", help="commit of the parts that ran outside a git checkout")
+    parser.add_argument("--ties", type=Path, help="result of check_ties.py for these parts")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.parts]
@@ -31,6 +36,10 @@ def main() -> None:
         if args.commit and part["commit"] == NO_CHECKOUT:
             part["commit"] = args.commit
     merged = merge(parts)
+    if args.ties is not None:
+        ties = json.loads(args.ties.read_text(encoding="utf-8"))
+        check_product(merged["commit"], ties["commit"])
+        merged = with_ties(merged, ties["settings"]["raw"])
     args.out.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
 
 
@@ -63,6 +72,33 @@ def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         + [rows[name] for name in sorted(rows)],
         "mismatches": [entry for part in parts for entry in part["mismatches"]],
     }
+
+
+def check_product(commit: str, other: str) -> None:
+    """Raise ValueError if the product differs between two commits."""
+    command = ["git", "diff", "--quiet", commit, other, "--", *PRODUCT]
+    if subprocess.run(command, cwd=ROOT).returncode:
+        raise ValueError(f"the product of {other} is not that of {commit}")
+
+
+def with_ties(merged: dict[str, Any], ties: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a report whose mismatches do not include answers that part at a measured tie."""
+    known = {(t["model"], t["setting"], t["task"], t["position"], *t["tokens"]): t for t in ties}
+    at_ties, others = [], []
+    for entry in merged["mismatches"]:
+        place = (*entry["in"].split(".")[:2], entry["task"], entry["position"])
+        tie = known.get((*place, entry["expected"][0], entry["actual"][0]))
+        if tie is not None and tie["is_tie"]:
+            at_ties.append(entry | {"gap": tie["gap"], "noise": tie["noise"]})
+        else:
+            others.append(entry)
+    figures = [
+        figure | {"value": len(others)} if figure["name"] == "identity.mismatches" else figure
+        for figure in merged["figures"]
+    ]
+    shown = {"unit": "answers", "spread": None, "baseline": None}
+    figures.insert(len(TOTALS), {"name": "identity.near_ties", "value": len(at_ties)} | shown)
+    return merged | {"figures": figures, "mismatches": others, "near_ties": at_ties}
 
 
 def _check_shards(parts: Sequence[dict[str, Any]]) -> None:

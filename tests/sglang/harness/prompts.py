@@ -71,6 +71,11 @@ def _tokenised_files(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
                 yield str(path.relative_to(folder.parent)), token_ids
 
 
+def source_path(name: str) -> Path:
+    """Return the file that the prompt `name` was cut from."""
+    return _package_folder(name.partition("/")[0]).parent / name
+
+
 def _package_folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:

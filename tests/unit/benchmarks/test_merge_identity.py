@@ -94,3 +94,33 @@ def test_shards_that_do_not_make_a_whole_are_refused(shards):
 def test_parts_of_two_commits_are_refused():
     with pytest.raises(ValueError, match="commit"):
         merge_identity.merge([part({"alone": (1, 0)}), part({"staggered": (1, 0)}, commit="def")])
+
+
+def entry(task="a.py[:114]", position=6):
+    place = {"in": "demo-5m.int8-uniform4-rounds.alone", "task": task, "position": position}
+    return place | {"expected": [287, 803], "actual": [36, 1408]}
+
+
+def tie(position=6, *, is_tie=True):
+    place = {"model": "demo-5m", "setting": "int8-uniform4-rounds", "task": "a.py[:114]"}
+    measured = {"tokens": [287, 36], "gap": 2e-6, "noise": 4e-6, "is_tie": is_tie}
+    return place | measured | {"position": position}
+
+
+@pytest.mark.parametrize(
+    ("ties", "num_ties"),
+    [([tie()], 2), ([], 0), ([tie(is_tie=False)], 0), ([tie(position=5)], 0)],
+)
+def test_answers_that_part_at_a_measured_tie_are_counted_apart(ties, num_ties):
+    merged = merge_identity.merge([part({"alone": (44, 3)})])
+    merged["mismatches"] = [entry(), entry(), entry("b.py[:127]")]
+    found = merge_identity.with_ties(merged, ties)
+    values = {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert values["identity.mismatches"] == len(found["mismatches"]) == 3 - num_ties
+    assert values["identity.near_ties"] == len(found["near_ties"]) == num_ties
+    assert values["identity.demo-5m.exact-log4.alone.mismatches"] == 3
+
+
+def test_ties_of_another_product_are_refused():
+    with pytest.raises(ValueError, match="is not that of"):
+        merge_identity.check_product("c862770", "HEAD")
