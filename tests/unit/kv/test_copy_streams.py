@@ -39,7 +39,7 @@ class FakeRuntime:
 
 
 class StreamWithoutGpu(CudaStream):
-    """SyncStream, which copies when it is asked to, and the runs of neighbouring rows."""
+    """CudaStream on the CPU: copies happen at once, and `sizes` holds the rows of each."""
 
     def __init__(self):
         super().__init__(CPU)
