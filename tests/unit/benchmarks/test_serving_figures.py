@@ -225,7 +225,7 @@ def test_the_head_of_a_table_says_what_was_replayed():
     figures = by_name([record("bf16", rate=100.0), record("bf16", 24, rate=110.0)])
     figures |= by_name([record("exact", rate=150.0), record("exact", 24, rate=160.0)])
     rows = tables.points(as_rows(figures), acceptance_note([record("exact")], source))
-    assert rows[0].startswith("| acceptance is REPLAYED from accept.uniform4 | at once |")
+    assert rows[0].startswith("| acceptance is REPLAYED from accept.uniform4 | requests |")
     # Without a pass from empty caches there are no columns for it.
     assert "TTFT" not in rows[0]
     assert "prefill" not in rows[0]

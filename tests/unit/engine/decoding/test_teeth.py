@@ -100,8 +100,8 @@ def test_values_written_by_drafts_and_kept(serve_and_compare, monkeypatch):
 def test_a_read_one_page_off(serve_and_compare, monkeypatch, read):
     right = getattr(ReferenceKVCache, read)
 
-    def off_by_one(kv, layer, pages):
-        return right(kv, layer, torch.cat((pages[:1], pages[:-1])))
+    def off_by_one(kv, layer, pages, *into):
+        return right(kv, layer, torch.cat((pages[:1], pages[:-1])), *into)
 
     monkeypatch.setattr(ReferenceKVCache, read, off_by_one)
     if read == "read_target":
