@@ -53,11 +53,11 @@ def main() -> int:
 
 def run(console: Console, servers: PdServers) -> int:
     """Send the same requests to the door and to the ordinary server, and show the results."""
-    apart, alone = {}, {}
+    disagg, alone = {}, {}
     for name, source, num_tokens in PROMPTS:
         prompt = read_source(MODEL, *source, num_tokens)
         for where, url, answers in (
-            ("disaggregated", servers.door_url, apart),
+            ("disaggregated", servers.door_url, disagg),
             ("one server", servers.ordinary_url, alone),
         ):
             with console.status(f"generating {NEW_TOKENS} tokens after the {name} prompt, {where}"):
@@ -69,16 +69,16 @@ def run(console: Console, servers: PdServers) -> int:
             run_stream(url, str(MODEL), prompt).outputs["stream"]
             for url in (servers.door_url, servers.ordinary_url)
         ]
-    same = {name: apart[name].text == alone[name].text for name in apart}
+    same = {name: disagg[name].text == alone[name].text for name in disagg}
     same["OpenAI stream"] = texts[0] == texts[1]
-    return report(console, apart, same)
+    return report(console, disagg, same)
 
 
-def report(console: Console, apart: dict[str, Answer], same: dict[str, bool]) -> int:
-    reports = {name: read_transfer_report(answer.meta_info) for name, answer in apart.items()}
-    show(console, apart, reports)
-    longest = max(apart, key=lambda name: apart[name].num_prompt_tokens)
-    draw_timeline(TIMELINE, reports[longest], apart[longest])
+def report(console: Console, disagg: dict[str, Answer], same: dict[str, bool]) -> int:
+    reports = {name: read_transfer_report(answer.meta_info) for name, answer in disagg.items()}
+    show(console, disagg, reports)
+    longest = max(disagg, key=lambda name: disagg[name].num_prompt_tokens)
+    draw_timeline(TIMELINE, reports[longest], disagg[longest])
     console.print(f"Timeline of the longest prompt: {TIMELINE}", soft_wrap=True)
     differing = [name for name, equal in same.items() if not equal]
     if differing:

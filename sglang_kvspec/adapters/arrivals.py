@@ -41,7 +41,7 @@ class ServerArrivals:
     def is_pending(self, state: RequestState) -> bool:
         if self._decoding is not None:
             return self._decoding.is_pending(state)
-        return self.early is not None and self.early.lacks_residuals(state.rid)
+        return self.early is not None and self.early.has_pending_residuals(state.rid)
 
     def note_drafts(
         self, batch: RoundBatch, index: int, ages_s: Sequence[float], *, on_anchors: bool

@@ -55,8 +55,8 @@ CPU_STREAM_ROUND_S = 0.35
 
 @dataclass(slots=True)
 class WorkerParts:
-    """Parts that prefills and rounds of one rank share. apart: None unless the server is a prefill
-    or a decode server. view: pages that drafts read, None for all."""
+    """Parts that prefills and rounds of one rank share. disaggregation: None unless the server is a
+    prefill or a decode server. view: pages that drafts read, None for all."""
 
     config: KVSpecConfig
     server_args: Any
@@ -71,7 +71,7 @@ class WorkerParts:
     ranks: Ranks
     counters: SpecCounters
     guard: CorruptPageGuard
-    apart: DisaggregationRole | None
+    disaggregation: DisaggregationRole | None
     arrivals: ServerArrivals
     view: DraftView | None
 
@@ -99,9 +99,9 @@ def share_parts(
     kv = pool.kv
     pages = PageKeeper(kv, config.recent_pages)
     pool.keeper = pages
-    apart = None
+    disaggregation = None
     if server_args.disaggregation_mode != "null":
-        apart = DisaggregationRole(config, pool, runner, server_args, ranks)
+        disaggregation = DisaggregationRole(config, pool, runner, server_args, ranks)
     return WorkerParts(
         config=config,
         server_args=server_args,
@@ -116,8 +116,8 @@ def share_parts(
         ranks=ranks,
         counters=counters,
         guard=CorruptPageGuard(kv.residuals.corrupt, ranks, counters),
-        apart=apart,
-        arrivals=ServerArrivals(pool, None if apart is None else apart.decoding),
+        disaggregation=disaggregation,
+        arrivals=ServerArrivals(pool, None if disaggregation is None else disaggregation.decoding),
         view=_view(config, runner.model_config, kv.geometry, ranks),
     )
 

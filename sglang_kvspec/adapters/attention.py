@@ -118,8 +118,8 @@ def check_logits(processor: Any, num_ranks: int) -> None:
 
     processor: the model's LogitsProcessor.
     """
-    apart = num_ranks > 1 and not processor.do_tensor_parallel_all_gather
-    _refuse_any({f"logits that its {num_ranks} ranks do not gather": apart})
+    is_split = num_ranks > 1 and not processor.do_tensor_parallel_all_gather
+    _refuse_any({f"logits that its {num_ranks} ranks do not gather": is_split})
 
 
 def _check_call(k: Any, save_kv_cache: bool, extra: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def next_to_start(
     anchored = waiting.anchored(list(able), besides=set(early.rids))
     for rid, req in able.items():
         if rid in anchored:
-            if cache.could_start(cache.lacking(req).links):
+            if cache.could_start(cache.look_up(req).links):
                 return req
             waiting.await_whole_pages(rid)
     return None
@@ -105,5 +105,5 @@ def admit(
             cache.waiting.await_whole_pages(req.rid)
     else:
         assert batch.reqs == [req], "an early start must be the only request of its batch"
-        cache.keep_apart(req)
+        cache.detach(req)
     return plan

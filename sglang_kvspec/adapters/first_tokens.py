@@ -42,10 +42,10 @@ def first_tokens(
         [_NONE if first is None else [*first.tokens, _NONE][0] for first in firsts],
         about=[(req.rid, row.end) for req, row in zip(reqs, rows, strict=True)],
     )
-    agreed: list[VerifyResult | None] = []
+    results: list[VerifyResult | None] = []
     for req, first, token in zip(reqs, firsts, tokens, strict=True):
         if first is not None and token == _NONE:
             fail_without_choice(req)
             first = None
-        agreed.append(None if first is None else first._replace(tokens=[token]))
-    return agreed
+        results.append(None if first is None else first._replace(tokens=[token]))
+    return results

@@ -28,7 +28,7 @@ class Prefill:
     def run(self, batch: Any) -> GenerationBatchResult:
         """Run one of SGLang's extend batches."""
         early = self._parts.arrivals.early
-        if early is not None and early.lacks_residuals(batch.reqs[0].rid):
+        if early is not None and early.has_pending_residuals(batch.reqs[0].rid):
             return self._start_on_anchors(batch)
         return self._compute(batch)
 
@@ -49,8 +49,8 @@ class Prefill:
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
         parts.pages.flush()
-        if parts.apart is not None:
-            parts.apart.note_prefill(batch.reqs)
+        if parts.disaggregation is not None:
+            parts.disaggregation.note_prefill(batch.reqs)
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
         result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)

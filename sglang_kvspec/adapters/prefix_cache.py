@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters import hit_breakdown
-from sglang_kvspec.adapters.agreed_hits import AgreedHits, Lacking
+from sglang_kvspec.adapters.common_hits import CommonHits, PrefixLookup
 from sglang_kvspec.adapters.compat.prefix_cache import (
     EvictParams,
     EvictResult,
@@ -25,7 +25,7 @@ from sglang_kvspec.adapters.compat.prefix_cache import (
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.prefix_store import PageLink, chain_links
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
-from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts, RemotePrefixes, WaitingRequests
 
@@ -43,7 +43,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     # Requests on anchors; the one being admitted; its tokens in the tree, and its other slots.
     early: EarlyStarts | None = None
     _starting: Any = None
-    _apart: tuple[int, torch.Tensor] | None = None
+    _detached: tuple[int, torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         self._kv = kv
         self._tiers = tiers
         self.early = early
-        self._agreed = AgreedPrefixes(tiers, ranks)
-        self._agreed_hits = AgreedHits(self._agreed, self._lacking) if ranks.size > 1 else None
-        self.waiting = None if remote is None else WaitingRequests(remote, self._agreed, ranks)
+        self._common = CommonPrefixes(tiers, ranks)
+        self._common_hits = CommonHits(self._common, self._look_up) if ranks.size > 1 else None
+        self.waiting = None if remote is None else WaitingRequests(remote, self._common, ranks)
         super().__init__(params)
 
     def reset(self) -> None:
@@ -71,9 +71,9 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     def in_pass(self, queue: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
         """Enclose a pass of the scheduler. Several ranks find nothing in tiers outside of it."""
-        if self._agreed_hits is None or self._tiers.is_empty:
+        if self._common_hits is None or self._tiers.is_empty:
             return nullcontext()
-        return self._agreed_hits.in_pass(queue)
+        return self._common_hits.in_pass(queue)
 
     # Coming back
 
@@ -85,24 +85,24 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         num_resident = len(result.device_indices)
         is_starting = self._starting is params.req
         links: list[PageLink] = []
-        if is_starting or self._agreed_hits is None:
+        if is_starting or self._common_hits is None:
             links = self._links(params.key, skip=num_resident)
         if is_starting and self.could_start(links):
             num_pages = len(links)
-        elif self._agreed_hits is None:
-            (num_pages,) = self._agreed.num_loadable([links])
+        elif self._common_hits is None:
+            (num_pages,) = self._common.num_loadable([links])
         else:
             # The key may be shorter than the prefix that ranks agreed on, and the tree has changed.
             num_full = len(params.key) // self.page_size
-            end = min(self._agreed_hits.end_of(params.req), num_full)
+            end = min(self._common_hits.end_of(params.req), num_full)
             num_pages = max(0, end - num_resident // self.page_size)
         return result._replace(host_hit_length=num_pages * self.page_size)
 
-    def lacking(self, req: Any) -> Lacking:
+    def look_up(self, req: Any) -> PrefixLookup:
         """Return what the tree has of a waiting request's prompt, and the links of its pages."""
-        return self._lacking(req) if self._agreed_hits is None else self._agreed_hits.lacking(req)
+        return self._look_up(req) if self._common_hits is None else self._common_hits.look_up(req)
 
-    def _lacking(self, req: Any, known: Sequence[PageLink] = ()) -> Lacking:
+    def _look_up(self, req: Any, known: Sequence[PageLink] = ()) -> PrefixLookup:
         """Look a request up. known: its links from another lookup; tokens are only ever added."""
         tokens = array("q", req.origin_input_ids) + array("q", req.output_ids)
         # SGLang computes at least the last token.
@@ -110,9 +110,9 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         resident = super().match_prefix(MatchPrefixParams(key=key)).device_indices
         # With overridden embeddings, KV does not follow from tokens.
         if req.positional_embed_overrides is not None:
-            return Lacking(0, [])
+            return PrefixLookup(0, [])
         links = list(known) if len(known) == len(key) // self.page_size else self._links(key)
-        return Lacking(len(resident) // self.page_size, links)
+        return PrefixLookup(len(resident) // self.page_size, links)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
         """Load what match_prefix() found in tiers, up to the first page that is gone or damaged.
@@ -127,11 +127,11 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=end)
         slots = self._take_slots(params.host_hit_length)
         links, pages = self._links(key, skip=start), self._pages(slots)
-        loaded = self._agreed.load(links, pages)
+        loaded = self._common.load(links, pages)
         if self._starting is req and len(pages) == len(links):
-            num_lacking = self._begin_early(req, links, pages, loaded.num_pages)
-            loaded = loaded.and_from_remote(num_lacking)
-            self._apart = (start, slots) if num_lacking else None
+            num_missing = self._begin_early(req, links, pages, loaded.num_pages)
+            loaded = loaded.and_from_remote(num_missing)
+            self._detached = (start, slots) if num_missing else None
         num_tokens = loaded.num_pages * self.page_size
         self._give_back(slots[num_tokens:])
         slots = slots[:num_tokens]
@@ -142,7 +142,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         hit_breakdown.note(req, loaded, self.page_size)
         node = params.best_match_node
         # Other requests cannot use anchors alone: such a prefix stays out of the tree.
-        if num_tokens and not self._lacks_residuals(req):
+        if num_tokens and not self._has_pending_residuals(req):
             inserted = self.insert(
                 InsertParams(
                     key=key[: start + num_tokens],
@@ -169,7 +169,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         """Return True if every rank can get all anchors of these pages, which a prompt lacks."""
         if self.early is None or not links:
             return False
-        (num_pages,) = self._agreed.num_loadable([links])
+        (num_pages,) = self._common.num_loadable([links])
         return self.early.may_begin(links[num_pages:])
 
     def _begin_early(
@@ -177,30 +177,30 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     ) -> int:
         """Start a request on anchors; its first num_whole pages are loaded. Return the number of
         other pages, of which the request reads anchors only; 0 if it cannot start on anchors."""
-        lacking = links[num_whole:]
-        if self.early is None or not lacking or not self.early.may_begin(lacking):
+        missing = links[num_whole:]
+        if self.early is None or not missing or not self.early.may_begin(missing):
             return 0
-        self.early.begin(req.rid, lacking, pages[num_whole:])
-        return len(lacking)
+        self.early.begin(req.rid, missing, pages[num_whole:])
+        return len(missing)
 
-    def keep_apart(self, req: Any) -> None:
+    def detach(self, req: Any) -> None:
         """Let an admitted request own its loaded pages, which SGLang thinks are in the tree."""
-        if self._apart is not None:
-            req.cache_protected_len, _ = self._apart
-        self._apart = None
+        if self._detached is not None:
+            req.cache_protected_len, _ = self._detached
+        self._detached = None
 
     def cancel_start(self) -> bool:
         """Undo an early start that was not admitted. Return True if pages had been allocated; they
         are released."""
-        if self._apart is None:
+        if self._detached is None:
             return False
-        _, slots = self._apart
-        self._apart = None
+        _, slots = self._detached
+        self._detached = None
         self._give_back(slots)
         return True
 
-    def _lacks_residuals(self, req: Any) -> bool:
-        return self.early is not None and self.early.lacks_residuals(req.rid)
+    def _has_pending_residuals(self, req: Any) -> bool:
+        return self.early is not None and self.early.has_pending_residuals(req.rid)
 
     def adopt(self, req: Any) -> None:
         """Put the prefix of an early start into the tree, now that its residuals are here."""
@@ -212,9 +212,9 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     def _take_slots(self, num_tokens: int) -> torch.Tensor:
         """Allocate slots of whole pages for up to num_tokens; evict other prefixes if necessary."""
         allocator = self.token_to_kv_pool_allocator
-        lacking = num_tokens - allocator.available_size()
-        if lacking > 0:
-            self.evict(EvictParams(num_tokens=lacking))
+        missing = num_tokens - allocator.available_size()
+        if missing > 0:
+            self.evict(EvictParams(num_tokens=missing))
         size = self.page_size
         slots = allocator.alloc(min(num_tokens, allocator.available_size()) // size * size)
         assert slots is not None, "the allocator has fewer pages than available_size()"
@@ -231,7 +231,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     ) -> None:
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
         key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
-        is_whole = not self._lacks_residuals(req)
+        is_whole = not self._has_pending_residuals(req)
         is_insert = is_insert and is_whole
         # With overridden embeddings, KV does not follow from tokens.
         keeps = not self._tiers.is_empty and req.positional_embed_overrides is None and is_whole

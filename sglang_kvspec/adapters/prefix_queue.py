@@ -54,7 +54,7 @@ def _without_waiting(
 
 def _ask(cache: KVSpecRadixCache, waiting: WaitingRequests, new: Sequence[Any]) -> None:
     early = [req.rid for req in new if cache.early is not None and may_start_early(req)]
-    waiting.ask({req.rid: cache.lacking(req).links for req in new}, anchors_first=early)
+    waiting.ask({req.rid: cache.look_up(req).links for req in new}, anchors_first=early)
 
 
 def wait_when_idle(scheduler: Any) -> bool:

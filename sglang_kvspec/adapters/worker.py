@@ -81,8 +81,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         super().init_cuda_graphs()
         self.loop = build_loop(self.parts)
         self._prefill = Prefill(self.parts, self.loop)
-        if self.parts.apart is not None:
-            self.parts.apart.write_behind(self.loop.overlap.interrupt)
+        if self.parts.disaggregation is not None:
+            self.parts.disaggregation.write_behind(self.loop.overlap.interrupt)
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, **kwargs: Any
@@ -104,8 +104,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         parts = self.parts
         if self._exporter is not None:
             self._exporter.publish(self.counters, parts.kv, self.loop.speeds, parts.pool.pressure)
-        if parts.apart is not None:
-            parts.apart.publish()
+        if parts.disaggregation is not None:
+            parts.disaggregation.publish()
         if self._remote_exporter is not None:
             self._remote_exporter.publish(parts.pool.prefix_tiers.remote_report)
 
@@ -185,8 +185,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         report = build_report(self.config, parts.kv, self.counters, allocated)
         # SGLang asks rank 0. Other ranks hold equally many pages, of other heads.
         prefixes = {} if pool.prefix_tiers is None else {"prefix_tiers": pool.prefix_tiers.report()}
-        if parts.apart is not None:
-            report["transfer"] = parts.apart.report()
+        if parts.disaggregation is not None:
+            report["transfer"] = parts.disaggregation.report()
         resolved = resolved_values(
             self.config,
             parts.kv.plan,
@@ -206,8 +206,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         of weights, whatever its source."""
         if self.parts.pool.prefix_tiers is not None:
             self.parts.pool.prefix_tiers.weights_will_change()
-        if self.parts.apart is not None:
-            self.parts.apart.weights_will_change()
+        if self.parts.disaggregation is not None:
+            self.parts.disaggregation.weights_will_change()
         self.loop.overlap.cancel()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:

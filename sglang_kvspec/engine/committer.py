@@ -62,8 +62,8 @@ class Committer:
         if logits is None:
             return emitted
         chosen = self._judge(batch, rows, logits, top1)
-        agreed = broadcast_tokens(self._ranks, [batch.states[i] for i in rows], chosen)
-        for (i, row), verified in zip(rows.items(), agreed, strict=True):
+        results = broadcast_tokens(self._ranks, [batch.states[i] for i in rows], chosen)
+        for (i, row), verified in zip(rows.items(), results, strict=True):
             assert verified is not None
             emitted[i] = verified
             if verified.tokens:

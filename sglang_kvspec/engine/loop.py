@@ -123,11 +123,11 @@ class RoundLoop:
         were on the network."""
         for i, state in enumerate(batch.states):
             if started.lens[i]:
-                ages_s, lacks = started.draft_ages_s(i), i in started.lacking
-                self.arrivals.note_drafts(batch, i, ages_s, on_anchors=lacks)
+                ages_s, pending = started.draft_ages_s(i), i in started.pending
+                self.arrivals.note_drafts(batch, i, ages_s, on_anchors=pending)
             if i in done.piggyback:
-                lacks = self.arrivals.is_pending(state)
-                self.arrivals.note_drafts(batch, i, (0.0,), on_anchors=lacks)
+                pending = self.arrivals.is_pending(state)
+                self.arrivals.note_drafts(batch, i, (0.0,), on_anchors=pending)
 
     # Between rounds
 
@@ -145,8 +145,8 @@ class RoundLoop:
         logits = self.prompt_reader.read_prompt_end(batch)
         self.sampler.draft(state, logits, mask=None)
         broadcast_drafts(self.ranks, [state])
-        lacks = self.arrivals.is_pending(state)
-        self.arrivals.note_drafts(batch, 0, (0.0,), on_anchors=lacks)
+        pending = self.arrivals.is_pending(state)
+        self.arrivals.note_drafts(batch, 0, (0.0,), on_anchors=pending)
 
     def seconds_to_next(self, states: Sequence[RequestState]) -> list[float]:
         """Return the expected seconds until each request, which has just emitted tokens, emits

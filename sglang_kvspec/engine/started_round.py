@@ -23,7 +23,7 @@ class StartedRound:
     with the most drafts have left. is_interrupted: other forwards came before its end.
     plan: which requests verify and what is fetched for them; None where all verify, or where that
     is yet to be decided. late: requests that cannot verify whatever the plan, because some of their
-    residuals are still on the network now. lacking: requests of which that was so when the round
+    residuals are still on the network now. pending: requests of which that was so when the round
     began. held: requests that the schedule keeps from verifying.
 
     is_plain: the round takes tokens at the target precision instead. made: tokens that only the
@@ -47,7 +47,7 @@ class StartedRound:
     logits: torch.Tensor | None = None
     plan: RoundPlan | None = None
     late: frozenset[int] = frozenset()
-    lacking: frozenset[int] = frozenset()
+    pending: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     num_verified: list[int] = field(default_factory=list)
     num_piggyback: int = 0
@@ -135,7 +135,7 @@ class StartedRound:
             verify = sorted(places[i] for i in plan.verify if i in places)
             plan = replace(plan, verify=tuple(verify)) if verify or not plan.verify else None
         none: frozenset[int] = frozenset()
-        lacking = frozenset(now for before, now in places.items() if before in self.lacking)
+        pending = frozenset(now for before, now in places.items() if before in self.pending)
         held = frozenset(now for before, now in places.items() if before in self.held)
         return replace(
             self,
@@ -144,7 +144,7 @@ class StartedRound:
             made=made,
             plan=plan,
             late=none,
-            lacking=lacking,
+            pending=pending,
             held=held,
             num_verified=[],
         )

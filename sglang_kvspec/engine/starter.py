@@ -55,8 +55,8 @@ class RoundStarter:
             started.lens = lens = list(schedule.alone)
             started.num_steps = max(lens)
         if self.arrivals.may_be_pending:
-            lacking = (i for i, state in enumerate(states) if self.arrivals.is_pending(state))
-            started.lacking = frozenset(lacking)
+            pending = (i for i, state in enumerate(states) if self.arrivals.is_pending(state))
+            started.pending = frozenset(pending)
         started.begun_at = time.perf_counter()
         if self.over_at is not None and self.plain is None:
             started.between_s = started.begun_at - self.over_at

@@ -263,8 +263,8 @@ class OffloadedResidualCache:
         self.table.advance_all(pages, ResidualState.RESIDENT)
 
     def _make_room(self, num_pages: int) -> None:
-        lacking = num_pages - self.cache_slots.num_free
-        if lacking <= 0:
+        shortfall = num_pages - self.cache_slots.num_free
+        if shortfall <= 0:
             return
         # Pages that are being encoded, or have a lent slot, are in use by this forward.
         in_store = (ResidualState.RESIDENT, ResidualState.FETCHING)
@@ -273,12 +273,12 @@ class OffloadedResidualCache:
             for page in self.cache_slots
             if self._last_use[page] < self._now and self.table.state(page) in in_store
         ]
-        if len(spare) < lacking:
+        if len(spare) < shortfall:
             raise CapacityError(
                 f"one forward needs more residuals than the cache of {self.cache_slots.num_slots} "
                 f"pages can hold: {num_pages} must be fetched, only {len(spare)} can be evicted"
             )
-        self.evict(sorted(spare, key=self._last_use.__getitem__)[:lacking])
+        self.evict(sorted(spare, key=self._last_use.__getitem__)[:shortfall])
 
     def _slots_of(self, pages: Iterable[int]) -> torch.Tensor:
         return torch.tensor(self.cache_slots.slots_of(pages), dtype=torch.int32)

@@ -78,8 +78,8 @@ def copy_in(
     """
     kv.begin_landing(pages)
     if kept_slots:
-        lacking = [i for i in range(len(pages)) if i not in kept_slots]
-        kv.records.write_anchors([pages[i] for i in lacking], records.anchors[lacking])
+        missing = [i for i in range(len(pages)) if i not in kept_slots]
+        kv.records.write_anchors([pages[i] for i in missing], records.anchors[missing])
         kv.records.restore_anchors(list(kept_slots.values()), [pages[i] for i in kept_slots])
     else:
         kv.records.write_anchors(pages, records.anchors)

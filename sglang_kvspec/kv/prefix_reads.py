@@ -50,8 +50,8 @@ def read_prefix(
         here = {} if kept is None else kept.find(hit, wanted)
         have = set(here)
         if tier is not tiers[0] and tiers[0] is not None:
-            lacking = [i for i in wanted if i not in here]
-            have |= _read_paired_anchors(tiers[0], hits[0], hit, lacking, anchors)
+            missing = [i for i in wanted if i not in here]
+            have |= _read_paired_anchors(tiers[0], hits[0], hit, missing, anchors)
         for i in _read_whole(tier, hit, wanted, anchors, residuals, have):
             sources[i], stamps[i] = tier, hit.pages[i].stamp
             if i in here:
@@ -94,9 +94,9 @@ def _read_whole(
 ) -> Iterator[int]:
     """Read pages `wanted` of a hit into their rows. Return the indices of the pages whose two parts
     are there and undamaged."""
-    lacking = [i for i in wanted if i not in have_anchors]
-    done = tier.read_anchors([hit.pages[i] for i in lacking], [anchors[i] for i in lacking])
-    good = {*have_anchors, *(i for i, whole in zip(lacking, done, strict=True) if whole)}
+    missing = [i for i in wanted if i not in have_anchors]
+    done = tier.read_anchors([hit.pages[i] for i in missing], [anchors[i] for i in missing])
+    good = {*have_anchors, *(i for i, whole in zip(missing, done, strict=True) if whole)}
     both = [i for i in wanted if i in good]
     done = tier.read_residuals([hit.pages[i] for i in both], [residuals[i] for i in both])
     return (i for i, whole in zip(both, done, strict=True) if whole)

@@ -42,9 +42,9 @@ class ResidualPages:
     def check_readable(self, pages: Iterable[int]) -> list[ResidualState]:
         """Return the states of these pages. Raises AssertionError for a page that is ABSENT or
         IN_FLIGHT."""
-        lacking = {ResidualState.ABSENT, ResidualState.IN_FLIGHT}
+        absent = {ResidualState.ABSENT, ResidualState.IN_FLIGHT}
         states = [self.table.state(page) for page in pages]
-        assert lacking.isdisjoint(states), "a page without a residual was read"
+        assert absent.isdisjoint(states), "a page without a residual was read"
         return states
 
     def check_integrity(self) -> None:

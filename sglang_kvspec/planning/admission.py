@@ -42,7 +42,7 @@ class Admission:
     reserve_tokens: int
     headroom_tokens: int = HEADROOM_TOKENS
 
-    def lacking(self, need: PageNeed) -> int:
+    def missing(self, need: PageNeed) -> int:
         """Return the pages that a request may still ask for before it has added its headroom."""
         added = min(max(need.remaining, 0), self.headroom_tokens)
         num_slots = need.num_tokens + added + self.reserve_tokens
@@ -54,4 +54,4 @@ class Admission:
         others = tuple(others)
         if not others:
             return True
-        return self.lacking(request) + sum(map(self.lacking, others)) <= free_pages
+        return self.missing(request) + sum(map(self.missing, others)) <= free_pages

@@ -268,8 +268,8 @@ class RoundPlanner:
         """Return the pages to evict: first pages of no running request, then pages of requests that
         verified most recently and so verify again last, then pages of requests that stay."""
         learnt = self._learnt
-        lacking = len(filling.fetch) + len(ahead) - cache.num_free
-        if lacking <= 0:
+        shortfall = len(filling.fetch) + len(ahead) - cache.num_free
+        if shortfall <= 0:
             return ()
         worth: dict[int, float] = {}
         for request in requests:
@@ -279,4 +279,4 @@ class RoundPlanner:
         loose = sorted(
             [(worth.get(page, -1.0), page) for page in cache.cached if page not in filling.pages]
         )
-        return tuple([page for _, page in loose[:lacking]])
+        return tuple([page for _, page in loose[:shortfall]])

@@ -147,14 +147,14 @@ def broadcast_tokens(
         [1 if verified is None else len(s.drafts) + 1 for s, verified in pairs],
         about=[(s.rid, s.next_position) for s in states],
     )
-    agreed: list[VerifyResult | None] = []
+    results: list[VerifyResult | None] = []
     for (state, verified), tokens in zip(pairs, runs, strict=True):
         if verified is None:
             state.drafts[-1:] = tokens
-            agreed.append(None)
+            results.append(None)
         else:
-            agreed.append(verified._replace(tokens=tokens))
-    return agreed
+            results.append(verified._replace(tokens=tokens))
+    return results
 
 
 def broadcast_drafts(ranks: Ranks, states: Sequence[RequestState]) -> None:

@@ -72,8 +72,8 @@ def load_keys(flag: str, folder: str) -> CurveKeys:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag} {folder}: {error} ({_ALLOWED_FOLDER})") from None
     if secret is None or not peers:
-        lacking = f"no secret key in {own.name}" if secret is None else "no peers/*.key"
-        raise ConfigError(f"{flag} {folder}: {lacking} ({_ALLOWED_FOLDER})")
+        missing = f"no secret key in {own.name}" if secret is None else "no peers/*.key"
+        raise ConfigError(f"{flag} {folder}: {missing} ({_ALLOWED_FOLDER})")
     try:
         return CurveKeys(public, secret, frozenset(peers))
     except TransportError as error:

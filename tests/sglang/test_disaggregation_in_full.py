@@ -32,7 +32,7 @@ WORKLOAD = Workload(DEMO_MODEL, LENGTHS, NEW_TOKENS)
 # At 100 MB/s the residuals of 2K tokens would arrive while 32 tokens are drafted.
 SLOW_GBPS = 0.001
 SLOW_WORKLOAD = Workload(DEMO_MODEL, tuple(range(1024, 2049, 146)), NEW_TOKENS)
-SETTING = "apart-split-uniform4"
+SETTING = "split-uniform4"
 FAMILIES = True
 PAIR = PairSpec(DEMO_MODEL, (POOL,))
 

@@ -77,7 +77,7 @@ def test_a_high_priority_overtakes_those_that_wait(
     with ThreadPoolExecutor(len(tasks)) as pool:
         low = [pool.submit(ask, index, 0) for index in range(1, len(tasks))]
         while report(client)["pressure"]["waiting_for_pages"] < 8:
-            assert not all(future.done() for future in low), "nobody had to wait"
+            assert not all(future.done() for future in low), "no request had to wait"
         high = pool.submit(ask, 0, 10)
         outputs = [future.result() for future in (high, *low)]
     assert outputs == [answer for _, answer in tasks]

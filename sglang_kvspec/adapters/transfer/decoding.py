@@ -140,8 +140,8 @@ def shared_refusals(
         return list(wrongs)
     tokens = [req.output_ids[-1] for req in reqs]
     mine = [*(wrong is None for wrong in wrongs), *tokens, *(-token for token in tokens)]
-    agreed = ranks.least([int(value) for value in mine], about=[req.rid for req in reqs])
-    are_right, least, most = (agreed[i * len(reqs) : (i + 1) * len(reqs)] for i in range(3))
+    common = ranks.least([int(value) for value in mine], about=[req.rid for req in reqs])
+    are_right, least, most = (common[i * len(reqs) : (i + 1) * len(reqs)] for i in range(3))
     found = []
     for wrong, is_right, low, high in zip(wrongs, are_right, least, most, strict=True):
         if wrong is None and not is_right:

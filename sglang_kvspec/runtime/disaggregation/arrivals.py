@@ -113,8 +113,8 @@ class Arrivals:
         mine = [
             _FAILED if each.failure is not None else each.num_ready_residuals for each in landings
         ]
-        agreed = self._ranks.least(mine, about=("residuals", *rooms))
-        for landing, num_pages in zip(landings, agreed, strict=True):
+        common = self._ranks.least(mine, about=("residuals", *rooms))
+        for landing, num_pages in zip(landings, common, strict=True):
             if num_pages != _FAILED:
                 with self._distrusting(landing):
                     self._lander.land_residuals(landing, num_pages)

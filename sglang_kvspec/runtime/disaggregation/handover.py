@@ -119,7 +119,7 @@ class HandoverFormat:
         return handover, tail.view(self.geometry.dtype).view(shape)
 
 
-def agreed(handovers: Sequence[Handover]) -> Handover:
+def common_handover(handovers: Sequence[Handover]) -> Handover:
     """Return the first rank's handover, with the latest prefill_ended_at, if all ranks of the
     prefill server mean the same. Raises TransportError if they do not. First token, room and prompt
     must be equal; a log-probability may differ in its last bits."""

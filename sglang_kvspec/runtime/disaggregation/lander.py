@@ -8,7 +8,11 @@ import torch
 
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.page_records import PageRecords, copy_in
-from sglang_kvspec.runtime.disaggregation.handover import HEADS_OF_TAIL, HandoverFormat, agreed
+from sglang_kvspec.runtime.disaggregation.handover import (
+    HEADS_OF_TAIL,
+    HandoverFormat,
+    common_handover,
+)
 from sglang_kvspec.runtime.disaggregation.landing import Landing
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import Stream
@@ -54,7 +58,7 @@ class Lander:
         payloads = landing.staging.payloads(Stream.ANCHOR, landing.num_pages, chunk_bytes)
         of_part = self._handovers.of_part(len(payloads))
         handovers, tails = zip(*map(of_part.decode, payloads), strict=True)
-        landing.handover, landing.tails = agreed(handovers), list(tails)
+        landing.handover, landing.tails = common_handover(handovers), list(tails)
 
     def land_anchors(self, landing: Landing) -> None:
         """Land the anchors in the staging, and the last page."""

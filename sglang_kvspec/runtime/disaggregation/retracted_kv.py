@@ -26,19 +26,19 @@ class RetractedKV:
         self._kv, self._arrivals, self._num_tokens = kv, arrivals, num_tokens
         in_flight = set(kv.residuals.table.pages_in(pages, ResidualState.IN_FLIGHT))
         places = dict(enumerate(pages))
-        self._lacking_at = [at for at, page in places.items() if page in in_flight]
+        self._missing_at = [at for at, page in places.items() if page in in_flight]
         # On a GPU, committed pages of the window are encoded too, and are copied as records.
         self._recent = {
             at: self._recent_page(page, at)
             for at, page in places.items()
             if page in kv.window.slots and not kv.is_encoded(page)
         }
-        elsewhere = {*self._lacking_at, *self._recent}
+        elsewhere = {*self._missing_at, *self._recent}
         self._whole_at = [at for at in places if at not in elsewhere]
         self._whole = copy_out(kv, [pages[at] for at in self._whole_at])
-        self._lacking = kv.records.read_anchors([pages[at] for at in self._lacking_at])
+        self._missing = kv.records.read_anchors([pages[at] for at in self._missing_at])
         self._room = (
-            arrivals.keep_retracted(pages[self._lacking_at[0]]) if self._lacking_at else None
+            arrivals.keep_retracted(pages[self._missing_at[0]]) if self._missing_at else None
         )
         self._abandoned = weakref.finalize(self, _abandon, arrivals, self._room)
 
@@ -54,10 +54,10 @@ class RetractedKV:
         self._abandoned.detach()
         kv = self._kv
         copy_in(kv, [pages[at] for at in self._whole_at], self._whole)
-        lacking = [pages[at] for at in self._lacking_at]
-        kv.begin_landing(lacking)
-        kv.records.write_anchors(lacking, self._lacking)
-        kv.finish_anchors(lacking)
+        missing = [pages[at] for at in self._missing_at]
+        kv.begin_landing(missing)
+        kv.records.write_anchors(missing, self._missing)
+        kv.finish_anchors(missing)
         for at, tokens in self._recent.items():
             if tokens.shape[2] < kv.geometry.page_size:
                 self._arrivals.keep_tail(pages[at], tokens)

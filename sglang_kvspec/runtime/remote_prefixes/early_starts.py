@@ -10,7 +10,7 @@ from xxhash import xxh3_128_digest
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.page_records import PageRecords
 from sglang_kvspec.kv.prefix_store import PageLink, page_rows
-from sglang_kvspec.runtime.agreed_prefixes import names_of
+from sglang_kvspec.runtime.common_prefixes import names_of
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage
 from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
@@ -18,11 +18,11 @@ from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
 
 @dataclass(slots=True)
 class _Start:
-    """Early start of a running request. pages: pages that the request was given. lacking: by page
+    """Early start of a running request. pages: pages that the request was given. pending: by page
     whose residual has not arrived on this rank, its link and a digest of its anchor."""
 
     pages: Sequence[int]
-    lacking: dict[int, tuple[PageLink, bytes]]
+    pending: dict[int, tuple[PageLink, bytes]]
 
 
 class EarlyStarts:
@@ -51,7 +51,7 @@ class EarlyStarts:
     def rids(self) -> list[str]:
         return list(self._starts)
 
-    def lacks_residuals(self, rid: str) -> bool:
+    def has_pending_residuals(self, rid: str) -> bool:
         return rid in self._starts
 
     def may_begin(self, links: Sequence[PageLink]) -> bool:
@@ -69,17 +69,17 @@ class EarlyStarts:
         assert rid not in self._starts, f"request {rid} has already started"
         kv = self._kv
         records = PageRecords.empty(kv.geometry, kv.codec, len(pages))
-        lacking = {}
+        pending = {}
         for row, page, link in zip(page_rows(records.anchors), pages, links, strict=True):
             anchor = self._remote.anchor_of(link)
             assert anchor is not None, "the anchor has not arrived"
             row[:] = anchor
-            lacking[page] = (link, xxh3_128_digest(anchor))
+            pending[page] = (link, xxh3_128_digest(anchor))
         kv.begin_landing(pages)
         kv.records.write_anchors(pages, records.anchors)
         kv.finish_anchors(pages)
         self._on_loaded(len(pages), 0)
-        self._starts[rid] = _Start(list(pages), lacking)
+        self._starts[rid] = _Start(list(pages), pending)
         self._remote.counters.early += 1
 
     def land(self) -> tuple[list[str], list[str]]:
@@ -96,13 +96,13 @@ class EarlyStarts:
             if landed:
                 self._write(landed)
                 for page in landed:
-                    del start.lacking[page]
+                    del start.pending[page]
         rids = self.rids
-        are_here = [not self._starts[rid].lacking for rid in rids]
+        are_here = [not self._starts[rid].pending for rid in rids]
         may_come = [is_here or awaited[rid] for rid, is_here in zip(rids, are_here, strict=True)]
-        agreed = self._ranks.least([*are_here, *may_come], about=("land", rids))
-        complete = [rid for rid, is_here in zip(rids, agreed[: len(rids)], strict=True) if is_here]
-        lost = [rid for rid, may in zip(rids, agreed[len(rids) :], strict=True) if not may]
+        common = self._ranks.least([*are_here, *may_come], about=("land", rids))
+        complete = [rid for rid, is_here in zip(rids, common[: len(rids)], strict=True) if is_here]
+        lost = [rid for rid, may in zip(rids, common[len(rids) :], strict=True) if not may]
         for rid in complete:
             self._kv.residuals.finish(self._starts.pop(rid).pages)
         return complete, lost
@@ -112,7 +112,7 @@ class EarlyStarts:
         page, from another lookup. Its residual does not match the anchor that was written, and is
         left out."""
         found = {}
-        for page, (link, digest) in start.lacking.items():
+        for page, (link, digest) in start.pending.items():
             record = self._remote.find(link)
             if record is not None and xxh3_128_digest(record.anchor) == digest:
                 found[page] = record

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from sglang_kvspec.kv.prefix_store import PageLink
-from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
 
@@ -19,8 +19,8 @@ class WaitingRequests:
     """Requests that wait for pages. All ranks must make the same calls with the same requests, in
     the same order."""
 
-    def __init__(self, remote: RemotePrefixes, agreed: AgreedPrefixes, ranks: Ranks) -> None:
-        self._remote, self._agreed, self._ranks = remote, agreed, ranks
+    def __init__(self, remote: RemotePrefixes, common: CommonPrefixes, ranks: Ranks) -> None:
+        self._remote, self._common, self._ranks = remote, common, ranks
         # Requests that will not wait any more.
         self._settled: set[str] = set()
         # Requests that cannot start on the anchors that were looked up.
@@ -42,7 +42,7 @@ class WaitingRequests:
                 self._settled.add(rid)
         if not asking:
             return
-        nums, all_ask = self._agreed.num_local(list(asking.values()), self._remote.would_ask)
+        nums, all_ask = self._common.num_local(list(asking.values()), self._remote.would_ask)
         for (rid, links), num in zip(asking.items(), nums, strict=True):
             comes_first = rid in anchors_first
             self._remote.ask(rid, links[num:], others_ask=all_ask, anchors_first=comes_first)
@@ -54,8 +54,8 @@ class WaitingRequests:
         if not open_rids:
             return set()
         done = [int(not self._remote.is_awaited(rid)) for rid in open_rids]
-        agreed = self._ranks.least(done, about=open_rids)
-        waiting = {rid for rid, is_done in zip(open_rids, agreed, strict=True) if not is_done}
+        common = self._ranks.least(done, about=open_rids)
+        waiting = {rid for rid, is_done in zip(open_rids, common, strict=True) if not is_done}
         self._settled.update(rid for rid in open_rids if rid not in waiting)
         return waiting
 
@@ -67,8 +67,8 @@ class WaitingRequests:
         if not asking:
             return set()
         mine = [int(self._remote.is_anchored(rid, besides)) for rid in asking]
-        agreed = self._ranks.least(mine, about=("anchored", asking))
-        return {rid for rid, is_anchored in zip(asking, agreed, strict=True) if is_anchored}
+        common = self._ranks.least(mine, about=("anchored", asking))
+        return {rid for rid, is_anchored in zip(asking, common, strict=True) if is_anchored}
 
     def await_whole_pages(self, rid: str) -> None:
         """Exclude a request from anchored(): it cannot start on anchors."""

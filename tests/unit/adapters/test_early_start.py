@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from sglang_kvspec.adapters import prefix_queue
-from sglang_kvspec.adapters.agreed_hits import Lacking
+from sglang_kvspec.adapters.common_hits import PrefixLookup
 from sglang_kvspec.adapters.early_start import may_start_early
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 
@@ -56,16 +56,16 @@ class Early:
 
 class Cache(KVSpecRadixCache):
     def __init__(self):
-        self.waiting, self._agreed_hits, self.early = Waiting(), None, Early()
+        self.waiting, self._common_hits, self.early = Waiting(), None, Early()
         self.lacks_anchors, self.calls, self.was_loaded = set(), [], False
 
-    def lacking(self, req):
-        return Lacking(0, [req.rid])
+    def look_up(self, req):
+        return PrefixLookup(0, [req.rid])
 
     def could_start(self, links):
         return not self.lacks_anchors & set(links)
 
-    def keep_apart(self, req):
+    def detach(self, req):
         self.calls.append(("apart", req.rid, self._starting))
 
     def cancel_start(self):

@@ -96,9 +96,9 @@ def early_machine(prefix_cache_machine):
 
         def check_content(self, req, slots):
             pages = (slots[::SIZE] // SIZE).tolist()
-            lacking = self.kv.residuals.table.pages_in(pages, ResidualState.IN_FLIGHT)
-            assert bool(lacking) == self.early.lacks_residuals(req.rid)
-            if not lacking:
+            pending = self.kv.residuals.table.pages_in(pages, ResidualState.IN_FLIGHT)
+            assert bool(pending) == self.early.has_pending_residuals(req.rid)
+            if not pending:
                 super().check_content(req, slots)
 
         def is_apart(self, req):
@@ -121,7 +121,7 @@ def early_machine(prefix_cache_machine):
             if len(self.running) == num_before:
                 return
             req = self.running[-1]
-            self.tree.keep_apart(req)
+            self.tree.detach(req)
             req.set_extend_range = partial(self.set_extend_range, req)
             req.set_extend_range(len(req.prefix_indices), len(req.full_untruncated_fill_ids))
             req.get_fill_ids = lambda: req.full_untruncated_fill_ids[: req.extend_range.end]
@@ -133,8 +133,8 @@ def early_machine(prefix_cache_machine):
         @rule(num_pages=st.integers(1, 4))
         def residuals_come(self, num_pages):
             for req in filter(self.is_apart, self.running):
-                lacking = list(self.early._starts[req.rid].lacking.values())
-                self.remote.whole.update(link.key for link, _ in lacking[:num_pages])
+                pending = list(self.early._starts[req.rid].pending.values())
+                self.remote.whole.update(link.key for link, _ in pending[:num_pages])
             complete, lost = self.early.land()
             assert not lost
             for req in self.running:
@@ -169,7 +169,7 @@ def choosing(req):
 def test_pages_without_residuals_are_freed_with_their_request(make_kv, early_machine, is_insert):
     machine = early_machine(make_kv)
     machine.start((0, 1, 0), 5, None)
-    assert machine.early.lacks_residuals(machine.running[0].rid)
+    assert machine.early.has_pending_residuals(machine.running[0].rid)
     assert machine.tree.total_size() == 0
     machine.no_page_is_lost()
     machine.finish(choosing(machine.running[0]), is_insert, True)
@@ -212,11 +212,11 @@ def test_a_start_that_finds_no_room_leaves_nothing(make_kv, early_machine):
 
 
 def caches_them_at_once(monkeypatch):
-    monkeypatch.setattr(KVSpecRadixCache, "_lacks_residuals", lambda cache, req: False)
+    monkeypatch.setattr(KVSpecRadixCache, "_has_pending_residuals", lambda cache, req: False)
 
 
 def takes_them_to_be_in_the_tree(monkeypatch):
-    monkeypatch.setattr(KVSpecRadixCache, "keep_apart", lambda cache, req: None)
+    monkeypatch.setattr(KVSpecRadixCache, "detach", lambda cache, req: None)
 
 
 @pytest.mark.parametrize("fault", [caches_them_at_once, takes_them_to_be_in_the_tree])

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvspec_testkit.runtime.rank_exchange import BOTH
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
-from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 
 SIZE = 32
 NUM_PAGES = 10
@@ -33,10 +33,10 @@ def test_ranks_whose_tiers_drift_stay_together(run_both):
 
 
 def test_the_machine_finds_ranks_that_look_up_alone(run_both, monkeypatch):
-    def num_loadable(agreed, wanted):
-        return [agreed._tiers.num_loadable(links) for links in wanted]
+    def num_loadable(common, wanted):
+        return [common._tiers.num_loadable(links) for links in wanted]
 
-    monkeypatch.setattr(AgreedPrefixes, "num_loadable", num_loadable)
+    monkeypatch.setattr(CommonPrefixes, "num_loadable", num_loadable)
     with pytest.raises(AssertionError):
         run_both(30, max_examples=400, phases=[Phase.generate])
 
@@ -66,10 +66,10 @@ def test_a_page_that_one_rank_cannot_read_is_computed_by_both(both):
 
 
 def test_ranks_that_load_alone_are_found(both, monkeypatch):
-    def load(agreed, links, pages):
-        return agreed._tiers.load(links, pages)
+    def load(common, links, pages):
+        return common._tiers.load(links, pages)
 
-    monkeypatch.setattr(AgreedPrefixes, "load", load)
+    monkeypatch.setattr(CommonPrefixes, "load", load)
     with pytest.raises(AssertionError):
         test_a_page_that_one_rank_cannot_read_is_computed_by_both(both)
 

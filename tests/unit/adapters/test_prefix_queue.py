@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_kvspec.adapters import prefix_queue
-from sglang_kvspec.adapters.agreed_hits import Lacking
+from sglang_kvspec.adapters.common_hits import PrefixLookup
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 
 
@@ -44,8 +44,8 @@ def waiting():
 @pytest.fixture
 def scheduler(waiting):
     cache = object.__new__(KVSpecRadixCache)
-    cache.waiting, cache._agreed_hits = waiting, None
-    cache.lacking = lambda req: Lacking(0, f"links of {req.rid}")
+    cache.waiting, cache._common_hits = waiting, None
+    cache.look_up = lambda req: PrefixLookup(0, f"links of {req.rid}")
     queue = [SimpleNamespace(rid=rid) for rid in "abcd"]
     return SimpleNamespace(tree_cache=cache, waiting_queue=queue)
 

@@ -65,7 +65,7 @@ class Stub:
     async def wait(self, request: web.Request) -> web.StreamResponse:
         """Never answer."""
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets that event")
+        raise AssertionError("nothing sets that event")
 
     async def die(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None

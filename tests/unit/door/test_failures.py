@@ -261,7 +261,7 @@ def test_a_restarted_prefill_server_is_used_at_its_new_port(open_house, run, fai
         async with open_house() as house:
             prefill, decode = house.prefill[0], house.decode[0]
             bad, good = sides(house, failing)
-            bad.behave = refusing(500, "nobody there")
+            bad.behave = refusing(500, "no server there")
             assert (await house.door.post("/generate", json=REQUEST)).status == 500
             bad.behave, good.behave = bad.answer, good.answer
             prefill.info["disaggregation_bootstrap_port"] = 9000

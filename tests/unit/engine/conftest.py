@@ -31,15 +31,15 @@ class FakeSide(nullcontext):
 class FakeArrivals:
     """Arrivals with requests whose residuals are on the network."""
 
-    def __init__(self, *lacking, come_with_requests=False):
-        self.lacking, self.come_with_requests = set(lacking), come_with_requests
+    def __init__(self, *pending, come_with_requests=False):
+        self.pending, self.come_with_requests = set(pending), come_with_requests
 
     @property
     def may_be_pending(self):
-        return bool(self.lacking)
+        return bool(self.pending)
 
     def is_pending(self, state):
-        return state.rid in self.lacking
+        return state.rid in self.pending
 
 
 class FakeScheduler:

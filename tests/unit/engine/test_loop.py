@@ -26,10 +26,10 @@ PLAIN_STEPS = 8
 class Lab:
     """A loop over fakes of a machine that holds all residuals. order: its actions, in order."""
 
-    def __init__(self, fakes, *next_lens, lacking=()):
+    def __init__(self, fakes, *next_lens, pending=()):
         self.order, self.noted = [], []
         self._drafts_on_device = fakes.drafts_on_device
-        arrivals = fakes.Arrivals(*lacking)
+        arrivals = fakes.Arrivals(*pending)
         arrivals.note_drafts = self._note_drafts
         arrivals.note_verification = lambda state, count: None
         planner = SimpleNamespace(find_late=lambda states, pages: self.late)
@@ -173,7 +173,7 @@ def test_another_forward_waits_for_the_round_and_interrupts_it(fakes):
 
 
 def test_the_first_draft_on_anchors_waits_for_the_round_and_keeps_its_tokens(fakes):
-    lab = Lab(fakes, 3, lacking="r")
+    lab = Lab(fakes, 3, pending="r")
     other, state = request_state("other"), request_state("r")
     rows = torch.full((1, 1), 5)
     ahead = StartedRound([other], [1], PhaseTimer(CPU), made=DraftedTokens(rows, [0], [1]))

@@ -31,7 +31,7 @@ def make_round(lens, **fields):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any), st.data())
 def test_every_request_finds_what_it_started(lens, data):
     started = make_round(lens)
-    started.lacking = frozenset(i for i, n in enumerate(lens) if n % 2)
+    started.pending = frozenset(i for i, n in enumerate(lens) if n % 2)
     started.held = frozenset(i for i, n in enumerate(lens) if n > 2)
     started.plan = RoundPlan(tuple(i for i, n in enumerate(lens) if n > 1), fetch=(7,))
     stay = data.draw(st.sets(st.sampled_from(range(len(lens))), min_size=1))
@@ -42,7 +42,7 @@ def test_every_request_finds_what_it_started(lens, data):
     assert now is not None
     assert now.lens == [lens[known[id(s)]] if id(s) in known else 0 for s in batch]
     odd = {place for place, s in enumerate(batch) if id(s) in known and lens[known[id(s)]] % 2}
-    assert now.lacking == odd
+    assert now.pending == odd
     kept = {place for place, s in enumerate(batch) if id(s) in known and lens[known[id(s)]] > 2}
     assert now.held == kept
     assert now.num_verified == [0] * len(batch)

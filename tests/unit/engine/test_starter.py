@@ -67,7 +67,7 @@ def test_plain_steps_skip_late_requests(
     assert plain.asked == ([(PLAIN_STEPS, frozenset({0}))] if advances else [])
     assert started.is_plain == advances
     assert started.verify == [1]
-    assert started.lacking == frozenset()
+    assert started.pending == frozenset()
 
 
 def test_a_schedule_may_rule_out_plain_steps(fakes, with_plain, plain):
@@ -95,10 +95,10 @@ def test_plain_tokens_are_taken_one_by_one_where_the_cpu_must_see_their_logits(
 
 def test_a_round_remembers_which_requests_lacked_residuals_when_it_began(fakes):
     """Residuals may arrive while the round drafts, but its drafts were made without them."""
-    here, lacking = (request_state(rid, num_drafts=2) for rid in "ab")
+    here, pending = (request_state(rid, num_drafts=2) for rid in "ab")
     starter = fakes.starter_of(arrivals=fakes.Arrivals("b"))
-    started = starter.start(fakes.batch_of([here, lacking]), fakes.schedule_of(1, 1))
-    assert started.lacking == {1}
+    started = starter.start(fakes.batch_of([here, pending]), fakes.schedule_of(1, 1))
+    assert started.pending == {1}
 
 
 def test_requests_draft_alone_where_none_verifies(fakes):

@@ -63,12 +63,12 @@ def options_of(shape: tuple, device: torch.device) -> dict[str, object]:
     }
 
 
-WAYS_TO_JOIN = ["joined apart", "by the last block"]
+WAYS_TO_JOIN = ["joined by a kernel", "by the last block"]
 
 
 def join(way, monkeypatch):
     """Select the way in which kernels that are planned from here on join the parts of a request."""
-    most = 0 if way == "joined apart" else 10**6
+    most = 0 if way == "joined by a kernel" else 10**6
     monkeypatch.setattr(cuda_verify, "MOST_JOINED", most)
     monkeypatch.setattr(cuda_verify, "MOST_ROWS_JOINED", most)
 

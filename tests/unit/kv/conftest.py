@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     anchor: torch.Tensor
 
 
-class TieredKVMachine(RuleBasedStateMachine):
+class ReferenceKVMachine(RuleBasedStateMachine):
     """Random use of a ReferenceKVCache. `pages` holds K and V [2, LAYERS, page_size, heads,
     head_dim] of every page in use."""
 
@@ -234,11 +234,11 @@ def assert_same_bits(got, want):
 
 
 @pytest.fixture(scope="session")
-def tiered_kv_machine(make_kv) -> Callable[..., Callable[[], TieredKVMachine]]:
+def reference_kv_machine(make_kv) -> Callable[..., Callable[[], ReferenceKVMachine]]:
     """Return a function that makes machines for run_state_machine_as_test, with options of
     make_kv."""
 
     def bind(**options):
-        return partial(TieredKVMachine, make_kv, **options)
+        return partial(ReferenceKVMachine, make_kv, **options)
 
     return bind

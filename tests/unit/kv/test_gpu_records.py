@@ -301,12 +301,12 @@ class RecordsMachine(RuleBasedStateMachine):
         target, store = kind
         self.has_store, self.size = store, cache_pages if store else NUM_PAGES
         self.gpu = Device(self.make, target=target, store=store, cache_pages=self.size)
-        self.lacking: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if self.fault:
             self.fault(self.gpu)
 
     def unused(self, pages):
-        return sorted(pages - self.gpu.content.keys() - self.lacking.keys())
+        return sorted(pages - self.gpu.content.keys() - self.pending.keys())
 
     @rule(pages=subsets)
     def encode(self, pages):
@@ -323,16 +323,16 @@ class RecordsMachine(RuleBasedStateMachine):
         self.gpu.kv.begin_landing(pages)
         self.gpu.kv.records.write_anchors(pages, records.anchors)
         self.gpu.kv.finish_anchors(pages)
-        self.lacking |= dict(zip(pages, zip(*records, strict=True), strict=True))
+        self.pending |= dict(zip(pages, zip(*records, strict=True), strict=True))
 
-    @precondition(lambda self: self.lacking)
+    @precondition(lambda self: self.pending)
     @rule(data=st.data())
     def land_residuals(self, data):
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.lacking)), unique=True, min_size=1))
-        records = torch.stack([self.lacking[page][1] for page in pages])
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.pending)), unique=True, min_size=1))
+        records = torch.stack([self.pending[page][1] for page in pages])
         self.gpu.kv.records.write_residuals(pages, records)
         self.gpu.kv.residuals.finish(pages)
-        self.gpu.content |= {page: self.lacking.pop(page) for page in pages}
+        self.gpu.content |= {page: self.pending.pop(page) for page in pages}
 
     @precondition(lambda self: self.gpu.content)
     @rule(data=st.data(), by_layer=st.booleans())
@@ -364,7 +364,7 @@ class RecordsMachine(RuleBasedStateMachine):
     def free(self, pages):
         self.gpu.free(*pages)
         for page in pages:
-            self.lacking.pop(page, None)
+            self.pending.pop(page, None)
 
     @rule(which=st.lists(st.integers(0, 2), max_size=8))
     def advance(self, which):
@@ -379,7 +379,7 @@ class RecordsMachine(RuleBasedStateMachine):
         if hasattr(self, "gpu"):
             self.gpu.kv.check_integrity()
             encoded = {page for page in range(NUM_PAGES + 1) if self.gpu.kv.is_encoded(page)}
-            assert encoded == self.gpu.content.keys() | self.lacking.keys()
+            assert encoded == self.gpu.content.keys() | self.pending.keys()
 
     def teardown(self):
         if hasattr(self, "gpu"):

@@ -214,7 +214,7 @@ def test_a_cache_of_all_pages_never_moves_them(kernels):
     gpu.finish()
 
 
-class HostedMachine(RuleBasedStateMachine):
+class OffloadedMachine(RuleBasedStateMachine):
     def __init__(self, make, fault=None):
         super().__init__()
         self.make, self.fault = make, fault
@@ -297,7 +297,7 @@ class HostedMachine(RuleBasedStateMachine):
 
 def test_under_random_use(make_device_kv):
     limits = settings(max_examples=80, stateful_step_count=30)
-    run_state_machine_as_test(partial(HostedMachine, make_device_kv), settings=limits)
+    run_state_machine_as_test(partial(OffloadedMachine, make_device_kv), settings=limits)
 
 
 def no_wait_for_fetches(gpu):
@@ -356,7 +356,7 @@ def test_a_fault_is_found(make_device_kv, fault):
         max_examples=200, stateful_step_count=40, phases=[Phase.generate], print_blob=False
     )
     with pytest.raises((AssertionError, PageStateError, KeyError)):
-        run_state_machine_as_test(partial(HostedMachine, make_device_kv, fault), settings=limits)
+        run_state_machine_as_test(partial(OffloadedMachine, make_device_kv, fault), settings=limits)
 
 
 def test_warming_up_leaves_nothing(kernels):

@@ -76,13 +76,13 @@ class Server:
             for request in self.running:
                 request.added = 0
 
-    def lacking(self):
+    def missing(self):
         return {r: max(pages(r.need.num_tokens + RESERVE) - r.held, 0) for r in self.running}
 
     def retract(self):
         """Retract requests as ScheduleBatch.retract_decode does, until the others can continue."""
         order = [self.running[i] for i in keep_order([r.view for r in self.running])]
-        while sum(self.lacking().values()) > self.free and len(self.running) > 1:
+        while sum(self.missing().values()) > self.free and len(self.running) > 1:
             assert max(r.added for r in self.running) > self.rule.headroom_tokens, "a storm"
             victim = order.pop()
             self.running.remove(victim)
@@ -97,7 +97,7 @@ class Server:
     def step(self):
         self.start_waiting()
         self.retract()
-        for request, num_pages in self.lacking().items():
+        for request, num_pages in self.missing().items():
             request.held += num_pages
         assert self.free >= 0, "more pages than there are"
         for request in list(self.running):
@@ -173,14 +173,14 @@ def test_without_the_rule_there_are_storms():
 def test_a_request_needs_room_for_its_prompt_its_next_tokens_and_its_drafts():
     # 64 + 24 + 10 tokens: seven pages.
     request = PageNeed(0, 64, 100)
-    assert RULE.lacking(request) == 7
+    assert RULE.missing(request) == 7
     # Two of these pages are cached.
-    assert RULE.lacking(PageNeed(2, 64, 100)) == 5
+    assert RULE.missing(PageNeed(2, 64, 100)) == 5
     # The request ends before it has added its headroom.
-    assert RULE.lacking(PageNeed(0, 64, 3)) == 5
-    assert RULE.lacking(PageNeed(9, 64, 100)) == 0
+    assert RULE.missing(PageNeed(0, 64, 3)) == 5
+    assert RULE.missing(PageNeed(9, 64, 100)) == 0
     running = PageNeed(5, 70, 50)
-    assert RULE.lacking(running) == 2
+    assert RULE.missing(running) == 2
     assert RULE.has_room(request, [running], 9)
     assert not RULE.has_room(request, [running], 8)
 

@@ -134,10 +134,10 @@ class StoreMachine(RuleBasedStateMachine):
         for link, anchor, residual in zip(links, anchors, residuals, strict=False):
             known = self.put_versions.get(link, ())
             fitting = [v for v in known if anchor == self.small.anchor(link, v)]
-            assert anchor is None or fitting, "an anchor that nobody put"
+            assert anchor is None or fitting, "an anchor that was never put"
             both = [v for v in known if residual == self.small.residual(link, v)]
-            assert residual is None or both, "a residual that nobody put"
-            assert None in (anchor, residual) or fitting == both, "a pair that nobody put"
+            assert residual is None or both, "a residual that was never put"
+            assert None in (anchor, residual) or fitting == both, "a pair that was never put"
 
     @rule(tokens=prefixes, version=versions, after=st.integers(0, 900))
     def die_while_writing(self, tokens, version, after):
@@ -305,10 +305,10 @@ def parents_are_evicted_before_their_children(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "found_as"),
     [
-        (checksums_are_not_compared, "that nobody put"),
-        (entries_are_not_checked, "that nobody put|belongs to another page|'utf-8'"),
-        (a_residual_is_added_to_any_anchor, "a pair that nobody put|was lost|a restart changed"),
-        (stamps_are_not_compared, "a pair that nobody put"),
+        (checksums_are_not_compared, "that was never put"),
+        (entries_are_not_checked, "that was never put|belongs to another page|'utf-8'"),
+        (a_residual_is_added_to_any_anchor, "a pair that was never put|was lost|a restart changed"),
+        (stamps_are_not_compared, "a pair that was never put"),
         (evicted_slots_are_not_freed, "a slot was lost"),
         (evicted_entries_stay_on_disk, "damaged_anchors|was lost"),
         (parents_are_evicted_before_their_children, "an orphan"),

@@ -1,4 +1,4 @@
-"""One of several ranks whose tiers hold different pages, for test_agreed_prefixes.py.
+"""One of several ranks whose tiers hold different pages, for test_common_prefixes.py.
 
     python prefix_rank_process.py RANK SIZE RENDEZVOUS
 
@@ -29,7 +29,7 @@ from sglang_kvspec.kv.prefix_store import (
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
-from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import WaitingRequests
 
@@ -66,7 +66,7 @@ class Rank:
         self.disk = open_store(self.folder, identity, room(identity, MANY, MANY), threaded=False)
         make_host = partial(open_memory_store, identity, room(identity, MANY, host))
         self.tiers = PrefixTiers(self.kv, make_host, self.disk)
-        self.agreed = AgreedPrefixes(self.tiers, ranks)
+        self.common = CommonPrefixes(self.tiers, ranks)
 
     def demote(self, links: Sequence[PageLink]) -> None:
         pages = list(range(1, len(links) + 1))
@@ -89,7 +89,7 @@ class Rank:
         """Load pages. Return what was loaded, whether these pages are right, and how many others
         are free."""
         pages = list(range(NUM_PAGES, NUM_PAGES - len(links), -1))
-        loaded = self.agreed.load(links, pages)
+        loaded = self.common.load(links, pages)
         num = loaded.num_pages
         self.kv.check_integrity()
         version = self.ranks.rank
@@ -112,9 +112,9 @@ def lookups(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
     rank.demote(long[: (5, 3)[ranks.rank]])
     rank.demote(other[: (2, 3)[ranks.rank]])
     before = ranks.num_messages
-    nums = rank.agreed.num_loadable([long, [], other, unknown, long[1:]])
+    nums = rank.common.num_loadable([long, [], other, unknown, long[1:]])
     messages = ranks.num_messages - before
-    nothing = rank.agreed.num_loadable([[], []])
+    nothing = rank.common.num_loadable([[], []])
     return {
         "nums": nums,
         "messages": [messages, ranks.num_messages - before - messages],
@@ -133,9 +133,9 @@ def damages(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
     rank.demote(links)
     if ranks.rank == 1:
         rank.spoil(5)
-    promised = rank.agreed.num_loadable([links])
+    promised = rank.common.num_loadable([links])
     first = rank.load(links)
-    again = rank.agreed.num_loadable([links])
+    again = rank.common.num_loadable([links])
     damaged = rank.disk.counters.damaged_residuals
     # The damaged page is in the second batch of copies, which one rank does not reach.
     rank.demote(links)
@@ -182,7 +182,7 @@ def waits(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
     links = links_of(1, 2, 3, 4, 5)
     rank.demote(links[: (4, 2)[ranks.rank]])
     remote = Remote(would_ask=True, awaited=({"a", "b"}, {"b", "c"})[ranks.rank])
-    waiting = WaitingRequests(remote, rank.agreed, ranks)  # type: ignore[arg-type]
+    waiting = WaitingRequests(remote, rank.common, ranks)  # type: ignore[arg-type]
     before = ranks.num_messages
     waiting.ask({"a": links, "b": links[:2], "none": [], "c": links[3:], "d": links})
     asked = dict(remote.asked)
@@ -212,7 +212,7 @@ def anchors(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
     second."""
     rank = Rank(ranks, folder)
     remote = Remote(would_ask=True, awaited=({"a", "b"}, {"b", "c"})[ranks.rank])
-    waiting = WaitingRequests(remote, rank.agreed, ranks)  # type: ignore[arg-type]
+    waiting = WaitingRequests(remote, rank.common, ranks)  # type: ignore[arg-type]
     before = ranks.num_messages
     first = sorted(waiting.anchored(["a", "b", "c"], besides=set()))
     started = sorted(waiting.anchored(["a", "b", "c"], besides={"b"}))
@@ -225,20 +225,20 @@ def anchors(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
     return {"anchored": [first, started, useless], "messages": [messages, silent]}
 
 
-def apart(ranks: CountingRanks, folder: Path) -> list[str]:
+def out_of_step(ranks: CountingRanks, folder: Path) -> list[str]:
     """Return the refusals of ranks that look up different prefixes."""
     rank = Rank(ranks, folder)
     links = links_of(ranks.rank, 2)
     return [
-        refusal(lambda: rank.agreed.num_loadable([links])),
-        refusal(lambda: rank.agreed.load(links, [1, 2])),
+        refusal(lambda: rank.common.num_loadable([links])),
+        refusal(lambda: rank.common.load(links, [1, 2])),
     ]
 
 
 def main() -> None:
     results = {}
     with this_rank(CountingRanks) as ranks:
-        for case in (lookups, damages, waits, anchors, apart):
+        for case in (lookups, damages, waits, anchors, out_of_step):
             with tempfile.TemporaryDirectory() as folder:
                 results[case.__name__] = case(ranks, Path(folder))
     print(json.dumps(results))

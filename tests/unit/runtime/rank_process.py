@@ -75,7 +75,7 @@ def rounds(ranks: Ranks) -> dict[str, Any]:
     return {state.rid: [state.committed_len, state.output] for state in states}
 
 
-def apart(ranks: Ranks) -> list[str]:
+def out_of_order(ranks: Ranks) -> list[str]:
     """Return the refusals of ranks that serve other requests, and of ranks that expect more than
     they receive."""
     return [
@@ -92,7 +92,7 @@ def main() -> None:
             "together": rounds(ranks),
             # The same without messages.
             "alone": rounds(Ranks(ranks.rank)),
-            "apart": apart(ranks),
+            "out_of_order": out_of_order(ranks),
         }
     print(json.dumps(results))
 

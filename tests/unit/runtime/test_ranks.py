@@ -44,10 +44,10 @@ def test_all_ranks_emit_what_the_first_would_alone(results) -> None:
 
 
 def test_ranks_that_serve_different_requests_stop(results) -> None:
-    *sent, of_all = results[0]["apart"]
-    assert sent == ["", ""], "the first rank asks nobody"
+    *sent, of_all = results[0]["out_of_order"]
+    assert sent == ["", ""], "the first rank asks no other rank"
     assert "rank 0 of 2 is out of step with another rank" in of_all
-    other_request, too_few, of_all = results[1]["apart"]
+    other_request, too_few, of_all = results[1]["out_of_order"]
     assert "rank 1 of 2 is out of step with another rank" in of_all
     assert "rank 1 of 2 is out of step with rank 0" in other_request
     assert "('request', 1)" in other_request

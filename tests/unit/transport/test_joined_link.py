@@ -133,9 +133,9 @@ def test_a_cancellation_reaches_all_senders(stack: ExitStack) -> None:
     senders.offer(0, (Stream.ANCHOR,))
     senders.offer(1, (Stream.ANCHOR,))
     senders.until(Stream.ANCHOR)
-    senders.link.cancel(7, "nobody wants it")
-    senders.until(TransferFailed(7, "nobody wants it"))
-    assert [senders.until_ended(sender) for sender in (0, 1)] == ["nobody wants it"] * 2
+    senders.link.cancel(7, "no longer wanted")
+    senders.until(TransferFailed(7, "no longer wanted"))
+    assert [senders.until_ended(sender) for sender in (0, 1)] == ["no longer wanted"] * 2
 
 
 def test_one_refusal_refuses_all(stack: ExitStack) -> None:

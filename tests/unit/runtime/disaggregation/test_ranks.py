@@ -89,8 +89,8 @@ class Server:
         ]
         assert [one.is_encoded(p) for p in pages] == [other.is_encoded(p) for p in pages]
         rooms = (ROOM, ROOM + 1)
-        lacking = [[lab.arrivals.is_pending(room) for room in rooms] for lab in self.labs]
-        assert lacking[0] == lacking[1]
+        pending = [[lab.arrivals.is_pending(room) for room in rooms] for lab in self.labs]
+        assert pending[0] == pending[1]
 
     def assert_right(self, requests) -> None:
         for lab, request in zip(self.labs, requests, strict=True):

@@ -110,15 +110,15 @@ def test_drafts_read_anchors_and_verifications_residuals(
     with pytest.raises(AssertionError, match="without a residual"):
         kv.read_target(0, torch.tensor(PAGES))
     for remote.num_whole in (0, 2, 3):
-        assert early.lacks_residuals("r")
+        assert early.has_pending_residuals("r")
         is_complete = remote.num_whole == 3
         assert early.land() == (["r"] * is_complete, [])
         # The request cannot verify before all residuals have landed.
-        lacking = [state is ResidualState.IN_FLIGHT for state in states(kv)]
-        assert lacking == [not is_complete] * 3
+        pending = [state is ResidualState.IN_FLIGHT for state in states(kv)]
+        assert pending == [not is_complete] * 3
         assert loaded == [3, remote.num_whole]
         kv.check_integrity()
-    assert not early.lacks_residuals("r")
+    assert not early.has_pending_residuals("r")
     assert early.land() == ([], [])
     assert early.rids == []
     assert reads_as_computed(kv, computed, "read_target")
@@ -160,7 +160,7 @@ def test_a_residual_of_another_anchor_is_not_taken(kv, early, remote, links):
     remote.num_whole = 3
     remote.replaced[1] = bytearray(len(remote.rows[1][0]))
     assert early.land() == ([], [])
-    assert early.lacks_residuals("r")
+    assert early.has_pending_residuals("r")
     assert states(kv)[1] is ResidualState.IN_FLIGHT
     remote.waited_for.discard("r")
     assert early.land() == ([], ["r"])
@@ -212,7 +212,7 @@ def test_ranks_start_and_verify_together(both_ranks, links):
     assert on_both(both_ranks, EarlyStarts.land) == ([], [])
     second.num_whole = 3
     assert on_both(both_ranks, EarlyStarts.land) == (["r"], [])
-    assert not on_both(both_ranks, lambda early: early.lacks_residuals("r"))
+    assert not on_both(both_ranks, lambda early: early.has_pending_residuals("r"))
 
 
 def test_residuals_that_one_rank_lacks_are_lost_to_both(both_ranks, links):

@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from sglang_kvspec.kv.prefix_store import PageLink
-from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 
 
-class Lacking(NamedTuple):
+class PrefixLookup(NamedTuple):
     """Prefix lookup of one prompt. num_resident: pages in the KV cache. all_links: links of all
     pages that the KV cache or a tier may hold."""
 
@@ -29,7 +29,7 @@ class Lacking(NamedTuple):
 AT_ONCE = 16
 
 
-class AgreedHits:
+class CommonHits:
     """Prefix hits that all ranks agree on, once a pass for each request.
 
     In each pass of its scheduler, SGLang looks waiting requests up, some of them several times. The
@@ -38,10 +38,10 @@ class AgreedHits:
     """
 
     def __init__(
-        self, agreed: AgreedPrefixes, lacking: Callable[[Any, Sequence[PageLink]], Lacking]
+        self, common: CommonPrefixes, look_up: Callable[[Any, Sequence[PageLink]], PrefixLookup]
     ) -> None:
-        """lacking: looks a request up in SGLang's tree, given its links from the last lookup."""
-        self._agreed, self._lacking = agreed, lacking
+        """look_up: looks a request up in SGLang's tree, given its links from the last lookup."""
+        self._common, self._look_up = common, look_up
         self._queue: Callable[[], Sequence[Any]] | None = None
         self._ends: dict[str, int] = {}
         # Links of waiting requests, kept from pass to pass: making links takes longer than lookups.
@@ -76,14 +76,14 @@ class AgreedHits:
         behind = (each for each in queue[place + 1 :] if each.rid not in self._ends)
         return [req, *islice(behind, AT_ONCE - 1)]
 
-    def lacking(self, req: Any) -> Lacking:
+    def look_up(self, req: Any) -> PrefixLookup:
         """Look up a request of the queue."""
-        lacking = self._lacking(req, self._links.get(req.rid, ()))
-        self._links[req.rid] = lacking.all_links
-        return lacking
+        found = self._look_up(req, self._links.get(req.rid, ()))
+        self._links[req.rid] = found.all_links
+        return found
 
     def _agree_on(self, reqs: Sequence[Any]) -> None:
-        lacking = [self.lacking(req) for req in reqs]
-        nums = self._agreed.num_loadable([each.links for each in lacking])
-        for req, each, num in zip(reqs, lacking, nums, strict=True):
+        lookups = [self.look_up(req) for req in reqs]
+        nums = self._common.num_loadable([each.links for each in lookups])
+        for req, each, num in zip(reqs, lookups, nums, strict=True):
             self._ends[req.rid] = each.num_resident + num

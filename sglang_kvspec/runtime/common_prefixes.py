@@ -16,7 +16,7 @@ from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 from sglang_kvspec.runtime.ranks import Ranks
 
 
-class AgreedPrefixes:
+class CommonPrefixes:
     """Prefix tiers of all ranks. All ranks must make the same calls with the same links, in the
     same order."""
 
@@ -30,8 +30,8 @@ class AgreedPrefixes:
         if not asked:
             return [0] * len(wanted)
         mine = [self._tiers.num_loadable(links) for links in asked]
-        agreed = iter(self._ranks.least(mine, about=names_of(asked)))
-        return [next(agreed) if links else 0 for links in wanted]
+        common = iter(self._ranks.least(mine, about=names_of(asked)))
+        return [next(common) if links else 0 for links in wanted]
 
     def num_local(
         self, wanted: Sequence[Sequence[PageLink]], may_go_on: bool
@@ -39,8 +39,8 @@ class AgreedPrefixes:
         """Return num_loadable() without pages from another machine, and whether all ranks
         may_go_on. Sends one message."""
         mine = [int(may_go_on), *map(self._tiers.num_local, wanted)]
-        all_may, *agreed = self._ranks.least(mine, about=names_of(wanted))
-        return agreed, bool(all_may)
+        all_may, *common = self._ranks.least(mine, about=names_of(wanted))
+        return common, bool(all_may)
 
     def load(self, links: Sequence[PageLink], pages: Sequence[int]) -> Loaded:
         """Load as many pages as every rank can, by PrefixTiers.load(). A page's source is the

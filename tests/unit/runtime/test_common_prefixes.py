@@ -86,5 +86,5 @@ def test_a_request_is_anchored_where_it_is_on_every_rank(results) -> None:
 
 def test_ranks_that_look_up_different_prefixes_stop(results) -> None:
     for rank, result in enumerate(results):
-        for refusal in result["apart"]:
+        for refusal in result["out_of_step"]:
             assert f"rank {rank} of 2 is out of step with another rank" in refusal
