@@ -11,7 +11,7 @@ from serving.records import Record, latest, read
 POINTS = Path(__file__).resolve().parents[1] / "results" / "serving_h200.points.jsonl"
 HEADER = (
     "| model, context | target | requests | tokens/s | plain bf16 | fp8 KV | against bf16 "
-    "| p99 gap (ms): KVSpec, bf16 | commit |\n|---|---|---|---|---|---|---|---|---|"
+    "| p99 ITL (ms): KVSpec, bf16 | commit |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 

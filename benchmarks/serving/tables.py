@@ -32,15 +32,15 @@ HEADLINES = {
     "serve.8b.32k.bs16.exact.vs_bf16": ("8B shape, 16 x 32K: decoding, `exact`", ">= 1.45"),
     "serve.8b.32k.bs16.int8.vs_bf16": ("8B shape, 16 x 32K: decoding, `int8`", ">= 1.6"),
     "serve.8b.32k.saturation.int8.vs_bf16": (
-        "8B shape, 32K, each system at its best: decoding, `int8`",
+        "8B shape, 32K, fastest measured concurrency of each system: decoding, `int8`",
         ">= 2.0",
     ),
     "serve.8b.4k.saturation.exact.vs_bf16": (
-        "8B shape, 4K, each system at its best: decoding, `exact`",
+        "8B shape, 4K, fastest measured concurrency of each system: decoding, `exact`",
         ">= 0.97",
     ),
     "serve.32b.32k.saturation.vs_bf16": (
-        "32B shape, 32K, each system at its best: decoding, the better target",
+        "32B shape, 32K, fastest measured concurrency of each system: decoding, the better target",
         ">= 1.7",
     ),
     "start.extra_seconds": ("seconds that --kvspec adds to the start of a server", "<= 20"),

@@ -99,8 +99,8 @@ FLAGS: tuple[Flag, ...] = (
         Integer("N", least=1, most=8),
         default=None,
         unset="4",
-        help="bits of a code in an anchor: 4, or 2 with `uniform4`; drafts with 2 bits agree with "
-        "the target less often",
+        help="bits of a code in an anchor: 4 or 2; drafts with 2 bits agree with the target less "
+        "often; how much less was not measured",
     ),
     Flag(
         "draft_len",
