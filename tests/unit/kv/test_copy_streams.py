@@ -1,4 +1,4 @@
-"""Pages copied in one call, or run by run where CUDA's runtime is too old for that."""
+"""Pages copied in one call, or run by run where CUDA's runtime has none for that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FakeStream:
 
 
 class FakeRuntime:
-    """Stand-in for CUDA's runtime, which copies memory of the CPU."""
+    """Copies as CUDA's runtime would, of memory on the CPU."""
 
     def __init__(self, status=0):
         self.status, self.calls = status, []
@@ -39,7 +39,7 @@ class FakeRuntime:
 
 
 class StreamWithoutGpu(CudaStream):
-    """SyncStream, which copies at once, with a record of the runs of neighbouring rows."""
+    """CudaStream on the CPU: copies happen at once, and `sizes` holds the rows of each."""
 
     def __init__(self):
         super().__init__(CPU)
@@ -56,7 +56,7 @@ class StreamWithoutGpu(CudaStream):
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """Return a function that sets the runtime that copies find. None: a runtime that is too old."""
+    """Sets the runtime that copies find, None for one that is too old."""
 
     def use(fake):
         monkeypatch.setattr(batched_copies, "_runtime", lambda: fake)
@@ -83,7 +83,7 @@ def test_rows_and_nothing_else(runtime, fake):
     assert fake is None or fake.calls == [(4, 1, FakeStream.cuda_stream)]
 
 
-def test_an_error_of_the_runtime_is_raised(runtime):
+def test_a_runtime_that_refuses_is_not_passed_over(runtime):
     runtime(FakeRuntime(status=1))
     with pytest.raises(RuntimeError, match=r"2 pages .* CUDA error 1"):
         copy_rows_at_once(rows(2, 1), [0, 1], rows(2, 2), [1, 0], FakeStream())
@@ -99,7 +99,7 @@ def test_rows_that_are_not_there_are_not_copied(runtime, to, origin):
     assert not fake.calls
 
 
-def test_rows_that_are_not_adjacent_or_differ_are_not_copied(runtime):
+def test_rows_that_lie_apart_or_differ_are_not_copied(runtime):
     fake = runtime(FakeRuntime())
     whole = rows(4, 1)
     for target in (whole[::2], whole[:, 1:], whole.view(torch.int32)):
@@ -109,7 +109,7 @@ def test_rows_that_are_not_adjacent_or_differ_are_not_copied(runtime):
 
 
 @pytest.mark.parametrize("version", ["12.9", None])
-def test_another_cuda_version_is_logged_once(monkeypatch, caplog, version):
+def test_another_cuda_is_told_of_once(monkeypatch, caplog, version):
     batched_copies._runtime.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", version)
     with caplog.at_level(logging.WARNING):
