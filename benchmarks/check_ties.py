@@ -93,7 +93,7 @@ def measure(
     reference = top_log_probs(MODELS[model], off, ids, position, logs / "reference.log")
     drafted = top_log_probs(MODELS[model], spec.arguments, ids, position, logs / "drafted.log")
     tokens = (expected, actual)
-    gaps = [abs(tops[position][expected] - tops[position][actual]) for tops in (reference, drafted)]
+    gaps = [gap_of(tops[position], *tokens) for tops in (reference, drafted)]
     noise = noise_of(reference[:position], drafted[:position])
     return {
         "model": model,
@@ -111,6 +111,15 @@ def is_tie(gap: float, noise: float) -> bool:
     """Return True for two tokens that are no further apart than their noise. Each log-probability
     has its own, so twice."""
     return gap <= min(2 * noise, LIMIT)
+
+
+def gap_of(top: dict[int, float], one: int, other: int) -> float:
+    """Return how far the log-probabilities of two tokens are apart. Raises ValueError for a token
+    that is not among the best of its position: such answers do not part at a tie."""
+    for token in (one, other):
+        if token not in top:
+            raise ValueError(f"token {token} is not among the {TOP} best of a server: no tie")
+    return abs(top[one] - top[other])
 
 
 def noise_of(one: Tops, other: Tops) -> float:

@@ -28,6 +28,12 @@ def test_noise_is_the_largest_difference_of_a_token_that_both_report():
     assert check_ties.noise_of([], []) == 0.0
 
 
+def test_a_token_that_a_server_does_not_rank_makes_no_tie():
+    assert check_ties.gap_of({1: -1.0, 2: -1.5}, 1, 2) == 0.5
+    with pytest.raises(ValueError, match="token 3 is not among the 5 best"):
+        check_ties.gap_of({1: -1.0, 2: -1.5}, 1, 3)
+
+
 def test_each_place_is_measured_once():
     where = {"task": "a.py[:9]", "position": 3, "expected": [5, 6], "actual": [7, 8]}
     parts = [
