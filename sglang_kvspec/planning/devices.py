@@ -37,7 +37,8 @@ MEMORY_SHARE = 0.88
 class Device:
     """Published figures of one GPU: HBM bytes and bytes/s, link bytes/s one way, BF16 FLOP/s.
 
-    link_share: share of the link's bandwidth that copies of whole pages reach.
+    link_share: share of the link's bandwidth that copies of whole pages reach. is_served: KVSpec
+    runs on this GPU; for any other, a plan is an estimate only.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Device:
     link_bytes_per_s: float
     flops: float
     link_share: float = LINK_SHARE
+    is_served: bool = False
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -98,10 +100,10 @@ DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
         Device("A100-80GB", 80 * GB, 2.039e12, 32e9, 312e12),
-        Device("H100", 80 * GB, 3.35e12, 64e9, 989e12),
-        Device("H100-NVL", 94 * GB, 3.9e12, 64e9, 835e12),
-        Device("H200", 141 * GB, 4.8e12, 64e9, 989e12),
-        Device("GH200", 96 * GB, 4.0e12, 450e9, 989e12),
+        Device("H100", 80 * GB, 3.35e12, 64e9, 989e12, is_served=True),
+        Device("H100-NVL", 94 * GB, 3.9e12, 64e9, 835e12, is_served=True),
+        Device("H200", 141 * GB, 4.8e12, 64e9, 989e12, is_served=True),
+        Device("GH200", 96 * GB, 4.0e12, 450e9, 989e12, is_served=True),
         Device("B200", 180 * GB, 8.0e12, 64e9, 2250e12),
         Device("L40S", 48 * GB, 0.864e12, 32e9, 362e12),
         Device("RTX-PRO-6000", 96 * GB, 1.792e12, 64e9, 504e12),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from sglang_kvspec.core.config import MAX_DRAFT_LEN, Target
+from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, MAX_DRAFT_LEN, Target
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.capacity import PageBytes, window_pages_for
 from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
@@ -52,7 +52,7 @@ class Deployment:
     target: Target = "exact"
     tp: int = 1
     host_bytes: float = inf
-    page_size: int = 64
+    page_size: int = DEFAULT_PAGE_SIZE
     recent_pages: int = 1
     max_requests: int = 256
     memory_share: float = MEMORY_SHARE
@@ -64,6 +64,11 @@ class Deployment:
         if not 0 < self.memory_share <= 1:
             raise ConfigError(
                 f"--mem-fraction-static must be above 0 and at most 1, got {self.memory_share}"
+            )
+        if self.target == "int8" and self.page_size != DEFAULT_PAGE_SIZE:
+            raise ConfigError(
+                f"--page-size {self.page_size} cannot be combined with --target int8 on a GPU "
+                f"(allowed: {DEFAULT_PAGE_SIZE})"
             )
         if not self.host_bytes >= 0:
             raise ConfigError(f"--host-memory-gb must be >= 0, got {self.host_bytes / 1e9:g}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor, inf
 from pathlib import Path
 
 from sglang_kvspec.core.config import (
@@ -34,7 +34,8 @@ class Launch:
 
 
 def recommend(deployment: Deployment, chosen: Forecast, model: Path) -> Launch | None:
-    """Return the command for the plan with the most tokens a second, None where nothing fits.
+    """Return the command for the plan with the most tokens a second, None where nothing fits. On a
+    GPU that KVSpec does not run on, it starts plain SGLang.
 
     model: the path of the plan's `--model`.
     """
@@ -47,6 +48,12 @@ def recommend(deployment: Deployment, chosen: Forecast, model: Path) -> Launch |
     if deployment.tp > 1:
         arguments += ["--tp", str(deployment.tp)]
     arguments += ["--mem-fraction-static", f"{deployment.memory_share:g}"]
+    if not deployment.device.is_served:
+        reason = (
+            f"KVSpec does not run on {deployment.device.name}, so the figures are an estimate and "
+            "the command starts plain SGLang."
+        )
+        return Launch(tuple(arguments), reason)
     if best.cycle is None:
         reason = "Speculation does not pay here, so the command starts plain SGLang."
         return Launch(tuple(arguments), reason)
@@ -68,20 +75,25 @@ def model_path(model: Path) -> str:
     return str(model.parent) if model.name == "config.json" else UNKNOWN_MODEL
 
 
-def store_gib(deployment: Deployment, expected: Expectation) -> int:
-    """Return the GiB of host memory that a plan needs, of all ranks together; 0 without a cycle."""
+def store_gib(deployment: Deployment, expected: Expectation) -> float:
+    """Return the GiB of host memory that a plan needs, of all ranks together; 0 without a cycle.
+    No more than the deployment has."""
     if expected.cycle is None:
         return 0
     stored = expected.cycle.num_requests * expected.setting.request.residual * deployment.tp
-    return ceil(stored * STORE_MARGIN / GIB)
+    wanted = ceil(stored * STORE_MARGIN / GIB)
+    if deployment.host_bytes == inf:
+        return wanted
+    # Round down to hundredths: a server refuses more than its machine has.
+    return min(wanted, floor(deployment.host_bytes / GIB * 100) / 100)
 
 
-def _kvspec_arguments(deployment: Deployment, cycle: Cycle, host_gib: int) -> list[str]:
+def _kvspec_arguments(deployment: Deployment, cycle: Cycle, host_gib: float) -> list[str]:
     arguments = ["--kvspec", "--kvspec-target", deployment.target]
     if deployment.codec != FLAG_OF["codec"].default:
         arguments += ["--kvspec-codec", deployment.codec]
     if host_gib:
-        arguments += ["--kvspec-host-gb", str(host_gib)]
+        arguments += ["--kvspec-host-gb", f"{host_gib:g}"]
     if cycle.draft_len > (MOST_AUTO_DRAFTS_OFFLOADED if host_gib else MOST_AUTO_DRAFTS):
         arguments += ["--kvspec-draft-len", str(cycle.draft_len)]
     if deployment.page_size != DEFAULT_PAGE_SIZE:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flags import FLAGS
 from sglang_kvspec.core.units import GIB
 from sglang_kvspec.planning.costs import AcceptanceCurve
@@ -64,7 +65,9 @@ def test_a_host_store_holds_all_requests_of_its_plan():
 
 
 def test_settings_that_are_no_default_are_named():
-    launch = launch_of(deployment(codec="log4", page_size=128, memory_share=0.8))
+    launch = launch_of(
+        deployment(target="exact", codec="log4", page_size=128, memory_share=0.8), 8192
+    )
     assert value(launch, "--kvspec-codec") == "log4"
     assert value(launch, "--page-size") == "128"
     assert value(launch, "--mem-fraction-static") == "0.8"
@@ -84,6 +87,26 @@ def test_where_speculation_does_not_pay_it_is_plain_sglang():
     launch = launch_of(deployment(target="exact", curve=AcceptanceCurve.geometric(0.1)))
     assert not any(argument.startswith("--kvspec") for argument in launch.arguments)
     assert "does not pay" in launch.reason
+
+
+def test_a_host_store_is_no_larger_than_the_host():
+    # Not a whole number of GiB.
+    plan = deployment("GH200", "exact", host_bytes=64e9)
+    launch = launch_of(plan)
+    assert float(value(launch, "--kvspec-host-gb")) * GIB <= 64e9
+    assert float(value(launch, "--kvspec-host-gb")) == pytest.approx(64e9 / GIB, abs=0.01)
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB", "B200", "L40S", "RTX-PRO-6000"])
+def test_a_gpu_that_kvspec_refuses_gets_plain_sglang(gpu):
+    launch = launch_of(deployment(gpu))
+    assert not any(argument.startswith("--kvspec") for argument in launch.arguments)
+    assert f"does not run on {gpu}" in launch.reason
+
+
+def test_pages_that_the_server_refuses_are_refused():
+    with pytest.raises(ConfigError, match=r"--page-size 128 .* --target int8 .*allowed: 64"):
+        deployment(page_size=128)
 
 
 def test_nothing_is_recommended_where_nothing_fits():
