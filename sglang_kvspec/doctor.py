@@ -42,11 +42,15 @@ def diagnose(arguments: Sequence[str]) -> Iterator[Check]:
     if sglang.problem:
         yield Check("machine and model", NOT_CHECKED)
         return
-    yield check_entry_points()
-    device = _quietly(check_device)
+    plugin = check_plugin(on_gpu=has_gpu())
+    yield plugin
+    if plugin.problem:
+        yield Check("machine and model", NOT_CHECKED)
+        return
+    device = _quietly("device", check_device)
     yield device
     yield check_memory()
-    yield _quietly(check_hooks)
+    yield _quietly("hooks", check_hooks)
     if not has_model(arguments):
         yield Check("model", "none given: add --model-path MODEL and the flags of the server")
     elif device.problem:
@@ -55,10 +59,18 @@ def diagnose(arguments: Sequence[str]) -> Iterator[Check]:
         yield check_server(arguments)
 
 
-def _quietly(check: Callable[[], Check]) -> Check:
-    """Run a check without the warnings of SGLang's imports."""
-    with redirect_stderr(io.StringIO()):
-        return check()
+def _quietly(name: str, check: Callable[[], Check]) -> Check:
+    """Run a check without the warnings of SGLang's imports. An error that ends it is a problem."""
+    try:
+        with redirect_stderr(io.StringIO()):
+            return check()
+    except Exception as error:
+        return Check(name, "SGLang cannot be loaded here", _sentence_of(error))
+
+
+def _sentence_of(error: Exception) -> str:
+    (first, *_) = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}"
 
 
 def check_python() -> Check:
@@ -80,9 +92,23 @@ def check_sglang() -> Check:
     return Check("SGLang", found)
 
 
-def check_entry_points() -> Check:
-    """Check that SGLang will load this package as a plug-in."""
-    allowed = os.environ.get("SGLANG_PLUGINS")
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def check_plugin(*, on_gpu: bool) -> Check:
+    """Check that SGLang will load this package as a plug-in. Without a GPU it also needs this
+    package's platform."""
+    platform, allowed = os.environ.get("SGLANG_PLATFORM"), os.environ.get("SGLANG_PLUGINS")
+    if platform and (on_gpu or platform != "kvspec_cpu"):
+        # SGLang skips all plug-ins of a package that has a platform which was not selected.
+        return Check(
+            "plug-in",
+            f"SGLANG_PLATFORM={platform}",
+            "SGLang will not load kvspec: unset SGLANG_PLATFORM",
+        )
     for group, name in ENTRY_POINTS.items():
         if name not in {entry.name for entry in metadata.entry_points(group=group)}:
             return Check(
@@ -90,6 +116,8 @@ def check_entry_points() -> Check:
                 f"no entry point {name} in group {group}",
                 "SGLang cannot find KVSpec: install it with pip, not by PYTHONPATH alone",
             )
+        if on_gpu and name == "kvspec_cpu":
+            continue
         if allowed and name not in {part.strip() for part in allowed.split(",")}:
             return Check(
                 "plug-in",
@@ -118,7 +146,7 @@ def check_device() -> Check:
         return Check(
             "device",
             "no NVIDIA GPU, and another platform of SGLang is active",
-            "unset SGLANG_USE_CPU_ENGINE and SGLANG_PLATFORM to serve on the CPU",
+            "unset SGLANG_USE_CPU_ENGINE, or uninstall the other platform, to serve on the CPU",
         )
     return Check("device", "no GPU: KVSpec serves on the CPU in plain torch, for development")
 
@@ -144,7 +172,8 @@ def check_hooks() -> Check:
 
 
 def has_model(arguments: Sequence[str]) -> bool:
-    names = ("--model-path", "--model")
+    # A configuration file may name the model.
+    names = ("--model-path", "--model", "--config")
     return any(argument.partition("=")[0] in names for argument in arguments)
 
 
@@ -161,6 +190,5 @@ def check_server(arguments: Sequence[str]) -> Check:
         (*_, last) = said.getvalue().strip().splitlines() or ["SGLang refused the arguments"]
         return Check("server", " ".join(given), last.partition("error: ")[2] or last)
     except Exception as error:
-        (first, *_) = str(error).splitlines() or [""]
-        return Check("server", " ".join(given), f"{type(error).__name__}: {first}")
+        return Check("server", " ".join(given), _sentence_of(error))
     return Check("server", f"{server.model_path} can be served")

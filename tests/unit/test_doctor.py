@@ -37,14 +37,44 @@ def test_a_machine_without_sglang_is_told_what_to_install(monkeypatch):
 
 def test_the_package_has_to_be_installed(monkeypatch):
     monkeypatch.setattr(metadata, "entry_points", lambda group: [])
-    assert "install it with pip" in doctor.check_entry_points().problem
+    assert "install it with pip" in doctor.check_plugin(on_gpu=False).problem
+
+
+def test_a_package_that_is_not_installed_ends_the_checks(monkeypatch):
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    *_, plugin, last = doctor.diagnose([])
+    assert plugin.problem
+    assert last.found == doctor.NOT_CHECKED
 
 
 def test_a_list_of_plugins_without_this_one_is_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "other, kvspec_cpu")
-    assert "will not load kvspec" in doctor.check_entry_points().problem
+    assert "will not load kvspec:" in doctor.check_plugin(on_gpu=False).problem
+    monkeypatch.setenv("SGLANG_PLUGINS", "kvspec")
+    assert "will not load kvspec_cpu" in doctor.check_plugin(on_gpu=False).problem
+    assert not doctor.check_plugin(on_gpu=True).problem
     monkeypatch.setenv("SGLANG_PLUGINS", "kvspec_cpu, kvspec")
-    assert not doctor.check_entry_points().problem
+    assert not doctor.check_plugin(on_gpu=False).problem
+
+
+@pytest.mark.parametrize(
+    ("platform", "on_gpu", "is_loaded"),
+    [("other", False, False), ("kvspec_cpu", False, True), ("kvspec_cpu", True, False)],
+)
+def test_the_selected_platform_decides_what_is_loaded(monkeypatch, platform, on_gpu, is_loaded):
+    monkeypatch.setenv("SGLANG_PLATFORM", platform)
+    check = doctor.check_plugin(on_gpu=on_gpu)
+    assert ("unset SGLANG_PLATFORM" not in check.problem) == is_loaded
+
+
+@pytest.mark.parametrize("name", ["check_device", "check_hooks"])
+def test_an_error_of_sglang_is_a_problem(monkeypatch, name):
+    def fail():
+        raise RuntimeError("two platforms are active")
+
+    monkeypatch.setattr(doctor, name, fail)
+    problems = [check.problem for check in doctor.diagnose([])]
+    assert "RuntimeError: two platforms are active" in problems
 
 
 @pytest.mark.parametrize(("capability", "is_served"), [((9, 0), True), ((8, 0), False)])
@@ -70,7 +100,13 @@ def test_a_model_is_not_judged_on_a_device_that_cannot_serve(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "has_model"),
-    [([], False), (["--model-path", "M"], True), (["--model=M"], True), (["--tp", "2"], False)],
+    [
+        ([], False),
+        (["--model-path", "M"], True),
+        (["--model=M"], True),
+        (["--tp", "2"], False),
+        (["--config", "server.yaml"], True),
+    ],
 )
 def test_a_model_is_found_in_the_arguments(arguments, has_model):
     assert doctor.has_model(arguments) == has_model
