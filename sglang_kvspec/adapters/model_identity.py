@@ -14,6 +14,9 @@ from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.target_choice import target_attention_name
 from sglang_kvspec.runtime.ranks import Ranks
 
+# Raise it when this package computes other KV, or stores it in another way. Its own version would
+# differ between equal installations: from a git checkout, it names the commit.
+KV_VERSION = 1
 # Packages that compute KV: another version may round differently, or have an error.
 _VERSIONED = ("sglang", "torch")
 _KERNELS = ("flashinfer-python", "triton")
@@ -58,9 +61,9 @@ def portable_fingerprint(model_config: Any, weights: str) -> str:
 
 
 def versions_of_kv() -> str:
-    """Return the package versions that servers must have in common to use each other's KV."""
-    names = ("sglang-kvspec", *_VERSIONED)
-    return ", ".join(f"{name} {metadata.version(name)}" for name in names)
+    """Return the versions that servers must have in common to use each other's KV."""
+    others = (f"{name} {metadata.version(name)}" for name in _VERSIONED)
+    return ", ".join([f"KV version {KV_VERSION}", *others])
 
 
 def arithmetic_of(server_args: Any) -> str:

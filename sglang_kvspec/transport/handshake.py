@@ -8,7 +8,7 @@ from sglang_kvspec.transport.frames import Identity
 
 _WORDS = {
     "protocol": "transport protocol",
-    "package": "sglang-kvspec version",
+    "package": "versions of KV and packages",
     "codec": "--kvspec-codec",
     "target": "--kvspec-target",
     "page_size": "--page-size",

@@ -65,7 +65,7 @@ def test_pings_keep_time() -> None:
     ("field", "value", "words"),
     [
         ("protocol", PROTOCOL + 1, "transport protocol"),
-        ("package", "0.2.0", "sglang-kvspec version"),
+        ("package", "0.2.0", "versions of KV and packages"),
         ("codec", "uniform4", "--kvspec-codec"),
         ("target", "int8", "--kvspec-target"),
         ("page_size", 32, "--page-size"),
