@@ -86,7 +86,7 @@ def build_server_args(
         check_plain_transfer(kwargs)
         check_plain_prefix_cache(kwargs)
         activation.switch_off()
-        original(target, *args, **kwargs)
+        original(target, *args, **kwargs | _default_device(kwargs))
         return
     check_flags(config, kwargs)
     activation.check_sglang_version()
@@ -232,6 +232,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _default_device(kwargs: dict[str, Any]) -> dict[str, str]:
+    """Return the device of a server that names none, if this package has to choose it: SGLang has
+    no default for the platform of a plug-in."""
+    if kwargs.get("device") or not activation.cpu_platform_is_active():
+        return {}
+    return {"device": "cpu"}
+
+
 def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the ServerArgs fields that follow from --kvspec."""
     on_gpu = not activation.cpu_platform_is_active()
@@ -239,8 +247,7 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
     # Without prefix tiers, a GPU uses SGLang's own prefix cache.
     prefix_cache = None if on_gpu and not config.keeps_prefixes else PREFIX_CACHE
     return {
-        # SGLang has no default device for a platform plug-in.
-        "device": kwargs.get("device") or (None if on_gpu else "cpu"),
+        **_default_device(kwargs),
         "speculative_algorithm": activation.ALGORITHM_NAME,
         "speculative_num_draft_tokens": config.max_draft_len + 1,
         "speculative_num_steps": max(config.max_draft_len, 1),
