@@ -81,7 +81,7 @@ class _Stream(Generic[Item]):
         for i, (due, item) in enumerate(self.held):
             # No item is moved beyond the time limit of its own round.
             new = now if i < self.num_old else first + (i - self.num_old) * self.step_s
-            self.held[i] = (min(due, new), item)
+            self.held[i] = (min(due, new, self.limit), item)
         self.first_due = first + num_kept * self.step_s
         # Items of rounds before the last one are due, and counted off as they leave.
         self.num_old = len(self.held)
