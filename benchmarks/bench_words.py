@@ -81,10 +81,12 @@ def word_figures() -> tuple[list[Figure], dict[str, Any]]:
 
 
 def wheel_figure() -> Figure:
-    """Build the wheel and return its size."""
+    """Build the wheel of this commit and return its size. A clone has no files of other builds."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "build", "--wheel", "--outdir", folder, str(ROOT)]
-        subprocess.run(command, check=True, capture_output=True)
+        clone = Path(folder) / "clone"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+        subprocess.run([*build, "--outdir", folder, str(clone)], check=True, capture_output=True)
         (wheel,) = Path(folder).glob("*.whl")
         return Figure("wheel.mib", wheel.stat().st_size / 2**20, "MiB")
 
@@ -102,12 +104,13 @@ def rate_figures(runs: dict[str, list[Run]]) -> list[Figure]:
 
 
 def demo_figures() -> tuple[list[Figure], dict[str, Any]]:
-    """Run `make demo` in a fresh clone. Raises CalledProcessError if it fails."""
+    """Run `make demo` in a fresh clone. Raises FileNotFoundError if it ends without a report."""
     with tempfile.TemporaryDirectory(dir=ROOT.parent) as folder:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         began = time.perf_counter()
-        subprocess.run(["make", "demo"], cwd=clone, check=True)
+        # It ends with 1 where texts differ, and then has a report, too.
+        subprocess.run(["make", "demo"], cwd=clone, check=False)
         seconds = time.perf_counter() - began
         report = json.loads((clone / ".kvspec" / "demo" / "report.json").read_text("utf-8"))
     equal = Counter(position is None for position in report["differences"].values())
