@@ -203,7 +203,7 @@ def test_a_start_that_finds_no_room_leaves_nothing(make_kv, early_machine):
     machine.start((0, 1, 0), 5, None)
     (req,) = machine.running
     # SGLang has loaded the request's prefix and then not admitted the request.
-    machine.tree._apart = (0, req.prefix_indices)
+    machine.tree._detached = (0, req.prefix_indices)
     assert machine.tree.cancel_start()
     assert not machine.tree.cancel_start()
     assert machine.early.rids == []
