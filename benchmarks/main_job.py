@@ -1,7 +1,7 @@
-"""Collect the figures of the main job in one file: identity, capacity, acceptance, start-up.
+"""Collect the figures of the main job in one file: capacity, acceptance, start-up.
 
-Identity and acceptance come from the results of `make identity` and bench_acceptance.py. Capacity
-and start-up are measured here, on real servers, one after the other.
+Acceptance comes from the result of bench_acceptance.py. Capacity and start-up are measured here, on
+real servers, one after the other.
 
     python benchmarks/main_job.py
 """
@@ -64,7 +64,6 @@ def figure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--identity", type=Path, default=RESULTS / "identity.json")
     parser.add_argument("--acceptance", type=Path, default=RESULTS / "acceptance.json")
     parser.add_argument("--starts", type=int, default=3, help="number of starts of each server")
     parser.add_argument("--out", type=Path, default=RESULTS / "main_job.json")
@@ -72,19 +71,12 @@ def main() -> None:
     console = Console()
     with tempfile.TemporaryDirectory() as logs:
         figures = [
-            *identity_figures(args.identity),
             *capacity_figures(Path(logs), console),
             *acceptance_figures(args.acceptance),
             *start_figures(args.starts, Path(logs), console),
         ]
     write(args.out, figures, {"capacity": list(CAPACITY[4:]), "start": list(START[4:])})
     show(console, figures)
-
-
-def identity_figures(path: Path) -> list[Figure]:
-    found = {f["name"]: f for f in json.loads(path.read_text())["figures"]}
-    names = ("identity.prompts", "identity.answers", "identity.mismatches")
-    return [found[name] for name in names]
 
 
 def capacity_figures(logs: Path, console: Console) -> list[Figure]:
@@ -161,8 +153,7 @@ def write(path: Path, figures: list[Figure], settings: dict[str, Any]) -> None:
         "bench": "main_job",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()} CPU; acceptance: see acceptance.json; identity: see "
-        "identity.json",
+        "machine": f"{platform.machine()} CPU; acceptance: see acceptance.json",
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("sglang", "torch", "sglang-kvspec")},
         "settings": settings,
