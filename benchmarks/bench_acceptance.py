@@ -1,10 +1,15 @@
-"""How many drafted tokens does the target accept, per codec?
+"""Measure the accept length of each codec, and the error of attention outputs.
 
-For prompts the model has never seen: prefill and decode greedily over the exact cache, then draft
-greedily from the same first token over a cache whose full pages, except the newest, went through
-the codec. The accepted length is the common prefix. Also measured: the error of attention outputs.
+Prompts are outside the model's training data. The target run prefills and decodes greedily over the
+exact cache. The draft run decodes greedily from the same first token, over a cache whose full
+pages, except the newest, went through the codec. The accept length is the common prefix.
 
 usage: python benchmarks/bench_acceptance.py [MODEL] [--prompts 200] [--out PATH] [--sweep]
+
+A model of English, of 8K tokens of context:
+    python models/smollm2.py
+    python benchmarks/bench_acceptance.py .kvspec/models/smollm2-135m --text english --prompts 20 \
+        --length 7680 --out benchmarks/results/acceptance_smollm2.json
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from acceptance.drafting import (
     target_run,
 )
 from acceptance.model import Llama
-from acceptance.prompts import cut_prompts
+from acceptance.prompts import TEXTS, cut_prompts
 from acceptance.report import Estimate, Figure
 from acceptance.variants import MAX_ANCHOR_BITS, PAGE_SIZE, Variant, grid, shipped
 from rich.console import Console
@@ -34,13 +39,14 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 DRAFT_LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 SWEEP_DRAFT_LEN = 32
-# Held against the log codec: what the uniform codec reaches at the same point.
+# Baseline of each log4 variant: the uniform4 variant with the same target.
 BASELINES = {"log4": "uniform4", "log4_int8": "uniform4_int8"}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Per prompt: tokens accepted of the longest draft [prompts], attention error [prompts]."""
+    """Results of one variant by prompt: accepted tokens of the longest draft [prompts], and
+    attention error [prompts]."""
 
     variant: Variant
     accepted: torch.Tensor
@@ -56,7 +62,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     model = Llama(args.model, device)
-    prompts, sources = cut_prompts(args.model, args.prompts, args.length, args.seed)
+    prompts, sources = cut_prompts(args.model, args.prompts, args.length, args.seed, args.text)
     steps = SWEEP_DRAFT_LEN if args.sweep else max(DRAFT_LENGTHS)
     variants = (grid if args.sweep else shipped)(model.shape.head_dim)
     results = measure(model, prompts, variants, steps, args.batch, args.prefill_batch)
@@ -83,20 +89,28 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default_model = ROOT.parent / "shared" / "models" / "eval-31m"
-    parser.add_argument("model", type=Path, nargs="?", default=default_model, help="HF folder")
+    parser.add_argument(
+        "model", type=Path, nargs="?", default=default_model, help="folder of a Hugging Face model"
+    )
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--length", type=int, default=4096, help="tokens per prompt")
+    parser.add_argument("--text", choices=TEXTS, default="code", help="text of the prompts")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=200, help="prompts whose caches are in memory")
+    parser.add_argument(
+        "--batch", type=int, default=200, help="prompts whose caches are in memory at once"
+    )
     parser.add_argument("--prefill-batch", type=int, default=4)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "acceptance.json"
     )
-    parser.add_argument("--sweep", action="store_true", help="compare log4 settings, write nothing")
+    parser.add_argument(
+        "--sweep", action="store_true", help="print a comparison of log4 settings; write no file"
+    )
     args = parser.parse_args()
     if args.prompts < 2 or args.length < 2 * PAGE_SIZE or args.length % PAGE_SIZE:
         parser.error(
-            f"--prompts must be >= 2 and --length a multiple of {PAGE_SIZE} from {2 * PAGE_SIZE}"
+            f"--prompts must be at least 2, got {args.prompts}; --length must be a multiple of "
+            f"{PAGE_SIZE} and at least {2 * PAGE_SIZE}, got {args.length}"
         )
     return args
 
@@ -110,7 +124,7 @@ def measure(
     batch: int,
     prefill_batch: int,
 ) -> list[Measured]:
-    """Every variant on every prompt; the target run of a batch is shared by all variants."""
+    """Measure every variant on every prompt. All variants share the target run of a batch."""
     accepted: list[list[torch.Tensor]] = [[] for _ in variants]
     vnmse: list[list[torch.Tensor]] = [[] for _ in variants]
     batches = prompts.split(batch)
@@ -137,7 +151,7 @@ def _measure_one(
     model: Llama, run: TargetRun, variant: Variant
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cache = draft_cache(run, variant.page_map, PAGE_SIZE)
-    # Before drafting, which overwrites the target's tokens in this cache.
+    # Measure errors before drafting: drafts overwrite the target's tokens in this cache.
     errors = attention_vnmse(run, cache)
     return accepted_lengths(model, run, cache), errors
 
@@ -171,8 +185,8 @@ def figures_of(results: Iterable[Measured]) -> list[Figure]:
 
 
 def print_results(results: list[Measured]) -> None:
-    table = Table(title="mean accepted tokens, 95% interval")
-    for heading in ("cache", "bits", *(f"of {n}" for n in (8, 16, 32, 64)), "vNMSE"):
+    table = Table(title="mean accept length, 95% interval")
+    for heading in ("cache", "bits", *(f"of {n} drafts" for n in (8, 16, 32, 64)), "vNMSE"):
         table.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in results:
         cells = [str(r.accepted_of(n)) for n in (8, 16, 32, 64)]
@@ -182,10 +196,10 @@ def print_results(results: list[Measured]) -> None:
 
 
 def print_sweep(results: list[Measured]) -> None:
-    """Best acceptance first; `paired` is the difference to the defaults prompt by prompt, which
-    the large spread between prompts does not blur."""
+    """Print the sweep, best acceptance first. Column `paired` is the mean difference to the
+    defaults, prompt by prompt, which leaves out the large spread between prompts."""
     default = results[0]
-    table = Table(title=f"mean accepted of {SWEEP_DRAFT_LEN}, 95% interval")
+    table = Table(title=f"mean accept length of {SWEEP_DRAFT_LEN} drafts, 95% interval")
     for heading in ("settings", "bits", "accepted", "paired", "vNMSE"):
         table.add_column(heading, justify="left" if heading == "settings" else "right")
     for r in sorted(results, key=lambda r: -r.accepted_of(SWEEP_DRAFT_LEN).mean):

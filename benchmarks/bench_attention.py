@@ -1,4 +1,4 @@
-"""How fast are our attention kernels, and encoding, against FlashInfer on the same GPU?
+"""Time KVSpec's attention and encode kernels, and compare attention with FlashInfer on one GPU.
 
 usage: python benchmarks/bench_attention.py [--only PART,...] [--out PATH]
 """
@@ -44,7 +44,7 @@ def main() -> None:
         "baseline": "FlashInfer paged decode with tensor cores; for verify its paged prefill, the "
         "faster of back ends fa2 and fa3",
         "timing": "median of CUDA graph replays over inputs that rotate past the L2 cache",
-        "spread": "half the distance of the outer deciles",
+        "spread": "half the distance between the outer deciles",
     }
     write_json(args.out, "attention", torch.device("cuda"), settings, figures)
     console.print(f"written: {args.out}")
@@ -52,18 +52,26 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--only",
+        default=",".join(PARTS),
+        help=f"parts to measure, separated by commas (default: all of {','.join(PARTS)})",
+    )
     default = ROOT / "benchmarks" / "results" / "attention_h200.json"
     parser.add_argument("--out", type=Path, default=default)
     args = parser.parse_args()
     args.only = args.only.split(",")
     if unknown := set(args.only) - set(PARTS):
-        parser.error(f"--only: no such part: {', '.join(sorted(unknown))}")
+        parser.error(
+            f"--only has the unknown parts {', '.join(sorted(unknown))}: choose from "
+            f"{', '.join(PARTS)}"
+        )
     return args
 
 
 def draft_figures(bandwidth: float) -> list[Figure]:
-    """16 x 32768: time, share of the copy bandwidth, and FlashInfer's time over ours."""
+    """Time draft attention at 16 x 32768. Return its time, its share of the copy bandwidth, and the
+    ratio of FlashInfer's time to it."""
     base = measure(flashinfer_runs.decode_calls(MAIN, BF16))
     fp8 = measure(flashinfer_runs.decode_calls(MAIN, FP8))
     name = f"attn.draft.{MAIN}"
@@ -91,7 +99,8 @@ def draft_figures(bandwidth: float) -> list[Figure]:
 
 
 def _two_bit_figures(base: Timing) -> list[Figure]:
-    """The same shape from 2-bit anchors; the better ratio once more without its codec."""
+    """Time draft attention at the same shape from 2-bit anchors. A further figure, without a codec
+    in its name, repeats the better ratio."""
     name = f"attn.draft2bit.{MAIN}"
     figures, ratios = [], []
     for codec, settings in kvspec_runs.TWO_BIT_CODECS.items():
@@ -105,7 +114,7 @@ def _two_bit_figures(base: Timing) -> list[Figure]:
 
 
 def arithmetic_figures() -> list[Figure]:
-    """uniform4's drafts on codes as integers against codes as fp16 numbers."""
+    """Compare uniform4's draft attention on integer codes with draft attention in fp16."""
     figures = []
     for shape in ARITHMETIC_SHAPES:
         times = {}
@@ -115,12 +124,13 @@ def arithmetic_figures() -> list[Figure]:
             torch.cuda.empty_cache()
         name = f"attn.draft.{shape}.uniform4.int8_vs_fp16"
         figures.append(_ratio(name, times["fp16"], times["int8"]))
-        console.print(f"int8 over fp16 {shape}: {figures[-1].value:.2f}x")
+        console.print(f"draft {shape}: int8 is {figures[-1].value:.2f} times as fast as fp16")
     return figures
 
 
 def grid_figures() -> list[Figure]:
-    """Every shape against the faster of FlashInfer BF16 and fp8; the least ratio of all."""
+    """Compare draft attention at every shape with the faster of FlashInfer BF16 and fp8. The last
+    figure is the least ratio."""
     figures, ratios = [], []
     for shape in GRID:
         bases = [measure(flashinfer_runs.decode_calls(shape, dtype)) for dtype in (BF16, FP8)]
@@ -139,8 +149,8 @@ def grid_figures() -> list[Figure]:
 
 
 def verify_figures(bandwidth: float) -> list[Figure]:
-    """Several query tokens over 8-bit pages against FlashInfer's BF16 paged prefill, and as a share
-    of the copy bandwidth."""
+    """Compare verify attention, several query tokens over 8-bit pages, with FlashInfer's BF16 paged
+    prefill and with the copy bandwidth."""
     figures = []
     for num_new in VERIFY_TOKENS:
         bases = {}
@@ -169,7 +179,7 @@ def verify_figures(bandwidth: float) -> list[Figure]:
 
 
 def encode_figures(bandwidth: float) -> list[Figure]:
-    """Encoding whole pages, and the append of one token a request."""
+    """Time the encoding of whole pages, and the append of one token per request."""
 
     def timer(call: Callable[[], object]) -> tuple[float, float]:
         timing = measure([call] * 4)
@@ -183,7 +193,9 @@ def encode_figures(bandwidth: float) -> list[Figure]:
         figures.append(Figure(f"encode.{case}.tbps", tbps, "TB/s of BF16 read", tbps * relative))
         name = f"encode.{case}.bandwidth_share"
         shares.append(Figure(name, share, "of copy bandwidth", share * relative, 1.0))
-        console.print(f"encode {case}: {values['tbps']:.2f} TB/s, {values['moved_tbps']:.2f} moved")
+        console.print(
+            f"encode {case}: {values['tbps']:.2f} TB/s read, {values['moved_tbps']:.2f} TB/s moved"
+        )
     slowest = min(figures, key=lambda figure: figure.value)
     figures += [Figure("encode.tbps", slowest.value, slowest.unit, slowest.spread, 1.5), *shares]
     append_s, spread_s = encode_cases.bench_append(timer)

@@ -1,20 +1,21 @@
-"""Measure the shape of the engine, and collect its speed against an earlier commit.
+"""Measure the structure of the engine, and collect its speed against an earlier commit.
 
     python benchmarks/bench_engine.py --trace TRACE.json --identity IDENTITY.json \
         --speed NAME=CONTEXT:CONCURRENCY:AFTER.points.jsonl,...:BEFORE.points.jsonl,... [--out ...]
 
-Counted here: import cycles, depth of inheritance and longest file below sglang_kvspec/, and how
-many files of tests/plugins another package needs for each seam. --trace: what trace_round.py
---before --after wrote. --identity: what `make identity` wrote. --speed: points that
-bench_serving.py measured on one GPU, one after the other; NAME begins the names of two figures:
+The structure: import cycles, depth of inheritance and longest file below sglang_kvspec/, and how
+many files of tests/plugins another package needs for each seam. --trace: output of trace_round.py
+--before --after. --identity: output of `make identity`. --speed: points that bench_serving.py
+measured on one GPU, one after the other; NAME begins the names of two figures:
 
-- NAME_vs_before: tokens a second while all requests decode;
-- NAME.per_request_vs_before: the same of each request alone, one over its mean time per token.
+- NAME_vs_before: ratio of tokens a second while all requests decode;
+- NAME.per_request_vs_before: ratio of the speed of one request, the inverse of its mean time per
+  token.
 
-The first counts tokens by when they reach the client between the last first token and the first
-last one. A server that paces its streams then holds back up to a round of each request's tokens,
-so compare servers that stream alike. The second has no such edge. Records pair up in the order in
-which they were measured, and the median of the pairs' ratios counts.
+The first counts the tokens that reach the client after every request has its first token and
+before any request has its last. A server with paced streams then holds back up to one round of
+each request's tokens, so compare servers with the same streaming. The second has no such edge.
+Records pair up in the order of measurement. The median of the pairs' ratios counts.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--trace", type=Path, help="JSON of trace_round.py --before --after")
-    add("--identity", type=Path, help="JSON of `make identity`, of all its parts")
+    add("--trace", type=Path, help="JSON file of trace_round.py --before --after")
+    add("--identity", type=Path, help="JSON file of `make identity`, with all parts merged")
     add("--speed", nargs="+", action="extend", default=[], metavar="NAME=...")
     add("--out", type=Path, default=OUT)
     return parser.parse_args()
@@ -89,7 +90,13 @@ def structure_figures() -> list[Figure]:
     depths = class_depths(package)
     longest, deepest = max(lines, key=lines.get), max(depths, key=depths.get)
     figures = [
-        Figure("engine.import_cycles", int(bool(find_cycle(import_graph()))), "1 for any", None, 0),
+        Figure(
+            "engine.import_cycles",
+            int(bool(find_cycle(import_graph()))),
+            "1 if there is a cycle",
+            None,
+            0,
+        ),
         Figure("engine.inheritance_depth", depths[deepest], f"classes ({deepest})", None, 1),
         Figure("engine.longest_file", lines[longest], f"lines ({longest})", None, MOST_LINES),
     ]
@@ -115,10 +122,10 @@ def identity_figures(identity: dict[str, Any]) -> list[Figure]:
 def speed_figures(
     name: str, point: tuple[int, int], after: Sequence[str], before: Sequence[str]
 ) -> tuple[list[Figure], dict[str, Any]]:
-    """Return both ratios at (context, concurrency), and the records they come from.
+    """Return both ratios at (context, concurrency), and the records that they come from.
 
-    The spread is half the distance of the pairs' extremes. Raises SystemExit where the two sides
-    do not pair up.
+    The spread is half the range of the pairs' ratios. Raises SystemExit if the two sides do not
+    pair up.
     """
     sides = [
         [
@@ -132,7 +139,10 @@ def speed_figures(
     pairs = list(zip(*sides, strict=False))
     if not pairs or len({len(side) for side in sides}) > 1:
         counts = " and ".join(str(len(side)) for side in sides)
-        raise SystemExit(f"{name}: after and before need as many points, not {counts}")
+        raise SystemExit(
+            f"--speed {name}: after and before need the same number of points, at least 1, at "
+            f"context {point[0]} and concurrency {point[1]}; got {counts}"
+        )
     ratios = {
         "_vs_before": [
             one.decode_rate.tokens_per_s / other.decode_rate.tokens_per_s for one, other in pairs

@@ -1,10 +1,10 @@
-"""How fast do residuals come from host memory while requests draft, and what does it cost drafting?
+"""Measure the prefetch of residuals from host memory during drafting, and the slowdown of drafts.
 
 usage: python benchmarks/bench_fetch.py [--out PATH]
 
-Steps of an 8B shape draft 16 requests of 32K tokens from one CUDA graph: attention on anchors, and
-products of the shapes of every layer. Beside each step as many pages are fetched as the link moves
-in its time, by the copies that the server makes (kv/host_copies.py), with their fences.
+A draft step of an 8B shape is one CUDA graph for 16 requests of 32K tokens: attention on anchors,
+and the matrix products of every layer. During each step, the benchmark fetches as many pages as the
+link can move in that time. It uses the server's own copies (kv/host_copies.py), with their fences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_kvspec.kv.record_pool import RecordPool
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 32
-# Inputs and outputs of an 8B model's products: attention in and out, the two of the MLP.
+# Input and output sizes of an 8B model's matrix products: attention in and out, two of the MLP.
 PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 RESIDUAL_BYTES = 2 * PAGE_SIZE * HEAD_DIM * 2
 STORE_PAGES, CACHE_PAGES = 512, 256
@@ -37,7 +37,8 @@ console = Console(width=110)
 
 
 class Link:
-    """A store that is fetched from in turn, into a cache whose slots are used in turn."""
+    """Residual store and residual cache. Fetches go through the pages of the store and the slots of
+    the cache in turn."""
 
     def __init__(self, device: torch.device) -> None:
         shape = (KV_HEADS, RESIDUAL_BYTES, device)
@@ -63,21 +64,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--codec", choices=CODECS, default="uniform4")
-    parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
+    parser.add_argument("--commit", default="", help="commit to record (default: what git reports)")
     default = ROOT / "benchmarks" / "results" / "fetch_h200.json"
     parser.add_argument("--out", type=Path, default=default)
     args = parser.parse_args()
     device = torch.device("cuda")
     draft, link = draft_step(args.codec), Link(device)
     alone = timed(draft)
-    figures = [Figure("fetch.draft_step_ms", alone[0] * 1e3, "ms, nothing fetched", alone[1] * 1e3)]
+    figures = [Figure("fetch.draft_step_ms", alone[0] * 1e3, "ms, without fetches", alone[1] * 1e3)]
     for name, by_layer in (("", False), (".by_layer", True)):
         figures += measured(link, draft, alone[0], name, by_layer=by_layer)
     settings = {
         "shape": f"{MAIN}, {LAYERS} layers, {KV_HEADS} KV heads of {HEAD_DIM}, {args.codec}",
         "page": f"{link.page_bytes / 2**20:g} MiB, exact residuals of all layers",
-        "spread": f"half the distance of the outer deciles of {ROUNDS} runs of {STEPS} steps",
-        "baseline": "of bandwidths: the same fetches with nothing else running",
+        "spread": f"half the distance between the outer deciles of {ROUNDS} runs of {STEPS} steps",
+        "baseline": "for bandwidths: the same fetches while nothing else runs",
     }
     write_json(args.out, "fetch", device, settings, figures, commit=args.commit or None)
     for figure in figures:
@@ -86,7 +87,7 @@ def main() -> None:
 
 
 def draft_step(codec: str) -> Callable[[], None]:
-    """Replays one step of all layers."""
+    """Return a function that replays one draft step of all layers."""
     attend = draft_calls(CODECS[codec], MAIN)
     weights = [torch.randn(size, device="cuda").bfloat16() for size in PRODUCTS]
     rows = [torch.randn(MAIN.batch, size[0], device="cuda").bfloat16() for size in PRODUCTS]
@@ -108,7 +109,8 @@ def draft_step(codec: str) -> Callable[[], None]:
 def measured(
     link: Link, draft: Callable[[], None], alone_s: float, name: str, *, by_layer: bool
 ) -> list[Figure]:
-    """Bandwidth and what a step takes beside it, for one way to fetch."""
+    """Return figures of one way to fetch: bandwidth alone, bandwidth while drafting, and slowdown
+    of the draft step."""
     num_pages = CACHE_PAGES // 4
 
     def fetch_alone() -> None:
@@ -117,7 +119,7 @@ def measured(
     free_s, free_spread_s = timed(fetch_alone)
     nbytes = num_pages * link.page_bytes
     free_gbps = nbytes / free_s / 1e9
-    # As much as keeps the link busy for a step.
+    # As many pages as keep the link busy for a draft step.
     a_step = max(1, int(alone_s / free_s * num_pages))
 
     def both() -> None:
@@ -133,7 +135,7 @@ def measured(
         Figure(
             f"fetch{name}.draft_slowdown",
             both_s / alone_s,
-            f"x, a step beside {a_step} pages",
+            f"x, with {a_step} pages fetched during a step",
             both_s / alone_s * share,
             alone_s * 1e3,
         ),
@@ -141,8 +143,8 @@ def measured(
 
 
 def timed(run: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of one of STEPS runs given at once, until all they started is done: median and half
-    the distance of the outer deciles over ROUNDS."""
+    """Return the seconds of one run: median over ROUNDS, and half the distance between the outer
+    deciles. A round starts STEPS runs and waits until all their GPU work is done."""
     seconds = []
     for _ in range(ROUNDS + 1):
         torch.cuda.synchronize()
@@ -151,7 +153,7 @@ def timed(run: Callable[[], None]) -> tuple[float, float]:
             run()
         torch.cuda.synchronize()
         seconds.append((time.perf_counter() - begin) / STEPS)
-    # The first may still load or compile.
+    # The first round may still load or compile kernels.
     deciles = statistics.quantiles(seconds[1:], n=10)
     return statistics.median(seconds[1:]), (deciles[8] - deciles[0]) / 2
 

@@ -1,17 +1,17 @@
-"""Does a GPU server answer token by token what it answers with drafting off, and what plain SGLang
-answers, and where it does not, how close were the two tokens?
+"""Compare the answers of a GPU server with its answers with drafting off, and with plain SGLang's.
 
 usage: python benchmarks/bench_gpu_identity.py --model PATH [--prompts N] [--out PATH]
        python benchmarks/bench_gpu_identity.py --model PATH --deterministic
 
-In bf16 a matrix product of 17 rows may round otherwise than one of 1 row, so that the larger of two
-nearly equal logits changes: a tie. The gap is that of the two likeliest tokens where answers part.
---control: so does plain SGLang with fewer requests at once, and it is compared with itself, too.
+In bf16, a matrix product of 17 rows may round differently from one of 1 row. The larger of two
+nearly equal logits can then change: a tie. The gap is the difference in log-probability of the two
+most likely tokens at the first place where two answers differ.
+--control: compare plain SGLang with itself, too, with fewer requests at once.
 
---deterministic: all servers run with --enable-deterministic-inference, where every row of a product
-and of attention is computed alike whatever runs beside it, and drafting must not change a token.
-Drafting then answers a second time, for requests that want no log-probabilities, as users send
-them: its rounds begin ahead of SGLang, and where nobody drafts it takes several tokens at once.
+--deterministic: all servers run with --enable-deterministic-inference. Matrix products and
+attention are then batch-invariant, and drafting must not change a token. The server with drafting
+answers a second time, for requests without log-probabilities, as users send them. For these, the
+server pre-launches rounds, and rounds without drafts compute several tokens at once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from acceptance.report import Figure, write_json
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
-# bf16 logits from 16 to 32 come in steps of 0.125. Where two runs prefer different ones of two
-# tokens, and none of the four logits is rounded by more than a step, both gaps together are at
-# most two steps. Log-probabilities in fp32 add some rounding of their own.
+# bf16 logits from 16 to 32 have steps of 0.125. Let two runs prefer different tokens of a pair, and
+# let rounding change none of the four logits by more than a step. Then both gaps together are at
+# most two steps. Log-probabilities in fp32 add a little rounding.
 TIE_GAP = 0.25 + 1e-5
 
 SHORTEST = 100
@@ -43,7 +43,8 @@ console = Console(width=110)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """tokens; gaps: by how much each was likelier (in log-probability) than the second."""
+    """Tokens of one answer. gaps: log-probability of each token minus that of the second most
+    likely token."""
 
     tokens: list[int]
     gaps: list[float]
@@ -81,7 +82,7 @@ def main() -> None:
         kvspec = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
         kvspec |= json.loads(args.kvspec_engine_args)
         with engine(**kvspec | {"kvspec_draft_len": 0}) as server:
-            off = answers(f"{target}, off", server, prompts, args.new_tokens)
+            off = answers(f"{target}, drafting off", server, prompts, args.new_tokens)
         with engine(**kvspec | {"kvspec_draft_len": args.draft_len}) as server:
             on = answers(target, server, prompts, args.new_tokens)
             unwatched = tokens_alone(server, prompts, args.new_tokens) if args.deterministic else []
@@ -108,7 +109,7 @@ def main() -> None:
         "deterministic": args.deterministic,
         "draft_len": args.draft_len,
         "codec": args.codec,
-        "tie": f"the two likeliest tokens at most {TIE_GAP} apart in log-probability",
+        "tie": f"the log-probabilities of the two most likely tokens differ by at most {TIE_GAP}",
     }
     write_json(
         args.out,
@@ -122,7 +123,7 @@ def main() -> None:
 
 
 def prompts_of_all_lengths(model: Path, count: int, longest: int) -> list[list[int]]:
-    """Every length from SHORTEST to the longest, in even steps."""
+    """Return `count` prompts, with lengths from SHORTEST to `longest` tokens in even steps."""
     windows, _ = cut_prompts(model, count, longest)
     lengths = even_lengths(count, SHORTEST, longest)
     return [w[:n] for w, n in zip(windows.tolist(), lengths, strict=True)]
@@ -137,14 +138,24 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--draft-len", default="auto")
-    parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
-    parser.add_argument("--kvspec-engine-args", default="{}", help="of those with kvspec only")
-    parser.add_argument("--targets", nargs="+", default=["exact"])
-    parser.add_argument("--control", action="store_true", help="plain SGLang against itself")
-    parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
     parser.add_argument(
-        "--out", type=Path, help="(default: identity[_deterministic]_h200.json in the results)"
+        "--engine-args", default="{}", help="further arguments of every sglang.Engine, as JSON"
+    )
+    parser.add_argument(
+        "--kvspec-engine-args",
+        default="{}",
+        help="further arguments of the engines with KVSpec, as JSON",
+    )
+    parser.add_argument("--targets", nargs="+", default=["exact"])
+    parser.add_argument(
+        "--control", action="store_true", help="compare plain SGLang with itself, too"
+    )
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--commit", default="", help="commit to record (default: what git reports)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="result file (default: benchmarks/results/identity[_deterministic]_h200.json)",
     )
     args = parser.parse_args()
     if args.out is None:
@@ -155,7 +166,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextmanager
 def engine(**arguments: Any) -> Iterator[Any]:
-    """A fresh sglang.Engine, shut down at the end."""
+    """Start an sglang.Engine, and shut it down at the end."""
     import sglang
 
     server = sglang.Engine(**arguments)
@@ -166,7 +177,7 @@ def engine(**arguments: Any) -> Iterator[Any]:
 
 
 def answers(name: str, server: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[Answer]:
-    """Greedy answers, all prompts at once."""
+    """Return greedy answers; all prompts are sent at once."""
     outputs = server.generate(
         input_ids=list(prompts),
         sampling_params=greedy(new_tokens),
@@ -184,7 +195,8 @@ def answers(name: str, server: Any, prompts: Sequence[list[int]], new_tokens: in
 
 
 def tokens_alone(server: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-    """The same without log-probabilities, with nothing of earlier answers cached."""
+    """Return the tokens of greedy answers without log-probabilities. The prefix cache is flushed
+    first."""
     server.flush_cache()
     outputs = server.generate(input_ids=list(prompts), sampling_params=greedy(new_tokens))
     return [output["output_ids"] for output in outputs]
@@ -195,7 +207,8 @@ def greedy(new_tokens: int) -> dict[str, Any]:
 
 
 def compare(name: str, ours: Sequence[Answer], theirs: Sequence[Answer]) -> list[Figure]:
-    """How many answers differ, how many of them not by a tie, and the gaps where they part."""
+    """Return how many answers differ, how many of them differ beyond a tie, and the gaps at the
+    first differing tokens."""
     gaps = []
     for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         pairs = enumerate(zip(a.tokens, b.tokens, strict=True))
@@ -203,9 +216,9 @@ def compare(name: str, ours: Sequence[Answer], theirs: Sequence[Answer]) -> list
         if place is not None:
             gap = max(a.gaps[place], b.gaps[place])
             gaps.append(gap)
-            console.print(f"{name}: prompt {index} parts at token {place}, gap {gap:.4f}")
+            console.print(f"{name}: prompt {index} differs from token {place} on, gap {gap:.4f}")
     beyond = sum(gap > TIE_GAP for gap in gaps)
-    console.print(f"{name}: {len(gaps)} of {len(ours)}, {beyond} of them no ties")
+    console.print(f"{name}: {len(gaps)} of {len(ours)} answers differ, {beyond} beyond a tie")
     figures = [
         Figure(name, len(gaps), f"of {len(ours)} answers", None, 0),
         Figure(f"{name}.beyond_a_tie", beyond, f"of {len(ours)} answers", None, 0),

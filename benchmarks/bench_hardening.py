@@ -1,12 +1,12 @@
-"""Can a request hurt a server, how evenly do streams flow, how soon is a wrong flag refused?
+"""Fuzz servers with generated requests, time their streams, and time the refusal of wrong flags.
 
     python benchmarks/bench_hardening.py [--requests 10000] [--pairs 5] [--out ...]
 
-Everything runs on the CPU, one part after the other. Fuzzing: generated requests to demo-5m servers
-of several settings, to a prefill server, a decode server and their door, and hostile messages to a
-prefix server; valid requests run beside them. Streams: four answers at once of SmolLM2-135M, from
-plain SGLang and from KVSpec with --kvspec-stream burst and paced, in turn. Refusals: a wrong flag
-on the real command line.
+Everything runs on the CPU, one part after the other. Fuzzing sends generated requests to demo-5m
+servers of several settings, to a prefill server, to a decode server and to their door. Valid
+requests run beside them. A prefix server gets hostile messages. Streams: four answers of
+SmolLM2-135M at once, in turn from plain SGLang and from KVSpec with --kvspec-stream burst and
+paced. Refusals: a wrong flag on the real command line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STREAMS = {
     "burst": ("--kvspec", "--kvspec-stream=burst"),
     "paced": ("--kvspec", "--kvspec-stream=paced"),
 }
-# Three servers share the memory: pools of one size, in which all streams have room.
+# Three servers share the memory. All have pools of the same size, with room for all streams.
 STREAM_ARGUMENTS = (
     "--disable-radix-cache",
     "--max-total-tokens=8192",
@@ -61,29 +61,36 @@ console = Console(width=120)
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--requests", type=int, default=10_000, help="to servers of one process, of all settings")
-    add("--role-requests", type=int, default=500, help="to each server of a pair")
-    add("--messages", type=int, default=2000, help="to the prefix server")
-    add("--pairs", type=int, default=5, help="runs of the streams on each server")
-    add("--tokens", type=int, default=256, help="of each stream")
-    add("--refusals", type=int, default=5, help="starts with a wrong flag")
+    add("--requests", type=int, default=10_000, help="generated requests to single servers")
+    add(
+        "--role-requests",
+        type=int,
+        default=500,
+        help="generated requests to each of prefill, decode and door",
+    )
+    add("--messages", type=int, default=2000, help="hostile messages to the prefix server")
+    add(
+        "--pairs", type=int, default=5, help="runs of the four streams on each server; 0 skips them"
+    )
+    add("--tokens", type=int, default=256, help="tokens of each stream")
+    add("--refusals", type=int, default=5, help="number of starts with a wrong flag")
     add("--seed", type=int, default=0)
-    add("--streams-only", action="store_true", help="measure streams, and nothing else")
+    add("--streams-only", action="store_true", help="measure only the streams")
     add("--out", type=Path, default=ROOT / "results" / "hardening.json")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Return 1 where fuzzing found something, so that `make fuzz` fails."""
+    """Run all parts. Return 1 if fuzzing found something, so that `make fuzz` fails."""
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        # First: it measures imports, which later parts would keep in memory.
+        # Refusals come first: they time imports, whose files later parts would leave in memory.
         if args.streams_only:
             refused_s, http, roles = [], {}, {}
         else:
             refused_s = refusals.measure(args.refusals)
-            console.print(f"a wrong flag is refused after {min(refused_s):.1f} s or more")
+            console.print(f"a wrong flag is refused after {min(refused_s):.1f} s at the earliest")
             http = fuzz_singles(args, folder)
             roles = fuzz_roles(args, folder)
         streams = measure_streams(args, folder) if args.pairs else {}
@@ -110,7 +117,7 @@ def main() -> int:
 
 
 def fuzz_singles(args: argparse.Namespace, folder: Path) -> dict[str, fuzzer.FuzzResult]:
-    """Attack one server of every setting in turn."""
+    """Attack one server of each setting in turn."""
     results = {}
     for number, variant in enumerate(VARIANTS):
         with single(variant, folder) as target:
@@ -135,7 +142,7 @@ def fuzz_roles(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
 
 
 def measure_streams(args: argparse.Namespace, folder: Path) -> dict[str, list[StreamRun]]:
-    """Stream from all three servers in turn, after one run of each that is not counted."""
+    """Stream from all three servers in turn, after one warm-up run on each."""
     model = smollm2.ensure()
     runs: dict[str, list[StreamRun]] = {name: [] for name in STREAMS}
     with ExitStack() as stack:
@@ -154,7 +161,9 @@ def measure_streams(args: argparse.Namespace, folder: Path) -> dict[str, list[St
                     f"{name} {number}: {run.rate:.1f} tokens/s, {run.num_chunks} chunks, gaps "
                     f"p50 {run.quantile(0.5):.3f} p99 {run.quantile(TAIL):.3f} s"
                 )
-                assert run.texts == runs["plain"][0].texts, f"{name} answered differently"
+                assert run.texts == runs["plain"][0].texts, (
+                    f"{name}: the texts differ from those of plain SGLang"
+                )
     return runs
 
 
@@ -184,7 +193,8 @@ def role_figures(roles: dict[str, dict[str, Any]]) -> list[Figure]:
 
 
 def stream_figures(runs: dict[str, list[StreamRun]]) -> list[Figure]:
-    """Ratios of runs that followed each other, and their medians."""
+    """Return medians: of ratios between runs that followed each other, of p99 gaps, and of chunk
+    counts."""
     figures = []
     for name in ("paced", "burst"):
         pairs = list(zip(runs[name], runs["plain"], strict=True))
@@ -206,7 +216,7 @@ def stream_figures(runs: dict[str, list[StreamRun]]) -> list[Figure]:
 
 
 def median_figure(name: str, values: Sequence[float], unit: str) -> Figure:
-    """The median, with half of what lies between the least and the largest value as spread."""
+    """Return the median, with half the range of the values as spread."""
     return Figure(name, statistics.median(values), unit, (max(values) - min(values)) / 2)
 
 

@@ -1,10 +1,11 @@
-"""What does the plan of verifications bring over plain decoding, in simulated time?
+"""Compare planned verifications with plain decoding in simulated time.
 
     python benchmarks/bench_planner.py [--quick] [--trace PATH] [--out PATH]
 
-The planner's own code runs against costs measured on one H200 (planning/devices.py); models lie on
-a line through Qwen3-8B and Qwen3-32B. No GPU is used. With --trace, a recorded trace (JSON lines of
-arrival_s, prompt_len, output_len) is run on one server, and nothing is written.
+The planner's own code runs with costs measured on one H200 (sglang_kvspec/planning/devices.py).
+Model shapes are interpolated linearly through Qwen3-8B and Qwen3-32B. No GPU is used. With --trace,
+one server runs a recorded trace (JSON lines of arrival_s, prompt_len, output_len), and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ GRID_CONTEXTS, GRID_BUDGETS, GRID_RATIOS = (
     (0.2, 0.4, 0.75, 0.88),
     (10, 40, 80),
 )
-# Name in the figures, and how residuals are kept: see Case.
+# Target and record sizes of a Case, by their prefix in the names of figures.
 KINDS = {
     "": ("exact", "log4"),
     "int8.": ("int8", "log4"),
@@ -59,7 +60,8 @@ class Sweep:
 
 
 def sweeps(target: str, sizes: str) -> list[Sweep]:
-    """At 16K tokens, where even the smallest budget holds several plain requests."""
+    """Return the three sweeps. Budget and ratio vary at 16K tokens, where even the smallest budget
+    holds several plain requests."""
 
     def case(gpu: str, context_len: int, kv_share: float, ratio: float) -> Case:
         return Case(gpu, context_len, kv_share, ratio, target, sizes)
@@ -106,22 +108,23 @@ def main() -> None:
         figures = [*summary(outcomes), *link_figures(pool), *loads, *figures]
     settings = {
         "simulated": "planner code in simulated time; costs from shares measured on one H200",
-        "devices": "budget sweep: RTX-PRO-6000 at its own ratio; the others: H200",
-        "model": "layers and heads in a line through Qwen3-8B and Qwen3-32B; weights fill what of "
-        "HBM is not for KV",
+        "devices": "budget sweep: RTX-PRO-6000 at its own ratio; other sweeps: H200",
+        "model": "layers and heads on a line through Qwen3-8B and Qwen3-32B; weights fill the part "
+        "of HBM that is not for KV",
         "acceptance": "log4 on eval-31m (acceptance.json); no larger model has been measured",
-        "trace": f"all at once, outputs {OUTPUT_LEN} tokens +-50%, prompts +-{PROMPT_SPREAD:.0%}; "
-        "throughput between 20% and 80% of all tokens; prefill not counted",
-        "link": "enough for every plan: no point is chosen that asks for more than "
-        f"{LINK_SHARE:.0%} of it; link_utilisation and link_stall are of servers made to ask for "
-        "more",
+        "trace": f"all requests arrive at once, outputs {OUTPUT_LEN} tokens +-50%, prompts "
+        f"+-{PROMPT_SPREAD:.0%}; throughput between 20% and 80% of all tokens; prefill not counted",
+        "link": "fast enough for every plan: a chosen point demands at most "
+        f"{LINK_SHARE:.0%} of the link; link_utilisation and link_stall come from servers that "
+        "demand more",
         "spread": f"half the range over {len(seeds)} seeds",
-        "baseline": "of a sweep: the better of lock-step and sequential verification, each with "
-        "its best draft length and batch; of link_utilisation: the demand, over what the link has",
+        "baseline": "for a sweep: the better of lock-step and sequential verification, each with "
+        "its best draft length and batch; for link_utilisation: demand over capacity of the link",
         "paper": "VeriCache figure 13: 1.61 at budget 0.74 to 2.71 at 0.2; 1.92 at ratio 60 to "
         "3.01 at 10",
     }
-    # Before the plots, which make the working tree differ from its commit.
+    # Write the figures before the plots: plots change the working tree, which marks its commit as
+    # dirty.
     write_json(args.out, "planner", torch.device("cpu"), settings, figures)
     for plot in plots:
         plot()
@@ -131,16 +134,19 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS / "tiers.json")
-    parser.add_argument("--trace", type=Path, help="JSON lines; see traces.py")
-    parser.add_argument("--quick", action="store_true", help="one seed and no grid")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument(
+        "--trace", type=Path, help="recorded trace, as JSON lines of planner/traces.py"
+    )
+    parser.add_argument("--quick", action="store_true", help="simulate one seed and no grid")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     return parser.parse_args()
 
 
 def run_sweep(
     pool: ProcessPoolExecutor, prefix: str, sweep: Sweep, seeds: Sequence[int], folder: Path
 ) -> tuple[list[Figure], list[Outcome], Callable[[], None]]:
-    """Figures and all outcomes of one sweep, and what draws its plot into `folder`."""
+    """Return figures and all outcomes of one sweep, and a function that draws its plot into
+    `folder`."""
     jobs = {
         name: [pool.submit(run_case, case, seed, baselines=seed == seeds[0]) for seed in seeds]
         for name, _, case in sweep.points
@@ -166,7 +172,7 @@ def run_sweep(
     for name, at, _ in sweep.points:
         runs = [run for job in jobs[name] if (run := job.result()) is not None]
         if not runs:
-            console.print(f"{sweep.name} {name}: plain decoding holds no request")
+            console.print(f"{sweep.name} {name}: no request fits with plain decoding")
             continue
         outcomes += runs
         ups = [run.speed_up for run in runs]
@@ -213,7 +219,7 @@ def run_sweep(
 
 
 def run_grid(pool: ProcessPoolExecutor) -> list[Outcome]:
-    """Every combination of a coarser grid, for the least speed-up and the most stall."""
+    """Simulate every combination of a coarser grid, for the least speed-up and the most stall."""
     cases = [
         Case("H200", context_len, budget, ratio, target, "log4")
         for target in ("exact", "int8")
@@ -223,7 +229,10 @@ def run_grid(pool: ProcessPoolExecutor) -> list[Outcome]:
     ]
     jobs = [pool.submit(run_case, case, 0, baselines=False) for case in cases]
     outcomes = [outcome for job in jobs if (outcome := job.result()) is not None]
-    console.print(f"grid: {len(outcomes)} of {len(cases)} points; the rest hold no plain request")
+    console.print(
+        f"grid: {len(outcomes)} of {len(cases)} points; no request fits on the other points with "
+        "plain decoding"
+    )
     worst = sorted(outcomes, key=lambda outcome: outcome.speed_up)[:5]
     for outcome in worst:
         console.print(f"  {outcome.speed_up:.3f} {outcome.case} {outcome.point}")
@@ -238,24 +247,24 @@ def summary(outcomes: Iterable[Outcome]) -> list[Figure]:
     stalls = [outcome.stall_share for outcome in outcomes]
     errors = [abs(o.plan / o.point.tokens_per_s - 1) for o in outcomes if o.point]
     peak = max(outcome.peak_share for outcome in outcomes)
-    console.print(f"least speed-up {least.speed_up:.3f}: {least.case}")
+    console.print(f"smallest speed-up {least.speed_up:.3f}: {least.case}")
     return [
         Figure("plan.points", len(outcomes), "simulated servers"),
         Figure("plan.min_vs_plain", least.speed_up, "x plain decoding", None, 1.0),
-        Figure("plan.fallbacks", fallen_back, "of these servers decode plainly"),
-        Figure("plan.stall_share", max(hidden), "of step time, most where fetched", None, 0.03),
-        Figure("plan.stall_share.points", len(hidden), "of these servers fetch residuals"),
+        Figure("plan.fallbacks", fallen_back, "servers that decode plainly"),
+        Figure("plan.stall_share", max(hidden), "of step time, maximum with fetches", None, 0.03),
+        Figure("plan.stall_share.points", len(hidden), "servers that fetch residuals"),
         Figure("plan.stall_share.median", median(hidden), "of step time", None, 0.03),
-        Figure("plan.stall_share.all", max(stalls), "of step time, most of all points"),
-        Figure("plan.peak_hbm_share", peak, "of the KV budget, most of all points", None, 1.0),
+        Figure("plan.stall_share.all", max(stalls), "of step time, maximum of all points"),
+        Figure("plan.peak_hbm_share", peak, "of the KV budget, maximum of all points", None, 1.0),
         Figure("plan.expected_error.median", median(errors), "of the expected throughput"),
         Figure("plan.expected_error.most", max(errors), "of the expected throughput"),
     ]
 
 
 def link_figures(pool: ProcessPoolExecutor) -> list[Figure]:
-    """Where requests ask for more than the link has: how much of it is used, and how much of step
-    time waits for it all the same."""
+    """Simulate servers whose requests demand more than the link can carry. Return how much of the
+    link they use, and the share of step time that waits for it."""
     cases = {
         f"{target}.{context_len // 1024}k": Case("H200", context_len, 0.5, 80, target)
         for target in ("exact", "int8")
@@ -271,11 +280,14 @@ def link_figures(pool: ProcessPoolExecutor) -> list[Figure]:
         figures.append(Figure(f"plan.link_stall.{name}", run.stall_share, "of step time"))
         if run.demand > 1:
             bound.append(run.utilisation)
-    return [Figure("plan.link_utilisation", min(bound), "of the link, least", None, 0.9), *figures]
+    return [
+        Figure("plan.link_utilisation", min(bound), "of the link, minimum", None, 0.9),
+        *figures,
+    ]
 
 
 def compare_on(trace: Sequence[TraceRequest]) -> None:
-    """All schedules on a recorded trace, on an H200 with half its memory for KV."""
+    """Run all schedules on a recorded trace, on an H200 with half its memory for KV."""
     context_len = round(mean(request.total_len for request in trace))
     output_len = mean(request.output_len for request in trace)
     machine = Case("H200", context_len, 0.5, 75, "exact").machine()

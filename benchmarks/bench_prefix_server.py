@@ -1,11 +1,11 @@
-"""How fast does a prefix server find, send and take prefixes, and what does it cost when it dies?
+"""Measure how fast a prefix server finds, sends and stores prefixes, and how soon its death shows.
 
     python benchmarks/bench_prefix_server.py [--pages N] [--rounds N] [--out PATH]
 
-A `python -m sglang_kvspec.transport.prefix_server` on loopback and links to it as servers have
-them, over records of the Llama-3.1-8B shape (32 layers, 8 KV heads of 128, bf16, pages of 64
-tokens, uniform4, exact). Every byte that is fetched is compared with what was published. GB and MB
-are 10^9 and 10^6; records lie in the page cache of the server's machine, not on its disk.
+A `python -m sglang_kvspec.transport.prefix_server` runs on loopback. The benchmark connects to it
+as servers do. Records have the Llama-3.1-8B shape (32 layers, 8 KV heads of 128, bf16, pages of 64
+tokens, uniform4, exact). Every fetched byte is compared with what was published. GB and MB are
+10^9 and 10^6. Records are in the page cache of the server's machine, and not read from its disk.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def eight_b() -> StoreIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Seconds from asking until the first page, all anchors, and all pages had come."""
+    """Seconds from the request until the first page, all anchors, and all pages have arrived."""
 
     first_page_s: float
     anchors_s: float
@@ -67,8 +67,8 @@ class Fetched:
 
 
 class Link:
-    """A StoreClient that this thread steps until what it waits for has come. Lookups of it and
-    publishing take turns."""
+    """StoreClient that the calling thread steps until the awaited events have arrived. A lookup and
+    a publish do not run at the same time."""
 
     def __init__(self, address: str, identity: StoreIdentity, budget_gbps: float = 0.0) -> None:
         bucket = None
@@ -81,10 +81,12 @@ class Link:
         deadline_s = time.monotonic() + LIMIT_S
         while self._client.state is not LinkState.LIVE:
             self._client.step(0.05)
-            assert time.monotonic() < deadline_s, "the prefix server does not answer"
+            assert time.monotonic() < deadline_s, (
+                f"no answer of the prefix server in {LIMIT_S:.0f} s"
+            )
 
     def publish(self, links: Sequence[PageLink], content: memoryview) -> tuple[int, float]:
-        """(pages kept, seconds) of publishing this content as every one of these pages."""
+        """Publish `content` as each of these pages. Return (pages kept, seconds)."""
         begun = time.perf_counter()
         for number, link in enumerate(links):
             self._client.publish(number, chain_of([link]), content)
@@ -94,8 +96,8 @@ class Link:
         return sum(event.is_kept for event in ended if isinstance(event, PublishEnded)), seconds
 
     def fetch(self, links: Sequence[PageLink], content: memoryview) -> Fetched | None:
-        """Pages that were published with this content; checks every byte. None where some of them
-        are not on the store's disk yet."""
+        """Fetch pages that were published with `content`, and check every byte. Return None if some
+        of them are not on the prefix server's disk yet."""
         anchors = self._client.counters.streams[Stream.ANCHOR]
         until, split = anchors.payload_bytes + len(links) * self._anchor_bytes, self._anchor_bytes
         begun = time.perf_counter()
@@ -116,12 +118,15 @@ class Link:
             times.setdefault("first_page_s", time.perf_counter() - begun)
             pages.append(event)
         for page in pages:
-            assert page.anchor == content[:split], "an anchor is not as it was published"
-            assert page.residual == content[split:], "a residual is not as it was published"
+            assert page.anchor == content[:split], "a fetched anchor differs from the published one"
+            assert page.residual == content[split:], (
+                "a fetched residual differs from the published one"
+            )
         return Fetched(**times) if len(pages) == len(links) else None
 
     def look_up(self, links: Sequence[PageLink]) -> float:
-        """Seconds until the store has said that it has none of these pages."""
+        """Return the seconds until the prefix server has answered that it has none of these
+        pages."""
         begun = time.perf_counter()
         self._seek(links)
         event = next(self._events())
@@ -130,15 +135,17 @@ class Link:
         return time.perf_counter() - begun
 
     def outlive(self, links: Sequence[PageLink], kill: Callable[[], None]) -> float:
-        """Seconds from the death of the store, which is killed once the first of these pages has
-        come, until their lookup has ended."""
+        """Kill the prefix server once the first of these pages has arrived. Return the seconds from
+        its death until the lookup has ended."""
         self._seek(links)
         events = self._events()
         assert isinstance(next(events), PageFetched)
         kill()
         begun = time.perf_counter()
         last = next(event for event in events if isinstance(event, LookupEnded))
-        assert last.reason is not None, "all pages came before the store was dead: take more"
+        assert last.reason is not None, (
+            "all pages arrived before the prefix server was dead: raise --pages"
+        )
         return time.perf_counter() - begun
 
     def close(self) -> None:
@@ -154,16 +161,16 @@ class Link:
             events = self._client.step(0.05)
             after_step()
             yield from events
-        raise TimeoutError(f"nothing more has come in {LIMIT_S:.0f} s")
+        raise TimeoutError(f"the prefix server did not send all events within {LIMIT_S:.0f} s")
 
 
 def links_of(prompt: int, num_pages: int) -> list[PageLink]:
-    """Of a prompt that shares no page with others."""
+    """Return the page links of a prompt that shares no page with other prompts."""
     return list(chain_links([prompt] * (num_pages * PAGE_SIZE), PAGE_SIZE))
 
 
 def around(name: str, samples: Sequence[float], unit: str, baseline: float | None = None) -> Figure:
-    """The median, and half of the range as its spread."""
+    """Return the median, with half the range as spread."""
     return Figure(name, median(samples), unit, (max(samples) - min(samples)) / 2, baseline)
 
 
@@ -180,10 +187,12 @@ def measure_transfers(address: str, num_pages: int, rounds: int) -> list[Figure]
         published.append(num_bytes / seconds / 1e9)
         deadline_s = time.monotonic() + LIMIT_S
         while num_kept < num_pages or (times := link.fetch(links, content)) is None:
-            # Its queue for the disk was full, and what came meanwhile was left out; or some of it
-            # is in that queue.
+            # The prefix server's disk queue was full and pages were dropped, or some pages are
+            # still in that queue.
             num_kept, _ = link.publish(links, content)
-            assert time.monotonic() < deadline_s, "the prefix server keeps no pages"
+            assert time.monotonic() < deadline_s, (
+                f"the prefix server did not keep all {num_pages} pages within {LIMIT_S:.0f} s"
+            )
         fetched.append(times)
     link.close()
     return [
@@ -193,14 +202,14 @@ def measure_transfers(address: str, num_pages: int, rounds: int) -> list[Figure]
         around(
             "prefix_server.anchors_share",
             [f.anchors_s / f.all_s for f in fetched],
-            "of the time until all pages have come, until all anchors have",
+            "of the fetch time, until all anchors have arrived",
             identity.anchor_page_bytes / len(content),
         ),
     ]
 
 
 def measure_budget(address: str) -> list[Figure]:
-    """What publishing takes of a link where it may have BUDGET_GBPS, for about four seconds."""
+    """Measure the rate of publishing with a budget of BUDGET_GBPS, for about four seconds."""
     identity = eight_b()
     content = memoryview(os.urandom(identity.anchor_page_bytes + identity.residual_page_bytes))
     links = links_of(-1, max(2, round(4 * BUDGET_GBPS * 1e9 / len(content))))
@@ -212,7 +221,8 @@ def measure_budget(address: str) -> list[Figure]:
 
 
 def measure_lookups(address: str) -> list[Figure]:
-    """Of a prompt of 32K tokens that the store has not; the store hashes its tokens."""
+    """Time lookups of a prompt of 32K tokens that the prefix server does not have. The server
+    hashes the tokens of the prompt."""
     link, links = Link(address, eight_b()), links_of(-2, 32768 // PAGE_SIZE)
     times = sorted(link.look_up(links) * 1e3 for _ in range(NUM_LOOKUPS))
     link.close()
@@ -231,8 +241,12 @@ def measure_death(server: PrefixServerProcess, num_pages: int) -> list[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pages", type=int, default=32, help="of a prompt (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="prompts (default %(default)s)")
+    parser.add_argument(
+        "--pages", type=int, default=32, help="pages of each prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of prompts (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     load_before, *_ = os.getloadavg()
@@ -249,7 +263,7 @@ def main() -> None:
             *measure_lookups(server.address),
             *measure_death(server, pages),
         ]
-    table = Table("figure", "median", "+-", "unit", "against")
+    table = Table("figure", "median", "+-", "unit", "compared with")
     for figure in figures:
         numbers = (figure.value, figure.spread, figure.baseline)
         value, spread, baseline = ("" if n is None else f"{n:,.3f}" for n in numbers)
@@ -263,7 +277,7 @@ def main() -> None:
         "residual_page_bytes": identity.residual_page_bytes,
         "cores": os.cpu_count(),
         "load_of_others": round(load_before, 1),
-        "spread": "half of the range over the rounds",
+        "spread": "half the range over the rounds",
     }
     write_json(arguments.out, "bench_prefix_server", torch.device("cpu"), settings, figures)
 

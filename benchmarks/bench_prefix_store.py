@@ -1,11 +1,11 @@
-"""How fast does the prefix store write, read and find, and what do its checksums cost?
+"""Measure how fast the prefix store writes, reads and finds pages, and the cost of checksums.
 
     python benchmarks/bench_prefix_store.py [--folder DIR] [--gib N] [--pages N] [--out PATH]
 
 Records of the Llama-3.1-8B shape (32 layers, 8 KV heads of 128, bf16, pages of 64 tokens) are
-written and read back: from the disk, with the page cache emptied of them, and from the page cache.
-Lookups and opening are timed on a store of many pages with small records. Every byte that is read
-is compared with what was written before any time is reported.
+written and read back: from the disk, after they were dropped from the page cache, and from the page
+cache. Lookups and opening are timed on a store of many pages with small records. Every byte is read
+once and compared with what was written before reads are timed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def eight_b(page_size: int) -> StoreIdentity:
 
 
 def spread(name: str, samples: Sequence[float], unit: str) -> Figure:
-    """The median, and half of the range as its spread."""
+    """Return the median, with half the range as spread."""
     return Figure(name, median(samples), unit, (max(samples) - min(samples)) / 2)
 
 
@@ -67,7 +67,8 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def measure_transfers(folder: Path, gib: float) -> list[Figure]:
-    """MB/s of writing, flushed, and of reading anchors and residuals in batches of neighbours."""
+    """Measure MB/s of writing, with and without a flush, and of reading anchors and residuals in
+    batches of neighbouring pages."""
     identity = eight_b(PAGE_SIZE)
     anchor_bytes, residual_bytes = identity.anchor_page_bytes, identity.residual_page_bytes
     num_pages = max(BATCH_PAGES, int(gib * 2**30 / (anchor_bytes + residual_bytes)))
@@ -135,7 +136,8 @@ def read_all(
 
 
 def measure_lookups(folder: Path, num_pages: int) -> list[Figure]:
-    """Of a store with many pages, whose records are small: only their number matters."""
+    """Time lookups and opening of a store with many pages. Records are small: only the number of
+    pages matters."""
     identity = StoreIdentity(
         "bench", "0/1", "log4", "{}", "int8", "bfloat16", PAGE_SIZE, 1, 1, 16, 64, 64
     )
@@ -171,7 +173,8 @@ def measure_lookups(folder: Path, num_pages: int) -> list[Figure]:
 
 
 def lookup_times(store: PrefixStore, prompts: Sequence[list[int]]) -> list[Figure]:
-    """Every prompt once, in microseconds: median, 99th percentile; and of one that is not there."""
+    """Look up every prompt once, with all pages, 16 pages or no page in the store. Return median
+    and 99th percentile in microseconds."""
     figures = []
     for num_found in (CHAIN_PAGES, 16, 0):
         samples = []
@@ -189,7 +192,7 @@ def lookup_times(store: PrefixStore, prompts: Sequence[list[int]]) -> list[Figur
 
 
 def measure_checksums() -> list[Figure]:
-    """The checksum in use, and what zlib's would give, on an anchor page."""
+    """Compare the speed of the checksum in use with zlib's, on an anchor page."""
     content = os.urandom(eight_b(PAGE_SIZE).anchor_page_bytes)
     figures = []
     for name, function in (("xxh3_64", xxh3_64_intdigest), ("crc32", zlib.crc32)):
@@ -205,9 +208,17 @@ def measure_checksums() -> list[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; made and removed")
-    parser.add_argument("--gib", type=float, default=1.0, help="written and read in each round")
-    parser.add_argument("--pages", type=int, default=100_000, help="of the store for lookups")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="existing folder on the disk to measure (default: the system's temporary folder)",
+    )
+    parser.add_argument(
+        "--gib", type=float, default=1.0, help="GiB to write and to read in each round"
+    )
+    parser.add_argument(
+        "--pages", type=int, default=100_000, help="pages in the store that serves lookups"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     load_before, *_ = os.getloadavg()
@@ -231,8 +242,8 @@ def main() -> None:
         "batch_pages": BATCH_PAGES,
         "anchor_page_bytes": identity.anchor_page_bytes,
         "residual_page_bytes": identity.residual_page_bytes,
-        "spread": "half of the range over the rounds",
-        "disk": "data files dropped from the page cache before reading; writing flushed",
+        "spread": "half the range over the rounds",
+        "disk": "data files are dropped from the page cache before a read; writes are flushed",
     }
     write_json(arguments.out, "bench_prefix_store", torch.device("cpu"), settings, figures)
 

@@ -1,24 +1,24 @@
-"""Where does the time of a steady round go on a GPU, and how far is it from what its bytes take?
+"""Break down the time of a steady round on a GPU, and compare it with the time for its bytes.
 
     python benchmarks/bench_profile.py --point 8b:32k:16 --system exact --codec uniform4
     python benchmarks/bench_profile.py --parse .kvspec/bench_serving/8b.32k.bs16-exact.run.json
 
-One server is started as bench_serving.py starts it. Prompts are sent once for one token and again,
-from the prefix cache, for --output-len; once all requests have decoded for some rounds, SGLang's
-torch profiler records --steps rounds (on plain SGLang decode steps) and two more that do not count.
-Kernels that replays of CUDA graphs launched are draft steps, the others verification and
-housekeeping. Each phase's time is shared out to attention, matrix products and so on by the
-kernels' names, and held against the floor: weights, anchors and residuals that must be read,
-counted, at the bandwidth of a copy as bench_attention.py measured it on such a GPU, or
---bandwidth-tbps. The three largest gaps are named in a sentence each.
+One server is started as in bench_serving.py. Prompts are sent once for one token, and again, from
+the prefix cache, for --output-len tokens. After some rounds of all requests, SGLang's torch
+profiler records --steps rounds (decode steps on plain SGLang) and two more that do not count.
+Kernels of draft-step graphs form one phase; verification and housekeeping form the other. The time
+of each phase is divided by kernel name among attention, matrix products and so on. The floor is the
+time to read the necessary weights, anchors and residuals at the bandwidth of a copy. The bandwidth
+is that of bench_attention.py on such a GPU, or --bandwidth-tbps. One sentence describes each of the
+three largest gaps to the floor.
 
-Models with dummy weights (`8b`, `32b`) have no acceptance of their own: it is replayed from what
-bench_acceptance.py measured, as in bench_serving.py, and every table says so. The profiler slows a
-round down, mostly the launching of kernels: how much is said, and idle time is to be read with it.
+Models with dummy weights (`8b`, `32b`) have no acceptance of their own. Acceptance is replayed from
+a curve of bench_acceptance.py, as in bench_serving.py, and every table says so. The profiler slows
+a round down, mostly kernel launches. The report says how much; read idle time with that in mind.
 
-The trace and what else is known of the run stay in --logs, from where --parse reads them again
-without a GPU; --commit then says of which commit the run was. Without a GPU a server can be
-profiled, but there is nothing to share out: exit status 1. Where the checkout is not installed:
+The trace and the facts of the run stay in --logs, where --parse reads them again without a GPU.
+With --parse, --commit names the commit of the run. Without a GPU, a server can be profiled, but the
+trace has no kernels to divide: exit status 1. Without an installed checkout, set
 PYTHONPATH=.:kernels:patches:testkit (see bench_serving.py).
 """
 
@@ -61,27 +61,27 @@ console = Console(width=150)
 
 def main() -> int:
     args = _arguments()
-    # As with Ctrl-C: the server is stopped on the way out.
+    # SIGTERM interrupts like Ctrl-C, so that the server is stopped on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_path = args.parse or profile(args)
         report(args, run_path)
     except OutOfTime:
-        console.print("the time limit was reached")
+        console.print("the run reached --time-limit")
     except KeyboardInterrupt:
         return 130
     except (ServerStartError, BenchError, TraceError, requests.RequestException) as error:
         console.print(str(error), markup=False)
         if not args.parse:
-            console.print(f"logs of servers are in {args.logs}")
+            console.print(f"the servers' logs are in {args.logs}")
     else:
         return 0
     return 1
 
 
 def profile(args: argparse.Namespace) -> Path:
-    """Measure, and keep the trace in --logs, beside the file that is returned: what else is
-    known."""
+    """Profile a server. Keep the trace in --logs, beside the returned file, which holds the other
+    facts of the run."""
     point, system = args.point, SYSTEMS[args.system]
     steps = args.steps or (PLAIN_STEPS if system.target is None else DRAFTING_STEPS)
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def profile(args: argparse.Namespace) -> Path:
             },
         ) as server:
             console.print(f"{point.label} {system.name}: starting")
-            console.print(f"up after {server.start(START_TIMEOUT_S):.0f} s")
+            console.print(f"healthy after {server.start(START_TIMEOUT_S):.0f} s")
             run, trace = take_profile(
                 server,
                 point,
@@ -145,7 +145,7 @@ def report(args: argparse.Namespace, run_path: Path) -> None:
     out = args.out or RESULTS / f"profile_{run.label.replace('.', '_')}_{run.system}.json"
     found.write(out)
     for line in found.console():
-        # Names of kernels have brackets.
+        # Names of kernels have brackets, which are not markup.
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"written: {out}")
 
@@ -161,33 +161,36 @@ def _bandwidth(args: argparse.Namespace, name: str) -> float:
     if found is None:
         raise BenchError(
             f"{ATTENTION_RESULTS.name} was not measured on {name}: give the bandwidth of a copy "
-            "there with --bandwidth-tbps"
+            "on this machine with --bandwidth-tbps"
         )
     return found
 
 
 def _arguments() -> argparse.Namespace:
-    """With `point` parsed. Exits where it makes no sense, or where no floor could be said."""
+    """Return the arguments with `point` parsed. Exits if they make no sense or if the bandwidth for
+    the floor is unknown."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--point", metavar="MODEL:CONTEXT:CONCURRENCY")
     add("--system", choices=SYSTEMS, default="exact")
-    add("--steps", type=int, help=f"rounds that count (default: {DRAFTING_STEPS}; on plain "
+    add("--steps", type=int, help=f"rounds to measure (default: {DRAFTING_STEPS}; on plain "
         f"SGLang {PLAIN_STEPS} decode steps)")  # fmt: skip
-    add("--output-len", type=int, default=1024, help="tokens an answer at most (default: 1024)")
+    add("--output-len", type=int, default=1024, help="most tokens of an answer (default: 1024)")
     add("--activities", nargs="+", choices=("CPU", "GPU"), default=["CPU", "GPU"],
-        help="what is recorded; GPU alone slows a round down less")  # fmt: skip
-    add("--bandwidth-tbps", type=float, help="of a copy, read plus written")
+        help="activities to record; GPU alone slows a round down less (default: both)")  # fmt: skip
+    add("--bandwidth-tbps", type=float, help="bandwidth of a copy in TB/s, bytes read plus bytes "
+        f"written (default: from {ATTENTION_RESULTS.name})")  # fmt: skip
     add_server_options(parser)
     add("--time-limit", type=float, default=300,
-        help="seconds until the server is told to stop (default: 300)")  # fmt: skip
-    add("--out", type=Path, help="(default: benchmarks/results/profile_POINT_SYSTEM.json)")
-    add("--parse", type=Path, metavar="RUN.json", help="measure nothing; read an earlier run")
+        help="seconds after which the server is stopped (default: 300)")  # fmt: skip
+    add("--out", type=Path,
+        help="result file (default: benchmarks/results/profile_POINT_SYSTEM.json)")  # fmt: skip
+    add("--parse", type=Path, metavar="RUN.json", help="report on an earlier run; measure nothing")
     args = parser.parse_args()
     if bool(args.point) == bool(args.parse):
-        parser.error("say what to profile with --point, or what to --parse")
+        parser.error("give either --point, to profile a server, or --parse, to read an earlier run")
     if args.steps is not None and args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
     if args.point:
@@ -206,7 +209,9 @@ def _point(parser: argparse.ArgumentParser, text: str) -> Point:
     except ValueError as error:
         parser.error(str(error))
     if len(points) != 1 or points[0].concurrency == MAX_CONCURRENCY:
-        parser.error(f"a profile is of one point with a number of requests, not {text!r}")
+        parser.error(
+            f"--point must be one point with a number of requests, such as 8b:32k:16, got {text!r}"
+        )
     return points[0]
 
 

@@ -1,23 +1,22 @@
-"""Does KVSpec serve more tokens per second than plain SGLang, on live servers?
+"""Compare the tokens per second of KVSpec and plain SGLang on live servers.
 
     python benchmarks/bench_serving.py --points 8b:32k:16 --systems bf16 int8
     python benchmarks/bench_serving.py --points 8b:32k:16,24,32,max --max-running 64
     python benchmarks/bench_serving.py --points ../shared/models/eval-31m:16k:8
     python benchmarks/bench_serving.py --merge one.points.jsonl other.points.jsonl
 
-sglang.bench_serving sends the requests; one server is started per model and system, with the same
-flags otherwise. `8b` and `32b` are shapes with dummy weights (benchmarks/serving/shapes), whose
-acceptance is replayed from what bench_acceptance.py measured. Any other model is a folder:
-with weights its acceptance is real and its prompts are text. Every point is written as soon as it
-is measured: to --out as figures, and beside it, as OUT.points.jsonl, as what --merge reads; --merge
-writes both, too. Points that a later run adds to OUT.points.jsonl are reported with those in it.
+sglang.bench_serving sends the requests. One server is started per model and system; other flags are
+the same. `8b` and `32b` are shapes with dummy weights (benchmarks/serving/shapes), whose acceptance
+is replayed from a curve of bench_acceptance.py. Any other model is a folder. With weights, its
+acceptance is real and its prompts are text. Every point is written as soon as it is measured: its
+figures to --out, and its record to OUT.points.jsonl, which --merge reads. --merge writes both
+files, too. A later run adds its points to OUT.points.jsonl, and reports all points of that file.
 
-decode: prompts are sent once for one token, then again, from the prefix cache, for --output-len;
-the rate is that of the time in which all requests decode. end-to-end: prompts are sent once.
+decode: prompts are sent once for one token, then again, from the prefix cache, for --output-len
+tokens. The rate covers the time in which all requests decode. end-to-end: prompts are sent once.
 
-Without an installed checkout, call it with PYTHONPATH=.:kernels:patches:testkit (and SGLang's
-folder, where that is not installed either); the plugins' entry points are then made up from
-pyproject.toml.
+Without an installed checkout, set PYTHONPATH=.:kernels:patches:testkit, and add SGLang's folder if
+SGLang is not installed either. The plug-ins' entry points are then derived from pyproject.toml.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ console = Console(width=150)
 
 
 class Run:
-    """The points of one command line, and what has become of them."""
+    """Measurement of the points of one command line."""
 
     def __init__(self, args: argparse.Namespace, points: list[Point], scratch: Path) -> None:
         self._args = args
@@ -69,7 +68,8 @@ class Run:
         self.failed = False
 
     def measure_all(self) -> None:
-        """Model by model and system by system. What fails or no longer fits is in `missing`."""
+        """Measure model by model and system by system. Add points that fail, or that the time limit
+        excludes, to `missing`."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         systems = [SYSTEMS[name] for name in self._args.systems]
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -86,14 +86,14 @@ class Run:
             self._say(f"starting {model.name} {system.name}")
             with self._server(model, system, points) as server:
                 started_s = server.start(START_TIMEOUT_S)
-                console.print(f"{model.name} {system.name}: up after {started_s:.0f} s")
+                console.print(f"{model.name} {system.name}: healthy after {started_s:.0f} s")
                 self._first_start = False
                 max_running = self._max_running(points)
                 while left:
                     self._measure_point(server, system, left[0], max_running)
                     left.pop(0)
         except OutOfTime:
-            self._miss(system, left, "the time limit was reached")
+            self._miss(system, left, "the run reached --time-limit")
         except (ServerStartError, BenchError, requests.RequestException) as error:
             self.failed = True
             console.print(str(error), markup=False)
@@ -102,7 +102,7 @@ class Run:
     def _measure_point(
         self, server: LiveServer, system: System, point: Point, max_running: int
     ) -> None:
-        """A point whose requests fail is missing; the next one is measured all the same."""
+        """Measure one point. If its requests fail, note the point as missing and return."""
         args = self._args
         point = server.resolve(point, args.output_len, max_running)
         self._say(f"{point.label} {system.name}")
@@ -138,7 +138,8 @@ class Run:
         )
 
     def _max_running(self, points: list[Point]) -> int:
-        """Alike on all systems; what a server keeps for each request is memory its KV lacks."""
+        """Return the most running requests of a server. All systems get the same number: memory
+        that a server keeps for each request is not available for KV."""
         return self._args.max_running or max(point.concurrency for point in points)
 
     def _say(self, text: str) -> None:
@@ -146,7 +147,7 @@ class Run:
 
     def _miss(self, system: System, points: list[Point], reason: str) -> None:
         for point in points:
-            # Not the log's end, which a server that did not start adds.
+            # Leave out the end of the log, which the error of a failed start contains.
             first_line = reason.splitlines()[0].split("; the end of")[0]
             self.missing.append(f"{point.label} {system.name}: {first_line}")
             self._progress.advance(self._task)
@@ -154,7 +155,7 @@ class Run:
 
 def main() -> int:
     args = parse_arguments(__doc__)
-    # As with Ctrl-C: servers are stopped on the way out.
+    # SIGTERM interrupts like Ctrl-C, so that servers are stopped on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         if args.merge:
@@ -165,18 +166,18 @@ def main() -> int:
         try:
             run.measure_all()
         except KeyboardInterrupt:
-            console.print("interrupted; what was measured is kept")
+            console.print("interrupted; the points measured so far are kept")
             return 130
     report(args, run.source, run.missing, show=True)
     return 1 if run.failed else 0
 
 
 def merge(args: argparse.Namespace) -> None:
-    """Write the points of --merge beside --out, one a point and system."""
+    """Write the records of --merge beside --out, one per point and system."""
     own = _own_points(args)
     if own.exists() and own.resolve() not in [path.resolve() for path in args.merge]:
-        raise SystemExit(f"{own} has points already: --merge it, too, or name another --out")
-    # Before later points replace earlier ones: which start was the first is known of all.
+        raise SystemExit(f"{own} has points already: add {own} to --merge, or give another --out")
+    # Find the first start among all records, before later ones replace earlier ones.
     found = [record for path in args.merge for record in records.read(path)]
     _check_codec(args, found)
     records.write(own, records.latest(records.consecutive(found) if args.consecutive else found))
@@ -203,23 +204,29 @@ def _own_points(args: argparse.Namespace) -> Path:
 
 
 def _check_out(args: argparse.Namespace, name: str) -> None:
-    """Before anything is measured: --out may hold points already, and identity comes with it."""
+    """Check, before anything is measured, that points in --out and the identity result fit this
+    run. Raises SystemExit if not."""
     own = _own_points(args)
     found = records.read(own) if own.exists() else []
     others = {record.machine for record in found} - {name}
     if others:
-        raise SystemExit(f"{own} has points of {others.pop()}, this is {name}: name another --out")
+        raise SystemExit(
+            f"{own} has points of {others.pop()}, but this machine is {name}: give another --out"
+        )
     _check_codec(args, found)
     _identity(args, name)
 
 
 def _check_codec(args: argparse.Namespace, found: list[records.Record]) -> None:
-    """One curve is replayed for all, and the report names it."""
+    """Check that replayed points have the codec of --codec: the report names one curve for all.
+    Raises SystemExit if not."""
     flag = f"--kvspec-codec={args.codec}"
     for record in found:
         if record.acceptance == "replayed" and flag not in record.server_arguments:
             place = f"{label(record.model, record.context_len, record.concurrency)} {record.system}"
-            raise SystemExit(f"{place} was not measured with {flag}: name its codec with --codec")
+            raise SystemExit(
+                f"{place} was not measured with {flag}: give the codec of this point with --codec"
+            )
 
 
 def _identity(args: argparse.Namespace, machine_name: str) -> Identity | None:

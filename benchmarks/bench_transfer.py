@@ -1,11 +1,11 @@
-"""How fast is the transport on loopback, how long does an anchor wait, and what does it survive?
+"""Measure speed, anchor delay and fault tolerance of the transport on loopback.
 
     python benchmarks/bench_transfer.py [--quick] [--out PATH]
     python benchmarks/bench_transfer.py --throughput --commit HASH --out PATH
 
-Two processes, each pinned to one core with all its threads, as far as the machine has two; what
-else runs on the machine shows in the spread. Bytes are payload bytes, GB and MB are 10^9 and 10^6.
---throughput measures speed alone, in two minutes or less, for a machine that is lent.
+Two processes run, each pinned to one core with all its threads if the machine has two cores. Other
+load on the machine shows in the spread. Bytes are payload bytes; GB and MB are 10^9 and 10^6.
+--throughput measures only speed, in two minutes or less, for a machine that is lent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from xxhash import xxh3_64_intdigest
 from sglang_kvspec.transport import CurveKeys, Stream, TransferShape
 
 OUT = Path(__file__).resolve().parent / "results" / "transfer.json"
-# 16 pages of an 8B model: anchors of 64 KiB a layer and page, residuals of three times that.
+# 16 pages of an 8B model: 64 KiB of anchors per layer and page, and 192 KiB of residuals.
 WHOLE_PAGES = TransferShape(16, 1, 2 << 20, 6 << 20)
 BY_LAYER = TransferShape(16, 32, 64 << 10, 192 << 10)
 SMALL_ANCHORS = TransferShape(2, 1, 200 << 10, 8 << 20)
@@ -43,8 +43,8 @@ console = Console(width=120)
 
 
 def throughput(rounds: int, num_transfers: int) -> list[Figure]:
-    """Payload bytes between the first and the last arrival, in turns with a bare socket, so that
-    what else the machine does falls on all of them."""
+    """Measure payload bytes per second between the first and the last arrival. Runs take turns with
+    a bare socket, so that other load on the machine affects all cases alike."""
     cases = {
         "": Offers(WHOLE_PAGES, [0.0] * num_transfers),
         ".by_layer": Offers(BY_LAYER, [0.0] * num_transfers),
@@ -73,8 +73,8 @@ def throughput(rounds: int, num_transfers: int) -> list[Figure]:
 
 
 def inversions(link: float | None, num_anchors: int) -> list[float]:
-    """MB of residuals that arrived after an anchor was offered and before its first piece did,
-    while residuals of one transfer keep the link busy."""
+    """Return for each anchor the MB of residuals that arrived between the anchor's offer and its
+    first piece. A backlog of residuals keeps the link busy meanwhile."""
     every_s = 0.05 if link is None else 0.2
     backlog = round(num_anchors * every_s * (link or 2e9) / (2 * SMALL_ANCHORS.residual_bytes)) + 2
     streams = [(Stream.RESIDUAL,)] * backlog + [(Stream.ANCHOR,)] * num_anchors
@@ -89,7 +89,8 @@ def inversions(link: float | None, num_anchors: int) -> list[float]:
 
 
 def _inversion(transfer: int, sent: SenderReport, received: ReceiverReport) -> float | None:
-    """None where no residuals came later either, so that nothing was in the way."""
+    """Return the MB of residuals that arrived before the anchor of `transfer`. Return None if no
+    residual arrived after it either: then nothing was in its way."""
     offered_s = sent.offered_s[transfer]
     first = next(i for i, entry in enumerate(received.log) if entry[2] == transfer)
     if all(entry[1] == Stream.ANCHOR for entry in received.log[first:]):
@@ -104,20 +105,26 @@ def inversion_figures(num_anchors: int) -> list[Figure]:
         measured = inversions(link, num_anchors)
         name = f"transfer.inversion_mb{suffix}"
         console.print(f"{name}: {_spread(measured)} over {len(measured)} anchors")
-        assert len(measured) >= num_anchors // 2, "the backlog was too short to be in the way"
+        assert len(measured) >= num_anchors // 2, (
+            f"only {len(measured)} of {num_anchors} anchors met a backlog of residuals"
+        )
         figures += [
-            Figure(name, max(measured), "MB, most", None, GOAL_INVERSION_MB),
+            Figure(name, max(measured), "MB, maximum", None, GOAL_INVERSION_MB),
             Figure(f"{name}.median", median(measured), "MB", None, GOAL_INVERSION_MB),
         ]
     return figures
 
 
 def stall_figures() -> list[Figure]:
-    """The receiver reads nothing for a while, with 0.5 GB waiting for it."""
+    """Measure the memory growth of both ends while the receiver reads nothing for STALL_S and
+    0.5 GB waits for it."""
     stalled = partial(receive_all, stall_s=STALL_S)
     sent, received = run_pair(send_all, stalled, Offers(WHOLE_PAGES, [0.0] * 4))
     growth = [end.rss_growth / 1e6 for end in (sent, received)]
-    console.print(f"stall of {STALL_S} s: sender grew {growth[0]:.1f} MB, receiver {growth[1]:.1f}")
+    console.print(
+        f"stall of {STALL_S} s: memory of the sender grew by {growth[0]:.1f} MB, of the receiver "
+        f"by {growth[1]:.1f} MB"
+    )
     return [
         Figure("transfer.stall_growth_mb.sender", growth[0], "MB of resident memory"),
         Figure("transfer.stall_growth_mb.receiver", growth[1], "MB of resident memory"),
@@ -129,18 +136,18 @@ def fault_figures(num_in_memory: int, num_on_loopback: int) -> list[Figure]:
     outcomes += [run_on_loopback(seed) for seed in range(num_on_loopback)]
     for outcome in outcomes:
         if outcome.wrong is not None:
-            console.print(f"[red]did not survive[/red] {outcome}")
+            console.print(f"[red]failed[/red] {outcome}")
     survived = sum(outcome.wrong is None for outcome in outcomes)
     completed = sum(outcome.completed for outcome in outcomes)
     failed = sum(outcome.failed for outcome in outcomes)
     console.print(
         f"faults: {survived} of {len(outcomes)} runs survived, {completed} transfers complete, "
-        f"{failed} ended with a reason"
+        f"{failed} transfers ended with a reason"
     )
     return [
         Figure("faults.tried", len(outcomes), "runs with random faults"),
-        Figure("faults.survived", survived, "of these runs", None, len(outcomes)),
-        Figure("faults.transfers_complete", completed, "transfers, byte by byte"),
+        Figure("faults.survived", survived, "runs that survived", None, len(outcomes)),
+        Figure("faults.transfers_complete", completed, "complete transfers, compared byte by byte"),
         Figure("faults.transfers_ended", failed, "transfers that were aborted or cancelled"),
     ]
 
@@ -148,10 +155,10 @@ def fault_figures(num_in_memory: int, num_on_loopback: int) -> list[Figure]:
 def fuzz_figures(num_decoded: int, num_sent: int) -> list[Figure]:
     report = fuzz_decoder(num_decoded, seed=7)
     dropped = fuzz_port(num_sent, seed=8)
-    console.print(f"fuzz: {report}; {num_sent} at a live port, {dropped} dropped")
+    console.print(f"fuzz: {report}; {num_sent} messages sent to a live port, {dropped} dropped")
     return [
         Figure("fuzz.inputs", report.inputs + num_sent, "messages"),
-        Figure("fuzz.accepted", report.decoded, "damaged messages taken for frames", None, 0),
+        Figure("fuzz.accepted", report.decoded, "damaged messages decoded as frames", None, 0),
         Figure("fuzz.leaked_kb", report.leaked_bytes / 1e3, "kB of Python's memory"),
     ]
 
@@ -168,13 +175,17 @@ def checksum_figure() -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of everything; not written")
-    parser.add_argument("--throughput", action="store_true", help="that alone, in 3 short rounds")
-    parser.add_argument("--commit", help="of this checkout, where git cannot say")
+    parser.add_argument(
+        "--quick", action="store_true", help="do a tenth of all runs, and write no file"
+    )
+    parser.add_argument(
+        "--throughput", action="store_true", help="measure only throughput, in 3 short rounds"
+    )
+    parser.add_argument("--commit", help="commit to record (default: what git reports)")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     if arguments.throughput and arguments.out == OUT:
-        parser.error("--throughput needs an --out of its own")
+        parser.error(f"--throughput must not replace {OUT}: give another --out")
     share = 10 if arguments.quick else 1
     rounds, num_transfers = max(1, 8 // share), max(4, 16 // share)
     if arguments.throughput:
@@ -205,7 +216,7 @@ def main() -> None:
         figures,
         commit=arguments.commit,
     )
-    console.print(f"written to {arguments.out}")
+    console.print(f"written: {arguments.out}")
 
 
 def _keys() -> Keys:

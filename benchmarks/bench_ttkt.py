@@ -1,16 +1,16 @@
-"""How soon does a decode server have the k-th token, by how KV crosses to it?
+"""Measure the time to the k-th token (TTKT) on a decode server, by transfer mode.
 
     python benchmarks/bench_ttkt.py [--lengths 4096 ...] [--seconds 0.5 1 2 5] [--modes split ...]
     python benchmarks/bench_ttkt.py --gpus 1 --out benchmarks/results/ttkt_h200.json
 
-A prefill and a decode server on this machine's CPU, or on one of its GPUs, joined by loopback at
-speeds at which the prompt's KV in full takes the given seconds. Prompts are cached on the prefill
-server, but for their last page, and KV is packed and leaves once that is computed, when the time
-begins. Token times are those of when a token was computed, if it was kept (TTKT, Lynx section 6);
-beside them, when a client had it. With --gpus all
-pairs start at once and share the GPUs; those on one GPU are measured one after the other. Every
-point is kept beside the results, in their name ending in .points.jsonl; a run goes on where that
-ends, and with no mode to measure it only draws.
+A prefill and a decode server run on this machine's CPU, or on one of its GPUs. The link between
+them is loopback, with a speed at which the prompt's full KV takes the given --seconds. The prefill
+server has all pages of a prompt cached but the last. Time begins when the last page is computed;
+KV is packed and sent from then on. The time of a token is when the token was computed, if it was
+kept (TTKT, Lynx section 6). A second figure is when the client received the token. With --gpus,
+all pairs start at once and share the GPUs; pairs on one GPU are measured one after the other.
+Every point is appended to OUT.points.jsonl beside the results. A run measures the points that are
+not in that file yet. With no mode to measure, it only draws.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from acceptance.report import write_json
 from rich.console import Console
 from serving import machine
 from transformers import AutoConfig
+from ttkt.disaggregated_requests import ask
 from ttkt.figures import MODES, draw, figures, table
 from ttkt.points import TOKENS, Point, append_point, read_points
-from ttkt.requests_apart import ask
 from ttkt.servers import CPU, GPU, NO_LIMIT_GBPS, LinkedPair, Platform, Setup, running
 
 ROOT = Path(__file__).resolve().parent
 MODEL = ROOT.parent.parent / "shared" / "models" / "eval-31m"
-# Of the longest prompts that the model takes, room for the answer.
+# Tokens that the longest prompts leave free for the answer.
 ROOM = 128
 
-# A prompt of a length, and how long the link takes for its KV in full.
+# Prompt length, number of the prompt, and seconds that the link takes for its full KV.
 Wanted = tuple[int, int, float]
 
 console = Console(width=120)
@@ -53,14 +53,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--seconds", type=float, nargs="+", default=[0.5, 1, 2, 5])
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
-    parser.add_argument("--prompts", type=int, default=2, help="of each length")
-    parser.add_argument("--gpus", type=int, default=0, help="to share; 0: the CPU")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of each length")
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="GPUs that the servers share; 0 runs them on the CPU"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "ttkt.json")
-    parser.add_argument("--prefixes", type=Path, help="on a CPU: folder that keeps prompts")
-    parser.add_argument("--server-args", default="", help="more of every server's flags")
+    parser.add_argument(
+        "--prefixes",
+        type=Path,
+        help="on a CPU: folder that keeps computed prompts for later runs (default: a temporary "
+        "folder)",
+    )
+    parser.add_argument("--server-args", default="", help="further flags of every server")
     parser.add_argument("--logs", type=Path, default=Path(".kvspec/ttkt"))
-    parser.add_argument("--commit", help="that the points were measured at, if not here")
-    parser.add_argument("--machine", help="that they were measured on, if not here")
+    parser.add_argument("--commit", help="commit of the points (default: of this checkout)")
+    parser.add_argument("--machine", help="machine of the points (default: this machine)")
     return parser.parse_args()
 
 
@@ -78,7 +85,8 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        # Of a CPU's, whose prompts take minutes, what one pair computed the next one reads.
+        # A prefill on a CPU takes minutes, so each pair reads the prefixes that earlier pairs
+        # computed.
         prefixes = None if args.gpus else args.prefixes or folder
         setup = Setup(
             platform=platform,
@@ -89,7 +97,7 @@ def main() -> None:
             prefixes=prefixes,
             server_args=shlex.split(args.server_args),
         )
-        # Servers on CPUs slow one another down.
+        # On a CPU, modes run one after the other: servers would slow each other down.
         groups = [list(wanted)] if args.gpus else [[mode] for mode in wanted]
         for modes in filter(None, groups):
             measure_all(setup, modes, wanted, prompts, range(args.gpus) or [None], path)
@@ -109,7 +117,7 @@ def main() -> None:
         "codec": "uniform4",
         "target": "exact",
         "server_args": " ".join([*platform.arguments, *setup.server_args]),
-        "ratios": "of times at which kept tokens were computed, since the prefill ended",
+        "ratios": "ratios of the times from the end of the prefill until kept tokens were computed",
     }
     names = machine.gpu_names()
     where = args.machine or (names[0] if args.gpus and names else None)
@@ -119,7 +127,7 @@ def main() -> None:
 
 
 def missing(args: argparse.Namespace, mode: str, known: set) -> list[Wanted]:
-    """Points that are not in the file."""
+    """Return the points that are not in the file yet."""
     return [
         (length, prompt, full_s)
         for length in args.lengths
@@ -137,11 +145,11 @@ def measure_all(
     gpus: Sequence[int | None],
     path: Path,
 ) -> None:
-    """Append all points of these modes, measured on all GPUs at once, on each one by one. prompts:
-    by length, [num_prompts, num_tokens]."""
+    """Measure and append all points of these modes. All GPUs work at once; the pairs on one GPU
+    take turns. prompts: by length, [num_prompts, num_tokens]."""
     begun = time.perf_counter()
     with running(setup, modes, gpus) as pairs:
-        console.print(f"{2 * len(pairs)} servers up in {time.perf_counter() - begun:.0f} s")
+        console.print(f"{2 * len(pairs)} servers healthy after {time.perf_counter() - begun:.0f} s")
 
         def on(gpu: int | None) -> None:
             for pair in pairs:
@@ -159,7 +167,7 @@ def measure(
     prompts: dict[int, torch.Tensor],
     path: Path,
 ) -> None:
-    """Append a point for each (length, prompt, seconds)."""
+    """Measure and append a point for each (length, prompt, seconds) of `wanted`."""
     begun = time.perf_counter()
     linked.set_link(NO_LIMIT_GBPS)
     for length, prompt in sorted({(length, prompt) for length, prompt, _ in wanted}):
@@ -175,14 +183,14 @@ def measure(
 
 
 def kv_bytes(model: Path, platform: Platform) -> int:
-    """Of a token."""
+    """Return the KV bytes of a token."""
     config = AutoConfig.from_pretrained(model)
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return int(numbers * platform.itemsize)
 
 
 def _prompt_len(model: Path, length: int) -> int:
-    """Tokens of what is called a prompt of `length`."""
+    """Return the tokens of a prompt of nominal `length`, at most what leaves ROOM for an answer."""
     longest = int(AutoConfig.from_pretrained(model).max_position_embeddings)
     return min(length, longest - ROOM)
 

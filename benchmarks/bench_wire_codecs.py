@@ -1,8 +1,8 @@
-"""What does a page of KV cost on the wire, in each mode of --kvspec-transfer but `split`?
+"""Measure the cost of a page of KV on the wire, for each mode of --kvspec-transfer but `split`.
 
-In bits and in error on the KV of real prompts, in tokens until a greedy answer over the decoded
-cache differs, and in time of one core. The anchors of `split` stand beside them. The newest page of
-a prompt stays exact, as in bench_acceptance.py.
+Figures on the KV of real prompts are bits, errors, and tokens until a greedy answer over the
+decoded cache differs. Coding is timed on one core. The anchors of `split` are measured for
+comparison. The newest page of a prompt stays exact, as in bench_acceptance.py.
 
 usage: python benchmarks/bench_wire_codecs.py [MODEL] [--prompts 24] [--length 2048] [--out PATH]
 """
@@ -41,14 +41,18 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 64
 STEPS = 32
 OTHER_BINS = ((0.5, 1.0, 1.5), (0.125, 0.25, 0.375))
-# A page whose coding is timed: that of a small model.
+# Shape of the page whose coding is timed: that of a small model.
 TIMED = KVGeometry(num_layers=8, num_kv_heads=2, head_dim=64, page_size=64, dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """bits: of a K or V element, all told. Errors ||x - x'||² / ||x||² over layers [layers] of K
-    and V and over prompts [prompts] of attention outputs; equal: tokens of STEPS [prompts]."""
+    """Results of one codec.
+
+    bits: per element of K or V, metadata included. k_vnmse, v_vnmse: error ||x - x'||² / ||x||² by
+    layer [layers]. attention: the same error of attention outputs by prompt [prompts]. equal:
+    accept length of STEPS greedy tokens by prompt [prompts].
+    """
 
     name: str
     bits: float
@@ -90,7 +94,9 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default_model = ROOT.parent / "shared" / "models" / "eval-31m"
-    parser.add_argument("model", type=Path, nargs="?", default=default_model, help="HF folder")
+    parser.add_argument(
+        "model", type=Path, nargs="?", default=default_model, help="folder of a Hugging Face model"
+    )
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--length", type=int, default=2048, help="tokens per prompt")
     parser.add_argument("--seed", type=int, default=0)
@@ -100,7 +106,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.prompts < 2 or args.length < 2 * PAGE_SIZE or args.length % PAGE_SIZE:
         parser.error(
-            f"--prompts must be >= 2 and --length a multiple of {PAGE_SIZE} from {2 * PAGE_SIZE}"
+            f"--prompts must be at least 2, got {args.prompts}; --length must be a multiple of "
+            f"{PAGE_SIZE} and at least {2 * PAGE_SIZE}, got {args.length}"
         )
     return args
 
@@ -110,7 +117,7 @@ def shipped(geometry: PageGeometry) -> list[WireCodec]:
 
 
 def approximations(model: Llama, run: TargetRun) -> Iterator[tuple[str, float, LayerCache]]:
-    """(name, bits an element, the run's cache as it is decoded), one after the other."""
+    """Yield (name, bits per element, decoded cache of the run) for each codec."""
     shape = model.shape
     for name in ("log4", "uniform4"):
         anchors = make_codec(
@@ -133,8 +140,8 @@ def approximations(model: Llama, run: TargetRun) -> Iterator[tuple[str, float, L
 
 
 def wire_cache(run: TargetRun, codec: WireCodec) -> tuple[float, LayerCache]:
-    """Bits an element, and the run's cache whose prompt pages but the newest went through `codec`,
-    all layers of a page at once."""
+    """Return bits per element and the run's cache, with all prompt pages but the newest passed
+    through `codec`. All layers of a page are encoded at once."""
     k, v = (torch.stack(parts) for parts in zip(*run.cache, strict=True))
     bits = elements = 0
     for row in range(k.shape[1]):
@@ -154,7 +161,7 @@ def encoded_tokens(run: TargetRun) -> int:
 
 
 def measure(model: Llama, run: TargetRun, name: str, bits: float, cache: LayerCache) -> Measured:
-    """Overwrites the tokens after the prompt in `cache`."""
+    """Measure one codec. Overwrites the tokens after the prompt in `cache`."""
     errors = [
         torch.tensor(
             [
@@ -174,8 +181,8 @@ def vnmse(got: torch.Tensor, want: torch.Tensor, tokens: int) -> float:
 
 
 def times_of(codec: WireCodec, repeats: int = 100) -> tuple[float, float, float, float]:
-    """Seconds of one core to encode a page and to decode it, whatever else the machine does:
-    median, and half the interquartile range."""
+    """Return the CPU seconds of this thread to encode a page and to decode it: for each, the median
+    and half the interquartile range."""
     rng = torch.Generator().manual_seed(0)
     shape = (2, TIMED.num_layers, TIMED.page_size, TIMED.num_kv_heads, TIMED.head_dim)
     pages = torch.randn((8, *shape), generator=rng).to(TIMED.dtype)
@@ -205,7 +212,7 @@ def figures_of(result: Measured) -> Iterator[Figure]:
     yield Figure(f"wire.{name}.v_vnmse", result.v_vnmse.mean().item(), unit)
     error, equal = Estimate.of(result.attention), Estimate.of(result.equal)
     yield Figure(f"wire.{name}.attention_vnmse", error.mean, unit, error.half_width)
-    yield Figure(f"wire.{name}.equal_tokens", equal.mean, f"of {STEPS}", equal.half_width)
+    yield Figure(f"wire.{name}.equal_tokens", equal.mean, f"of {STEPS} tokens", equal.half_width)
 
 
 def speed_figures(speeds: list[tuple[str, float, float, float, float]]) -> Iterator[Figure]:

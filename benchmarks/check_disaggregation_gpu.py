@@ -1,15 +1,15 @@
-"""Do a prefill and a decode server on one GPU, or one a rank, answer as one server alone does?
+"""Check that a prefill and a decode server on one GPU, or one per rank, answer like one server.
 
 usage: python benchmarks/check_disaggregation_gpu.py [--out PATH] [--link-gbps X]
        python benchmarks/check_disaggregation_gpu.py --server-args "--kvspec-host-gb=1"
        python benchmarks/check_disaggregation_gpu.py --server-args "--tp-size=2"
        python benchmarks/check_disaggregation_gpu.py --cpu --prompts 6 --longest 1500
 
-Three servers start at once: the pair, over a link so slow that residuals come after several drafts,
-and one with the same flags. All run with --enable-deterministic-inference, so that answers may not
-differ in a token, however they were computed. Prompts are sent one at a time, then eight at a time.
-With --cpu the servers work in rounds, as a GPU's do, and all is float32. Exits with 1 where an
-answer differs, a request fails, no draft came before residuals, or pages are left behind.
+Three servers start at once: the pair, over a link so slow that residuals arrive after several
+drafts, and a single server with the same flags. All run with --enable-deterministic-inference, so
+answers must agree in every token. Prompts are sent one at a time, then eight at a time. With --cpu,
+servers use the schedule `rounds`, as GPU servers do, and float32. Exits with 1 if an answer
+differs, a request fails, no draft came before residuals, or pages are left in use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from acceptance.report import Estimate, Figure, write_json
 from rich.console import Console
 from serving.environment import server_environment
 from serving.live_server import kvspec_of
-from ttkt.requests_apart import TIMEOUT_S, Answer, ask
+from ttkt.disaggregated_requests import TIMEOUT_S, Answer, ask
 
 from kvspec_testkit.servers.server_pair import ServerPair
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
@@ -44,8 +44,8 @@ START_TIMEOUT_S = 300.0
 SETTLE_TIMEOUT_S = 20.0
 AT_ONCE = 8
 PREFIX = "apart.gpu"
-# Little of the memory each, as three share it, and what others take while one starts is seen as its
-# own; so many tokens are enough.
+# Three servers share the memory, so each gets a small part. A server that starts also counts what
+# the others allocate meanwhile as its own. The tokens of ARGUMENTS still fit.
 GPU_ARGUMENTS = (
     "--dtype=bfloat16",
     "--mem-fraction-static=0.2",
@@ -68,9 +68,9 @@ def main() -> None:
     prompts = mixed_prompts(args.model, args.prompts, args.shortest, args.longest)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch, running(args, Path(scratch)) as (pair, single):
-        console.print(f"three servers up in {time.perf_counter() - begun:.0f} s")
+        console.print(f"three servers healthy after {time.perf_counter() - begun:.0f} s")
         expected = [ask_single(single, prompt, args.new_tokens) for prompt in prompts]
-        console.print("the reference has answered")
+        console.print("the single server has answered all prompts")
         alone = ask_pair(pair, prompts, args.new_tokens, 1)
         together = ask_pair(pair, prompts, args.new_tokens, AT_ONCE)
         left = pages_left(pair)
@@ -96,7 +96,7 @@ def main() -> None:
         device = torch.device("cpu" if args.cpu else "cuda")
         write_json(args.out, "check_disaggregation_gpu", device, settings, found)
     wrong = sum(f.value for f in found if f.baseline == 0) + (drafts_on_anchors == 0)
-    console.print("all is right" if wrong == 0 else "something is WRONG")
+    console.print("all checks passed" if wrong == 0 else "some checks FAILED")
     sys.exit(wrong > 0)
 
 
@@ -110,8 +110,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shortest", type=int, default=200, help="tokens of the shortest prompt")
     parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--link-gbps", type=float, help="(default: 0.03, with --cpu 0.006)")
-    parser.add_argument("--server-args", default="", help="more of every server's flags")
+    parser.add_argument(
+        "--link-gbps",
+        type=float,
+        help="bandwidth of the link in GB/s (default: 0.03; with --cpu: 0.006)",
+    )
+    parser.add_argument("--server-args", default="", help="further flags of every server")
     parser.add_argument("--logs", type=Path, default=Path(".kvspec/check_disaggregation"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -121,7 +125,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def mixed_prompts(model: Path, count: int, shortest: int, longest: int) -> list[list[int]]:
-    """In even steps, long and short ones in turn."""
+    """Return prompts with lengths in even steps, long and short ones mixed."""
     windows, _ = cut_prompts(model, count, longest)
     lengths = even_lengths(count, shortest, longest)
     mixed = [lengths[i * 7 % count] for i in range(count)] if count % 7 else lengths
@@ -167,25 +171,25 @@ def ask_single(server: ServerProcess, prompt: list[int], new_tokens: int) -> lis
 def ask_pair(
     pair: ServerPair, prompts: Sequence[list[int]], new_tokens: int, at_once: int
 ) -> list[Answer]:
-    """The prefill server has nothing cached before."""
+    """Flush the prefill server's prefix cache, then send all prompts, `at_once` at a time."""
     requests.post(
         f"{pair.prefill.base_url}/flush_cache?timeout=30", timeout=TIMEOUT_S
     ).raise_for_status()
     with ThreadPoolExecutor(at_once) as pool:
         answers = list(pool.map(lambda prompt: ask(pair, prompt, new_tokens), prompts))
-    console.print(f"the pair has answered, {at_once} at a time")
+    console.print(f"the pair has answered all prompts, {at_once} at a time")
     return answers
 
 
 def compare(name: str, answers: Sequence[Answer], expected: Sequence[list[int]]) -> list[Figure]:
-    """How many differ, and how KV came to them."""
+    """Return the number of answers that differ, the drafts before residuals, and transfer times."""
     differ = 0
     for index, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
         pairs = enumerate(zip(answer.output_ids, wanted, strict=True))
         place = next((i for i, (ours, theirs) in pairs if ours != theirs), None)
         if place is not None:
             differ += 1
-            console.print(f"{name}: prompt {index} parts at token {place}")
+            console.print(f"{name}: prompt {index} differs from token {place} on")
     transfers = [read_transfer_report(answer.meta).transfer for answer in answers]
     early = [transfer.drafts_before_residuals for transfer in transfers]
     begin = f"{PREFIX}.{name}"
@@ -196,7 +200,7 @@ def compare(name: str, answers: Sequence[Answer], expected: Sequence[list[int]])
         Figure(
             f"{begin}.early_drafts.kept",
             sum(transfer.kept_before_residuals for transfer in transfers) / max(sum(early), 1),
-            "of them",
+            "of the early drafts",
         ),
         *(_seconds(begin, stream, transfers) for stream in ("anchors", "residuals")),
         _seconds(begin, "first_verification", transfers),
@@ -204,14 +208,15 @@ def compare(name: str, answers: Sequence[Answer], expected: Sequence[list[int]])
 
 
 def _seconds(begin: str, what: str, transfers: Sequence[Transfer]) -> Figure:
-    """Since the end of each prefill."""
+    """Return the mean milliseconds from the end of a prefill until `what`."""
     times = [getattr(transfer.seconds, what) for transfer in transfers]
     mean = Estimate.of(torch.tensor([at for at in times if at is not None] or [0.0]))
     return Figure(f"{begin}.ms_to_{what}", 1e3 * mean.mean, "ms", 1e3 * mean.half_width)
 
 
 def pages_left(pair: ServerPair) -> int:
-    """On the decode server, which keeps no prefixes, once it had time to finish."""
+    """Return the pages in use on the decode server, which keeps no prefixes. Wait up to
+    SETTLE_TIMEOUT_S until none is in use."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
         report = kvspec_report(pair.decode)

@@ -1,5 +1,4 @@
-"""Does a GPU server answer the same whether a prompt's prefix is computed, still resident, or comes
-back from host memory, from disk or from a prefix server?
+"""Check that a GPU server gives the same answers wherever a prompt's prefix comes from.
 
     python benchmarks/check_prefix_tiers_gpu.py --out prefix_tiers_h200.json
     python benchmarks/check_prefix_tiers_gpu.py --hosted --int8
@@ -7,24 +6,25 @@ back from host memory, from disk or from a prefix server?
     python benchmarks/check_prefix_tiers_gpu.py --ranks 2 --drift --kept
     python benchmarks/check_prefix_tiers_gpu.py --cpu
 
-All servers run on one GPU, or each on as many as --ranks says, those of a phase at the same time.
-The first phase has one without tiers, whose answers count, and one with all of them and so small a
-KV memory that prefixes are evicted and come back; the second has fresh servers, one with the first
-one's folder, one with its prefix server, and one with that behind a slow link, which is to start on
-anchors. --hosted: and one that keeps residuals in pinned host memory. They run with
---enable-deterministic-inference, under which a token does not depend on what runs beside it or on
-what is cached, so that every difference is wrong; so is a tier that nothing was found in. --kept:
-and servers whose anchors stay in GPU memory when residuals leave it, to which residuals alone are
-to come back, from host memory and from disk.
+A prefix is computed, still resident, or read from host memory, from disk or from a prefix server.
+All servers run on one GPU, or each on --ranks GPUs; the servers of a phase run at the same time.
+The first phase has two servers. One has no prefix tiers; its answers are the reference. The other
+has all tiers and a KV memory so small that prefixes are evicted and come back. The second phase has
+three fresh servers. One has the disk folder of the first phase, one has its prefix server. The
+third has that prefix server behind a slow link, and must start requests on anchors. --hosted adds a
+server with residuals in pinned host memory. Servers run with --enable-deterministic-inference: a
+token then depends neither on other requests nor on what is cached. So every difference is an error,
+and so is a tier without a hit. --kept adds servers whose anchors stay in GPU memory when residuals
+leave it. For these anchors only residuals come back, from host memory and from disk.
 
---int8: the same for the target int8, which has no such order. There prompts are sent one by one, a
-fixed number of tokens is drafted, and only answers over cached prefixes are compared: both servers
-then compute the same rows over the same bytes. --drift: host memory and disk of every rank but the
-first refuse one page of eight, and lose one of eight that they are asked for, so that ranks must
-agree on what each of them has. --cpu: a dry run on the CPU, in float32.
+--int8: the same with the target int8, which has no deterministic attention. Prompts are sent one by
+one with a fixed draft length, and only answers over cached prefixes are compared. Both servers then
+compute the same rows over the same bytes. --drift: on every rank but rank 0, host memory and disk
+refuse one page of eight, and lose one of eight that are requested. Ranks must then agree on the
+pages that all have. --cpu: a dry run on the CPU, in float32.
 
-Without an installed checkout, call it with PYTHONPATH=.:kernels:patches:testkit. Exits with 1
-where an answer differs or a tier was not used.
+Without an installed checkout, set PYTHONPATH=.:kernels:patches:testkit. Exits with 1 if an answer
+differs or a tier was not used.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
 from kvspec_testkit.transport.proxy import Proxy
 
 FAULTS = ROOT / "tests" / "sglang" / "faults"
-# Together the prompts are several times as much as the small one holds, and of a prompt's residuals
-# the cache of --hosted holds no more than those of the longest.
+# Tokens of both pools, and pages of the residual cache of --hosted. All prompts together are
+# several times as large as the small pool. The cache holds little more than the longest prompt.
 LARGE_POOL, SMALL_POOL, CACHE_PAGES = 32768, 4096, 40
-# A prompt's residuals take a second at most, and many steps in any case.
+# The residuals of a prompt take at most a second, but always many draft steps.
 SLOW_BYTES_PER_S = 2e6
 
 console = Console(width=110)
 
 
 class Check:
-    """What was compared so far. Prints a line a comparison."""
+    """Record of all comparisons. Each comparison prints one line."""
 
     def __init__(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
         self.prompts, self.new_tokens = prompts, new_tokens
@@ -67,7 +67,7 @@ class Check:
         self.num_wrong = 0
 
     def ask(self, server: TierServer, *, at_once: bool, backwards: bool = False) -> list[list[int]]:
-        """Answers in the order of prompts, which are sent from the last one on if backwards."""
+        """Return the answers in the order of the prompts. backwards: send the last prompt first."""
         step = -1 if backwards else 1
         return server.ask(self.prompts[::step], self.new_tokens, at_once=at_once)[::step]
 
@@ -76,7 +76,7 @@ class Check:
         self.note(f"{name}.differences", differ, f"of {len(expected)} answers", 0, differ > 0)
 
     def hits(self, name: str, server: TierServer, *tiers: str) -> None:
-        """Tokens found in each of these tiers so far, which is to be some."""
+        """Note the hit tokens of each of these tiers so far. No hit in a tier is an error."""
         reported = server.report()["counters"]["hit_tokens"]
         for tier in tiers:
             num_tokens = server.hits[tier]
@@ -105,7 +105,8 @@ def main() -> None:
         with PrefixServerProcess(scratch / "shared", environment) as store:
             run(args, check, scratch, environment, store.address)
         if args.drift:
-            assert (scratch / "faults.fired").exists(), "no rank lacked anything"
+            fired = scratch / "faults.fired"
+            assert fired.exists(), "the fault tiers_drift did not fire: no rank missed a page"
     seconds = round(time.monotonic() - begin, 1)
     console.print(f"{check.num_wrong} checks failed, after {seconds:.0f} s")
     if args.out is not None:
@@ -135,24 +136,30 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-5m")
-    parser.add_argument("--cpu", action="store_true", help="a dry run on this machine's CPU")
-    parser.add_argument("--hosted", action="store_true", help="a server with --kvspec-host-gb, too")
-    parser.add_argument("--kept", action="store_true", help="servers that keep anchors, too")
-    parser.add_argument("--ranks", type=int, default=1, help="of each server, a GPU each")
-    parser.add_argument("--drift", action="store_true", help="ranks' tiers hold different pages")
-    parser.add_argument("--int8", action="store_true", help="two servers with that target, too")
+    parser.add_argument("--cpu", action="store_true", help="dry run on this machine's CPU")
+    parser.add_argument(
+        "--hosted", action="store_true", help="check a server with --kvspec-host-gb, too"
+    )
+    parser.add_argument("--kept", action="store_true", help="check servers that keep anchors, too")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="ranks of each server, with one GPU for each rank"
+    )
+    parser.add_argument(
+        "--drift", action="store_true", help="let the prefix tiers of ranks hold different pages"
+    )
+    parser.add_argument("--int8", action="store_true", help="check two servers with int8, too")
     parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--longest", type=int, default=2000, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--logs", type=Path, default=ROOT / ".kvspec" / "check_prefix_tiers")
-    parser.add_argument("--commit", default="", help="of this checkout, where git cannot say")
+    parser.add_argument("--commit", default="", help="commit to record (default: what git reports)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.drift and (args.int8 or args.ranks == 1):
         parser.error(
-            "--drift is for several ranks, and the target exact: pages that are lost are "
-            "computed again, which int8 answers show"
+            f"--drift needs --ranks of at least 2 and no --int8, got --ranks={args.ranks}: lost "
+            "pages are computed again, which may change int8 answers"
         )
     return args
 
@@ -236,7 +243,9 @@ def run(
         if args.hosted:
             pages = fresh["host"].report()["pools"]
             in_use = (pages["residual_store_pages"], pages["residual_cache_pages"])
-            assert in_use == (SMALL_POOL // 64, CACHE_PAGES), f"residuals are elsewhere: {pages}"
+            assert in_use == (SMALL_POOL // 64, CACHE_PAGES), (
+                f"wrong sizes of residual store or cache: {pages}"
+            )
     if args.kept:
         cases = {"exact.kept": KeptCase(exact, expected, host_gb=0.03)}
         if args.hosted:
@@ -250,7 +259,7 @@ def run(
 
 
 def compare_early(check: Check, server: TierServer, expected: list[list[int]]) -> None:
-    """Answers of requests that start on anchors, alone and together."""
+    """Check answers of requests that start on anchors, one at a time and all at once."""
     for name, at_once in (("exact.early", False), ("exact.early.all_at_once", True)):
         server.flush()
         server.wait_until_live()
@@ -272,7 +281,7 @@ def int8_servers(make, *arguments: str) -> tuple[TierServer, TierServer]:
 
 
 def compare_int8(check: Check, plain: TierServer, tiers: TierServer) -> list[list[int]]:
-    """Returns the answers over cached prefixes."""
+    """Compare answers over cached prefixes, and return them."""
     for server in (plain, tiers):
         check.ask(server, at_once=False)
     expected = check.ask(plain, at_once=False)
@@ -282,14 +291,15 @@ def compare_int8(check: Check, plain: TierServer, tiers: TierServer) -> list[lis
 
 
 def start(running: ExitStack, *servers: TierServer) -> None:
-    """All of them, which end with `running`."""
+    """Start all servers at once, and wait until all are healthy. Servers stop when `running`
+    closes."""
     begin = time.monotonic()
     for server in servers:
         running.enter_context(server)
     for server in servers:
         server.wait_healthy()
     names = ", ".join(server.name for server in servers)
-    console.print(f"started in {time.monotonic() - begin:.0f} s: {names}")
+    console.print(f"servers healthy after {time.monotonic() - begin:.0f} s: {names}")
 
 
 if __name__ == "__main__":

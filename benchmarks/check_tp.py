@@ -1,15 +1,14 @@
-"""Does a server of several ranks answer what plain SGLang of as many ranks answers, what it answers
-with drafting off, and what it answers when only its first rank decides rightly?
+"""Compare a server of several ranks with plain SGLang, with drafting off, and with faulty ranks.
 
 usage: python benchmarks/check_tp.py [--model PATH] [--ranks N] [--targets exact int8] [--cpu]
        python benchmarks/check_tp.py --deterministic
 
-Needs as many GPUs as ranks, or none with --cpu. In one run a fault of tests/sglang/faults makes
-every rank but the first choose other tokens and draft lengths: answers stay right only if the first
-rank's choices reach all. Greedy answers in bf16 may part at ties (bench_gpu_identity.py); seeded
-ones are counted. Exits with 1 where a greedy answer parts elsewhere, or, with --cpu and so in
-float32, where any does. --deterministic: the servers run with --enable-deterministic-inference,
-and any difference but to plain SGLang is wrong, too.
+Needs as many GPUs as ranks, or none with --cpu. In one run, a fault of tests/sglang/faults makes
+every rank but rank 0 choose other tokens and draft lengths. Answers stay right only if all ranks
+use what rank 0 broadcasts. Greedy answers in bf16 may differ at ties (bench_gpu_identity.py);
+seeded answers that differ are only counted. Exits with 1 if a greedy answer differs beyond a tie.
+With --cpu (float32), any difference is an error. --deterministic: servers run with
+--enable-deterministic-inference, and any difference between two runs of KVSpec is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ console = Console(width=110)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Answers to all prompts at once: greedy, the same again over cached prefixes, and seeded."""
+    """Answers to all prompts, sent at once. greedy: the first answers; cached: greedy again, over
+    cached prefixes; seeded: sampled with a fixed seed."""
 
     greedy: list[Answer]
     cached: list[Answer]
@@ -75,12 +75,14 @@ def main() -> None:
     for target in args.targets:
         ours = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
         drafting = ours | {"kvspec_draft_len": args.draft_len}
-        off = run(f"{target}, off", prompts, args.new_tokens, ours | {"kvspec_draft_len": 0})
+        off = run(
+            f"{target}, drafting off", prompts, args.new_tokens, ours | {"kvspec_draft_len": 0}
+        )
         on = run(target, prompts, args.new_tokens, drafting)
         with other_ranks_err():
-            erring = run(f"{target}, others err", prompts, args.new_tokens, drafting)
+            erring = run(f"{target}, other ranks err", prompts, args.new_tokens, drafting)
         wrong += parted(f"{target} against drafting off", on, off, strict)
-        wrong += parted(f"{target}, others err, against none", erring, on, strict)
+        wrong += parted(f"{target}, other ranks err, against no fault", erring, on, strict)
         if target == "exact" and plain is not None:
             wrong += parted("exact against plain", on, plain, args.cpu, same_noise=False)
     console.print("all answers are right" if wrong == 0 else f"{wrong} answers are wrong")
@@ -93,21 +95,25 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-5m")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--cpu", action="store_true", help="all ranks on this machine's CPU")
+    parser.add_argument("--cpu", action="store_true", help="run all ranks on this machine's CPU")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--longest", type=int, default=2000, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--codec", default="uniform4")
     parser.add_argument("--draft-len", default="auto")
-    parser.add_argument("--engine-args", default="{}", help="more of sglang.Engine's, as JSON")
+    parser.add_argument(
+        "--engine-args", default="{}", help="further arguments of every sglang.Engine, as JSON"
+    )
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--skip-plain", action="store_true", help="no comparison with plain SGLang")
+    parser.add_argument(
+        "--skip-plain", action="store_true", help="skip the comparison with plain SGLang"
+    )
     parser.add_argument("--targets", nargs="+", default=["exact"])
     return parser.parse_args()
 
 
 def run(name: str, prompts: Sequence[list[int]], new_tokens: int, arguments: dict[str, Any]) -> Run:
-    """Answers of a fresh engine."""
+    """Return the answers of a fresh engine."""
     import sglang
 
     begin = time.perf_counter()
@@ -154,7 +160,8 @@ def _answer(output: dict[str, Any]) -> Answer:
 
 
 def check_report(report: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """Once nothing runs, no window slot is in use and no drafts are open."""
+    """Check the report of an idle engine: its ranks, no window page in use, and drafts if and only
+    if drafting is on."""
     assert report["ranks"] == arguments["tp_size"]
     assert report["pools"]["window_pages_used"] == 0, report["pools"]
     drafted = report["counters"]["drafted"]
@@ -162,31 +169,31 @@ def check_report(report: dict[str, Any], arguments: dict[str, Any]) -> None:
 
 
 def parted(name: str, ours: Run, theirs: Run, exact: bool, same_noise: bool = True) -> int:
-    """How many of our answers are wrong. exact: ties are none. same_noise: whether equal seeds are
-    to give equal answers."""
+    """Return how many answers of `ours` are wrong. exact: a tie counts as wrong, too. same_noise:
+    compare seeded answers, too; a difference counts as wrong if `exact`."""
     wrong = 0
     for kind in ("greedy", "cached"):
         figures = compare(f"{name}, {kind}", getattr(ours, kind), getattr(theirs, kind))
         wrong += int(figures[0 if exact else 1].value)
     if same_noise:
         differ = sum(a != b for a, b in zip(ours.seeded, theirs.seeded, strict=True))
-        console.print(f"{name}, seeded: {differ} of {len(ours.seeded)} differ")
+        console.print(f"{name}, seeded: {differ} of {len(ours.seeded)} answers differ")
         wrong += differ if exact else 0
     return wrong
 
 
 @contextmanager
 def other_ranks_err() -> Iterator[None]:
-    """Engines started here have ranks that choose wrongly, all but the first."""
+    """Start engines in which every rank but rank 0 chooses wrongly."""
     with tempfile.TemporaryDirectory() as folder:
         faults = Path(folder) / "active"
         faults.write_text("ranks_differ")
         os.environ["KVSPEC_FAULT_FILE"] = str(faults)
-        # Processes that this one spawns look for plugins where it would.
+        # Spawned processes look for plug-ins on the sys.path of this process.
         sys.path.append(str(FAULTS))
         try:
             yield
-            assert faults.with_suffix(".fired").exists(), "the fault was not loaded"
+            assert faults.with_suffix(".fired").exists(), "the fault ranks_differ did not fire"
         finally:
             sys.path.remove(str(FAULTS))
             del os.environ["KVSPEC_FAULT_FILE"]

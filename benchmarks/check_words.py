@@ -2,7 +2,8 @@
 
     python benchmarks/check_words.py [--code]
 
-Prints a line a finding and fails where there is one. --code: of docstrings and comments, too.
+Prints one line per finding, and exits with 1 if there is any. --code: check docstrings and
+comments, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvspec_testkit.words import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-# Subjects of commits before the rule stay as they are.
+# Only the subjects of later commits are checked.
 FIRST_COMMIT = "0dec2ea5559e9c04673454f4a3c5449d87b27f4a"
 SOURCES = ("sglang_kvspec", "kernels", "patches", "testkit", "benchmarks", "examples", "models")
 
@@ -63,7 +64,7 @@ def code_findings() -> list[Finding]:
 
 
 def commit_findings() -> list[Finding]:
-    """Return the subjects that are too long; none where the clone has too little history."""
+    """Return the commit subjects that are too long. Return none if the clone lacks FIRST_COMMIT."""
     if _git("cat-file", "-t", FIRST_COMMIT).returncode:
         return []
     log = _git("log", "--no-merges", "--format=%h %s", f"{FIRST_COMMIT}..HEAD").stdout

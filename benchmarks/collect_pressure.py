@@ -1,13 +1,13 @@
-"""How much speed is left where residuals lie in host memory, from points of bench_serving.py.
+"""Compare speeds with and without residuals in host memory, from points of bench_serving.py.
 
 python benchmarks/collect_pressure.py --resident R.points.jsonl --hosted H.points.jsonl \
     --plain B.points.jsonl --hosted-large L.points.jsonl
 
-The 8B shape with all residuals in GPU memory (R) and with few of them there (H), at as many
-requests; and the 32B shape on plain SGLang (B) and with residuals in host memory (L), each with as
-many requests as fit. Take the two of a pair from machines of one kind; `settings` has the commit,
-the arguments and the counters of each, and what the server says that its link allows. With one pair
-alone the other one's figures stay as they are.
+One pair is the 8B shape with all residuals in GPU memory (R) and with few of them there (H). Both
+have the same number of requests. The other pair is the 32B shape on plain SGLang (B) and with
+residuals in host memory (L), each with as many requests as fit. Measure a pair on machines of one
+kind. `settings` has the commit, the arguments and the counters of each point, and what its server
+reports about the link. With only one pair, the figures of the other pair stay as they are.
 """
 
 from __future__ import annotations
@@ -35,20 +35,25 @@ def main() -> None:
     args = parser.parse_args()
     for pair in PAIRS:
         if len({getattr(args, name) is None for name in pair}) > 1:
-            parser.error(f"{' and '.join(pair)} are compared: give both")
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in pair)
+            parser.error(f"{flags} are compared with each other: give both, or neither")
     given = [name for pair in PAIRS for name in pair if getattr(args, name) is not None]
     if not given:
-        parser.error("give a pair of points")
+        parser.error("give --resident and --hosted, or --plain and --hosted-large, or all four")
     points = {name: _last(getattr(args, name), parser) for name in given}
-    if len({point.machine for point in points.values()}) > 1:
-        parser.error("points of different machines cannot be compared")
+    machines = sorted({point.machine for point in points.values()})
+    if len(machines) > 1:
+        parser.error(f"points of different machines cannot be compared: {', '.join(machines)}")
     last = max(points.values(), key=lambda point: point.date)
     settings = {name: _described(point) for name, point in points.items()}
     figures = figures_of(points)
     if len(points) < len(PAIRS) * 2:
         before = json.loads(args.out.read_text(encoding="utf-8"))
         if before["machine"] != last.machine:
-            parser.error("points of different machines cannot be compared")
+            parser.error(
+                f"{args.out} was measured on {before['machine']}, the points on {last.machine}: "
+                "give all four flags, or another --out"
+            )
         settings = before["settings"] | settings
         known = {figure.name for figure in figures}
         others = [row for row in before["figures"] if row["name"] not in known]
@@ -66,7 +71,7 @@ def main() -> None:
 
 
 def figures_of(points: dict[str, Record]) -> list[Figure]:
-    """Rates of each, and the ratio of each pair with both spreads."""
+    """Return the rate of each point, and the ratio of each pair with the spreads of both."""
     figures = [
         Figure(f"pressure.{name}.tokens_per_s", *_rate(point)) for name, point in points.items()
     ]
@@ -88,7 +93,7 @@ def _ratio(name: str, what: str, ours: Record, base: Record, goal: float) -> Fig
 
 def _rate(point: Record) -> tuple[float, str, float]:
     rate = point.decode_rate
-    assert rate is not None, "only decode rates are compared"
+    assert rate is not None, f"{point.key} has no decode rate"
     return rate.tokens_per_s, "tokens/s", rate.spread or 0.0
 
 
@@ -96,7 +101,7 @@ def _last(path: Path, parser: argparse.ArgumentParser) -> Record:
     found = [record for record in records.read(path) if record.decode_rate is not None]
     if not found:
         parser.error(f"{path} has no point with a decode rate")
-    # Of a file with several, the most requests at once.
+    # Take the longest context, then the most requests, then the newest record.
     return max(found, key=lambda record: (record.context_len, record.concurrency, record.date))
 
 

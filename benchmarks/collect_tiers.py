@@ -1,8 +1,8 @@
-"""Puts what runs on servers found beside what the planner did in simulated time, in tiers.json.
+"""Collect results of servers into tiers.json, beside the planner's results in simulated time.
 
 python benchmarks/collect_tiers.py benchmarks/results/soak.json [OTHER.json ...]
 
-Figures of an earlier collection are replaced; `settings.collected` says where each kind is from.
+Figures of an earlier collection are replaced. `settings.collected` names the file of each kind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TIERS = Path(__file__).parent / "results" / "tiers.json"
-# What the names of collected figures begin with.
+# Prefixes of the names of collected figures.
 KINDS = ("soak.", "fetch.", "pressure.")
 
 
@@ -35,8 +35,8 @@ def main() -> None:
 def collect(
     tiers: dict[str, Any], found: dict[str, dict[str, Any]], kinds: Sequence[str] = KINDS
 ) -> dict[str, Any]:
-    """tiers with the figures of `found`, results by file name, which take the place of those of
-    the same kind. Raises ValueError for a result that has none to collect."""
+    """Return `tiers` with the figures of `found`, which replace figures of the same kind. found:
+    results by file name. Raises ValueError for a result without a figure to collect."""
 
     def kind_of(name: str) -> str:
         return next((kind for kind in kinds if name.startswith(kind)), "")
@@ -46,7 +46,7 @@ def collect(
     for name, result in found.items():
         new = [row for row in result["figures"] if kind_of(row["name"])]
         if not new:
-            raise ValueError(f"{name} has no figures named {', '.join(kinds)}")
+            raise ValueError(f"{name} has no figure whose name begins with {' or '.join(kinds)}")
         collected = {kind_of(row["name"]) for row in new}
         figures = [row for row in figures if kind_of(row["name"]) not in collected]
         figures += new

@@ -1,11 +1,10 @@
-"""Puts what two servers and benchmarks/bench_ttkt.py found beside what the transport did alone, in
-transfer.json.
+"""Collect results of two servers and of bench_ttkt.py into transfer.json, beside the transport's.
 
 python benchmarks/collect_transfer.py benchmarks/results/ttkt.json IDENTITY.json [SPEED.json]
 
-IDENTITY.json is what `pytest tests/sglang/test_disaggregation_in_full.py -m identity
---identity-report IDENTITY.json` wrote; SPEED.json, of bench_transfer.py --throughput on the machine
-that the speeds are to be of, such as a GPU's host. Figures of an earlier collection are replaced.
+IDENTITY.json is the output of `pytest tests/sglang/test_disaggregation_in_full.py -m identity
+--identity-report IDENTITY.json`. SPEED.json is the output of bench_transfer.py --throughput on the
+machine whose speed counts, such as a GPU's host. Figures of an earlier collection are replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from collect_tiers import collect
 
 TRANSFER = Path(__file__).parent / "results" / "transfer.json"
-# What the names of collected figures begin with, once they are there.
+# Prefixes of the names of collected figures in transfer.json.
 KINDS = ("ttkt.", "transfer.mismatches", "transfer.identity.", "transfer.gbps_")
 _PREFIX = "identity."
 _MISMATCHES = "identity.mismatches"
@@ -41,7 +40,7 @@ def main() -> None:
 
 
 def named(result: dict[str, Any]) -> dict[str, Any]:
-    """A result whose figures of identity are those of transfers."""
+    """Return `result` with its identity figures renamed to figures of transfers."""
     figures = [row | {"name": _named(row["name"])} for row in result["figures"]]
     return result | {"figures": figures}
 

@@ -1,9 +1,10 @@
-"""Fill the tables of README.md and docs/ from results, from the declarations of flags and
-from the metrics that a server registers, and draw the plot of serving.
+"""Fill the tables of README.md and docs/, and draw the plot of serving.
+
+Sources are results, the declarations of flags, and the metrics that a server registers.
 
 python benchmarks/doc_tables.py
 
-A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, wherever a page wants it.
+Any page can hold a table, between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TITLES = {
     "codecs: alone, 8 at a time, with prefix hits, in small chunks, with forced retraction, in a "
     "full pool, with strict memory checks",
     "identity.mismatches": "answers that differ",
-    "identity.near_ties": "answers that part at a tie of fp32 (`identity_ties.json`)",
+    "identity.near_ties": "answers to one prompt that part at a tie of fp32 (`identity_ties.json`)",
     "capacity.vs_plain": "tokens against plain bf16 KV in the same bytes (head size 128)",
     "accept.log4.mean_of_32": "`log4`: mean accepted of 32 drafts, 4096-token prompts, eval-31m",
     "accept.log4.bits": "`log4`: anchor bits an element, metadata included",
@@ -41,40 +42,40 @@ TITLES = {
 }
 
 TRANSFER_TITLES = {
-    "transfer.identity.answers": "answers of two servers compared with one of plain SGLang: 40 "
-    "prompts of 1K to 8K tokens and followers of them, 128 new tokens each, one at a time, 8 at a "
-    "time, with prefix hits",
-    "transfer.mismatches": "of them that differ",
+    "transfer.identity.answers": "answers of a prefill and a decode server, compared with those of "
+    "one plain SGLang server: 40 prompts of 1K to 8K tokens and follow-up prompts that share "
+    "a prefix, 128 new tokens each, one at a time, 8 at a time, with prefix hits",
+    "transfer.mismatches": "answers of the two servers that differ",
     "ttkt.tt2t_vs_full": "time to the 2nd token, `split` against `full`: median over prompts and "
     "links",
-    "ttkt.tt2t_vs_full.worst": "the same, worst",
+    "ttkt.tt2t_vs_full.worst": "time to the 2nd token, `split` against `full`: worst",
     "ttkt.tt2t_vs_int4": "time to the 2nd token, `split` against `int4`",
     "ttkt.tt32t_vs_int8": "time to the 32nd token, `split` against `int8`",
     "ttkt.identical.split": "answers of `split` equal to those of `full`, share",
-    "ttkt.identical.int8": "answers of `int8`, share",
-    "ttkt.identical.int4": "answers of `int4`, share",
-    "ttkt.identical.cachegen": "answers of `cachegen`, share",
-    "ttkt.accepted_at_first_verification": "drafts made while residuals were on their way, share "
-    "that was kept",
+    "ttkt.identical.int8": "answers of `int8` equal to those of `full`, share",
+    "ttkt.identical.int4": "answers of `int4` equal to those of `full`, share",
+    "ttkt.identical.cachegen": "answers of `cachegen` equal to those of `full`, share",
+    "ttkt.accepted_at_first_verification": "drafts before the first verification, share that was "
+    "kept",
     "transfer.gbps_one_core": "transport alone, one core a side, GB/s",
-    "transfer.inversion_mb": "MB of residuals that an anchor waited for, most",
+    "transfer.inversion_mb": "MB of residuals that arrived before an offered anchor, maximum",
 }
 
-# Title, and what was asked for.
+# Title and goal of each figure.
 HARDENING_TITLES = {
     "fuzz.http.requests": ("generated requests to servers of one process", "10000 or more"),
-    "fuzz.http.answered": ("of them answered with 200", ""),
-    "fuzz.http.crashes": ("servers that ended, or connections that broke", "0"),
-    "fuzz.http.errors": ("answers of status 500 and more", ""),
-    "fuzz.http.neighbours_changed": ("answers beside them that changed", "0"),
+    "fuzz.http.answered": ("generated requests answered with 200", ""),
+    "fuzz.http.crashes": ("crashed servers or broken connections", "0"),
+    "fuzz.http.errors": ("answers with status 500 or above", ""),
+    "fuzz.http.neighbours_changed": ("changed answers to valid requests at the same time", "0"),
     "fuzz.http.leaks": ("pages left in use", "0"),
-    "fuzz.http.tracebacks": ("tracebacks in a log", ""),
+    "fuzz.http.tracebacks": ("tracebacks in the logs", ""),
     "fuzz.roles": ("roles without a finding: prefill, decode, door, prefix server", "4"),
     "stream.p99_itl_vs_plain.paced": (
         "p99 gap between chunks, `paced`, against plain SGLang",
         "2.5 or less",
     ),
-    "stream.p99_itl_vs_plain.burst": ("the same with `burst`", ""),
+    "stream.p99_itl_vs_plain.burst": ("p99 gap between chunks, `burst`, against plain SGLang", ""),
     "stream.rate.paced_vs_burst": ("tokens a second, `paced` against `burst`", "0.98 or more"),
     "stream.rate_vs_plain.paced": ("tokens a second, `paced`, against plain SGLang", ""),
     "refusals.seconds": ("seconds until a wrong --kvspec flag is refused", "3 or less"),
@@ -89,21 +90,22 @@ def main() -> None:
 
 
 def pages() -> list[Path]:
-    """Return the pages that tables may stand in."""
+    """Return the pages that may hold tables."""
     return [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def all_tables() -> dict[str, str]:
     """Return each table by its name."""
+    # Older files of the main job hold figures of the identity matrix of their time.
+    main_job = [row for row in _figures("main_job") if not row["name"].startswith("identity.")]
     hardening = _figures("hardening")
-    # Measured alone on the machine, after the figures of the same names in hardening.json.
+    # Streams measured alone on the machine replace figures of the same names in hardening.json.
     hardening += _figures("streams")
     return {
-        # The file of the main job has older figures of the identity matrix.
-        "figures": table(_figures("main_job") + _figures("identity")),
+        "figures": table(_figures("identity") + main_job),
         "transfer": transfer_table(_figures("transfer")),
         "hardening": goal_table(
-            # The later one of two figures with one name counts.
+            # The later of two figures with the same name counts.
             {row["name"]: row for row in hardening},
             {name: title for name, (title, _) in HARDENING_TITLES.items()},
             {name: goal for name, (_, goal) in HARDENING_TITLES.items()},
@@ -117,10 +119,13 @@ def all_tables() -> dict[str, str]:
 
 
 def filled(text: str, tables_by_name: Mapping[str, str]) -> str:
-    """Return a page with its tables in place. Raises SystemExit for a mark without a table."""
+    """Return a page with its tables filled in. Raises SystemExit for a mark without a table."""
     for name in re.findall(r"<!-- (\w+):begin -->", text):
         if name not in tables_by_name:
-            raise SystemExit(f"no table is named {name}; there are {', '.join(tables_by_name)}")
+            raise SystemExit(
+                f"<!-- {name}:begin --> marks an unknown table: use one of "
+                f"{', '.join(tables_by_name)}"
+            )
         text = replace_between(text, name, tables_by_name[name])
     return text
 
@@ -131,7 +136,7 @@ def _figures(name: str) -> list[dict[str, Any]]:
 
 
 def transfer_table(figures: list[dict[str, Any]]) -> str:
-    """Return the table of the split-stream transfer, whose goals stand in its result."""
+    """Return the table of the split-stream transfer. Its result holds the goals."""
     rows = {row["name"]: row for row in figures}
     baselines = {name: row["baseline"] for name, row in rows.items()}
     goals = {name: goal if isinstance(goal, float) else "" for name, goal in baselines.items()}
@@ -141,20 +146,19 @@ def transfer_table(figures: list[dict[str, Any]]) -> str:
 def goal_table(
     rows: Mapping[str, dict[str, Any]], titles: Mapping[str, str], goals: Mapping[str, Any]
 ) -> str:
-    """Return figures in the order of their titles, each with what was asked for. Spread: half of
-    what lies between the least and the largest."""
-    lines = ["| what | value | asked for |", "|---|---|---|"]
+    """Return a table of figures in the order of their titles, each with its goal. A spread is half
+    the range of the values."""
+    lines = ["| figure | value | goal |", "|---|---|---|"]
     lines += [f"| {titles[name]} | {value_of(rows[name])} | {goals[name]} |" for name in titles]
     return "\n".join(lines)
 
 
 def table(figures: list[dict[str, Any]]) -> str:
-    """Return figures in the order of TITLES. The later one of two figures with one name counts."""
-    rows = {row["name"]: row for row in figures}
-    lines = ["| what | value | against |", "|---|---|---|"]
-    for name, title in TITLES.items():
-        if name in rows:
-            lines.append(f"| {title} | {value_of(rows[name])} | {baseline_of(rows[name])} |")
+    lines = ["| figure | value | compared with |", "|---|---|---|"]
+    for row in figures:
+        if row["name"] in TITLES:
+            cells = (TITLES[row["name"]], value_of(row), baseline_of(row))
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -169,7 +173,8 @@ def value_of(row: dict[str, Any]) -> str:
 
 
 def baseline_of(row: dict[str, Any]) -> str:
-    """The acceptance benchmark holds each log4 figure against uniform4's."""
+    """Return what a figure is compared with. A number is uniform4's figure: bench_acceptance.py
+    compares each log4 figure with it."""
     baseline = row["baseline"]
     if isinstance(baseline, float):
         small = baseline < 0.01

@@ -8,7 +8,7 @@ from typing import get_args
 from sglang_kvspec.core.flag import Flag, Table
 from sglang_kvspec.core.flags import FLAGS, SWITCH
 
-# Those that a new user should know of, in the README.
+# Flags of the README's table, which a new user should know.
 MAIN = (
     "--kvspec",
     "--kvspec-target",

@@ -1,7 +1,7 @@
-"""The main job's figures in one file: capacity, acceptance, start-up.
+"""Collect the figures of the main job in one file: capacity, acceptance, start-up.
 
-Acceptance is taken from the result of bench_acceptance.py; capacity and start-up are measured here,
-on real servers, one after the other.
+Acceptance comes from the result of bench_acceptance.py. Capacity and start-up are measured here, on
+real servers, one after the other.
 
     python benchmarks/main_job.py
 """
@@ -35,7 +35,7 @@ EVAL_MODEL = REPOSITORY.parent / "shared" / "models" / "eval-31m"
 
 START_TIMEOUT_S = 300.0
 COMMON = ("--device=cpu", "--disable-overlap-schedule", "--sleep-on-idle", "--random-seed=0")
-# Head size 128 in bf16; the recent window of eight requests is a fair share of a small pool.
+# Head size 128 in bf16. Eight requests keep the recent window in proportion to a small pool.
 CAPACITY = (
     *COMMON,
     f"--model-path={EVAL_MODEL}",
@@ -65,7 +65,7 @@ def figure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--acceptance", type=Path, default=RESULTS / "acceptance.json")
-    parser.add_argument("--starts", type=int, default=3, help="starts of each server")
+    parser.add_argument("--starts", type=int, default=3, help="number of starts of each server")
     parser.add_argument("--out", type=Path, default=RESULTS / "main_job.json")
     args = parser.parse_args()
     console = Console()
@@ -80,9 +80,13 @@ def main() -> None:
 
 
 def capacity_figures(logs: Path, console: Console) -> list[Figure]:
-    """Tokens a pool holds, by what it really allocated, against a plain pool of those bytes."""
+    """Compare the tokens of a pool with those of a plain pool in the bytes that it really
+    allocated."""
     if not EVAL_MODEL.exists():
-        console.print("[yellow]capacity.vs_plain needs eval-31m, which is not on this machine")
+        console.print(
+            f"[yellow]capacity.vs_plain is not measured: {EVAL_MODEL} does not exist",
+            soft_wrap=True,
+        )
         return []
     with (
         server(CAPACITY, logs / "capacity.log") as running,
@@ -112,7 +116,8 @@ def acceptance_figures(path: Path) -> list[Figure]:
 
 
 def start_figures(starts: int, logs: Path, console: Console) -> list[Figure]:
-    """Seconds from launch to healthy, the two servers by turns so that drift hits both."""
+    """Measure the seconds from launch to healthy. The two servers take turns, so that drift of the
+    machine affects both."""
     seconds: dict[str, list[float]] = {"plain": [], "kvspec": []}
     for turn in range(starts):
         for label, flags in (("plain", ()), ("kvspec", ("--kvspec",))):
@@ -159,7 +164,7 @@ def write(path: Path, figures: list[Figure], settings: dict[str, Any]) -> None:
 
 
 def show(console: Console, figures: Sequence[Figure]) -> None:
-    table = Table("figure", "value", "unit", "spread", "against")
+    table = Table("figure", "value", "unit", "spread", "compared with")
     for row in figures:
         cells = (row[key] for key in ("name", "value", "unit", "spread", "baseline"))
         table.add_row(*("" if cell is None else str(cell) for cell in cells))

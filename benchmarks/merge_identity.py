@@ -1,10 +1,10 @@
-"""Merges the reports of identity runs that shared the matrix into one file.
+"""Merge the reports of identity runs, each of which ran a part of the matrix, into one file.
 
 python benchmarks/merge_identity.py PART.json ... --out benchmarks/results/identity.json
 
-Runs may have shared models, codecs, scenarios, and by --identity-shard the prompts of a scenario.
-With --ties, answers that part at a tie which check_ties.py measured count as near ties, and all
-others as mismatches.
+Runs can divide the models, codecs and scenarios, and with --identity-shard the prompts of a
+scenario. With --ties, answers that part at a tie which check_ties.py measured count as near ties,
+and all others as mismatches.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WHOLE = "1/1"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", type=Path, nargs="+")
-    parser.add_argument("--commit", help="of the parts whose tree was no git checkout")
-    parser.add_argument("--ties", type=Path, help="what check_ties.py wrote of these parts")
+    parser.add_argument("--commit", help="commit of the parts that ran outside a git checkout")
+    parser.add_argument("--ties", type=Path, help="result of check_ties.py for these parts")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.parts]
@@ -44,14 +44,14 @@ def main() -> None:
 
 
 def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One report of all parts, in which the shards of a scenario are added up.
+    """Return one report of all parts, in which the shards of a scenario are added up.
 
-    Raises ValueError when parts are not of one commit and configuration, and when a scenario does
-    not have each of its shards once.
+    Raises ValueError if the parts differ in commit or settings, or if a scenario does not have each
+    of its shards once.
     """
     for key in ("commit", "settings"):
         if any(part[key] != parts[0][key] for part in parts):
-            raise ValueError(f"the parts differ in their {key}")
+            raise ValueError(f"the parts have different values of {key!r}: merge them separately")
     _check_shards(parts)
     rows: dict[str, dict[str, Any]] = {}
     for figure in (figure for part in parts for figure in part["figures"]):
@@ -109,11 +109,15 @@ def _check_shards(parts: Sequence[dict[str, Any]]) -> None:
     for name, shards in sorted(shards_of.items()):
         count = int(shards[0].partition("/")[2])
         if sorted(shards) != sorted(f"{index}/{count}" for index in range(1, count + 1)):
-            raise ValueError(f"{name} has the shards {', '.join(sorted(shards))}")
+            raise ValueError(
+                f"{name} has the shards {', '.join(sorted(shards))}: give each of 1/{count} to "
+                f"{count}/{count} once"
+            )
 
 
 def _totals(rows: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Every scenario of a model sends the same prompts, so they are counted once a model."""
+    """Return the totals. Every scenario of a model sends the same prompts, so prompts are counted
+    once per model."""
     prompts_of_model: dict[str, int] = defaultdict(int)
     sums: dict[str, int] = defaultdict(int)
     for name, row in rows.items():
@@ -127,13 +131,13 @@ def _totals(rows: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """identity.MODEL.SETTING.SCENARIO.KIND without its kind, and the kind."""
+    """Split identity.MODEL.SETTING.SCENARIO.KIND into the name without its kind, and the kind."""
     scenario, _, kind = name.rpartition(".")
     return scenario, kind
 
 
 def _one_or_all(values: Iterable[Any]) -> Any:
-    """The value all parts share, else a list of the different ones."""
+    """Return the value that all parts share, or else a list of the different values."""
     different: list[Any] = []
     for value in values:
         if value not in different:

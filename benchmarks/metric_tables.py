@@ -27,7 +27,7 @@ def metric_tables() -> dict[str, str]:
 
 def _table_of(exporter_type: Any) -> str:
     metrics = list(_metrics_of(exporter_type("model")))
-    # A process registers each name once, and another exporter may come.
+    # A process can register a name only once, and another exporter may use the same name.
     for metric in metrics:
         REGISTRY.unregister(metric)
     return "\n".join([HEADER, *map(_row, metrics)])

@@ -1,16 +1,16 @@
-"""How many calls, and how many changes of file, is one steady round of the scheduler's worker?
+"""Count the calls and the changes of file in one steady round of the scheduler's worker.
 
     python benchmarks/trace_round.py --tree PATH [--out PATH] [--calls PATH]
     python benchmarks/trace_round.py --before PATH --after PATH [--out PATH]
 
 PATH is a checkout (for example of `git worktree add`). The tool starts a server with the code of
-that checkout on the CPU, in the schedule `rounds`, and traces calls of the scheduler's
+that checkout on the CPU, with the schedule `rounds`. It traces calls of the scheduler's
 `model_worker.forward_batch_generation` with sys.setprofile. Every figure is the median over rounds,
-and its spread is half the distance between their quartiles.
-With --before and --after the ratios of the two are engine.round.calls_vs_before and
+and its spread is half the distance between the quartiles. With --before and --after, two more
+figures are the ratios of the two checkouts: engine.round.calls_vs_before and
 engine.round.file_changes_vs_before.
 
-What is counted:
+Definitions:
 
 - A function is ours if its file lies below sglang_kvspec/, kernels/kvspec_kernels/ or
   patches/kvspec_patches/. Nothing is excluded by name.
@@ -18,16 +18,16 @@ What is counted:
   properties, lambdas, comprehensions (frames of their own up to Python 3.11) and every resumption
   of a generator count alike. Code in C has no frames, and methods that dataclasses generate have no
   file: neither counts.
-- The caller is the innermost of our functions on the stack, even if SGLang, torch or the standard
-  library lies between (a decorator, contextlib, a hook). `direct_calls` leaves these calls out.
+- The caller is the innermost of our functions on the stack. SGLang, torch or the standard library
+  may lie between (a decorator, contextlib, a hook). `direct_calls` leaves these calls out.
 - `edges` are distinct pairs of caller and callee.
 - `file_changes` takes the called functions in the order of their calls, beginning with the worker's
   own, and counts neighbours in different files. Returns are not in the sequence.
 - `files` are the distinct files of the called functions.
 
-Calls below the forward of SGLang's model (attention, once a layer) are counted apart, as
-engine.round.model.*, and leave the other figures alone. The round has a fixed number of requests
-and drafts and moves no residuals, so that counts do not depend on measured times.
+Calls below the forward of SGLang's model (attention, once a layer) are counted as
+engine.round.model.*, and not in the other figures. The round has a fixed number of requests and
+drafts and moves no residuals, so that counts do not depend on measured times.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Traced:
         return self._figures(half_quartile_range)
 
     def _figures(self, statistic: Callable[[Sequence[float]], float]) -> dict[str, float]:
-        """Statistics of the counts by name, without the prefix engine.round."""
+        """Return statistics of the counts by name, without the prefix engine.round."""
         outside, model = (
             asdict(over_rounds(self.rounds, part, statistic))
             for part in (Round.outside_model, Round.inside_model)
@@ -104,7 +104,7 @@ def main() -> None:
         "server": " ".join(
             flag for flag in load.server_arguments() if not flag.startswith("--model-path=")
         ),
-        "counted": "calls between our functions outside the model's forward; see trace_round.py",
+        "counted": "calls between KVSpec's functions outside the model's forward (trace_round.py)",
     }
     if args.out is not None:
         write_json(args.out, "trace_round", torch.device("cpu"), settings, figures)
@@ -116,16 +116,18 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tree", type=Path, help="checkout to trace")
-    parser.add_argument("--before", type=Path, help="checkout to compare with")
-    parser.add_argument("--after", type=Path, help="checkout that is compared")
+    parser.add_argument("--before", type=Path, help="checkout that --after is compared with")
+    parser.add_argument("--after", type=Path, help="checkout to compare with --before")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--calls", type=Path, help="text file for the calls of a median round")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-5m")
-    parser.add_argument("--requests", type=int, default=4, help="running requests")
-    parser.add_argument("--draft-len", type=int, default=4, help="drafts of each in a round")
+    parser.add_argument("--requests", type=int, default=4, help="number of running requests")
+    parser.add_argument(
+        "--draft-len", type=int, default=4, help="drafts of each request in a round"
+    )
     parser.add_argument("--new-tokens", type=int, default=512, help="tokens of each request")
-    parser.add_argument("--warm-up", type=int, default=16, help="rounds that are not traced")
-    parser.add_argument("--rounds", type=int, default=64, help="rounds that are traced")
+    parser.add_argument("--warm-up", type=int, default=16, help="rounds before tracing begins")
+    parser.add_argument("--rounds", type=int, default=64, help="rounds to trace")
     args = parser.parse_args()
     if (args.before is None) != (args.after is None) or (args.tree is None) == (args.after is None):
         parser.error("give either --tree, or --before and --after")
@@ -133,7 +135,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def trace(tree: Path, load: Load, calls: Path | None = None) -> Traced:
-    """Trace one checkout; `calls` receives the calls of its median round."""
+    """Trace one checkout. calls: file for the calls of its median round."""
     tree = tree.resolve()
     console.print(f"tracing {load.rounds} rounds of {tree}")
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +146,8 @@ def trace(tree: Path, load: Load, calls: Path | None = None) -> Traced:
 
 
 def figures_of(traced: Traced, before: Traced | None) -> list[Figure]:
-    """Figures of one checkout, with those of `before` as baselines and the ratios of the two."""
+    """Return the figures of one checkout, with those of `before` as baselines, and the ratios of
+    the two."""
     old = {} if before is None else before.medians()
     new, spreads = traced.medians(), traced.spreads()
     ratios = [
@@ -170,7 +173,8 @@ def show(figures: list[Figure]) -> None:
 
 
 def commit_of(tree: Path) -> str:
-    """Hash of the checkout's commit, ending in -dirty where files differ from it."""
+    """Return the hash of the checkout's commit, ending in -dirty if files differ from the
+    commit."""
     asked = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     done = subprocess.run(asked, cwd=tree, check=True, capture_output=True, text=True)
     return done.stdout.strip()

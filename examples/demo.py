@@ -1,4 +1,4 @@
-"""`make demo`: the same requests with --kvspec and on plain SGLang. Status 0: same text."""
+"""`make demo`: the same requests with --kvspec and on plain SGLang. Exits with 0 for equal text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,8 +23,9 @@ from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess, 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CODE_MODEL = REPOSITORY / "models" / "demo-5m"
 LOG_FOLDER = REPOSITORY / ".kvspec" / "demo"
+REPORT = LOG_FOLDER / "report.json"
 
-# Each request keeps its newest pages in full precision, so few requests leave room for pages.
+# Each request keeps its newest pages in full precision. Few requests leave memory for more pages.
 SIZES = ("--mem-fraction-static=0.2", "--max-running-requests=8", "--max-total-tokens=16384")
 START_TIMEOUT_S = 300.0
 INFO_TIMEOUT_S = 60.0
@@ -33,7 +34,7 @@ LOG_LINE_CHARACTERS = 100
 
 @dataclass(frozen=True)
 class Demo:
-    """A model, and what is asked of it: stages(base_url, folder) yields them as they end."""
+    """A model and its stages. stages(base_url, folder) yields each stage when it ends."""
 
     model: str
     folder: Path
@@ -54,7 +55,11 @@ def main() -> int:
         console.print("interrupted; the server is stopped")
         return 130
     show(console, demo.model, kvspec, plain)
-    if any(position is not None for position in differences(kvspec, plain).values()):
+    differing = differences(kvspec, plain)
+    runs = {run.label: asdict(run) for run in (kvspec, plain)}
+    report = {"model": demo.model, "runs": runs, "differences": differing}
+    REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if any(position is not None for position in differing.values()):
         console.print("[red]The outputs differ.")
         return 1
     console.print("[green]All outputs are equal, character by character.")
@@ -62,21 +67,21 @@ def main() -> int:
 
 
 def choose(console: Console) -> Demo:
-    """Return the demo of the chat model, or that of the small model where it cannot be had."""
+    """Return the demo of the chat model, or of the small model if the chat model is unavailable."""
     sys.path.insert(0, str(REPOSITORY / "models"))
     from smollm2 import DEFAULT_FOLDER, ModelUnavailable, ensure
 
     try:
-        with console.status(f"getting SmolLM2-135M-Instruct into {DEFAULT_FOLDER}"):
+        with console.status(f"preparing SmolLM2-135M-Instruct in {DEFAULT_FOLDER}"):
             folder = ensure()
     except ModelUnavailable as unavailable:
-        console.print(f"[yellow]{escape(str(unavailable))}; this is the demo of demo-5m instead.")
+        console.print(f"[yellow]{escape(str(unavailable))}; the demo runs demo-5m instead.")
         return Demo("demo-5m", CODE_MODEL, run_code)
     return Demo("SmolLM2-135M-Instruct", folder, run_chats)
 
 
 def run_on(console: Console, demo: Demo, label: str, flags: tuple[str, ...]) -> ServerRun:
-    """Start a server, run all stages on it, and stop it, whatever happens."""
+    """Start a server, run all stages on it, and stop it in any case."""
     log_path = LOG_FOLDER / f"{label.lower().replace(' ', '-')}.log"
     folder = demo.folder.relative_to(REPOSITORY)
     command = " ".join((f"python -m sglang.launch_server --model-path {folder} ...", *flags))
@@ -94,7 +99,7 @@ def run_on(console: Console, demo: Demo, label: str, flags: tuple[str, ...]) -> 
 
 
 def wait_for(console: Console, server: ServerProcess) -> float:
-    """Seconds until the server was healthy, with its last log line shown meanwhile."""
+    """Wait until the server is healthy, and show its last log line. Returns the seconds."""
     with console.status("starting") as status:
 
         def show_wait(elapsed_s: float) -> None:
@@ -107,7 +112,7 @@ def wait_for(console: Console, server: ServerProcess) -> float:
 
 
 def answered(console: Console, stages: Iterator[Stage]) -> tuple[Stage, ...]:
-    """Return all stages, each printed as it ends."""
+    """Return all stages, and print each stage when it ends."""
     found = []
     with console.status("answering ..."):
         for stage in stages:
@@ -117,14 +122,14 @@ def answered(console: Console, stages: Iterator[Stage]) -> tuple[Stage, ...]:
 
 
 def kvspec_report(base_url: str) -> dict[str, Any]:
-    """The kvspec section of /server_info, empty where the server runs without --kvspec."""
+    """Return the kvspec section of /server_info, empty if the server runs without --kvspec."""
     with urllib.request.urlopen(f"{base_url}/server_info", timeout=INFO_TIMEOUT_S) as reply:
         states = json.load(reply).get("internal_states") or [{}]
     return dict(states[0].get("kvspec") or {})
 
 
 def _exit_on_signal(number: int, frame: object) -> NoReturn:
-    # An exception, so that the server in use is stopped on the way out.
+    # SystemExit is an exception, so that the running server is stopped.
     sys.exit(128 + number)
 
 

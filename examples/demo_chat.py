@@ -1,4 +1,4 @@
-"""The demo of a chat model: a chat, a summary of a long text, and a program over that text."""
+"""Demo of a chat model: a chat, a program over a long text, and a summary of that text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TURNS = (
 )
 SUMMARY = "Summarise this document in two sentences."
 KIND = "What kind of document is this? Answer in one sentence."
-# By the name that an answer has in the tables.
+# Questions, by the names of their answers in the tables.
 QUESTIONS = {
     "use of the work": "What may a licensee do with the work?",
     "copies": "What must a copy contain?",
@@ -27,7 +27,7 @@ TURN_TOKENS, SUMMARY_TOKENS, ANSWER_TOKENS = 48, 64, 32
 
 
 def run_chats(base_url: str, model_folder: Path) -> Iterator[Stage]:
-    """Yield the demo's stages as they end. Raises what the server's answer made SGLang raise."""
+    """Yield each stage of the demo when it ends. Raises SGLang's error if an answer causes one."""
     model = str(model_folder)
     messages: list[dict[str, str]] = []
     for number, question in enumerate(TURNS, 1):
@@ -57,7 +57,7 @@ def ask_about(s: ProgramState, text: str) -> None:
 
 
 def run_program(base_url: str, text: str) -> Stage:
-    """Run ask_about greedily on a server. Raises what the server's answer made SGLang raise."""
+    """Run ask_about greedily on a server. Raises SGLang's error if an answer causes one."""
     state, elapsed_s = run_timed(base_url, ask_about, chat_template="chatml", text=text)
     outputs = {"kind of text": state["kind"]}
     outputs |= {name: state[f"answer {n}"] for n, name in enumerate(QUESTIONS)}

@@ -1,4 +1,4 @@
-"""The demo of a code model: a program over one file, and a stream that continues another."""
+"""Demo of a code model: a program over one file, and a stream that continues another file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ PROMPT_TOKENS = 4000
 CONTINUATION_TOKENS = 96
 BRANCH_TOKENS = 64
 
-# A program over one long file branches into three methods of its class; a stream continues another.
+# The program over one long file branches into three methods of its class. The stream continues
+# another file.
 PROGRAM_SOURCE = ("networkx", "classes/graph.py")
 STREAM_SOURCE = ("aiohttp", "multipart.py")
 BRANCHES = ("copy", "reverse", "is_empty")
 
 
 def run_code(base_url: str, model_folder: Path) -> Iterator[Stage]:
-    """Yield the demo's stages as they end. Raises what the server's answer made SGLang raise."""
+    """Yield each stage of the demo when it ends. Raises SGLang's error if an answer causes one."""
     program = read_source(model_folder, *PROGRAM_SOURCE, PROMPT_TOKENS)
     stream = read_source(model_folder, *STREAM_SOURCE, PROMPT_TOKENS)
     yield run_program(base_url, program)
@@ -44,7 +45,7 @@ def extend_class(s: ProgramState, source: str) -> dict[str, str]:
 
 
 def run_program(base_url: str, source: str) -> Stage:
-    """Run extend_class greedily on a server. Raises what the server's answer made SGLang raise."""
+    """Run extend_class greedily on a server. Raises SGLang's error if an answer causes one."""
     state, elapsed_s = run_timed(base_url, extend_class, source=source)
     num_tokens = CONTINUATION_TOKENS + len(BRANCHES) * BRANCH_TOKENS
     return Stage("program with fork", state.ret_value, num_tokens, elapsed_s)

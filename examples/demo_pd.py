@@ -1,4 +1,5 @@
-"""`make demo-pd`: prefill and decode on two servers behind a door. Status 0: same text as one."""
+"""`make demo-pd`: prefill and decode on two servers behind a door. Exits with 0 if the text equals
+that of one server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MODEL = REPOSITORY / "models" / "demo-5m"
 FOLDER = REPOSITORY / ".kvspec" / "demo-pd"
 TIMELINE = FOLDER / "timeline.png"
 
-# Name of a prompt, where its code is from, and how many tokens of it there are at least.
+# Name, source file and least number of tokens of each prompt.
 PROMPTS = (
     ("1K", ("aiohttp", "web_response.py"), 1000),
     ("2K", ("aiohttp", "client_reqrep.py"), 2000),
@@ -51,15 +52,15 @@ def main() -> int:
 
 
 def run(console: Console, servers: PdServers) -> int:
-    """Ask the door and the ordinary server the same, and show what came of it."""
-    apart, alone = {}, {}
+    """Send the same requests to the door and to the ordinary server, and show the results."""
+    disagg, alone = {}, {}
     for name, source, num_tokens in PROMPTS:
         prompt = read_source(MODEL, *source, num_tokens)
         for where, url, answers in (
-            ("apart", servers.door_url, apart),
+            ("disaggregated", servers.door_url, disagg),
             ("one server", servers.ordinary_url, alone),
         ):
-            with console.status(f"asking for {NEW_TOKENS} tokens after {name}: {where}"):
+            with console.status(f"generating {NEW_TOKENS} tokens after the {name} prompt, {where}"):
                 answers[name] = ask(url, prompt, NEW_TOKENS)
             console.print(f"  {name}, {where}: {answers[name].elapsed_s:.1f} s")
     prompt = read_source(MODEL, *STREAM, num_tokens=1000)
@@ -68,27 +69,29 @@ def run(console: Console, servers: PdServers) -> int:
             run_stream(url, str(MODEL), prompt).outputs["stream"]
             for url in (servers.door_url, servers.ordinary_url)
         ]
-    same = {name: apart[name].text == alone[name].text for name in apart}
+    same = {name: disagg[name].text == alone[name].text for name in disagg}
     same["OpenAI stream"] = texts[0] == texts[1]
-    return report(console, apart, same)
+    return report(console, disagg, same)
 
 
-def report(console: Console, apart: dict[str, Answer], same: dict[str, bool]) -> int:
-    reports = {name: read_transfer_report(answer.meta_info) for name, answer in apart.items()}
-    show(console, apart, reports)
-    longest = max(apart, key=lambda name: apart[name].num_prompt_tokens)
-    draw_timeline(TIMELINE, reports[longest], apart[longest])
-    console.print(f"A timeline of the longest prompt: {TIMELINE}", soft_wrap=True)
+def report(console: Console, disagg: dict[str, Answer], same: dict[str, bool]) -> int:
+    reports = {name: read_transfer_report(answer.meta_info) for name, answer in disagg.items()}
+    show(console, disagg, reports)
+    longest = max(disagg, key=lambda name: disagg[name].num_prompt_tokens)
+    draw_timeline(TIMELINE, reports[longest], disagg[longest])
+    console.print(f"Timeline of the longest prompt: {TIMELINE}", soft_wrap=True)
     differing = [name for name, equal in same.items() if not equal]
     if differing:
-        console.print(f"[red]The texts differ from one server's: {', '.join(differing)}.")
+        console.print(f"[red]These texts differ from those of one server: {', '.join(differing)}.")
         return 1
-    console.print(f"[green]All {len(same)} texts are one server's, character by character.")
+    console.print(
+        f"[green]All {len(same)} texts equal those of one server, character by character."
+    )
     return 0
 
 
 def _exit_on_signal(number: int, frame: object) -> NoReturn:
-    # An exception, so that the servers are stopped on the way out.
+    # SystemExit is an exception, so that the running servers are stopped.
     sys.exit(128 + number)
 
 

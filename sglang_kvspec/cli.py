@@ -1,16 +1,19 @@
-"""The command `sglang-kvspec`. Imports neither torch nor sglang, so that it answers at once."""
+"""The command `sglang-kvspec`. `plan` imports neither torch nor sglang: it answers at once."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from math import inf, nan
 from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, Target
@@ -27,6 +30,7 @@ from sglang_kvspec.planning.forecast import (
     sweep,
     sweep_contexts,
 )
+from sglang_kvspec.planning.launch import recommend
 from sglang_kvspec.planning.model_shape import ModelShape
 from sglang_kvspec.planning.report import (
     SUMMARY_COLUMNS,
@@ -39,16 +43,23 @@ from sglang_kvspec.planning.report import (
 
 DEFAULT_ACCEPTANCE = "default"
 ACCEPTANCE_REMARK = (
-    "Acceptance is that of a model of 31M parameters after 4096-token prompts; no large model has "
-    "been measured. Try others: --acceptance 0.95, or a file of benchmarks/bench_acceptance.py."
+    "The acceptance was measured on a model of 31M parameters after 4096-token prompts; no large "
+    "model has been measured. To try another acceptance, set --acceptance to a probability such as "
+    "0.95, or to a result file of benchmarks/bench_acceptance.py."
 )
-# Tables keep their columns when nobody's terminal says how wide it is.
+# Characters in a line where no terminal gives a width, so that tables keep their columns.
 PIPE_WIDTH = 120
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after one sentence about what is wrong with the input."""
-    args = _parser().parse_args(arguments)
+    """Return the exit code: 0; 1 where `doctor` finds a problem; 2 after one sentence about what
+    is wrong with the input."""
+    parser = _parser()
+    args, others = parser.parse_known_args(arguments)
+    if args.command == "doctor":
+        return doctor(others)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         plan(args)
     except ConfigError as error:
@@ -57,21 +68,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def doctor(arguments: Sequence[str]) -> int:
+    """Print each check as it ends. Return 1 where one found a problem."""
+    # Late: `plan` needs none of what the checks import.
+    from sglang_kvspec.doctor import diagnose
+
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    num_problems = 0
+    for check in diagnose(arguments):
+        mark = "[red]no[/]" if check.problem else "[green]ok[/]"
+        console.print(f"{mark}  {check.name}: {escape(check.found)}")
+        if check.problem:
+            num_problems += 1
+            console.print(f"    {check.problem}", markup=False)
+    if num_problems:
+        console.print(f"KVSpec cannot serve here. Problems found: {num_problems}.")
+        return 1
+    console.print("KVSpec can serve here.")
+    return 0
+
+
 def plan(args: argparse.Namespace) -> None:
-    """Print what to expect of a deployment, and draw it where asked to."""
+    """Print what to expect of a deployment, and draw a plot if --plot asks for one."""
     deployment = deployment_of(args)
     chosen = forecast(deployment, args.context)
     swept = sweep(deployment, sweep_contexts(args.context, deployment.model.max_context))
     if args.plot is not None:
         draw(args.plot, deployment, swept)
+    launch = recommend(deployment, chosen, args.model)
     if args.json:
-        print(json.dumps(plan_json(deployment, chosen, swept), indent=1))
+        command = {"launch": list(launch.arguments) if launch else None}
+        print(json.dumps(plan_json(deployment, chosen, swept) | command, indent=1))
         return
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     gpus = f"{args.tp} x " if args.tp > 1 else ""
     title = f"{args.model} on {gpus}{deployment.device.name}, {args.context:,} tokens of context"
     codec = f"codec {args.codec}, target {args.target}"
-    per_gpu = "; bytes are those of one GPU" if args.tp > 1 else ""
+    per_gpu = "; bytes are per GPU" if args.tp > 1 else ""
     console.print(
         table_of(f"{title}\n{codec}{per_gpu}", SUMMARY_COLUMNS, summary_rows(deployment, chosen))
     )
@@ -81,11 +114,15 @@ def plan(args: argparse.Namespace) -> None:
     if args.acceptance == DEFAULT_ACCEPTANCE:
         console.print(ACCEPTANCE_REMARK, markup=False)
     if args.plot is not None:
-        console.print(f"Drawn: {args.plot}", markup=False)
+        console.print(f"Plot written to {args.plot}", markup=False)
+    if launch is not None:
+        console.print(f"Recommended command. {launch.reason}", markup=False)
+        # On one line, however wide the terminal is, so that it can be copied.
+        console.print(f"    {shlex.join(launch.arguments)}", markup=False, soft_wrap=True)
 
 
 def deployment_of(args: argparse.Namespace) -> Deployment:
-    """What the arguments describe. Raises ConfigError."""
+    """Return the deployment that the arguments describe. Raises ConfigError."""
     device = find_device(args.gpu)
     if args.link_gbps is not None:
         device = device.with_link(args.link_gbps * GB)
@@ -108,13 +145,14 @@ def read_model_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ConfigError(
             f"--model {path} cannot be read: No such file or directory (allowed: a local "
-            "config.json or the folder it lies in; download the config of a model on a hub first)"
+            "config.json or the folder that contains it; download the config of a hub model first)"
         )
     return read_json(path / "config.json" if path.is_dir() else path, "--model")
 
 
 def acceptance_curve(value: str, codec: str) -> AcceptanceCurve:
-    """Of a benchmark's file, of a fixed probability for each draft, or by default our own."""
+    """Return the curve that `value` names: the measured default of a codec, one probability for
+    each draft, or a file of a benchmark. Raises ConfigError for a file that cannot be read."""
     if value == DEFAULT_ACCEPTANCE:
         return MEASURED_ACCEPTANCE[codec]
     try:
@@ -158,7 +196,7 @@ def draw(path: Path, deployment: Deployment, swept: Sequence[Forecast]) -> None:
     )
     settings = [row.fetched.setting for row in swept]
     panels: dict[str, dict[str, list[float]]] = {
-        "tokens/s over plain decoding": {
+        "speed-up over plain decoding": {
             "plain": [1.0] * len(swept),
             "KVSpec, residuals in HBM": [_drawn(row.resident.speed_up) for row in swept],
             "KVSpec, residuals in host memory": [_drawn(row.fetched.speed_up) for row in swept],
@@ -189,33 +227,67 @@ def draw(path: Path, deployment: Deployment, swept: Sequence[Forecast]) -> None:
 
 
 def _drawn(value: float) -> float:
-    """Gaps in a line where nothing fits, or where there is nothing to compare with."""
+    """Return the value, or NaN for a gap: nothing fits, or there is nothing to compare with."""
     return value if 0 < value < inf else nan
 
 
+def _version() -> str:
+    try:
+        return metadata.version("sglang-kvspec")
+    except metadata.PackageNotFoundError:
+        return "(checkout, not installed)"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sglang-kvspec", description="Plans for KVSpec servers.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    planning = commands.add_parser("plan", help="what to expect of a model on a GPU")
+    parser = argparse.ArgumentParser(
+        prog="sglang-kvspec", description="Plans and checks for KVSpec servers."
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-kvspec {_version()}")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="command")
+    commands.add_parser(
+        "doctor",
+        help="check this machine, its SGLang and a model, and print each problem",
+        usage="%(prog)s [--model-path MODEL] [flags of sglang.launch_server]",
+    )
+    planning = commands.add_parser("plan", help="forecast throughput of a model on a GPU")
     add = planning.add_argument
-    add("--model", type=Path, required=True, help="local config.json, or its folder")
-    add("--gpu", default="H200", help=f"one of {', '.join(DEVICES)} (default: %(default)s)")
-    add("--context", type=int, default=32768, help="tokens of each request (default: %(default)s)")
+    add("--model", type=Path, required=True, help="local config.json of a model, or its folder")
+    add("--gpu", default="H200", help=f"GPU: one of {', '.join(DEVICES)} (default: %(default)s)")
+    add("--context", type=int, default=32768, help="tokens per request (default: %(default)s)")
     for option, choices in (("codec", tuple(MEASURED_ACCEPTANCE)), ("target", get_args(Target))):
         flag = FLAG_OF[option]
         add(f"--{option}", choices=choices, default=flag.default, help=flag.help_line())
-    add("--tp", type=int, default=1, help="tensor-parallel GPUs (default: %(default)s)")
-    add("--host-memory-gb", type=float, help="of the residual store (default: as much as needed)")
-    add("--link-gbps", type=float, help="measured GB/s a GPU (default: 86 %% of the published)")
+    add("--tp", type=int, default=1, help="number of tensor-parallel GPUs (default: %(default)s)")
+    add(
+        "--host-memory-gb",
+        type=float,
+        help="host memory for the residual store, in GB of 1e9 bytes (default: as much as needed)",
+    )
+    add(
+        "--link-gbps",
+        type=float,
+        help="measured GB/s from host memory to a GPU (default: 86 %% of the published speed)",
+    )
     add(
         "--acceptance",
         default=DEFAULT_ACCEPTANCE,
         metavar="PATH|PROBABILITY",
-        help="a file of benchmarks/bench_acceptance.py, or how probably each draft is right",
+        help="result file of benchmarks/bench_acceptance.py, or probability that a draft is "
+        "accepted",
     )
-    add("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
-    add("--max-running-requests", type=int, default=256)
-    add("--mem-fraction-static", type=float, default=MEMORY_SHARE, help="default: %(default)s")
+    add("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="page size (default: %(default)s)")
+    add(
+        "--max-running-requests",
+        type=int,
+        default=256,
+        help="highest number of running requests (default: %(default)s)",
+    )
+    add(
+        "--mem-fraction-static",
+        type=float,
+        default=MEMORY_SHARE,
+        help="share of HBM for weights and KV (default: %(default)s)",
+    )
     add("--plot", type=Path, metavar="PATH", help="draw the sweep over context lengths as PNG")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser

@@ -1,6 +1,6 @@
 """Composition root: the only module that imports both the adapters and the hooks.
 
-Adapters below it never import the hooks; functions that an adapter needs from here are passed in.
+Adapters never import the hooks. Functions that an adapter needs from this module are passed in.
 Imports are late, so that a server without --kvspec loads flags and hooks only.
 """
 
@@ -10,10 +10,19 @@ import logging
 from functools import cache
 
 from kvspec_patches.hook import Scope
-from kvspec_patches.registration import apply_hooks, describe, register_scope, verify_applied
+from kvspec_patches.registration import (
+    apply_hooks,
+    describe,
+    hooks_of,
+    register_scope,
+    verify_applied,
+)
 from sglang_kvspec.adapters.activation import cpu_platform_is_active, when_switched_on
 
 logger = logging.getLogger(__name__)
+
+# Hooks of a process that takes requests.
+FRONT: tuple[Scope, ...] = ("front_kvspec",)
 
 
 def register_flags() -> None:
@@ -44,8 +53,7 @@ def register_everything(*, takes_requests: bool = False) -> None:
     attention.register()
     prefix_backend.register()
     backend.register()
-    front: tuple[Scope, ...] = ("front_kvspec",) if takes_requests else ()
-    scopes = (*_scopes(), *front)
+    scopes = (*_scopes(), *(FRONT if takes_requests else ()))
     for scope in scopes:
         register_scope(scope)
     apply_hooks()
@@ -57,6 +65,11 @@ def register_everything(*, takes_requests: bool = False) -> None:
 def _log_hooks(*scopes: Scope) -> None:
     """Log one line for all hooks, once a process."""
     logger.info("KVSpec: %s", describe(*scopes))
+
+
+def num_hooks() -> int:
+    """Return how many hooks register_everything() applies in a process that takes requests."""
+    return len(hooks_of(*_scopes(), *FRONT))
 
 
 def verify_hooks() -> None:

@@ -1,4 +1,4 @@
-"""Imports point down: every import statement of the package against the layers of the design."""
+"""Check every import statement of the project against the layers of the design."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Layer:
-    """What modules below a dotted prefix may import.
+    """Imports that modules below a dotted prefix may have.
 
     internal: prefixes within this project, besides the layer itself. external: distributions
     outside the standard library; None means any but sglang, which `sglang` alone decides.
@@ -41,10 +41,10 @@ class Layer:
 
 CORE = "sglang_kvspec.core"
 KERNELS = "kvspec_kernels"
-# Declarations of codecs: what is known of records without torch.
+# Declarations of codecs: all that is known of records without torch.
 SPECS = "kvspec_kernels.codecs"
-_CODECS = (CORE, KERNELS, "sglang_kvspec.codecs", "sglang_kvspec.compressors")
-# planning's plans are plain data, so the pools and wires that carry them out may name them.
+_CODECS = (CORE, KERNELS, "sglang_kvspec.codecs")
+# Plans of `planning` are plain data, so the pools and wires that carry them out may name them.
 _MEMORY = (*_CODECS, "sglang_kvspec.planning")
 _RUNTIME = (*_MEMORY, "sglang_kvspec.kv", "sglang_kvspec.transport")
 _ENGINE = (*_RUNTIME, "sglang_kvspec.runtime")
@@ -54,24 +54,28 @@ LAYERS: Mapping[str, Layer] = {
     CORE: Layer(),
     "sglang_kvspec.planning": Layer((CORE, SPECS)),
     "sglang_kvspec.codecs": Layer(_CODECS, None),
-    "sglang_kvspec.compressors": Layer(_CODECS, None),
     "sglang_kvspec.kv": Layer(_MEMORY, None),
     "sglang_kvspec.transport": Layer(_MEMORY, None),
-    # A command above the wire: pools' prefix stores behind a socket.
+    # A command above the wire, which serves the prefix stores of `kv` on a socket.
     "sglang_kvspec.transport.prefix_server": Layer(
         (*_MEMORY, "sglang_kvspec.kv", "sglang_kvspec.transport"), None
     ),
     "sglang_kvspec.runtime": Layer(_RUNTIME, None),
-    # The loop. Knows nothing of SGLang.
+    # The round loop, which does not know SGLang.
     "sglang_kvspec.engine": Layer(_ENGINE, None),
     "sglang_kvspec.adapters": Layer(_ADAPTERS, None),
     "sglang_kvspec.adapters.compat": Layer(sglang=True),
-    # The composition root: alone above both the adapters and the hooks.
+    # The composition root: the only module above both adapters and hooks.
     "sglang_kvspec.composition": Layer(("sglang_kvspec.adapters", "kvspec_patches")),
     "sglang_kvspec.plugin": Layer(("sglang_kvspec",), None, sglang=True),
-    # Answers before torch could have been imported.
-    "sglang_kvspec.cli": Layer((CORE, "sglang_kvspec.planning"), ("rich", "matplotlib")),
-    # Serves HTTP beside any SGLang server, on a machine without a GPU or torch.
+    # A command that answers faster than torch could be imported.
+    "sglang_kvspec.cli": Layer(
+        (CORE, "sglang_kvspec.planning", "sglang_kvspec.doctor"), ("rich", "matplotlib")
+    ),
+    "sglang_kvspec.doctor": Layer(
+        (*_ADAPTERS, "sglang_kvspec.adapters", "sglang_kvspec.composition"), None
+    ),
+    # A server of HTTP beside any SGLang server, on a machine without a GPU or torch.
     "sglang_kvspec.door": Layer((), ("aiohttp",)),
     "sglang_kvspec": Layer(),
     "kvspec_patches": Layer((*_ADAPTERS, "sglang_kvspec.adapters"), None, sglang=True),
@@ -82,17 +86,19 @@ LAYERS: Mapping[str, Layer] = {
     "kvspec_kernels.jit": Layer(("kvspec_kernels.formats", SPECS), ("torch", "triton", "cuda")),
     "kvspec_kernels.ops": Layer((KERNELS,), ("torch", "triton")),
     "kvspec_kernels": Layer((KERNELS,), ("torch", "triton")),
-    # Outside the wheel: no layer above names it, so no product module may import it.
+    # The test kit is outside the wheel. No layer above names it, so no product module may import
+    # it.
     "kvspec_testkit": Layer(
         ("sglang_kvspec", "kvspec_kernels", "kvspec_patches"), None, sglang=True
     ),
-    # Runs servers from a machine without torch.
+    # Modules that run servers from a machine without torch.
     "kvspec_testkit.servers": Layer((), ("msgspec",)),
 }
 
 
 def layer_of(module: str) -> str:
-    """The most specific layer that names `module`; the bare package only names itself."""
+    """Return the most specific layer that contains `module`. The bare package contains only
+    itself."""
     fitting = [prefix for prefix in LAYERS if is_within(module, prefix)]
     found = max(fitting, key=len, default="")
     if not found or (found == "sglang_kvspec" and module != found):
@@ -101,7 +107,7 @@ def layer_of(module: str) -> str:
 
 
 def violations(imports: Imports) -> list[str]:
-    """One line for every import that its module's layer does not allow."""
+    """Return one line for every import that its module's layer does not allow."""
     return [
         f"{module} imports {name}: {reason}"
         for module, names in sorted(imports.items())
@@ -118,7 +124,7 @@ def _objection(module: str, name: str) -> str | None:
         return None
     if distribution in SOURCE_ROOTS:
         allowed = (prefix, *layer.internal)
-        # `from sglang_kvspec import adapters` also names the bare package, which holds nothing.
+        # `from sglang_kvspec import adapters` also names the bare package, which is empty.
         if name in SOURCE_ROOTS and any(is_within(other, name) for other in allowed):
             return None
         if any(is_within(name, other) for other in allowed):
@@ -134,7 +140,7 @@ def _objection(module: str, name: str) -> str | None:
 
 
 def reachable(start: str, imports: Imports) -> frozenset[str]:
-    """Everything that importing `start` loads, through the project's own modules."""
+    """Return all modules that importing `start` loads, through the project's own modules."""
     seen: set[str] = set()
     waiting = [start]
     while waiting:
@@ -153,7 +159,7 @@ def test_every_import_points_down() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Late imports and imports for type checking count, too."""
+    """Count late imports and imports for type checking, too."""
     assert not (cycle := find_cycle(import_graph())), " imports ".join(cycle)
 
 
@@ -176,7 +182,7 @@ def test_pure_layers_do_not_reach_torch_or_sglang(layer: str) -> None:
 
 
 def test_a_prefix_server_starts_without_torch() -> None:
-    """Its imports reach torch, for types only; the command must start at once, anywhere."""
+    """The modules import torch for type checking only, so that the command starts fast."""
     code = "import sys, sglang_kvspec.transport.prefix_server.__main__; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -290,7 +296,7 @@ def test_transitive_torch_is_seen() -> None:
 
 
 def test_source_roots_and_tests_are_not_packages() -> None:
-    """A package called kernels or sglang on sys.path would shadow the one that SGLang imports."""
+    """A package named kernels or sglang on sys.path would shadow the one that SGLang imports."""
     roots = [ROOT / name / "__init__.py" for name in ("kernels", "patches", "testkit")]
     found = [path for path in roots if path.exists()]
     found += sorted((ROOT / "tests").rglob("__init__.py"))

@@ -1,1 +1,1 @@
-"""What bench_acceptance.py is made of: model, prompts, drafting, variants, report."""
+"""Parts of bench_acceptance.py: model, prompts, drafting, variants, report."""

@@ -1,4 +1,4 @@
-"""Target run and draft runs of a batch of prompts, and how far they agree."""
+"""Target run and draft runs of a batch of prompts, and their agreement."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from acceptance.model import LayerCache, Llama, attend
 from sglang_kvspec.codecs import Codec
 
-# Decoded (k, v) pages [N, page_size, heads, head_dim] of exact ones.
+# Maps exact (k, v) pages [N, page_size, heads, head_dim] to decoded ones.
 PageMap = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(slots=True)
 class TargetRun:
-    """A batch decoded greedily over the exact cache.
+    """Greedy decoding of a batch over the exact cache.
 
     tokens [batch, steps + 1] int64: the token that prefill gave, then one per step.
-    cache: prompt and decoded tokens, prompt_len + steps long, exact.
-    queries: per layer [batch, num_heads, steps, head_dim], those of the decoded tokens.
+    cache: K and V of prompt and decoded tokens, prompt_len + steps long, exact.
+    queries: queries of the decoded tokens, per layer [batch, num_heads, steps, head_dim].
     """
 
     prompt_len: int
@@ -34,17 +34,17 @@ class TargetRun:
 
 
 def through_anchor(codec: Codec) -> PageMap:
-    """Pages as a draft sees them."""
+    """Return a map from exact pages to pages as a draft reads them."""
     return lambda k, v: codec.decode_anchor(codec.encode(k, v).anchor)
 
 
 def through_target(codec: Codec) -> PageMap:
-    """Pages as a verification sees them."""
+    """Return a map from exact pages to pages as a verification reads them."""
     return lambda k, v: codec.decode_target(*codec.encode(k, v))
 
 
 def target_run(model: Llama, prompts: torch.Tensor, steps: int, prefill_batch: int) -> TargetRun:
-    """Prefill and `steps` greedy tokens of prompts [batch, T], all exact."""
+    """Prefill prompts [batch, T] and decode `steps` greedy tokens of each, all exact."""
     parts = [model.prefill(p, steps) for p in prompts.to(model.device).split(prefill_batch)]
     cache: LayerCache = []
     for layer in range(model.shape.num_layers):
@@ -57,8 +57,9 @@ def target_run(model: Llama, prompts: torch.Tensor, steps: int, prefill_batch: i
 
 
 def draft_cache(run: TargetRun, page_map: PageMap, page_size: int) -> LayerCache:
-    """The cache a draft would read: full prompt pages through `page_map`, except the newest one,
-    which the recent window keeps exact. Tokens after the prompt are the target run's."""
+    """Return the cache that a draft would read. Full prompt pages go through `page_map`, except the
+    newest full page: the recent window keeps it exact. Tokens after the prompt are those of the
+    target run."""
     encoded = (run.prompt_len // page_size - 1) * page_size
     cache: LayerCache = []
     for k, v in run.cache:
@@ -75,9 +76,10 @@ def draft_cache(run: TargetRun, page_map: PageMap, page_size: int) -> LayerCache
 
 
 def accepted_lengths(model: Llama, run: TargetRun, cache: LayerCache) -> torch.Tensor:
-    """How many tokens of a greedy draft over `cache` agree with the target: [batch] in 0..steps.
+    """Return the accept length of a greedy draft over `cache`, [batch] in 0..steps.
 
-    Overwrites the part of `cache` after the prompt with the draft's own K and V.
+    The accept length is the number of first tokens that agree with the target. Overwrites the part
+    of `cache` after the prompt with K and V of the draft.
     """
     drafted, _ = _greedy(model, run.tokens[:, 0], run.prompt_len, cache, run.steps)
     agrees = (drafted == run.tokens)[:, 1:]
@@ -85,9 +87,11 @@ def accepted_lengths(model: Llama, run: TargetRun, cache: LayerCache) -> torch.T
 
 
 def attention_vnmse(run: TargetRun, cache: LayerCache) -> torch.Tensor:
-    """||o - o'||² / ||o||² per prompt [batch], averaged over layers, of the attention outputs o
-    of the target run's own queries over the exact cache and o' over `cache`, which must hold the
-    target's tokens after the prompt."""
+    """Return the attention error ||o - o'||² / ||o||² per prompt [batch], averaged over layers.
+
+    o is the attention output of the target run's queries over the exact cache, o' over `cache`.
+    `cache` must hold the target's tokens after the prompt.
+    """
     length = run.prompt_len + run.steps
     newest = run.prompt_len + torch.arange(run.steps, device=run.tokens.device)
     mask = torch.arange(length, device=newest.device)[None] <= newest[:, None]
@@ -113,7 +117,7 @@ def _greedy(
 
 
 def _to_pages(part: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[batch, heads, T, D] as pages [batch * T / page_size, page_size, heads, D]."""
+    """Reshape [batch, heads, T, D] to pages [batch * T / page_size, page_size, heads, D]."""
     by_token = part.transpose(1, 2).unflatten(1, (-1, page_size))
     return by_token.flatten(0, 1).contiguous()
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-# A prompt's cache: one (k, v) pair per layer, each [batch, num_kv_heads, tokens, head_dim] fp32.
-# Head-major, so that one decode step reads each head's keys contiguously.
+# Cache of a batch: one (k, v) pair per layer, each [batch, num_kv_heads, tokens, head_dim] fp32.
+# Heads come before tokens, so that a decode step reads the keys of each head contiguously.
 LayerCache = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -30,7 +30,7 @@ class LlamaShape:
     def from_config(cls, config: dict) -> LlamaShape:
         if config["model_type"] != "llama" or not config.get("tie_word_embeddings"):
             raise ValueError(
-                "the acceptance benchmark runs Llama models with tied embeddings, got "
+                "the acceptance benchmark needs a Llama model with tied embeddings, got "
                 f"model_type={config['model_type']!r}, "
                 f"tie_word_embeddings={config.get('tie_word_embeddings')!r}"
             )
@@ -46,7 +46,7 @@ class LlamaShape:
 
 
 class Llama:
-    """Weights in fp32 and three forwards: `prefill`, `decode`, `attend`."""
+    """Weights in fp32 and two forwards: `prefill` and `decode`."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.shape = LlamaShape.from_config(json.loads((folder / "config.json").read_text()))
@@ -58,7 +58,7 @@ class Llama:
 
     @torch.inference_mode()
     def prefill(self, tokens: torch.Tensor, spare: int) -> tuple[LayerCache, torch.Tensor]:
-        """Run prompts [batch, T] int64. Returns the cache, with room for `spare` more tokens after
+        """Run prompts [batch, T] int64. Return the cache, with room for `spare` more tokens after
         the first T, and the logits of the last position [batch, vocab]."""
         length = tokens.shape[1]
         x = self.weights["embed_tokens.weight"][tokens]
@@ -78,9 +78,9 @@ class Llama:
     def decode(
         self, tokens: torch.Tensor, position: int, cache: LayerCache
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One token per prompt: tokens [batch] at `position`. Writes its K and V into `cache`.
+        """Run one token per prompt, tokens [batch] at `position`. Write their K and V to `cache`.
 
-        Returns logits [batch, vocab] and each layer's queries [batch, num_heads, head_dim].
+        Return logits [batch, vocab] and the queries of each layer [batch, num_heads, head_dim].
         """
         x = self.weights["embed_tokens.weight"][tokens][:, None]
         cos, sin = self._rope(position, 1)
@@ -105,8 +105,10 @@ class Llama:
     def _qkv(
         self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [batch, num_heads, T, head_dim], k and v [batch, num_kv_heads, T, head_dim]; q and k
-        with rotary position applied to the (first, second) half pairs."""
+        """Return q [batch, num_heads, T, head_dim], k and v [batch, num_kv_heads, T, head_dim].
+
+        Rotary positions are applied to the (first, second) half pairs of q and k.
+        """
         prefix = f"layers.{layer}."
         h = F.rms_norm(
             x, (x.shape[-1],), self.weights[prefix + "input_layernorm.weight"], self.shape.rms_eps
@@ -123,7 +125,10 @@ class Llama:
         return rotate(heads("q_proj")), rotate(heads("k_proj")), heads("v_proj")
 
     def _after_attention(self, layer: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Residual stream after the output projection and the MLP. out [batch, heads, T, dim]."""
+        """Return the residual stream after the output projection and the MLP.
+
+        out: attention outputs [batch, heads, T, dim].
+        """
         prefix = f"layers.{layer}."
         w = self.weights
         x = x + F.linear(out.transpose(1, 2).flatten(2), w[prefix + "self_attn.o_proj.weight"])
@@ -142,10 +147,10 @@ class Llama:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Grouped-query attention without repeating K and V.
+    """Compute grouped-query attention without repeating K and V.
 
     q [batch, num_heads, T, head_dim]; k, v [batch, num_kv_heads, S, head_dim]; mask [T, S] bool,
-    True where a query may look (None: everywhere). Returns [batch, num_heads, T, head_dim].
+    True where a query may attend (None: everywhere). Return [batch, num_heads, T, head_dim].
     """
     batch, num_heads, length, dim = q.shape
     kv_heads = k.shape[1]

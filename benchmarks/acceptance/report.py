@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-# Two-sided 95% of the normal distribution; prompts are hundreds of independent draws.
+# Two-sided 95% quantile of the normal distribution: prompts are hundreds of independent draws.
 Z95 = 1.96
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number: its 95% half width as `spread`, and what to hold it against as `baseline`."""
+    """One number. spread: half width of its uncertainty, as the benchmark defines it. baseline: the
+    value to compare it with."""
 
     name: str
     value: float
@@ -58,8 +59,11 @@ def write_json(
     commit: str | None = None,
     measured_with: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the record of one run to `path`, creating its folder. machine, commit, measured_with
-    (versions): where and with what it was measured, if that is not here and now."""
+    """Write the record of one run to `path`, and create its folder.
+
+    machine, commit, measured_with (versions): where and with what the run was measured, if not by
+    this process.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "bench": bench,
@@ -76,7 +80,7 @@ def write_json(
 def draw_curves(
     path: Path, lengths: Sequence[int], curves: dict[str, Sequence[Estimate]], title: str
 ) -> None:
-    """Mean accepted length against draft length, one line per entry of `curves`, to a PNG."""
+    """Draw accept length (mean) against draft length to a PNG, one line per entry of `curves`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,7 +94,7 @@ def draw_curves(
         low = [e.mean - e.half_width for e in estimates]
         high = [e.mean + e.half_width for e in estimates]
         axes.fill_between(lengths, low, high, alpha=0.15)
-    axes.set(xlabel="draft length (tokens)", ylabel="mean accepted (tokens)", title=title)
+    axes.set(xlabel="draft length (tokens)", ylabel="mean accept length (tokens)", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.tight_layout()
@@ -106,7 +110,10 @@ def _machine(device: torch.device) -> str:
 
 
 def current_commit() -> str:
-    """Of this checkout, ending in -dirty where it differs from it; "unknown" without git."""
+    """Return the commit of this checkout, with -dirty behind it if files differ from the commit.
+
+    Return "unknown" without git.
+    """
     folder = Path(__file__).parent
     try:
         head = _git(folder, "rev-parse", "HEAD")
@@ -123,9 +130,9 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed here."""
+    """Return the versions of Python, torch and the packages that prompts depend on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    # The prompts are these packages' sources.
+    # Prompts are cut from the sources of networkx and aiohttp.
     for package in ("networkx", "aiohttp", "tokenizers"):
         try:
             found[package] = version(package)

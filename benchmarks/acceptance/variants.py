@@ -1,4 +1,4 @@
-"""What is measured: named ways to encode a cache, with their price in bits."""
+"""Variants to measure: named ways to encode a cache, with their cost in bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ MAX_ANCHOR_BITS = 4.6
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A name for reports, bits per K or V element all told, and what pages become."""
+    """One way to encode pages.
+
+    name: the name in reports. bits: bits per element of K or V, metadata included. page_map: maps
+    exact pages to decoded ones.
+    """
 
     name: str
     bits: float
@@ -27,7 +31,7 @@ class Variant:
 
 
 def shipped(head_dim: int) -> list[Variant]:
-    """Both codecs with default settings, as a draft and as an int8 verification read them."""
+    """Return both codecs with default settings, as a draft and an int8 verification read them."""
     variants = []
     for name in ("log4", "uniform4"):
         codec = make_codec(
@@ -40,8 +44,11 @@ def shipped(head_dim: int) -> list[Variant]:
 
 
 def grid(head_dim: int) -> list[Variant]:
-    """log4's default, other linear levels, and levels by table: one parameter at a time, and where
-    the paper's own choices lead."""
+    """Return the variants of the sweep, log4's default first, uniform4 last.
+
+    Most variants change one parameter, of linear levels or of levels by table. Two take the choices
+    of the Lynx paper.
+    """
     linear = Log4Settings()
     base = replace(linear, alpha=0.25, top=120, levels="interval")
     lynx = Log4Settings(64, 64, alpha=8.0, centre="mean", levels="corner")
@@ -55,7 +62,7 @@ def grid(head_dim: int) -> list[Variant]:
     settings += [replace(base, centre="mean"), replace(base, centre="mean", alpha=2.0)]
     settings += [replace(base, levels="corner"), lynx, replace(lynx, k_chunk=32, v_chunk=32)]
     variants = [_log4(s, head_dim) for s in settings]
-    # What rounding the metadata costs: the same codes against unrounded centres and scales.
+    # The difference to `base` is the cost of rounded metadata: centres and scales stay in fp32.
     variants.append(_with_fp32_metadata(base))
     return [*variants, *(v for v in shipped(head_dim) if v.name == "uniform4")]
 
@@ -87,7 +94,7 @@ def _with_fp32_metadata(settings: Log4Settings) -> Variant:
 
 
 def _unrounded(pages: torch.Tensor, chunk: int, settings: Log4Settings) -> torch.Tensor:
-    """Pages [N, P, H, D] through anchor codes with centres and scales left in fp32."""
+    """Return pages [N, P, H, D] decoded from anchor codes with fp32 centres and scales."""
     law = companding.tables(settings, pages.device)
     levels = torch.tensor(companding.magnitude_levels(settings), device=pages.device)
     chunks = pages.unflatten(1, (-1, chunk))

@@ -1,4 +1,4 @@
-"""How fast pages are encoded and tokens appended: Llama-8B geometry, bf16, page 64."""
+"""Speed of encoding pages and of appending tokens: Llama-8B geometry, bf16, page 64."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvspec_kernels.formats import (
 from kvspec_kernels.ops.append import append
 from kvspec_kernels.ops.encode import encode_pages
 
-# Times a function that launches kernels on prepared tensors, under a CUDA graph: the median and
-# the spread, both in seconds.
+# Times a function that launches kernels on prepared tensors, in a CUDA graph. Returns the median
+# and the spread, both in seconds.
 Timer = Callable[[Callable[[], None]], tuple[float, float]]
 
 HEADS, HEAD_DIM, PAGE = 8, 128, 64
 DTYPE = torch.bfloat16
-# 2 GB of K and V: forty times the L2.
+# 2 GB of K and V, forty times the size of the L2 cache.
 ENCODED_PAGES = 8192
 ROWS, WINDOW_PAGES, LAYERS = 16, 32, 32
 SETTINGS = {"log4": Log4Settings(), "uniform4": Uniform4Settings()}
@@ -31,7 +31,7 @@ TARGETS: tuple[Target, ...] = ("exact", "int8")
 
 
 def bench_encode(timer: Timer) -> dict[str, dict[str, float]]:
-    """TB/s of bf16 read, all bytes moved and the time, per codec and target."""
+    """Return TB/s of bf16 read, TB/s of all bytes moved, and the time, per codec and target."""
     device = torch.device("cuda")
     shape = (ENCODED_PAGES, PAGE, HEADS, HEAD_DIM)
     k, v = (torch.randn(shape, dtype=DTYPE, device=device) for _ in range(2))
@@ -54,8 +54,8 @@ def bench_encode(timer: Timer) -> dict[str, dict[str, float]]:
 
 
 def bench_append(timer: Timer) -> tuple[float, float]:
-    """Seconds a layer at batch 16, and their spread. A graph holds 32 layers, each with a window of
-    its own."""
+    """Return the seconds of an append per layer at batch 16, and their spread. A graph holds 32
+    layers, each with a window of its own."""
     device = torch.device("cuda")
     tokens = torch.randn(2, ROWS, HEADS, HEAD_DIM, dtype=DTYPE, device=device)
     window = torch.randn(LAYERS, 2, WINDOW_PAGES, PAGE, HEADS, HEAD_DIM, dtype=DTYPE, device=device)

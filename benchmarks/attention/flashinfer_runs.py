@@ -13,7 +13,8 @@ WORKSPACE_BYTES = 512 * 2**20
 
 
 def kv_pages(num_pages: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random pages [num_pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM], a gigabyte at a time."""
+    """Return random pages [num_pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM], filled part by part so
+    that temporary tensors stay small."""
     shape = (PAGE_SIZE, KV_HEADS, HEAD_DIM)
     pages = torch.empty((num_pages, 2, *shape), dtype=dtype, device="cuda")
     step = 2048
@@ -24,7 +25,8 @@ def kv_pages(num_pages: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def decode_calls(shape: Shape, dtype: torch.dtype) -> list[Callable[[], object]]:
-    """Decoding as SGLang calls it: tensor cores, planned outside of what is timed."""
+    """Return decode calls as SGLang makes them, with tensor cores. Plans are made here, so they are
+    not timed."""
     copies = shape.rotations(shape.values() * dtype.itemsize)
     indptr, lists, last = shape.page_tables(copies)
     pages = kv_pages(shape.num_pages * copies, dtype)
@@ -49,9 +51,12 @@ def decode_calls(shape: Shape, dtype: torch.dtype) -> list[Callable[[], object]]
 
 
 def append_calls(shape: Shape, num_new: int, backend: str) -> list[Callable[[], object]]:
-    """Causal attention of the newest `num_new` tokens of each request over all of its BF16 KV. The
-    plan is for these lengths alone. backend: "fa2" splits long KV over multiprocessors; "fa3",
-    which FlashInfer chooses itself on Hopper, does not."""
+    """Return calls of causal attention: the newest `num_new` tokens of each request attend to all
+    BF16 KV of the request. The plan fits these lengths only.
+
+    backend: "fa2" splits long KV over multiprocessors. "fa3" does not; FlashInfer selects it by
+    default on Hopper.
+    """
     copies = shape.rotations(shape.values() * 2)
     indptr, lists, last = shape.page_tables(copies)
     pages = kv_pages(shape.num_pages * copies, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Our kernels on the same shapes, through their public wrappers."""
+"""Attention kernels of KVSpec on the same shapes, through their public wrappers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ DISTINCT_PAGES = 64
 
 
 def record_bytes(settings: CodecSpec) -> int:
-    """Bytes of the anchor record of one page and KV head."""
+    """Return the bytes of the anchor record of one page and KV head."""
     return anchor_layout(settings, PAGE_SIZE, HEAD_DIM).nbytes
 
 
 def refined_bytes(settings: CodecSpec) -> int:
-    """Bytes of anchor and 4-bit correction of one page and KV head."""
+    """Return the bytes of anchor and 4-bit correction of one page and KV head."""
     layout = residual_layout(settings, "int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
     return record_bytes(settings) + layout.nbytes
 
 
 def records(settings: CodecSpec, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor and correction records of random pages; a few distinct ones, repeated."""
+    """Return anchor and correction records of random pages: DISTINCT_PAGES pages, repeated."""
     shape = (DISTINCT_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
     k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
     anchor = anchor_layout(settings, PAGE_SIZE, HEAD_DIM)
@@ -50,7 +50,7 @@ def records(settings: CodecSpec, num_pages: int) -> tuple[torch.Tensor, torch.Te
 def draft_calls(
     settings: CodecSpec, shape: Shape, arithmetic: Arithmetic = "auto"
 ) -> list[Callable[[], object]]:
-    """One query token a request over anchors."""
+    """Return calls of draft attention: one query token per request over anchors."""
     copies = shape.rotations(shape.num_pages * KV_HEADS * record_bytes(settings))
     indptr, lists, last = shape.page_tables(copies)
     anchors, _ = records(settings, shape.num_pages * copies)
@@ -76,7 +76,8 @@ def draft_calls(
 
 
 def verify_calls(settings: CodecSpec, shape: Shape, num_new: int) -> list[Callable[[], object]]:
-    """`num_new` query tokens a request over 8-bit pages and a last page in BF16 that holds them."""
+    """Return calls of verify attention: `num_new` query tokens per request over 8-bit pages and a
+    last page in BF16, which holds the query tokens."""
     past = Shape(shape.batch, shape.context - PAGE_SIZE)
     copies = shape.rotations(past.num_pages * KV_HEADS * refined_bytes(settings))
     indptr, lists, last = past.page_tables(copies)

@@ -1,4 +1,4 @@
-"""The attention problems that are timed: Llama-8B geometry, page 64."""
+"""Attention problems to time: Llama-8B geometry, page 64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 64
-# Several times the L2 cache, so that no call finds its input there.
+# Several times the size of the L2 cache, so that no call finds its input there.
 ROTATED_BYTES = 2**29
 MOST_BYTES = 48 * 2**30
 MOST_COPIES = 16
@@ -15,7 +15,7 @@ MOST_COPIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Requests of equal length."""
+    """Batch of requests of equal length."""
 
     batch: int
     context: int
@@ -28,15 +28,15 @@ class Shape:
         return self.batch * self.context // PAGE_SIZE
 
     def values(self) -> int:
-        """Elements of K and V together."""
+        """Return the number of elements of K and V together."""
         return self.batch * self.context * KV_HEADS * HEAD_DIM * 2
 
     def rotations(self, nbytes: int) -> int:
-        """How many inputs of `nbytes` to go round."""
+        """Return how many inputs of `nbytes` to use in turn."""
         return min(MOST_COPIES, -(-ROTATED_BYTES // nbytes))
 
     def page_tables(self, copies: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        """indptr, a shuffled page list for each of `copies` disjoint sets of pages, and
+        """Return indptr, a shuffled page list for each of `copies` disjoint sets of pages, and
         last_page_len, all int32 on the GPU."""
         steps = torch.arange(self.batch + 1, dtype=torch.int32, device="cuda")
         shuffled = torch.randperm(self.num_pages * copies, device="cuda").int()

@@ -1,4 +1,4 @@
-"""The attention figures as a table for kernels/README.md, and as a plot.
+"""Write the attention figures into a table of kernels/README.md and a plot.
 
 python benchmarks/attention/tables.py    # after bench_attention.py
 """
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def rows(figures: Figures) -> list[str]:
-    """Lines of a Markdown table."""
+    """Return the lines of a Markdown table."""
     draft = f"attn.draft.{MAIN}"
     copy = figures["copy.tbps"]["value"]
     lines = [
@@ -60,8 +60,8 @@ def rows(figures: Figures) -> list[str]:
     grid = {codec: _grid(figures, codec) for codec in CODECS}
     least = {codec: min(grid[codec].values()) for codec in CODECS}
     lines.append(
-        "| draft, least of batch 1 to 64 x 4K to 128K, times as fast as FlashInfer BF16 or fp8 | "
-        f"{least['log4']:.2f} | {least['uniform4']:.2f} | the faster of the two |"
+        "| draft, slowest of batch 1 to 64 x 4K to 128K, times as fast as FlashInfer BF16 or fp8 | "
+        f"{least['log4']:.2f} | {least['uniform4']:.2f} | the faster dtype |"
     )
     lines += [
         _row(
@@ -107,7 +107,7 @@ def _row(what: str, figures: Figures, name: str, form: str, baseline: str = "") 
 
 
 def _grid(figures: Figures, codec: str) -> dict[str, float]:
-    """Speed-up by shape, such as "16x32768"."""
+    """Return the speed-up by shape, such as "16x32768"."""
     end = f".{codec}.vs_flashinfer"
     return {
         name.removeprefix("attn.draft.grid.").removesuffix(end): figure["value"]
@@ -117,7 +117,7 @@ def _grid(figures: Figures, codec: str) -> dict[str, float]:
 
 
 def draw(figures: Figures, path: Path) -> None:
-    """Speed-ups over the faster of FlashInfer BF16 and fp8, by shape, to a PNG."""
+    """Draw speed-ups over the faster of FlashInfer BF16 and fp8, by shape, to a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -130,7 +130,8 @@ def draw(figures: Figures, path: Path) -> None:
         axes.set_xticks(range(len(grid)), grid, rotation=60, ha="right")
     axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set(
-        ylabel="times as fast", title="Draft attention against the faster of FlashInfer BF16, fp8"
+        ylabel="times as fast",
+        title="Draft attention against the faster of FlashInfer BF16 and fp8",
     )
     axes.legend(frameon=False)
     figure.tight_layout()

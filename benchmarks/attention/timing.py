@@ -1,4 +1,4 @@
-"""Time of GPU work from CUDA graphs, so that neither launches nor Python count."""
+"""Timing of GPU work in CUDA graphs, which excludes launches and Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_CALLS = 6
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median over replays in seconds, and half the distance of the outer deciles."""
+    """Median over replays in seconds, and half the distance between the outer deciles."""
 
     median_s: float
     spread_s: float
@@ -25,8 +25,11 @@ class Timing:
 
 
 def measure(calls: list[Callable[[], object]], replays: int = REPLAYS) -> Timing:
-    """Time of one call: the calls, which should use inputs of their own, are captured in turn, as
-    often as it takes for the launch of the graph not to count."""
+    """Return the time of one call. Each call should use inputs of its own.
+
+    One graph captures the calls in turn, at least LEAST_CALLS in all, so that the launch of the
+    graph does not count.
+    """
     calls = calls * -(-LEAST_CALLS // len(calls))
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
@@ -53,7 +56,7 @@ def measure(calls: list[Callable[[], object]], replays: int = REPLAYS) -> Timing
 
 
 def copy_bandwidth(nbytes: int = 2**31) -> float:
-    """Bytes per second read plus written by the fastest of PyTorch's ways to copy."""
+    """Return bytes per second, read plus written, of the faster of two ways to copy in PyTorch."""
     source = torch.ones(nbytes // 2, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
 

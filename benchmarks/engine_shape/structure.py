@@ -1,4 +1,4 @@
-"""Counts over the source tree, by its syntax: nothing is imported."""
+"""Counts over the source tree by its syntax, without importing it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
 
-# Bases that only declare: a class below one of them inherits nothing of ours that runs.
+# Bases that only declare: a class below one of them inherits no code of KVSpec.
 _DECLARES = {"Protocol", "ABC"}
 
 
 def file_lines(package: Path) -> dict[str, int]:
-    """Return the number of lines of every module, by its path below the package's parent."""
+    """Return the number of lines of each module, by its path below the package's parent."""
     return {
         str(path.relative_to(package.parent)): len(path.read_text(encoding="utf-8").splitlines())
         for path in sorted(package.rglob("*.py"))
@@ -20,9 +20,9 @@ def file_lines(package: Path) -> dict[str, int]:
 
 
 def class_depths(package: Path) -> dict[str, int]:
-    """Return for every class how many classes of ours it inherits from, one behind the other.
+    """Return for every class the length of its longest chain of base classes in `package`.
 
-    Protocols, abstract bases and exceptions are left out: what is below one of them counts 0.
+    Protocols, abstract bases and exceptions do not count: a class directly below one has length 0.
     Classes are told apart by name.
     """
     bases: dict[str, list[str]] = {}
@@ -46,8 +46,8 @@ def class_depths(package: Path) -> dict[str, int]:
 
 
 def plugin_files(folder: Path, group: str) -> dict[str, list[str]]:
-    """Return, by module, the Python files that the entry points of a group in a folder of plug-ins
-    lead to."""
+    """Return, by module, the Python files behind the entry points of `group` in a folder of
+    plug-ins."""
     files = set()
     for path in folder.glob("*.dist-info/entry_points.txt"):
         points = ConfigParser()

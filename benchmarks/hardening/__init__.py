@@ -1,1 +1,1 @@
-"""A hostile day of use: generated requests, streams, refusals."""
+"""Parts of bench_hardening.py: generated requests, streams, refusals."""

@@ -1,4 +1,4 @@
-"""Sends generated requests to a live server, valid ones beside them, and looks for damage."""
+"""Fuzzing of a live server with generated requests, with valid requests beside them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from hypothesis import strategies as st
 from hardening.generation import Attempt, attempts
 
 CONNECT_S, READ_S = 10.0, 120.0
-# How long pages of requests that were cut short may stay in use, and how often to look.
+# Seconds that pages of aborted requests may stay in use, and seconds between two checks.
 SETTLE_S, POLL_S = 60.0, 0.1
-# Requests of a batch, and how many of them are under way at once.
+# Requests of a batch, and how many of them run at once.
 BATCH = 20
 AT_ONCE = 8
-# Prompts whose answers are known, and the tokens of each answer.
+# Valid prompts with known answers, sent beside each batch, and the tokens of each answer.
 NEIGHBOURS = (
     "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n\n" * 6,
     "def add(first, second):\n    return",
 )
 NEIGHBOUR_TOKENS = 24
-# No log may hold this: SGLang logs a refused request in one line.
+# A traceback in a log is a finding: SGLang logs a refused request in one line.
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 
 
 @dataclass(slots=True)
 class FuzzResult:
-    """Counts so far; the lists hold a sentence a finding. statuses: answers by HTTP status, 0 for
-    those that were cut short by their client."""
+    """Counts so far. The lists hold one sentence per finding. statuses: number of answers by HTTP
+    status; 0 stands for answers that the client cut short."""
 
     requests: int = 0
     batches: int = 0
@@ -62,11 +62,11 @@ class FuzzResult:
 
 
 class Fuzzer:
-    """Attacks one server, batch by batch.
+    """Attack on one server, batch by batch.
 
-    url: of the server under attack. ask: answers a neighbour's prompt; a server of a pair is asked
-    through its door. held: says what is in use although nothing runs, empty for nothing. logs: of
-    every process that may be hurt.
+    url: address of the server under attack. ask: returns the answer to a neighbour's prompt; a
+    server of a pair is asked through its door. held: describes what is in use while no request
+    runs, "" for nothing. logs: logs of every process that may be damaged.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Fuzzer:
         self._expected = {prompt: ask(prompt) for prompt in NEIGHBOURS}
 
     def attack(self, batch: Sequence[Attempt]) -> None:
-        """Send a batch, neighbours beside it, and look for damage once all have ended."""
+        """Send a batch with neighbours beside it. Look for damage once all requests have ended."""
         result = self.result
         with ThreadPoolExecutor(AT_ONCE + len(NEIGHBOURS)) as pool:
             neighbours = [pool.submit(self._check_neighbour, prompt) for prompt in NEIGHBOURS]
@@ -114,7 +114,7 @@ class Fuzzer:
                             status = 0
                             break
                 except requests.exceptions.ChunkedEncodingError:
-                    # The door ends a stream that has failed so, after an event that says why.
+                    # The door ends a failed stream in this way, after an event with the reason.
                     if not is_told:
                         raise
         except requests.RequestException as error:
@@ -129,15 +129,15 @@ class Fuzzer:
         try:
             text = self._ask(prompt)
         except requests.RequestException as error:
-            self._note("crashes", f"a neighbour got {type(error).__name__}: {error}")
+            self._note("crashes", f"a valid request failed with {type(error).__name__}: {error}")
             return
         if text != self._expected[prompt]:
-            self._note("neighbours_changed", f"{prompt[:20]!r} was answered {text[:200]!r}")
+            self._note("neighbours_changed", f"the answer to {prompt[:20]!r} became {text[:200]!r}")
 
     def _look_for_leaks(self, batch: Sequence[Attempt]) -> None:
         deadline = time.monotonic() + SETTLE_S
         try:
-            # An abort takes effect some iterations after its client has left.
+            # An abort takes effect some iterations after the client has disconnected.
             while (held := self._held()) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
         except requests.RequestException as error:
@@ -162,8 +162,8 @@ class Fuzzer:
 
 
 def run(fuzzer: Fuzzer, vocab_size: int, num_requests: int, seed: int) -> FuzzResult:
-    """Attack with so many generated requests, in batches of BATCH; end early at a crash or a leak,
-    after which further findings would only repeat it."""
+    """Attack with `num_requests` generated requests, in batches of BATCH. End early at a crash or a
+    leak: further findings would only repeat it."""
 
     @hypothesis.seed(seed)
     @settings(
@@ -175,7 +175,7 @@ def run(fuzzer: Fuzzer, vocab_size: int, num_requests: int, seed: int) -> FuzzRe
     )
     @given(st.lists(attempts(vocab_size), min_size=BATCH, max_size=BATCH))
     def attack(batch: list[Attempt]) -> None:
-        # After an error hypothesis repeats a batch, and would find a server that is gone.
+        # Hypothesis repeats a batch after an error, when the server may be dead already.
         if not fuzzer.result.crashes and not fuzzer.result.leaks:
             fuzzer.attack(batch)
 
@@ -188,8 +188,8 @@ def _shown(batch: Sequence[Attempt]) -> str:
 
 
 def ask_generate(url: str, prompt: str, **fields: Any) -> str:
-    """Return the greedy answer of /generate to a neighbour's prompt, read from a stream whose
-    chunks must each begin with the one before."""
+    """Return the greedy answer of /generate to a neighbour's prompt, read from a stream. A chunk
+    that does not begin with the text before it changes the returned text."""
     params = {"temperature": 0, "max_new_tokens": NEIGHBOUR_TOKENS, "ignore_eos": True}
     text = ""
     with requests.post(
@@ -208,8 +208,8 @@ def ask_generate(url: str, prompt: str, **fields: Any) -> str:
 
 
 def held_by(url: str) -> str:
-    """Say what a server holds although nothing runs: pages that are no cached prefix, window slots,
-    requests. Empty where it holds nothing."""
+    """Describe what a server holds while no request runs: pages that are no cached prefix, pages in
+    flight, window pages. Return "" if it holds nothing."""
     info = requests.get(f"{url}/server_info", timeout=(CONNECT_S, READ_S)).json()
     report = info["internal_states"][0]["kvspec"]
     states, pools = report["page_states"], report["pools"]
@@ -217,4 +217,7 @@ def held_by(url: str) -> str:
     allocated, in_window = pools["num_pages_allocated"], pools["window_pages_used"]
     if encoded == allocated and not in_window and not states["IN_FLIGHT"]:
         return ""
-    return f"{allocated} pages allocated, {encoded} encoded ({states}), {in_window} in the window"
+    return (
+        f"{allocated} pages allocated, {encoded} encoded ({states}), {in_window} in the recent "
+        "window"
+    )

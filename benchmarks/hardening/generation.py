@@ -1,4 +1,4 @@
-"""Hypothesis strategies for HTTP requests: mostly valid, with a few fields that are not."""
+"""Hypothesis strategies for HTTP requests: mostly valid, with a few invalid fields."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-# Tokens an answer may have: more would only make the run longer.
+# Most tokens of an answer: longer answers would only make the run longer.
 MOST_TOKENS = 12
-# Samples of a prompt: none, or more than any pool holds.
+# Invalid numbers of samples for a prompt: none, fewer, or more than any pool holds.
 SAMPLES = (0, -1, 100_000, 10**12)
 
-# Prompts about as long as the model's context, less, and more.
+# Prompt lengths around the model's context length.
 CONTEXT = 8192
 NEAR_LIMIT = (CONTEXT - MOST_TOKENS - 1, CONTEXT - 2, CONTEXT - 1, CONTEXT, CONTEXT + 1)
 
 JSON = {"Content-Type": "application/json"}
-# All of them hold or break off at the limits of what a field may be.
+# Values at and beyond the limits of a field's type.
 _NUMBERS = (
     0,
     -1,
@@ -39,8 +39,8 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request. hang_up_after: chunks of the answer after which the client leaves; None reads
-    all of it."""
+    """One request. hang_up_after: number of the answer's chunk, from 0, after which the client
+    disconnects; None reads the whole answer."""
 
     path: str
     body: bytes
@@ -70,13 +70,13 @@ def attempts(vocab_size: int) -> SearchStrategy[Attempt]:
 
 
 def _weighted(*pairs: tuple[int, SearchStrategy[Any]]) -> SearchStrategy[Any]:
-    """One of these strategies, each with its weight: one_of() knows none."""
+    """Draw from one of these strategies, each with its weight: one_of() has no weights."""
     drawn = [strategy for weight, strategy in pairs for _ in range(weight)]
     return st.sampled_from(range(len(drawn))).flatmap(lambda place: drawn[place])
 
 
 def _hostile() -> SearchStrategy[Any]:
-    """A value that a field hardly expects."""
+    """Draw a value that a field does not expect."""
     scalars = st.one_of(
         st.none(),
         st.booleans(),
@@ -95,12 +95,12 @@ def _hostile() -> SearchStrategy[Any]:
 
 
 def _mostly(*valid: Any, wrong: tuple[Any, ...]) -> SearchStrategy[Any]:
-    """One of the valid values, or now and then a wrong one."""
+    """Draw one of the valid values, or in one of 20 cases a wrong value."""
     return _weighted((19, st.sampled_from(valid)), (1, st.sampled_from(wrong)))
 
 
 def _mixed(plausible: dict[str, SearchStrategy[Any]], most: int = 4) -> SearchStrategy[dict]:
-    """Up to `most` of these fields, one in 25 of them with a hostile value."""
+    """Draw up to `most` of these fields, one in 25 of them with a hostile value."""
     names = st.lists(st.sampled_from(sorted(plausible)), unique=True, max_size=most)
     return names.flatmap(
         lambda chosen: st.fixed_dictionaries(
@@ -219,7 +219,7 @@ def _generate(vocab_size: int) -> SearchStrategy[tuple[str, dict[str, Any]]]:
 
 
 def _short(sampling: Any) -> Any:
-    """Bound the answer's length where the parameters name none."""
+    """Bound the answer's length if the parameters do not."""
     if isinstance(sampling, dict):
         return {"max_new_tokens": MOST_TOKENS, **sampling}
     if isinstance(sampling, list):
@@ -228,7 +228,7 @@ def _short(sampling: Any) -> Any:
 
 
 def _openai(vocab_size: int) -> dict[str, SearchStrategy[Any]]:
-    """Fields that completions and chats have in common."""
+    """Return the fields that completions and chats have in common."""
     shared = _sampling(vocab_size)
     for name in ("max_new_tokens", "min_new_tokens", "sampling_seed", "structural_tag"):
         shared.pop(name)
@@ -353,7 +353,7 @@ def _others(vocab_size: int) -> SearchStrategy[tuple[str, dict[str, Any]]]:
 
 
 def _malformed() -> SearchStrategy[Attempt]:
-    """Bodies that are no JSON object, or that say they are something else."""
+    """Draw bodies that are no JSON object, or whose content type names something else."""
     bodies = st.sampled_from(
         (
             b"",

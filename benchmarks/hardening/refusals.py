@@ -17,7 +17,7 @@ def measure(runs: int) -> list[float]:
     """Return the seconds of each run from start to exit, each in a process of its own.
 
     Raises AssertionError if a run ends with another exit code than 2, or without one sentence that
-    names the flag. The first run may read SGLang's files from disk, later runs find them cached.
+    names the flag. The first run may read SGLang's files from disk. Later runs find them cached.
     """
     return [_seconds_of_a_refusal() for _ in range(runs)]
 

@@ -15,15 +15,15 @@ from kvspec_testkit.transport.fuzz import damaged_messages, forged_messages, noi
 from sglang_kvspec.transport.prefixes.frames import STORE_PROTOCOL
 from sglang_kvspec.transport.wire import seal
 
-# Messages on one connection, after which another is opened.
+# Messages on one connection, before the next one is opened.
 BURST = 50
 CLOSE_MS = 200
 _LINES = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 300, b"\x00" * 64, b"ZMTP", b"\xff\x00\x00\x00")
 
 
 def attack_store(address: str, num_messages: int, seed: int) -> None:
-    """Send messages that no honest server sends: noise, damaged frames, and frames whose checksum
-    is right and whose body is not; between them bytes that are not ZMQ's. Nothing is read back."""
+    """Send messages that no honest server sends: noise, damaged frames, and frames with a right
+    checksum and a wrong body. Between bursts, send bytes that are not ZMQ's. Read nothing back."""
     random = Random(seed)
     sources = (_noise(random), _forged(random), damaged_messages(seed), forged_messages(seed))
     context = zmq.Context.instance()
@@ -43,7 +43,7 @@ def _noise(random: Random) -> Iterator[list[bytes]]:
 
 
 def _forged(random: Random) -> Iterator[list[bytes]]:
-    """Frames of the prefix server's own protocol with a body of noise."""
+    """Yield frames of the prefix server's own protocol with a body of noise."""
     while True:
         body = pack([noise_value(random, 0) for _ in range(random.randrange(8))])
         yield [seal(STORE_PROTOCOL, random.randrange(16), body, None)]

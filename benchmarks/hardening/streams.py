@@ -1,4 +1,4 @@
-"""How evenly tokens reach clients: several streams at once on one server."""
+"""Gaps between the tokens of several streams at once on one server, as clients see them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import requests
 
 TIMEOUT_S = 600.0
-# English, so that a real model goes on sensibly; each stream begins with a part of its own.
+# English text, so that a real model continues sensibly. Each stream has a topic of its own.
 TOPICS = ("rivers", "bread", "the moon", "a small library")
 QUESTION = (
     "Write a long and detailed essay about {topic}. Explain where it comes from, what people have "
@@ -22,8 +22,9 @@ QUESTION = (
 
 @dataclass(frozen=True, slots=True)
 class StreamRun:
-    """Answers of one run. gaps_s: between two chunks that bring tokens, of all streams. rate:
-    tokens a second, from the first request to the end of the last answer. texts: by stream."""
+    """Answers of one run. gaps_s: seconds between two chunks that bring tokens, of all streams.
+    first_s: seconds until the first chunk, by stream. rate: tokens a second, from the first request
+    to the end of the last answer. texts: answers by stream."""
 
     gaps_s: tuple[float, ...]
     first_s: tuple[float, ...]
@@ -38,7 +39,7 @@ class StreamRun:
 
 
 def run_streams(url: str, num_tokens: int, topics: Sequence[str] = TOPICS) -> StreamRun:
-    """Stream one greedy answer of `num_tokens` a topic, all at once. Raises RequestException."""
+    """Stream one greedy answer of `num_tokens` per topic, all at once. Raises RequestException."""
     began = time.perf_counter()
     with ThreadPoolExecutor(len(topics)) as pool:
         streams = list(pool.map(lambda topic: _read(url, topic, num_tokens), topics))
@@ -55,13 +56,13 @@ def run_streams(url: str, num_tokens: int, topics: Sequence[str] = TOPICS) -> St
 
 
 def _read(url: str, topic: str, num_tokens: int) -> tuple[list[float], str]:
-    """Arrival of every chunk that brought tokens, and the whole text."""
+    """Return the arrival time of every chunk that brought tokens, and the whole text."""
     body = {
         "text": QUESTION.format(topic=topic) * 3,
         "stream": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True},
     }
-    # Read now and parsed afterwards: a client that parses takes time from the server beside it.
+    # Parse only after the stream has ended: parsing takes CPU time from the server.
     arrived: list[tuple[float, bytes]] = []
     with requests.post(f"{url}/generate", json=body, stream=True, timeout=TIMEOUT_S) as reply:
         reply.raise_for_status()
@@ -80,5 +81,5 @@ def _read(url: str, topic: str, num_tokens: int) -> tuple[list[float], str]:
                 if not times or times[-1] != now:
                     times.append(now)
             text = chunk["text"]
-    assert num_seen == num_tokens, f"{num_seen} of {num_tokens} tokens"
+    assert num_seen == num_tokens, f"the stream ended after {num_seen} of {num_tokens} tokens"
     return times, text

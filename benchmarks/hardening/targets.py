@@ -1,4 +1,4 @@
-"""Servers to attack, in every role, and how to see that they are whole afterwards."""
+"""Servers to attack, in every role, and checks that they are undamaged afterwards."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ SHARED = (
     "--max-total-tokens=24576",
     "--kvspec",
 )
-# Environment in which SGLang retracts requests now and then.
+# Environment that makes SGLang retract requests now and then.
 RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "3"))
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A server of one process, by what differs from the default. share: of all requests to single
-    servers. kills_store: its prefix server dies and comes back while requests run."""
+    """Settings of a server of one process. arguments, environment: differences to the default.
+    share: share of all requests to single servers. kills_store: the server's prefix server is
+    killed and restarted while requests run."""
 
     name: str
     share: float
@@ -62,7 +63,7 @@ VARIANTS = (
 
 @contextmanager
 def single(variant: Variant, folder: Path) -> Iterator[Fuzzer]:
-    """A server of one process, with a prefix server beside it where the variant kills one."""
+    """Run a server of one process, and a prefix server if the variant kills one. Yield a fuzzer."""
     log_path = folder / f"{variant.name}.log"
     if not variant.kills_store:
         with _server(variant, log_path) as server:
@@ -76,7 +77,8 @@ def single(variant: Variant, folder: Path) -> Iterator[Fuzzer]:
 
 @contextmanager
 def pair(folder: Path) -> Iterator[dict[str, Fuzzer]]:
-    """A prefill and a decode server and their door, by role; neighbours come through the door."""
+    """Run a prefill server, a decode server and their door. Yield fuzzers by role. Neighbours are
+    sent through the door."""
     with ServerPair(SHARED, log_folder=folder) as servers:
         servers.wait_healthy(START_TIMEOUT_S)
         log_path = folder / "door.log"
@@ -126,10 +128,11 @@ def _killing(store: PrefixServerProcess, every_s: float = 2.0) -> Iterator[None]
 
 
 def attack_prefix_server(folder: Path, num_messages: int, seed: int) -> list[str]:
-    """Attack a prefix server that a server uses; return what was found.
+    """Attack a prefix server that a server uses. Return the findings.
 
-    Before and after, the server forgets its own prefixes and must find a prompt's there, with the
-    same answer.
+    Before the attack, the server answers a prompt and publishes its prefix. After the attack, the
+    server drops its local prefixes. It must find the prefix on the prefix server, and give the same
+    answer.
     """
     with PrefixServerProcess(folder / "attacked-prefixes") as store:
         flags = (f"--kvspec-prefix-server={store.address}", "--kvspec-prefix-wait-ms=20000")
@@ -141,14 +144,14 @@ def attack_prefix_server(folder: Path, num_messages: int, seed: int) -> list[str
             findings = [] if store.is_alive else ["crashes: the prefix server has ended"]
             text, num_remote = _ask_cold(url, prompt)
             if text != expected:
-                findings.append(f"neighbours_changed: {text[:200]!r}")
+                findings.append(f"neighbours_changed: the answer became {text[:200]!r}")
             if not num_remote:
-                findings.append("neighbours_changed: no prefix came from the prefix server")
+                findings.append("neighbours_changed: the prefix server returned no prefix")
             return findings
 
 
 def _ask_cold(url: str, prompt: str) -> tuple[str, int]:
-    """The greedy answer without local prefixes, and how many tokens came from a prefix server."""
+    """Return the greedy answer without local prefixes, and the hit tokens from a prefix server."""
     requests.post(f"{url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
     while _published(url)["waiting_bytes"]:
         pass

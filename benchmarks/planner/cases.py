@@ -1,4 +1,4 @@
-"""Servers to simulate: a GPU, how much of its memory KV gets, how fast its link is."""
+"""Servers to simulate: a GPU, the share of its memory for KV, and the speed of its link."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from sglang_kvspec.planning.throughput import Setting
 
 OUTPUT_LEN = 512
 PROMPT_SPREAD = 0.05
-# Draft lengths and request limits among which lock-step and sequential verification get their best.
+# Draft lengths from which lock-step and sequential verification take their best.
 BASELINE_DRAFT_LENS = (8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """kv_share: of HBM, the rest being weights. ratio: HBM bandwidth over link bandwidth, as
-    published. sizes "paper": VeriCache's (anchors a fifth of the KV, the rest fetched) in place of
-    the codec's."""
+    """One server to simulate.
+
+    kv_share: share of HBM for KV; weights fill the rest. ratio: published HBM bandwidth over link
+    bandwidth. sizes: "paper" takes VeriCache's sizes (anchors are a fifth of the KV, the rest is
+    fetched) instead of the codec's.
+    """
 
     gpu: str
     context_len: int
@@ -82,7 +85,8 @@ class Case:
 
 
 def model_of(params: float) -> ModelShape:
-    """Layers and heads between those of Qwen3-8B and Qwen3-32B, in a line with the parameters."""
+    """Return a model shape of `params` parameters. Layers and heads lie on a line through Qwen3-8B
+    and Qwen3-32B."""
     share = (params - 8.2e9) / (32.8e9 - 8.2e9)
     return ModelShape(
         num_layers=round(36 + 28 * share),
@@ -96,7 +100,7 @@ def model_of(params: float) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Steady tokens/s by schedule; `plan` is staggered or, where that does not pay, plain."""
+    """Steady tokens/s by schedule. plan: staggered, or plain if staggered does not pay."""
 
     case: Case
     plain: float
@@ -119,7 +123,8 @@ class Outcome:
 
 
 def run_case(case: Case, seed: int, *, baselines: bool) -> Outcome | None:
-    """None where plain decoding cannot hold one request, so that nothing can be compared."""
+    """Simulate one case. Return None if plain decoding cannot hold one request: then there is
+    nothing to compare with."""
     setting, machine = case.setting(), case.machine()
     longest = case.context_len * (1 + PROMPT_SPREAD) + 2 * OUTPUT_LEN
     if longest * machine.plain_bytes > machine.kv_bytes:
@@ -152,7 +157,8 @@ def run_case(case: Case, seed: int, *, baselines: bool) -> Outcome | None:
 def make_trace(
     case: Case, seed: int, setting: Setting, point: OperatingPoint | None
 ) -> tuple[TraceRequest, ...]:
-    """All at once, and enough that the larger batch is filled four times, within reason."""
+    """Return a trace of requests that arrive at once. They fill the larger batch four times, but
+    are 12 at least and 640 at most."""
     batch = max(point.num_requests if point else 0, setting.plain_requests)
     return generate_trace(
         seed,
@@ -166,8 +172,8 @@ def make_trace(
 def best_of(
     kind: type[LockStep], machine: Machine, trace: tuple[TraceRequest, ...], setting: Setting
 ) -> float:
-    """The schedule with the draft length and number of requests that suit it best; 0 where it
-    holds none."""
+    """Return the tokens/s of a schedule at its best draft length and number of requests; 0 if it
+    holds no request."""
     limits = {n for n in (setting.resident_requests, setting.most_requests) if n}
     runs = [
         simulate(kind(machine, draft_len, limit), trace).tokens_per_s()
@@ -179,8 +185,8 @@ def best_of(
 
 @dataclass(frozen=True, slots=True)
 class LinkBound:
-    """demand: bytes the requests would fetch in the time their forwards take, over what the link
-    moves in it."""
+    """Result of a server whose link is the limit. demand: bytes that the requests would fetch
+    during their forwards, over the bytes that the link moves in that time."""
 
     utilisation: float
     stall_share: float
@@ -188,8 +194,8 @@ class LinkBound:
 
 
 def run_link_bound(case: Case, seed: int) -> LinkBound:
-    """As many requests as fit, with short drafts: more than the link serves. HBM keeps more rooms
-    free than a link that never rests fills, so that only the link binds."""
+    """Simulate as many requests as fit, with short drafts: more than the link can serve. HBM keeps
+    more rooms free than a busy link can fill, so that only the link is the limit."""
     draft_len = 8
     request, machine = case.setting().request, case.machine()
     link = machine.link_bytes_per_s

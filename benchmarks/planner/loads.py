@@ -1,4 +1,4 @@
-"""What other ways to load residuals would bring, by the model that chooses operating points."""
+"""Gains of other ways to load residuals, by the model that chooses operating points."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from acceptance.report import Figure
 from planner.cases import OUTPUT_LEN, Case
 from planner.operating_point import Loading, choose_operating_point
 
-# Name in the figures, and the ways of which the best counts.
+# Ways to load by their name in the figures. The best way of a name counts.
 WAYS: Mapping[str, tuple[Loading, ...]] = {
     "own": (Loading(),),
     "longer_loads": (Loading(span=2),),
     "load_serves_several": tuple(Loading(verifications=n) for n in (2, 4)),
     "keeps_pages": (Loading(keeps_pages=True),),
 }
-# A gain that counts: draft lengths are tried in steps that cost as much.
+# Least gain that counts: the steps between the draft lengths that are tried cost as much.
 LEAST_GAIN = 1e-3
 
 
 def weigh_loads(case: Case) -> dict[str, float] | None:
-    """Expected tokens/s by way, 0 where it is no better than plain decoding; None where the
-    schedule's own is not."""
+    """Return the expected tokens/s by way to load, 0 if a way is no better than plain decoding.
+    Return None if the schedule's own way is no better."""
     machine = case.machine()
 
     def expected(loading: Loading) -> float:
@@ -42,10 +42,10 @@ def load_figures(pool: Executor, cases: Iterable[Case]) -> list[Figure]:
             continue
         gains = [speeds[name] / speeds["own"] - 1 for speeds in weighed]
         pays = sum(gain > LEAST_GAIN for gain in gains)
-        unit = "of the expected throughput gained, most of these servers"
+        unit = "of the expected throughput gained, maximum over these servers"
         figures.append(Figure(f"plan.loads.{name}", max(gains), unit))
-        figures.append(Figure(f"plan.loads.{name}.pays", pays, "of these servers, by over 0.1 %"))
+        figures.append(Figure(f"plan.loads.{name}.pays", pays, "servers that gain over 0.1 %"))
     beyond = max(s["load_serves_several"] / max(s["own"], s["keeps_pages"]) - 1 for s in weighed)
-    unit = "of the expected throughput gained on top of keeping pages, most of these servers"
+    unit = "of the expected throughput gained beyond keeping pages, maximum over these servers"
     figures.append(Figure("plan.loads.load_serves_several.beyond_pages", beyond, unit))
     return figures

@@ -1,8 +1,8 @@
-"""Where a request's next verification, and the fetch before it, fit (VeriCache section 5.2, ADMIT).
+"""Places for a request's next verification and the fetch before it (VeriCache section 5.2, ADMIT).
 
-Differences to the paper: a fetch takes whatever the link has left in each iteration of its span, so
-the link can be filled to the last byte where whole iterations would be rounded up; and it ends one
-iteration before the verification, whose forward pass needs all of it.
+Two things differ from the paper. A fetch takes all that the link has left in each iteration of its
+span. So the link can be filled to the last byte, while whole iterations would be rounded up. A
+fetch ends one iteration before its verification, because that forward needs all residuals.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sglang_kvspec.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request that needs its next verification.
+    """Demand of a request for its next verification.
 
-    fetch_bytes: residuals to bring to HBM for it; 0 when they are resident. best_len: drafts it
-    would best verify; num_drafts: those it has when it asks. priority: higher goes first. deadline:
-    iteration by which its user should see tokens.
+    fetch_bytes: residuals to fetch into HBM for it; 0 if they are resident. best_len: best number
+    of drafts to verify. num_drafts: drafts that the request has when it asks. priority: higher goes
+    first. deadline: iteration by which its user should see tokens.
     """
 
     request_id: int
@@ -35,7 +35,8 @@ class Ask:
         if self.fetch_bytes < 0 or self.best_len < 1 or self.num_drafts < 0:
             raise ConfigError(
                 "fetch_bytes and num_drafts must be >= 0 and best_len >= 1, "
-                f"got {self.fetch_bytes}, {self.num_drafts}, {self.best_len}"
+                f"got fetch_bytes={self.fetch_bytes}, num_drafts={self.num_drafts}, "
+                f"best_len={self.best_len}"
             )
 
 
@@ -54,14 +55,15 @@ class Place:
 
     @property
     def first(self) -> int:
-        """First iteration in which it holds anything."""
+        """Return the first iteration in which this place holds anything."""
         return self.moves[0][0] if self.moves else self.verify_at
 
 
 class Outcome(Enum):
     PLACED = auto()
     WAITING = auto()
-    # Fits no empty ring: keep its residuals resident, stream them, or decode it without drafts.
+    # The request does not fit empty rings: keep its residuals resident, stream them, or decode it
+    # without drafts.
     TOO_LARGE = auto()
 
 
@@ -73,7 +75,7 @@ class Decision:
 
 
 def offsets_to_try(best: int, least: int, most: int) -> Iterator[int]:
-    """best, best - 1, best + 1, best - 2, ... within least..most."""
+    """Yield best, best - 1, best + 1, best - 2, ... within least..most."""
     best = min(max(best, least), most)
     yield best
     for distance in range(1, max(best - least, most - best) + 1):
@@ -86,11 +88,11 @@ def offsets_to_try(best: int, least: int, most: int) -> Iterator[int]:
 def find_place(
     rings: Rings, ask: Ask, num_drafts: int, now: int, max_draft_len: int
 ) -> Place | None:
-    """The nearest place to the best draft length at which every ring has room.
+    """Return the place nearest to the best draft length at which every ring has room, or None.
 
-    num_drafts: those the request has by now. Verifications lie 1..max_draft_len iterations ahead,
-    further only when the fetch alone takes longer than that. A request that has drafts and needs no
-    fetch may also verify at once.
+    num_drafts: drafts that the request has by now. Verifications lie 1..max_draft_len iterations
+    ahead, or further if the fetch alone takes longer. A request that has drafts and needs no fetch
+    may also verify at once.
     """
     most = min(max(max_draft_len, shortest_fetch(rings, ask.fetch_bytes)), rings.horizon - 1)
     least = 0 if num_drafts and not ask.fetch_bytes else 1
@@ -108,8 +110,8 @@ def find_place(
 
 
 def find_again(rings: Rings, place: Place, now: int) -> Place | None:
-    """Where a reservation that was released fits again: where it was, or as soon after as every
-    ring has room."""
+    """Return a place for a released reservation: the old one, or the first after it at which every
+    ring has room. Return None if there is none."""
     for offset in range(max(place.verify_at - now, 0), rings.horizon):
         if rings.slots.free(offset) < 1:
             continue
@@ -123,9 +125,9 @@ def find_again(rings: Rings, place: Place, now: int) -> Place | None:
 def moves_before(
     rings: Rings, verify_offset: int, num_bytes: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """(offset, bytes) that bring num_bytes as late as the link allows, or None.
+    """Return moves (offset, bytes) that fetch num_bytes as late as the link allows, or None.
 
-    None as well where HBM cannot hold num_bytes from the first move through the verification.
+    Return None also if HBM cannot hold num_bytes from the first move through the verification.
     """
     if num_bytes == 0:
         return ()
@@ -146,7 +148,7 @@ def moves_before(
 
 
 def is_too_large(rings: Rings, ask: Ask) -> bool:
-    """Whether it could not be placed on empty rings either."""
+    """Return True if the request could not be placed on empty rings either."""
     if rings.slots.capacity < 1:
         return True
     if ask.fetch_bytes == 0:
@@ -164,7 +166,7 @@ def reserve(rings: Rings, place: Place, now: int) -> None:
 
 
 def release(rings: Rings, place: Place, now: int) -> None:
-    """Undo `reserve` for the current and all coming iterations."""
+    """Undo `reserve` for the current iteration and all later ones."""
     rings.slots.remove(place.verify_at - now, 1)
     for when, amount in place.moves:
         if when >= now:
@@ -174,7 +176,8 @@ def release(rings: Rings, place: Place, now: int) -> None:
 
 
 def shortest_fetch(rings: Rings, num_bytes: int) -> int:
-    """Iterations that moving num_bytes takes on an empty link; the horizon when it never ends."""
+    """Return the iterations that moving num_bytes takes on an empty link, or the horizon if the
+    link moves nothing."""
     if num_bytes == 0:
         return 0
     if rings.link.capacity < 1:

@@ -1,4 +1,4 @@
-"""Speed-ups over what is varied, one line per schedule or kind of residual."""
+"""Plot of speed-ups over a varied quantity, one line per schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Curve = Sequence[tuple[float, float]]
 def draw_sweep(
     path: Path, curves: Mapping[str, Curve], *, title: str, label: str, log2: bool = False
 ) -> None:
-    """Points (varied quantity, times plain decoding) as a PNG."""
+    """Draw points (varied quantity, speed over that of plain decoding) to a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -23,7 +23,7 @@ def draw_sweep(
         axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, label=name)
     if log2:
         axes.set_xscale("log", base=2)
-    axes.set(xlabel=label, ylabel="times plain decoding", title=title)
+    axes.set(xlabel=label, ylabel="times as fast as plain decoding", title=title)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

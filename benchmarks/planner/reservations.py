@@ -1,15 +1,17 @@
-"""The planner of verifications: who fetches, who verifies, who waits, iteration by iteration.
+"""Planner of verifications: which requests fetch, verify or wait in each iteration.
 
-How long a request can wait for a place. A request that has waited `patience` iterations is overdue:
-overdue requests go first, oldest first, whatever their priority, and while the oldest has no place
-nobody reserves what it may need. Every reservation ends within `horizon` iterations, so that long
-after the last one the rings are empty and the oldest gets its place. Of n requests that wait at the
-same time, at most n - 1 are older than a given one, each holds it up once, and so it waits at most
+The wait for a place has a bound. A request that has waited `patience` iterations is overdue.
+Overdue requests go first, oldest first, whatever their priority. While the oldest has no place, no
+other request reserves what the oldest may need. Every reservation ends within `horizon` iterations:
+so long after the last reservation the rings are empty, and the oldest request gets its place. Of n
+requests that wait at the same time, at most n - 1 are older than a given request. Each of these
+delays the given request once. The given request waits at most
 
     patience + n * horizon
 
-iterations (`wait_bound`). This holds while budgets do not shrink and no fetch is late: a late fetch
-adds its lateness, a smaller budget the time until what was reserved under the larger has ended.
+iterations (`wait_bound`). The bound holds while budgets do not shrink and no fetch is late. A late
+fetch adds its lateness. A smaller budget adds the time until reservations under the larger budget
+have ended.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ from sglang_kvspec.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class IterationBudget:
-    """link_bytes: what the link moves in one iteration. hbm_bytes: what fetched residuals may hold
-    besides weights, anchors and resident residuals. verifications: most in one iteration."""
+    """Budget of one iteration. link_bytes: bytes that the link moves. hbm_bytes: bytes that fetched
+    residuals may hold besides weights, anchors and resident residuals. verifications: most
+    verifications."""
 
     link_bytes: int
     hbm_bytes: int
@@ -45,13 +48,13 @@ class IterationBudget:
 
     def __post_init__(self) -> None:
         if min(self.link_bytes, self.hbm_bytes, self.verifications) < 0:
-            raise ConfigError(f"an iteration's budget must not be negative, got {self}")
+            raise ConfigError(f"all numbers of an iteration's budget must be >= 0, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
 class FetchStart:
-    """Start moving num_bytes now. All of it has to be there before iteration `due`; the link serves
-    the soonest due first."""
+    """Order to start moving num_bytes now. All bytes must be in HBM before iteration `due`. The
+    link serves the fetch that is due soonest first."""
 
     request_id: int
     num_bytes: int
@@ -60,9 +63,10 @@ class FetchStart:
 
 @dataclass(frozen=True, slots=True)
 class IterationPlan:
-    """One iteration. Requests of `release` verify in it; their fetched residuals go after it.
+    """Plan of one iteration.
 
-    decisions: of every request that waited for a place when the iteration began.
+    release: requests that verify in this iteration and whose fetched residuals leave after it.
+    decisions: one for every request that waited for a place when the iteration began.
     """
 
     iteration: int
@@ -86,8 +90,8 @@ class _Placed:
 
 
 class VerificationPlanner:
-    """Holds the rings and who is where in them. A request submits an Ask after every verification,
-    and is forgotten when it has verified."""
+    """Rings, and the places of requests in them. A request submits an Ask after every verification.
+    The planner forgets the request when it verifies."""
 
     def __init__(
         self,
@@ -97,13 +101,13 @@ class VerificationPlanner:
         horizon: int | None = None,
         patience: int = 8,
     ) -> None:
-        """horizon: iterations looked ahead, by default one more than max_draft_len; longer for
-        fetches that take longer."""
+        """Create an empty planner. horizon: number of iterations to plan ahead, by default
+        max_draft_len + 1. Long fetches need a longer horizon."""
         horizon = max_draft_len + 1 if horizon is None else horizon
         if max_draft_len < 1 or horizon <= max_draft_len or patience < 0:
             raise ConfigError(
                 "max_draft_len must be >= 1, horizon > max_draft_len and patience >= 0, "
-                f"got {max_draft_len}, {horizon} and {patience}"
+                f"got max_draft_len={max_draft_len}, horizon={horizon}, patience={patience}"
             )
         self.now = 0
         self.max_draft_len = max_draft_len
@@ -122,28 +126,30 @@ class VerificationPlanner:
 
     @property
     def due(self) -> tuple[int, ...]:
-        """Requests that fetched for a verification in the current iteration."""
+        """Return the requests that fetched for a verification in the current iteration."""
         entries = self._placed.items()
         return tuple(r for r, e in entries if e.place.verify_at == self.now and e.place.moves)
 
     def knows(self, request_id: int) -> bool:
-        """Whether a request waits for a place or has one."""
+        """Return True if the request waits for a place or has one."""
         return request_id in self._waiting or request_id in self._placed
 
     def wait_bound(self, num_waiting: int) -> int:
-        """Most iterations one of num_waiting requests waits for a place; derived above."""
+        """Return the most iterations that one of num_waiting requests waits for a place. The module
+        docstring derives this bound."""
         return self.patience + num_waiting * self.rings.horizon
 
     def submit(self, ask: Ask) -> None:
-        """Ask for a place; the next `advance` decides."""
+        """Ask for a place. The next `advance` decides."""
         if ask.request_id in self._waiting or ask.request_id in self._placed:
-            raise ConfigError(f"request {ask.request_id} already asked for its verification")
+            raise ConfigError(f"request {ask.request_id} has already asked for its verification")
         self._waiting[ask.request_id] = _Waiting(ask, self.now)
 
     def cancel(self, request_id: int) -> bool:
         """Release all that a request holds, for an abort, a retraction or an early end.
 
-        False when it neither waits nor has a place, as between a verification and the next ask.
+        Return False if the request neither waits nor has a place, for example between a
+        verification and the next ask.
         """
         if self._waiting.pop(request_id, None) is not None:
             return True
@@ -154,11 +160,12 @@ class VerificationPlanner:
         return True
 
     def resize(self, budget: IterationBudget) -> tuple[int, ...]:
-        """Change the budgets. Where places no longer fit, what has not started moves to later ones;
-        who finds none, and whose started fetch HBM no longer holds, waits again with its age.
+        """Change the budgets. If places exceed them, reservations that have not started move to
+        later iterations. A request waits again, with its age, if it finds no place or if HBM cannot
+        hold its started fetch.
 
-        Returns the requests whose started fetches must be dropped because HBM no longer holds them.
-        What started fetches still move may exceed a smaller link budget: it arrives late.
+        Return the requests whose started fetches must be dropped because HBM cannot hold them.
+        Started fetches may exceed a smaller link budget. They then arrive late.
         """
         self.rings.link.capacity = budget.link_bytes
         self.rings.hbm.capacity = budget.hbm_bytes
@@ -167,10 +174,10 @@ class VerificationPlanner:
         return self._drop_started()
 
     def advance(self, late: Collection[int] = ()) -> IterationPlan:
-        """Decide the current iteration and slide on to the next.
+        """Plan the current iteration, and slide on to the next.
 
-        late: requests whose fetch is due but not complete. They verify one iteration later, and
-        what has not started makes room for that by moving later, too.
+        late: requests whose fetch is due but not complete. They verify one iteration later.
+        Reservations that have not started move later, too, to make room.
         """
         self._postpone(late)
         decisions = self._admit()
@@ -190,7 +197,8 @@ class VerificationPlanner:
         return plan
 
     def _admit(self) -> tuple[Decision, ...]:
-        """Find places for waiting requests in their order, and stop at an overdue one without."""
+        """Find places for waiting requests in their order. Once an overdue request finds none,
+        later requests get a place only if they cannot delay it."""
         decisions = []
         blocked = False
         least_failed: float = inf
@@ -200,10 +208,10 @@ class VerificationPlanner:
                 del self._waiting[ask.request_id]
                 decisions.append(Decision(ask.request_id, Outcome.TOO_LARGE))
                 continue
-            # Places only fill up in this loop: what a smaller fetch did not find is not there.
+            # Places only fill up in this loop: a fetch finds none if a smaller one found none.
             hopeless = least_failed <= ask.fetch_bytes and not self._is_long(ask)
             place = None
-            if not hopeless and (not blocked or self._hinders_nobody(ask)):
+            if not hopeless and (not blocked or self._cannot_delay_others(ask)):
                 num_drafts = ask.num_drafts + self.now - entry.since
                 place = find_place(self.rings, ask, num_drafts, self.now, self.max_draft_len)
                 if place is None and ask.fetch_bytes:
@@ -219,7 +227,8 @@ class VerificationPlanner:
         return tuple(decisions)
 
     def _order(self, entry: _Waiting | _Placed) -> tuple[float, ...]:
-        """Overdue first, oldest first; the others by priority, then deadline, then age."""
+        """Return a sort key: overdue requests first, oldest first, then the others by priority,
+        deadline and age."""
         ask, since = entry.ask, entry.since
         deadline = inf if ask.deadline is None else ask.deadline
         if self._is_overdue(entry):
@@ -232,8 +241,9 @@ class VerificationPlanner:
     def _is_long(self, ask: Ask) -> bool:
         return shortest_fetch(self.rings, ask.fetch_bytes) > self.max_draft_len
 
-    def _hinders_nobody(self, ask: Ask) -> bool:
-        """A request without a fetch takes a slot only, and there may be one for everybody."""
+    def _cannot_delay_others(self, ask: Ask) -> bool:
+        """Return True if a place for this request cannot delay another request. Without a fetch it
+        takes only a slot, and there must be a slot for each known request."""
         known = len(self._waiting) + len(self._placed)
         return ask.fetch_bytes == 0 and self.rings.slots.capacity >= known
 
@@ -249,14 +259,18 @@ class VerificationPlanner:
             place = replace(entry.place, verify_at=self.now + 1)
             self._placed[request_id] = replace(entry, place=place)
         if late:
-            # What has started held its HBM beside the late ones already, so this always suffices.
+            # Started fetches already held HBM at the same time as the late ones, so moving the
+            # others always suffices.
             self._shift()
-            assert not self.rings.hbm.is_over(), "started fetches exceed HBM"
+            assert not self.rings.hbm.is_over(), (
+                "the fetches that have started exceed the HBM budget"
+            )
 
     def _shift(self) -> None:
-        """Where a ring is over, place anew what has not started, soonest first: where it was, or as
-        soon after as the rings allow. So lateness moves who comes after and costs nobody the turn.
-        Who finds no place waits again."""
+        """Find new places where a ring is over its capacity, for all reservations that have not
+        started, soonest first. Each gets its old place, or the first after it that the rings allow.
+        So lateness delays later requests, but none loses its turn. A request without a place waits
+        again."""
         if not self.rings.is_over():
             return
         coming = [e for e in self._placed.values() if e.place.first >= self.now]
@@ -271,8 +285,8 @@ class VerificationPlanner:
             self._placed[entry.ask.request_id] = replace(entry, place=place)
 
     def _drop_started(self) -> tuple[int, ...]:
-        """Take places of started fetches back, last in order first, while they exceed HBM. Returns
-        the requests that lost theirs."""
+        """Cancel places of started fetches, last in order first, while they exceed HBM. Return the
+        requests that lost their place."""
         ring = self.rings.hbm
         if not ring.is_over():
             return ()

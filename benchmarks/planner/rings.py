@@ -1,6 +1,6 @@
 """Amounts reserved in coming iterations: link and HBM (VeriCache section 5.1), and verifications.
 
-Amounts are integers, so that releasing what was reserved returns a ring to exactly zero.
+Amounts are integers, so that a ring is exactly zero after all reservations are released.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class ReservationRing:
-    """What is reserved in each of the next `horizon` iterations; offset 0 is the current one."""
+    """Reserved amounts of the next `horizon` iterations. Offset 0 is the current iteration."""
 
     def __init__(self, horizon: int, capacity: int) -> None:
         self.capacity = capacity
@@ -24,7 +24,8 @@ class ReservationRing:
         return self._reserved[self._index(offset)]
 
     def free(self, offset: int) -> int:
-        """Negative where reservations are left over from a larger capacity."""
+        """Return the free amount, which is negative if reservations are left from a larger
+        capacity."""
         return self.capacity - self._reserved[self._index(offset)]
 
     def add(self, offset: int, amount: int) -> None:
@@ -32,14 +33,15 @@ class ReservationRing:
 
     def remove(self, offset: int, amount: int) -> None:
         index = self._index(offset)
-        assert self._reserved[index] >= amount, "released more than was reserved"
+        reserved = self._reserved[index]
+        assert reserved >= amount, f"cannot release {amount}: only {reserved} is reserved"
         self._reserved[index] -= amount
 
     def is_over(self) -> bool:
         return max(self._reserved) > self.capacity
 
     def slide(self) -> None:
-        """Forget the current iteration; an empty one appears at the far end."""
+        """Drop the current iteration, and append an empty one at the far end."""
         self._reserved[self._start] = 0
         self._start = (self._start + 1) % len(self._reserved)
 
@@ -52,7 +54,7 @@ class ReservationRing:
 
 
 class Rings:
-    """The three rings that a verification takes from: bytes moved over the link in an iteration,
+    """Three rings in which a verification reserves: bytes moved over the link in an iteration,
     bytes of HBM held by fetched residuals, and verifications in one iteration."""
 
     def __init__(self, horizon: int, link_bytes: int, hbm_bytes: int, verifications: int) -> None:

@@ -1,5 +1,7 @@
-"""Ways to run a server that our plan is held against: plain decoding, and verification in lock-step
-or one by one (VeriCache section 4.2.1), where the link is idle while requests draft.
+"""Schedules to compare the staggered one with: plain decoding, lock-step and sequential.
+
+In lock-step and sequential verification (VeriCache section 4.2.1), the link is idle while requests
+draft.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from sglang_kvspec.planning.residency import ResidencyView, choose_resident
 
 
 class PlainDecoding(Schedule):
-    """Full-precision KV in HBM, one token a request and iteration."""
+    """Schedule with full-precision KV in HBM, and one token per request and iteration."""
 
     def has_room(self, request: TraceRequest) -> bool:
         if len(self.running) >= self.machine.max_requests:
@@ -35,14 +37,15 @@ class PlainDecoding(Schedule):
 
 
 class Drafting(Schedule):
-    """What schedules that draft share: memory, residency and the costs of rows.
+    """Common part of schedules that draft: memory, residency and the costs of rows.
 
-    They do not know where an output ends: drafts past it are made and verified in vain.
+    A schedule does not know where an output ends. Drafts past the end are made and verified in
+    vain.
     """
 
     def __init__(self, machine: Machine, draft_len: int, num_requests: int, rooms: int = 1) -> None:
-        """num_requests: most that run at once. rooms: how often HBM keeps free what the largest
-        request fetches, unless all residuals stay."""
+        """Create a schedule without requests. num_requests: most requests that run at once. rooms:
+        number of fetches of the largest request that HBM keeps free, unless all residuals stay."""
         super().__init__(machine)
         if not 1 <= draft_len <= machine.max_draft_len:
             raise ConfigError(f"draft_len must be 1..{machine.max_draft_len}, got {draft_len}")
@@ -50,7 +53,7 @@ class Drafting(Schedule):
         self.num_requests = min(num_requests, machine.max_requests)
         self.rooms = max(rooms, 1)
         self._to_keep: frozenset[int] = frozenset()
-        # Until requests or residents change.
+        # Cached until requests or residents change.
         self._steady_bytes: float | None = None
 
     def has_room(self, request: TraceRequest) -> bool:
@@ -65,7 +68,8 @@ class Drafting(Schedule):
         return min(self.rooms * max(residuals, default=0), sum(residuals))
 
     def join(self, request: RunningRequest) -> None:
-        """Residuals are born in HBM: who joins has them, and loses them if others keep theirs."""
+        """Add a request. Its residuals are created in HBM, so it is resident at first. The choice
+        of residents may evict it at once."""
         super().join(request)
         request.is_resident = True
         self._steady_bytes = None
@@ -86,7 +90,7 @@ class Drafting(Schedule):
         return 0 if request.is_resident else ceil(request.context_len * self.machine.residual_bytes)
 
     def steady_bytes(self) -> float:
-        """HBM that does not depend on what is being verified."""
+        """Return the bytes of HBM in use that do not depend on current verifications."""
         if self._steady_bytes is None:
             resident = sum(self.residual_bytes(r.trace) for r in self.running if r.is_resident)
             always = sum(self.always_bytes(r.trace) for r in self.running)
@@ -97,7 +101,8 @@ class Drafting(Schedule):
         return max(self.draft_len - request.num_drafts, 0)
 
     def choose_residents(self) -> None:
-        """Evicts at once; who is newly chosen keeps what its next verification fetches."""
+        """Choose the resident requests, and evict the others at once. A newly chosen request keeps
+        the residuals that its next verification fetches."""
         views = [
             ResidencyView(
                 request.request_id,
@@ -137,7 +142,7 @@ class Drafting(Schedule):
         )
 
     def verify(self, request: RunningRequest) -> float:
-        """Returns the tokens emitted."""
+        """Verify the drafts of a request. Return the tokens emitted."""
         if request.is_resident != self.keeps(request):
             request.is_resident = self.keeps(request)
             self._steady_bytes = None
@@ -147,7 +152,8 @@ class Drafting(Schedule):
 
 
 class LockStep(Drafting):
-    """All draft, then all verify: group by group, as many as fit HBM together, fetched first."""
+    """Schedule in which all requests draft, then all verify, group by group. A group is as many
+    requests as fit HBM together. Its residuals are fetched before it verifies."""
 
     def step(self) -> Step:
         drafting = [r for r in self.running if r.num_drafts < self.draft_len]
@@ -168,7 +174,7 @@ class LockStep(Drafting):
         return Step(seconds, tokens, stall_s, moved, held)
 
     def groups(self) -> Iterator[list[RunningRequest]]:
-        """Residents verify with the first group."""
+        """Yield the groups that verify together. Residents are in the first group."""
         kept = sum(self.residual_bytes(r.trace) for r in self.running if self.keeps(r))
         room = self.machine.kv_bytes - kept - sum(self.always_bytes(r.trace) for r in self.running)
         group: list[RunningRequest] = []
@@ -184,7 +190,8 @@ class LockStep(Drafting):
 
 
 class Sequential(LockStep):
-    """All draft, then one after the other fetches and verifies; residents verify together."""
+    """Schedule in which all requests draft, then residents verify together, then the others fetch
+    and verify one by one."""
 
     def groups(self) -> Iterator[list[RunningRequest]]:
         if residents := [r for r in self.running if r.is_resident]:

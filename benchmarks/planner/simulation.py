@@ -1,9 +1,10 @@
-"""A server in simulated time: requests of a trace join, take iterations, and leave.
+"""Server in simulated time: requests of a trace join, take iterations, and leave.
 
-What an iteration does is up to a schedule (schedules.py). Contexts are there when a request joins:
+A schedule (schedules.py) decides what an iteration does. A request joins with its context computed:
 prefill costs every schedule the same and is left out, as in VeriCache's long-context evaluation
-(section 8.1). Memory is taken for a request's whole length at once, so that nobody is retracted.
-Verifications emit what the acceptance curve expects, so that runs differ by schedule only.
+(section 8.1). Memory is reserved for a request's whole length at once, so that no request is
+retracted. A verification emits as many tokens as the acceptance curve expects, so that runs differ
+only by schedule.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Curve(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is simulated. Bytes are those of one token; window_bytes: of a request's recent window;
-    kv_bytes: HBM left for KV."""
+    """Simulated machine and model. kv_bytes: HBM left for KV. plain_bytes, anchor_bytes,
+    residual_bytes: bytes of one token. window_bytes: bytes of a request's recent window."""
 
     costs: Costs
     curve: Curve
@@ -58,11 +59,11 @@ class RunningRequest:
 
     @property
     def is_done(self) -> bool:
-        # Sums of expected tokens are not exact.
+        # Sums of expected tokens have rounding errors.
         return self.remaining < 1e-6
 
     def emit(self, num_tokens: float) -> float:
-        """Returns what of num_tokens was still wanted."""
+        """Emit up to num_tokens. Return the number of them that the request still wanted."""
         wanted = min(num_tokens, self.remaining)
         self.emitted += wanted
         return wanted
@@ -70,8 +71,8 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One iteration: its length, how much of it was lost to waiting for residuals (of a request
-    that waits while others run, its share), what it emitted, moved and held at most."""
+    """One iteration. stall_s: time lost to waiting for residuals; where only some requests wait,
+    their share of the time. moved_bytes: bytes moved over the link. held_bytes: most HBM in use."""
 
     seconds: float
     tokens: float
@@ -81,7 +82,8 @@ class Step:
 
 
 class Schedule(ABC):
-    """Decides what running requests do. Subclasses say who fits and what an iteration is."""
+    """Rule for what running requests do. A subclass decides which requests fit, and what an
+    iteration does."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -92,7 +94,8 @@ class Schedule(ABC):
 
     @abstractmethod
     def step(self) -> Step:
-        """Advance all running requests, at least one. Must not remove those that are done."""
+        """Advance all running requests, of which there is at least one. Must not remove requests
+        that are done."""
 
     def join(self, request: RunningRequest) -> None:
         self.running.append(request)
@@ -103,7 +106,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Up to one moment. busy_s leaves out times without a request."""
+    """Sums up to one moment. busy_s leaves out times without a request."""
 
     now_s: float = 0.0
     busy_s: float = 0.0
@@ -123,7 +126,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole run. progress: totals after every iteration."""
+    """Result of a whole run. progress: totals after every iteration."""
 
     num_requests: int
     peak_bytes: float
@@ -134,8 +137,8 @@ class Report:
         return self.progress[-1] if self.progress else Totals()
 
     def steady(self, first: float = 0.2, last: float = 0.8) -> Totals:
-        """What happened between these shares of all tokens: not while the server fills or runs
-        empty. Of runs too short for that, everything."""
+        """Return the totals between these shares of all tokens, without the times in which the
+        server fills or runs empty. A run that is too short for that counts as a whole."""
         tokens = self.end.tokens
         inner = [t for t in self.progress if first * tokens <= t.tokens <= last * tokens]
         if len(inner) < 2:
@@ -154,22 +157,23 @@ class Report:
         return steady.tokens / steady.busy_s if steady.busy_s else 0.0
 
     def stall_share(self) -> float:
-        """Of the time spent in iterations."""
+        """Return the share of stalls in the time spent in iterations."""
         steady = self.steady()
         return steady.stall_s / steady.busy_s if steady.busy_s else 0.0
 
     def link_utilisation(self, link_bytes_per_s: float) -> float:
-        """Bytes moved, of those the link could have moved."""
+        """Return the bytes moved, as a share of the bytes that the link could have moved."""
         steady = self.steady()
         return steady.moved_bytes / (link_bytes_per_s * steady.busy_s) if steady.busy_s else 0.0
 
 
 def simulate(schedule: Schedule, trace: Sequence[TraceRequest]) -> Report:
-    """Run all of `trace`, first come first served. CapacityError for what cannot fit at all."""
+    """Run all of `trace`, first come, first served. Raises CapacityError for a request that does
+    not fit an empty server."""
     pending = deque(enumerate(sorted(trace, key=lambda request: request.arrival_s)))
     totals, peak = Totals(), 0.0
     progress = []
-    # Whether the first of `pending` found no room among those that run.
+    # True if the first of `pending` found no room beside the running requests.
     is_full = False
     while pending or schedule.running:
         arrived = totals.now_s
@@ -180,7 +184,7 @@ def simulate(schedule: Schedule, trace: Sequence[TraceRequest]) -> Report:
         if not schedule.running:
             request = pending[0][1]
             if request.arrival_s <= arrived:
-                raise CapacityError(f"{request} does not fit an empty server")
+                raise CapacityError(f"{request} does not fit on an empty server")
             totals = replace(totals, now_s=request.arrival_s)
             continue
         step = schedule.step()

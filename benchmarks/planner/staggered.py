@@ -1,4 +1,4 @@
-"""Our plan in simulated time: the planner of verifications, told what a simulated link moves."""
+"""Staggered schedule in simulated time: the planner of verifications, with a simulated link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.simulation import Machine, RunningRequest, Step
 
 
 class Link:
-    """Moves bytes at a constant speed, the soonest due first."""
+    """Link that moves bytes at a constant speed, the fetch that is due soonest first."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -27,12 +27,12 @@ class Link:
         return request_id in self._left
 
     def run(self, seconds: float) -> float:
-        """Returns the bytes moved."""
+        """Move bytes for so many seconds. Return the bytes moved."""
         can = budget = seconds * self.bytes_per_s
         for request_id, (due, left) in sorted(self._left.items(), key=lambda item: item[1][0]):
             amount = min(left, can)
             can -= amount
-            # A byte's rest is rounding.
+            # Less than a byte left is a rounding error.
             if left - amount < 1:
                 del self._left[request_id]
             else:
@@ -43,9 +43,10 @@ class Link:
 
 
 class Staggered(Drafting):
-    """Our plan: verifications spread over iterations, their fetches hidden behind the others."""
+    """Schedule that spreads verifications over iterations. The fetches for one overlap with the
+    iterations before it."""
 
-    # Budgets follow the length of iterations once it has changed by this share.
+    # Budgets are updated when the mean length of an iteration has changed by this share.
     DRIFT = 0.05
 
     def __init__(self, machine: Machine, draft_len: int, num_requests: int, rooms: int = 2) -> None:
@@ -62,7 +63,7 @@ class Staggered(Drafting):
         )
 
     def join(self, request: RunningRequest) -> None:
-        # A first guess, before any iteration ran.
+        # First estimate, before any iteration has run.
         self.iteration_s = self.iteration_s or self.seconds((request,), ())
         super().join(request)
         if not self.planner.knows(request.request_id):
@@ -94,7 +95,8 @@ class Staggered(Drafting):
         late = [r for r in self.planner.due if self.link.is_moving(r)]
         plan = self.planner.advance(late)
         for decision in plan.decisions:
-            assert decision.outcome is not Outcome.TOO_LARGE, "has_room let in what cannot fit"
+            too_large = decision.outcome is Outcome.TOO_LARGE
+            assert not too_large, f"has_room() admitted request {decision.request_id}, too large"
         for start in plan.starts:
             self.link.start(start.request_id, start.num_bytes, start.due)
             self.held[start.request_id] = start.num_bytes
@@ -102,7 +104,7 @@ class Staggered(Drafting):
         verify_ids = set(plan.verify)
         verifying = [r for r in self.running if r.request_id in verify_ids]
         arrived = not any(self.link.is_moving(r.request_id) for r in verifying)
-        assert arrived, "a verification would run before its residuals came"
+        assert arrived, "a verification is due before its residuals have arrived"
         others = [r for r in self.running if r.request_id not in verify_ids]
         drafting = [r for r in others if r.num_drafts < self.machine.max_draft_len]
         num_idle = len(others) - len(drafting)
@@ -130,8 +132,8 @@ class Staggered(Drafting):
         budget = IterationBudget(
             link_bytes=int(self.machine.link_bytes_per_s * self._budget_s),
             hbm_bytes=max(int(self.machine.kv_bytes - self.steady_bytes()), 0),
-            # No more than an even spread: iterations with many take longer than those with few
-            # take less, once their tokens cost more than reading the weights.
+            # At most an even share per iteration. Once tokens cost more than reading the weights,
+            # an iteration with many verifications loses more time than one with few saves.
             verifications=ceil(len(self.running) / (self.draft_len + 1)),
         )
         for request_id in self.planner.resize(budget):

@@ -1,4 +1,4 @@
-"""Requests over time: made up from a seed, or recorded as JSON lines."""
+"""Requests over time: generated from a seed, or recorded as JSON lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_kvspec.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request: when it arrives, the tokens it brings and the tokens it wants."""
+    """One request: arrival time, prompt tokens and output tokens."""
 
     arrival_s: float
     prompt_len: int
@@ -23,8 +23,8 @@ class TraceRequest:
     def __post_init__(self) -> None:
         if not 0 <= self.arrival_s < inf or self.prompt_len < 1 or self.output_len < 1:
             raise ConfigError(
-                "a request arrives at 0 s or later and has at least one prompt and one output "
-                f"token, got {self}"
+                "arrival_s must be finite and >= 0, prompt_len and output_len must be >= 1, "
+                f"got {self}"
             )
 
     @property
@@ -42,8 +42,8 @@ def generate_trace(
     prompt_spread: float = 0.5,
     output_spread: float = 0.5,
 ) -> tuple[TraceRequest, ...]:
-    """Poisson arrivals (all at once for an infinite rate); lengths uniform around their means, off
-    by up to these shares of them."""
+    """Generate Poisson arrivals (all at once for an infinite rate). Lengths are uniform around
+    their means. Each spread is the largest deviation, as a share of the mean."""
     rng = Random(seed)
     now = 0.0
     requests = []
@@ -57,13 +57,14 @@ def generate_trace(
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """One JSON object a line, with the fields of TraceRequest."""
+    """Write one JSON object per line, with the fields of TraceRequest."""
     lines = (json.dumps(asdict(request)) for request in requests)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def read_trace(path: Path) -> tuple[TraceRequest, ...]:
-    """In order of arrival. Raises ConfigError naming the first line that is no request."""
+    """Read requests in order of arrival. Raises ConfigError naming the first line that is no
+    request."""
     requests = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
@@ -71,5 +72,5 @@ def read_trace(path: Path) -> tuple[TraceRequest, ...]:
         try:
             requests.append(TraceRequest(**json.loads(line)))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path}, line {number}: not a request: {error}") from error
+            raise ConfigError(f"{path}, line {number} is not a valid request: {error}") from error
     return tuple(sorted(requests, key=lambda request: request.arrival_s))

@@ -1,4 +1,4 @@
-"""Counts of the calls of a round, from what plugin/kvspec_round_trace.py recorded."""
+"""Counts of the calls of a round, from records of plugin/kvspec_round_trace.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRY = -1
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of the traced tree. file: relative to the tree."""
+    """Function of the traced tree. file: path relative to the tree."""
 
     file: str
     name: str
@@ -26,7 +26,8 @@ class Function:
 class Call:
     """A call of `callee` by the innermost function of the tree on the stack, None for SGLang.
 
-    through_library: frames of other files lie between the two. in_model: below the model's forward.
+    through_library: frames of other files lie between the two functions. in_model: the call is
+    below the model's forward.
     """
 
     caller: Function | None
@@ -39,10 +40,10 @@ class Call:
 class Counts:
     """Size of a round, or of a part of it.
 
-    calls: from one function of the tree to another. direct_calls: those with no frame of a library
-    in between. cross_file_calls: those whose two functions lie in different files. edges: distinct
-    pairs of functions. file_changes: neighbours in the sequence of called functions that lie in
-    different files. files: distinct files of called functions.
+    calls: calls from one function of the tree to another. direct_calls: calls with no frame of a
+    library in between. cross_file_calls: calls between functions of different files. edges:
+    distinct pairs of functions. file_changes: neighbours in the sequence of called functions that
+    lie in different files. files: distinct files of called functions.
     """
 
     calls: float
@@ -68,7 +69,7 @@ class Round:
 
 
 def read_rounds(path: Path) -> list[Round]:
-    """Read the rounds that the plugin wrote to `path`."""
+    """Read the rounds that the plug-in wrote to `path`."""
     record = json.loads(path.read_text(encoding="utf-8"))
     functions = [Function(*entry) for entry in record["functions"]]
     return [_round(entry, functions) for entry in record["rounds"]]

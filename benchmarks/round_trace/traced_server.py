@@ -22,7 +22,7 @@ PROMPT_LEN = 200
 @dataclass(frozen=True, slots=True)
 class Load:
     """Greedy requests that arrive together. Rounds of fewer requests are not traced, nor are the
-    first `warm_up` of the others."""
+    first `warm_up` rounds of all requests."""
 
     model: Path
     requests: int
@@ -32,8 +32,8 @@ class Load:
     rounds: int
 
     def server_arguments(self) -> tuple[str, ...]:
-        """Draft lengths are fixed and residuals stay in the KV memory: both would otherwise depend
-        on measured times, and so would the number of calls."""
+        """Return the arguments of the server. Draft lengths are fixed and residuals stay in the KV
+        memory: both, and so the number of calls, would otherwise depend on measured times."""
         return (
             *CPU_ARGUMENTS,
             f"--model-path={self.model}",
@@ -48,8 +48,8 @@ class Load:
 
 
 def trace_rounds(tree: Path, load: Load, folder: Path) -> list[Round]:
-    """Serve `load` with the code of `tree` and return the traced rounds. folder: for the log and
-    the trace. Raises RuntimeError where the requests ended before enough rounds were traced."""
+    """Serve `load` with the code of `tree`, and return the traced rounds. folder: folder for the
+    log and the trace. Raises RuntimeError if the requests end before enough rounds are traced."""
     out = folder / "rounds.json"
     settings = {"tree": str(tree), "out": str(out), "requests": load.requests}
     settings |= {name: asdict(load)[name] for name in ("warm_up", "rounds")}
@@ -67,8 +67,9 @@ def trace_rounds(tree: Path, load: Load, folder: Path) -> list[Round]:
         _send(server.base_url, load)
         if not out.exists():
             raise RuntimeError(
-                f"{tree}: {load.new_tokens} tokens ended before {load.warm_up} + {load.rounds} "
-                f"rounds of {load.requests} requests; the end of the log:\n{server.log_tail()}"
+                f"{tree}: answers of {load.new_tokens} tokens ended before {load.warm_up} + "
+                f"{load.rounds} rounds of {load.requests} requests: raise --new-tokens; the end of "
+                f"the log:\n{server.log_tail()}"
             )
     return read_rounds(out)
 

@@ -1,4 +1,4 @@
-"""Where the time of a round goes, against the floor, and the largest gaps between both."""
+"""Breakdown of a round's time, compared with the floor, and the largest gaps between both."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from serving.trace import Gap
 from serving.trace_rounds import Phase, Round
 
 IDLE = "idle"
-# What a sentence or a list names.
+# Most kernels that a sentence names, and most entries of a list.
 MOST_KERNELS, MOST_LISTED = 3, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Time above the floor, milliseconds a round."""
+    """Time of one phase and category above its floor, in milliseconds a round."""
 
     place: Place
     measured_ms: float
@@ -43,7 +43,7 @@ class Breakdown:
         arithmetic: Mapping[Place, float],
         phase_names: Mapping[Phase, str],
     ) -> None:
-        """phase_names: in sentences, such as "drafting"."""
+        """Create a breakdown. phase_names: names of phases in sentences, such as "drafting"."""
         self.rounds, self.floor, self.arithmetic = rounds, floor, arithmetic
         self._names = phase_names
 
@@ -51,7 +51,8 @@ class Breakdown:
         return _mean([ms_or_count(round) for round in self.rounds])
 
     def measured_ms(self) -> dict[Place, Estimate]:
-        """By phase and category, IDLE included; the longest first in each phase, IDLE last."""
+        """Return the time by phase and category, IDLE included. In each phase, the longest comes
+        first and IDLE last."""
         times = [round.category_us() for round in self.rounds]
         found = {
             place: _mean([time.get(place, 0.0) / 1e3 for time in times])
@@ -65,7 +66,7 @@ class Breakdown:
         return result
 
     def largest_losses(self, count: int = 3) -> list[Loss]:
-        """The largest first."""
+        """Return the largest losses, the largest first."""
         losses = [
             Loss(place, value.mean, self.floor.get(place, 0.0))
             for place, value in self.measured_ms().items()
@@ -73,7 +74,7 @@ class Breakdown:
         return nlargest(count, losses, key=lambda loss: loss.ms)
 
     def kernels_ms(self, phase: Phase, category: str) -> list[tuple[str, float]]:
-        """Short names with milliseconds a round, the largest first."""
+        """Return short names of kernels with milliseconds a round, the largest first."""
         found: Counter[str] = Counter()
         for round in self.rounds:
             for name, us in round.kernels_us(phase, category).items():
@@ -81,11 +82,11 @@ class Breakdown:
         return [(name, us / 1e3 / len(self.rounds)) for name, us in found.most_common()]
 
     def gaps(self, phase: Phase) -> list[Gap]:
-        """Of all rounds."""
+        """Return the gaps of all rounds."""
         return [gap for round in self.rounds for gap in round.gaps(phase)]
 
     def sentence(self, loss: Loss) -> str:
-        """What the time above the floor is, in one sentence."""
+        """Describe the time above the floor in one sentence."""
         phase, category = loss.place
         head = f"{self._names[phase]}, {category}: {loss.measured_ms:.2f} ms a round"
         if category == IDLE:
@@ -96,26 +97,28 @@ class Breakdown:
         if not loss.floor_ms:
             return f"{head}, all above a floor that counts weights and KV alone ({named})."
         text = (
-            f"{head}, {loss.ms:.2f} above the {loss.floor_ms:.2f} of its bytes, "
-            f"{loss.measured_ms / loss.floor_ms:.2f} times the floor"
+            f"{head}, {loss.ms:.2f} ms above the byte floor of {loss.floor_ms:.2f} ms, "
+            f"{loss.measured_ms / loss.floor_ms:.2f} times this floor"
         )
         if loss.place in self.arithmetic:
             text += (
-                f"; its arithmetic at the published speed takes {self.arithmetic[loss.place]:.2f}"
+                "; the arithmetic takes "
+                f"{self.arithmetic[loss.place]:.2f} ms at the published speed"
             )
         return f"{text} ({named})."
 
     def missing(self) -> list[str]:
-        """What the floor counts and no kernel was found for: kernel_names.py may not know it."""
+        """Return the places of the floor for which no kernel was found: kernel_names.py may not
+        know their kernels."""
         found = {place for round in self.rounds for place in round.category_us()}
         return [
-            f"{self._names[phase]}: no kernel is known as {category}"
+            f"{self._names[phase]}: no kernel was found in the category {category!r}"
             for phase, category in self.floor
             if (phase, category) not in found
         ]
 
     def other_kernels(self) -> list[str]:
-        """What no category claims, largest first, with its phase."""
+        """Describe kernels without a category, with their phase, the largest first."""
         found = [
             (ms, f"{self._names[phase]}: {name} {ms:.3f} ms a round")
             for phase in Phase
@@ -124,7 +127,8 @@ class Breakdown:
         return [text for _, text in nlargest(MOST_LISTED, found)]
 
     def idle_texts(self) -> list[str]:
-        """Gaps between the same two kernels together, those with the most time first."""
+        """Describe idle time. Gaps between the same two kernels count together; the most time comes
+        first."""
         found: defaultdict[tuple[Phase, str, str], list[float]] = defaultdict(list)
         for phase in Phase:
             for gap in self.gaps(phase):

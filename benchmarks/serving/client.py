@@ -1,4 +1,4 @@
-"""Drives sglang.bench_serving in this process: importing it anew for every pass takes 14 s."""
+"""Runs of sglang.bench_serving in this process: importing it again for every pass takes 14 s."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Any
 
 from serving.records import Pass
 
-# bench_serving refuses fewer for data of its own.
+# bench_serving refuses fewer output tokens for a data set that it does not know.
 LEAST_TEXT_OUTPUT = 4
 
 
 class BenchError(RuntimeError):
-    """bench_serving failed, or some of its requests did."""
+    """Failure of bench_serving, or of some of its requests."""
 
 
 class OutOfTime(KeyboardInterrupt):
-    """The time for all points is over. As with Ctrl-C, neither asyncio nor bench_serving takes it
-    for the failure of one request."""
+    """End of the time for all points. As a KeyboardInterrupt, it is not taken for the failure of
+    one request by asyncio or bench_serving."""
 
 
 def load_bench_serving() -> ModuleType:
-    """Import it, which takes seconds.
+    """Import sglang.bench_serving, which takes seconds.
 
-    It imports `datasets` for data that nobody asks for here, so where that is not installed a
-    stand-in serves the import and goes again.
+    bench_serving imports `datasets` for data that is not used here. If `datasets` is not installed,
+    a stand-in replaces it during the import.
     """
-    # Looks for `datasets` when first imported, and must not find the stand-in.
+    # transformers looks for `datasets` when first imported, and must not find the stand-in.
     import transformers  # noqa: F401
 
     missing = importlib.util.find_spec("datasets") is None
@@ -62,7 +62,7 @@ def arguments(
     seed: int,
     texts: Path | None = None,
 ) -> list[str]:
-    """bench_serving's command line. texts: data of write_texts(), None for random tokens."""
+    """Return bench_serving's command line. texts: file of write_texts(), None for random tokens."""
     if texts is None:
         data = [
             "--dataset-name=random-ids",
@@ -95,9 +95,9 @@ def arguments(
 
 
 def run(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """What bench_serving writes about one pass, `itls` and `ttfts` by request included.
+    """Run one pass. Return bench_serving's result, with `itls` and `ttfts` by request.
 
-    Raises BenchError where a request failed, OutOfTime after `timeout_s`.
+    Raises BenchError if a request failed, OutOfTime after `timeout_s`.
     """
     if timeout_s <= 0:
         raise OutOfTime
@@ -136,7 +136,7 @@ def summary(result: dict[str, Any]) -> Pass:
 
 
 def most_uncached(result: dict[str, Any]) -> int:
-    """Prompt tokens that had to be computed, most of all requests."""
+    """Return the most prompt tokens that a request had to compute."""
     pairs = zip(result["input_lens"], result["cached_tokens"], strict=True)
     return max(prompt - cached for prompt, cached in pairs)
 

@@ -1,4 +1,4 @@
-"""Which kernels servers have compiled so far, from the caches that compilers keep on disk."""
+"""Kernels that servers have compiled so far, from the compilers' caches on disk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def compiled_kernels() -> frozenset[Path]:
-    """Files of kernels in the caches of Triton and FlashInfer. Of this machine: a kernel that
-    another server has compiled before is in them, and one being compiled beside this counts."""
+    """Return the files of kernels in this machine's caches of Triton and FlashInfer. Kernels that
+    other servers compiled before, or compile at the same time, are included."""
     home = Path.home()
     triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
     workspace = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", home))
@@ -17,5 +17,6 @@ def compiled_kernels() -> frozenset[Path]:
 
 
 def names(kernels: frozenset[Path]) -> list[str]:
-    """As their sources call them, in order; one compiled for several arguments comes as often."""
+    """Return the names of kernels as in their sources, sorted. A kernel compiled for several sets
+    of arguments appears once for each."""
     return sorted(path.stem for path in kernels)

@@ -1,9 +1,9 @@
-"""What acceptance is replayed: how likely a verification is to keep at least j drafts.
+"""Curve of replayed acceptance: the probability that a verification keeps at least j drafts.
 
 The curve is that of 4-bit drafts against the exact target on eval-31m (accept.CODEC.mean_of_N). The
-int8 target replays the same one: accept.CODEC_int8 says how long a cache of 8 bits agrees with the
-exact one, not what an int8 target accepts of 4-bit drafts, and 8 bits are so close to exact (their
-attention error is 1/250 of the drafts') that the drafts' own error decides.
+int8 target replays the same curve. accept.CODEC_int8 says how long an 8-bit cache agrees with the
+exact cache, not what an int8 target accepts of 4-bit drafts. The attention error of 8 bits is 1/250
+of that of the drafts, so the error of the drafts decides.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sglang_kvspec.planning.forecast import read_acceptance
 
 
 def survival(curve: AcceptanceCurve, max_draft_len: int = MAX_DRAFT_LEN) -> list[float]:
-    """P(at least j drafts accepted) for j = 1 .. max_draft_len, so that the mean accepted of N is
-    the sum of the first N.
+    """Return P(at least j drafts accepted) for j = 1 .. max_draft_len. The mean accept length of N
+    drafts is the sum of the first N.
 
-    The mean is linear between measured lengths, as in the planner: as the true curve is concave,
-    that is never more than it. A rise, which can only be noise, is cut off.
+    The mean is linear between measured lengths, as in the planner. The true curve is concave, so
+    the linear one is never above it. A rise can only be noise, and is cut off.
     """
     means = [curve.expected_accepted(n) for n in range(max_draft_len + 1)]
     steps = [after - before for before, after in pairwise(means)]
@@ -30,7 +30,7 @@ def survival(curve: AcceptanceCurve, max_draft_len: int = MAX_DRAFT_LEN) -> list
 
 
 def write_curve(acceptance: Path, codec: str, path: Path) -> str:
-    """Write what the replay plugin reads to `path`; return what is replayed, in words."""
+    """Write the curve for the replay plug-in to `path`. Return a description of its source."""
     results = json.loads(acceptance.read_text(encoding="utf-8"))
     probabilities = survival(read_acceptance(results, codec))
     settings = results.get("settings", {})

@@ -1,4 +1,4 @@
-"""The decode rate of a pass: tokens while every request decodes, free of prefill and stragglers."""
+"""Decode rate of a pass: tokens while every request decodes, without prefill and stragglers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from acceptance.report import Estimate
 
 from serving.records import DecodeRate
 
-# Shorter than this share of the time in which anything decodes, the window says little.
+# A window shorter than this share of the time in which any request decodes says little.
 LEAST_WINDOW = 0.25
 _BLOCKS = 8
 
 
 def decode_rate(ttfts: Sequence[float], itls: Sequence[Sequence[float]]) -> DecodeRate | None:
-    """From seconds to the first token and seconds between tokens, by request, all sent at once.
+    """Return the decode rate of requests that were sent at once. ttfts: seconds to the first token
+    of each request. itls: seconds between its tokens.
 
-    The window reaches from the last first token to the first last token. Its spread is that of the
-    mean over eight parts of it. Where requests had to wait for each other, the rate is over the
-    whole time from the first token on. None where nothing was decoded.
+    The window reaches from the last first token to the first last token. The spread is that of the
+    mean over eight parts of the window. If requests had to wait for each other, the rate covers the
+    whole time from the first token on. Return None if nothing was decoded.
     """
     times = [list(accumulate(gaps, initial=ttft)) for ttft, gaps in zip(ttfts, itls, strict=True)]
     begin, end = max(ttfts), min(request[-1] for request in times)

@@ -1,4 +1,4 @@
-"""What a server must find on PYTHONPATH: this checkout, its plugins, the replay of acceptance."""
+"""Environment of a server: PYTHONPATH with this checkout, its plug-ins and acceptance replay."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 def server_environment(scratch: Path, curve: Path | None) -> dict[str, str]:
-    """To be laid over the caller's. curve: what the replay plugin reads, None for no replay.
+    """Return variables to add to the caller's environment. curve: file for the replay plug-in, None
+    for no replay.
 
-    Where this checkout is not installed, its entry points are written below `scratch`.
+    If this checkout is not installed, its entry points are written below `scratch`.
     """
     folders = [ROOT, ROOT / "kernels", ROOT / "patches"]
     if not any(found.name == "kvspec" for found in entry_points(group=_PLUGIN_GROUP)):
@@ -31,16 +32,15 @@ def server_environment(scratch: Path, curve: Path | None) -> dict[str, str]:
 
 
 def _write_entry_points(folder: Path) -> Path:
-    """A distribution of metadata alone, from pyproject.toml; returns `folder`."""
+    """Write a distribution that has only metadata, from pyproject.toml. Return `folder`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    metadata = folder / f"sglang_kvspec-{project['version']}.dist-info"
+    metadata = folder / "sglang_kvspec-0.0.0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     lines = []
     for group, names in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in names.items())]
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n",
-        encoding="utf-8",
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.0.0\n", encoding="utf-8"
     )
     return folder

@@ -1,4 +1,4 @@
-"""From measured points to figures: rates, and ratios to plain bf16, with their spread."""
+"""Figures of measured points: rates, and ratios to plain bf16, with their spread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving.records import Record
 from serving.systems import BASELINE, SYSTEMS
 
 DRAFTING = tuple(name for name, system in SYSTEMS.items() if system.target is not None)
-_COMPILED = "kernels compiled while it served"
+_COMPILED = "kernels compiled while the server served"
 _UNITS = {"tokens_per_s": "tokens/s", "_ms": "ms", "_s": "s"}
 
 Rate = tuple[float, float | None]  # tokens/s and the half width of its 95% interval
@@ -31,7 +31,7 @@ def end_to_end_rate_of(record: Record) -> Rate | None:
     return None if found is None else (found.output_tokens_per_s, None)
 
 
-# By what follows `vs_bf16` in the name of a figure.
+# Kinds of rates, by the suffix behind `vs_bf16` in the name of a figure.
 RATES: dict[str, tuple[str, RateOf]] = {
     "": ("decode tokens/s", decode_rate_of),
     "_end_to_end": ("output tokens/s, prefill included", end_to_end_rate_of),
@@ -39,7 +39,8 @@ RATES: dict[str, tuple[str, RateOf]] = {
 
 
 def all_figures(records: Sequence[Record]) -> list[Figure]:
-    """The compared figures first, then what they come from. One record a point and system."""
+    """Return the ratios first, then the figures that they come from. records: one per point and
+    system."""
     ordered = sorted(records, key=_place)
     compared: list[Figure] = []
     for (model, context_len), group in groupby(ordered, key=_place):
@@ -51,7 +52,8 @@ def all_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def point_ratios(records: Sequence[Record]) -> list[Figure]:
-    """Every system against plain bf16 at the same concurrency, and the time to draft one token."""
+    """Compare every system with plain bf16 at the same concurrency. Return the ratios, and the time
+    of a draft step."""
     figures = []
     for concurrency in sorted({record.concurrency for record in records}):
         here = [record for record in records if record.concurrency == concurrency]
@@ -71,7 +73,7 @@ def point_ratios(records: Sequence[Record]) -> list[Figure]:
 
 
 def _draft_iteration(name: str, records: Sequence[Record], base: Record | None) -> list[Figure]:
-    """The slower of the targets, against a step of plain decoding."""
+    """Return the draft step of the slower target, compared with a step of plain decoding."""
     times = [record.draft_iter_ms for record in records if record.draft_iter_ms is not None]
     if not times:
         return []
@@ -80,14 +82,14 @@ def _draft_iteration(name: str, records: Sequence[Record], base: Record | None) 
     return [Figure(f"{name}.draft_iter_ms", max(times), "ms", None, step_ms)]
 
 
-# Requests that fit, over those that were sent, from which on a system was not asked for its most.
+# Requests that fit, over requests that were sent, above which a system may reach a better rate.
 MUCH_ROOM = 1.25
 
 
 def saturation_ratios(name: str, records: Sequence[Record]) -> list[Figure]:
-    """Each system's best over its concurrencies, against bf16's best. Nothing of a system with one
-    concurrency, or with fewer requests at once than bf16's best and room for many more: that need
-    not be its best."""
+    """Compare each system's best rate over its concurrencies with bf16's best. Leave out a system
+    with one concurrency. Leave out a system with fewer requests at once than bf16's best and room
+    for many more: its best may not have been measured."""
     figures, best_of_all = [], []
     for suffix, (what, rate_of) in RATES.items():
         base = _best_of(records, BASELINE, rate_of)
@@ -112,29 +114,29 @@ def saturation_ratios(name: str, records: Sequence[Record]) -> list[Figure]:
 
 
 def _best_of(records: Iterable[Record], system: str, rate_of: RateOf) -> Record | None:
-    """The best of a system's points; None where there is only one to choose from."""
+    """Return the best of a system's points, or None if it has fewer than two."""
     own = [record for record in records if record.system == system and rate_of(record)]
     return best(own, rate_of) if len(own) > 1 else None
 
 
 def _may_take_more(records: Iterable[Record], found: Record, base: Record) -> bool:
-    """Whether all that was measured of a system was with fewer requests than `base`, of another
-    one, has, though it has room for more."""
+    """Return True if all points of a system have fewer requests than `base` of another system,
+    though the system has room for more."""
     most = max(record.concurrency for record in records if record.system == found.system)
     fitting = (found.max_total_num_tokens or 0) / (found.prompt_len + found.output_len)
     return most < base.concurrency and fitting > MUCH_ROOM * most
 
 
 def best(records: Iterable[Record], rate_of: RateOf) -> Record | None:
-    """The record of the highest rate; None where none has one."""
+    """Return the record with the highest rate, or None if no record has a rate."""
     rated = [(rate[0], record) for record in records if (rate := rate_of(record))]
     return max(rated, key=lambda pair: pair[0])[1] if rated else None
 
 
 def start_figures(records: Sequence[Record]) -> list[Figure]:
-    """How much longer a server with --kvspec takes to start, of the model where that is most. The
-    first server of a run reads from a cold disk and compiles for all, so it does not count; nothing
-    where a side has no other."""
+    """Return how much longer a server with --kvspec takes to start, for the model with the largest
+    difference. The first server of a run does not count: it reads from a cold disk and compiles for
+    all. Return nothing if a side has no other server."""
     by_model: dict[str, list[Record]] = {}
     for record in records:
         if record.start_s and not record.first_start:
@@ -158,12 +160,12 @@ def _start_figure(records: Sequence[Record]) -> list[Figure]:
 
 
 def _known_s(seconds: float | None) -> float:
-    assert seconds is not None, "start_figures() keeps servers that started"
+    assert seconds is not None, "a record of start_figures() has no start time"
     return seconds
 
 
 def record_figures(record: Record) -> list[Figure]:
-    """What was measured of one point on one system, by pass."""
+    """Return the figures of one point on one system, by pass."""
     place = label(record.model, record.context_len, record.concurrency)
     name = f"serve.{place}.{record.system}"
     figures = []
@@ -190,7 +192,8 @@ def record_figures(record: Record) -> list[Figure]:
 
 
 def _ratio(name: str, rate: Rate, against: Rate, unit: str) -> Figure:
-    """Half widths of independent rates add as squares of their shares; unknown where one is."""
+    """Return the ratio of two independent rates. Squares of their relative half widths add up. The
+    spread is unknown if one half width is."""
     value = rate[0] / against[0]
     spread = None
     if rate[1] is not None and against[1] is not None:
@@ -200,7 +203,7 @@ def _ratio(name: str, rate: Rate, against: Rate, unit: str) -> Figure:
 
 
 def _known(rate: Rate | None) -> Rate:
-    assert rate is not None, "best() returns records with a rate"
+    assert rate is not None, "a compared record has no rate"
     return rate
 
 

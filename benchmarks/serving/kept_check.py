@@ -1,4 +1,4 @@
-"""The part of check_prefix_tiers_gpu.py that is about anchors that stay in GPU memory."""
+"""Part of check_prefix_tiers_gpu.py on kept anchors, which stay in GPU memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from serving.tier_server import TierServer
 
-# More than all prompts' anchors.
+# Room for more than the anchors of all prompts.
 KEPT = "--kvspec-prefix-hbm-fraction=0.02"
 
 
 class KeptCase(NamedTuple):
-    """A server that keeps anchors, and the answers that are right for it over cached prefixes.
-    host_gb: GiB of host memory, for some of their residuals. is_deterministic: also over none, and
-    all at once."""
+    """Server that keeps anchors, and its right answers over cached prefixes. host_gb: GiB of host
+    memory, enough for some of the residuals. is_deterministic: the answers are also right without
+    cached prefixes, and for all prompts at once."""
 
     arguments: Sequence[str]
     expected: list[list[int]]
@@ -33,8 +33,9 @@ def check_kept_anchors(
     pool_tokens: int,
     scratch: Path,
 ) -> None:
-    """Each server answers over prefixes that have left its KV memory, from what its host memory
-    has room for and from disk. make(name, pool_tokens, *arguments, **environment)."""
+    """Check answers of each server over prefixes that have left its KV memory. Their residuals come
+    from host memory, as far as it has room, and from disk. make: called as make(name, pool_tokens,
+    *arguments, **environment)."""
     servers = {
         name: make(
             name,
@@ -62,8 +63,8 @@ def check_kept_anchors(
 
 
 def note_kept_anchors(check: Any, name: str, server: TierServer) -> None:
-    """Residuals have come from host memory and from disk to anchors that were in GPU memory, and
-    no anchors have."""
+    """Check that residuals came from host memory and from disk for anchors that were in GPU memory,
+    and that no anchors came."""
     report = server.report()
     for tier, num_tokens in report["counters"]["kept_anchors"].items():
         check.note(f"{name}.kept_anchors.{tier}", num_tokens, "tokens", None, num_tokens == 0)

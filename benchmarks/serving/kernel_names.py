@@ -1,4 +1,4 @@
-"""What a GPU kernel does, told from its name."""
+"""Categories of GPU kernels, derived from their names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ALL_REDUCE = "all-reduce"
 COPIES = "copies, gathers"
 OTHER = "other"
 
-# The first pattern that is found anywhere in the name decides. FlashAttention's kernels are
-# CUTLASS's by name, so attention comes before matrix products.
+# The first pattern that is found anywhere in the name decides. Names of FlashAttention's kernels
+# contain CUTLASS, so attention comes before matrix products.
 _PATTERNS = tuple(
     (category, re.compile(pattern))
     for category, pattern in (
-        # merge_kernel, draft_join and verify_join are ours.
+        # merge_kernel, draft_join and verify_join are KVSpec's.
         (
             MERGE,
             r"^merge_|^(draft|verify)_join$|MergeStates?Kernel|FlashAttnFwdCombine"
@@ -39,7 +39,7 @@ _PATTERNS = tuple(
         (ALL_REDUCE, r"nccl|all_?reduce|cross_device_reduce|AllReduce"),
         (
             SAMPLING,
-            r"^likeliest_kernel$|^end_step_kernel$"
+            r"^argmax_kernel$|^end_step_kernel$"
             r"|ArgMax|argmax|[Ss]oftmax|[Ss]ampl|multinomial|[Ss]ort|topk|TopK|top_k",
         ),
         (NORM, r"[Nn]orm|[Rr]ope|[Rr]otary|RotaryPos|act_and_mul|silu|gelu|swiglu|qk_?norm"),
@@ -56,18 +56,18 @@ _PLACES = re.compile(r"\(anonymous namespace\)::")
 
 
 def category_of(name: str) -> str:
-    """One of the constants above; OTHER where no pattern is found."""
+    """Return one of the constants above, OTHER if no pattern is found."""
     return next((category for category, pattern in _PATTERNS if pattern.search(name)), OTHER)
 
 
 def only_verifies(name: str) -> bool:
-    """Whether a kernel attends at the target precision, which no draft step does."""
+    """Return True if the kernel attends at the target precision, which no draft step does."""
     return name == "verify_attention" or "BatchPrefill" in name
 
 
 def short_name(name: str) -> str:
-    """Without types, arguments and namespaces, but with what torch's generic kernels are for:
-    `index_elementwise_kernel [index_put]`."""
+    """Return the name without types, arguments and namespaces. Names of torch's generic kernels
+    keep their purpose: `index_elementwise_kernel [index_put]`."""
     bare = _PLACES.sub("", name.removeprefix("void "))
     end = min((bare.index(mark) for mark in "<(" if mark in bare), default=len(bare))
     head, rest = bare[:end].strip().rsplit("::", 1)[-1], bare[end:]

@@ -16,12 +16,12 @@ from serving.points import Model
 from serving.prompts import folder_with_tokenizer
 from serving.systems import System, server_arguments
 
-# Of the folder that a run keeps its files in: what acceptance is replayed from.
+# File of the acceptance curve in a run's scratch folder.
 CURVE = "curve.json"
 
 
 def acceptance_of(model: Model, args: argparse.Namespace) -> str:
-    """What a server that drafts does with its drafts: "replayed" or "real"."""
+    """Return the kind of acceptance on a server that drafts: "replayed" or "real"."""
     return "replayed" if model.dummy or args.replay else "real"
 
 
@@ -36,8 +36,8 @@ def live_server(
     deadline: float,
     facts: Mapping[str, Any],
 ) -> LiveServer:
-    """A server that has not started. args: of add_server_options(). scratch: has CURVE. `facts`
-    are completed by what is known here; they and `deadline` are LiveServer's."""
+    """Return a server that has not started. args: options of add_server_options(). scratch: folder
+    with CURVE. deadline, facts: as for LiveServer; this function adds the facts that it knows."""
     folder = folder_with_tokenizer(model, scratch)
     acceptance = "" if system.target is None else acceptance_of(model, args)
     arguments = server_arguments(

@@ -1,4 +1,4 @@
-"""What a server says of its link while requests run: once they leave, nothing moves any more."""
+"""Reports of a server about its link while requests run: after they end, nothing moves."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ INTERVAL_S = 1.0
 
 
 class LinkWatch:
-    """A context manager: while it is entered, asks for the kvspec section of /server_info every
-    second. `busiest` is the last one of those whose `link` is of the most requests, None where
-    there was none; `num_missed` counts answers that did not come."""
+    """Context manager that reads the kvspec section of /server_info every `interval_s`.
+
+    busiest: the last section whose `link` has the most requests, None if there was none.
+    num_missed: number of failed reads.
+    """
 
     def __init__(
         self, ask: Callable[[], Mapping[str, Any]], interval_s: float = INTERVAL_S
@@ -39,7 +41,7 @@ class LinkWatch:
             try:
                 section = self._ask()
             except requests.RequestException:
-                # A server that died is told of by whoever measures.
+                # The measurement itself reports a server that has died.
                 self.num_missed += 1
                 continue
             link = section.get("link")

@@ -1,4 +1,4 @@
-"""One server under test: warmed up, asked about itself, and measured point by point."""
+"""One server under test: its start, its reports, and its measurement point by point."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _REQUEST_TIMEOUT_S = 120.0
 _FLUSH_TIMEOUT_S = 60.0
 _WATCH_TIMEOUT_S = 5.0
 _WARM_UP_PROMPT, _WARM_UP_OUTPUT = 300, 32
-# A cached prefix ends at a page; more than this computed again is not a cached prompt.
+# Tokens of a cached prompt that may be computed again: a cached prefix ends at a page.
 _MOST_UNCACHED = 256
 
 
 class LiveServer:
-    """A context manager: leaving it stops the server, whatever happened.
+    """Context manager of one server, which is stopped at the end in any case.
 
-    `facts` are the fields of a Record that are the same for every point of this server.
-    `deadline`: time.monotonic() at which measuring ends, with client.OutOfTime.
+    facts: fields of a Record that are the same for every point of this server. deadline:
+    time.monotonic() at which measuring ends with client.OutOfTime.
     """
 
     def __init__(
@@ -64,16 +64,17 @@ class LiveServer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Those given, and start_s once the server has started."""
+        """Return the given facts, and start_s once the server has started."""
         return dict(self._facts)
 
     def start(self, timeout_s: float) -> float:
-        """Launch, wait until healthy, and warm up; returns the seconds that the start took."""
+        """Launch the server, wait until it is healthy, and warm it up. Return the seconds that the
+        start took."""
         if self.left_s() <= 0:
             raise client.OutOfTime
         begun = time.monotonic()
         self._process.start()
-        # Meanwhile the server imports the same: most of both is reading files.
+        # Import while the server imports the same modules: both mostly read the same files.
         client.load_bench_serving()
         try:
             self._process.wait_healthy(min(timeout_s, max(self.left_s(), 0)))
@@ -88,10 +89,11 @@ class LiveServer:
         return taken
 
     def resolve(self, point: Point, output_len: int, max_running: int) -> Point:
-        """With a number in place of MAX_CONCURRENCY: as many as fit into the KV cache at once."""
+        """Return the point with a number in place of MAX_CONCURRENCY: as many requests as fit into
+        the KV cache at once, up to max_running."""
         if point.concurrency != MAX_CONCURRENCY:
             return point
-        # A page more each: prompts and answers end within one.
+        # Each request needs a page more, because its answer ends within a page.
         each = point.prompt_len(output_len) + output_len + 64
         fit = self.info()["max_total_num_tokens"] // each
         return Point(point.model, point.context_len, max(1, min(fit, max_running)))
@@ -99,17 +101,17 @@ class LiveServer:
     def measure(
         self, point: Point, output_len: int, passes: Sequence[str], waves: int, *, real_text: bool
     ) -> Record:
-        """Run `passes`, of "end_to_end" and "decode", with an empty cache before them.
+        """Run `passes`, out of "end_to_end" and "decode", on a cache that is empty at first.
 
-        end_to_end sends `waves` prompts a slot. decode sends one a slot twice, with one token of
-        output first, so that only decoding is left. Raises BenchError.
+        end_to_end sends `waves` prompts per slot. decode sends one prompt per slot twice, the first
+        time for one output token, so that the second time only decodes. Raises BenchError.
         """
         prompt_len = point.prompt_len(output_len)
         found: dict[str, Any] = {}
         texts = None
         if real_text:
             texts = self._scratch / f"{point.label}.jsonl"
-            # The systems before this one have been sent the same.
+            # All systems get the same texts, so the first one writes the file.
             if not texts.exists():
                 write_texts(point.model, waves * point.concurrency, prompt_len, point.seed, texts)
         self.flush()
@@ -120,13 +122,15 @@ class LiveServer:
             found["end_to_end"] = client.summary(result)
         if "decode" in passes:
             self._run(point, prompt_len, 1, 1, texts)
-            # A busy server that does not answer soon is asked again.
+            # The timeout is short, because the watch asks a busy server again.
             ask = partial(self._kvspec, _WATCH_TIMEOUT_S)
             with LinkWatch(ask) if _has_link(before) else nullcontext() as watch:
                 result = self._run(point, prompt_len, output_len, 1, texts)
             uncached = client.most_uncached(result)
             if uncached > _MOST_UNCACHED:
-                _add_note(found, f"decode dropped: {uncached} tokens of a prompt were not cached")
+                _add_note(
+                    found, f"decode pass dropped: {uncached} tokens of a prompt were not cached"
+                )
             else:
                 found["decode"] = client.summary(result)
                 found["decode_rate"] = decode_rate(result["ttfts"], result["itls"])
@@ -139,7 +143,7 @@ class LiveServer:
         if watch is not None:
             busy = watch.busiest or after
             if watch.num_missed:
-                _add_note(found, f"{watch.num_missed} answers about the link did not come")
+                _add_note(found, f"{watch.num_missed} reports about the link are missing")
         if link := busy.get("link"):
             _add_note(found, link["reason"])
         return Record(
@@ -179,27 +183,27 @@ class LiveServer:
         return compiled.names(self._compiled - before)
 
     def left_s(self) -> float:
-        """Seconds until the deadline."""
+        """Return the seconds until the deadline."""
         return self._deadline - time.monotonic()
 
     def _warm_up(self) -> None:
-        """Four short requests at once, with tokens that no measured prompt begins with."""
+        """Send four short requests at once, with tokens that no measured prompt begins with."""
         prompts = [[3 + n] * _WARM_UP_PROMPT for n in range(4)]
         params = {"temperature": 0, "max_new_tokens": _WARM_UP_OUTPUT, "ignore_eos": True}
         self.post("/generate", json={"input_ids": prompts, "sampling_params": params})
 
     def flush(self) -> None:
-        """Empty the prefix cache. Raises BenchError where requests run."""
+        """Empty the prefix cache. Raises BenchError if requests run."""
         self.post("/flush_cache", params={"timeout": _FLUSH_TIMEOUT_S})
 
     def post(self, path: str, **body: Any) -> None:
-        """Raises BenchError with the server's answer where that is no success."""
+        """Send a POST request. Raises BenchError with the server's answer if it is no success."""
         reply = requests.post(f"{self.base_url}{path}", timeout=_REQUEST_TIMEOUT_S, **body)
         if not reply.ok:
             raise client.BenchError(f"{path} answered {reply.status_code}: {reply.text[:300]}")
 
     def info(self, timeout_s: float = _REQUEST_TIMEOUT_S) -> dict[str, Any]:
-        """What /server_info says."""
+        """Return the content of /server_info."""
         reply = requests.get(f"{self.base_url}/server_info", timeout=timeout_s)
         reply.raise_for_status()
         return dict(json.loads(reply.text))
@@ -209,7 +213,7 @@ class LiveServer:
 
 
 def kvspec_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The kvspec section of what /server_info says, empty on plain SGLang."""
+    """Return the kvspec section of /server_info, empty on plain SGLang."""
     return dict(info["internal_states"][0].get("kvspec", {}))
 
 
@@ -218,18 +222,19 @@ def _add_note(found: dict[str, Any], note: str) -> None:
 
 
 def _has_link(report: Mapping[str, Any]) -> bool:
-    """Whether residuals of this server may lie in host memory."""
+    """Return True if residuals of this server may be in host memory."""
     return bool(report.get("pools", {}).get("residual_store_pages"))
 
 
 def draft_iter_ms(report: Mapping[str, Any], concurrency: int) -> float | None:
-    """Of a draft step in which all requests take part; None where there was none."""
+    """Return the time of a draft step in which all requests take part, or None without one."""
     by_batch = report.get("timing", {}).get("draft_iter_ms", {})
     return by_batch.get(str(concurrency))
 
 
 def timing_of(report: Mapping[str, Any], concurrency: int) -> dict[str, float]:
-    """What a kvspec section says of times, in ms; of draft steps those of all requests at once."""
+    """Return the times of a kvspec section, in ms. Of draft steps, only those of all requests at
+    once are included."""
     timing = dict(report.get("timing", {}))
     step_ms = draft_iter_ms(report, concurrency)
     timing.pop("draft_iter_ms", None)
@@ -237,8 +242,8 @@ def timing_of(report: Mapping[str, Any], concurrency: int) -> dict[str, float]:
 
 
 def counters_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What counters rose by, the histogram of accepted lengths by its entries. Means, which cannot
-    be subtracted, are left out."""
+    """Return the increases of counters, and of each entry of the histogram of accept lengths. Means
+    cannot be subtracted, and are left out."""
     rise: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The GPU, as nvidia-smi sees it: asking torch would take memory on it."""
+"""GPUs of this machine, as nvidia-smi reports them: asking torch would take GPU memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TIMEOUT_S = 20.0
 
 
 def gpu_names() -> list[str]:
-    """Empty on a machine without a GPU."""
+    """Return the names of the GPUs, empty on a machine without one."""
     return _query("name")
 
 
@@ -22,13 +22,14 @@ def describe() -> str:
 
 
 def hbm_used_gib() -> float | None:
-    """Of all GPUs that servers may use together, None where there is none."""
+    """Return the memory in use, summed over the GPUs that servers may use; None without a GPU."""
     used = _query("memory.used")
     return sum(float(mib) for mib in used) / 1024 if used else None
 
 
 def _query(field: str) -> list[str]:
-    """Of the GPUs that CUDA_VISIBLE_DEVICES leaves to servers."""
+    """Return a field of each GPU that CUDA_VISIBLE_DEVICES leaves to servers. Return none if
+    nvidia-smi fails."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")

@@ -1,4 +1,4 @@
-"""Decode rates as curves."""
+"""Plot of decode rates as curves."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from serving.systems import SYSTEMS
 
 MOST_COLUMNS = 4
-# Place and system to (concurrency, tokens/s, half width of its 95% interval).
+# (concurrency, tokens/s, half width of its 95% interval) of each point, by place and system.
 Curves = dict[str, dict[str, list[tuple[int, float, float]]]]
 
 
 def draw_curves(curves: Curves, note: str, path: Path) -> None:
-    """Decode rate against concurrency, a panel per model and context, to a PNG."""
+    """Draw decode rate against concurrency, a panel per model and context, to a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,7 +24,7 @@ def draw_curves(curves: Curves, note: str, path: Path) -> None:
     rows = -(-len(curves) // columns)
     size = (1 + 3.2 * columns, 0.4 + 3.2 * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False)
-    # One colour a system in all panels, whichever of them a panel has.
+    # A system has the same colour in all panels, also where other systems are absent.
     colours = {system: f"C{index}" for index, system in enumerate(SYSTEMS)}
     for axis in axes.flat[len(curves) :]:
         axis.remove()

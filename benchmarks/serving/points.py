@@ -1,4 +1,4 @@
-"""What is measured: a model, a context length and a number of requests at a time."""
+"""Points to measure: a model, a context length and a number of requests at a time."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHAPES = Path(__file__).resolve().parent / "shapes"
-# Names on the command line and in figures. Only their config.json exists: weights are dummies.
+# Models by their name on the command line and in figures. Each has only a config.json: weights are
+# dummies.
 DUMMY_MODELS = {"8b": SHAPES / "llama-8b", "32b": SHAPES / "qwen3-32b"}
 
-# Concurrency that is known only once the server says how many tokens fit.
+# Stands for the concurrency that the server allows, known once it reports how many tokens fit.
 MAX_CONCURRENCY = 0
 
-# Text that is tokenized again may come out a few tokens longer.
+# Text that is tokenized again may be a few tokens longer.
 _SLACK_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """name: in figures. folder: has config.json. dummy: has no weights."""
+    """Model to serve. name: its name in figures. folder: folder with config.json. dummy: there are
+    no weights."""
 
     name: str
     folder: Path
@@ -28,23 +30,25 @@ class Model:
 
     @classmethod
     def find(cls, text: str) -> Model:
-        """By a name of DUMMY_MODELS or by folder. Raises ValueError."""
+        """Find a model by a name of DUMMY_MODELS or by folder. Raises ValueError."""
         if text in DUMMY_MODELS:
             return cls(text, DUMMY_MODELS[text], dummy=True)
         folder = Path(text).resolve()
         if not (folder / "config.json").is_file():
             known = ", ".join(DUMMY_MODELS)
-            raise ValueError(f"{text!r} is neither {known} nor a folder with a config.json")
+            raise ValueError(
+                f"a model must be one of {known}, or a folder with a config.json, got {text!r}"
+            )
         return cls(folder.name, folder, dummy=not any(folder.glob("*.safetensors")))
 
     def config(self, key: str) -> int:
-        """A number of config.json."""
+        """Return a number of config.json."""
         return int(json.loads((self.folder / "config.json").read_text(encoding="utf-8"))[key])
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """concurrency: requests at a time, MAX_CONCURRENCY for as many as fit."""
+    """One point. concurrency: requests at a time, MAX_CONCURRENCY for as many as fit."""
 
     model: Model
     context_len: int
@@ -56,20 +60,22 @@ class Point:
 
     @property
     def seed(self) -> int:
-        """One for all systems, so that they get the same prompts; another for every point."""
+        """Return the seed of this point's prompts. All systems get the same prompts, other points
+        get different ones."""
         return (self.context_len * 1009 + self.concurrency) % 2**31
 
     def prompt_len(self, output_len: int) -> int:
-        """Tokens of a prompt: the context, less where prompt and answer would not fit."""
+        """Return the tokens of a prompt: the context length, or less if prompt and answer would not
+        fit."""
         most = self.model.config("max_position_embeddings") - output_len - _SLACK_TOKENS
         return min(self.context_len, most)
 
 
 def parse_points(texts: Sequence[str]) -> list[Point]:
-    """From MODEL:CONTEXT:CONCURRENCY[,CONCURRENCY...], such as 8b:32k:1,16,max. Duplicates go,
-    and a model's points come together.
+    """Parse MODEL:CONTEXT:CONCURRENCY[,CONCURRENCY...], such as 8b:32k:1,16,max. Drop duplicates,
+    and group points by model.
 
-    Raises ValueError that says what a point looks like.
+    Raises ValueError with the form of a point.
     """
     points = []
     for text in texts:
@@ -79,7 +85,8 @@ def parse_points(texts: Sequence[str]) -> list[Point]:
             counts = [_concurrency(count) for count in concurrencies.split(",")]
         except ValueError:
             raise ValueError(
-                f"a point is MODEL:CONTEXT:CONCURRENCY[,...], such as 8b:32k:1,16,max, not {text!r}"
+                "a point must have the form MODEL:CONTEXT:CONCURRENCY[,...], such as "
+                f"8b:32k:1,16,max, got {text!r}"
             ) from None
         model = Model.find(name)
         points += [Point(model, context_len, count) for count in counts]
@@ -88,7 +95,7 @@ def parse_points(texts: Sequence[str]) -> list[Point]:
 
 
 def label(model: str, context_len: int, concurrency: int | None = None) -> str:
-    """As in figures: 8b.32k.bs16; without concurrency 8b.32k."""
+    """Return the name of a point in figures: 8b.32k.bs16, or 8b.32k without concurrency."""
     whole = context_len % 1024 == 0
     name = f"{model}.{context_len // 1024}k" if whole else f"{model}.{context_len}"
     if concurrency is None:

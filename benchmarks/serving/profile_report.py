@@ -1,4 +1,4 @@
-"""What a profile says: figures, the JSON that holds them, and a table on the console."""
+"""Report of a profile: figures, the JSON that holds them, and a table on the console."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serving.profiled_run import ProfiledRun
 from serving.report import note_on
 from serving.trace_rounds import Phase, Round
 
-# In sentences, and in the names of figures.
+# Names of phases in sentences, and then in the names of figures.
 DRAFTING = {Phase.STEPS: "drafting", Phase.REST: "verifying and housekeeping"}
 PLAIN = {Phase.STEPS: "decode step", Phase.REST: "between decode steps"}
 _DRAFTING_KEYS = {Phase.STEPS: "draft", Phase.REST: "verify"}
@@ -23,7 +23,7 @@ _PLAIN_KEYS = {Phase.STEPS: "step", Phase.REST: "between"}
 
 
 class ProfileReport:
-    """A run, its breakdown, and the bandwidth of the floor in bytes/s."""
+    """Report of a run and its breakdown. bandwidth: bandwidth of the floor in bytes/s."""
 
     def __init__(self, run: ProfiledRun, breakdown: Breakdown, bandwidth: float) -> None:
         self._run, self._breakdown, self._bandwidth = run, breakdown, bandwidth
@@ -32,7 +32,7 @@ class ProfileReport:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a round takes with the profiler."""
+        """Return how many times as long a round takes with the profiler."""
         return self._round_ms().mean / self._run.iteration_ms
 
     def losses(self) -> list[str]:
@@ -40,12 +40,13 @@ class ProfileReport:
         return [breakdown.sentence(loss) for loss in breakdown.largest_losses()]
 
     def figures(self) -> list[Figure]:
-        """All of one point and system; baselines are floors, in the figure's own unit."""
+        """Return all figures of the point and system. Baselines are floors, in the figure's own
+        unit."""
         run, found = self._run, self._breakdown
         drafting = run.target is not None
         floors = {phase: self._floor_of(phase) for phase in Phase}
         figures = [
-            self._figure("rounds", len(found.rounds), "profiled"),
+            self._figure("rounds", len(found.rounds), "profiled rounds"),
             self._figure("round_ms", self._round_ms(), "ms", sum(floors.values())),
             self._figure("round_unprofiled_ms", run.iteration_ms, "ms, median at the client"),
             self._figure("idle_ms", found.over_rounds(_idle_ms), "ms a round", 0.0),
@@ -75,14 +76,14 @@ class ProfileReport:
         return figures
 
     def write(self, path: Path) -> None:
-        """The JSON at `path`."""
+        """Write the JSON to `path`."""
         run, found = self._run, self._breakdown
         settings = {
             "acceptance": self._note,
             "largest_gaps_to_the_floor": self.losses(),
             "floor": (
-                "weights read once a step, anchors once a draft step, what the target is made of "
-                f"once a verification, at {self._bandwidth / 1e12:.2f} TB/s; nothing else"
+                "time to read weights once a step, anchors once a draft step and the target's "
+                f"records once a verification, at {self._bandwidth / 1e12:.2f} TB/s; nothing else"
             ),
             "arithmetic_ms": {
                 f"{self._keys[phase]}.{category}": round(ms, 3)
@@ -90,11 +91,11 @@ class ProfileReport:
             },
             "spread": "95% half width over rounds",
             "phases": (
-                "kernels that replayed CUDA graphs launched are "
+                "kernels of replayed CUDA graphs are "
                 + ("draft steps" if run.target else "decode steps")
-                + ", the others verification and housekeeping"
+                + ", all other kernels are verification and housekeeping"
             ),
-            "profiler": f"a round takes {self.slowdown:.2f} times as long with it as without",
+            "profiler": f"with the profiler, a round takes {self.slowdown:.2f} times as long",
             "not_in_any_category": found.other_kernels(),
             "idle_between": found.idle_texts(),
             "unknown": found.missing(),
@@ -121,15 +122,15 @@ class ProfileReport:
         )
 
     def console(self) -> Iterator[str | Table]:
-        """What to print, the note on acceptance first."""
+        """Yield what to print, the note on acceptance first."""
         run, found = self._run, self._breakdown
         yield self._note
         table = Table(
-            title=f"{run.label} {run.system}, a mean of {len(found.rounds)} rounds ({self._note})",
+            title=f"{run.label} {run.system}, mean of {len(found.rounds)} rounds ({self._note})",
             title_justify="left",
         )
         table.add_column("")
-        for heading in ("ms a round", "floor", "times"):
+        for heading in ("ms a round", "floor", "times the floor"):
             table.add_column(heading, justify="right")
         for phase in Phase:
             for (own, category), value in found.measured_ms().items():
@@ -137,22 +138,22 @@ class ProfileReport:
                     floor = found.floor.get((phase, category), 0.0)
                     table.add_row(f"{self._keys[phase]}: {category}", *_cells(value, floor))
             table.add_section()
-        table.add_row("a whole round", *_cells(self._round_ms(), sum(found.floor.values())))
+        table.add_row("the whole round", *_cells(self._round_ms(), sum(found.floor.values())))
         if run.target is not None:
             steps = found.over_rounds(lambda round: len(round.steps)).mean
             step_ms = found.over_rounds(lambda round: round.step_us / 1e3)
             floor = self._floor_of(Phase.STEPS) / steps
-            table.add_row(f"one of {steps:.1f} draft steps", *_cells(step_ms, floor))
+            table.add_row(f"a draft step ({steps:.1f} in a round)", *_cells(step_ms, floor))
         yield table
         yield (
-            f"with the profiler a round takes {self.slowdown:.2f} times its "
-            f"{run.iteration_ms:.2f} ms without"
+            f"with the profiler, a round takes {self.slowdown:.2f} times as long as the "
+            f"{run.iteration_ms:.2f} ms without the profiler"
         )
-        yield "the largest gaps to the floor:"
+        yield "largest gaps to the floor:"
         yield from (f"  {text}" for text in self.losses())
-        yield "most idle time:"
+        yield "longest idle times:"
         yield from (f"  {text}" for text in found.idle_texts())
-        yield "in no category:"
+        yield "kernels without a category:"
         yield from (f"  {text}" for text in found.other_kernels())
         yield from found.missing()
 

@@ -1,4 +1,4 @@
-"""A table for the documentation: where the time of a drafting server goes, by its profile."""
+"""Table for the documentation: the time of a drafting server by phase, from its profile."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import re
 from typing import Any
 
 PHASES = {"draft": "drafting", "verify": "verifying, housekeeping"}
-# Rows of a phase; what else ran in it is one row together.
+# Rows of a phase. All other kernels of the phase share one row.
 ROWS = {"attention": "attention", "matrix_products": "matrix products"}
 _KERNEL_NAMES = re.compile(r" \([^()]*\)|, the largest of \S+ ms between .*(?=\.$)")
 
 
 def profile_lines(profile: dict[str, Any], note: str) -> list[str]:
-    """Markdown. profile: what bench_profile.py wrote of a server with --kvspec; note: on its
-    acceptance."""
+    """Return the table as Markdown. profile: result of bench_profile.py for a server with --kvspec.
+    note: note on its acceptance."""
     settings = profile["settings"]
     prefix = f"profile.{settings['point']}.{settings['system']}."
     figures = {row["name"].removeprefix(prefix): row for row in profile["figures"]}
     steps = figures["draft_steps"]["value"]
     rows = [
         f"| {note}: a round of {settings['requests']} requests at {settings['point']}, "
-        f"`{settings['system']}`, {steps:.1f} draft steps | ms | floor of its bytes | times |",
+        f"`{settings['system']}`, {steps:.1f} draft steps | ms | floor (bytes) | times the floor |",
         "|---|---|---|---|",
     ]
     for phase, what in PHASES.items():
@@ -32,18 +32,18 @@ def profile_lines(profile: dict[str, Any], note: str) -> list[str]:
         idle = own.pop("idle")
         rows += [_row(f"{what}: {shown}", own.pop(key)) for key, shown in ROWS.items()]
         rows.append(f"| {what}: other kernels | {sum(r['value'] for r in own.values()):.1f} | | |")
-        rows.append(_row(f"{what}: nothing runs", idle))
+        rows.append(_row(f"{what}: idle GPU", idle))
     rows.append(_row("the whole round", figures["round_ms"]))
     rows.append(_row("a draft step", figures["draft_step_ms"]))
     gaps = [_KERNEL_NAMES.sub("", text) for text in settings["largest_gaps_to_the_floor"]]
     return [
         *rows,
         "",
-        f"The means of {figures['rounds']['value']} rounds (`benchmarks/bench_profile.py`, commit "
-        f"{profile['commit'][:7]}). The profiler slows launches down; before it ran, the server "
-        f"itself measured {figures['server.draft_iter_ms']['value']:.1f} ms a draft step and "
-        f"{figures['server.verify_ms']['value']:.1f} ms a verification, and the client "
-        f"{figures['round_unprofiled_ms']['value']:.0f} ms a round, a median. The largest gaps to "
+        f"Means of {figures['rounds']['value']} rounds (`benchmarks/bench_profile.py`, commit "
+        f"{profile['commit'][:7]}). The profiler slows launches down. Before the profiler ran, the "
+        f"server measured {figures['server.draft_iter_ms']['value']:.1f} ms a draft step and "
+        f"{figures['server.verify_ms']['value']:.1f} ms a verification. The client measured "
+        f"{figures['round_unprofiled_ms']['value']:.0f} ms a round (median). The largest gaps to "
         "the floor:",
         "",
         *(f"{number}. {text}" for number, text in enumerate(gaps, 1)),

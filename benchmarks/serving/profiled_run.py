@@ -1,4 +1,4 @@
-"""A profile of a server's steady decoding, taken through its HTTP interface."""
+"""Profile of a server's steady decoding, taken through its HTTP interface."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from serving.live_server import LiveServer, counters_between, kvspec_of, timing_
 from serving.points import Point
 from serving.stream import Progress, Stream
 
-# Iterations of every answer before the profile: draft lengths adapt in the first ones.
+# Iterations of every answer before the profile: draft lengths adapt in the first iterations.
 SETTLE = 6
-# The first profiled iteration starts the profiler, and the last only ends the one before it.
+# The first profiled iteration starts the profiler, and the last one only ends the iteration before
+# it.
 EXTRA_STEPS = 2
-# Answers to iterations before the profile may arrive after the reply that it has started, and the
-# profiler writes its file before the iteration that follows the last profiled one.
+# Chunks of earlier iterations may arrive after the reply that the profile has started. The profiler
+# writes its file before the iteration that follows the last profiled one.
 EXTRA_CHUNKS = 3
 PROFILE_ID = "profile"
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledRun:
-    """What is known of a profile beside its trace.
+    """Facts of a profile besides its trace.
 
-    counters: what KVSpec's rose by from just before to just after it, empty on plain SGLang.
-    server_timing: what the server itself had measured before it (draft_iter_ms, verify_ms).
-    iteration_ms: median time between an answer's chunks before it, without a profiler.
-    context_len: prompt and answer, mean over the requests and over the profile.
+    counters: increases of KVSpec's counters from just before to just after the profile, empty on
+    plain SGLang. server_timing: times that the server itself measured before the profile
+    (draft_iter_ms, verify_ms). iteration_ms: median time between an answer's chunks before the
+    profile. context_len: tokens of prompt and answer, mean over the requests and the profile.
     """
 
     label: str
@@ -68,7 +69,7 @@ class ProfiledRun:
 
     @classmethod
     def read(cls, path: Path) -> ProfiledRun:
-        """From a file of write()."""
+        """Read a file of write()."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -84,8 +85,8 @@ def take_profile(
     activities: Sequence[str],
     folder: Path,
 ) -> tuple[ProfiledRun, Path]:
-    """Profile `steps` steady iterations, and EXTRA_STEPS more; returns what is known of them and
-    the trace of the first rank, a file below `folder`. source: what acceptance is replayed from.
+    """Profile `steps` steady iterations, and EXTRA_STEPS more. Return the facts of the profile, and
+    the trace of rank 0, a file below `folder`. source: description of the replayed acceptance.
 
     Prompts are sent once before, so that the profile has no prefill. Raises BenchError.
     """
@@ -95,7 +96,7 @@ def take_profile(
     with Stream(server.base_url, prompts, 1, server.left_s()) as stream:
         stream.wait_end()
     with Stream(server.base_url, prompts, output_len, server.left_s()) as stream:
-        # The first chunk is prefill's.
+        # The first chunk comes from the prefill.
         stream.wait_chunks(1 + SETTLE)
         info = server.info()
         before = kvspec_of(info)
@@ -145,7 +146,8 @@ def take_profile(
 
 
 def make_prompts(point: Point, prompt_len: int, *, text: bool) -> list[list[int]]:
-    """Token ids, by the point's seed: text that the model has not been trained on, or random."""
+    """Return prompts as token ids, by the point's seed: text outside the model's training data, or
+    random tokens."""
     if text:
         windows, _ = cut_prompts(point.model.folder, point.concurrency, prompt_len, point.seed)
         return [[int(token) for token in window] for window in windows]
@@ -154,13 +156,13 @@ def make_prompts(point: Point, prompt_len: int, *, text: bool) -> list[list[int]
 
 
 def iteration_ms(answers: Sequence[Progress]) -> float:
-    """Median time between two chunks of an answer, the first chunk left out."""
+    """Return the median time between two chunks of an answer, the first chunk left out."""
     between = [b - a for answer in answers for a, b in pairwise(answer.times[1:])]
     return 1000 * median(between)
 
 
 def find_trace(folder: Path) -> Path:
-    """The first rank's trace. Raises BenchError where the profiler has written none."""
+    """Return the trace of rank 0. Raises BenchError if the profiler has not written exactly one."""
     found = sorted(folder.glob(f"{PROFILE_ID}-TP-0*.trace.json.gz"))
     if len(found) != 1:
         names = ", ".join(path.name for path in sorted(folder.iterdir())) or "nothing"

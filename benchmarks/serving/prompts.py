@@ -1,4 +1,4 @@
-"""What the client needs of a model: a tokenizer, and text where acceptance is real."""
+"""Inputs of the client for a model: a tokenizer, and texts where acceptance is real."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from serving.points import Model
 
 
 def folder_with_tokenizer(model: Model, scratch: Path) -> Path:
-    """The model's folder; for a shape without a tokenizer a copy with one, below `scratch`.
+    """Return the model's folder. For a shape without a tokenizer, return a copy below `scratch`
+    that has one.
 
-    bench_serving times tokens by their text, so a server without a tokenizer cannot be measured:
-    the made-up one calls token 17 "t17". It has no special tokens, whose text would be empty.
+    bench_serving times tokens by their text, so a server without a tokenizer cannot be measured.
+    The generated tokenizer calls token 17 "t17". It has no special tokens, because their text would
+    be empty.
     """
     if (model.folder / "tokenizer.json").is_file():
         return model.folder
@@ -33,10 +35,10 @@ def folder_with_tokenizer(model: Model, scratch: Path) -> Path:
 
 
 def write_texts(model: Model, count: int, prompt_len: int, seed: int, path: Path) -> None:
-    """Prompts of text that the model has not been trained on, as bench_serving's `custom` data."""
+    """Write prompts of text outside the model's training data, as bench_serving's `custom` data."""
     windows, _ = cut_prompts(model.folder, count, prompt_len, seed)
     tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
-    # Without the first token, which the server adds again.
+    # Leave out the first token, which the server adds again.
     texts = tokenizer.decode_batch(windows[:, 1:].tolist(), skip_special_tokens=False)
     with path.open("w", encoding="utf-8") as file:
         for text in texts:

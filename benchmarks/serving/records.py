@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What sglang.bench_serving says of one pass over the prompts: rates in tokens/s, times in ms.
+    """Result of sglang.bench_serving for one pass over the prompts: rates in tokens/s, times in ms.
 
-    The p50 and p99 of ITL spread the time between two chunks of a stream over the chunk's tokens.
+    For the p50 and p99 of ITL, the time between two chunks is spread over the chunk's tokens.
     """
 
     output_tokens_per_s: float
@@ -30,7 +30,7 @@ class Pass:
 class DecodeRate:
     """Tokens per second while every request decodes, and its 95% half width over the time.
 
-    steady: false where requests never all decoded at once; then the rate is over the whole pass.
+    steady: False if requests never all decoded at once. The rate then covers the whole pass.
     """
 
     tokens_per_s: float
@@ -40,14 +40,13 @@ class DecodeRate:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One point on one system. decode: prompts were cached; end_to_end: they were not.
+    """One point on one system. decode: pass with cached prompts. end_to_end: pass without.
 
-    acceptance: "replayed", "real", or "" for plain SGLang. counters: what KVSpec's counters rose by
-    during the passes. timing: what KVSpec measured of its rounds lately, in ms. start_s: from
-    launch to healthy; first_start: nothing had been read or compiled yet. compiled: kernels that
-    were compiled while the server served, since the point before or, at a server's first, since it
-    was healthy; None where nobody looked. versions: of what was installed there, empty where nobody
-    wrote them down.
+    acceptance: "replayed", "real", or "" for plain SGLang. counters: increases of KVSpec's counters
+    during the passes. timing: recent times of rounds that KVSpec measured, in ms. start_s: seconds
+    from launch to healthy. first_start: nothing had been read or compiled yet. compiled: kernels
+    that were compiled since the point before, or since the server was healthy for its first point;
+    None if not recorded. versions: versions of installed packages, empty if not recorded.
     """
 
     model: str
@@ -98,29 +97,29 @@ def append(path: Path, record: Record) -> None:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """What append() would make of them in a new file."""
+    """Write a file of these records, as append() does. Replaces an existing file."""
     lines = [json.dumps(asdict(record)) + "\n" for record in records]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def consecutive(records: Iterable[Record]) -> list[Record]:
-    """The same, of runs that followed one another on one machine: each took its first server for
-    one that found nothing read or compiled, but only the first of all did."""
+    """Correct `first_start` in records of runs that followed each other on one machine. Each run
+    marks its first server, but only the first server of all found nothing read or compiled."""
     known = list(records)
     first = min((record.date for record in known), default="")
     return [replace(record, first_start=record.date == first) for record in known]
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file written by append()."""
+    """Read the records of a file written by append()."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [_from_json(json.loads(line)) for line in lines if line.strip()]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """One record a point and system. A later one replaces an earlier one, pass by pass, so that
-    the two passes may come from two runs. Raises ValueError where machines differ."""
+    """Return one record per point and system. A later record replaces an earlier one, pass by pass,
+    so the two passes may come from two runs. Raises ValueError if machines differ."""
     found: dict[tuple[str, int, int, str], Record] = {}
     machines = set()
     for record in records:
@@ -133,7 +132,7 @@ def latest(records: Iterable[Record]) -> list[Record]:
 
 
 def _overlay(earlier: Record, later: Record) -> Record:
-    """A pass that `later` did not run is kept from `earlier`."""
+    """Return `later`, with the passes that it did not run from `earlier`."""
     kept: dict[str, Any] = {}
     if later.end_to_end is None:
         kept["end_to_end"] = earlier.end_to_end

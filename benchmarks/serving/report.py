@@ -1,4 +1,4 @@
-"""What a run says: the JSON of its figures, and a table on the console."""
+"""Report of a run: the JSON of its figures, and a table on the console."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from serving.systems import BASELINE, SYSTEMS
 
 
 def acceptance_note(records: Sequence[Record], source: str) -> str:
-    """Whether drafts were judged or only counted: the first line of every report."""
+    """Return the first line of every report: whether acceptance is real or replayed."""
     return note_on({record.acceptance for record in records}, source)
 
 
 def note_on(found: Collection[str], source: str) -> str:
-    """found: of systems' servers, "replayed", "real", or "" where nothing is drafted."""
+    """Return the note on acceptance. found: acceptance on the servers: "replayed", "real", or ""
+    without drafts."""
     if "replayed" not in found:
         return "acceptance is real" if "real" in found else "nothing was drafted"
     also = ", but real where a model has weights of its own" if "real" in found else ""
@@ -38,7 +39,7 @@ def write_report(
     missing: Sequence[str],
     identity: Identity | None = None,
 ) -> None:
-    """The JSON at `path`. identity: what is copied into it."""
+    """Write the JSON to `path`. identity: results to copy into it."""
     settings: dict[str, Any] = {
         "acceptance": acceptance_note(records, source),
         "rates": {f"vs_{BASELINE}{suffix}": what for suffix, (what, _) in RATES.items()},
@@ -76,31 +77,35 @@ def write_report(
 
 
 def _one_a_start(records: Sequence[Record]) -> list[Record]:
-    """A point of every server that was started, in order."""
+    """Return one point of every server that was started, in order."""
     starts = {(record.date, record.model, record.system): record for record in records}
     return [starts[key] for key in sorted(starts)]
 
 
 def _start(record: Record) -> str:
-    first = ", the first: nothing had been read or compiled yet" if record.first_start else ""
+    first = (
+        ", first start: no file had been read and no kernel compiled yet"
+        if record.first_start
+        else ""
+    )
     return f"{record.date} {record.model} {record.system}: {record.start_s:.1f} s{first}"
 
 
 def console_table(
     records: Sequence[Record], source: str, missing: Sequence[str]
 ) -> Iterator[str | Table]:
-    """What to print, the note on acceptance first."""
+    """Yield what to print, the note on acceptance first."""
     yield acceptance_note(records, source)
     for (model, context_len), group in groupby(sorted(records, key=_order), key=_place):
         here = list(group)
         title = f"{label(model, context_len)} ({acceptance_note(here, source)})"
         table = Table(title=title, title_justify="left")
         for heading in (
-            "at once",
+            "requests",
             "system",
             "decode tokens/s",
             "x bf16",
-            "with prefill",
+            "tokens/s with prefill",
             "x bf16",
             "TTFT mean/p99 ms",
             "ITL p50/p99 ms",
@@ -125,7 +130,7 @@ def _cells(record: Record, base: Record | None) -> list[str]:
         spread = f" ± {rate[1]:.1f}" if rate and rate[1] is not None else ""
         cells.append(f"{rate[0]:.1f}{spread}" if rate else "-")
         cells.append(f"{rate[0] / against[0]:.2f}" if rate and against else "-")
-    # The times of the pass with prefill where there is one; the other's first tokens are cached.
+    # Prefer times of the pass with prefill: in the other pass, prompts are cached.
     found = record.end_to_end or record.decode
     cells += (
         [

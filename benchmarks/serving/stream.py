@@ -1,4 +1,4 @@
-"""Answers to a batch of prompts while they are written: a caller can wait for a steady state."""
+"""Answers to a batch of prompts while they are generated: a caller can wait for a steady state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ABORT_TIMEOUT_S = 30.0
 
 @dataclass(slots=True)
 class Progress:
-    """One answer so far. times: time.monotonic() of every chunk, an iteration of the server each
-    unless it sends the chunks of several at once."""
+    """One answer so far. times: time.monotonic() of every chunk. A chunk is one iteration of the
+    server, unless the server sends several iterations at once."""
 
     tokens: int = 0
     times: list[float] = field(default_factory=list)
@@ -28,14 +28,16 @@ class Progress:
 
 
 class Stream:
-    """A context manager: entering it sends the prompts as one request, leaving it aborts what is
-    still being written, on the whole server. A thread of its own reads; methods are for the other.
+    """Context manager of one request with all prompts. Entering sends the request. Leaving aborts
+    all unfinished answers of the whole server. A thread of its own reads the answers; call the
+    methods from another thread.
     """
 
     def __init__(
         self, url: str, prompts: Sequence[Sequence[int]], output_len: int, timeout_s: float
     ) -> None:
-        """timeout_s: of every wait, and of every silence of the server."""
+        """Prepare the request. timeout_s: limit of every wait, and of every silence of the
+        server."""
         self._url, self._timeout_s = url, timeout_s
         self._body = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -58,7 +60,7 @@ class Stream:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if not self._reader.is_alive():
             return
-        # Nothing is left to abort where every answer is complete: the reply's end is on its way.
+        # If every answer is complete, there is nothing to abort, and the reply is about to end.
         if all(answer.ended for answer in self.progress()):
             self._reader.join(_ABORT_TIMEOUT_S)
             return
@@ -67,21 +69,21 @@ class Stream:
                 f"{self._url}/abort_request", json={"abort_all": True}, timeout=_ABORT_TIMEOUT_S
             ).raise_for_status()
         except requests.RequestException:
-            # The error that is on its way says more than that nobody is there to be told.
+            # An error that is already raised says more than the failure of the abort.
             if kind is None:
                 raise
             return
         self._reader.join(_ABORT_TIMEOUT_S)
 
     def progress(self) -> list[Progress]:
-        """A copy, by prompt."""
+        """Return a copy of the progress of each prompt."""
         with self._changed:
             return [Progress(a.tokens, list(a.times), a.ended) for a in self._answers]
 
     def wait_chunks(self, count: int) -> None:
         """Block until every answer has grown by `count` more chunks.
 
-        Raises BenchError where an answer ends first, requests fail, or timeout_s pass.
+        Raises BenchError if an answer ends first, if requests fail, or after timeout_s.
         """
         with self._changed:
             goals = [len(answer.times) + count for answer in self._answers]
@@ -94,25 +96,27 @@ class Stream:
                 left = behind()
                 return not left or any(answer.ended for answer in left)
 
-            self._wait(decided, f"{count} more chunks")
+            self._wait(decided, f"{count} more chunks of every answer")
             ended = next((answer for answer in behind() if answer.ended), None)
             if ended is not None:
                 raise BenchError(
-                    f"an answer ended after {ended.tokens} tokens, before all had grown by "
-                    f"{count} chunks: raise --output-len, or ask for fewer requests at a time"
+                    f"an answer ended after {ended.tokens} tokens, before every answer had grown "
+                    f"by {count} chunks: raise --output-len, or send fewer requests at once"
                 )
 
     def wait_end(self) -> None:
         """Block until every answer is complete. Raises BenchError as wait_chunks() does."""
         with self._changed:
-            self._wait(lambda: all(answer.ended for answer in self._answers), "the answers' end")
+            self._wait(
+                lambda: all(answer.ended for answer in self._answers), "the end of every answer"
+            )
 
     def _wait(self, reached: Callable[[], bool], what: str) -> None:
         def ended() -> bool:
             return self._failure is not None or reached()
 
         if not self._changed.wait_for(ended, self._timeout_s):
-            raise BenchError(f"no {what} within {self._timeout_s:.0f} s")
+            raise BenchError(f"timed out after {self._timeout_s:.0f} s, waiting for {what}")
         if self._failure is not None:
             raise BenchError(f"the requests failed: {self._failure}")
 
@@ -139,7 +143,7 @@ class Stream:
         now = time.monotonic()
         reason = chunk["meta_info"]["finish_reason"]
         if reason is not None and reason["type"] == "abort":
-            raise BenchError(f"the server gave up on a request: {reason.get('message')}")
+            raise BenchError(f"the server aborted a request: {reason.get('message')}")
         with self._changed:
             answer = self._answers[chunk.get("index", 0)]
             answer.tokens = chunk["meta_info"]["completion_tokens"]
@@ -150,6 +154,6 @@ class Stream:
     def _end(self, failure: str | None) -> None:
         with self._changed:
             if failure is None and not all(answer.ended for answer in self._answers):
-                failure = "the server closed the connection"
+                failure = "the server closed the connection before all answers ended"
             self._failure = failure
             self._changed.notify_all()

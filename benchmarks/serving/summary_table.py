@@ -1,4 +1,4 @@
-"""Six results of serving as a table for the README: those that speak for KVSpec, and against it."""
+"""Table of six serving results for the README: results for KVSpec, and results against it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from serving.records import Record, latest, read
 POINTS = Path(__file__).resolve().parents[1] / "results" / "serving_h200.points.jsonl"
 HEADER = (
     "| model, context | target | requests | tokens/s | plain bf16 | fp8 KV | against bf16 "
-    "| p99 gap (ms), bf16's | commit |\n|---|---|---|---|---|---|---|---|---|"
+    "| p99 ITL (ms): KVSpec, bf16 | commit |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A point, and how many requests plain SGLang and its fp8 KV cache ran at once for it."""
+    """One point, and the number of requests at once of the points to compare it with. plain: plain
+    SGLang. fp8: plain SGLang with an fp8 KV cache."""
 
     model: str
     context_len: int
@@ -64,7 +65,7 @@ def _line(row: Row, by_key: dict[tuple[str, int, int, str], Record]) -> str:
 
 
 def _rate(record: Record, row: Row) -> str:
-    """Tokens a second, with the number of requests where it is another than the row's."""
+    """Return tokens a second, with the number of requests if it differs from the row's."""
     rate = f"{_tokens_per_s(record):,.0f}"
     return rate if record.concurrency == row.concurrency else f"{rate} ({record.concurrency})"
 

@@ -1,4 +1,4 @@
-"""The systems that are compared, and every server flag that they share: the one place for both."""
+"""Systems to compare, and all server flags that they share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASELINE = "bf16"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """target: what KVSpec verifies against, None for plain SGLang."""
+    """One system. target: the target that KVSpec verifies against, None for plain SGLang."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -31,7 +31,8 @@ SYSTEMS = {
 }
 
 COMMON = ("--random-seed=0",)
-# No grammar is asked for and nothing is sampled; graphs of prefills cost half a minute of start.
+# Requests have no grammar and are not sampled. CUDA graphs of prefills would add half a minute to
+# the start.
 GPU = (
     "--mem-fraction-static=0.88",
     "--chunked-prefill-size=16384",
@@ -39,10 +40,10 @@ GPU = (
     "--sampling-backend=pytorch",
     "--disable-prefill-cuda-graph",
 )
-# What KVSpec's prefill and its exact verification run on as well. SGLang's own choice on Hopper is
-# FA3, which its stripped wheel for machines without a package index does not hold.
+# KVSpec's prefill and its exact verification use FlashInfer, too. SGLang's default on Hopper is
+# FA3, which is not in SGLang's stripped wheel for machines without a package index.
 PLAIN_GPU = ("--attention-backend=flashinfer",)
-# The 8B target of the issue has its residuals in HBM; where memory is scarce they go to the host.
+# The 8B shape keeps all residuals in HBM. Other models offload residuals if memory is scarce.
 KVSPEC = {"8b": ("--kvspec-host-gb=0",)}
 
 
@@ -57,8 +58,9 @@ def server_arguments(
     extra: Sequence[str] = (),
     extra_kvspec: Sequence[str] = (),
 ) -> list[str]:
-    """What follows `python -m sglang.launch_server`: the same for every system but for its own
-    flags. `extra` comes last, so it wins. folder: config and tokenizer, weights where there are."""
+    """Return the arguments of `python -m sglang.launch_server`. Systems differ only in their own
+    flags. extra: comes last, so it takes precedence. folder: folder with config and tokenizer, and
+    with weights if there are any."""
     arguments = [
         f"--model-path={folder}",
         *(("--load-format=dummy",) if model.dummy else ()),

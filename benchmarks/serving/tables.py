@@ -21,44 +21,46 @@ from serving.systems import SYSTEMS
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "serving_h200.json"
 DETERMINISTIC = ROOT / "benchmarks" / "results" / "identity_deterministic_h200.json"
-# Of a run with --control.
+# Result of a run with --control.
 CONTROL = ROOT / "benchmarks" / "results" / "identity_control_h200.json"
 PROFILE = ROOT / "benchmarks" / "results" / "profile_8b_32k_exact.json"
 WIDTH = 100
 
-# Name of the figure: what it is, and what it should be.
+# Title and goal of figures, by name.
 HEADLINES = {
-    "serve.8b.32k.bs16.draft_iter_ms": ("8B shape, 16 x 32K: ms a draft iteration", "<= 10.5"),
+    "serve.8b.32k.bs16.draft_iter_ms": ("8B shape, 16 x 32K: ms a draft step", "<= 10.5"),
     "serve.8b.32k.bs16.exact.vs_bf16": ("8B shape, 16 x 32K: decoding, `exact`", ">= 1.45"),
     "serve.8b.32k.bs16.int8.vs_bf16": ("8B shape, 16 x 32K: decoding, `int8`", ">= 1.6"),
     "serve.8b.32k.saturation.int8.vs_bf16": (
-        "8B shape, 32K, each at its best: decoding, `int8`",
+        "8B shape, 32K, fastest measured concurrency of each system: decoding, `int8`",
         ">= 2.0",
     ),
     "serve.8b.4k.saturation.exact.vs_bf16": (
-        "8B shape, 4K, each at its best: decoding, `exact`",
+        "8B shape, 4K, fastest measured concurrency of each system: decoding, `exact`",
         ">= 0.97",
     ),
     "serve.32b.32k.saturation.vs_bf16": (
-        "32B shape, 32K, each at its best: decoding, the better target",
+        "32B shape, 32K, fastest measured concurrency of each system: decoding, the better target",
         ">= 1.7",
     ),
     "start.extra_seconds": ("seconds that --kvspec adds to the start of a server", "<= 20"),
 }
-# What systems.py gives plain SGLang, and what SGLang then chooses itself.
+# Settings of plain SGLang: flags of systems.py, and what SGLang selects by itself.
 BASELINE = (
-    "Plain SGLang (`bf16`) runs FlashInfer here, as the FA3 wheel it would choose itself was not "
-    "available, with pages of 1 token and overlap scheduling on."
+    "Plain SGLang (`bf16`) runs FlashInfer with pages of 1 token and overlap scheduling. SGLang's "
+    "own choice is FA3, whose wheel was not available."
 )
-# Name of the figure after identity.gpu or identity.gpu.deterministic: what was compared.
+# Comparisons of answers, by the name of the figure behind identity.gpu or
+# identity.gpu.deterministic.
 COMPARED = {
-    "mismatches_vs_draft_off": "`exact` with drafting off",
-    "mismatches_vs_draft_off.without_logprobs": "the same, asked without log-probabilities",
-    "differences_to_plain": "plain SGLang",
-    "draft_off_differences_to_plain": "plain SGLang, drafting off on this side",
-    "plain_differences_to_itself": "plain SGLang against itself with fewer requests at once",
+    "mismatches_vs_draft_off": "`exact` against drafting off",
+    "mismatches_vs_draft_off.without_logprobs": "`exact` against drafting off, without "
+    "log-probabilities",
+    "differences_to_plain": "`exact` against plain SGLang",
+    "draft_off_differences_to_plain": "drafting off against plain SGLang",
+    "plain_differences_to_itself": "plain SGLang against plain SGLang with fewer requests at once",
 }
-# Of a figure's unit: how many requests or starts it is of.
+# Part of a figure's unit with its number of requests or starts.
 _DETAIL = re.compile(r", (at|median of) \d[^,]*")
 _POINT = re.compile(
     r"serve\.(?P<place>.+)\.bs(?P<at>\d+)\.(?P<system>\w+)"
@@ -69,7 +71,8 @@ Figures = dict[str, dict[str, Any]]
 
 
 def block() -> str:
-    """Return the tables, with how they were measured; a sentence where nothing was measured."""
+    """Return the tables, with a note on how they were measured. Return a sentence if nothing was
+    measured."""
     if not RESULT.exists():
         return f"Nothing was measured: there is no `{RESULT.name}`."
     record = json.loads(RESULT.read_text(encoding="utf-8"))
@@ -94,7 +97,7 @@ def block() -> str:
 
 
 def draw() -> None:
-    """Draw the decode rate by concurrency beside the result, where there is one."""
+    """Draw the decode rate by concurrency beside the result, if there is one."""
     if RESULT.exists():
         record = json.loads(RESULT.read_text(encoding="utf-8"))
         figures = {figure["name"]: figure for figure in record["figures"]}
@@ -103,12 +106,12 @@ def draw() -> None:
 
 
 def lines(figures: Figures, note: str, machine: str) -> list[str]:
-    """Markdown, the note on acceptance first and in the head of every table."""
+    """Return Markdown, with the note on acceptance first and in the head of every table."""
     return [
         f"Serving on one {machine}, live servers driven by `sglang.bench_serving` "
-        f"(`benchmarks/bench_serving.py`): {note}. {BASELINE} Rates are of the time in which all "
-        "requests decode, from cached prompts, ± their 95 % half width over eight parts of it; HBM "
-        "is what nvidia-smi says after them.",
+        f"(`benchmarks/bench_serving.py`): {note}. {BASELINE} Rates cover the time in which all "
+        "requests decode, with cached prompts. A rate's ± is the 95 % half width over eight parts "
+        "of this time. HBM is the memory in use that nvidia-smi reports after the measurement.",
         "",
         *headlines(figures, note),
         "",
@@ -117,15 +120,15 @@ def lines(figures: Figures, note: str, machine: str) -> list[str]:
 
 
 def wrapped(line: str) -> list[str]:
-    """Prose in lines as long as a page's; a row of a table stays one."""
+    """Wrap prose to the line length of a page. A row of a table stays one line."""
     if not line or line.startswith(("|", "!")):
         return [line]
     return textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def headlines(figures: Figures, note: str) -> list[str]:
-    """What was asked for and has been measured."""
-    rows = [f"| {_short(note)} | value | asked for | plain bf16 |", "|---|---|---|---|"]
+    """Return the table of figures that have a goal and were measured."""
+    rows = [f"| {_short(note)} | value | goal | plain bf16 |", "|---|---|---|---|"]
     for name, (what, target) in HEADLINES.items():
         if name not in figures:
             continue
@@ -141,10 +144,11 @@ def headlines(figures: Figures, note: str) -> list[str]:
 
 
 def points(figures: Figures, note: str) -> list[str]:
-    """A row per point and system; columns in which nothing was measured are left out."""
+    """Return a table with a row per point and system. Columns without a measurement are left
+    out."""
     columns = (
         _short(note),
-        "at once",
+        "requests",
         "system",
         "decode tokens/s",
         "x bf16",
@@ -174,7 +178,7 @@ def _point_cells(figures: Figures, place: str, at: int, system: str, name: str) 
         found = cell(first, form), cell(second, form)
         return "/".join(found) if all(found) else ""
 
-    # With a cached prompt the first token says nothing of prefill.
+    # With a cached prompt, the time to the first token says nothing about prefill.
     cold = f"{name}.end_to_end.ttft_mean_ms" in figures
     kind = "end_to_end" if cold else "decode_pass"
     return (
@@ -194,17 +198,18 @@ def _point_cells(figures: Figures, place: str, at: int, system: str, name: str) 
 
 
 def identity(figures: Figures, settings: dict[str, Any], kind: str = "") -> list[str]:
-    """How many answers differ from whose, and how close the two tokens were where they part.
+    """Return a table of how many answers differ from those that they are compared with, and how
+    close the two tokens were where answers differ.
 
-    kind: "deterministic." where all servers ran with --enable-deterministic-inference.
+    kind: "deterministic." if all servers ran with --enable-deterministic-inference.
     """
     flag = "all with `--enable-deterministic-inference`, " if kind else ""
     commit = settings["measured_at"].split()[0][:7]
     rows = [
         f"| acceptance is real: {settings['model']}, {settings['prompts']} prompts of "
         f"{settings['prompt_tokens']} tokens, {settings['new_tokens']} greedy tokens each, bf16, "
-        f"`exact`, {flag}commit {commit}; against | answers that differ | largest gap, "
-        "log-probability | not by a tie |",
+        f"`exact`, {flag}commit {commit}; comparison | answers that differ | largest "
+        "gap, log-probability | beyond a tie |",
         "|---|---|---|---|",
     ]
     for key, what in COMPARED.items():
@@ -220,7 +225,7 @@ def identity(figures: Figures, settings: dict[str, Any], kind: str = "") -> list
 
 
 def measured(figures: Figures) -> Iterator[tuple[str, int, str, str]]:
-    """Place, concurrency, system and prefix of every point with a rate, in order."""
+    """Yield place, concurrency, system and prefix of every point with a rate, in order."""
     found = [match for name in figures if (match := _POINT.fullmatch(name))]
     places = list(dict.fromkeys(match["place"] for match in found))
     keys = {(m["place"], int(m["at"]), m["system"]) for m in found}
@@ -232,7 +237,7 @@ def measured(figures: Figures) -> Iterator[tuple[str, int, str, str]]:
 
 
 def curves(figures: Figures) -> Curves:
-    """By place and system: concurrencies, decode rates and their spreads."""
+    """Return concurrencies, decode rates and their spreads, by place and system."""
     found: Curves = {}
     for place, at, system, name in measured(figures):
         figure = figures.get(f"{name}.decode.tokens_per_s")
@@ -248,5 +253,5 @@ def _value(figure: dict[str, Any], form: str) -> str:
 
 
 def _short(note: str) -> str:
-    """For the head of a table: without the file and the model of the curve."""
+    """Return the note without the file and the model of the curve, for the head of a table."""
     return re.sub(r" of \S+ \([^)]*\)", "", note)

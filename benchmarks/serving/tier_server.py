@@ -1,4 +1,4 @@
-"""A server whose prefix cache has tiers, asked in token ids."""
+"""Server with prefix tiers, for prompts of token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 300.0
 POLL_S = 0.05
 FLUSH_TIMEOUT_S = 30.0
-# Several servers share a GPU: what one takes while another measures what is left is far less.
+# Several servers share a GPU. While one measures the free memory, others allocate far less than
+# this fraction.
 ON_GPU = (
     *("--dtype=bfloat16", "--mem-fraction-static=0.3", "--random-seed=0"),
     *("--sampling-backend=pytorch", "--disable-prefill-cuda-graph"),
@@ -26,7 +27,8 @@ ON_GPU = (
 
 
 class TierServer(ServerProcess):
-    """hits: tokens found in each tier, as answers say. A context manager, as its base is."""
+    """Server with prefix tiers; a context manager, as its base class is. hits: hit tokens in each
+    tier, as answers report them."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class TierServer(ServerProcess):
     def ask(
         self, prompts: Sequence[list[int]], new_tokens: int, *, at_once: bool
     ) -> list[list[int]]:
-        """Greedy answers; all prompts are sent at once, or one after the other."""
+        """Return greedy answers. All prompts are sent at once, or one after the other."""
         with ThreadPoolExecutor(len(prompts) if at_once else 1) as pool:
             answers = list(pool.map(lambda prompt: self._answer(prompt, new_tokens), prompts))
         self.hits += sum((hits for _, hits in answers), Counter())
@@ -81,20 +83,20 @@ class TierServer(ServerProcess):
         return kvspec_of(reply.json())
 
     def flush(self) -> None:
-        """Forget what is cached, once requests that have been answered have ended."""
+        """Flush the prefix cache, once all requests that have been answered have ended."""
         url, params = f"{self.base_url}/flush_cache", {"timeout": FLUSH_TIMEOUT_S}
         requests.post(url, params=params, timeout=REQUEST_TIMEOUT_S).raise_for_status()
 
     def remote_counters(self) -> dict[str, int]:
-        """What has been asked of the prefix server."""
+        """Return the counters of requests to the prefix server."""
         return dict(self.report()["prefix_tiers"]["remote"]["counters"])
 
     def wait_until_live(self) -> None:
-        """There is a link to the prefix server."""
+        """Block until there is a link to the prefix server."""
         self._wait(lambda tiers: tiers["remote"]["is_live"])
 
     def wait_until_spilled(self) -> None:
-        """Nothing is on its way to disk or to the prefix server."""
+        """Block until nothing is on its way to disk or to the prefix server."""
         self._wait(
             lambda tiers: (
                 not any(
@@ -106,5 +108,8 @@ class TierServer(ServerProcess):
     def _wait(self, is_so: Callable[[dict[str, Any]], bool]) -> None:
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
         while not is_so(self.report()["prefix_tiers"]):
-            assert time.monotonic() < deadline, f"{self.name}: {self.report()['prefix_tiers']}"
+            assert time.monotonic() < deadline, (
+                f"{self.name}: timed out after {REQUEST_TIMEOUT_S:.0f} s, prefix tiers: "
+                f"{self.report()['prefix_tiers']}"
+            )
             time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""A torch profiler's trace: what ran on the GPU, when, and on whose behalf."""
+"""GPU events of a torch profiler's trace: what ran, when, and in which graph replay."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
 
 class TraceError(RuntimeError):
-    """The trace does not hold what is asked of it; the message is one sentence."""
+    """Error for a trace that lacks what is needed. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuEvent:
-    """A kernel, copy or fill. Times in microseconds of the trace's clock.
+    """Kernel, copy or fill. Times are in microseconds of the trace's clock.
 
-    replay: names the replay of a CUDA graph that it belongs to; None where it was launched alone.
+    replay: number of the CUDA-graph replay that contains the event, None if it was launched alone.
     """
 
     begin_us: float
@@ -53,20 +53,21 @@ class Gap:
 
 
 def read_trace(path: Path) -> list[GpuEvent]:
-    """The GPU's events of a .trace.json.gz, by begin.
+    """Return the GPU events of a .trace.json.gz, ordered by begin.
 
-    Raises TraceError for a file that is cut off or no trace, and for a trace without a GPU.
+    Raises TraceError for a file that is truncated or no trace, and for a trace without a GPU.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
     except (EOFError, OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{path.name} cannot be read as a trace: {error}") from error
+        raise TraceError(f"{path.name} is not a readable trace: {error}") from error
     return gpu_events(events, path.name)
 
 
 def gpu_events(events: Iterable[dict[str, Any]], where: str = "the trace") -> list[GpuEvent]:
-    """From a chrome trace's events. `where` names it in the TraceError for one without a GPU."""
+    """Return the GPU events of a Chrome trace, ordered by begin. where: name of the trace in the
+    TraceError for a trace without a GPU."""
     graphs, found, num_cpu = set(), [], 0
     for event in events:
         category = event.get("cat")
@@ -79,7 +80,7 @@ def gpu_events(events: Iterable[dict[str, Any]], where: str = "the trace") -> li
             found.append(event)
     if not found:
         raise TraceError(
-            f"there is no GPU in {where}: no kernel, only {num_cpu} operations on the CPU"
+            f"{where} has no GPU activity: no kernel, only {num_cpu} operations on the CPU"
         )
     ordered = sorted(found, key=lambda event: float(event["ts"]))
     return [_gpu_event(event, graphs) for event in ordered]
@@ -98,7 +99,8 @@ def _gpu_event(event: dict[str, Any], graphs: set[int]) -> GpuEvent:
 
 
 def busy_us(events: Iterable[GpuEvent], begin_us: float, end_us: float) -> float:
-    """Microseconds between begin and end in which any of `events`, ordered by begin, runs."""
+    """Return the microseconds between begin and end in which any of `events` runs. events: ordered
+    by begin."""
     busy, reached = 0.0, begin_us
     for event in events:
         begin, end = max(event.begin_us, reached), min(event.end_us, end_us)
@@ -109,8 +111,8 @@ def busy_us(events: Iterable[GpuEvent], begin_us: float, end_us: float) -> float
 
 
 def gaps(events: Sequence[GpuEvent], begin_us: float, end_us: float, following: str) -> list[Gap]:
-    """The times between begin and end in which none of `events`, ordered by begin, runs.
-    following: what comes at the end."""
+    """Return the gaps between begin and end in which none of `events` runs. events: ordered by
+    begin. following: name of what comes at the end."""
     found, reached, last = [], begin_us, "the start"
     for event in events:
         if event.begin_us >= end_us:

@@ -1,4 +1,4 @@
-"""A trace cut into rounds (drafts, then a verification) or, on plain SGLang, into decode steps."""
+"""Division of a trace into rounds (drafts, then a verification), or into steps of plain SGLang."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from serving.trace import Gap, GpuEvent, TraceError, busy_us, gaps
 
 
 class Phase(StrEnum):
-    """STEPS: replays of CUDA graphs, draft steps of KVSpec or decode steps of plain SGLang. REST:
-    everything else, that is verification and housekeeping."""
+    """Phase of a round. STEPS: CUDA-graph replays that are draft steps of KVSpec or decode steps of
+    plain SGLang. REST: everything else, which is verification and housekeeping."""
 
     STEPS = "steps"
     REST = "rest"
@@ -22,10 +22,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """From the first kernel of a round's first step to that of the next round's, in microseconds.
+    """One round, from the first kernel of its first step to that of the next round.
 
-    steps_end_us: when the last kernel of the last step ends. events: what begins in the round, by
-    begin. steps: the graph replays that are steps.
+    Times are in microseconds. steps_end_us: end of the last kernel of the last step. events: events
+    that begin in the round, ordered by begin. steps: the graph replays that are steps.
     """
 
     begin_us: float
@@ -40,20 +40,20 @@ class Round:
 
     @property
     def step_us(self) -> float:
-        """Of one step, the gaps between steps included."""
+        """Return the time of one step, gaps between steps included."""
         return (self.steps_end_us - self.begin_us) / len(self.steps)
 
     def phase_of(self, event: GpuEvent) -> Phase:
         return Phase.STEPS if event.replay in self.steps else Phase.REST
 
     def span(self, phase: Phase) -> tuple[float, float]:
-        """Begin and end of the phase, in microseconds."""
+        """Return begin and end of the phase, in microseconds."""
         if phase is Phase.STEPS:
             return self.begin_us, self.steps_end_us
         return self.steps_end_us, self.end_us
 
     def busy_us(self, phase: Phase) -> float:
-        """Of the phase's span, in which anything runs."""
+        """Return the time of the phase in which any kernel runs."""
         return busy_us(self.events, *self.span(phase))
 
     def idle_us(self, phase: Phase) -> float:
@@ -64,15 +64,15 @@ class Round:
         return gaps(self.events, *self.span(phase), "the next round")
 
     def category_us(self) -> dict[tuple[Phase, str], float]:
-        """Time of all kernels by phase and category. Kernels that overlap each other count twice,
-        so that the sum may be more than the busy time."""
+        """Return the time of all kernels by phase and category. Kernels that run at the same time
+        all count, so the sum may exceed the busy time."""
         found: defaultdict[tuple[Phase, str], float] = defaultdict(float)
         for event in self.events:
             found[self.phase_of(event), event.category] += event.us
         return dict(found)
 
     def kernels_us(self, phase: Phase, category: str) -> Counter[str]:
-        """By whole name."""
+        """Return the time of each kernel by its whole name."""
         found: Counter[str] = Counter()
         for event in self.events:
             if event.category == category and self.phase_of(event) is phase:
@@ -81,10 +81,11 @@ class Round:
 
 
 def steady_rounds(events: Sequence[GpuEvent], *, drafting: bool) -> list[Round]:
-    """The whole rounds of `events`, ordered by begin, without the first, which starts a profiler.
+    """Return the whole rounds of `events`, which are ordered by begin. The first round is left out,
+    because the profiler starts in it.
 
-    A round begins with the first step after a verification; on plain SGLang (drafting False) every
-    replay is one. Raises TraceError where there are no steps, or not three rounds.
+    A round begins with the first step after a verification. On plain SGLang (drafting False), every
+    replay is a round. Raises TraceError if there are no steps, or fewer than three rounds.
     """
     steps = _steps(events, drafting=drafting)
     if not steps:
@@ -95,8 +96,8 @@ def steady_rounds(events: Sequence[GpuEvent], *, drafting: bool) -> list[Round]:
     begins = _round_begins(events, steps, drafting=drafting)
     if len(begins) < 3:
         raise TraceError(
-            f"the trace has {len(begins)} rounds, and at least 3 are needed: the first and the "
-            "last do not count"
+            f"the trace has {len(begins)} rounds, at least 3 are needed: the first and the last "
+            "round do not count"
         )
     return [
         _round(events[first:end], events[end].begin_us, steps)
@@ -108,12 +109,12 @@ def _steps(events: Sequence[GpuEvent], *, drafting: bool) -> set[int]:
     replays = {event.replay for event in events if event.replay is not None}
     if not drafting:
         return replays
-    # A verification may be a graph, too.
+    # A verification may be a graph replay, too.
     return replays - {e.replay for e in events if e.replay is not None and only_verifies(e.name)}
 
 
 def _round_begins(events: Sequence[GpuEvent], steps: set[int], *, drafting: bool) -> list[int]:
-    """Places in `events` of the rounds' first kernels."""
+    """Return the indexes in `events` of the rounds' first kernels."""
     begins: list[int] = []
     last_step, verified = None, True
     for place, event in enumerate(events):
@@ -122,7 +123,7 @@ def _round_begins(events: Sequence[GpuEvent], steps: set[int], *, drafting: bool
                 begins.append(place)
             last_step, verified = event.replay, False
         elif event.category in (ATTENTION, MATRIX):
-            # Copies may fall between two draft steps, a forward of the model does not.
+            # Copies may run between two draft steps, a forward of the model does not.
             verified = True
     return begins
 

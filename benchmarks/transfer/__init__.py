@@ -1,1 +1,1 @@
-"""Parts of bench_transfer.py: two ends in two processes, and what is asked of them."""
+"""Parts of bench_transfer.py: two ends in two processes, and runs with faults and fuzzing."""

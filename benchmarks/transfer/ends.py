@@ -1,4 +1,4 @@
-"""A sender and a receiver, each in a process with a core of its own."""
+"""Sender and receiver, each in a process with a core of its own."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ Log = list[tuple[float, int, int, int]]
 
 @dataclass
 class Offers:
-    """What the sender does. at_s[i]: when transfer i is offered, after the first; link: bytes/s.
-    keys: of the sender and the receiver, under CURVE."""
+    """Transfers to send. at_s[i]: seconds from the start until transfer i is offered. link:
+    bytes/s, None for no limit. streams: streams of each transfer; empty for all streams. keys:
+    CURVE keys of the sender and the receiver."""
 
     shape: TransferShape
     at_s: list[float]
@@ -66,7 +67,7 @@ class ReceiverReport:
 def run_pair(
     send: Callable[..., SenderReport], receive: Callable[..., ReceiverReport], offers: Offers
 ) -> tuple[SenderReport, ReceiverReport]:
-    """Both ends to completion, each pinned to a core where there are two."""
+    """Run both ends to completion, each pinned to a core of its own if there are two."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     receiver_ours, receiver_theirs = context.Pipe()
@@ -93,7 +94,7 @@ def _pinned(core: int, end: Callable[..., Any], offers: Offers, pipe: Connection
 
 
 def send_all(offers: Offers, pipe: Connection) -> None:
-    """Offer each transfer when it is due; every transfer sends from the same pages."""
+    """Offer each transfer when it is due. Every transfer sends from the same pages."""
     port = ZmqPort("tcp://127.0.0.1:0", bind=True, keys=offers.keys[0])
     shape = offers.shape
     link = TokenBucket(offers.link, 256 << 10, time.monotonic()) if offers.link else None
@@ -129,7 +130,7 @@ def send_all(offers: Offers, pipe: Connection) -> None:
 
 
 def receive_all(offers: Offers, pipe: Connection, stall_s: float = 0.0) -> None:
-    """Every transfer into the same pages. stall_s: for how long to read nothing, after the first
+    """Receive every transfer into the same pages. stall_s: seconds to read nothing after the first
     bytes have arrived."""
     port = ZmqPort(pipe.recv(), bind=False, keys=offers.keys[1], identity=b"bench")
     receiver = LoggedReceiver(port, IDENTITY)
@@ -166,7 +167,7 @@ def receive_all(offers: Offers, pipe: Connection, stall_s: float = 0.0) -> None:
 
 
 class LoggedReceiver(Receiver):
-    """Writes down when each piece arrived."""
+    """Receiver that logs the arrival of each piece."""
 
     def __init__(self, port: ZmqPort, identity: Identity) -> None:
         super().__init__(port, identity)

@@ -1,4 +1,4 @@
-"""Random faults, and whether both ends live through them."""
+"""Runs with random faults that both ends must survive."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvspec_testkit.transport.rig import SMALL, Rig
 
 TRANSFERS = (1, 2, 3)
 EVENTS = ("cut", "restart sender", "stall", "no credit", "cancel", "abort", "flood")
-# Of a transfer, in the time of the network in memory.
+# Timeout of a transfer, in simulated time of the in-memory network.
 TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """wrong None: every transfer was complete and equal, or failed with a reason that the run gave
-    it, and neither end kept anything."""
+    """Outcome of one run. wrong: what went wrong. None if every transfer was complete and equal, or
+    failed with a reason that the run gave, and neither end kept anything."""
 
     name: str
     completed: int
@@ -102,7 +102,8 @@ def _check(rig: Rig, ended: set[int]) -> None:
     rig.network.faults = Faults()
     for _ in range(1000):
         rig.tick(0.01)
-    # What the receiver cancelled, and a restarted sender was never told, is the caller's to abort.
+    # A restarted sender does not learn what the receiver cancelled, so the caller must abort these
+    # transfers.
     for transfer in ended:
         rig.sender.abort(transfer, "request aborted")
     for _ in range(100):
@@ -111,7 +112,7 @@ def _check(rig: Rig, ended: set[int]) -> None:
 
 
 def run_on_loopback(seed: int) -> Outcome:
-    """One transfer of 11 MB through a proxy that damages, cuts and stalls."""
+    """Run one transfer of 11 MB through a proxy that damages, cuts and stalls."""
     random = Random(seed)
     damage_every = random.choice((0, 10_000_000, 3_000_000))
     events = [random.choice(("cut", "stall", "restart sender")) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Messages that no honest end sends, by the hundred thousand: decoded, and at a live port."""
+"""Fuzzing with messages that no honest end sends: of the decoder, and of a live port."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sglang_kvspec.transport.wire import FrameError, decode
 
 @dataclass(frozen=True, slots=True)
 class FuzzReport:
-    """decoded: damaged messages that passed for frames. leaked_bytes: of Python's memory, between
-    the first tenth of the messages and the last."""
+    """Result of fuzzing the decoder. decoded: damaged messages that passed for frames.
+    leaked_bytes: growth of Python's memory from the first tenth of the messages to the end."""
 
     inputs: int
     decoded: int
@@ -25,9 +25,9 @@ class FuzzReport:
 
 
 def fuzz_decoder(count: int, seed: int) -> FuzzReport:
-    """Damaged messages, which must all be refused, and as many forged ones, whose checksum is
-    right and which may at most be frames of a session that nobody has. Anything but FrameError
-    escapes."""
+    """Decode damaged messages, which must all be refused, and as many forged messages. Forged
+    messages have a right checksum, and may at most be frames of an unknown session. Raises any
+    error of the decoder but FrameError."""
     tracemalloc.start()
     decoded, before = 0, 0
     pairs = zip(damaged_messages(seed), forged_messages(seed + 1), strict=False)
@@ -42,8 +42,8 @@ def fuzz_decoder(count: int, seed: int) -> FuzzReport:
 
 
 def fuzz_port(count: int, seed: int) -> int:
-    """Both kinds from a stranger's socket at a sender that serves a transfer meanwhile. Raises if
-    the transfer suffers. Returns how many frames the sender dropped."""
+    """Send both kinds of messages from a stranger's socket to a sender that serves a transfer.
+    Raises if the transfer suffers. Return the number of frames that the sender dropped."""
     link = LoopbackLink()
     context = zmq.Context()
     try:

@@ -1,4 +1,4 @@
-"""Both ends on threads of their own, beside a main thread that waits, computes or spins."""
+"""Both ends on threads of their own, alone or with a neighbour thread that computes or spins."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from transfer.ends import Offers, ReceiverReport, SenderReport, page_memory, rss
 
 
 def compute(is_over: Event) -> None:
-    """As a forward does: torch holds the core, mostly without the GIL."""
+    """Compute as a forward does: torch holds the core, mostly without the GIL."""
     matrix = torch.ones(256, 256)
     while not is_over.is_set():
         matrix = (matrix @ matrix).clamp_(0, 1)
 
 
 def spin(is_over: Event) -> None:
-    """The worst neighbour: Python that never lets go of the GIL by itself."""
+    """Run the worst neighbour: Python code that never releases the GIL by itself."""
     number = 0
     while not is_over.is_set():
         for _ in range(1000):
             number = number * 3 % 1_000_003
 
 
-BESIDE: dict[str, Callable[[Event], None] | None] = {
+NEIGHBOURS: dict[str, Callable[[Event], None] | None] = {
     "idle": None,
     "computing": compute,
     "spinning": spin,
@@ -48,11 +48,11 @@ BESIDE: dict[str, Callable[[Event], None] | None] = {
 
 
 class Neighbour:
-    """What runs beside the loop for as long as it is measured."""
+    """Thread that shares the loop's process while the loop is measured."""
 
     def __init__(self, name: str) -> None:
         self._is_over = Event()
-        body = BESIDE[name]
+        body = NEIGHBOURS[name]
         self._thread = Thread(target=body, args=(self._is_over,)) if body else None
 
     def __enter__(self) -> None:
@@ -65,12 +65,12 @@ class Neighbour:
             self._thread.join()
 
 
-def send_by_loop(offers: Offers, pipe: Connection, beside: str) -> None:
+def send_by_loop(offers: Offers, pipe: Connection, neighbour: str) -> None:
     """Offer every transfer at once."""
     port = ZmqPort("tcp://127.0.0.1:0", bind=True)
     shape, memory = offers.shape, page_memory(offers.shape)
     pipe.send(port.address)
-    with SenderLoop(Sender(port, IDENTITY)) as loop, Neighbour(beside):
+    with SenderLoop(Sender(port, IDENTITY)) as loop, Neighbour(neighbour):
         start_s, cpu_s = time.monotonic(), time.process_time()
         for transfer in range(len(offers.at_s)):
             for stream in Stream:
@@ -87,13 +87,14 @@ def send_by_loop(offers: Offers, pipe: Connection, beside: str) -> None:
     pipe.send(SenderReport([], took_s, used_s, 0, []))
 
 
-def receive_by_loop(offers: Offers, pipe: Connection, beside: str) -> None:
-    """From the first page to the last one, as the events tell it."""
+def receive_by_loop(offers: Offers, pipe: Connection, neighbour: str) -> None:
+    """Receive all transfers. Measure from the first payload bytes to the event of the last
+    stream."""
     port = ZmqPort(pipe.recv(), bind=False, identity=b"bench")
     memory, shape = page_memory(offers.shape), offers.shape
     pages = [(page, 0) for page in range(shape.num_pages)]
     left = 2 * len(offers.at_s)
-    with ReceiverLoop(Receiver(port, IDENTITY)) as loop, Neighbour(beside):
+    with ReceiverLoop(Receiver(port, IDENTITY)) as loop, Neighbour(neighbour):
         rss, cpu_s = rss_bytes(), time.process_time()
         for transfer in range(len(offers.at_s)):
             loop.expect(transfer, pages, shape, memory)

@@ -1,1 +1,1 @@
-"""How soon a decode server has tokens, by what KV crosses in."""
+"""Parts of bench_ttkt.py: servers, requests, points, figures and tables."""

@@ -1,4 +1,4 @@
-"""Lines for the documentation: the times to a token on a GPU, from bench_ttkt.py."""
+"""Tables for the documentation: times to the k-th token on a GPU, from bench_ttkt.py."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from ttkt.points import TOKENS, Point, read_points
 
 _RATIOS = {
     "ttkt.tt2t_vs_full": "time to the 2nd token, `split` against `full`",
-    "ttkt.tt2t_vs_int4": "the same against `int4`",
+    "ttkt.tt2t_vs_int4": "time to the 2nd token, `split` against `int4`",
     "ttkt.tt32t_vs_int8": "time to the 32nd token, `split` against `int8`",
 }
-# The tokens of the second table.
+# Tokens that the second table shows.
 _SHOWN = (2, 32)
 
 
 def gpu_lines(path: Path) -> str:
-    """Tables of a record and the points beside it; a sentence where there is none."""
+    """Return the tables of a record and the points beside it. Return a sentence if there is
+    none."""
     points_path = path.with_suffix(".points.jsonl")
     if not path.exists() or not points_path.exists():
-        return f"On a GPU this has not been measured: there is no `{path.name}`."
+        return (
+            f"The time to the k-th token has not been measured on a GPU: there is no `{path.name}`."
+        )
     record = json.loads(path.read_text(encoding="utf-8"))
     figures = {figure["name"]: figure for figure in record["figures"]}
     points = read_points(points_path)
@@ -39,7 +42,7 @@ def gpu_lines(path: Path) -> str:
 
 
 def _ratio_table(figures: dict[str, dict[str, Any]], links: list[float]) -> str:
-    heads = ["ratio", *(f"full takes {s:g} s" for s in links), "all", "worst", "asked for"]
+    heads = ["ratio", *(f"`full` takes {s:g} s" for s in links), "all", "worst", "goal"]
     lines = [_row(heads), "|---" * len(heads) + "|"]
     for name, title in _RATIOS.items():
         if name not in figures:
@@ -51,7 +54,7 @@ def _ratio_table(figures: dict[str, dict[str, Any]], links: list[float]) -> str:
 
 
 def _shares(figures: dict[str, dict[str, Any]]) -> str:
-    """As one sentence each."""
+    """Return a sentence on equal answers, and one on kept drafts."""
     shares = [
         f"`{mode}` {figures[name]['value']:.0%}"
         for mode in MODES
@@ -70,7 +73,7 @@ def _shares(figures: dict[str, dict[str, Any]]) -> str:
 
 def _times_table(points: list[Point]) -> str:
     modes = [mode for mode in MODES if any(point.mode == mode for point in points)]
-    heads = ["tokens", "full takes", *(f"`{mode}`" for mode in modes)]
+    heads = ["tokens", "`full` takes", *(f"`{mode}`" for mode in modes)]
     tokens = " / ".join(f"{_ordinal(k)}" for k in _SHOWN)
     lines = [f"Seconds after the prefill until the {tokens} token was computed:", ""]
     lines += [_row(heads), "|---" * len(heads) + "|"]

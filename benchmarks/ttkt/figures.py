@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ttkt.points import TOKENS, Point, of_mode
 
-# (token, mode compared with, at most, name)
+# (token, mode to compare with, largest ratio that meets the goal, name)
 _GOALS = (
     (2, "full", 0.35, "ttkt.tt2t_vs_full"),
     (2, "int4", 1.1, "ttkt.tt2t_vs_int4"),
@@ -21,8 +21,8 @@ MODES = ("split", "full", "int8", "int4", "cachegen")
 
 
 def figures(points: Sequence[Point]) -> list[Figure]:
-    """Ratios of `split` to others over all prompts and links: median, half range, goal; the same
-    for each link."""
+    """Return the ratios of `split` to other modes (median, half range, goal) over all prompts and
+    links, and for each link. Return also the shares of equal answers and of kept drafts."""
     found = []
     links = sorted({point.full_s for point in points})
     for token, mode, goal, name in _GOALS:
@@ -68,7 +68,8 @@ def _ratios(points: Sequence[Point], mode: str, token: int) -> list[float]:
 
 
 def _identical(points: Sequence[Point], mode: str) -> list[bool]:
-    """Whether answers are those of full precision, which `full` sends."""
+    """Return for each answer of `mode` whether it equals that of `full`, which sends full-precision
+    KV."""
     exact = of_mode(points, "full")
     return [
         point.output == exact[key].output
@@ -78,9 +79,9 @@ def _identical(points: Sequence[Point], mode: str) -> list[bool]:
 
 
 def table(points: Sequence[Point]) -> Table:
-    """Medians over prompts, by length and link."""
-    shown = Table(title="Seconds after the prefill until a token was computed (and was sent)")
-    for name in ("tokens", "full takes", "mode", *(f"{k}." for k in TOKENS), "anchors", "MB"):
+    """Return a table of medians over prompts, by length and link."""
+    shown = Table(title="Seconds from the end of the prefill until a token was computed (received)")
+    for name in ("tokens", "full takes", "mode", *(f"token {k}" for k in TOKENS), "anchors", "MB"):
         shown.add_column(name, justify="right")
     for (length, full_s, mode), group in sorted(_groups(points).items(), key=_order):
         cells = []
@@ -107,8 +108,8 @@ def _groups(points: Sequence[Point]) -> dict[tuple[int, float, str], list[Point]
 
 
 def draw(path: Path, points: Sequence[Point]) -> None:
-    """Time to the k-th token by mode, a panel for each link, at the longest prompt that all modes
-    of these points have."""
+    """Draw the time to the k-th token by mode, a panel per link, at the longest prompt that all
+    modes of these points have."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,9 +137,9 @@ def draw(path: Path, points: Sequence[Point]) -> None:
         axes.set_xticks(TOKENS, [str(k) for k in TOKENS])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("s after the prefill, until computed")
+    panels[0][0].set_ylabel("seconds after the prefill")
     panels[0][-1].legend(frameon=False)
-    figure.suptitle(f"{length:,} tokens of KV, by how they cross")
+    figure.suptitle(f"{length:,} tokens of KV, by transfer mode")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

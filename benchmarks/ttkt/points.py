@@ -1,4 +1,4 @@
-"""One measured request as data, and the JSON lines that keep them."""
+"""Measured requests as data, and the JSON lines that keep them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ttkt.requests_apart import Answer
+from ttkt.disaggregated_requests import Answer
 
 TOKENS = (2, 8, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """full_s: how long the link takes for the prompt's KV in full. computed_s and seen_s: when the
-    tokens of TOKENS were computed, and when a client had them, since the prefill ended. anchors_s
-    and residuals_s: when those had arrived. output: the answer."""
+    """One measured request. Times are in seconds since the prefill ended.
+
+    full_s: seconds that the link takes for the prompt's full KV. computed_s: when the tokens of
+    TOKENS were computed. seen_s: when a client had them. anchors_s, residuals_s: when anchors and
+    residuals had arrived. output: token ids of the answer.
+    """
 
     mode: str
     prompt_len: int
@@ -51,7 +54,7 @@ class Point:
 
     @property
     def key(self) -> tuple[int, int, float]:
-        """What points of different modes have in common."""
+        """Return the key that points of different modes have in common."""
         return self.prompt_len, self.prompt, self.full_s
 
 

@@ -1,4 +1,4 @@
-"""Pairs of servers whose link may be of any speed, on CPUs or on GPUs that several pairs share."""
+"""Pairs of servers with a link of any speed, on CPUs or on GPUs that several pairs share."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvspec_testkit.servers.server_pair import ServerPair
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 
 LINK_CONTROL = Path(__file__).resolve().parent / "link_control"
-# Faster than any loopback: nothing is held back.
+# Faster than any loopback, so that the link delays nothing.
 NO_LIMIT_GBPS = 1000.0
 START_TIMEOUT_S = 600.0
 PAGE_SIZE = 64
-# For drafts, and for what is on its way out when the next request comes.
+# Room for drafts, and for a request that is still ending when the next one comes.
 SPARE_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class Platform:
-    """What servers run on. arguments: of every server. itemsize: bytes of a number of the KV cache.
-    warm_up_tokens: that each prompt is asked for before it is measured."""
+    """Platform of servers. arguments: arguments of every server. itemsize: bytes of an element of
+    the KV cache. warm_up_tokens: tokens to generate for each prompt before it is measured."""
 
     dtype: str
     itemsize: int
@@ -35,9 +35,9 @@ class Platform:
 
 
 CPU = Platform("float32", 4, (*CPU_ARGUMENTS, "--mem-fraction-static=0.3"), 2)
-# Servers that start at once see each other's memory go: so much of it that there is always enough
-# for the tokens that are asked for. Without deterministic inference answers part at ties of bf16,
-# however KV came.
+# Servers that start at once count each other's memory as their own use. With this fraction, the
+# requested tokens always fit. Without deterministic inference, answers differ at ties of bf16, in
+# any transfer mode.
 GPU = Platform(
     "bfloat16",
     2,
@@ -56,8 +56,9 @@ GPU = Platform(
 
 @dataclass(frozen=True)
 class Setup:
-    """Of all pairs. num_tokens: of all prompts, which prefill servers keep. prefixes: folder that
-    keeps them over restarts, None for none. server_args: more flags of every server."""
+    """Setup of all pairs. num_tokens: tokens of all prompts, which prefill servers keep cached.
+    prefixes: folder that keeps prefixes over restarts, None for none. server_args: more flags of
+    every server."""
 
     platform: Platform
     model: Path
@@ -73,7 +74,7 @@ class Setup:
 
 
 class LinkedPair:
-    """A prefill and a decode server of one mode of transfer. gpu: index of the only one they see,
+    """Prefill and decode server of one transfer mode. gpu: index of the only GPU that they see,
     None for CPUs."""
 
     def __init__(self, setup: Setup, mode: str, gpu: int | None) -> None:
@@ -83,7 +84,8 @@ class LinkedPair:
         environment = server_environment(setup.scratch, None)
         environment["PYTHONPATH"] += os.pathsep + str(LINK_CONTROL)
         environment["KVSPEC_LINK_FILE"] = str(self._link)
-        # SGLang would send a cached prompt's KV before its prefill, which computes the last page.
+        # By default, SGLang sends a cached prompt's KV before its prefill, which computes the last
+        # page.
         environment["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "false"
         if gpu is not None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -91,7 +93,7 @@ class LinkedPair:
         prefixes = ()
         if setup.prefixes is not None:
             prefixes = (f"--kvspec-prefix-dir={setup.prefixes / 'store'}",)
-        # What is not split is decoded plainly, as by servers without anchors.
+        # Modes other than `split` decode without drafts, like servers without anchors.
         draft_len = "auto" if mode == "split" else 0
         self.pair = ServerPair(
             (
@@ -110,7 +112,7 @@ class LinkedPair:
         )
 
     def set_link(self, gbps: float) -> None:
-        # The server may read it at any moment.
+        # Replace the file in one step: the server may read it at any moment.
         draft = self._link.with_suffix(".new")
         draft.write_text(repr(gbps), encoding="ascii")
         draft.replace(self._link)
@@ -120,7 +122,7 @@ class LinkedPair:
 def running(
     setup: Setup, modes: Sequence[str], gpus: Sequence[int | None]
 ) -> Iterator[list[LinkedPair]]:
-    """A pair for each mode, all started at once, on the GPUs in turn."""
+    """Run a pair for each mode, all started at once, on the GPUs in turn. Yield the pairs."""
     pairs = [LinkedPair(setup, mode, gpus[i % len(gpus)]) for i, mode in enumerate(modes)]
     deadline = time.monotonic() + START_TIMEOUT_S
     with ExitStack() as stack:

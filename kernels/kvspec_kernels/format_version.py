@@ -1,6 +1,6 @@
-"""The version of formats.py's byte layouts, for those who compare versions without torch."""
+"""Version of formats.py's byte layouts, for modules that compare versions without torch."""
 
 from __future__ import annotations
 
-# Raised by one whenever the bytes of a record change meaning; stores and their servers compare it.
+# Add one whenever the bytes of a record change meaning: stores and prefix servers compare it.
 FORMAT_VERSION = 2

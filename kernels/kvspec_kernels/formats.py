@@ -1,9 +1,9 @@
 """Byte layouts of encoded pages: the one place where codecs, kernels and transports agree.
 
-A *record* is one page of one KV head and holds its K part and its V part. A page has two records:
-the anchor record (always in GPU memory, enough to draft) and the residual record (upgrades the
-anchor to the target precision; it travels and is evicted on its own). P: page size in tokens,
-D: head size, B: bits of an anchor code, 4 or 2; little-endian.
+A *record* is one page of one KV head and holds its K part and its V part. A page has two records.
+The anchor record is always in GPU memory and suffices for drafts. The residual record upgrades the
+anchor to the target precision; it is moved and evicted separately. P: page size in tokens, D: head
+size, B: bits of an anchor code, 4 or 2. All numbers are little-endian.
 
     anchor record, log4                            anchor record, uniform4
     +-----------+------------------+-------+       +---------+------------------+-------+
@@ -25,46 +25,49 @@ D: head size, B: bits of an anchor code, 4 or 2; little-endian.
     | v_rest    | [P * D / 4], B=2 | uint8 |
     +-----------+------------------+-------+
 
-Codes lie in the order in which the registers of a warp hold the left operand of a 16 x 16 x 8
-matrix instruction, so that a kernel reads them straight into place: no shuffle, no transposition.
-The left operand is K (rows: tokens, columns: channels) and V transposed (rows: channels, columns:
-tokens). It is cut into tiles of 16 x 16, row of tiles after row of tiles; a tile is 32 words of 32
-bits, one a lane, and each word holds 8 codes. Lane 4 g + t holds, with these numbers:
+Codes lie in the order in which a warp's registers hold the left operand of a 16 x 16 x 8 matrix
+instruction. A kernel reads them straight into place, without shuffles or transpositions. The left
+operand is K (rows: tokens, columns: channels) or V transposed (rows: channels, columns: tokens).
+The operand is cut into tiles of 16 x 16, row of tiles after row of tiles. A tile is 32 words of 32
+bits, one for each lane, and each word holds 8 codes. Lane 4 g + t holds codes with these numbers:
 
     column   2t  2t+1  2t+8  2t+9
     row g     0     1     4     5
     row g+8   2     3     6     7
 
-Tiles are stored in groups of 4 (of 2 where a page has no multiple of 4): the words [lane][tile of
-the group], so that one 16-byte load brings a lane its part of 4 tiles.
+Tiles are stored in groups of 4, or of 2 where their number is no multiple of 4. A group is the
+words [lane][tile of the group]: one 16-byte load gives a lane its part of 4 tiles.
 
 In a log4 anchor of B = 4, code 2 r + h has its sign (1: negative) in bit 15 - 4 r + 16 h of the
-word and its magnitude in the three bits from bit (4 - 4 r + 16 h) mod 32 on. Rotated left by 4 r
-and masked, both halves of the word hold a sign and a magnitude where an fp16 number has its sign
-and low bits; with one more bit set they are the denormals +-(16 m + 1) * 2^-24: the value but for
-its scale. Elsewhere - uniform4's anchors, both codecs' corrections - the even codes 0, 2, 4, 6 are
-in nibbles 0 to 3 and the odd ones in nibbles 4 to 7: one mask leaves the two halves of a register.
-uniform4's anchor nibbles are unsigned, corrections two's complement.
+word. Its magnitude is in the three bits from bit (4 - 4 r + 16 h) mod 32 on. After a rotation left
+by 4 r and a mask, both halves of the word hold the sign and low bits of an fp16 number. With one
+more bit set, the halves are the denormals +-(16 m + 1) * 2^-24: the values up to their scale.
+
+In uniform4's anchors and both codecs' corrections, even codes 0, 2, 4, 6 are in nibbles 0 to 3 and
+odd codes in nibbles 4 to 7. One mask leaves two codes, one in each half of a register. uniform4's
+anchor nibbles are unsigned, corrections are in two's complement.
 
 With B = 2 a 4-bit code u, numbered in the order of values, is cut in two: u >> 2 in the anchor,
-u & 3 in k_rest and v_rest. In log4 u is 8 + m of magnitude m, 7 - m if negative. Both halves lie,
-in both codecs, in *pairs* of neighbouring tiles 2 j and 2 j + 1 of a row of tiles. A pair is 32
-words of 8 nibbles, even ones first as above: the low two bits of a nibble are the code of tile 2 j
-at its position, the high two bits that of tile 2 j + 1. Pairs are numbered and grouped like tiles.
+u & 3 in k_rest and v_rest. In log4, u is 8 + m for magnitude m, and 7 - m if negative. In both
+codecs, both halves lie in *pairs* of neighbouring tiles 2 j and 2 j + 1 of a row of tiles. A pair
+is 32 words of 8 nibbles, even nibbles first as above. The low two bits of a nibble are the code of
+tile 2 j at that position, the high two bits that of tile 2 j + 1. Pairs are numbered and grouped
+like tiles.
 
-Metadata lies in lane order too. Where a lane meets it by column (K per channel) it is stored as
-[t][tile of the row][columns 2t, 2t+1, 2t+8, 2t+9]; where by row (V per channel in log4; V per token
-in uniform4, which scales the rows of K times Q) as [g][tile of the column][rows g, g+8].
+Metadata lies in lane order too. Metadata of columns (K per channel) is stored as [t][tile of the
+row][columns 2t, 2t+1, 2t+8, 2t+9]. Metadata of rows (V) is stored as [g][tile of the column][rows
+g, g+8]. V's metadata is per channel in log4. In uniform4 it is per token, and scales the rows of
+the product of K and Q.
 
-K's fields come before V's, and each part of an anchor starts at a multiple of 16 bytes, so that a
-kernel can fetch them apart. Every record is padded with zero bytes to a multiple of 16.
+K's fields come before V's. Each part of an anchor starts at a multiple of 16 bytes, so that a
+kernel can fetch K and V separately. Every record is padded with zero bytes to a multiple of 16.
 
 log4 scales are 12-bit floats: the leading bits (8 exponent, 4 mantissa) of a positive fp32. A
-record stores the smallest such 12-bit pattern it needs as its base, and each scale as an 8-bit
-offset from it: scale = bitcast_fp32((base + offset) << 19).
+record stores the smallest 12-bit pattern that it needs as its base. Each scale is an 8-bit offset
+from the base: scale = bitcast_fp32((base + offset) << 19).
 
-`exact` keeps K's and V's raw bits rather than a correction: a correction would restore every bit
-only where both sides evaluate the anchor with the same rounding, and devices differ.
+`exact` keeps the raw bits of K and V rather than a correction. A correction restores every bit only
+if encoder and decoder round the anchor's value alike, and devices differ.
 """
 
 from __future__ import annotations
@@ -118,8 +121,8 @@ __all__ = [
 
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# A 2-bit code c is worth (2 c - 3) TWO_BIT_STEP / top in log4, 4 c + TWO_BIT_MIDDLE in uniform4, in
-# units of the scale: in or near the middle of the 4-bit values that it stands for.
+# A 2-bit code c decodes to (2 c - 3) TWO_BIT_STEP / top in log4 and to 4 c + TWO_BIT_MIDDLE in
+# uniform4, in units of the scale. Both are in or near the middle of its 4-bit values.
 TWO_BIT_STEP = 28
 TWO_BIT_MIDDLE = 1.5
 
@@ -140,9 +143,9 @@ class Field:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, records: torch.Tensor) -> torch.Tensor:
-        """This field of uint8 records [..., nbytes] as [..., *shape] `dtype`, sharing memory.
+        """Return this field of uint8 records [..., nbytes] as a view [..., *shape] `dtype`.
 
-        The records' last dimension must be contiguous and the other strides multiples of 16.
+        The records' last dimension must be contiguous, and their other strides multiples of 16.
         """
         raw = records[..., self.offset : self.offset + self.nbytes]
         return torch.unflatten(raw.view(self.dtype), -1, self.shape)
@@ -162,12 +165,12 @@ class RecordLayout:
         raise KeyError(name)
 
     def empty_records(self, leading: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Records [*leading, nbytes] uint8 whose fields are to be written; padding is zero."""
+        """Return new records [*leading, nbytes] uint8, all bytes zero."""
         return torch.zeros((*leading, self.nbytes), dtype=torch.uint8, device=device)
 
 
 def anchor_layout(spec: CodecSpec, page_size: int, head_dim: int) -> RecordLayout:
-    """Layout of an anchor record. Raises FormatError for sizes that cannot be grouped or packed."""
+    """Return the layout of an anchor record. Raises FormatError for sizes that have none."""
     check_sizes(page_size, head_dim, spec.anchor_bits)
     return _pack(spec.anchor_fields(page_size, head_dim))
 
@@ -175,8 +178,11 @@ def anchor_layout(spec: CodecSpec, page_size: int, head_dim: int) -> RecordLayou
 def residual_layout(
     spec: CodecSpec, target: Target, page_size: int, head_dim: int, kv_dtype: torch.dtype
 ) -> RecordLayout:
-    """Layout of a residual record; of the target exact the same for every codec. Raises FormatError
-    like anchor_layout, and for a `kv_dtype` other than fp32, bf16 and fp16."""
+    """Return the layout of a residual record. All codecs share that of the target exact.
+
+    Raises FormatError as anchor_layout does, for a `kv_dtype` other than fp32, bf16 and fp16, and
+    for an unknown target.
+    """
     check_sizes(page_size, head_dim, spec.anchor_bits)
     if kv_dtype not in EXACT_DTYPES:
         raise FormatError(

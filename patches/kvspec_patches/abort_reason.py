@@ -1,8 +1,8 @@
-"""disaggregation.utils.prepare_abort: a request that was wrong by itself is answered so.
+"""disaggregation.utils.prepare_abort: keeps the first abort reason of an invalid request.
 
-SGLang 0.5.17 has such a request, one whose grammar cannot be compiled, say, computed as one of a
-single token; prefill and decode servers then find that its transfer failed, and answer 500 where
-one server answers 400.
+SGLang 0.5.17 computes an invalid request, such as one whose grammar cannot be compiled, as a
+request of a single token. Prefill and decode servers then find that its transfer failed, and answer
+500. A single server answers 400.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TokenizerManager._handle_batch_output: paces the tokens of a round (--kvspec-stream paced).
 
-SGLang 0.5.17 hands output on as it comes.
+SGLang 0.5.17 passes on output as it arrives.
 """
 
 from __future__ import annotations

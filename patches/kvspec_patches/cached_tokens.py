@@ -1,7 +1,7 @@
-"""SchedulerOutputStreamer.get_cached_tokens_details: which hits came from a prefix server, of which
-the anchors were in GPU memory still, and what was drafted before residuals came.
+"""SchedulerOutputStreamer.get_cached_tokens_details: adds hits from a prefix server, hits with kept
+anchors in GPU memory, and drafts made before residuals arrived.
 
-SGLang 0.5.17 has three tiers, and counts the first as storage's.
+SGLang 0.5.17 has three tiers, and counts hits from a prefix server as hits in storage.
 """
 
 from __future__ import annotations

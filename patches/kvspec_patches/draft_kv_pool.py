@@ -1,4 +1,4 @@
-"""get_draft_kv_pool: a self-speculating worker has no draft model and no pool of one.
+"""get_draft_kv_pool: a self-speculating worker has no draft model, so it needs no draft pool.
 
 SGLang 0.5.17 dereferences the draft runner of every algorithm but NGRAM.
 """

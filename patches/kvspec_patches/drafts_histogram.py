@@ -1,7 +1,7 @@
 """Req.update_spec_correct_drafts_histogram: an iteration that only drafted verified nothing.
 
-SGLang 0.5.17 counts every iteration of a speculative request as one verification and passes -1 here
-when it accepted no token, which indexes an empty histogram or corrupts its last bin.
+SGLang 0.5.17 counts every iteration of a speculative request as one verification. For an iteration
+that accepted no token it passes -1, which indexes an empty histogram or corrupts its last bin.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Req.update_finish_state: checks a verified run token by token, as plain decoding would.
 
-SGLang 0.5.17 checks the whole run at once: the length limit hides a stop token or string that came
-before it in the same run, and a run of length 0 rescans all output (`output_ids[-0:]`).
+SGLang 0.5.17 checks the whole run at once. The length limit then hides a stop token or string that
+came before it in the same run. A run of length 0 rescans all output (`output_ids[-0:]`).
 """
 
 from __future__ import annotations

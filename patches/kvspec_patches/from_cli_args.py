@@ -1,5 +1,5 @@
-"""ServerArgs.from_cli_args: carries the --kvspec flags to ServerArgs, which drops what it does not
-declare, and turns a bad flag into one line instead of a traceback.
+"""ServerArgs.from_cli_args: carries the --kvspec flags to ServerArgs, which drops flags that it
+does not declare. A bad flag gives one line instead of a traceback.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """enable_fused_set_kv_buffer: rotary kernels must not write KV themselves into a pool of records.
 
-SGLang 0.5.17 asks only for CUDA and bf16.
+SGLang 0.5.17 only checks for CUDA and bf16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""_setup_and_run_http_server: puts a check of bodies before SGLang's endpoints.
+"""_setup_and_run_http_server: checks request bodies before SGLang's endpoints see them.
 
 SGLang 0.5.17 answers some invalid bodies with status 500 and a traceback.
 """

@@ -1,4 +1,4 @@
-"""disaggregation.utils.get_kv_class: the classes of `--disaggregation-transfer-backend kvspec`.
+"""disaggregation.utils.get_kv_class: adds `--disaggregation-transfer-backend kvspec`.
 
 SGLang 0.5.17 knows a closed list of backends.
 """

@@ -1,7 +1,7 @@
 """release_kv_cache: pages that stay as a cached prefix leave the recent window.
 
-SGLang 0.5.17 tells a worker of requests that end while they decode, not of those that end with
-their prefill.
+SGLang 0.5.17 tells a worker of requests that end while they decode, but not of requests that end
+with their prefill.
 """
 
 from __future__ import annotations

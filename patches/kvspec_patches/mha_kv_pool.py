@@ -1,4 +1,4 @@
-"""KVCacheConfigurator._build_mha_kv_pool: builds our pool on a GPU from the sizing plan."""
+"""KVCacheConfigurator._build_mha_kv_pool: builds KVSpec's pool on a GPU from the sizing plan."""
 
 from __future__ import annotations
 

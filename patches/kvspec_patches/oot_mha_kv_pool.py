@@ -1,7 +1,7 @@
-"""KVCacheConfigurator._build_oot_mha_kv_pool: builds our pool from the plan the sizing made.
+"""KVCacheConfigurator._build_oot_mha_kv_pool: builds KVSpec's pool on a CPU from the sizing plan.
 
-The platform's class hook would get a token count only; ours needs the window, residual and host
-budgets decided together with it.
+The class hook of a platform is given a token count only. KVSpec's pool also needs the window,
+residual and host budgets, which are decided together with that count.
 """
 
 from __future__ import annotations

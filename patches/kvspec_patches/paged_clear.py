@@ -1,4 +1,4 @@
-"""PagedTokenToKVPoolAllocator.clear: tells our pool that every page is free."""
+"""PagedTokenToKVPoolAllocator.clear: tells KVSpec's pool that every page is free."""
 
 from __future__ import annotations
 

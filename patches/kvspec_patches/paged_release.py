@@ -1,4 +1,4 @@
-"""PagedTokenToKVPoolAllocator._release_page_ids: tells our pool which pages became free.
+"""PagedTokenToKVPoolAllocator._release_page_ids: tells KVSpec's pool which pages became free.
 
 All frees of single pages, deferred groups included, end here.
 """

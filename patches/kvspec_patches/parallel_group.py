@@ -1,7 +1,7 @@
-"""init_model_parallel_group: ranks on a CPU talk through gloo alone.
+"""init_model_parallel_group: ranks on a CPU communicate through gloo only.
 
-SGLang 0.5.17 also sets up NCCL, which torch's CUDA build brings along and which raises on a CPU,
-and an all-reduce between GPUs, which only warns.
+SGLang 0.5.17 also sets up NCCL, which is part of torch's CUDA build and raises on a CPU. It also
+sets up an all-reduce between GPUs, which only warns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Engine._launch_subprocesses: tells the HTTP process how many tokens the KV pool holds.
 
-SGLang 0.5.17 hands on the longest prompt alone.
+SGLang 0.5.17 passes on the length of the longest prompt only.
 """
 
 from __future__ import annotations

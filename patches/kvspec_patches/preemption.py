@@ -1,4 +1,4 @@
-"""PrefillAdder.preempt_to_schedule: counts the requests that one of a higher priority retracts."""
+"""PrefillAdder.preempt_to_schedule: counts requests retracted for a request of higher priority."""
 
 from __future__ import annotations
 

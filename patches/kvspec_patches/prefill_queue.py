@@ -1,7 +1,7 @@
-"""Scheduler.get_new_batch_prefill: requests wait for prefixes on their way, or start on their
-anchors, and are counted; ranks agree on what their tiers have.
+"""Scheduler.get_new_batch_prefill: requests wait for pages of a prefix server, or start early on
+their anchors. Waiting requests are counted. All ranks load the same pages from their tiers.
 
-SGLang 0.5.17 waits and agrees so for its own hierarchical cache only.
+SGLang 0.5.17 does so for its own hierarchical cache only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PrefillAdder.add_one_req: a request that would soon have others retracted waits in the queue."""
+"""PrefillAdder.add_one_req: a request that would soon cause retractions waits in the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registers the hooks of each scope with SGLang, and checks that SGLang applied them."""
+"""Registration of the hooks of each scope with SGLang, and a check that SGLang applied them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hooks_of(*scopes: Scope) -> list[Hook]:
 
 
 class OwnHooksToDebug(logging.Filter):
-    """Lower SGLang's INFO line for each hooked symbol to DEBUG where all its hooks are ours."""
+    """Log filter that lowers SGLang's INFO line for a symbol to DEBUG if KVSpec alone hooks it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         source = f"plugin={PLUGIN_NAME}, dist={DISTRIBUTION_NAME}"
@@ -76,7 +76,7 @@ def _refusal(what: str, hooks: Iterable[Hook], version: str) -> str:
 
 
 def describe(*scopes: Scope) -> str:
-    """Return one line for a person: how many hooks are in, of which plugin, and which."""
+    """Return one log line: the number of hooks applied, their plugin, and their names by scope."""
     names = {scope: ", ".join(hook.name for hook in hooks_of(scope)) for scope in scopes}
     return (
         f"{len(hooks_of(*scopes))} hooks applied to SGLang {metadata.version('sglang')} by plugin "

@@ -1,4 +1,4 @@
-"""TokenizerManager._validate_one_request: refuses a request KVSpec would answer wrongly."""
+"""TokenizerManager._validate_one_request: refuses a request that KVSpec would answer wrongly."""
 
 from __future__ import annotations
 

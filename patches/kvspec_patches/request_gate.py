@@ -1,6 +1,6 @@
-"""TokenizerManager.generate_request: refuses what would end a scheduler, before it is normalised.
+"""TokenizerManager.generate_request: refuses a request that would end a scheduler.
 
-SGLang 0.5.17 normalises a request before it looks at types and counts.
+SGLang 0.5.17 normalises a request before it checks types and counts. The hook runs before that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def hook(
         try:
             check_raw(obj, pool_pages_of(self))
         except ValueError:
-            # SGLang aborts what was to be streamed, once it is over, by what normalising has set.
+            # SGLang's abort at the end of a stream reads these fields, which normalising sets.
             obj.is_single, obj.rid = True, ""
             raise
     return original(self, obj, *args, **kwargs)

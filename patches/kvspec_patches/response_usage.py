@@ -1,4 +1,4 @@
-"""UsageProcessor.calculate_response_usage: accepted and rejected drafts of whole OpenAI answers.
+"""UsageProcessor.calculate_response_usage: adds accepted and rejected drafts to OpenAI answers.
 
 SGLang 0.5.17 has no completion_tokens_details.
 """

@@ -1,4 +1,6 @@
-"""ScheduleBatch.retract_decode: counts retractions by reason, and tells the order the batch."""
+"""ScheduleBatch.retract_decode: counts retractions by reason, and gives the batch to the retraction
+order.
+"""
 
 from __future__ import annotations
 

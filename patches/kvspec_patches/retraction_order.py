@@ -1,4 +1,4 @@
-"""ScheduleBatch._get_decode_retraction_order: requests whose residuals are far go before others."""
+"""ScheduleBatch._get_decode_retraction_order: retracts requests with far residuals first."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """ServerArgs.__init__: accepts kvspec keyword arguments (sglang.Engine passes its own on) and
-switches KVSpec on or off for the processes this one spawns.
+switches KVSpec on or off for the child processes of this process.
 """
 
 from __future__ import annotations

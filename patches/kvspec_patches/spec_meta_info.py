@@ -1,9 +1,9 @@
 """TokenizerManager._calculate_spec_decoding_metrics: draft counts of a varying draft length.
 
 SGLang 0.5.17 multiplies verifications by the configured draft length. The worker reports the drafts
-it really verified through the per-request cap counter, which SGLang sums and transports. Adds, in
-our words, where cached prompt tokens were, and the drafts to the count from which SGLang makes an
-OpenAI answer's usage.
+that it verified through the per-request cap counter, which SGLang sums and transports. The hook
+also adds cached prompt tokens by KVSpec's tiers. It attaches the draft counts to the token count
+from which SGLang makes the usage of an OpenAI answer.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
 
 
 def _transfer(state: Any, meta_info: dict[str, Any]) -> dict[str, Any]:
-    """How the KV of a request that another server prefilled came here. It travels beside one of
-    the request's tokens."""
+    """Return how the KV of a request that another server prefilled was transferred. That summary
+    travels beside one of the request's tokens."""
     from sglang_kvspec.runtime.disaggregation.timeline import TRANSFER_CARRIER
 
     meta_info.pop(TRANSFER_CARRIER, None)
@@ -55,9 +55,9 @@ def _transfer(state: Any, meta_info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hits(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, Any]:
-    """By tier; kept_anchors: of how many tokens the anchors were in GPU memory still, and only
-    residuals came from there; drafts_on_anchors: tokens that were drafted while residuals of hits
-    were on their way. SGLang has no entry of requests without a hit."""
+    """Return prefix hits by tier. kept_anchors: tokens with kept anchors in GPU memory, of which
+    only residuals were loaded from the tier. drafts_on_anchors: tokens that were drafted while
+    residuals of hits were on their way. SGLang has no entry for requests without a hit."""
     found = (details and details[i]) or {}
     remote = found.get("remote", 0)
     return {

@@ -1,8 +1,8 @@
-"""SchedulerBatchResultProcessor._resolve_spec_v2_tokens: tokens taken without drafts are no drafts.
+"""SchedulerBatchResultProcessor._resolve_spec_v2_tokens: plain tokens are not counted as drafts.
 
 SGLang 0.5.17 counts all but one token of every run as accepted drafts, and every run as a
-verification. A result without cap_lens is of an iteration in which nobody drafted or verified: what
-was counted for it is taken back.
+verification. A result without cap_lens is of an iteration without drafts and verifications: the
+hook subtracts what SGLang counted for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SchedulerOutputStreamer.stream_output: sends nothing for a request that emitted nothing; with
+"""SchedulerOutputStreamer.stream_output: sends nothing for a request without new tokens. With
 --kvspec-stream paced, sends each token of a stream in a message of its own.
 
 SGLang 0.5.17 decides by output length alone and would send an empty chunk every draft iteration.

@@ -1,4 +1,4 @@
-"""UsageProcessor.calculate_streaming_usage: accepted and rejected drafts of OpenAI streams.
+"""UsageProcessor.calculate_streaming_usage: adds accepted and rejected drafts to OpenAI streams.
 
 SGLang 0.5.17 has no completion_tokens_details.
 """

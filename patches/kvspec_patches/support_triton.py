@@ -1,6 +1,7 @@
 """support_triton: the reference backend runs where Triton has no device.
 
-SGLang asks this by backend name before it launches Triton kernels for positions and page tables.
+SGLang calls this function with the name of its attention backend, before it launches Triton kernels
+for positions and page tables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """numa_utils.init_threads_binding: ranks of a server may share a NUMA node.
 
-SGLang 0.5.17 wants a NUMA node a rank, for kernels that the reference platform does not have: plain
-torch is not bound to cores.
+SGLang 0.5.17 needs a NUMA node for each rank, for kernels that the reference platform does not
+have. Plain torch is not bound to cores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""get_masked_input_and_mask: runs as written where there is no device to compile it for.
+"""get_masked_input_and_mask: runs without compilation on a CPU.
 
-With several ranks SGLang 0.5.17 compiles this handful of operations at the first request: on a CPU
+With several ranks, SGLang 0.5.17 compiles this handful of operations at the first request. On a CPU
 that takes 20 seconds and a C++ compiler.
 """
 

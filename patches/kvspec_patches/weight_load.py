@@ -1,7 +1,8 @@
 """SchedulerWeightUpdaterManager._observe_weight_load: tells the worker before weights change.
 
-SGLang 0.5.17 opens this context around every kind of update. Of an update from other processes it
-tells no draft worker, of one from tensors only if asked to, and of the others after the fact.
+SGLang 0.5.17 opens this context around every kind of update. It does not tell the draft worker of a
+distributed update. It may leave the draft worker out of an update from tensors. Of the other
+updates it tells the draft worker after the weights have changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""TpModelWorker.get_worker_info: no request may be longer than the pool holds it with its drafts.
+"""TpModelWorker.get_worker_info: limits requests to the length that the pool holds with drafts.
 
-SGLang 0.5.17 lets one in that fills the whole pool, and aborts it near its end for want of the
-slots behind it.
+SGLang 0.5.17 admits a request that fills the whole pool. It then aborts the request near its end,
+as there are no slots for its drafts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""XGrammarGrammar.apply_vocab_mask: SGLang knows only device kernels; xgrammar has one for CPUs."""
+"""XGrammarGrammar.apply_vocab_mask: uses xgrammar's CPU kernel; SGLang only uses device kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""_allocate_token_bitmask: pinned memory needs a GPU driver; on a CPU nothing needs it."""
+"""_allocate_token_bitmask: allocates without pinning. Pinning needs a GPU driver."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Whether this process serves KVSpec, and how the configuration reaches other processes.
+"""Switch of KVSpec in this process, and transport of the configuration to other processes.
 
-The flags are parsed in the launcher; schedulers are spawned. The configuration travels twice: as
-`ServerArgs._kvspec` (pickled with it), for everything that has the server arguments, and as one
-environment variable, because plugins load in a spawned scheduler before it has them.
+The launcher parses the flags and spawns schedulers. The configuration reaches a scheduler twice. As
+`ServerArgs._kvspec`, pickled, it is there for all code that has the server arguments. As one
+environment variable, it is there for plugins, which load before the server arguments arrive.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def debug_mode() -> bool:
     is_on = _DEBUG_VALUES.get(value.lower())
     if is_on is None:
         raise ConfigError(
-            f"{DEBUG_NAME} must be one of {', '.join(_DEBUG_VALUES)}, got {value!r}: set it to 1 "
-            "or unset it"
+            f"{DEBUG_NAME} must be one of {', '.join(_DEBUG_VALUES)}, got {value!r}: set the "
+            "variable to 1, or unset it"
         )
     return is_on
 
@@ -51,13 +51,13 @@ def when_switched_on(register: Callable[[], None]) -> None:
 
 def switch_on(config: KVSpecConfig) -> None:
     """Make this process and those it spawns serve KVSpec. Raises HookError."""
-    assert _register is not None, "flags were parsed before the plugin registered its hooks"
+    assert _register is not None, "the plugin must register its hooks before flags are parsed"
     os.environ[ENVIRONMENT_NAME] = json.dumps(config.to_dict())
     _register()
 
 
 def switch_off() -> None:
-    """Make processes spawned from now on serve plain SGLang (hooks here pass calls through)."""
+    """Make processes spawned from now on serve plain SGLang. Hooks here pass calls through."""
     os.environ.pop(ENVIRONMENT_NAME, None)
 
 
@@ -65,7 +65,8 @@ def check_sglang_version(installed: str | None = None) -> None:
     installed = installed or metadata.version("sglang")
     if installed not in SUPPORTED_SGLANG:
         raise UnsupportedError(
-            f"--kvspec supports SGLang {', '.join(SUPPORTED_SGLANG)}, but {installed} is installed"
+            f"--kvspec supports SGLang {', '.join(SUPPORTED_SGLANG)}, but SGLang {installed} is "
+            "installed: install a supported version"
         )
 
 
@@ -77,5 +78,5 @@ def cpu_platform_is_active() -> bool:
 
 
 def config_of(server_args: object) -> KVSpecConfig | None:
-    """The configuration a ServerArgs was built with; None for a plain server."""
+    """Return the configuration that a ServerArgs was built with; None for a plain server."""
     return getattr(server_args, "_kvspec", None)

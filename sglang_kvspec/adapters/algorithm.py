@@ -10,7 +10,7 @@ from sglang_kvspec.adapters.compat.speculative import CustomSpecAlgo, Speculativ
 
 
 class KVSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """Adds the three methods the scheduler calls and 0.5.17's base class lacks."""
+    """SGLang's base class with the three methods that its scheduler calls and 0.5.17 lacks."""
 
     def carries_draft_hidden_states(self) -> bool:
         return False
@@ -21,7 +21,7 @@ class KVSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     def build_disagg_draft_input(
         self, batch: Any, server_args: Any, last_tokens_tensor: Any, future_map: Any
     ) -> Any:
-        """Of requests that begin, or go on, to decode on a decode server."""
+        """Return the states of requests that begin, or resume, to decode on a decode server."""
         from sglang_kvspec.adapters.transfer.decoding import admit
 
         return admit(batch)
@@ -53,7 +53,7 @@ def register(verify_hooks: Callable[[], None]) -> None:
         return
     _is_registered = True
 
-    # SGLang warns when an algorithm does not support overlap; ours does not need it on a CPU.
+    # SGLang warns about an algorithm without support for its overlap, which KVSpec turns off.
     @SpeculativeAlgorithm.register(
         ALGORITHM_NAME, supports_overlap=True, spec_class=KVSpecAlgorithm
     )

@@ -24,8 +24,8 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots [extend_num_tokens] int64 for the new tokens of every request; None if too few
-        pages are free."""
+        """Return slots [extend_num_tokens] int64 for the new tokens of every request; None if too
+        few pages are free."""
         if num_new_pages is None:
             num_new_pages = get_num_new_pages(
                 seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
@@ -43,7 +43,7 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """Slots [batch_size] int64 of the next token of every request; None if too few pages."""
+        """Return slots [batch_size] int64 of every request's next token; None if pages run out."""
         starts_page = (seq_lens_cpu - 1) % self.page_size == 0
         num_new_pages = int(starts_page.sum())
         self._sort_if_short_of(num_new_pages)
@@ -61,7 +61,7 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
 
 class KVSpecAllocator(TorchPagedAllocator):
-    """Also reports every page that becomes free, wherever in SGLang that was decided.
+    """Allocator that also reports every freed page, whichever part of SGLang frees it.
 
     All frees, deferred groups included, end in `_release_page_ids` or `clear`.
     """

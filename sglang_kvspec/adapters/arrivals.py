@@ -13,21 +13,21 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 
 class ServerArrivals:
-    """Residuals that a prefill server sends, of a decode server; or a prefix server, of requests
-    that start on anchors."""
+    """The engine's Arrivals: residuals from a prefill server, on a decode server; or from a prefix
+    server, for requests that start on anchors."""
 
     def __init__(self, pool: Any, decoding: Decoding | None) -> None:
-        """pool: SGLang's KV pool, which learns later whether requests start on anchors."""
+        """pool: SGLang's KV pool. The prefix cache sets its early_starts later, if at all."""
         self._pool, self._decoding = pool, decoding
 
     @property
     def early(self) -> EarlyStarts | None:
-        """Requests that start on anchors, where some may."""
+        """Return the requests that start on anchors; None where no request may."""
         early: EarlyStarts | None = self._pool.early_starts
         return early
 
     @property
-    def may_lack(self) -> bool:
+    def may_be_pending(self) -> bool:
         return self._decoding is not None or self.early is not None
 
     @property
@@ -38,10 +38,10 @@ class ServerArrivals:
         if self._decoding is not None:
             self._decoding.receive(batch.handles)
 
-    def is_lacking(self, state: RequestState) -> bool:
+    def is_pending(self, state: RequestState) -> bool:
         if self._decoding is not None:
-            return self._decoding.is_lacking(state)
-        return self.early is not None and self.early.lacks_residuals(state.rid)
+            return self._decoding.is_pending(state)
+        return self.early is not None and self.early.has_pending_residuals(state.rid)
 
     def note_drafts(
         self, batch: RoundBatch, index: int, ages_s: Sequence[float], *, on_anchors: bool
@@ -61,5 +61,7 @@ class ServerArrivals:
         if self._decoding is not None:
             self._decoding.wait()
             return
-        assert self.early is not None, "only residuals on the network keep all from going on"
+        assert self.early is not None, (
+            "only early starts may wait on a server without a decode role"
+        )
         self.early.wait_for_news(NEWS_WAIT_S)

@@ -1,4 +1,4 @@
-"""Puts the engine together for one rank of a server."""
+"""Assembly of the engine for one rank of a server."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
-# Seconds of a draft step, guessed for a machine where none is timed at the start.
+# Assumed seconds of a draft step on a CPU, where no step is timed at the start.
 CPU_STEP_S = 1e-3
-# Seconds of a round on a CPU while a client reads a stream, which stands still for as long where a
-# draft is rejected at once. With twice as long rounds, as many tokens come in a second.
+# Seconds of a round on a CPU while a client reads a stream. The stream pauses for a round if the
+# first draft is rejected. Rounds of twice this length give no more tokens a second.
 CPU_STREAM_ROUND_S = 0.35
 
 
 @dataclass(slots=True)
 class WorkerParts:
-    """Parts that prefills and rounds of one rank share. apart: None unless the server is a prefill
-    or a decode server. view: pages that drafts read, None for all."""
+    """Parts that prefills and rounds of one rank share. disaggregation: None unless the server is a
+    prefill or a decode server. view: pages that drafts read, None for all."""
 
     config: KVSpecConfig
     server_args: Any
@@ -67,11 +67,11 @@ class WorkerParts:
     pages: PageKeeper
     table: PageTable
     forward: RaggedForward
-    chooser: SpecSampler
+    sampler: SpecSampler
     ranks: Ranks
     counters: SpecCounters
     guard: CorruptPageGuard
-    apart: DisaggregationRole | None
+    disaggregation: DisaggregationRole | None
     arrivals: ServerArrivals
     view: DraftView | None
 
@@ -88,20 +88,20 @@ def share_parts(
     server_args: Any,
     runner: Any,
     forward: RaggedForward,
-    chooser: SpecSampler,
+    sampler: SpecSampler,
     ranks: Ranks,
     counters: SpecCounters,
     req_to_token_pool: Any,
     allocator: Any,
 ) -> WorkerParts:
-    """Make what needs SGLang's pools, once they exist."""
+    """Make the parts that need SGLang's pools. Sets the pool's keeper."""
     pool = allocator.get_kvcache()
     kv = pool.kv
     pages = PageKeeper(kv, config.recent_pages)
     pool.keeper = pages
-    apart = None
+    disaggregation = None
     if server_args.disaggregation_mode != "null":
-        apart = DisaggregationRole(config, pool, runner, server_args, ranks)
+        disaggregation = DisaggregationRole(config, pool, runner, server_args, ranks)
     return WorkerParts(
         config=config,
         server_args=server_args,
@@ -112,12 +112,12 @@ def share_parts(
         pages=pages,
         table=PageTable(req_to_token_pool, kv.geometry.page_size),
         forward=forward,
-        chooser=chooser,
+        sampler=sampler,
         ranks=ranks,
         counters=counters,
         guard=CorruptPageGuard(kv.residuals.corrupt, ranks, counters),
-        apart=apart,
-        arrivals=ServerArrivals(pool, None if apart is None else apart.decoding),
+        disaggregation=disaggregation,
+        arrivals=ServerArrivals(pool, None if disaggregation is None else disaggregation.decoding),
         view=_view(config, runner.model_config, kv.geometry, ranks),
     )
 
@@ -141,7 +141,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
     own: EagerDrafter | CudaGraphDrafter
     if captured is None:
         page_size = kv.geometry.page_size
-        own = EagerDrafter(parts.forward, parts.chooser, ranks, page_size, parts.view)
+        own = EagerDrafter(parts.forward, parts.sampler, ranks, page_size, parts.view)
     else:
         own = captured.drafter
     starter = RoundStarter(
@@ -166,7 +166,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
             scheduler=scheduler,
             planner=planner,
             guard=parts.guard,
-            chooser=parts.chooser,
+            sampler=parts.sampler,
             ranks=ranks,
             timer=timer,
             page_size=kv.geometry.page_size,
@@ -174,27 +174,27 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
             most_piggyback=most_piggyback,
             drafts_eagerly=not isinstance(kv, GpuKVCache),
         ),
-        committer=Committer(parts.chooser, parts.pages, parts.arrivals, ranks, parts.counters),
+        committer=Committer(parts.sampler, parts.pages, parts.arrivals, ranks, parts.counters),
         overlap=overlap,
         observer=RoundObserver(parts.counters, planner.speeds, clock, timer),
         speeds=planner.speeds,
         pages=parts.pages,
         arrivals=parts.arrivals,
         prompt_reader=own,
-        chooser=parts.chooser,
+        sampler=parts.sampler,
         ranks=ranks,
         captures=captured is not None,
     )
 
 
 def _most_piggyback(parts: WorkerParts) -> int:
-    """Return how many requests may draft in the forward in which others verify."""
+    """Return how many requests may piggyback a draft on the forward in which others verify."""
     config, arrivals = parts.config, parts.arrivals
-    # In rounds all verify at once where residuals stay; and a request that came from another
-    # server does not draft for longer than it has to. Any other schedule may hold requests back.
+    # `rounds` holds no request back if all residuals stay in the cache. On a decode server, a
+    # request drafts no more than it must. Any other schedule may hold requests back.
     takes_turns = schedule_of(config) != "rounds"
     waits = bool(parts.kv.plan.host_pages) and not arrivals.come_with_requests
-    # Drafts of others than the model have no KV that one more could read.
+    # Drafts of another drafter than the model have no KV that one more draft could read.
     if config.max_draft_len and config.drafter == "self" and (takes_turns or waits):
         return int(min(parts.runner.max_running_requests, MOST_PIGGYBACK))
     return 0
@@ -221,7 +221,7 @@ def _clock(
 
 
 def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
-    """Capture CUDA graphs on a GPU, after one run of what serving runs."""
+    """Capture CUDA graphs after a warm-up. Return None on a CPU and on a prefill server."""
     if not isinstance(parts.kv, GpuKVCache):
         return None
     runner, attention, longest = parts.runner, parts.forward.attention, parts.config.max_draft_len
@@ -236,7 +236,7 @@ def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
     tokens = [most_piggyback + size.num_tokens for size in sizes]
     forward = ForwardCapture(runner, max([runner.max_running_requests, *tokens]))
     drafter = CudaGraphDrafter(
-        runner, forward, attention, parts.kv, longest, parts.chooser, parts.ranks, parts.view
+        runner, forward, attention, parts.kv, longest, parts.sampler, parts.ranks, parts.view
     )
     verify = None
     if sizes:
@@ -255,7 +255,7 @@ def _view(config: KVSpecConfig, model: Any, geometry: KVGeometry, ranks: Ranks) 
     name = config.draft_view
     if name == "all":
         return None
-    # More ranks than heads hold copies of them.
+    # If there are more ranks than KV heads, several ranks hold copies of one head.
     first_head = ranks.rank * model.get_total_num_kv_heads() // ranks.size
     shape = ViewShape(geometry.num_layers, geometry.num_kv_heads, first_head, geometry.page_size)
     view: DraftView = DRAFT_VIEWS.load(name)(config, shape)
@@ -273,7 +273,7 @@ def _scheduler_parts(
         ranks=parts.ranks,
         draft_cost=DraftCost(draft=page.anchor / page.plain),
         plain_steps=plain_steps,
-        # Rounds of a GPU take a tenth of a second or less, and what they draft is worth more there.
+        # No limit on a GPU: a round takes 0.1 s or less there, and its drafts are worth more.
         stream_round_s=None if isinstance(parts.kv, GpuKVCache) else CPU_STREAM_ROUND_S,
     )
 

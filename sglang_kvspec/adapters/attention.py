@@ -33,7 +33,7 @@ NAME = "kvspec"
 
 
 class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
-    """Attends as the worker planned. SGLang's own forward metadata is not needed."""
+    """Attention over the forward that the worker planned. Needs no forward metadata of SGLang."""
 
     needs_cpu_seq_lens = True
 
@@ -41,7 +41,7 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
         super().__init__()
         self.attention = _attention_over(runner.token_to_kv_pool.kv, runner)
         self._start_layer = runner.token_to_kv_pool.start_layer
-        # SGLang finds the pools of a forward by these.
+        # SGLang finds the pools of a forward by these attributes.
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         for module in runner.model.modules():
@@ -66,9 +66,10 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """q [num_tokens, heads * head_dim]; k, v [num_tokens, kv_heads * head_dim] or None.
+        """Store k and v, and attend. Return the output [num_tokens, heads * head_dim].
 
-        Raises UnsupportedError for attention KVSpec does not implement, rather than approximate.
+        q: [num_tokens, heads * head_dim]. k, v: [num_tokens, kv_heads * head_dim]. Raises
+        UnsupportedError for attention that KVSpec does not implement, such as k None.
         """
         if forward_batch.forward_mode.is_idle():
             return q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
@@ -98,7 +99,7 @@ def _attention_over(kv: PagedKVCache, runner: Any) -> ReferenceAttention | Devic
 
 
 def _check_attention(layer: RadixAttention, on_gpu: bool) -> None:
-    """Raise UnsupportedError for a layer that would be computed wrongly, before it is."""
+    """Raise UnsupportedError for a layer that KVSpec would compute wrongly."""
     scale = layer.head_dim**-0.5
     reasons = {
         "cross attention": layer.is_cross_attention,
@@ -112,13 +113,13 @@ def _check_attention(layer: RadixAttention, on_gpu: bool) -> None:
 
 
 def check_logits(processor: Any, num_ranks: int) -> None:
-    """Raise UnsupportedError where ranks do not gather logits from one another: drafts chosen on
-    the device, step after step, are then each rank's own.
+    """Raise UnsupportedError if ranks do not gather logits from one another: drafts that the device
+    chooses, step after step, could then differ between ranks.
 
     processor: the model's LogitsProcessor.
     """
-    apart = num_ranks > 1 and not processor.do_tensor_parallel_all_gather
-    _refuse_any({f"logits that each of {num_ranks} ranks computes for itself": apart})
+    is_split = num_ranks > 1 and not processor.do_tensor_parallel_all_gather
+    _refuse_any({f"logits that its {num_ranks} ranks do not gather": is_split})
 
 
 def _check_call(k: Any, save_kv_cache: bool, extra: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Refusals of HTTP bodies on which SGLang's own endpoints fail with status 500.
 
-SGLang 0.5.17 reads fields of a body before it looks whether it is an object, and hands empty lists
-and token ids beyond the vocabulary to code that raises. Such a body is answered with status 400.
+SGLang 0.5.17 reads fields of a body before it checks that the body is an object. It also passes
+empty lists, and token ids beyond the vocabulary, to code that raises. KVSpec answers these bodies
+with status 400.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ Send = Callable[[Message], Awaitable[None]]
 JSON_TYPE = b"application/json"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-# Fields without which a body of these endpoints need not be read here.
+# A body of these endpoints is parsed only if it contains one of these fields.
 _TELLTALES = {CHAT: (b"response_format", b"continue_final_message"), COMPLETIONS: (b"echo",)}
 
 
 def check_body(path: str, body: bytes, vocab_size: int) -> None:
-    """Raise ValueError for a body that the endpoint at `path` would fail on; others pass, also
-    those that the endpoint refuses itself."""
+    """Raise ValueError for a body on which the endpoint at `path` would fail. All other bodies
+    pass, also those that the endpoint itself refuses."""
     if body.strip()[:1] not in (b"{", b""):
         raise ValueError("the body must be a JSON object")
     check = _CHECKS.get(path)
@@ -32,7 +33,7 @@ def check_body(path: str, body: bytes, vocab_size: int) -> None:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
-        # The endpoint says so itself.
+        # The endpoint itself refuses a body that is not JSON.
         return
     check(fields, vocab_size)
 
@@ -71,7 +72,7 @@ def _check_echo(fields: dict[str, Any], vocab_size: int) -> None:
 
 
 def _flat(rows: list[Any]) -> list[Any]:
-    """Tokens of one list, or of a list of lists."""
+    """Return the tokens of one list, or of a list of lists."""
     return [token for row in rows for token in (row if isinstance(row, list) else [row])]
 
 

@@ -1,4 +1,4 @@
-"""Requests that need a page which is not in the residual store as it was written."""
+"""Guard against pages that changed in the residual store after they were written."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ logger = logging.getLogger(__name__)
 
 
 class CorruptPageGuard:
-    """Fails requests that would read a corrupt page, where the residual store is checked."""
+    """The engine's PageGuard: fails requests that would read a corrupt page. Does nothing if the
+    residual store is not checked."""
 
     def __init__(self, corrupt: CorruptPages | None, ranks: Ranks, counters: SpecCounters) -> None:
-        """corrupt: of the KV cache, None where its store is not checked."""
+        """corrupt: the KV cache's corrupt pages; None if its store is not checked."""
         self._corrupt, self._ranks, self._counters = corrupt, ranks, counters
 
     def mark(self, pages: torch.Tensor) -> None:
-        """Let no request read pages that a failing request computes from corrupt ones."""
+        """Mark pages that a failing request computes from corrupt ones: they must not be read."""
         if self._corrupt is not None:
             self._corrupt.mark(pages.tolist())
 
     def fails(self, req: Any, pages: torch.Tensor) -> bool:
-        """Fail a request that is about to read residuals of these pages which are corrupt. Return
-        whether it does. A request that prefills fails with its last chunk, since SGLang would lose
-        the pages of another. Raises CorruptResidual where other ranks would go on serving it."""
+        """Fail a request that is about to read residuals of these pages, if one of them is corrupt.
+        Return True if one is. A prefill fails with its last chunk only: SGLang would lose the pages
+        of another chunk. Raises CorruptResidual if other ranks would continue the request."""
         corrupt = self._corrupt.find(pages.tolist()) if self._corrupt is not None else []
         if not corrupt:
             return False
         message = (
-            f"page {corrupt[0]} is not in the residual store as it was written: the request cannot "
-            "be answered right. Where others fail alike, flush the cache, whose prefixes it may be "
-            "among"
+            f"page {corrupt[0]} of the residual store is corrupt: the request cannot be answered "
+            "correctly. If other requests fail in the same way, flush the cache: a cached prefix "
+            "may contain the page"
         )
         if self._ranks.size > 1:
             raise CorruptResidual(message)
@@ -51,8 +52,7 @@ class CorruptPageGuard:
         return True
 
     def drop(self, batch: RoundBatch, rows: dict[int, Row]) -> None:
-        """Take the rows of verifications that cannot read what they need out of `rows`, and fail
-        their requests."""
+        """Remove verifications that would read a corrupt page from `rows`. Fail their requests."""
         if self._corrupt is None:
             return
         for i, row in list(rows.items()):

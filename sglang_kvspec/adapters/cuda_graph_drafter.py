@@ -1,4 +1,4 @@
-"""Drafts, and tokens without drafts, by replaying CUDA graphs of one step."""
+"""Drafts and plain steps by replay of CUDA graphs of one step."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from sglang_kvspec.runtime.draft_rows import (
 from sglang_kvspec.runtime.draft_view import DraftView, head_lists
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.grammar import mask_after
-from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 logger = logging.getLogger(__name__)
 
-# Tokens a request takes at once where nobody drafts: what one step's requests wait for each other
-# for, and what one that ends in between computes in vain.
+# Most plain steps in a round without drafts. All requests of a round wait for its last step, and a
+# request that ends earlier wastes its remaining steps.
 PLAIN_STEPS = 8
-# Contexts of a batch that are read in less time than FlashInfer's kernels, ours for the tail, and
-# one to merge both take to start.
+# Tokens of context of a batch that are read in less time than it takes to start three kernels:
+# FlashInfer's, ours for the tail, and the one that merges both.
 SHORT_TOKENS = 24576
 
 
 class CudaGraphDrafter:
-    """The engine's Drafter and PlainSteps on a GPU: replays captured steps.
+    """The engine's Drafter, PlainSteps and PromptReader on a GPU: replays captured steps.
 
     For greedy requests the CPU never waits for the GPU. Calls enqueue on the current stream.
     """
@@ -52,14 +52,14 @@ class CudaGraphDrafter:
         attention: DeviceAttention,
         kv: GpuKVCache,
         max_draft_len: int,
-        chooser: SpecSampler,
+        sampler: SpecSampler,
         ranks: Ranks,
         view: DraftView | None = None,
     ) -> None:
-        """view: of what drafts read, None for all pages."""
+        """view: selects the pages that drafts read; None for all pages."""
         size = kv.geometry.page_size
         self._kv = kv
-        self._chooser = chooser
+        self._sampler = sampler
         self._ranks = ranks
         self._view = view
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
@@ -79,30 +79,31 @@ class CudaGraphDrafter:
             self._short_target = capture(attention.make_short_target_step)
         self._drafts: StepGraphs | None = None
         if max_draft_len:
-            # A draft may round as it likes. But ranks that meet in a graph must take the same one.
+            # Drafts may round differently. But ranks whose collectives meet need equal graphs.
             is_alone = ranks.size == 1
             self._drafts = capture(attention.make_draft_step, may_use_other_blas=is_alone)
-        # That made the last tokens without drafts.
+        # Graphs that made the newest plain steps.
         self._advancing = self._target
         self.empty_step_s = self._short_target.time_empty_step()
         # The first message between devices sets up their link, which takes long.
         ranks.tensor(self._rows.drafts)
         logger.info(
-            "KVSpec: captured steps for %d batch sizes up to %d; without context one takes %.2f ms",
+            "KVSpec: captured steps for %d batch sizes up to %d; a step without context takes "
+            "%.2f ms",
             len(self._target.batch_sizes),
             self._target.batch_sizes[-1],
             self.empty_step_s * 1e3,
         )
 
     def draft(self, batch: RoundBatch, lens: Sequence[int]) -> DraftedTokens | None:
-        """Make lens[i] drafts for request i; append them, or return them where only the device
-        knows them."""
+        """Make lens[i] drafts for request i. Append them to its state, or return them if only the
+        device knows them."""
         states, pages = batch.states, batch.pages
         assert self._drafts is not None, "the server was started without drafting"
         order = _longest_first(lens)
         for i in order:
             open_for_drafts(self._kv, states[i].next_position, pages[i], lens[i])
-        # Behind the drafts of earlier rounds, whose KV is in the window.
+        # Rows begin behind the drafts of earlier rounds, whose KV is in the window.
         self._rows.load([self._draft_row(states[i], pages[i], lens[i]) for i in order])
         if all(states[i].is_greedy for i in order):
             for step in range(max(lens)):
@@ -113,8 +114,8 @@ class CudaGraphDrafter:
             logits = self._drafts.replay(len(going))[: len(going)]
             for i, row in zip(going, logits, strict=True):
                 mask = mask_after(states[i].grammar, states[i].drafts, row[None])
-                self._chooser.draft(states[i], row[None], mask)
-            agree_on_drafts(self._ranks, [states[i] for i in going])
+                self._sampler.draft(states[i], row[None], mask)
+            broadcast_drafts(self._ranks, [states[i] for i in going])
             self._rows.override([states[i].last_token for i in going])
         return None
 
@@ -124,11 +125,11 @@ class CudaGraphDrafter:
         return draft_row(self._kv, state.last_token, position, pages, num_drafts, seen)
 
     def read_prompt_end(self, batch: RoundBatch) -> torch.Tensor:
-        """Give the tail of the prompt of the batch's only request KV that drafts may read. Return
-        the logits [1, vocab] of its first draft. Overwrites what draft() returned before.
+        """Compute KV that drafts may read for the tail of the prompt of the batch's only request.
+        Return the logits [1, vocab] of its first draft. Overwrites what draft() returned before.
 
-        Each token is a row of its own, as many in a step as that has rows, so that this takes few
-        steps: the layers write KV of all rows before they attend.
+        Each token is a row of its own, and a step takes as many tokens as it has rows. One step can
+        do so because each layer writes the KV of all rows before it attends.
         """
         assert self._drafts is not None, "the server was started without drafting"
         (state,), (pages,) = batch.states, batch.pages
@@ -141,7 +142,7 @@ class CudaGraphDrafter:
                 draft_row(self._kv, token, start + place, pages, 0)
                 for place, token in enumerate(part, first)
             ]
-            # One step, in which no slot is needed but the token's own.
+            # Each row takes one step, and needs no slot but its token's own.
             self._rows.load([replace(row, num_drafts=1) for row in rows])
             logits = self._drafts.replay(len(part))
         return logits[len(part) - 1 : len(part)]
@@ -149,11 +150,11 @@ class CudaGraphDrafter:
     def advance(
         self, batch: RoundBatch, max_steps: int, skipped: Collection[int]
     ) -> tuple[DraftedTokens, torch.Tensor]:
-        """Let every request take up to max_steps tokens, each the most likely one, but for those
-        that are skipped. Some request that is not has tokens left to take.
+        """Take up to max_steps greedy plain steps for every request that is not in `skipped`. At
+        least one such request must have tokens left to take.
 
-        Returns the tokens and the logits of the last step, whose first rows are those of the
-        tokens' order.
+        Returns the tokens, and the logits of the last step, whose first rows are in the order of
+        the tokens.
         """
         states, pages = batch.states, batch.pages
         size = self._kv.geometry.page_size
@@ -161,7 +162,7 @@ class CudaGraphDrafter:
         for i, state in enumerate(states):
             count = 0 if i in skipped else max(min(max_steps, state.remaining), 0)
             if self._kv.codec.target == "int8":
-                # The next page's tokens are to see this one at 8 bits, once it is encoded.
+                # Stop at the end of a page: tokens of the next page must read it at 8 bits.
                 count = min(count, size - state.committed_len % size)
             counts.append(count)
         order = _longest_first(counts)
@@ -177,29 +178,30 @@ class CudaGraphDrafter:
         return DraftedTokens(made, order, counts), logits
 
     def advance_on(self, made: DraftedTokens, steps: int) -> DraftedTokens:
-        """Let requests go on behind `made`, which the last call of advance() or of this returned
-        and in all of whose steps all took part, for so many steps within the pages they are on.
-        Asks the CPU for nothing."""
+        """Take `steps` more plain steps after `made`. Does not wait for the tokens of `made`.
+
+        made: from the last call of advance() or advance_on(); all its requests took part in all of
+        its steps. The steps must stay within the page that each request is on.
+        """
         order = made.order
         self._rows.extend(made.tokens[-1], steps)
         tokens, _ = self._advance(steps, order)
         return DraftedTokens(tokens, order, [steps] * len(order))
 
     def _advance(self, steps: int, order: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the rows of `order` take, and the logits of the last step."""
+        """Return the tokens of the rows of `order`, and the logits of the last step."""
         for _ in range(steps):
-            # All rows in every step: attention was planned for this batch size.
+            # Every step replays all rows: attention was planned for this batch size.
             logits = self._advancing.replay(len(order))
-        # They may go on before these are read.
+        # A copy: the next steps may overwrite these tokens before the CPU has read them.
         return self._made(steps, len(order)).clone(), logits
 
     def _made(self, num_steps: int, num_rows: int) -> torch.Tensor:
-        """What the first steps chose for the first rows, [num_steps, num_rows]."""
-        # Equal already wherever ranks gather their logits from one another; the few models whose
-        # ranks each compute all of them need not round alike.
+        """Return rank 0's tokens of the first steps and rows, [num_steps, num_rows]."""
+        # A safeguard: ranks gather logits from one another, so their tokens should be equal.
         return self._ranks.tensor(self._rows.drafts[:num_steps, :num_rows])
 
 
 def _longest_first(lens: Sequence[int]) -> list[int]:
-    """Indices of requests that take part, so that the requests of every step are the first ones."""
+    """Return the indices of requests with steps, so that each step has the first ones of them."""
     return sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])

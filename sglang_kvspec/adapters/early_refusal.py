@@ -20,8 +20,9 @@ _NOT_OURS = ("-h", "--help", "--model-type=diffusion")
 def refuse_early() -> None:
     """Exit with code 2 if this process is a server's command line with wrong --kvspec flags.
 
-    SGLang calls plugins first when it chooses a platform: after torch, torchvision and triton,
-    which take 2.2 of the 8.6 CPU seconds until it parses flags, and before transformers.
+    SGLang first calls plugins when it chooses a platform. It has imported torch, torchvision and
+    triton by then, which takes 2.2 of the 8.6 CPU seconds until it parses flags, but not
+    transformers.
     """
     arguments = server_arguments(sys.orig_argv, sys.argv)
     if arguments is None:
@@ -91,11 +92,11 @@ def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> N
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for argument in arguments:
         name = argument.partition("=")[0]
-        # argparse takes text with a space for a value, and a flag's beginning for the flag.
+        # argparse treats text with a space as a value, and accepts a flag's beginning as the flag.
         if not name.startswith(_FLAG) or " " in argument:
             continue
         if not any(flag.startswith(name) for flag in flags):
             close = get_close_matches(name, flags, n=1)
             raise ConfigError(
-                f"{name} is no flag of KVSpec (allowed: {', '.join(close or flags)}), see --help"
+                f"{name} is not a flag of KVSpec (allowed: {', '.join(close or flags)}): see --help"
             )

@@ -1,4 +1,4 @@
-"""The command-line face of KVSpecConfig. Each flag is declared in core/flags.py."""
+"""Command-line flags of KVSpecConfig. Each flag is declared in core/flags.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the kvspec group. Values are checked by KVSpecConfig, whose messages name the flag, so
     choices are shown here but not enforced."""
     group = parser.add_argument_group(
-        "kvspec", "serve on a 4-bit KV cache and return exactly what full precision returns"
+        "kvspec", "serve on a 4-bit KV cache and return the output of full precision"
     )
     group.add_argument(
         SWITCH.name, nargs="?", const=True, metavar=SWITCH.kind.metavar, help=SWITCH.help_line()

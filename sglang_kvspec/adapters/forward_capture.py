@@ -1,4 +1,4 @@
-"""Captures the model's forward over tensors that stay where they are into CUDA graphs."""
+"""CUDA-graph capture of the model's forward, over tensors whose addresses do not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_kvspec.adapters.compat.forward import (
 
 
 class StaticRows(Protocol):
-    """What forwards read whose addresses do not change. input_ids, positions: [max_tokens]
+    """Tensors that captured forwards read, at fixed addresses. input_ids, positions: [max_tokens]
     int64."""
 
     device: torch.device
@@ -27,17 +27,17 @@ class StaticRows(Protocol):
     positions: torch.Tensor
 
     def clear(self) -> None:
-        """Let a forward do nothing for anyone."""
+        """Remove all requests, so that a forward has no effect."""
 
     def begin_step(self, num_tokens: int) -> None:
-        """Part of a graph, before the model."""
+        """Do the part of a graph that comes before the model."""
 
     def end_step(self, logits: torch.Tensor) -> None:
-        """Part of a graph, after the model: logits [num_tokens, vocab]."""
+        """Do the part of a graph that comes after the model. logits: [num_tokens, vocab]."""
 
 
 class ForwardCapture:
-    """Graphs that share memory and one place for logits, so no two of them are replayed at once.
+    """Maker of graphs that share memory and one logits tensor: never replay two of them at once.
 
     logits: [max_tokens, vocab], once something was captured.
     """
@@ -45,16 +45,16 @@ class ForwardCapture:
     def __init__(self, runner: Any, max_tokens: int) -> None:
         self._runner, self._max_tokens = runner, max_tokens
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: graphs keep their own outputs apart, which for many sizes are gigabytes.
+        # One tensor for all graphs: separate outputs of many sizes would take gigabytes.
         self.logits: torch.Tensor | None = None
-        # A graph knows addresses only: what lies there must live as long.
+        # A graph holds addresses only: the tensors there must live as long as the graph.
         self._kept: list[ForwardBatch] = []
 
     def capture(
         self, rows: StaticRows, num_tokens: int, stream: torch.cuda.Stream, warm_ups: int
     ) -> torch.cuda.CUDAGraph:
-        """The forward of the first num_tokens tokens of `rows`, with the attention that was begun.
-        Its logits go to the first rows of self.logits."""
+        """Capture the forward of the first num_tokens tokens of `rows`, with the attention that was
+        begun. Its logits go to the first rows of self.logits."""
         runner, batch = self._runner, self._forward_batch(rows, num_tokens)
         model = runner.model
         self._kept.append(batch)
@@ -85,7 +85,7 @@ class ForwardCapture:
         return graph
 
     def _forward_batch(self, rows: StaticRows, num_tokens: int) -> ForwardBatch:
-        """What models read of a decode batch; where KV lies is the attention backend's to know."""
+        """Return a decode batch with what models read. The attention backend knows the KV slots."""
         ones = torch.ones(num_tokens, dtype=torch.int64, device=rows.device)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,

@@ -1,4 +1,4 @@
-"""What SGLang does not tell apart of a prompt's hits: it has three tiers."""
+"""Hits of a prompt by source, finer than the three tiers that SGLang counts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sglang_kvspec.kv.page_sources import Loaded
 
 class LoadedTokens(NamedTuple):
     """Tokens of a prompt that were loaded. remote: from a prefix server, which SGLang counts as
-    storage's. kept_host, kept_disk: of those from host memory and from disk, whose anchors were in
-    GPU memory still."""
+    storage. kept_host, kept_disk: from host memory and from disk, with anchors that were still in
+    GPU memory."""
 
     remote: int = 0
     kept_host: int = 0
@@ -24,15 +24,15 @@ _drafts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def note(req: Any, loaded: Loaded, page_size: int) -> None:
-    """Of a request whose prefix was loaded. What comes of it after a retraction was cached by it
-    or by others since, and SGLang counts it no more."""
+    """Note where a request's prefix was loaded from. Does nothing after a retraction: this
+    request or others may have cached the prefix since, and SGLang does not count such hits."""
     if not req.retracted_stain:
         pages = (loaded.num_from_remote, loaded.kept_host, loaded.kept_disk)
         _tokens[req] = LoadedTokens(*(num_pages * page_size for num_pages in pages))
 
 
 def note_drafts(req: Any, count: int) -> None:
-    """A request has drafted so many tokens while residuals of its hits were on their way."""
+    """Count drafts that a request made while residuals of its hits were on their way."""
     _drafts[req] = drafts_of(req) + count
 
 
@@ -41,7 +41,7 @@ def drafts_of(req: Any) -> int:
 
 
 def tokens_of(req: Any) -> LoadedTokens:
-    """Of those that SGLang counts."""
+    """Return a request's loaded tokens by source, at most as many as SGLang counts."""
     found = _tokens.get(req, LoadedTokens())
     in_storage = int(req.cached_tokens_storage)
     remote = min(found.remote, in_storage)

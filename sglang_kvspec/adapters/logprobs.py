@@ -28,10 +28,10 @@ def fill_logprobs(
 ) -> None:
     """Write the log-probabilities of every emitted token of a batch into `output`.
 
-    verified, params: per request what it emitted, None for nothing, and how; what has no logits is
-    left out. stride: None after a prefill, when a request emits one token; after a decode the token
-    rows a request has in flat lists, where entry i * stride + j is request i's j-th token and
-    unused entries are empty.
+    verified: what each request emitted, None for nothing; results without logits are left out.
+    params: each request's sampling parameters. stride: None after a prefill, when a request emits
+    one token. After a decode: rows of each request in flat lists, where entry i * stride + j is
+    request i's j-th token and unused entries are empty.
     """
     is_prefill, stride = stride is None, stride or 1
     chosen = torch.zeros(len(verified), stride)
@@ -48,7 +48,7 @@ def fill_logprobs(
         chosen[i, :num_tokens] = logprobs[range(num_tokens), result.tokens].cpu()
         rows = range(i * stride, i * stride + num_tokens)
         for flat, row in zip(rows, logprobs, strict=True):
-            # SGLang lets clients ask for fewer than none.
+            # SGLang lets clients ask for a negative number.
             if batch.top_logprobs_nums[i] > 0:
                 values, tokens = row.topk(batch.top_logprobs_nums[i])
                 lists["next_token_top_logprobs_val"][flat] = values
@@ -56,11 +56,11 @@ def fill_logprobs(
             if batch.token_ids_logprobs[i] is not None:
                 wanted = list(batch.token_ids_logprobs[i])
                 lists["next_token_token_ids_logprobs_val"][flat] = row[wanted]
-                # The one list that SGLang takes as it is and does not convert from tensors.
+                # SGLang converts the other lists from tensors, but not this one.
                 lists["next_token_token_ids_logprobs_idx"][flat] = wanted
     output.next_token_logprobs = chosen[:, 0] if is_prefill else chosen
     if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
-        # No token is asked for; as SGLang does, other log-probabilities at its place are given.
+        # No token is asked for. As in SGLang, only the other log-probabilities are given.
         # SGLang's own batch.is_prefill_only is never set with speculation.
         output.next_token_logprobs = None
     for name in _LISTS:

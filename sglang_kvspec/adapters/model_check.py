@@ -1,4 +1,4 @@
-"""Which models KVSpec can serve, decided from the model's configuration alone."""
+"""Check that KVSpec can serve a model, from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_model(
 ) -> None:
     """Raise UnsupportedError (model kind) or ConfigError (head size, ranks) naming what is allowed.
 
-    model: SGLang's ModelConfig; no weights are read. num_ranks: among which its heads are split.
+    model: SGLang's ModelConfig; no weights are read. num_ranks: ranks that share the heads.
     """
     from sglang_kvspec.adapters.compat.model_config import AttentionArch
 
@@ -43,8 +43,8 @@ def check_model(
             )
     if model.v_head_dim != model.head_dim:
         raise UnsupportedError(
-            f"--kvspec cannot serve {model.model_path}: K heads of {model.head_dim} and V "
-            f"heads of {model.v_head_dim} (allowed: equal sizes)"
+            f"--kvspec cannot serve {model.model_path}: K heads have size "
+            f"{model.head_dim} and V heads have size {model.v_head_dim} (allowed: equal sizes)"
         )
     _check_ranks(model, num_ranks, on_gpu)
     if on_gpu:
@@ -60,33 +60,33 @@ def check_model(
     if on_gpu and not codec.settings.has_kernels:
         allowed = ", ".join(name for name in codec_names() if find_codec(name).has_kernels)
         raise UnsupportedError(
-            f"--kvspec-codec {config.codec} has no GPU kernels and serves on a CPU alone "
+            f"--kvspec-codec {config.codec} has no GPU kernels and serves on a CPU only "
             f"(allowed on a GPU: {allowed})"
         )
 
 
 def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:
-    """Every rank must have as many heads. On a GPU ranks may share a KV head, each with a copy; on
-    a CPU SGLang would pad the model with more heads, for which its loader here has no weights."""
+    """Raise ConfigError unless all ranks have equally many heads. On a GPU, ranks may share a KV
+    head, each with a copy. On a CPU, SGLang would add heads for which its loader has no weights."""
     heads, kv_heads = model.num_attention_heads, model.get_total_num_kv_heads()
     shares = kv_heads % num_ranks == 0 or (on_gpu and num_ranks % kv_heads == 0)
     if heads % num_ranks or not shares:
         raise ConfigError(
-            f"--tp-size {num_ranks} cannot serve {model.model_path} with --kvspec: {heads} heads "
-            f"and {kv_heads} KV heads (allowed: numbers of ranks that divide both"
+            f"--tp-size {num_ranks} cannot serve {model.model_path} with --kvspec: the model has "
+            f"{heads} heads and {kv_heads} KV heads (allowed: numbers of ranks that divide both"
             f"{', or multiples of the KV heads' if on_gpu else ''})"
         )
 
 
 def _check_for_kernels(model: Any, num_ranks: int) -> None:
-    """What the GPU's kernels cover: this project's, and FlashInfer's, which silently computes
-    something else for head sizes that are no multiple of 64."""
+    """Raise UnsupportedError for a model that the kernels of a GPU do not cover: KVSpec's, or
+    FlashInfer's, which silently compute something else for head sizes not divisible by 64."""
     kv_heads = model.get_num_kv_heads(num_ranks)
     group = model.num_attention_heads // num_ranks // kv_heads
     for what, value, allowed, fits in (
         ("head size", model.head_dim, GPU_HEAD_SIZES, model.head_dim in GPU_HEAD_SIZES),
         ("dtype", model.dtype, GPU_DTYPES, model.dtype in GPU_DTYPES),
-        ("query heads a KV head", group, f"1 to {GPU_MAX_GROUP}", group <= GPU_MAX_GROUP),
+        ("query heads per KV head", group, f"1 to {GPU_MAX_GROUP}", group <= GPU_MAX_GROUP),
     ):
         if not fits:
             raise UnsupportedError(
@@ -96,9 +96,9 @@ def _check_for_kernels(model: Any, num_ranks: int) -> None:
 
 
 def model_config_of(fields: dict[str, Any]) -> Any:
-    """SGLang's ModelConfig for ServerArgs fields, before ServerArgs has resolved them.
+    """Return SGLang's ModelConfig for ServerArgs fields, before ServerArgs has resolved them.
 
-    SGLang's own resolution asserts on some models KVSpec refuses; the refusal is to come first.
+    SGLang's own resolution asserts on some models that KVSpec refuses. The refusal must come first.
     """
     from sglang_kvspec.adapters.compat.model_config import ModelConfig
 

@@ -1,4 +1,4 @@
-"""What tells the KV of one model from that of another, for whatever outlives a server."""
+"""Identity of a model's KV, for prefix stores and for links between servers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.target_choice import target_attention_name
 from sglang_kvspec.runtime.ranks import Ranks
 
-# What computes KV: another version may round otherwise, or have been wrong.
+# Raise it when this package computes other KV, or stores it in another way. Its own version would
+# differ between equal installations: from a git checkout, it names the commit.
+KV_VERSION = 1
+# Packages that compute KV: another version may round differently, or have an error.
 _VERSIONED = ("sglang", "torch")
 _KERNELS = ("flashinfer-python", "triton")
-# Bytes of a weight hashed at once, and so held twice.
+# Bytes of a weight that are hashed at once, and therefore held twice.
 _PART = 64 * 2**20
-# Numbers of a weight mixed at once: 8 bytes each, twice, on a device that KV has filled.
+# Numbers of a weight that are mixed at once. Each takes 16 bytes, on a device that KV has filled.
 _NUMBERS = 2**20
-# Odd numbers, and so one-to-one on 64 bits: of splitmix64, as signed integers.
+# Factors of splitmix64 as signed integers. They are odd: products modulo 2^64 are one-to-one.
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(model_config: Any, weights: str, arithmetic: str) -> str:
-    """Of a model where it lies: path, configuration, versions, weights, by their hash, and what
-    computes it: see arithmetic_of()."""
+    """Return a hash of a model at its path: path, configuration, versions, weights and arithmetic.
+
+    weights: hash of the weights. arithmetic: see arithmetic_of().
+    """
     facts = {
         "path": str(model_config.model_path),
         "revision": model_config.revision,
@@ -42,8 +47,8 @@ def fingerprint(model_config: Any, weights: str, arithmetic: str) -> str:
 
 
 def portable_fingerprint(model_config: Any, weights: str) -> str:
-    """The same of a model wherever it lies, and whatever computes it: see versions_of_kv() and
-    arithmetic_of()."""
+    """Return a hash of a model that does not depend on its path, nor on what computes it. For the
+    latter see versions_of_kv() and arithmetic_of()."""
     config = model_config.hf_config.to_dict()
     config.pop("_name_or_path", None)
     facts = {
@@ -56,14 +61,16 @@ def portable_fingerprint(model_config: Any, weights: str) -> str:
 
 
 def versions_of_kv() -> str:
-    """What two servers that use each other's KV must have alike."""
-    names = ("sglang-kvspec", *_VERSIONED)
-    return ", ".join(f"{name} {metadata.version(name)}" for name in names)
+    """Return the versions that servers must have in common to use each other's KV."""
+    others = (f"{name} {metadata.version(name)}" for name in _VERSIONED)
+    return ", ".join([f"KV version {KV_VERSION}", *others])
 
 
 def arithmetic_of(server_args: Any) -> str:
-    """What rounds a server's KV. In bf16 that of another GPU, or of kernels that depend on what
-    runs beside them, is as good, but not the same: a deterministic server would answer otherwise.
+    """Return what determines the rounding of a server's KV: GPU, kernels and order of attention.
+
+    bf16 KV of another GPU, or of kernels that are not batch-invariant, is as good but not equal:
+    with it, a deterministic server would answer differently.
     """
     if server_args.device == "cpu":
         return "cpu"
@@ -78,9 +85,11 @@ def arithmetic_of(server_args: Any) -> str:
 
 
 def hash_of_weights(model: torch.nn.Module) -> str:
-    """Of names, shapes and bytes of all that a model is saved with. Buffers that it computes for
-    itself follow from its configuration, and some are as long as a server's drafts want them. Reads
-    all weights, at several GB/s.
+    """Return a hash of names, dtypes, shapes and bytes of a model's state dict. Reads all weights,
+    at several GB/s.
+
+    Buffers that a model computes itself are left out: they follow from its configuration, and the
+    length of some depends on a server's draft length.
     """
     found = xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
@@ -92,15 +101,16 @@ def hash_of_weights(model: torch.nn.Module) -> str:
 
 
 def hash_of_all_ranks(model: torch.nn.Module, ranks: Ranks) -> str:
-    """Of names, dtypes and numbers of all that a model is saved with, on all ranks together, which
-    call this at once: the same however many they are. So it does not say where in a tensor a number
-    is. What all ranks have alike counts once, and zeros, which fill up what does not divide, count
-    nothing. Reads all weights.
+    """Return a hash of names, dtypes and numbers of a model's state dict on all ranks together,
+    equal for any number of ranks. All ranks must call this at once. Reads all weights.
+
+    The hash does not depend on where in a tensor a number is. A tensor that is equal on all ranks
+    counts once. Zeros, which pad tensors that do not divide evenly, count nothing.
     """
     weights = sorted(model.state_dict().items())
     names = [f"{name} {tensor.dtype}" for name, tensor in weights]
     own = [sum_of_hashes(tensor) for _, tensor in weights]
-    of_ranks = ranks.everyones(own, about=names)
+    of_ranks = ranks.gather(own, about=names)
     found = xxh3_128()
     for name, sums in zip(names, zip(*of_ranks, strict=True), strict=True):
         total = sums[0] if len(set(sums)) == 1 else sum(sums)
@@ -109,16 +119,17 @@ def hash_of_all_ranks(model: torch.nn.Module, ranks: Ranks) -> str:
 
 
 def sum_of_hashes(tensor: torch.Tensor) -> int:
-    """Of the bits of every number, modulo 2^64 as a signed integer; 0 for nothing but zeros."""
+    """Return the sum of hashes of every number's bits, modulo 2^64 as a signed integer; 0 if all
+    numbers are 0."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     dtype = _BITS.get(tensor.element_size(), torch.int64)
     bits = tensor.contiguous().view(-1).view(torch.uint8).view(dtype)
     for part in bits.split(_NUMBERS):
-        # A copy, also of what has 64 bits.
+        # A copy, for 64-bit numbers too: they are mixed in place.
         mixed = part.to(torch.int64, copy=True)
         for factor in _FACTORS:
             mixed.mul_(factor)
-            # A logical shift.
+            # A logical shift by 31 bits.
             mixed.bitwise_xor_((mixed >> 31) & ((1 << 33) - 1))
         total += mixed.sum()
     return int(total)

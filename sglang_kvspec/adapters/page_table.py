@@ -1,4 +1,4 @@
-"""Page ids of requests, as SGLang's table of slots has them."""
+"""Page ids of requests, from SGLang's slot table."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 
 
 class PageTable:
-    """Reads SGLang's req_to_token table in pages."""
+    """SGLang's req_to_token table, read in pages."""
 
     def __init__(self, req_to_token_pool: Any, page_size: int) -> None:
         self._pool, self._page_size = req_to_token_pool, page_size
 
     def of_request(self, req: Any, num_tokens: int) -> torch.Tensor:
-        """Return page ids [ceil(num_tokens / page_size)] int64 on the CPU of the first tokens."""
+        """Return the page ids of a request's first num_tokens tokens: [ceil(num_tokens /
+        page_size)] int64 on the CPU."""
         size = self._page_size
         slots = self._pool.req_to_token[req.req_pool_idx, :num_tokens:size]
         return slots.cpu().to(torch.int64) // size

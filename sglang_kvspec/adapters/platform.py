@@ -1,4 +1,4 @@
-"""The reference platform: the real server and scheduler where there is no accelerator."""
+"""Reference platform: SGLang's server and scheduler on a machine without an accelerator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sglang_kvspec.adapters.compat.platforms import CpuDeviceMixin, PlatformEnum
 
 
 class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
-    """Runs on any CPU with plain torch. Without --kvspec it serves SGLang's own torch backend."""
+    """Platform of any CPU, in plain torch. Without --kvspec, SGLang's own torch backend serves."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        # SGLang has put its AMX backend here by now, which needs kernels this platform lacks.
+        # SGLang may have set its AMX backend, which needs kernels that this platform lacks.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = self.get_default_attention_backend()
 

@@ -1,4 +1,4 @@
-"""Our pools as SGLang's KV cache object."""
+"""KVSpec's pools as SGLang's KV cache object."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class KVSpecPool(KVCache):  # type: ignore[misc]
-    """Holds the tiers; only the kvspec attention backend reads and writes them.
+    """SGLang's KV cache object over KVSpec's pools, for the kvspec attention backend alone.
 
-    SGLang's per-slot accessors raise: whoever calls one would bypass verification.
+    SGLang's per-slot accessors raise NotImplementedError: their use would bypass verification.
     """
 
     post_capture_active = False
@@ -45,16 +45,16 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
             end_layer=end_layer,
         )
         self.kv = kv
-        # Where prefixes go that leave the pool; the prefix cache puts it here.
+        # Tiers for prefixes that leave the pool; set by the prefix cache.
         self.prefix_tiers: PrefixTiers | None = None
-        # So of requests that start before residuals of their prefix are here, where some may.
+        # Requests that start on anchors; set by the prefix cache, None where no request may.
         self.early_starts: EarlyStarts | None = None
         self.pressure = Pressure()
-        # Moves pages out of the recent window; the worker puts it here.
+        # Moves pages out of the recent window; set by the worker.
         self.keeper: PageKeeper | None = None
-        # Keeps the KV of retracted pages and their number of tokens; a decode server puts it here.
+        # Keeps the KV of a retracted request, by its pages and tokens; set on a decode server.
         self.keep_retracted: Callable[[list[int], int], RetractedKV] | None = None
-        # Who else must know when pages are freed, before anyone can write to them again.
+        # Called with freed pages, before anything can write to these pages again.
         self.freed_listeners: list[Callable[[list[int]], None]] = []
         self.head_num = geometry.num_kv_heads
         self.head_dim = geometry.head_dim
@@ -83,26 +83,26 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
         """Keep the KV of a request that a decode server retracts. indices: its slots."""
         assert self.keep_retracted is not None, (
-            "only a decode server keeps KV of retracted requests"
+            "only a decode server may keep KV of retracted requests"
         )
         return self.keep_retracted(self._pages_of(indices), len(indices))
 
     def load_cpu_copy(
         self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
     ) -> None:
-        """It goes on, in other slots."""
-        kv_cache_cpu.bring_back(self._pages_of(indices))
+        """Bring back the KV of a retracted request. indices: its new slots."""
+        kv_cache_cpu.restore(self._pages_of(indices))
 
     def _pages_of(self, indices: torch.Tensor) -> list[int]:
         pages: list[int] = (indices[:: self.page_size] // self.page_size).tolist()
         return pages
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """None: our transfer backend asks for pages, not for addresses."""
+        """Return no buffers: KVSpec's transfer backend asks for pages, not for addresses."""
         return [], [], []
 
     def _refuse(self) -> NoReturn:
-        raise NotImplementedError("KVSpec pages are read and written by its attention backend only")
+        raise NotImplementedError("only the attention backend kvspec reads and writes KVSpec pages")
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         self._refuse()
@@ -121,9 +121,10 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
 
 
 def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVSpecPool:
-    """Allocate the pools the sizing planned and say in the log what fits."""
+    """Allocate the pools that the sizing planned. Rank 0 logs what fits."""
     plan, geometry = take_plan(kvc), geometry_of(kvc)
-    assert max_total_num_tokens == plan.num_pages * geometry.page_size, "plan and SGLang disagree"
+    planned_tokens = plan.num_pages * geometry.page_size
+    assert max_total_num_tokens == planned_tokens, "SGLang must use the tokens of the capacity plan"
     codec = codec_of(kvc, config)
     if kvc.device == "cpu":
         kv: PagedKVCache = ReferenceKVCache(geometry, codec, plan, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""How many tokens SGLang may allocate: the capacity plan in SGLang's terms."""
+"""Capacity plan in SGLang's terms: the number of tokens that SGLang may allocate."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ logger = logging.getLogger(__name__)
 HOST_RESERVE_BYTES = 2 * GIB
 
 
-# By the identity of SGLang's (slotted, not weakly referable) configurator object.
+# By id() of SGLang's configurator object, which has slots and allows no weak reference.
 _plans: dict[int, CapacityPlan] = {}
 
 
 def take_plan(kvc: Any) -> CapacityPlan:
-    """The plan last made for `kvc`."""
+    """Return the plan that was last made for `kvc`, and forget it."""
     return _plans.pop(id(kvc))
 
 
 class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
-    """Turns a KV memory budget, or a number of tokens, into a CapacityPlan.
+    """SGLang's pool configurator: makes a CapacityPlan of a KV memory budget or a token limit.
 
-    SGLang makes several of these for one pool; the plan of the last sizing is kept in this module,
-    where the pool is built from it a moment later. Every rank plans for itself, from what is equal
-    on all of them, and all come to the same number of pages.
+    SGLang makes several of these for one pool. This module keeps the plan of the last sizing, and
+    the pool is built from it a moment later. Every rank plans for itself, from values that are
+    equal on all ranks, so that all ranks get the same number of pages.
     """
 
     def __init__(self, kvc: Any, config: KVSpecConfig) -> None:
@@ -79,10 +79,12 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         return self._plan(max_pages=max_total_num_tokens // page_size)
 
     def _outside_bytes(self) -> int:
-        """What a GPU needs beside its pools and SGLang does not know of: FlashInfer's workspace,
-        the logits of the largest verification and of drafts beside it, in the model's dtype and in
-        fp32, and what copies of pages go through that leave or land, and are converted in where
-        they cross in one piece."""
+        """Return the bytes that a GPU needs outside of its pools and that SGLang does not count.
+
+        FlashInfer needs a workspace. Logits of the largest verification and its piggyback drafts
+        are held in the model's dtype and in fp32. Copies of pages that leave or land need a buffer,
+        and pages that are sent whole need memory to convert them. 0 on a CPU.
+        """
         if self._kvc.device == "cpu":
             return 0
         args = self._kvc.server_args
@@ -108,7 +110,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             config.max_draft_len,
             geometry.page_size,
         )
-        assert self._budget_bytes is not None, "SGLang profiles memory before it caps tokens"
+        assert self._budget_bytes is not None, "SGLang must profile memory before it caps tokens"
         num_sharing = ranks_on_a_machine(self._kvc.server_args)
         budget_bytes = self._budget_bytes
         kept_pages = kept_anchor_pages_for(
@@ -119,7 +121,8 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         min_cache_pages = 0
         if self._kvc.device != "cpu":
             host_bytes = host_bytes or 0
-            # Kernels read residuals from the cache only, and prefill comes one request at a time.
+            # Kernels read residuals from the cache only, which must hold the one request that
+            # prefills at a time.
             min_cache_pages = pages_of_one_request(
                 int(self._kvc.model_config.context_len), config.max_draft_len, geometry.page_size
             )
@@ -143,14 +146,14 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         if self._kvc.device != "cpu" and plan.host_pages:
             unhosted = make(host_bytes=0)
             if plan.cache_pages == plan.num_pages or unhosted.num_pages > plan.num_pages:
-                # From such a store nothing would be fetched, or it is too small to help.
+                # The store is of no use: the cache holds all residuals, or more pages fit without.
                 plan = unhosted
         _plans[id(self._kvc)] = plan
         return MemoryPoolConfig(max_total_num_tokens=plan.num_pages * geometry.page_size)
 
 
 def available_host_bytes() -> int:
-    """Host memory the store may take when its size is not given."""
+    """Return the host memory that the residual store may take if its size is not given."""
     return max(int(psutil.virtual_memory().available) - HOST_RESERVE_BYTES, 0)
 
 
@@ -208,17 +211,18 @@ def describe(
 
 
 def _limit(plan: CapacityPlan, page_size: int) -> str:
-    """Say what limits the plan; compare it with plain KV only where the KV memory does."""
+    """Return what limits the plan. Compare it with plain KV if KV memory is the limit, or host
+    memory that still holds more tokens than plain KV."""
     if plan.binding == MAX_TOKENS:
-        return f", the limit that {MAX_TOKENS} sets"
+        return f", limited by {MAX_TOKENS}"
     if plan.binding == RECENT_WINDOW:
         share = plan.window_bytes / plan.hbm_bytes
         return (
             f": the recent window takes {share:.0%} of the KV memory "
-            "(lower --max-running-requests for more)"
+            "(lower --max-running-requests to fit more tokens)"
         )
     ratio = plan.num_pages / max(plan.plain_pages, 1)
     if plan.binding == HOST_MEMORY and ratio < 1:
-        return ": host memory holds residuals of no more (raise --kvspec-host-gb for more)"
+        return ", limited by host memory for residuals (raise --kvspec-host-gb to fit more)"
     plain = plan.plain_pages * page_size
     return f" where plain KV holds {plain} ({ratio:.2f}x, limited by {plan.binding})"

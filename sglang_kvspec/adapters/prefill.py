@@ -1,4 +1,4 @@
-"""Prefills: one forward at target precision, and the first token of each prompt."""
+"""Prefills: one forward at the target precision, and the first token of each prompt."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, prefill_row
 
 
 class Prefill:
-    """Computes the KV of prompts, and lets requests start whose residuals are on their way."""
+    """The worker's part for extend batches: prefills, and requests that start on anchors."""
 
     def __init__(self, parts: WorkerParts, loop: RoundLoop) -> None:
         self._parts, self._loop = parts, loop
 
     def run(self, batch: Any) -> GenerationBatchResult:
-        """Run an extend batch of SGLang's."""
+        """Run one of SGLang's extend batches."""
         early = self._parts.arrivals.early
-        if early is not None and early.lacks_residuals(batch.reqs[0].rid):
+        if early is not None and early.has_pending_residuals(batch.reqs[0].rid):
             return self._start_on_anchors(batch)
         return self._compute(batch)
 
     def _compute(self, batch: Any) -> GenerationBatchResult:
-        self._loop.hold_up()
+        self._loop.interrupt()
         parts = self._parts
         rows = self._rows(batch)
         result = parts.forward.planned(ForwardPlan(tuple(rows)), batch=batch)
@@ -41,7 +41,7 @@ class Prefill:
             parts.pages.commit(row.pages, row.start, row.end)
         self._count_hits(batch.reqs)
         logits = result.logits_output.next_token_logits
-        firsts = first_tokens(batch.reqs, rows, logits, parts.chooser, parts.ranks)
+        firsts = first_tokens(batch.reqs, rows, logits, parts.sampler, parts.ranks)
         states = [
             new_state(req, row.end, 0 if first is None else first.tokens[0])
             for req, row, first in zip(batch.reqs, rows, firsts, strict=True)
@@ -49,8 +49,8 @@ class Prefill:
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
         parts.pages.flush()
-        if parts.apart is not None:
-            parts.apart.note_prefill(batch.reqs)
+        if parts.disaggregation is not None:
+            parts.disaggregation.note_prefill(batch.reqs)
         device = batch.seq_lens.device
         result.next_token_ids = torch.tensor([s.pending for s in states], device=device)
         result.accept_lens = torch.ones(len(rows), dtype=torch.int32, device=device)
@@ -77,8 +77,8 @@ class Prefill:
         return rows
 
     def _count_hits(self, reqs: Sequence[Any]) -> None:
-        """Count prefix hits of requests whose prompt is complete with this forward, for the first
-        time."""
+        """Count prefix hits of requests whose prompt is complete with this forward. Requests that
+        were retracted are counted already."""
         counters = self._parts.counters
         for req in reqs:
             if req.inflight_middle_chunks == 0 and not req.retracted_stain:
@@ -92,8 +92,8 @@ class Prefill:
                 counters.observe_kept_anchors(host=loaded.kept_host, disk=loaded.kept_disk)
 
     def _start_on_anchors(self, batch: Any) -> GenerationBatchResult:
-        """Let one request start, alone. No token is chosen before its first verification: SGLang
-        takes it for a request whose prompt is not complete."""
+        """Let the batch's only request start on anchors. No token is chosen before its first
+        verification: to SGLang, the request looks like one whose prompt is not complete."""
         parts = self._parts
         (req,), (cached_len,) = batch.reqs, batch.prefix_lens
         self._count_hits([req])

@@ -1,4 +1,4 @@
-"""Which prefix cache a server of ours gets: `--radix-cache-backend kvspec`."""
+"""Prefix cache of a KVSpec server: `--radix-cache-backend kvspec`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from sglang_kvspec.kv.prefix_store import (
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts
 
-# Bytes of finished prefixes that may wait for the disk, of all ranks on a machine; what comes while
-# they do is left out.
+# Bytes of finished prefixes that may wait for the disk, for all ranks on a machine together. Pages
+# that come while the queue is full are not stored.
 SPILL_QUEUE_BYTES = 256 * 2**20
-# Of a tier in host memory that has a disk below it: anchors outlive residuals, which are several
-# times as large and come back from disk.
+# Share of pages with room for their residual in host memory, if there is a disk tier. Anchors stay
+# longer than residuals, which are several times as large and can be read from disk.
 HOST_RESIDUAL_SHARE = 0.75
 
 
@@ -48,9 +48,9 @@ def register() -> None:
 
 
 def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
-    """SGLang asks for the prefix cache of a rank, once its pools and its model are there.
+    """Build the prefix cache of a rank. SGLang calls this once the pools and the model exist.
 
-    Raises ConfigError where a tier has no room for a page, PrefixStoreError where its folder cannot
+    Raises ConfigError if a tier has no room for a page, and PrefixStoreError if its folder cannot
     be used.
     """
     config = config_of(ctx.server_args)
@@ -89,7 +89,7 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 def _host_maker(
     config: KVSpecConfig, identity: StoreIdentity, num_sharing: int
 ) -> Callable[[], MemoryStore]:
-    """num_sharing: ranks that share a machine's memory, and a folder of it."""
+    """Return a function that opens the tier in host memory. num_sharing: ranks that share it."""
     limits = StoreLimits(
         disk_bytes=int(config.prefix_host_gb * GIB) // num_sharing,
         residual_share=HOST_RESIDUAL_SHARE if config.prefix_dir else 1.0,
@@ -104,5 +104,5 @@ def _open_disk(config: KVSpecConfig, identity: StoreIdentity, num_sharing: int) 
         disk_bytes=int(config.prefix_disk_gb * GIB) // num_sharing,
         queue_bytes=max(SPILL_QUEUE_BYTES // num_sharing, page_bytes),
     )
-    # Several models, one with other settings, and the ranks of one, may share a folder.
+    # The flag's folder may serve several models, settings and ranks: each has a folder in it.
     return open_store(Path(config.prefix_dir) / identity.folder_name, identity, limits)

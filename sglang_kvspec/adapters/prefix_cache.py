@@ -1,4 +1,4 @@
-"""SGLang's prefix cache with tiers below it: what it evicts may come back."""
+"""SGLang's prefix cache with tiers below it, from which evicted prefixes can be loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters import hit_breakdown
-from sglang_kvspec.adapters.agreed_hits import AgreedHits, Lacking
+from sglang_kvspec.adapters.common_hits import CommonHits, PrefixLookup
 from sglang_kvspec.adapters.compat.prefix_cache import (
     EvictParams,
     EvictResult,
@@ -25,25 +25,25 @@ from sglang_kvspec.adapters.compat.prefix_cache import (
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.prefix_store import PageLink, chain_links
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
-from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts, RemotePrefixes, WaitingRequests
 
-# A server that is told to end waits this long for what is on its way to disk.
+# Seconds that a server waits, when it ends, for pages on their way to disk.
 CLOSE_TIMEOUT_S = 3.0
 
 
 class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
-    """SGLang's tree of what is in the KV cache, with its own order of eviction and locks.
+    """SGLang's radix tree of the KV cache, with SGLang's order of eviction and locks.
 
-    Nodes about to be evicted are copied to the tiers first, finished prefixes to disk; anchors may
-    stay in GPU memory. A prefix that goes on in the tiers counts as SGLang's "host hit".
+    Nodes are copied to the tiers before they are evicted, finished prefixes at once to disk.
+    Anchors may stay in GPU memory. Pages found in the tiers count as SGLang's "host hit".
     """
 
-    # Requests that start on anchors; the one that is admitted to that now, with what it found.
+    # Requests on anchors; the one being admitted; its tokens in the tree, and its other slots.
     early: EarlyStarts | None = None
     _starting: Any = None
-    _apart: tuple[int, torch.Tensor] | None = None
+    _detached: tuple[int, torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         ranks: Ranks | None = None,
         early: EarlyStarts | None = None,
     ) -> None:
-        """remote: one of the tiers. early: requests that may start on anchors from there."""
-        assert not params.is_eagle, "keys are tokens, not pairs of them"
+        """remote: the remote tier of `tiers`. early: requests that start on anchors from it."""
+        assert not params.is_eagle, "keys must be tokens, not pairs of tokens"
         ranks = ranks or Ranks()
         self._kv = kv
         self._tiers = tiers
         self.early = early
-        self._agreed = AgreedPrefixes(tiers, ranks)
-        self._agreed_hits = AgreedHits(self._agreed, self._lacking) if ranks.size > 1 else None
-        self.waiting = None if remote is None else WaitingRequests(remote, self._agreed, ranks)
+        self._common = CommonPrefixes(tiers, ranks)
+        self._common_hits = CommonHits(self._common, self._look_up) if ranks.size > 1 else None
+        self.waiting = None if remote is None else WaitingRequests(remote, self._common, ranks)
         super().__init__(params)
 
     def reset(self) -> None:
@@ -70,80 +70,79 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         self._tiers.forget_memory()
 
     def in_pass(self, queue: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
-        """A pass of the scheduler, outside of which several ranks find nothing below the tree."""
-        if self._agreed_hits is None or self._tiers.are_none:
+        """Enclose a pass of the scheduler. Several ranks find nothing in tiers outside of it."""
+        if self._common_hits is None or self._tiers.is_empty:
             return nullcontext()
-        return self._agreed_hits.in_pass(queue)
+        return self._common_hits.in_pass(queue)
 
     # Coming back
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = super().match_prefix(params)
-        # Without a request it is SGLang's own look-up of what it has just inserted.
-        if params.req is None or self._tiers.are_none:
+        # A lookup without a request is SGLang's own, after an insertion.
+        if params.req is None or self._tiers.is_empty:
             return result
         num_resident = len(result.device_indices)
         is_starting = self._starting is params.req
         links: list[PageLink] = []
-        if is_starting or self._agreed_hits is None:
+        if is_starting or self._common_hits is None:
             links = self._links(params.key, skip=num_resident)
         if is_starting and self.could_start(links):
             num_pages = len(links)
-        elif self._agreed_hits is None:
-            (num_pages,) = self._agreed.num_loadable([links])
+        elif self._common_hits is None:
+            (num_pages,) = self._common.num_loadable([links])
         else:
-            # The key may be shorter than what was agreed on, and the tree has changed since.
+            # The key may be shorter than the prefix that ranks agreed on, and the tree has changed.
             num_full = len(params.key) // self.page_size
-            end = min(self._agreed_hits.end_of(params.req), num_full)
+            end = min(self._common_hits.end_of(params.req), num_full)
             num_pages = max(0, end - num_resident // self.page_size)
         return result._replace(host_hit_length=num_pages * self.page_size)
 
-    def lacking(self, req: Any) -> Lacking:
-        """What the tree has of a waiting request's prompt, and what of the rest could be below
-        it."""
-        return self._lacking(req) if self._agreed_hits is None else self._agreed_hits.lacking(req)
+    def look_up(self, req: Any) -> PrefixLookup:
+        """Return what the tree has of a waiting request's prompt, and the links of its pages."""
+        return self._look_up(req) if self._common_hits is None else self._common_hits.look_up(req)
 
-    def _lacking(self, req: Any, known: Sequence[PageLink] = ()) -> Lacking:
-        """The same. known: links that it once had; tokens are only ever added."""
+    def _look_up(self, req: Any, known: Sequence[PageLink] = ()) -> PrefixLookup:
+        """Look a request up. known: its links from another lookup; tokens are only ever added."""
         tokens = array("q", req.origin_input_ids) + array("q", req.output_ids)
         # SGLang computes at least the last token.
         key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
         resident = super().match_prefix(MatchPrefixParams(key=key)).device_indices
-        # With overridden embeddings its tokens do not say what its KV is.
+        # With overridden embeddings, KV does not follow from tokens.
         if req.positional_embed_overrides is not None:
-            return Lacking(0, [])
+            return PrefixLookup(0, [])
         links = list(known) if len(known) == len(key) // self.page_size else self._links(key)
-        return Lacking(len(resident) // self.page_size, links)
+        return PrefixLookup(len(resident) // self.page_size, links)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
-        """Bring back what match_prefix() found for a request, as far as it is still there and
-        whole. Called with the node above locked, and room in SGLang's budget of tokens.
+        """Load what match_prefix() found in tiers, up to the first page that is gone or damaged.
+        SGLang calls this with the node above locked and room in its budget of tokens.
 
-        Returns (slots, node of the whole prefix); what is not loaded will be computed.
+        Returns (slots, node of the whole prefix). SGLang computes what is not loaded.
         """
         req = params.req
-        assert req is not None, "SGLang names the request"
+        assert req is not None, "SGLang must pass the request"
         start = len(req.prefix_indices)
         end = start + params.host_hit_length
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=end)
         slots = self._take_slots(params.host_hit_length)
         links, pages = self._links(key, skip=start), self._pages(slots)
-        loaded = self._agreed.load(links, pages)
+        loaded = self._common.load(links, pages)
         if self._starting is req and len(pages) == len(links):
-            num_lacking = self._begin_early(req, links, pages, loaded.num_pages)
-            loaded = loaded.and_from_remote(num_lacking)
-            self._apart = (start, slots) if num_lacking else None
+            num_missing = self._begin_early(req, links, pages, loaded.num_pages)
+            loaded = loaded.and_from_remote(num_missing)
+            self._detached = (start, slots) if num_missing else None
         num_tokens = loaded.num_pages * self.page_size
         self._give_back(slots[num_tokens:])
         slots = slots[:num_tokens]
-        # What SGLang says of this request's hits, by tier.
+        # SGLang reports these hits of the request by tier.
         req.host_hit_length = num_tokens
         num_stored = loaded.num_from_disk + loaded.num_from_remote
         req.storage_hit_length = num_stored * self.page_size
         hit_breakdown.note(req, loaded, self.page_size)
         node = params.best_match_node
-        # Others have no use for anchors alone.
-        if num_tokens and not self._lacks_residuals(req):
+        # Other requests cannot use anchors alone: such a prefix stays out of the tree.
+        if num_tokens and not self._has_pending_residuals(req):
             inserted = self.insert(
                 InsertParams(
                     key=key[: start + num_tokens],
@@ -151,7 +150,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
                     priority=getattr(req, "priority", 0) or 0,
                 )
             )
-            assert inserted.prefix_len == start, "the tree changed under a look-up"
+            assert inserted.prefix_len == start, "the tree changed during a lookup"
             node = inserted.last_device_node
         return slots, node
 
@@ -159,7 +158,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     @contextmanager
     def starting(self, req: Any) -> Iterator[None]:
-        """Let SGLang admit this request, alone, on anchors. Its pages are its own until adopt()."""
+        """Let SGLang admit this request alone, on anchors. It owns its pages until adopt()."""
         self._starting = req
         try:
             yield
@@ -167,58 +166,58 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
             self._starting = None
 
     def could_start(self, links: Sequence[PageLink]) -> bool:
-        """Whether of these pages, which a prompt lacks, all anchors can be had, on every rank."""
+        """Return True if every rank can get all anchors of these pages, which a prompt lacks."""
         if self.early is None or not links:
             return False
-        (num_pages,) = self._agreed.num_loadable([links])
+        (num_pages,) = self._common.num_loadable([links])
         return self.early.may_begin(links[num_pages:])
 
     def _begin_early(
         self, req: Any, links: Sequence[PageLink], pages: Sequence[int], num_whole: int
     ) -> int:
-        """The first num_whole pages have been loaded. Returns of how many of the others, of all or
-        none, the request reads anchors only."""
-        lacking = links[num_whole:]
-        if self.early is None or not lacking or not self.early.may_begin(lacking):
+        """Start a request on anchors; its first num_whole pages are loaded. Return the number of
+        other pages, of which the request reads anchors only; 0 if it cannot start on anchors."""
+        missing = links[num_whole:]
+        if self.early is None or not missing or not self.early.may_begin(missing):
             return 0
-        self.early.begin(req.rid, lacking, pages[num_whole:])
-        return len(lacking)
+        self.early.begin(req.rid, missing, pages[num_whole:])
+        return len(missing)
 
-    def keep_apart(self, req: Any) -> None:
-        """It was admitted. SGLang takes what was loaded for it to be in the tree."""
-        if self._apart is not None:
-            req.cache_protected_len, _ = self._apart
-        self._apart = None
+    def detach(self, req: Any) -> None:
+        """Let an admitted request own its loaded pages, which SGLang thinks are in the tree."""
+        if self._detached is not None:
+            req.cache_protected_len, _ = self._detached
+        self._detached = None
 
     def cancel_start(self) -> bool:
-        """It was not. Whether that was after its anchors had been put into pages, which are free
-        again."""
-        if self._apart is None:
+        """Undo an early start that was not admitted. Return True if pages had been allocated; they
+        are released."""
+        if self._detached is None:
             return False
-        _, slots = self._apart
-        self._apart = None
+        _, slots = self._detached
+        self._detached = None
         self._give_back(slots)
         return True
 
-    def _lacks_residuals(self, req: Any) -> bool:
-        return self.early is not None and self.early.lacks_residuals(req.rid)
+    def _has_pending_residuals(self, req: Any) -> bool:
+        return self.early is not None and self.early.has_pending_residuals(req.rid)
 
     def adopt(self, req: Any) -> None:
-        """Put the prefix of a request that started on anchors in the tree: residuals are here."""
+        """Put the prefix of an early start into the tree, now that its residuals are here."""
         computed = req.extend_range
         req.set_extend_range(computed.start, len(req.prefix_indices))
         self.cache_unfinished_req(req)
         req.set_extend_range(computed.start, computed.end)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor:
-        """Slots of free pages for up to num_tokens, at the expense of other prefixes."""
+        """Allocate slots of whole pages for up to num_tokens; evict other prefixes if necessary."""
         allocator = self.token_to_kv_pool_allocator
-        lacking = num_tokens - allocator.available_size()
-        if lacking > 0:
-            self.evict(EvictParams(num_tokens=lacking))
+        missing = num_tokens - allocator.available_size()
+        if missing > 0:
+            self.evict(EvictParams(num_tokens=missing))
         size = self.page_size
         slots = allocator.alloc(min(num_tokens, allocator.available_size()) // size * size)
-        assert slots is not None, "the allocator has fewer pages than it says"
+        assert slots is not None, "the allocator has fewer pages than available_size()"
         return slots
 
     def _give_back(self, slots: torch.Tensor) -> None:
@@ -232,12 +231,12 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     ) -> None:
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
         key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
-        is_whole = not self._lacks_residuals(req)
+        is_whole = not self._has_pending_residuals(req)
         is_insert = is_insert and is_whole
-        # With overridden embeddings its tokens do not say what its KV is.
-        keeps = not self._tiers.are_none and req.positional_embed_overrides is None and is_whole
+        # With overridden embeddings, KV does not follow from tokens.
+        keeps = not self._tiers.is_empty and req.positional_embed_overrides is None and is_whole
         if keeps and not is_insert:
-            # Retracted as a rule: it will be back, and the tree has no room for it.
+            # As a rule it was retracted: it will resume, and the tree has no room for its prefix.
             slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(key)]
             num_staying = req.cache_protected_len // self.page_size
             self._tiers.demote(*self._encoded(key, slots), num_staying)
@@ -248,9 +247,9 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     def evict(self, params: EvictParams) -> EvictResult:
         allocator = self.token_to_kv_pool_allocator
-        if self._tiers.are_none or not allocator.is_not_in_free_group:
+        if self._tiers.is_empty or not allocator.is_not_in_free_group:
             return super().evict(params)
-        # SGLang frees a node's slots and then deletes it: in a group they keep their content.
+        # SGLang frees a node's slots before it deletes the node. In a group they keep their KV.
         allocator.free_group_begin()
         try:
             return super().evict(params)
@@ -258,13 +257,13 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
             allocator.free_group_end()
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        if not self._tiers.are_none:
+        if not self._tiers.is_empty:
             self._demote(node)
         super()._delete_leaf(node)
 
     def _demote(self, node: TreeNode) -> None:
-        """Keep a copy of a node and of those above it, which are in the tree still: what the tiers
-        hold begins at the root."""
+        """Copy a node to the tiers, and the nodes above it, which stay in the tree: a prefix in the
+        tiers begins at the root."""
         path = [node]
         while path[0].parent is not self.root_node:
             path.insert(0, path[0].parent)
@@ -277,7 +276,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         self._tiers.demote(*self._encoded(key, slots), num_staying)
 
     def _encoded(self, key: RadixKey, slots: torch.Tensor) -> tuple[Sequence[PageLink], list[int]]:
-        """Return links and pages of a prefix, as far as it is encoded and as it was written."""
+        """Return links and pages of a prefix, up to the first page not encoded, or corrupt."""
         pages = self._pages(slots)
         self._kv.encode_committed(pages)
         length = next((i for i, p in enumerate(pages) if not self._kv.is_encoded(p)), len(pages))
@@ -294,7 +293,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         return pages
 
     def _links(self, key: RadixKey, skip: int = 0) -> list[PageLink]:
-        """Of the full pages of a key, without those of its first `skip` tokens."""
+        """Return the links of a key's full pages, without those of its first `skip` tokens."""
         namespace = b"" if key.extra_key is None else b"=" + key.extra_key.encode()
         links = list(chain_links(key.raw_token_ids(), self.page_size, namespace))
         return links[skip // self.page_size :]

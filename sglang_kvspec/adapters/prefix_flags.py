@@ -34,7 +34,7 @@ def check_prefix_tiers(config: KVSpecConfig) -> None:
 
 
 def _check_server(config: KVSpecConfig, address: str) -> None:
-    """Whether it answers is no matter of the start: it may come later."""
+    """Raise ConfigError for an unusable address or keys. The server need not answer yet."""
     # Imported late: a plain server loads no transport.
     from sglang_kvspec.transport.keys import check_address
 
@@ -45,11 +45,14 @@ def _check_server(config: KVSpecConfig, address: str) -> None:
     except (TransportError, ValueError) as error:
         raise ConfigError(f"--kvspec-prefix-server {address}: {error}") from None
     if not has_port:
-        raise ConfigError(f"--kvspec-prefix-server {address}: expected tcp://host:port")
+        raise ConfigError(f"--kvspec-prefix-server must be tcp://host:port, got {address!r}")
 
 
 def prefix_server_keys(config: KVSpecConfig) -> CurveKeys | None:
-    """Raises ConfigError for a folder without them."""
+    """Return the keys for the prefix server; None without --kvspec-prefix-server-keys.
+
+    Raises ConfigError for a folder without keys, or with more or fewer peers than one.
+    """
     from sglang_kvspec.transport.keys import load_keys
 
     folder = config.prefix_server_keys
@@ -58,17 +61,18 @@ def prefix_server_keys(config: KVSpecConfig) -> CurveKeys | None:
     keys = load_keys("--kvspec-prefix-server-keys", folder)
     if len(keys.peers) != 1:
         raise ConfigError(
-            f"--kvspec-prefix-server-keys {folder}: peers/*.key must be the prefix server's alone, "
-            f"got {len(keys.peers)}"
+            f"--kvspec-prefix-server-keys {folder}: peers/*.key must hold one key, that of the "
+            f"prefix server, got {len(keys.peers)}"
         )
     return keys
 
 
 def _check_folder(flag: str, folder: Path) -> None:
-    """Make it if there is none, before any weight is read."""
+    """Make the folder if there is none, before any weight is read. Raises ConfigError if it cannot
+    be made or used."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{flag} {folder}: {error.strerror} (allowed: a folder)") from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {folder}: Permission denied (allowed: a folder to write to)")
+        raise ConfigError(f"{flag} {folder}: Permission denied (allowed: a writable folder)")

@@ -18,11 +18,12 @@ from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
 from sglang_kvspec.transport import TokenBucket, ZmqPort
 from sglang_kvspec.transport.prefixes import StoreClient, StoreLayout, StoreLoop
 
-# Of a server's ranks together. Of pages that were asked for and whose requests have not started.
+# Bytes of pages that were fetched for requests which have not started, for all ranks together.
 LANDING_BYTES = 2**30
-# Of finished prefixes that wait to be published; what comes while they do is left out.
+# Bytes of finished prefixes that may wait to be published, for all ranks together. Pages that come
+# while the queue is full are not published.
 PUBLISH_QUEUE_BYTES = 256 * 2**20
-# What publishing may send at once after a pause.
+# Bytes that publishing may send at once after a pause.
 BURST_BYTES = 1 << 20
 
 
@@ -34,8 +35,8 @@ def connect(
     arithmetic: str,
     ranks: Ranks,
 ) -> RemotePrefixes:
-    """Dial the prefix server, which need not be there yet. weights: their hash. arithmetic: see
-    arithmetic_of(). Every rank has a link of its own, and its share of what the server may send."""
+    """Dial the prefix server, which need not run yet. Every rank has a link of its own, and an
+    equal share of the limits. weights: their hash. arithmetic: see arithmetic_of()."""
     assert config.prefix_server is not None
     name = f"{portable_fingerprint(model_config, weights)}, {versions_of_kv()}, {arithmetic}"
     identity = StoreIdentity.of(kv.codec, kv.geometry, model=name, shard=shard_of(ranks))

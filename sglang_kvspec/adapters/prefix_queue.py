@@ -1,4 +1,4 @@
-"""SGLang's queue as the prefix cache has it: who waits for pages, and who is looked up together."""
+"""Requests in SGLang's queue that wait for pages of their prefix, or start on its anchors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_kvspec.runtime.remote_prefixes import WaitingRequests
 
 
 def new_batch(original: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
-    """Scheduler.get_new_batch_prefill, which does not see requests that wait for their prefix."""
+    """Run Scheduler.get_new_batch_prefill without the requests that wait for their prefix."""
     cache = scheduler.tree_cache
     if not isinstance(cache, KVSpecRadixCache):
         return original(scheduler, *args, **kwargs)
@@ -48,18 +48,18 @@ def _without_waiting(
             *(req for req in queue if req.rid in stays),
             *(req for req in left if req.rid not in old),
         ]
-        # Of those that have started residuals may still come.
+        # Requests that started on anchors stay: their residuals may still come.
         waiting.retain(stays.union(cache.early.rids if cache.early is not None else ()))
 
 
 def _ask(cache: KVSpecRadixCache, waiting: WaitingRequests, new: Sequence[Any]) -> None:
     early = [req.rid for req in new if cache.early is not None and may_start_early(req)]
-    waiting.ask({req.rid: cache.lacking(req).links for req in new}, anchors_first=early)
+    waiting.ask({req.rid: cache.look_up(req).links for req in new}, anchors_first=early)
 
 
 def wait_when_idle(scheduler: Any) -> bool:
-    """No batch runs: somebody who is held back waits for the link, not for SGLang. Returns whether
-    there is somebody who may be."""
+    """Wait for news from the prefix server while no batch runs. Return False, without a wait, if no
+    request can be waiting for pages."""
     cache = scheduler.tree_cache
     waiting = cache.waiting if isinstance(cache, KVSpecRadixCache) else None
     if waiting is None or not scheduler.waiting_queue:

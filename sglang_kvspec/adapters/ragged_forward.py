@@ -1,4 +1,4 @@
-"""Runs the model over rows of any lengths, through SGLang's worker."""
+"""Forwards of the model over rows of any lengths, through SGLang's worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_kvspec.kv.forward_plan import ForwardPlan, Row
 from sglang_kvspec.kv.transfers import sent_together
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 
-# What a ragged forward changes of a ScheduleBatch.
+# Fields of a ScheduleBatch that a ragged forward changes.
 _FIELDS = (
     *("forward_mode", "input_ids", "out_cache_loc", "req_pool_indices", "seq_lens"),
     *("seq_lens_cpu", "seq_lens_sum", "spec_info", "return_logprob"),
@@ -52,8 +52,8 @@ class RaggedForward:
     def planned(
         self, plan: ForwardPlan, *, batch: Any = None, forward_batch: Any = None
     ) -> GenerationBatchResult:
-        """Run one of SGLang's batches without sampling: logits of a prefill's last tokens, or of
-        every token."""
+        """Run one of SGLang's batches over the rows of a plan, without sampling. The result has the
+        logits of a prefill's last tokens, or of every token."""
         with self.attention.planned(plan):
             return self._target_worker.forward_batch_generation(
                 batch, forward_batch=forward_batch, is_verify=True
@@ -83,7 +83,7 @@ class RaggedForward:
         source.input_ids = ids
         if made is not None:
             made.place(source.input_ids, laid.firsts, laid.lasts)
-        # Where KV goes is the attention backend's to know.
+        # Zeros: the attention backend decides where KV goes.
         source.out_cache_loc = torch.zeros(len(laid.tokens), dtype=torch.int64, device=device)
         source.req_pool_indices = source.req_pool_indices[taking_part]
         source.seq_lens, source.seq_lens_cpu = seq_lens, ends_here

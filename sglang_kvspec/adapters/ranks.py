@@ -1,4 +1,4 @@
-"""The ranks of a server in SGLang's terms: who they are, and what they share."""
+"""Ranks of a server in SGLang's terms: their numbers, devices and shared memory."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from sglang_kvspec.runtime.ranks import Ranks
 
 
 def ranks_of(group: Any) -> Ranks:
-    """group: SGLang's GroupCoordinator of a model runner's tensor-parallel ranks."""
+    """Return the Ranks of `group`, SGLang's GroupCoordinator of a model runner's TP ranks."""
     return Ranks(group.rank_in_group, group.world_size, group.cpu_group, group.device_group)
 
 
 def shard_of(ranks: Ranks) -> str:
-    """Which part of the model's KV heads this rank has, as StoreIdentity names it."""
+    """Return the name of this rank's part of the model's KV heads, for a StoreIdentity."""
     return f"{ranks.rank}/{ranks.size}"
 
 
 def device_of(server_args: Any, gpu_id: int) -> torch.device:
-    """The device of this rank."""
+    """Return the device of this rank."""
     if server_args.device == "cpu":
         return torch.device("cpu")
     return torch.device(server_args.device, gpu_id)
 
 
 def ranks_on_a_machine(server_args: Any) -> int:
-    """Ranks that share a machine's host memory, at most."""
+    """Return how many ranks share a machine's host memory, at most."""
     return -(-int(server_args.tp_size) // int(server_args.nnodes))
 
 
 def ranks_on_a_numa_node(server_args: Any) -> int:
-    """Ranks that share what SGLang counts as one rank's memory on a CPU, at most."""
+    """Return how many ranks share a NUMA node, at most. On a CPU, SGLang counts the memory of a
+    node as one rank's."""
     from sglang_kvspec.adapters.compat.processors import get_cpu_ids_by_node
 
     return -(-ranks_on_a_machine(server_args) // len(get_cpu_ids_by_node()))
 
 
 def least_of_all_ranks(value: int) -> int:
-    """The least of what ranks measured: a page has one number on all of them, so every rank's pool
-    must hold as many. To be called by all ranks."""
+    """Return the least value of all ranks, which must call this together. A page has one number on
+    all ranks, so their pools must hold equally many pages."""
     from sglang_kvspec.adapters.compat.parallel_state import get_world_group
 
     world = get_world_group()

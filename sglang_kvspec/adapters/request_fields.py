@@ -1,4 +1,4 @@
-"""Checks of one field of a request: each raises ValueError, which names the field and its value."""
+"""Checks of one field of a request. Each raises ValueError, which names the field and its value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 INT64 = range(-(2**63), 2**63)
 # Callers of sglang.Engine may use any of these for a list.
 LISTS = (list, tuple, set, frozenset)
-# Logits are float32: a bias beyond it would be infinite.
+# Logits are float32: a bias beyond this would be infinite.
 MAX_BIAS = 3.4e38
 
 
@@ -62,12 +62,12 @@ def check_patterns(name: str, value: Any) -> None:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(
-                f"{name} {shown(pattern)} is no regular expression: {error}"
+                f"{name} {shown(pattern)} is not a regular expression: {error}"
             ) from error
 
 
 def check_token_list(name: str, value: Any) -> None:
-    # SGLang leaves None out.
+    # SGLang drops None from the list.
     is_list = isinstance(value, LISTS)
     if not is_list or not all(token is None or is_int64(token) for token in value):
         raise ValueError(f"{name} must be a list of token ids, got {shown(value)}")
@@ -94,11 +94,14 @@ def check_object(name: str, value: Any) -> None:
 
 
 def check_embeds(embeds: Any) -> None:
-    """Empty lists only: SGLang reads the first number before it looks whether there is one."""
+    """Raise ValueError for empty lists, of which SGLang would read the first number. Does not check
+    the numbers."""
     first = embeds
     for _ in range(2):
         if not isinstance(first, list) or not first:
-            raise ValueError("input_embeds must be a list of vectors, or of lists of them")
+            raise ValueError(
+                "input_embeds must be a list of vectors, or a list of lists of vectors"
+            )
         first = first[0]
 
 
@@ -109,7 +112,7 @@ def each(value: Any) -> Iterable[Any]:
 
 def is_int64(value: Any) -> bool:
     """Return True for integers of Python or numpy; False for booleans."""
-    # A range compares integers of other types with each of its numbers.
+    # int() first: a range would compare an integer of another type with each of its numbers.
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     return is_integer and int(value) in INT64
 
@@ -122,6 +125,6 @@ def is_finite(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """The value as an error names it, however large."""
+    """Return the value as an error shows it, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,6 +1,6 @@
-"""Refusals of requests, in the process that takes them, before a scheduler hears of them.
+"""Refusals of requests, in the process that takes them, before a scheduler sees them.
 
-SGLang 0.5.17 passes sampling parameters on as the client wrote them: a wrong type, a token id
+SGLang 0.5.17 passes sampling parameters on as the client wrote them. A wrong type, a token id
 beyond the vocabulary or a count beyond the pool ends its scheduler, and with it the server. Every
 check raises ValueError, which SGLang answers with status 400.
 """
@@ -38,7 +38,7 @@ _INTERNAL = {
     *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
 }
 _KNOWN = frozenset(SamplingParams.__struct_fields__) - _INTERNAL
-# Fields that have one value, or a list of one a prompt; SGLang looks no further than the type.
+# Fields with one value, or a list of one value for each prompt. SGLang checks only the type.
 _ONE_FOR_ONE = ("logprob_start_len", "top_logprobs_num", "sampling_params", "rid")
 _DELIMITERS = "multi_item_delimiter_indices"
 _ROW_FIELDS = (
@@ -58,7 +58,7 @@ def note_pool(tokenizer_manager: Any, num_tokens: int) -> None:
 
 
 def pool_pages_of(tokenizer_manager: Any) -> int | None:
-    """Return the pages of the KV pool, None before schedulers have said so."""
+    """Return the pages of the KV pool; None before schedulers have reported them."""
     num_tokens = getattr(tokenizer_manager, _POOL_TOKENS, None)
     page_size = tokenizer_manager.server_args.page_size
     return None if num_tokens is None else int(num_tokens) // int(page_size)
@@ -73,7 +73,7 @@ def check_raw(obj: Any, pool_pages: int | None) -> None:
     if not isinstance(obj, GenerateReqInput):
         return
     if obj.text is None and obj.input_ids is None and obj.input_embeds is None:
-        raise ValueError("text, input_ids or input_embeds is needed")
+        raise ValueError("the request needs text, input_ids or input_embeds")
     if obj.text is None and obj.input_ids == []:
         raise ValueError("input_ids cannot be empty")
     if obj.positional_embed_overrides is not None and not _is_override(obj):
@@ -82,7 +82,9 @@ def check_raw(obj: Any, pool_pages: int | None) -> None:
     rows = obj.sampling_params
     if isinstance(rows, list):
         if not rows:
-            raise ValueError("sampling_params is an empty list: expected one object a prompt")
+            raise ValueError(
+                "sampling_params must have one object for each prompt, got an empty list"
+            )
     else:
         rows = [{} if rows is None else rows]
     for row in rows:
@@ -90,8 +92,8 @@ def check_raw(obj: Any, pool_pages: int | None) -> None:
         num_samples = row.get("n", 1)
         if pool_pages is not None and num_samples > pool_pages:
             raise ValueError(
-                f"n must be at most {pool_pages}, the pages of this server's KV pool, of which "
-                f"every sample needs one: got {num_samples}"
+                f"n must be at most {pool_pages}, the number of pages of the server's KV pool "
+                f"(each sample needs a page), got {num_samples}"
             )
     if obj.input_embeds is not None:
         check_embeds(obj.input_embeds)
@@ -100,13 +102,14 @@ def check_raw(obj: Any, pool_pages: int | None) -> None:
 
 
 def check_tokens(obj: Any, input_ids: Sequence[int] | None, vocab_size: int) -> None:
-    """Raise ValueError for token ids, or numbers of them, that are not in the vocabulary.
+    """Raise ValueError for an empty prompt, token ids or top_logprobs_num beyond the vocabulary, or
+    a priority beyond 64 bits.
 
-    obj: a GenerateReqInput of one request. input_ids: its prompt, where it has been tokenised.
+    obj: a GenerateReqInput of one request. input_ids: its prompt, None if it is not tokenised.
     """
     if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
         raise ValueError("the prompt has no tokens: send at least one")
-    # Prompts are long, and all requests wait for this process.
+    # min() and max() are fast: prompts are long, and all requests wait for this process.
     for token in (min(input_ids), max(input_ids)) if input_ids else ():
         if not 0 <= token < vocab_size:
             raise ValueError(
@@ -122,7 +125,7 @@ def check_tokens(obj: Any, input_ids: Sequence[int] | None, vocab_size: int) -> 
 
 
 def _check_batch(obj: GenerateReqInput) -> None:
-    """Raise ValueError for lists that have no entry for every prompt of a batch."""
+    """Raise ValueError for lists that do not have one entry for each prompt of a batch."""
     prompts = obj.text if obj.text is not None else obj.input_ids
     if prompts is None:
         return
@@ -133,25 +136,25 @@ def _check_batch(obj: GenerateReqInput) -> None:
             continue
         if not is_batch:
             if name in _ONE_FOR_ONE or _num_samples(obj) > 1:
-                raise ValueError(f"{name} must be no list for one prompt, got {shown(value)}")
+                raise ValueError(f"{name} must not be a list for one prompt, got {shown(value)}")
         elif name == _DELIMITERS and _num_samples(obj) > 1:
             raise ValueError(f"{name} cannot be combined with n > 1")
         elif len(value) != len(prompts):
             raise ValueError(
                 f"{name} has {len(value)} entries for {len(prompts)} prompts: send one value, or "
-                "one a prompt"
+                "one for each prompt"
             )
     tokens = obj.token_ids_logprob
     is_nested = isinstance(tokens, list) and any(isinstance(each, list) for each in tokens)
     if is_batch and is_nested and len(tokens) != len(prompts):
         raise ValueError(
             f"token_ids_logprob has {len(tokens)} lists for {len(prompts)} prompts: send one list "
-            "of token ids, or one a prompt"
+            "of token ids, or one for each prompt"
         )
 
 
 def _num_samples(obj: GenerateReqInput) -> int:
-    """Samples of each prompt; any number where the parameters are no objects."""
+    """Return the number of samples of each prompt; 1 if the parameters do not name an integer."""
     rows = obj.sampling_params
     first = rows[0] if isinstance(rows, list) and rows else rows
     samples = first.get("n") if isinstance(first, Mapping) else 1
@@ -159,7 +162,7 @@ def _num_samples(obj: GenerateReqInput) -> int:
 
 
 def _is_override(obj: GenerateReqInput) -> bool:
-    """Return True for overrides from Python, where they are objects of SGLang's."""
+    """Return True for overrides from Python, which are objects of SGLang."""
     overrides = obj.positional_embed_overrides
     rows = overrides if isinstance(overrides, list) else [overrides]
     return bool(rows) and all(row is None or isinstance(row, PositionalEmbeds) for row in rows)
@@ -170,14 +173,14 @@ def check_sampling(row: Any) -> None:
     itself. None stands for a parameter's default, except as `n`."""
     check_keys("sampling_params", row, _KNOWN)
     for name, value in row.items():
-        # SGLang counts samples before it puts defaults in the place of None.
+        # SGLang counts samples before it replaces None with defaults.
         if (value is not None or name == "n") and name in _CHECKS:
             _CHECKS[name](name, value)
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "n": check_integer(least=1),
-    # SGLang takes a stream_interval of 0 for the server's.
+    # SGLang replaces a stream_interval of 0 with the server's.
     **dict.fromkeys(
         ("max_new_tokens", "min_new_tokens", "stream_interval"), check_integer(least=0)
     ),

@@ -1,4 +1,4 @@
-"""What KVSpec reads of SGLang's requests, and which requests it refuses."""
+"""States of SGLang's requests for the engine, and refusals of requests."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min
 
 
 def check_request(obj: Any) -> None:
-    """Raise ValueError, which SGLang answers with status 400, for what would be answered wrongly.
+    """Raise ValueError, which SGLang answers with status 400, if KVSpec would answer wrongly.
 
     obj: a GenerateReqInput of one request, before it is tokenised.
     """
     if getattr(obj, "custom_logit_processor", None):
         raise ValueError(
-            "--kvspec does not run custom_logit_processor yet: remove it or use a plain server"
+            "--kvspec does not run custom_logit_processor yet: remove custom_logit_processor or "
+            "use a plain server"
         )
     if getattr(obj, "return_hidden_states", None):
         raise ValueError(
@@ -55,19 +56,19 @@ def sampling_params_of(req: Any) -> SamplingParams:
 
 
 def new_state(req: Any, committed_len: int, pending: int) -> RequestState:
-    """Of a request whose first committed_len tokens have KV and whose next token is `pending`,
-    which SGLang does not know yet."""
+    """Return the state of a request whose first committed_len tokens have KV and whose next token
+    is `pending`, which SGLang does not know yet."""
     return _state(req, committed_len, pending, [*req.output_ids, pending])
 
 
 def resumed_state(req: Any, committed_len: int) -> RequestState:
-    """Of a request whose output SGLang knows, the last token of which has no KV yet."""
+    """Return the state of a request whose output SGLang knows. Its last token has no KV yet."""
     return _state(req, committed_len, req.output_ids[-1], list(req.output_ids))
 
 
 def early_state(req: Any, cached_len: int) -> RequestState:
-    """Of a request that has emitted nothing, and of whose prompt the first cached_len tokens have
-    KV, of which residuals are still on their way."""
+    """Return the state of a request that starts on anchors and has emitted nothing. The first
+    cached_len tokens of its prompt have KV, some of whose residuals are still on their way."""
     *tail, pending = req.origin_input_ids[cached_len:]
     state = _state(req, cached_len + len(tail), pending, [])
     state.has_waited, state.tail = True, tail
@@ -89,7 +90,8 @@ def _state(req: Any, committed_len: int, pending: int, output: list[int]) -> Req
 
 
 def priority_of(req: Any) -> int:
-    """Higher goes first. SGLang's may be the other way round, and unset."""
+    """Return a priority of which the higher goes first, also if SGLang's order is the reverse. 0 if
+    the request has none."""
     from sglang_kvspec.adapters.compat.runtime_context import get_schedule
 
     priority = int(getattr(req, "priority", None) or 0)
@@ -99,20 +101,20 @@ def priority_of(req: Any) -> int:
 def fail_without_choice(req: Any) -> None:
     """End a request whose next token cannot be chosen.
 
-    The status is 400 where the request brings what can mask every token or overflow its logits. It
-    is 500 where it brings none of that: then the model has given NaN or inf.
+    The status is 400 if the request has parameters that can mask every token or overflow its
+    logits. Otherwise the status is 500: the model's logits hold NaN or inf.
     """
     causes = _choice_limits(req)
     if causes:
-        message = f"no token is left to choose from here: correct {' or '.join(causes)}"
+        message = f"no token can be chosen at this position: correct {' or '.join(causes)}"
         fail(req, message, HTTPStatus.BAD_REQUEST)
     else:
-        fail(req, "the model's logits hold NaN or inf: check its weights and --dtype")
+        fail(req, "the model's logits hold NaN or inf: check the model's weights and --dtype")
     logger.error("%s (request %s)", req.to_finish.message, req.rid)
 
 
 def _choice_limits(req: Any) -> list[str]:
-    """Return the names of what a request lets decide, beside the model, which token is chosen."""
+    """Return the names of the request's parameters that change which token is chosen."""
     params, unset = sampling_params_of(req), SamplingParams()
     names = ("logit_bias", *PENALTIES)
     limits = [name for name in names if getattr(params, name) != getattr(unset, name)]
@@ -120,15 +122,15 @@ def _choice_limits(req: Any) -> list[str]:
 
 
 def fail(req: Any, message: str, status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR) -> None:
-    """Have SGLang end a running request with this status once it has processed the iteration.
-    Nothing it computes from now on is sent or cached."""
+    """Have SGLang end a running request with this status after the current iteration. Nothing that
+    the request computes from now on is sent or cached."""
     req.to_finish = FINISH_ABORT(message, status)
     req.finished_len = len(req.output_ids)
     req.skip_radix_cache_insert = True
 
 
 def _stop_tokens(req: Any) -> frozenset[int]:
-    """Tokens SGLang forbids before min_new_tokens: the request's stop tokens and end of text."""
+    """Return tokens that SGLang forbids before min_new_tokens: stop tokens and end of text."""
     tokens = set(req.sampling_params.stop_token_ids or ())
     if req.tokenizer is not None:
         tokens |= set(req.tokenizer.additional_stop_token_ids or ())

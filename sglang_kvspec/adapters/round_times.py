@@ -1,4 +1,4 @@
-"""How long a stream waits for its next tokens, as the worker expects."""
+"""Seconds that a stream waits for its next tokens, as the worker expects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _seconds: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 
 def note(req: Any, seconds: float) -> None:
-    """Remember when a request that has just emitted tokens is expected to emit the next ones."""
+    """Remember in how many seconds a request is expected to emit its next tokens."""
     _seconds[req] = seconds
 
 

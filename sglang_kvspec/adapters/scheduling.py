@@ -1,5 +1,4 @@
-"""SGLang's scheduler, told what it does not know of KVSpec's memory: who may start, and who is
-retracted."""
+"""Admission and retraction of requests in SGLang's scheduler, by KVSpec's memory."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from sglang_kvspec.adapters.compat.scheduling import AddReqResult, get_alloc_res
 from sglang_kvspec.adapters.requests import priority_of
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.kv.residual_table import ResidualState
-from sglang_kvspec.planning.intake import Intake, PageNeed
+from sglang_kvspec.planning.admission import Admission, PageNeed
 from sglang_kvspec.planning.retraction import RetractionView, keep_order
 from sglang_kvspec.runtime.pressure import Pressure
 
-# SGLang sorts requests to retract without their batch, which knows where their pages are.
+# Batch of the retraction under way. SGLang sorts requests without it, but it knows their pages.
 _retracting: ContextVar[Any] = ContextVar("kvspec_retracting", default=None)
 
 
@@ -25,13 +24,14 @@ def pressure_of(allocator: Any) -> Pressure:
 
 
 def shorten_requests(worker_info: tuple[Any, ...]) -> tuple[Any, ...]:
-    """TpModelWorker.get_worker_info with lengths of requests and prompts that the pool can hold
-    together with the slots that are reserved behind them."""
+    """Return the result of TpModelWorker.get_worker_info with shorter lengths of requests and
+    prompts: the pool must also hold the slots that are reserved behind them. Raises ConfigError if
+    the pool is too small for one request."""
     pool_tokens, prefill, running, queued, req_len, input_len, *rest = worker_info
     longest = min(req_len, pool_tokens - get_alloc_reserve_per_decode())
     if longest < 1:
         raise ConfigError(
-            f"a pool of {pool_tokens} tokens does not hold one request and its drafts: raise "
+            f"a KV pool of {pool_tokens} tokens cannot hold one request and its drafts: raise "
             "--kvspec-host-gb, --mem-fraction-static or --max-total-tokens"
         )
     lengths = (longest, longest - (req_len - input_len))
@@ -39,7 +39,7 @@ def shorten_requests(worker_info: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def add_if_it_fits(add: Callable[..., Any], adder: Any, req: Any, args: Any, kwargs: Any) -> Any:
-    """PrefillAdder.add_one_req, refused as by SGLang itself where pages would soon be lacking."""
+    """Run PrefillAdder.add_one_req, or return NO_TOKEN if pages would soon run out."""
     pressure = pressure_of(adder.token_to_kv_pool_allocator)
     if not _has_room(adder, req):
         pressure.note_decision(lacks_pages=True)
@@ -53,12 +53,12 @@ def add_if_it_fits(add: Callable[..., Any], adder: Any, req: Any, args: Any, kwa
 
 def _has_room(adder: Any, req: Any) -> bool:
     allocator, tree, size = adder.token_to_kv_pool_allocator, adder.tree_cache, adder.page_size
-    intake = Intake(size, get_alloc_reserve_per_decode())
+    intake = Admission(size, get_alloc_reserve_per_decode())
     others = [
         *_running(adder.running_batch, size),
         *(_starting(r, size) for r in adder.can_run_list),
     ]
-    # A cached prefix that it uses is nobody's to take.
+    # Locked, the request's own cached prefix does not count as evictable.
     with adder._lock_node(req.last_node):
         free_pages = int(allocator.available_size() + tree.evictable_size()) // size
         return intake.has_room(_starting(req, size), others, free_pages)
@@ -66,7 +66,7 @@ def _has_room(adder: Any, req: Any) -> bool:
 
 def _running(batch: Any, page_size: int) -> Iterator[PageNeed]:
     for req in batch.reqs if batch is not None else ():
-        # One that has finished has given its pages back already.
+        # A finished request has freed its pages already.
         if not req.finished():
             held_pages = -(-req.kv.kv_allocated_len // page_size)
             yield PageNeed(held_pages, req.kv_committed_len, _remaining(req))
@@ -82,7 +82,7 @@ def _remaining(req: Any) -> int:
 
 
 def retract(original: Callable[..., Any], batch: Any, server_args: Any) -> Any:
-    """ScheduleBatch.retract_decode, by our order, counted."""
+    """Run ScheduleBatch.retract_decode in KVSpec's order, and count the retractions."""
     reason = "test" if batch.check_decode_mem() else "memory"
     token = _retracting.set(batch)
     try:
@@ -95,7 +95,8 @@ def retract(original: Callable[..., Any], batch: Any, server_args: Any) -> Any:
 
 
 def retraction_order(original: Callable[..., list[int]], reqs: Any, server_args: Any) -> list[int]:
-    """ScheduleBatch._get_decode_retraction_order; SGLang's own outside of retract()."""
+    """Return KVSpec's order for ScheduleBatch._get_decode_retraction_order inside of retract();
+    outside of it, SGLang's own."""
     batch = _retracting.get()
     if batch is None:
         return original(reqs, server_args)
@@ -119,7 +120,7 @@ def _view(req: Any, batch: Any) -> RetractionView:
 
 
 def preempt(original: Callable[..., bool], adder: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """PrefillAdder.preempt_to_schedule, counted."""
+    """Run PrefillAdder.preempt_to_schedule, and count the retractions."""
     before = len(adder.preempt_list)
     done = original(adder, *args, **kwargs)
     pressure = pressure_of(adder.token_to_kv_pool_allocator)

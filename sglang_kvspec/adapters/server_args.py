@@ -1,4 +1,4 @@
-"""From KVSpecConfig to SGLang's ServerArgs, and the start-up checks of flags."""
+"""SGLang's ServerArgs for a KVSpecConfig, and the start-up checks of flags."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ from sglang_kvspec.core.units import GIB
 
 ATTENTION_BACKEND = "kvspec"
 
-# What SGLang itself falls back to for speculative decoding; the recent window is sized by it.
+# SGLang's own default for speculative decoding. The size of the recent window depends on it.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 KERNEL_CAPABILITY = (9, 0)
 
 # field: (value that is fine, why any other is refused)
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "enable_hierarchical_cache": (False, "KVSpec keeps its own host tier"),
+    "enable_hierarchical_cache": (False, "KVSpec has its own host tier"),
     "enable_mixed_chunk": (False, "SGLang cannot mix prefill into speculative batches"),
     "kv_cache_dtype": ("auto", "KVSpec encodes the KV cache itself"),
     "disaggregation_decode_enable_radix_cache": (False, "KVSpec's decode servers keep no prefixes"),
-    "disaggregation_decode_enable_offload_kvcache": (False, "KVSpec keeps its own tiers"),
-    "enable_lora": (None, "KVSpec does not serve adapters yet"),
-    "lora_paths": (None, "KVSpec does not serve adapters yet"),
-    "pp_size": (1, "KVSpec does not split layers over machines yet"),
-    "enable_dp_attention": (False, "KVSpec does not run data-parallel attention yet"),
-    "dcp_size": (1, "KVSpec does not split contexts yet"),
-    "attn_cp_size": (1, "KVSpec does not split contexts yet"),
-    "enable_prefill_context_parallel": (False, "KVSpec does not split contexts yet"),
+    "disaggregation_decode_enable_offload_kvcache": (False, "KVSpec has its own tiers"),
+    "enable_lora": (None, "KVSpec does not serve LoRA adapters yet"),
+    "lora_paths": (None, "KVSpec does not serve LoRA adapters yet"),
+    "pp_size": (1, "KVSpec does not support pipeline parallelism yet"),
+    "enable_dp_attention": (False, "KVSpec does not support data-parallel attention yet"),
+    "dcp_size": (1, "KVSpec does not support context parallelism yet"),
+    "attn_cp_size": (1, "KVSpec does not support context parallelism yet"),
+    "enable_prefill_context_parallel": (False, "KVSpec does not support context parallelism yet"),
     "enable_streaming_session": (False, "a streaming session keeps partial pages between turns"),
-    "enable_lmcache": (False, "KVSpec keeps its own tiers"),
-    "enable_flexkv": (False, "KVSpec keeps its own tiers"),
-    "enable_return_routed_experts": (False, "KVSpec does not know where a token's KV lies"),
+    "enable_lmcache": (False, "KVSpec has its own tiers"),
+    "enable_flexkv": (False, "KVSpec has its own tiers"),
+    "enable_return_routed_experts": (False, "KVSpec does not track the KV slot of each token"),
     "enable_hisparse": (False, "KVSpec has its own tiers"),
     "enable_two_batch_overlap": (False, "KVSpec builds its own ragged batches"),
     "enable_memory_saver": (False, "KVSpec cannot release and restore its pools yet"),
     "enable_page_major_kv_layout": (False, "KVSpec has its own KV layout"),
-    "is_embedding": (False, "KVSpec serves generation"),
-    "rl_on_policy_target": (None, "KVSpec does not repeat a trainer's kernels"),
-    "dllm_algorithm": (None, "KVSpec verifies one token after the other"),
-    "speculative_num_draft_tokens": (None, "--kvspec-draft-len is the number of drafts"),
-    "speculative_num_steps": (None, "--kvspec-draft-len is the number of drafts"),
-    "speculative_eagle_topk": (None, "KVSpec drafts one sequence, no tree"),
-    "tokenizer_worker_num": (1, "SGLang's further HTTP workers load no plugins"),
-    "detokenizer_worker_num": (1, "further detokenizers need further tokenizer workers"),
-    "grpc_mode": (False, "its requests reach the scheduler without KVSpec's checks"),
-    "smg_grpc_mode": (False, "its requests reach the scheduler without KVSpec's checks"),
+    "is_embedding": (False, "KVSpec serves generation only"),
+    "rl_on_policy_target": (None, "KVSpec does not reproduce a trainer's kernels"),
+    "dllm_algorithm": (None, "KVSpec verifies tokens from left to right"),
+    "speculative_num_draft_tokens": (None, "--kvspec-draft-len sets the number of drafts"),
+    "speculative_num_steps": (None, "--kvspec-draft-len sets the number of drafts"),
+    "speculative_eagle_topk": (None, "KVSpec drafts one sequence, not a tree"),
+    "tokenizer_worker_num": (1, "SGLang's additional HTTP workers load no plugins"),
+    "detokenizer_worker_num": (1, "more detokenizers need more tokenizer workers"),
+    "grpc_mode": (False, "requests over gRPC bypass KVSpec's checks"),
+    "smg_grpc_mode": (False, "requests over gRPC bypass KVSpec's checks"),
     "use_ray": (False, "SGLang's Ray actors load no plugins"),
-    "encoder_only": (False, "KVSpec serves generation"),
+    "encoder_only": (False, "KVSpec serves generation only"),
 }
 _GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
@@ -82,11 +82,11 @@ def build_server_args(
     config = parse_config(values or pending_flags.get() or {})
     if config is None:
         if str(kwargs.get("speculative_algorithm")).upper() == activation.ALGORITHM_NAME:
-            raise ConfigError("--speculative-algorithm KVSPEC is set by --kvspec, use that flag")
+            raise ConfigError("--speculative-algorithm KVSPEC cannot be set: use --kvspec")
         check_plain_transfer(kwargs)
         check_plain_prefix_cache(kwargs)
         activation.switch_off()
-        original(target, *args, **kwargs)
+        original(target, *args, **kwargs | _default_device(kwargs))
         return
     check_flags(config, kwargs)
     activation.check_sglang_version()
@@ -165,43 +165,49 @@ def _check_environment() -> None:
 
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(
-            "SGLANG_RUST_SERVER=1 cannot be combined with --kvspec (allowed: leave it unset): its "
-            "requests reach the scheduler without KVSpec's checks"
+            "SGLANG_RUST_SERVER=1 cannot be combined with --kvspec (allowed: leave it unset): "
+            "requests to SGLang's Rust server bypass KVSpec's checks"
         )
     activation.debug_mode()
 
 
 def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for what only a GPU can."""
+    """Raise UnsupportedError for flags that only a GPU supports."""
     if config.target_attention is not None:
         raise UnsupportedError(
             f"--kvspec-target-attention {config.target_attention} needs a GPU (on a CPU leave it "
-            "unset): a CPU attends in plain torch"
+            "unset): on a CPU, attention runs in plain torch"
         )
     if kwargs.get("enable_deterministic_inference"):
         raise UnsupportedError(
             "--enable-deterministic-inference needs a GPU with --kvspec (on a CPU leave it unset): "
-            "SGLang's batch-invariant kernels are Triton's"
+            "SGLang's batch-invariant kernels need Triton"
         )
     if kwargs.get("quantization") is not None:
         raise UnsupportedError(
             f"--quantization {kwargs['quantization']} needs a GPU with --kvspec (on a CPU leave it "
-            "unset): SGLang's kernels for quantised weights are a GPU's"
+            "unset): SGLang's kernels for quantised weights run on GPUs only"
+        )
+
+
+def check_gpu() -> None:
+    """Raise UnsupportedError for a GPU that the kernels are not made for."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise UnsupportedError("--kvspec runs on NVIDIA GPUs and on CPUs only")
+    capability = torch.cuda.get_device_capability()
+    if capability != KERNEL_CAPABILITY:
+        raise UnsupportedError(
+            "--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, but this "
+            f"GPU has {capability[0]}.{capability[1]}"
         )
 
 
 def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for what the CPU reference platform can and a GPU cannot yet."""
-    import torch
-
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise UnsupportedError("--kvspec runs on NVIDIA GPUs and on CPUs")
-    capability = torch.cuda.get_device_capability()
-    if capability != KERNEL_CAPABILITY:
-        raise UnsupportedError(
-            f"--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, this one "
-            f"has {capability[0]}.{capability[1]}"
-        )
+    """Raise UnsupportedError for a GPU on which KVSpec does not run, and for flags that KVSpec does
+    not support on a GPU. Raises ConfigError as load_target_attention()."""
+    check_gpu()
     _check_needs(config, kwargs, on_gpu=True)
     deterministic = bool(kwargs.get("enable_deterministic_inference"))
     if config.target_attention is not None:
@@ -226,13 +232,22 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _default_device(kwargs: dict[str, Any]) -> dict[str, str]:
+    """Return the device of a server that names none, if this package has to choose it: SGLang has
+    no default for the platform of a plug-in."""
+    if kwargs.get("device") or not activation.cpu_platform_is_active():
+        return {}
+    return {"device": "cpu"}
+
+
 def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """ServerArgs fields that follow from --kvspec."""
+    """Return the ServerArgs fields that follow from --kvspec."""
     on_gpu = not activation.cpu_platform_is_active()
-    hosted_on_gpu = config.host_gb and on_gpu
-    # Without tiers a GPU has SGLang's own.
+    offloads_on_gpu = config.host_gb and on_gpu
+    # Without prefix tiers, a GPU uses SGLang's own prefix cache.
     prefix_cache = None if on_gpu and not config.keeps_prefixes else PREFIX_CACHE
     return {
+        **_default_device(kwargs),
         "speculative_algorithm": activation.ALGORITHM_NAME,
         "speculative_num_draft_tokens": config.max_draft_len + 1,
         "speculative_num_steps": max(config.max_draft_len, 1),
@@ -243,13 +258,13 @@ def _implied(config: KVSpecConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
         "grammar_backend": kwargs.get("grammar_backend") or "xgrammar",
         "radix_cache_backend": kwargs.get("radix_cache_backend") or prefix_cache,
         # See the needs of --kvspec-host-gb.
-        "prefill_max_requests": 1 if hosted_on_gpu else kwargs.get("prefill_max_requests"),
-        # The CPU computes where it decides, and on a GPU a round of many steps is one iteration:
-        # there is nothing to overlap with.
+        "prefill_max_requests": 1 if offloads_on_gpu else kwargs.get("prefill_max_requests"),
+        # SGLang's overlap has nothing to gain: a CPU computes where it schedules, and on a GPU an
+        # iteration is a round of many steps.
         "disable_overlap_schedule": True,
         # KVSpec captures graphs of its own.
         "disable_decode_cuda_graph": True,
         "disable_prefill_cuda_graph": True,
-        # Its dummy forwards know nothing of rows that were planned.
+        # The autotuner's dummy forwards have no planned rows.
         "disable_flashinfer_autotune": True,
     }

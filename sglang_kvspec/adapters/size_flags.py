@@ -40,7 +40,7 @@ def check_sizes(config: KVSpecConfig, kwargs: dict[str, Any], page_size: int) ->
             "and at most 1, or leave it unset)"
         )
     chunk = kwargs.get("chunked_prefill_size")
-    # 0 and less turn chunks off.
+    # 0 or less turns chunks off.
     if chunk is not None and chunk > 0 and chunk % page_size:
         raise ConfigError(
             f"--chunked-prefill-size {chunk} cannot be combined with --kvspec (allowed: multiples "

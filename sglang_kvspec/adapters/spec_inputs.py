@@ -1,4 +1,4 @@
-"""The two objects SGLang carries for a speculative algorithm."""
+"""The two objects that SGLang carries for a speculative algorithm."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 
 class KVSpecDraftInput(SpecInput):  # type: ignore[misc]
-    """State of a batch's requests between iterations; SGLang filters and merges it with them."""
+    """States of requests between iterations. SGLang filters and merges them with their batch."""
 
-    # What SGLang's relay reads of every draft input; a self-speculating worker has none of it.
+    # SGLang's relay reads these of every draft input; a self-speculating worker has none of them.
     topk_p = topk_index = hidden_states = None
     future_indices: torch.Tensor | None = None
     num_tokens_per_req = 1
@@ -26,7 +26,7 @@ class KVSpecDraftInput(SpecInput):  # type: ignore[misc]
 
     @property
     def bonus_tokens(self) -> torch.Tensor:
-        """The verified token of each request whose KV is not computed yet: [batch_size] int64."""
+        """Return the pending token of each request: [batch_size] int64."""
         return torch.tensor([state.pending for state in self.states], dtype=torch.int64)
 
     def filter_batch(self, new_indices: Any, new_indices_cpu: Any = None) -> None:
@@ -42,8 +42,8 @@ class KVSpecDraftInput(SpecInput):  # type: ignore[misc]
 
 
 class RaggedForwardInput(SpecInput):  # type: ignore[misc]
-    """spec_info of one ragged forward: positions [num_tokens] int64. The rows are with the
-    attention backend."""
+    """spec_info of one ragged forward: positions [num_tokens] int64. The attention backend has the
+    rows."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)

@@ -1,4 +1,4 @@
-"""CUDA graphs of one step over DraftRows, one a batch size."""
+"""CUDA graphs of one step over DraftRows, one graph for each batch size."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
 from sglang_kvspec.runtime.step_attention import StepAttention
 
-# Finer than powers of two: a row too many costs a row of every weight's product, no attention.
+# Finer than powers of two: a spare row costs a row in each product of weights, but no attention.
 SMALL_BATCHES = (1, 2, 4)
 BATCH_STEP = 4
 COARSE_FROM, COARSE_STEP = 32, 8
 WARM_UPS = 2
 TIMED_STEPS = 5
-# Which of them is faster depends on a product's shape: on an H200 this one takes 1 to 3 % less for
-# 16 to 64 rows of a model of 32B, and 18 % more for 149.
+# Library that is tried beside torch's. A product's shape decides which is faster: on an H200 with a
+# model of 32B, this one takes 1 to 3 % less time for 16 to 64 rows, and 18 % more for 149.
 OTHER_BLAS = "cublaslt"
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """Sizes to capture, ascending, the last being max_batch."""
+    """Return the sizes to capture, ascending. The last one is max_batch."""
     sizes = {*SMALL_BATCHES, *range(BATCH_STEP, COARSE_FROM, BATCH_STEP)}
     sizes |= set(range(COARSE_FROM, max_batch, COARSE_STEP))
     return sorted({size for size in sizes if size < max_batch} | {max_batch})
 
 
 class StepGraphs:
-    """The model's forward over DraftRows with one kind of attention, captured."""
+    """Captured forwards of the model over DraftRows, with one kind of attention."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class StepGraphs:
         *,
         may_use_other_blas: bool = False,
     ) -> None:
-        """make_attention: of the first so many rows. may_use_other_blas: products of weights may
-        round as those of another library than the one that torch is set to, if that is faster."""
+        """make_attention: makes the attention of the first n rows. may_use_other_blas: OTHER_BLAS
+        computes products if it is faster, although it rounds differently from torch's library."""
         self._forward = forward
         self._attention = attention
         self._rows = rows
@@ -53,10 +53,10 @@ class StepGraphs:
         self._may_use_other_blas = may_use_other_blas
         self.batch_sizes = batch_sizes(rows.max_batch)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        # A graph knows addresses only: what lies there must live as long.
+        # A graph holds addresses only: the tensors there must live as long as the graph.
         self._steps: dict[int, StepAttention] = {}
         with graph_capture() as context:
-            # Large ones first: the small ones then fit in their memory.
+            # Large graphs first: small ones then fit in their memory.
             for batch in reversed(self.batch_sizes):
                 self._capture(batch, context.stream)
         rows.clear()
@@ -65,22 +65,22 @@ class StepGraphs:
         return next(size for size in self.batch_sizes if size >= batch)
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
-        """A round over these rows, which DraftRows was loaded with, begins."""
+        """Plan the attention of a round over these rows, with which DraftRows was loaded."""
         self._steps[self._size(len(rows))].plan(rows)
 
     def replay(self, batch: int) -> torch.Tensor:
-        """Run a step of the first `batch` rows. Returns logits [>= batch, vocab], which the next
-        replay of these graphs, or of others with the same ForwardCapture, overwrites."""
+        """Run a step of the first `batch` rows. Return logits [>= batch, vocab]. The next replay of
+        any graph with the same ForwardCapture overwrites them."""
         assert self._forward.logits is not None
         self._graphs[self._size(batch)].replay()
         return self._forward.logits
 
     def time_empty_step(self) -> float:
-        """Seconds of a step of one row without context: the model's weights, and launches."""
+        """Return the seconds of a step of one row without context: model weights, and launches."""
         return self._time(self._graphs[self._size(1)])
 
     def _time(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Seconds, the least of some, of a step of rows without context."""
+        """Return the seconds of a step of rows without context, the least of TIMED_STEPS."""
         seconds = []
         for _ in range(TIMED_STEPS):
             self._rows.clear()

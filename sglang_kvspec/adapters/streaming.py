@@ -1,7 +1,8 @@
 """`--kvspec-stream paced`: a round's tokens reach a stream one by one.
 
 The scheduler sends each token in a message of its own, at once, so that the detokenizer makes the
-text of each; the HTTP process hands them on over the time of the next round (runtime/stream_pacer).
+text of each. The HTTP process hands the tokens on over the time of the next round
+(runtime/stream_pacer).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _PACED = "_kvspec_paced"
 def stream_by_token(stream: Callable[[list[Any]], None], reqs: list[Any], interval: int) -> None:
     """Call `stream`, SGLang's stream_output, once for every token of the longest run in `reqs`.
 
-    Streams that go on show one token more in each call; all other requests take part in the first
-    alone. interval: tokens between two chunks of a stream, unless the request says otherwise.
+    A stream that continues shows one token more in each call. All other requests take part in the
+    first call only. interval: tokens between two chunks of a stream, unless the request sets it.
     """
     runs = {id(req): _tokens_to_split(req, interval) for req in reqs}
     most = max(runs.values(), default=0)
@@ -58,7 +59,7 @@ def stream_by_token(stream: Callable[[list[Any]], None], reqs: list[Any], interv
 
 
 def _packed(following: int, expected_s: float) -> int:
-    """Return one counter of the tokens that follow in a round and of the time it is to take."""
+    """Return one counter of the tokens that follow in a round and the seconds to the next round."""
     return round(expected_s * 1000) << _FOLLOWING_BITS | following
 
 
@@ -68,7 +69,7 @@ def _unpacked(counter: int) -> tuple[int, float]:
 
 
 def _tokens_to_split(req: Any, interval: int) -> int:
-    """Return how many new tokens a stream has, 0 for a request that shows them all at once."""
+    """Return the number of a stream's new tokens; 0 for a request that shows them all at once."""
     if not req.stream or req.finished() or req.finished_len is not None:
         return 0
     if (req.sampling_params.stream_interval or interval) > 1:
@@ -77,7 +78,7 @@ def _tokens_to_split(req: Any, interval: int) -> int:
 
 
 class PacedOutputs:
-    """Hands detokenized output on to `handle`, SGLang's _handle_batch_output, row by row."""
+    """Detokenized output on its way to `handle`, SGLang's _handle_batch_output, row by row."""
 
     def __init__(self, manager: Any, handle: Callable[[Any], Awaitable[None]]) -> None:
         self._manager = manager
@@ -89,13 +90,13 @@ class PacedOutputs:
 
     @classmethod
     def of(cls, manager: Any, handle: Callable[[Any], Awaitable[None]]) -> PacedOutputs:
-        """Return the one of this TokenizerManager, made at the first call."""
+        """Return the PacedOutputs of this TokenizerManager, made at the first call."""
         if not hasattr(manager, _PACED):
             setattr(manager, _PACED, cls(manager, handle))
         return getattr(manager, _PACED)  # type: ignore[no-any-return]
 
     async def receive(self, output: Any) -> None:
-        """Hand on what is due of this message, and hold the rest."""
+        """Hand on the rows of this message that are due, and hold the others."""
         if not isinstance(output, BatchStrOutput | BatchTokenIDOutput):
             await self._handle(output)
             return
@@ -165,14 +166,14 @@ class PacedOutputs:
             async with self._is_delivering:
                 await self._deliver(self._pacer.take_due(asyncio.get_running_loop().time()))
         except Exception:
-            # SGLang's own loop, which handles all other messages, is not told of this task.
-            logger.exception("KVSpec: a token of a stream could not be handed on")
+            # Logged here: SGLang's own loop, which handles other messages, cannot see this task.
+            logger.exception("KVSpec: cannot deliver a token to a stream")
         finally:
             self._wake_up()
 
 
 class _Rows:
-    """One batch message, of which rows can be handed on apart. What is pickled is read once."""
+    """One batch message whose rows can be handed on separately. Pickled fields are read once."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -181,7 +182,7 @@ class _Rows:
         self._is_read = False
 
     def select(self, rows: Sequence[int]) -> Any:
-        """A message of these rows alone."""
+        """Return a message of these rows alone."""
         output, num_rows = self.output, len(self.output.rids)
         if not self._is_read:
             self._time_stats = unwrap_from_pickle(output.time_stats)

@@ -37,7 +37,7 @@ def load_target_attention(config: KVSpecConfig, *, deterministic: bool) -> type[
     if deterministic and not found.is_deterministic:
         raise UnsupportedError(
             f"{TARGET_ATTENTIONS.flag} {name} cannot be combined with "
-            f"--enable-deterministic-inference (allowed: {DETERMINISTIC}): its bits depend on what "
-            "runs beside them"
+            f"--enable-deterministic-inference (allowed: {DETERMINISTIC}): with {name}, results "
+            "depend on the other requests of the batch"
         )
     return found

@@ -12,7 +12,7 @@ TRANSFER_BACKEND = "kvspec"
 
 
 def register_choice() -> None:
-    """Let SGLang's command line take our backend, once a process."""
+    """Let SGLang's command line accept KVSpec's backend, once a process."""
     from sglang_kvspec.adapters.compat.server_args import (
         DISAGG_TRANSFER_BACKEND_CHOICES,
         add_disagg_transfer_backend_choices,
@@ -23,9 +23,12 @@ def register_choice() -> None:
 
 
 def check_plain_transfer(kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError for a server without --kvspec that asks for our backend."""
+    """Raise ConfigError for a server without --kvspec that asks for KVSpec's backend."""
     if kwargs.get("disaggregation_transfer_backend") == TRANSFER_BACKEND:
-        raise ConfigError(f"--disaggregation-transfer-backend {TRANSFER_BACKEND} needs --kvspec")
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {TRANSFER_BACKEND} needs --kvspec: add --kvspec, "
+            "or choose another backend"
+        )
 
 
 def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
@@ -49,7 +52,8 @@ def check_transfer_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
 
 
 def _check_link(config: KVSpecConfig, mode: str) -> None:
-    """Read the keys, and listen for a moment where a prefill server would send from."""
+    """Raise ConfigError for unusable keys or an unusable address. On a prefill server this listens
+    at the address for a moment."""
     # Imported late: a plain server loads no transport.
     from sglang_kvspec.transport.keys import check_address, load_keys
     from sglang_kvspec.transport.port import ZmqPort
@@ -69,6 +73,6 @@ def _check_link(config: KVSpecConfig, mode: str) -> None:
             check_address(address, keys, bind=True)
     except TransportError as error:
         raise ConfigError(
-            f"--kvspec-transfer-host {host}: {error} (allowed: an address of this machine; off "
-            "loopback --kvspec-transfer-keys is needed)"
+            f"--kvspec-transfer-host {host}: {error} (allowed: an address of this machine; an "
+            "address off loopback needs --kvspec-transfer-keys)"
         ) from None

@@ -29,7 +29,7 @@ class CompletionTokensDetails(BaseModel):
 class CountedTokens(int):
     """Completion tokens of one answer that carry the counts of its drafts.
 
-    SGLang hands this number alone to what makes the usage of a stream.
+    SGLang passes only this number to the code that makes the usage of a stream.
     """
 
     accepted: int
@@ -43,7 +43,7 @@ class CountedTokens(int):
 
 
 def add_drafts(usage: Any, completion_tokens: Iterable[int]) -> None:
-    """Add the drafts of all answers to a UsageInfo; nothing where none of them was counted."""
+    """Add the drafts of all answers to a UsageInfo; do nothing if no answer counted them."""
     counted = [tokens for tokens in completion_tokens if isinstance(tokens, CountedTokens)]
     if not counted:
         return

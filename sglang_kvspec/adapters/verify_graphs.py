@@ -1,4 +1,4 @@
-"""CUDA graphs of verifications, so that enqueuing one takes the CPU as little as a draft does."""
+"""CUDA graphs of verifications: to enqueue one takes the CPU as little time as a draft step."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from sglang_kvspec.runtime.verify_sizes import VerifySize, find_size, sizes_to_c
 
 logger = logging.getLogger(__name__)
 
-# Every kernel ran before, in steps and in the warm-up of attention.
+# One is enough: steps, and the warm-up of attention, have run every kernel.
 WARM_UPS = 1
 
 
 def sizes_of(
     runner: Any, attention: DeviceAttention, max_draft_len: int, max_piggyback: int
 ) -> tuple[VerifySize, ...]:
-    """For which verifications a server is to have graphs whose requests draft up to so many tokens,
-    while up to max_piggyback others draft."""
+    """Return the sizes of verifications to capture, for requests with up to max_draft_len drafts
+    and up to max_piggyback piggyback drafts of other requests."""
     longest, counts = max_draft_len + 1, attention.query_counts
     return sizes_to_capture(runner.max_running_requests, longest, counts, max_piggyback)
 
 
 class VerifyGraphs:
-    """The model's forward over VerifyRows at the target precision, captured for some sizes. What
-    has no room in them runs without a graph. Others may draft once in the same forward, which reads
-    the model's weights once for both."""
+    """Captured forwards of the model over VerifyRows, at the target precision, for some sizes. A
+    verification that fits in none of them runs without a graph. Other requests may piggyback one
+    draft each on the same forward, which reads the model's weights once for both."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class VerifyGraphs:
         max_piggyback: int = 0,
         lists: tuple[int, int] | None = None,
     ) -> None:
-        """sizes: what sizes_of() gives. max_piggyback: requests that may draft beside. lists: as
-        head_lists(), of their drafts."""
+        """sizes: from sizes_of(). max_piggyback: requests that may piggyback a draft. lists: from
+        head_lists(), for these drafts."""
         self._forward, self._attention = forward, attention
         self.max_piggyback = max_piggyback
         kv = attention.kv
         page, max_rows = kv.geometry.page_size, runner.max_running_requests
         max_tokens = max(size.num_tokens for size in sizes)
-        # Beyond the first one, a request writes to so many pages at most.
+        # Most pages that a request writes to, beyond the first one.
         more = -(-max_draft_len // page)
         splits = attention.splits_by_page
         width = -(-runner.req_to_token_pool.req_to_token.shape[1] // page)
@@ -86,12 +86,12 @@ class VerifyGraphs:
         self.sizes = [size for size in sizes if verifications.has_room(size)]
         self._graphs: dict[VerifySize, torch.cuda.CUDAGraph] = {}
         self._graphs_piggyback: dict[VerifySize, torch.cuda.CUDAGraph] = {}
-        # A graph knows addresses only: what lies there must live as long.
+        # A graph holds addresses only: the tensors there must live as long as the graph.
         self._attended: dict[VerifySize, CapturedTarget] = {}
         with graph_capture() as context:
-            # Large ones first: the small ones then fit in their memory.
+            # Large graphs first: small ones then fit in their memory.
             for size in sorted(self.sizes, reverse=True):
-                # Both of a size before the next is made, whose plan takes the place of this one's.
+                # Both graphs of a size come before the next size, whose plan replaces this one's.
                 self._attended[size] = verifications.make(size)
                 self._graphs[size] = self._capture(size, context.stream)
                 if self._piggyback is not None:
@@ -103,7 +103,7 @@ class VerifyGraphs:
         logger.info(
             "KVSpec: captured verifications of %d sizes%s%s",
             len(self.sizes),
-            f", each also with up to {max_piggyback} drafts beside" if max_piggyback else "",
+            f", each also with up to {max_piggyback} piggyback drafts" if max_piggyback else "",
             f"; larger than the workspace: {', '.join(map(str, without))}" if without else "",
         )
 
@@ -123,7 +123,7 @@ class VerifyGraphs:
     def _captured(
         self, rows: StaticRows, num_tokens: int, stream: torch.cuda.Stream
     ) -> torch.cuda.CUDAGraph:
-        """With the attention that was begun, which ends."""
+        """Capture a forward with the attention that was begun, and end that attention."""
         try:
             return self._forward.capture(rows, num_tokens, stream, WARM_UPS)
         finally:
@@ -136,21 +136,23 @@ class VerifyGraphs:
         made: DraftedTokens | None,
         piggyback: Mapping[int, Row],
     ) -> VerifyLogits | None:
-        """Run VERIFY rows, and a draft of each of up to max_piggyback other requests. None, and
-        nothing was done, where no graph has room. The next replay overwrites what is returned."""
+        """Run VERIFY rows, and a draft of each of up to max_piggyback other requests. Return None,
+        and do nothing, if no graph has room. The next replay overwrites the result."""
         plan = ForwardPlan(tuple(rows.values()))
         size = find_size(self.sizes, [row.length for row in plan.rows])
         if size is None:
             return None
         kv = self._attention.kv
-        # All pages before the first index: opening one can move others out of the window.
+        # Open all pages before indices are made: opening one can move others out of the window.
         for row in piggyback.values():
             open_for_drafts(kv, row.start, row.pages, 1)
         laid = row_tokens(batch.states, rows)
         with self._attention.laid_out(plan) as target:
             values = self._rows.values_of(target, laid.tokens, laid.positions)
             if piggyback:
-                assert self._piggyback is not None, "graphs without piggyback drafts"
+                assert self._piggyback is not None, (
+                    "the graphs must be captured with piggyback drafts"
+                )
                 self._piggyback.drafts.begin_round()
                 drafts = [
                     draft_row(kv, batch.states[i].last_token, row.start, row.pages, 1, row.seen)
@@ -175,7 +177,7 @@ class VerifyGraphs:
     def _place(
         self, made: DraftedTokens, firsts: Sequence[int], piggyback: Mapping[int, Row]
     ) -> None:
-        """Put drafts that only the device knows where the forward reads them."""
+        """Copy drafts that only the device knows to where the forward reads them."""
         if not piggyback:
             made.place(self._rows.input_ids, firsts)
             return

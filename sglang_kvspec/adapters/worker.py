@@ -1,4 +1,4 @@
-"""KVSPEC's speculative worker: translates SGLang's batches for the engine, and what it answers."""
+"""KVSPEC's speculative worker: turns SGLang's batches into rounds, and rounds into results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
 
 class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
-    """Drafts and verifies with the target model itself.
+    """Speculative worker that drafts and verifies with the target model itself.
 
-    Invariants with SGLang: batch.seq_lens is the number of tokens with verified KV; the pending
-    token follows it; slots for drafts are reserved behind it and persist until it moves.
+    Invariants with SGLang: batch.seq_lens is the number of tokens with verified KV. The pending
+    token follows them. Slots for drafts are reserved behind them, and persist until seq_lens moves.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
         self.ranks: Ranks = ranks_of(target_worker.model_runner.tp_group)
-        self._chooser = SpecSampler(server_args.random_seed, device_of(server_args, gpu_id))
+        self._sampler = SpecSampler(server_args.random_seed, device_of(server_args, gpu_id))
         self._exporter: MetricsExporter | None = None
         self._remote_exporter: RemoteMetrics | None = None
 
@@ -59,13 +59,13 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        """SGLang has made its pools."""
+        """Make the parts that need SGLang's pools, which SGLang has made."""
         self.parts = share_parts(
             self.config,
             self.server_args,
             self._target_worker.model_runner,
             RaggedForward(self._target_worker),
-            self._chooser,
+            self._sampler,
             self.ranks,
             self.counters,
             req_to_token_pool,
@@ -77,12 +77,12 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
                 self._remote_exporter = RemoteMetrics(self.server_args.served_model_name)
 
     def init_cuda_graphs(self) -> None:
-        """SGLang has loaded the model and its attention backend."""
+        """Build the round loop. SGLang has loaded the model and its attention backend."""
         super().init_cuda_graphs()
         self.loop = build_loop(self.parts)
         self._prefill = Prefill(self.parts, self.loop)
-        if self.parts.apart is not None:
-            self.parts.apart.write_behind(self.loop.overlap.hold_up)
+        if self.parts.disaggregation is not None:
+            self.parts.disaggregation.write_behind(self.loop.overlap.interrupt)
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, **kwargs: Any
@@ -100,12 +100,12 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         return result
 
     def _publish(self) -> None:
-        """Export what the iteration changed."""
+        """Export the metrics that the iteration changed."""
         parts = self.parts
         if self._exporter is not None:
             self._exporter.publish(self.counters, parts.kv, self.loop.speeds, parts.pool.pressure)
-        if parts.apart is not None:
-            parts.apart.publish()
+        if parts.disaggregation is not None:
+            parts.disaggregation.publish()
         if self._remote_exporter is not None:
             self._remote_exporter.publish(parts.pool.prefix_tiers.remote_report)
 
@@ -137,7 +137,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     ) -> GenerationBatchResult:
         stride = self.speculative_num_draft_tokens
         emitted = [entry if entry is not None and entry.tokens else None for entry in done.emitted]
-        # SGLang reads these on the CPU, all but the lengths.
+        # SGLang reads results on the CPU, all but new_seq_lens.
         tokens = torch.zeros((len(states), stride), dtype=torch.int64)
         for i, entry in enumerate(emitted):
             if entry is not None:
@@ -183,10 +183,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         allocator, pool = parts.allocator, parts.pool
         allocated = (allocator.size - allocator.available_size()) // parts.kv.geometry.page_size
         report = build_report(self.config, parts.kv, self.counters, allocated)
-        # SGLang asks the first rank; the others hold as many pages, of other heads.
+        # SGLang asks rank 0. Other ranks hold equally many pages, of other heads.
         prefixes = {} if pool.prefix_tiers is None else {"prefix_tiers": pool.prefix_tiers.report()}
-        if parts.apart is not None:
-            report["transfer"] = parts.apart.report()
+        if parts.disaggregation is not None:
+            report["transfer"] = parts.disaggregation.report()
         resolved = resolved_values(
             self.config,
             parts.kv.plan,
@@ -202,18 +202,19 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         }
 
     def weights_will_change(self) -> None:
-        """Called before any update of weights, from wherever they come."""
+        """Tell prefix tiers and links, and cancel the pre-launched round. Called before any update
+        of weights, whatever its source."""
         if self.parts.pool.prefix_tiers is not None:
             self.parts.pool.prefix_tiers.weights_will_change()
-        if self.parts.apart is not None:
-            self.parts.apart.weights_will_change()
+        if self.parts.disaggregation is not None:
+            self.parts.disaggregation.weights_will_change()
         self.loop.overlap.cancel()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         return True, "The draft is the target model."
 
     def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
-        """SGLang asks the draft worker alone, which is to pass it on."""
+        """Pass the update on to the target worker: SGLang asks the draft worker alone."""
         result: tuple[bool, str] = self._target_worker.update_weights_from_tensor(recv_req)
         return result
 
@@ -225,4 +226,6 @@ def _check_states(batch: Any, states: Sequence[RequestState]) -> None:
     lengths = batch.seq_lens.tolist()
     for req, state, length in zip(batch.reqs, states, lengths, strict=True):
         assert state.rid == req.rid, "SGLang and KVSpec disagree on the order of requests"
-        assert state.committed_len == length, f"{req.rid}: {state.committed_len} != {length}"
+        assert state.committed_len == length, (
+            f"request {req.rid}: KVSpec has {state.committed_len} tokens, SGLang {length}"
+        )

@@ -18,7 +18,7 @@ class EncodedPages(NamedTuple):
 
 
 class Codec(Protocol):
-    """Splits full pages of K and V into an anchor and a residual, and puts them together again.
+    """Rule that splits full pages of K and V into anchors and residuals, and joins them again.
 
     Pages are [N, page_size, num_kv_heads, head_dim] in `dtype`, the model's KV dtype. A codec is
     bound to page size, head size, dtype and target when it is built (`codecs.registry.make_codec`)
@@ -59,26 +59,27 @@ class Codec(Protocol):
         ...
 
     def encode(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> EncodedPages:
-        """Encode N pages. In debug mode raises CodecError on NaN or inf; otherwise such a page is
-        carried bit-exactly by the exact residual and by garbage in the anchor."""
+        """Encode N pages. Raises CodecError on NaN or inf in debug mode. Otherwise the exact
+        residual carries such a page bit-exactly, and its anchor is garbage."""
         ...
 
     def encode_exact(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
-        """Residual records of encode() for the target `exact`, without anchors."""
+        """Return the residual records of encode() for the target `exact`, without anchors."""
         ...
 
     def decode_exact(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What encode_exact() was given, of the target `exact`, wherever records are. Same shapes
-        as decode_anchor."""
+        """Return the pages that encode_exact() was given, on any device. Only for the target
+        `exact`. Same shapes as decode_anchor."""
         ...
 
     def decode_anchor(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a draft attends to: (k, v), each [N, page_size, num_kv_heads, head_dim] `dtype`."""
+        """Return (k, v) that drafts attend to, each [N, page_size, num_kv_heads, head_dim] in
+        `dtype`."""
         ...
 
     def decode_target(
         self, anchor: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What verification and prefill attend to: bit-exact for `exact`, the 8-bit value for
-        `int8`. Same shapes as decode_anchor."""
+        """Return (k, v) that verification and prefill attend to: bit-exact for `exact`, the 8-bit
+        value for `int8`. Same shapes as decode_anchor."""
         ...

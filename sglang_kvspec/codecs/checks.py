@@ -1,4 +1,4 @@
-"""What every codec checks about the tensors it is handed."""
+"""Checks of the tensors that a codec is given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_kvspec.core.errors import CodecError
 
 
 class PageShape(Protocol):
-    """What a codec was bound to."""
+    """Sizes and dtype that a codec is bound to."""
 
     @property
     def page_size(self) -> int: ...
@@ -25,8 +25,8 @@ class PageShape(Protocol):
 def check_pages(
     codec: PageShape, k_pages: torch.Tensor, v_pages: torch.Tensor, debug: bool
 ) -> None:
-    """Raise CodecError unless both are [N, page_size, num_kv_heads, head_dim] of the codec's dtype
-    with the same N and heads. In debug mode also on NaN and inf, which costs a pass over both."""
+    """Raise CodecError unless both are [N, page_size, num_kv_heads, head_dim] of the codec's dtype,
+    with equal N and heads. In debug mode, NaN and inf raise, too, which costs a pass over both."""
     for name, pages in (("K", k_pages), ("V", v_pages)):
         expected = (codec.page_size, codec.head_dim)
         if pages.ndim != 4 or (pages.shape[1], pages.shape[3]) != expected:
@@ -44,7 +44,8 @@ def check_pages(
             )
     if k_pages.shape != v_pages.shape:
         raise CodecError(
-            f"K and V pages must agree, got {tuple(k_pages.shape)} and {tuple(v_pages.shape)}"
+            f"K and V pages must have one shape, got {tuple(k_pages.shape)} and "
+            f"{tuple(v_pages.shape)}"
         )
 
 

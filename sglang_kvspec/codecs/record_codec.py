@@ -67,14 +67,14 @@ class RecordCodec:
         return EncodedPages(anchor, residual)
 
     def encode_exact(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
-        """Residual records of the target `exact` alone, for pages that nobody drafts on. Arguments
-        as encode()."""
-        assert self.target == "exact", "other residuals are relative to anchors"
+        """Return residual records of the target `exact` alone, for pages that no draft reads.
+        Arguments as encode()."""
+        assert self.target == "exact", "int8 residuals are corrections to anchors"
         check_pages(self, k_pages, v_pages, self.debug)
         return exact.encode(k_pages, v_pages, self.residual_layout)
 
     def decode_exact(self, residual: torch.Tensor) -> KV:
-        assert self.target == "exact", "other residuals are relative to anchors"
+        assert self.target == "exact", "int8 residuals are corrections to anchors"
         check_records("residual", residual, self.residual_bytes)
         return exact.decode(residual, self.residual_layout)
 

@@ -24,10 +24,13 @@ from sglang_kvspec.core.errors import ConfigError
 
 
 def find_codec(name: str) -> type[CodecSpec]:
-    """The declaration of the codec `name`. Raises ConfigError where there is none."""
+    """Return the declaration of the codec `name`. Raises ConfigError where there is none."""
     found = load_codec(name)
     if not (isinstance(found, type) and issubclass(found, CodecSpec)):
-        raise ConfigError(f"--kvspec-codec {name}: {found!r} is no kvspec_kernels.codecs.CodecSpec")
+        raise ConfigError(
+            f"--kvspec-codec {name}: the entry point must lead to a subclass of "
+            f"kvspec_kernels.codecs.CodecSpec, got {found!r}"
+        )
     return found
 
 
@@ -41,7 +44,7 @@ def make_codec(
     anchor_bits: int | None = None,
     debug: bool = False,
 ) -> Codec:
-    """The codec `name` with its default settings, bound to a model's sizes. anchor_bits: the
+    """Make the codec `name` with its default settings, bound to a model's sizes. anchor_bits: the
     first of the codec's bit_choices unless given.
 
     Raises ConfigError naming the flag or model property, its value and what is allowed.

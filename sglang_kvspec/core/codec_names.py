@@ -9,14 +9,14 @@ from sglang_kvspec.core.seams import CODECS
 
 
 def codec_names() -> tuple[str, ...]:
-    """Names that --kvspec-codec takes."""
+    """Return the names that --kvspec-codec takes."""
     return CODECS.names()
 
 
 def load_codec(name: str) -> Any:
-    """Import what the entry point of a codec names: a class below kvspec_kernels.codecs.CodecSpec.
+    """Import a codec's class, a subclass of kvspec_kernels.codecs.CodecSpec, by its entry point.
 
-    Raises ConfigError as Registry.load, and for a class of another name.
+    Raises ConfigError as Registry.load does, and if the class has another name.
     """
     spec = CODECS.load(name)
     if getattr(spec, "name", None) != name:

@@ -26,7 +26,7 @@ from sglang_kvspec.core.network_flags import (
     Transfer,
 )
 
-# Types and limits of flags are imported from here, too, by those that read a configuration.
+# Modules that read a configuration also import the types and limits of flags from here.
 __all__ = [
     "AUTO_DRAFT_LEN",
     "AUTO_SCHEDULE",
@@ -37,7 +37,7 @@ __all__ = [
     "MAX_DRAFT_LEN",
     "MAX_HOST_GB",
     "MOST_AUTO_DRAFTS",
-    "MOST_AUTO_DRAFTS_HOSTED",
+    "MOST_AUTO_DRAFTS_OFFLOADED",
     "MOST_RECENT_PAGES",
     "KVSpecConfig",
     "Stream",
@@ -45,18 +45,18 @@ __all__ = [
     "Transfer",
 ]
 
-# With the token before them as many as kernels that verify take at once: one more would be a pass
-# of its own over everything that the request has in memory.
+# With the pending token, as many tokens as verify kernels take at once. One more draft would cost a
+# second pass over the whole KV of the request.
 MOST_AUTO_DRAFTS = 31
-# Where residuals lie in host memory, each fetch of them is to serve more: two such passes.
-MOST_AUTO_DRAFTS_HOSTED = 63
-# What arrives is not what was computed, so there is nothing to verify against.
+# With residuals in host memory, each fetch should serve more drafts: two such passes.
+MOST_AUTO_DRAFTS_OFFLOADED = 63
+# The decode server receives other KV than was computed, so it has nothing to verify against.
 LOSSY_TRANSFERS: tuple[Transfer, ...] = ("int8", "int4", "cachegen")
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpecConfig:
-    """What the user asked for, validated. Built once from flags, then only read.
+    """Validated options of a server, built once from flags and then only read.
 
     Meaning, unit, range and default of each field are those of its flag in core/flags.py.
     """
@@ -98,12 +98,12 @@ class KVSpecConfig:
         if not self.drafts:
             return 0
         if self.draft_len == AUTO_DRAFT_LEN:
-            return MOST_AUTO_DRAFTS_HOSTED if self.host_gb else MOST_AUTO_DRAFTS
+            return MOST_AUTO_DRAFTS_OFFLOADED if self.host_gb else MOST_AUTO_DRAFTS
         return int(self.draft_len)
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether prefixes outlive their place in the KV cache."""
+        """Return True if prefixes outlive their place in the KV cache."""
         return bool(self.prefix_host_gb) or bool(self.prefix_dir or self.prefix_server)
 
     @property
@@ -126,7 +126,7 @@ class KVSpecConfig:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether a decode server answers from KV that is not what the prefill server computed."""
+        """Return True if decode servers get other KV than the prefill server computed."""
         return self.transfer in LOSSY_TRANSFERS
 
     def to_dict(self) -> dict[str, Any]:

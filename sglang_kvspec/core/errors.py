@@ -1,4 +1,4 @@
-"""Errors a caller may want to tell apart."""
+"""Errors that a caller can tell apart."""
 
 
 class KVSpecError(Exception):
@@ -6,7 +6,7 @@ class KVSpecError(Exception):
 
 
 class ConfigError(KVSpecError, ValueError):
-    """Flags that make no sense; the message names flag, value and what is allowed."""
+    """Invalid flags; the message names the flag, its value and what is allowed."""
 
 
 class UnsupportedError(KVSpecError):
@@ -14,7 +14,7 @@ class UnsupportedError(KVSpecError):
 
 
 class HookError(KVSpecError):
-    """A patch of SGLang did not apply; the server must not start half patched."""
+    """Hook into SGLang that did not apply; the server must not start with only some hooks."""
 
 
 class CodecError(KVSpecError, ValueError):
@@ -22,36 +22,36 @@ class CodecError(KVSpecError, ValueError):
 
 
 class PageStateError(KVSpecError):
-    """A residual page was asked to make a transition its state does not allow."""
+    """Transition of a residual page that its state does not allow."""
 
 
 class CapacityError(KVSpecError):
-    """A pool had no free slot although the plan promised one."""
+    """Missing free slot in a pool, although the plan promised one."""
 
 
 class CorruptResidual(KVSpecError):
-    """A page is not in the residual store as it was written there."""
+    """Page in the residual store that is not as it was written."""
 
 
 class RanksDisagree(KVSpecError):
-    """Ranks that serve one model together have come to serve different requests."""
+    """Ranks of one model that serve different requests."""
 
 
 class TransportError(KVSpecError):
-    """A transfer that was asked for what it cannot do, or a link that may not be opened."""
+    """Transfer that is used wrongly, or a link that may not be opened or has failed."""
 
 
 class HandshakeRefused(TransportError):
-    """The two ends of a link differ in what they must agree on; the message says in what."""
+    """Receiver that a sender refused in the handshake; the message gives the reason."""
 
 
 class PrefixStoreError(KVSpecError):
-    """A folder that cannot be opened as the prefix store that was asked for."""
+    """Prefix store that cannot be opened, or a prefix server that admits no more servers."""
 
 
 class DrafterError(KVSpecError):
-    """A drafter of another package did not do what its protocol says."""
+    """Drafter of another package that broke its protocol."""
 
 
 class SchedulerError(KVSpecError):
-    """A verify scheduler of another package did not do what its protocol says."""
+    """Verify scheduler of another package that broke its protocol."""

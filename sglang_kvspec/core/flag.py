@@ -14,12 +14,13 @@ Table = Literal["server", "prefix_server", "transfer"]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag: everything that the parser, the checks, the refusals and the README say of it.
+    """One flag: the source of its parser, checks, refusals and documentation.
 
-    option: field of KVSpecConfig; empty for --kvspec itself. default: value of the field where the
-    flag is unset. unset: what a server does then, where the default does not say it; text or a
-    number. help: meaning, in Markdown. note: more of it, for the README only. hint: what to do,
-    behind the refusal of a wrong value. table: the README's table that lists the flag.
+    option: field of KVSpecConfig; empty for --kvspec itself. default: value of the field if the
+    flag is unset. unset: what a server does then, if the default does not say it; text or a
+    number. help: meaning, in Markdown. note: more of it, for docs/reference/flags.md only. hint:
+    advice at the end of the refusal of a wrong value. table: table of docs/reference/flags.md that
+    lists the flag.
     """
 
     option: str
@@ -38,11 +39,11 @@ class Flag:
         return flag_name(self.option) if self.option else "--kvspec"
 
     def allowed(self) -> str:
-        """Describe the allowed values in Markdown, with the default first where all are listed."""
+        """Describe the allowed values in Markdown, with the default first if all are listed."""
         return self.kind.allowed(self.default)
 
     def default_text(self) -> str:
-        """Describe in Markdown what a server takes where the flag is unset."""
+        """Describe in Markdown what a server uses if the flag is unset."""
         if isinstance(self.unset, str):
             return self.unset
         value = self.default if self.unset is None else self.unset
@@ -65,7 +66,8 @@ class Flag:
             raise self._refusal(value) from None
 
     def check_value(self, value: Any) -> None:
-        """Raise ConfigError with flag, value and what is allowed; None is the default or wrong."""
+        """Raise ConfigError, which names what is allowed, for a wrong value. None is right only as
+        the default."""
         if not (value is None and self.default is None) and not self.kind.allows(value):
             raise self._refusal(value)
 
@@ -79,7 +81,7 @@ class Flag:
     def check_server(self, config: Settings, server: Server, *, on_gpu: bool) -> None:
         """Raise the error of the first need that `server` does not meet.
 
-        on_gpu: which needs are checked, those of a GPU or those of any server.
+        on_gpu: check the needs of GPU servers only; otherwise the needs of any server.
         """
         if self._is_set(config):
             for need in self.server_needs:

@@ -15,15 +15,15 @@ MOST = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Kind(ABC):
-    """metavar: placeholder of the value in --help."""
+    """Kind of values that a flag takes. metavar: placeholder of the value in --help."""
 
     metavar: str
 
     def parse(self, value: Any) -> Any:
-        """Convert what a command line, a YAML file or a caller gives.
+        """Convert a value as a command line, a YAML file or a caller gives it.
 
-        Raises ValueError, TypeError or OverflowError for what cannot be converted. What is
-        converted may still be refused by allows().
+        Raises ValueError, TypeError or OverflowError if that is impossible. allows() may still
+        refuse the result.
         """
         return value
 
@@ -32,11 +32,11 @@ class Kind(ABC):
 
     @abstractmethod
     def demand(self, value: object) -> str:
-        """Say what `value`, which is not allowed, must be: "must be ..."."""
+        """Return what `value`, which is not allowed, must be: "must be ..."."""
 
     @abstractmethod
     def allowed(self, default: object) -> str:
-        """Describe the allowed values in Markdown, with the default first where all are listed."""
+        """Describe the allowed values in Markdown, with the default first if all are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Switch(Kind):
         return isinstance(value, bool)
 
     def demand(self, value: object) -> str:
-        return "must stand alone or with true or false"
+        return "must be true or false, or have no value"
 
     def allowed(self, default: object) -> str:
         return "`false`, `true`"
@@ -85,14 +85,14 @@ def choice_of(literal: Any) -> Choice:
 
 @dataclass(frozen=True, slots=True)
 class Name(Kind):
-    """An implementation of a seam: one of ours, or one that another package has registered; or
-    `word`, where there is one, which leaves the choice to the server."""
+    """Name of an implementation of a seam, built in or registered by another package. word: also
+    allowed, unless it is None; it leaves the choice to the server."""
 
     registry: Registry
     word: str | None = None
 
     def allows(self, value: object) -> bool:
-        # Ours first: looking for entry points reads every installed package.
+        # Built-in names first: a search for entry points reads every installed package.
         ours = self._with_word(self.registry.built_in)
         return isinstance(value, str) and (value in ours or value in self.registry.names())
 
@@ -111,7 +111,7 @@ class Name(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Integer(Kind):
-    """Whole number from `least` to `most`, or `word` where there is one."""
+    """Whole number from `least` to `most`, or `word` unless it is None."""
 
     least: int
     most: int
@@ -173,7 +173,7 @@ class Number(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Text(Kind):
-    """Text that is not empty; `what` it must name, such as "a folder"."""
+    """Text that is not empty. what: thing that the text must name, such as "a folder"."""
 
     what: str
 

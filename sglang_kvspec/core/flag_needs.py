@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_kvspec.core.errors import ConfigError, KVSpecError, UnsupportedError
 
-# A KVSpecConfig, whose module builds on this one.
+# A KVSpecConfig; its module imports this one.
 Settings = Any
 DEFAULT_PAGE_SIZE = 64
 DISAGGREGATION_ROLES = ("prefill", "decode")
@@ -16,9 +16,10 @@ DISAGGREGATION_ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Surroundings of KVSpec's flags on one machine.
+    """SGLang's arguments and the machine that a server's flags must fit.
 
-    arguments: SGLang's own, by name; unset ones may be absent. memory_gib: of this machine.
+    arguments: SGLang's, by name; unset arguments may be absent. memory_gib: host memory of this
+    machine.
     """
 
     arguments: Mapping[str, Any]
@@ -27,11 +28,10 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Condition of a flag on the other flags, checked where the flag has another value than its
-    default.
+    """Condition of a flag on the other flags, checked unless the flag has its default.
 
     sentence: refusal, a format string over `flag`, `value` and `config`. note: the need in the
-    README's table.
+    table of flags.
     """
 
     is_met: Callable[[Settings], bool]
@@ -41,10 +41,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class ServerNeed:
-    """Condition of a flag on a server, checked where the flag has another value than its default.
+    """Condition of a flag on a server, checked unless the flag has its default.
 
     sentence: refusal, a format string over `flag`, `value`, `config` and `server`. note: the need
-    in the README's table. only_on_gpu: CPU servers are not checked.
+    in the table of flags. only_on_gpu: CPU servers are not checked.
     """
 
     is_met: Callable[[Settings, Server], bool]
@@ -60,7 +60,7 @@ def flag_name(option: str) -> str:
 
 
 def any_of(*options: str, why: str = "") -> Need:
-    """Return the need for at least one of these options, behind which `why` follows."""
+    """Return the need for at least one of these options. why: end of the refusal."""
 
     def is_met(config: Settings) -> bool:
         return any(getattr(config, option) for option in options)
@@ -78,7 +78,7 @@ def has_exact_target(config: Settings) -> bool:
 
 
 def can_verify(config: Settings) -> bool:
-    """With a lossy transfer, auto is 0."""
+    """Return False if a lossy transfer leaves explicit drafts nothing to verify against."""
     return not config.is_lossy or config.draft_len == 0
 
 
@@ -115,7 +115,7 @@ def fits_prefix_host(config: Settings, server: Server) -> bool:
 
 
 def prefills_one_request(config: Settings, server: Server) -> bool:
-    """Residuals in the KV memory leave SGLang its choice."""
+    """Return False if residuals are in host memory and a prefill may take several requests."""
     return not config.host_gb or server.arguments.get("prefill_max_requests") in (None, 1)
 
 
@@ -133,18 +133,21 @@ SPLIT_OVER_SERVERS = ServerNeed(
     "{flag} {value} has no effect without --disaggregation-mode prefill or decode",
     error=ConfigError,
 )
-IN_HOST_MEMORY = "{flag} {value} is more than this machine's {server.memory_gib:.1f} GiB"
+IN_HOST_MEMORY = (
+    "{flag} {value} is more than the host memory of this machine (allowed: at most "
+    "{server.memory_gib:.1f} GiB)"
+)
 PREFIX_TIER = (
     ServerNeed(
         keeps_prefixes,
-        "{flag} {value} has no effect on a decode server, which keeps no prefixes: give it to the "
-        "prefill server",
+        "{flag} {value} has no effect on a decode server, which keeps no prefixes: set {flag} on "
+        "the prefill server",
     ),
     ServerNeed(
         has_prefix_cache,
         "--disable-radix-cache cannot be combined with {flag} (allowed: leave it unset)",
     ),
-    # Replicas would each take all of what their ranks are to share.
+    # Each replica would take the whole budget, which is meant for all ranks of a machine.
     ServerNeed(
         has_one_replica,
         "--dp-size {server.arguments[dp_size]} cannot be combined with {flag} (allowed: 1)",

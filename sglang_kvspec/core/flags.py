@@ -1,7 +1,7 @@
-"""The --kvspec flags: type, unit, range, default, needs and help of each, once.
+"""The --kvspec flags: type, unit, range, default, needs and help of each, declared once.
 
-From this table come KVSpecConfig's defaults and checks, the command line and its help, the checks
-of a server's arguments, and the README's tables of flags.
+This table is the source of KVSpecConfig's defaults and checks, of the command line and its help,
+of the checks of a server's arguments, and of the tables of flags in README.md and docs/.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SWITCH = Flag(
     "",
     Switch(),
     default=False,
-    help="turn KVSpec on, also without a value; without it the server is SGLang's own",
+    help="turn KVSpec on; the value may be omitted; without this flag the server is plain SGLang",
     hint=": write --kvspec, or `kvspec: true` in a --config file",
 )
 
@@ -62,12 +62,12 @@ FLAGS: tuple[Flag, ...] = (
         default="exact",
         help="precision that output is verified against: the model's own KV dtype, bit by bit "
         "(`exact`), or 8-bit KV (`int8`)",
-        note="`int8` has a quarter of the residual bytes",
+        note="residuals of `int8` take a quarter of the bytes of `exact`",
         server_needs=(
             ServerNeed(
                 is_not_deterministic,
                 "{flag} {value} cannot be combined with --enable-deterministic-inference (allowed: "
-                "exact): its kernel splits contexts by what runs beside them",
+                "exact): with {value}, results depend on the other requests of the batch",
                 only_on_gpu=True,
             ),
             ServerNeed(
@@ -82,15 +82,16 @@ FLAGS: tuple[Flag, ...] = (
         "target_attention",
         Name("NAME", TARGET_ATTENTIONS),
         default=None,
-        unset="as `--kvspec-target`; `deterministic` with `--enable-deterministic-inference`",
-        help="kernels of a GPU that attend at the target precision",
-        note="each serves one `--kvspec-target`: `deterministic` serves `exact`",
+        unset="the value of `--kvspec-target`; `deterministic` with "
+        "`--enable-deterministic-inference`",
+        help="GPU kernels for attention at the target precision",
+        note="each implementation serves one `--kvspec-target`: `deterministic` serves `exact`",
     ),
     Flag(
         "codec",
         Name("NAME", CODECS),
         default="uniform4",
-        help="how a page is split into anchor and residual: uniform codes (`uniform4`, as in "
+        help="rule that splits a page into anchor and residual: uniform codes (`uniform4`, as in "
         "QuantSpec), or sign and magnitude by chunk (`log4`, as in Lynx)",
     ),
     Flag(
@@ -98,19 +99,20 @@ FLAGS: tuple[Flag, ...] = (
         Integer("N", least=1, most=8),
         default=None,
         unset="4",
-        help="bits of a code in an anchor: 4, or 2 with `uniform4`, whose drafts agree less often",
+        help="bits of a code in an anchor: 4 or 2; drafts with 2 bits agree with the target less "
+        "often; how much less was not measured",
     ),
     Flag(
         "draft_len",
         Integer("N|auto", least=0, most=MAX_DRAFT_LEN, word=AUTO_DRAFT_LEN),
         default=AUTO_DRAFT_LEN,
-        help="tokens drafted before a verification; `auto` follows each request's acceptance, 0 "
-        "turns drafting off",
+        help="number of drafts before a verification; `auto` adapts to each request's acceptance, "
+        "0 turns drafting off",
         needs=(
             Need(
                 can_verify,
-                "{flag} {value} has no effect with --kvspec-transfer {config.transfer}, which "
-                "leaves nothing to verify against (allowed: auto, 0)",
+                "{flag} {value} has no effect with --kvspec-transfer {config.transfer} (allowed: "
+                "auto, 0): after a lossy transfer there is no exact KV to verify drafts against",
                 note="a lossy `--kvspec-transfer` allows `auto` and 0 only",
             ),
         ),
@@ -119,14 +121,15 @@ FLAGS: tuple[Flag, ...] = (
         "recent_pages",
         Integer("N", least=1, most=MOST_RECENT_PAGES),
         default=1,
-        help="full pages of the newest tokens kept in full precision, besides the partial page",
+        help="number of full pages of its newest tokens that a request keeps in full precision, in "
+        "addition to its partial page",
     ),
     Flag(
         "host_gb",
         Number("GB", unit="GiB"),
         default=None,
-        unset="enough for every page; on a GPU 0",
-        help="host memory for residuals, of all ranks on a machine together; 0 keeps residuals in "
+        unset="enough for every page on a CPU; 0 on a GPU",
+        help="host memory for residuals, in total for all ranks on a machine; 0 keeps residuals in "
         "the KV memory",
         note="on a GPU this memory is pinned",
         server_needs=(
@@ -134,8 +137,8 @@ FLAGS: tuple[Flag, ...] = (
             ServerNeed(
                 prefills_one_request,
                 "--prefill-max-requests {server.arguments[prefill_max_requests]} cannot be "
-                "combined with {flag} on a GPU (allowed: 1): the residual cache is only sure to "
-                "hold the prefix of one request",
+                "combined with {flag} on a GPU (allowed: 1): the residual cache is only "
+                "guaranteed to hold the prefix of one request",
                 only_on_gpu=True,
             ),
         ),
@@ -157,19 +160,19 @@ FLAGS: tuple[Flag, ...] = (
         "drafter",
         Name("NAME", DRAFTERS),
         default="self",
-        help="what proposes tokens: the model itself over anchors (`self`)",
+        help="source of draft tokens: the model itself over anchors (`self`)",
         needs=(
             Need(
                 drafts_in_rounds,
                 "{flag} {value} cannot be combined with --kvspec-schedule staggered (allowed: "
-                "auto, rounds), in which the model itself drafts beside verifications",
+                "auto, rounds): this schedule piggybacks the model's own drafts on verifications",
                 note="other drafters than `self` cannot be combined with `--kvspec-schedule "
                 "staggered`",
             ),
             Need(
                 reads_all_pages,
-                "{flag} {value} cannot be combined with --kvspec-draft-view {config.draft_view}, "
-                "which says what the model's own drafts read",
+                "{flag} {value} cannot be combined with --kvspec-draft-view {config.draft_view} "
+                "(allowed: all): a draft view applies to drafts of the model itself only",
             ),
         ),
     ),
@@ -177,22 +180,23 @@ FLAGS: tuple[Flag, ...] = (
         "draft_view",
         Name("NAME", DRAFT_VIEWS),
         default="all",
-        help="which anchor pages the model's own drafts read; verifications read all",
+        help="selection of the anchor pages that the model's own drafts read; verifications read "
+        "all pages",
     ),
     Flag(
         "stream",
         choice_of(Stream),
         default="paced",
-        help="tokens of a round reach a stream one by one over the expected time of the next round "
-        "(`paced`), or all at once (`burst`)",
-        note="the end of an answer is never held",
+        help="pace at which a stream gets the tokens of a round: one by one over the expected time "
+        "of the next round (`paced`), or all at once (`burst`)",
+        note="the last tokens of an answer are never delayed",
     ),
     Flag(
         "prefix_host_gb",
         Number("GB", unit="GiB"),
         default=0,
-        help="host memory for cached prefixes that no longer fit the KV memory, of all ranks on a "
-        "machine together",
+        help="host memory for cached prefixes that no longer fit in the KV memory, in total for "
+        "all ranks on a machine",
         server_needs=(
             ServerNeed(fits_prefix_host, IN_HOST_MEMORY, error=ConfigError),
             *PREFIX_TIER,
@@ -208,7 +212,7 @@ FLAGS: tuple[Flag, ...] = (
             any_of(
                 "prefix_host_gb",
                 "prefix_dir",
-                why=", where residuals of kept anchors would be",
+                why=", which hold the residuals of kept anchors",
             ),
         ),
     ),
@@ -217,7 +221,7 @@ FLAGS: tuple[Flag, ...] = (
         Text("DIR", "a folder"),
         default=None,
         unset="none",
-        help="folder that keeps cached prefixes over restarts of the same model",
+        help="folder that keeps cached prefixes across restarts of a server of the same model",
         server_needs=PREFIX_TIER,
     ),
     Flag(
@@ -225,7 +229,7 @@ FLAGS: tuple[Flag, ...] = (
         Number("GB", unit="GiB", is_above=True),
         default=None,
         unset=DEFAULT_PREFIX_GB,
-        help="disk space for the prefixes of a model, of all ranks on a machine together",
+        help="disk space for the prefixes of a model, in total for all ranks on a machine",
         needs=(any_of("prefix_dir"),),
     ),
     *NETWORK_FLAGS,

@@ -28,7 +28,7 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         unset="none",
         help="address of a prefix server, `python -m sglang_kvspec.transport.prefix_server`, which "
         "keeps prefixes for several servers of the same model",
-        note="the prefix server may start later, stop and return",
+        note="the prefix server may start after this server, and may stop and restart",
         server_needs=PREFIX_TIER,
         table="prefix_server",
     ),
@@ -37,8 +37,8 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         Text("DIR", "a folder"),
         default=None,
         unset="none",
-        help="folder with this server's CURVE certificate, `own.key_secret`, and that of "
-        "the prefix server alone, `peers/*.key`; required off loopback",
+        help="folder with this server's CURVE certificate (`own.key_secret`) and the certificate "
+        "of the prefix server only (`peers/*.key`); required for an address off loopback",
         needs=(any_of("prefix_server"),),
         table="prefix_server",
     ),
@@ -47,8 +47,8 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         Number("G", unit="GB/s"),
         default=None,
         unset=DEFAULT_PUBLISH_GBPS,
-        help="highest rate (GB: 1e9 bytes) at which a server's ranks together send finished "
-        "prefixes to the prefix server; 0 for none",
+        help="highest rate (GB: 1e9 bytes) at which all ranks of a server together publish "
+        "finished prefixes to the prefix server; 0 turns publishing off",
         needs=(any_of("prefix_server"),),
         table="prefix_server",
     ),
@@ -65,14 +65,14 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         "transfer",
         choice_of(Transfer),
         default="split",
-        help="how KV goes from a prefill to a decode server: anchors before residuals (`split`), "
-        "or, for comparison, all at once: in full precision (`full`), or lossy and decoded without "
-        "verification (`int8`, `int4`, `cachegen`)",
+        help="form of the KV that a prefill server sends to a decode server: anchors before "
+        "residuals (`split`), or, for comparison, whole pages: in full precision (`full`), or "
+        "lossy and decoded without verification (`int8`, `int4`, `cachegen`)",
         needs=(
             Need(
                 has_exact_target,
                 "{flag} {value} cannot be combined with --kvspec-target {config.target} (allowed: "
-                "exact): it sends what the model wrote, or less",
+                "exact): such a transfer sends KV in the model's dtype, or lossy KV",
                 note="all but `split` need `--kvspec-target exact`",
             ),
         ),
@@ -84,9 +84,9 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         Number("G", unit="GB/s", is_above=True),
         default=None,
         unset="no limit",
-        help="highest rate (GB: 1e9 bytes) at which a prefill server's ranks send together, in "
-        "equal shares",
-        note="emulates any link",
+        help="highest rate (GB: 1e9 bytes) at which all ranks of a prefill server together send "
+        "KV, each with an equal share",
+        note="emulates a slower link",
         server_needs=(SPLIT_OVER_SERVERS,),
         table="transfer",
     ),
@@ -94,8 +94,8 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         "transfer_host",
         Text("HOST", "an address of this machine"),
         default=LOOPBACK,
-        help="address that a prefill server sends KV from; off loopback `--kvspec-transfer-keys` "
-        "is required",
+        help="address from which a prefill server sends KV; an address off loopback requires "
+        "`--kvspec-transfer-keys`",
         server_needs=(SPLIT_OVER_SERVERS,),
         table="transfer",
     ),
@@ -104,8 +104,8 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         Text("DIR", "a folder"),
         default=None,
         unset="none",
-        help="folder with this server's CURVE certificate, `own.key_secret`, and those of the "
-        "servers it may talk to, `peers/*.key`",
+        help="folder with this server's CURVE certificate (`own.key_secret`) and the certificates "
+        "of the servers that may be its peers (`peers/*.key`)",
         server_needs=(SPLIT_OVER_SERVERS,),
         table="transfer",
     ),

@@ -1,7 +1,7 @@
 """Implementations of a seam by name, found without importing one.
 
-A distribution adds an implementation by an entry point in the seam's group: the name that the flag
-takes, and where the implementation is.
+A package adds an implementation by an entry point in the seam's group. The entry point has the name
+that the flag takes and the import path of the implementation.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 
 from sglang_kvspec.core.errors import ConfigError
 
-# Names become names of folders and labels, and go over the wire.
+# Names are used in folder names and labels, and are sent over the wire.
 _NAME = re.compile(r"[a-z0-9_]{1,32}")
 
 
 @dataclass(frozen=True)
 class Registry:
-    """One seam. group: of entry points. flag: command-line flag that takes a name. built_in: ours
-    by name, since a source checkout on PYTHONPATH has no entry points."""
+    """One seam. group: group of its entry points. flag: command-line flag that takes a name.
+    built_in: import paths of KVSpec's own implementations by name, because a source checkout on
+    PYTHONPATH has no entry points."""
 
     group: str
     flag: str
@@ -36,11 +37,11 @@ class Registry:
         return tuple(_entries(self))
 
     def load(self, name: str) -> Any:
-        """Import what the entry point of a name says.
+        """Import the implementation of a name.
 
-        Raises ConfigError for a name without an entry point, with several, or of other letters,
-        and for an import that fails. A name with several entry points is refused only where it is
-        asked for, so that the others still serve.
+        Raises ConfigError for a name without an entry point, with several, or with characters that
+        are not allowed, and if the import fails. Several entry points of one name are refused only
+        when that name is asked for, so all other names keep working.
         """
         entries = _entries(self)
         if name not in entries:
@@ -65,13 +66,13 @@ class Registry:
 
 
 def forget_entries() -> None:
-    """Look for entry points again: the path has changed."""
+    """Drop the cached entry points, because the import path has changed."""
     _entries.cache_clear()
 
 
 @cache
 def _entries(registry: Registry) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of every name, in the order of names."""
+    """Return the entry points of every name, sorted by name."""
     group = registry.group
     found = {name: [EntryPoint(name, value, group)] for name, value in registry.built_in.items()}
     for entry in entry_points(group=group):

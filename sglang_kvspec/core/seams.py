@@ -15,7 +15,7 @@ CODECS = Registry(
 DRAFTERS = Registry(
     "sglang_kvspec.drafters",
     "--kvspec-drafter",
-    # The model itself over anchors: the server's own steps, captured where it has a GPU.
+    # The model itself over anchors. A server with a GPU drafts in captured steps instead.
     {"self": "sglang_kvspec.engine.eager_drafter:EagerDrafter"},
 )
 DRAFT_VIEWS = Registry(
@@ -26,7 +26,7 @@ DRAFT_VIEWS = Registry(
 TARGET_ATTENTIONS = Registry(
     "sglang_kvspec.target_attentions",
     "--kvspec-target-attention",
-    # The first two are named as the values of --kvspec-target that they are the default of.
+    # `exact` and `int8` are the defaults of the --kvspec-target of the same name.
     {
         "exact": "sglang_kvspec.runtime.targets.exact:ExactTargetAttention",
         "int8": "sglang_kvspec.runtime.targets.int8:Int8TargetAttention",

@@ -15,14 +15,14 @@ from sglang_kvspec.door.malformed import log_in_one_line
 from sglang_kvspec.door.servers import Servers, server_url
 
 MAX_PORT = 65535
-# Beyond any machine, and small enough to be counted in bytes.
+# Above any real size or time; as MB, it still fits 64 bits in bytes.
 MAX_LIMIT = 1e12
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; then finish what runs, for --drain-s at most.
+    """Serve until SIGTERM or SIGINT, then let running requests finish for --drain-s at most.
 
-    Exits with code 2 after one sentence if the door cannot listen where it was told to.
+    Exits with code 2 and one sentence if the door cannot listen at --host and --port.
     """
     args = _parser().parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             access_log=None,
         )
     except (OSError, UnicodeError) as error:
-        # Only listening raises these here: errors of a request are answered where they happen.
+        # Only listening raises these errors here: the handlers answer errors of requests.
         reason = getattr(error, "strerror", None) or error
         print(
             f"sglang-kvspec: error: --host {args.host} --port {args.port}: {reason} "
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_kvspec.door",
-        description="One address for prefill and decode servers of SGLang that run apart.",
+        description="One HTTP address in front of the prefill and decode servers of SGLang.",
     )
     for role in ("prefill", "decode"):
         parser.add_argument(
@@ -63,31 +63,35 @@ def _parser() -> argparse.ArgumentParser:
             action="append",
             required=True,
             type=_url,
-            help=f"a server with --disaggregation-mode {role}; several take turns",
+            help=f"URL of a server with --disaggregation-mode {role}; repeat the flag for several "
+            "servers, which take turns",
         )
     parser.add_argument(
-        "--host", type=_host, default="127.0.0.1", help="where to listen (%(default)s)"
+        "--host", type=_host, default="127.0.0.1", help="address to listen on (%(default)s)"
     )
     parser.add_argument(
-        "--port", type=_port, default=8000, help="where to listen; 0 for a free one (%(default)s)"
+        "--port",
+        type=_port,
+        default=8000,
+        help="port to listen on; 0 chooses a free port (%(default)s)",
     )
     parser.add_argument(
         "--max-request-mb",
         type=_positive,
         default=64.0,
-        help="largest request accepted (%(default)s)",
+        help="largest accepted request, in MiB (%(default)s)",
     )
     parser.add_argument(
         "--request-timeout-s",
         type=_positive,
         default=3600.0,
-        help="until a request must have been answered (%(default)s)",
+        help="maximum seconds until a request is answered (%(default)s)",
     )
     parser.add_argument(
         "--drain-s",
         type=_positive,
         default=30.0,
-        help="how long running requests may take after SIGTERM or Ctrl-C (%(default)s)",
+        help="maximum seconds for running requests after SIGTERM or Ctrl-C (%(default)s)",
     )
     return parser
 
@@ -102,13 +106,15 @@ def _url(text: str) -> str:
 def _host(text: str) -> str:
     """Refuse an empty host, which aiohttp takes for all addresses of the machine."""
     if not text:
-        raise argparse.ArgumentTypeError("it must not be empty (0.0.0.0 for all addresses)")
+        raise argparse.ArgumentTypeError(
+            "the address must not be empty (0.0.0.0 for all addresses)"
+        )
     return text
 
 
 def _port(text: str) -> int:
     if not (text.isdecimal() and int(text) <= MAX_PORT):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port (allowed: 0 to {MAX_PORT})")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (allowed: 0 to {MAX_PORT})")
     return int(text)
 
 
@@ -117,9 +123,9 @@ def _positive(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not 0 < number <= MAX_LIMIT:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {MAX_LIMIT:g}")
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most {MAX_LIMIT:g}")
     return number
 
 

@@ -1,4 +1,4 @@
-"""What passes through the door: headers, and answers whole, in pieces or broken off."""
+"""Headers and answers that pass through the door, and how a failed answer ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sglang_kvspec.door.servers import Server
 logger = logging.getLogger(__name__)
 
 EVENT_STREAM = "text/event-stream"
-# What the door reads of an answer for itself.
+# Longest part of an answer that the door reads for itself.
 ANSWER_BYTES = 1 << 22
-# Of this connection, not of the message; RFC 9110 section 7.6.1.
+# Headers of one connection, which do not pass; RFC 9110 section 7.6.1.
 _CONNECTION_HEADERS = {
     "connection",
     "keep-alive",
@@ -28,14 +28,14 @@ _CONNECTION_HEADERS = {
     "transfer-encoding",
     "upgrade",
 }
-# Of the body as the client sent it: each server gets another one.
+# Headers that fit only the client's own request: each server has another host and body.
 _REQUEST_BODY_HEADERS = {"host", "content-length", "content-encoding", "expect"}
 
 
 async def relay(
     incoming: web.Request, outgoing: web.StreamResponse, answer: ClientResponse
 ) -> None:
-    """Pass an answer on in the pieces in which it comes. Raises ClientGone."""
+    """Pass an answer on piece by piece. Raises ClientGone if the client hangs up."""
     outgoing.set_status(answer.status, answer.reason)
     for name, value in answer.headers.items():
         if name.lower() not in _CONNECTION_HEADERS:
@@ -58,7 +58,8 @@ async def relay(
 async def report(
     incoming: web.Request, outgoing: web.StreamResponse, failed: SideFailed
 ) -> web.StreamResponse:
-    """Tell the client: as an answer, or, where one has begun, by an event and a broken end."""
+    """Tell the client of a failure: by an answer or, if one has begun, by an event and a closed
+    connection."""
     log_failure(incoming, failed.status, failed.message)
     if not outgoing.prepared:
         return web.Response(status=failed.status, body=failed.body, content_type="application/json")
@@ -67,26 +68,26 @@ async def report(
         try:
             await outgoing.write(b"data: " + event + b"\n\n")
         except ConnectionError:
-            logger.info("its client has hung up")
-    # Without its end nobody takes the answer for a whole one.
+            logger.info("a client disconnected: the failure could not be sent")
+    # Without the end of its message, no client takes the answer for complete.
     if incoming.transport is not None:
         incoming.transport.close()
     return outgoing
 
 
 def log_failure(incoming: web.Request, status: int, message: str) -> None:
-    """Log on one line what may be a server's, or a client's, own words."""
+    """Log a failure on one line: `message` may have line breaks of a server or a client."""
     logger.warning("%s %s: %s", status, incoming.path, " ".join(message.split()))
 
 
 def request_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """What a server gets of the client's headers."""
+    """Return the client's headers that a server gets."""
     dropped = _CONNECTION_HEADERS | _REQUEST_BODY_HEADERS
     return {name: value for name, value in headers.items() if name.lower() not in dropped}
 
 
 async def read_bounded(answer: ClientResponse) -> bytes:
-    """All of an answer, or its first ANSWER_BYTES."""
+    """Read an answer, or its first ANSWER_BYTES."""
     pieces, left = [], ANSWER_BYTES
     while left and (piece := await answer.content.read(left)):
         pieces.append(piece)
@@ -95,12 +96,13 @@ async def read_bounded(answer: ClientResponse) -> bytes:
 
 
 def credentials(headers: Mapping[str, str]) -> dict[str, str]:
-    """What a server needs to know of a client when the door itself asks."""
+    """Return the client's headers that a server needs when the door itself asks."""
     return {name: value for name, value in headers.items() if name.lower() == "authorization"}
 
 
 async def refusal(server: Server, answer: ClientResponse) -> SideFailed:
-    """What is wrong with a request the server says itself; for anything else it is named."""
+    """Return the failure for an answer without success. An error of SGLang with status 4xx passes
+    unchanged; any other failure names the server."""
     said = await read_bounded(answer)
     message = _message(said)
     sentence = (
@@ -112,7 +114,7 @@ async def refusal(server: Server, answer: ClientResponse) -> SideFailed:
 
 
 def _message(said: bytes) -> str | None:
-    """The sentence in an error of SGLang, in either form that they have."""
+    """Return the sentence in an error of SGLang, of either form; None if there is none."""
     try:
         body = json.loads(said)
     except (ValueError, RecursionError):

@@ -35,7 +35,10 @@ _EXCHANGE = web.AppKey("exchange", Exchange)
 
 
 def make_app(servers: Servers, limits: Limits) -> web.Application:
-    """Run it with handler_cancellation=True, or requests of clients that hung up go on."""
+    """Build the application of the door.
+
+    Run it with handler_cancellation=True: otherwise requests go on after their client hung up.
+    """
     door = Door(servers)
     app = web.Application(client_max_size=limits.request_bytes)
 
@@ -58,7 +61,7 @@ def make_app(servers: Servers, limits: Limits) -> web.Application:
 
 
 class Door:
-    """The handlers."""
+    """Handlers of the HTTP endpoints."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
@@ -89,7 +92,7 @@ class Door:
         return outgoing
 
     async def server_info(self, incoming: web.Request) -> web.Response:
-        """What every server says of itself, by role; benchmarks of SGLang read this form."""
+        """Answer with the /server_info of every server, by role, as SGLang's benchmarks read it."""
         exchange = incoming.app[_EXCHANGE]
 
         async def ask(server: Server) -> Said:
@@ -104,8 +107,8 @@ class Door:
         return web.json_response(await self._of_all(ask))
 
     async def health(self, incoming: web.Request) -> web.Response:
-        """Answer 200 where a request would find a server of either role; say which ones do not
-        answer, or have another role."""
+        """Answer 200 if at least one server of each role is healthy. Name the servers that do not
+        answer or have another role."""
         exchange = incoming.app[_EXCHANGE]
 
         async def ask(server: Server) -> Said:
@@ -124,9 +127,9 @@ class Door:
 
     @staticmethod
     async def _check(exchange: Exchange, server: Server, incoming: web.Request) -> None:
-        """Check a server's role; raise WrongServer.
+        """Raise WrongServer if a server has another role.
 
-        A server that refuses to tell this client its role is not counted out.
+        A server that refuses to tell this client its role still counts as healthy.
         """
         try:
             server.check(await exchange.server_info(server, incoming.headers))
@@ -144,11 +147,11 @@ class Door:
 
 def _open_session() -> ClientSession:
     return ClientSession(
-        # Each request needs two connections at a time: under a bound they could wait for one
-        # another forever. Each has its own: a server that closes one that has been idle for some
-        # seconds may do so just when the next request is sent on it, which cannot be sent again.
+        # No limit: each request needs two connections at a time, and under a limit two requests
+        # could wait for each other forever. No reuse: a server may close an idle connection just
+        # when the next request is sent on it, and that request cannot be sent again.
         connector=TCPConnector(limit=0, force_close=True),
-        # Bytes and headers pass as they are.
+        # Bytes and headers pass unchanged.
         auto_decompress=False,
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
     )

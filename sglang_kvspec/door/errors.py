@@ -1,4 +1,4 @@
-"""How a request can end early, and what its client is told then."""
+"""Early ends of a request, and what its client is told then."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 
 
 class RequestError(ValueError):
-    """A request that no server need see; the message says why."""
+    """Request that the door itself refuses; the message says why."""
 
 
 class ClientGone(Exception):
-    """The client hung up while it was being answered."""
+    """Client that hung up before its answer was complete."""
 
 
 class SideFailed(Exception):
-    """One server's part failed and with it the request.
+    """Failure of one server's part of a request, which ends the request.
 
-    `body` is the answer that the client gets, JSON of the form {"error": {...}} or what the server
-    said; `message` is the sentence for the log and for a stream that has begun.
+    `body` is the answer that the client gets: JSON of the form {"error": {...}}, or the server's
+    own words. `message` is the sentence for the log and for a stream that has begun.
     """
 
     def __init__(self, status: int, message: str, body: bytes | None = None) -> None:
@@ -28,10 +28,10 @@ class SideFailed(Exception):
 
 
 class WrongServer(SideFailed):
-    """A server has another role than the door was told, or lacks what that role needs."""
+    """Server that has another role than the door was told, or lacks what that role needs."""
 
 
 def error_body(status: int, message: str) -> bytes:
-    """An error as SGLang's clients know it."""
+    """Return an error as JSON, in the form that SGLang's clients know."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()

@@ -1,4 +1,4 @@
-"""One request at two servers: the decode server's answer, unless either of them fails."""
+"""One request at two servers: the client gets the decode server's answer, unless one fails."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """request_s: from a request to the end of its answer; question_s: the same for what the door
-    asks of a server; connect_s: to reach one; verdict_s: from a decode server's failure until the
-    prefill server must have said what was wrong with the request."""
+    """Limits of a request. request_s: from a request to the end of its answer. question_s: the
+    same for the door's own questions to a server. connect_s: time to connect to a server.
+    verdict_s: time that a prefill server has, after the decode server's failure, to name an error
+    in the request."""
 
     request_bytes: int = 64 << 20
     request_s: float = 3600.0
@@ -41,7 +42,7 @@ class Limits:
 
 
 class Exchange:
-    """Requests at servers. `session` passes bytes on as they are: it does not decompress."""
+    """Requests at servers. session: must not decompress, so that bytes pass unchanged."""
 
     def __init__(self, session: ClientSession, limits: Limits) -> None:
         self._session = session
@@ -52,10 +53,10 @@ class Exchange:
     async def run(
         self, incoming: web.Request, request: Request, prefill: Server, decode: Server
     ) -> web.StreamResponse:
-        """Answer `incoming` with what the decode server says, as it says it.
+        """Pass the decode server's answer to the client of `incoming` as it comes.
 
-        Leaving cancels what is still under way at either server: the one that did not fail, both
-        when the client hangs up, and a prefill of which the decode server needs no more.
+        The end of this call cancels what is under way: the other server's part after a failure,
+        both parts if the client hangs up, and a prefill that runs on when the answer is complete.
         """
         headers = request_headers(incoming.headers)
         outgoing = web.StreamResponse()
@@ -76,42 +77,47 @@ class Exchange:
                         answered = True
                 except SideFailed as failure:
                     if failure.status >= 500:
-                        # The reason may be a refusal that the prefill server is about to send.
+                        # The cause may be a refusal that the prefill server is about to send.
                         await asyncio.wait({other}, timeout=self._verdict_s)
                     raise
                 other.cancel()
         except* SideFailed as failures:
             failed = _first(failures)
             if failed.status >= 500:
-                # Whoever comes back at the same URL may listen at another port.
+                # A server that returns at the same URL may listen at another port.
                 prefill.forget()
                 decode.forget()
         except* ClientGone:
-            logger.info("a client hung up: its request is cancelled")
+            logger.info("a client disconnected: its request is cancelled")
         if failed is None or answered:
             return outgoing
         return await report(incoming, outgoing, failed)
 
     async def server_info(self, server: Server, headers: Mapping[str, str]) -> dict[str, Any]:
-        """What a server says of itself. Raises SideFailed."""
+        """Ask a server for its /server_info. Raises SideFailed."""
         async with self.ask(server, "/server_info", credentials(headers)) as answer:
             said = await read_bounded(answer)
         try:
             info = json.loads(said)
         except (ValueError, RecursionError) as error:
-            raise SideFailed(502, f"{server} says nothing readable of itself: {error}") from error
+            raise SideFailed(
+                502, f"the /server_info of {server} cannot be read: {error}"
+            ) from error
         if not isinstance(info, dict):
-            raise SideFailed(502, f"{server} says a {type(info).__name__} of itself")
+            raise SideFailed(
+                502,
+                f"the /server_info of {server} is a {type(info).__name__}, expected an object",
+            )
         return info
 
     @asynccontextmanager
     async def ask(
         self, server: Server, path: str, headers: Mapping[str, str], body: bytes | None = None
     ) -> AsyncIterator[ClientResponse]:
-        """A server's answer, with a status of success, to a GET, or to a POST of `body`; leaving
-        early cancels the request there.
+        """Send a GET, or a POST of `body`, and yield the answer if its status is below 300. Leaving
+        the context early cancels the request at the server.
 
-        Raises SideFailed for anything else, also for what goes wrong while the answer is read.
+        Raises SideFailed for any other status or failure, also while the answer is read.
         """
         try:
             async with self._session.request(
@@ -134,7 +140,7 @@ class Exchange:
         self, server: Server, path: str, body: bytes, headers: Mapping[str, str]
     ) -> None:
         async with self.ask(server, path, headers, body) as answer:
-            # Read, so that an answer that breaks off is seen, and dropped.
+            # The answer is not used. Reading it shows whether it breaks off.
             async for _ in answer.content.iter_any():
                 pass
 
@@ -144,7 +150,7 @@ def _reason(error: ClientError) -> str:
 
 
 def _first(failures: BaseExceptionGroup[SideFailed]) -> SideFailed:
-    """Return the failure that ended the others: a refusal where there is one, else the first."""
+    """Return the failure to report: the first with a status below 500, else the first."""
     leaves = [
         inner if isinstance(inner, SideFailed) else _first(inner) for inner in failures.exceptions
     ]

@@ -23,7 +23,7 @@ class OneLine(logging.Filter):
 
 
 def log_in_one_line() -> None:
-    """Make aiohttp's server log one line for each malformed request, also for those at DEBUG."""
+    """Make aiohttp's server log one line for each malformed request, also if it logs at DEBUG."""
     logger = logging.getLogger(SERVER_LOGGER)
     logger.setLevel(logging.DEBUG)
     if not any(isinstance(each, OneLine) for each in logger.filters):

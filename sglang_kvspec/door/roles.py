@@ -1,4 +1,4 @@
-"""The check, when the door opens, that each server has the role it was given."""
+"""Check at the start that each server has the role that the door was told."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ async def _check_role(exchange: Exchange, server: Server, retry_s: float) -> Non
         except WrongServer as wrong:
             logger.error(wrong.message)
         except SideFailed as failed:
-            # The door has no key of its own: the first request that brings one asks.
+            # The door has no API key. If the server wants one, the first request that brings a key
+            # asks again.
             if failed.status >= 500:
                 if not is_awaited:
                     logger.info("waiting for a server: %s", failed.message)

@@ -1,4 +1,4 @@
-"""One request becomes two: for the prefill and the decode server, with rooms to meet in."""
+"""Two requests made of one, for a prefill and a decode server, with rooms to meet in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_kvspec.door.errors import RequestError
 # SGLang carries rooms as signed 64-bit integers.
 ROOM_BOUND = 1 << 63
 
-# Where each endpoint's prompts are, the first of them that is given.
+# Fields of each endpoint that may hold its prompts. The first field that is set counts.
 PROMPT_FIELDS = {
     "/generate": ("text", "input_ids", "input_embeds"),
     "/v1/completions": ("prompt",),
@@ -24,8 +24,8 @@ Request = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where a decode server finds the prefill server of a request."""
+class RankExchange:
+    """Address at which a decode server meets the prefill server of a request."""
 
     host: str
     port: int
@@ -33,10 +33,10 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class PairedBodies:
-    """JSON for either server, the same but for `stream`.
+    """JSON bodies for the two servers, which differ only in `stream` and `stream_options`.
 
-    The prefill server's answer is dropped, so it is asked for without a stream: a failure then has
-    an HTTP status, which a stream that has begun cannot have.
+    The prefill server's answer is dropped, so the door asks for it without a stream: a failure then
+    has an HTTP status, which a stream that has begun cannot have.
     """
 
     prefill: bytes
@@ -44,7 +44,7 @@ class PairedBodies:
 
 
 def read_request(path: str, body: bytes) -> Request:
-    """The client's JSON object. Raises RequestError for what cannot be served apart."""
+    """Parse a client's body. Raises RequestError if disaggregated servers cannot serve it."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -53,13 +53,13 @@ def read_request(path: str, body: bytes) -> Request:
         raise RequestError(f"the body is a {type(request).__name__}, expected an object")
     if any(n not in (None, 1) for n in _sample_counts(path, request)):
         # SGLang gives all samples of a prompt one room.
-        raise RequestError("n > 1 needs a transfer for each sample: send the prompt n times")
+        raise RequestError("n > 1 cannot be combined with disaggregation: send the prompt n times")
     if _asks_about_prompt(path, request):
         raise RequestError(
-            "log-probabilities of the prompt stay on the prefill server: only those of the output "
-            "can be had where prefill and decode are apart"
+            "log-probabilities of the prompt cannot be combined with disaggregation: ask for those "
+            "of the output"
         )
-    # Raises for a batch without prompts, while an answer can still have a status.
+    # Refuse a batch without prompts here, while the answer can still have a status.
     num_prompts(path, request)
     return request
 
@@ -67,11 +67,11 @@ def read_request(path: str, body: bytes) -> Request:
 def pair(
     path: str,
     request: Request,
-    meeting: Meeting,
+    meeting: RankExchange,
     draw: Callable[[int], int] = secrets.randbelow,
 ) -> PairedBodies:
-    """Bodies that meet in fresh rooms, one for each prompt. What the client says about rooms is
-    overruled: it could name another client's."""
+    """Make both bodies, with a new room for each prompt. Rooms in the client's request are
+    overwritten: they could be those of another client."""
     shared = {
         **request,
         "bootstrap_host": meeting.host,
@@ -84,13 +84,13 @@ def pair(
 
 
 def num_prompts(path: str, request: Request) -> int | None:
-    """How many prompts a batch has; None for a prompt that is no list of prompts."""
+    """Return the number of prompts of a batch; None if the prompt is no list of prompts."""
     for field in PROMPT_FIELDS[path]:
         prompt = request.get(field)
         if prompt is None:
             continue
         if prompt == []:
-            raise RequestError(f"{field} is an empty list")
+            raise RequestError(f"{field} must not be an empty list")
         return len(prompt) if _is_batch(field, prompt) else None
     return None
 
@@ -100,7 +100,7 @@ def _is_batch(field: str, prompt: Any) -> bool:
         return False
     first = prompt[0]
     if field == "input_embeds":
-        # One prompt is a list of vectors already.
+        # A single prompt is already a list of vectors.
         return isinstance(first, list) and bool(first) and isinstance(first[0], list)
     return isinstance(first, str | list)
 

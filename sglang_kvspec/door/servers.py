@@ -1,4 +1,4 @@
-"""The servers behind the door: whose turn it is, and what each says about itself."""
+"""Servers behind the door: which is next, and what each reports about itself."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from sglang_kvspec.door.errors import WrongServer
-from sglang_kvspec.door.rooms import Meeting
+from sglang_kvspec.door.rooms import RankExchange
 
 Role = Literal["prefill", "decode"]
 
 
 class Server:
-    """One SGLang server. `meeting` is unknown until it introduced itself, and after it failed:
-    who comes back at the same URL may listen at another port, or be in another role."""
+    """One SGLang server. `meeting` is unknown before introduce() and after forget(): a server that
+    returns at the same URL may listen at another port, or have another role."""
 
     def __init__(self, role: Role, url: str) -> None:
         self.role = role
         self.url = url
-        self._meeting: Meeting | None = None
+        self._meeting: RankExchange | None = None
         self._fits = False
 
     def __str__(self) -> str:
@@ -31,23 +31,23 @@ class Server:
         return self._meeting is not None
 
     @property
-    def meeting(self) -> Meeting:
-        assert self._meeting is not None, f"{self} has not introduced itself"
+    def meeting(self) -> RankExchange:
+        assert self._meeting is not None, f"the /server_info of {self} is not known yet"
         return self._meeting
 
     @property
     def fits(self) -> bool:
-        """True once the server has said, since it last failed, that it has its role."""
+        """Return True if the server has confirmed its role since its last failure."""
         return self._fits
 
     def introduce(self, info: Mapping[str, Any]) -> None:
-        """Take in the server's /server_info. Raises WrongServer."""
+        """Store where requests meet the server, from its /server_info. Raises WrongServer."""
         self._meeting = self.check(info)
 
-    def check(self, info: Mapping[str, Any]) -> Meeting:
-        """Return where requests meet the server, by its /server_info.
+    def check(self, info: Mapping[str, Any]) -> RankExchange:
+        """Return where requests meet the server, from its /server_info.
 
-        Raises WrongServer where the server is not what the door was told.
+        Raises WrongServer if the server has another role, or names no bootstrap port.
         """
         self._fits = False
         mode, port = info.get("disaggregation_mode"), info.get("disaggregation_bootstrap_port")
@@ -55,21 +55,23 @@ class Server:
             raise WrongServer(
                 502,
                 f"{self} runs with --disaggregation-mode {mode}, not {self.role}: give the door "
-                "another URL or start that server in its role",
+                f"another URL, or start that server with --disaggregation-mode {self.role}",
             )
         if not isinstance(port, int):
-            raise WrongServer(502, f"{self} names no bootstrap port, but {port!r}")
+            raise WrongServer(
+                502, f"{self} has disaggregation_bootstrap_port {port!r}, expected an integer"
+            )
         host = urlsplit(self.url).hostname
-        assert host is not None, "server_url() let it in"
+        assert host is not None, "server_url() must refuse a URL without a host"
         self._fits = True
-        return Meeting(host, port)
+        return RankExchange(host, port)
 
     def forget(self) -> None:
         self._meeting, self._fits = None, False
 
 
 class Servers:
-    """All servers of both roles; requests take turns at them."""
+    """All servers of both roles. Servers of a role take turns at requests."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
         self.by_role: Mapping[Role, tuple[Server, ...]] = {
@@ -86,10 +88,10 @@ class Servers:
 
 
 def server_url(text: str) -> str:
-    """A base URL without a slash at its end. Raises ValueError for anything else."""
+    """Return a base URL without a slash at its end. Raises ValueError for any other URL."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{text!r} is no URL of the form http://HOST:PORT")
+        raise ValueError(f"{text!r} is not a URL of the form http://HOST:PORT")
     if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{text!r} has more than scheme, host and port")
+        raise ValueError(f"{text!r} must have only a scheme, a host and a port")
     return f"{parts.scheme}://{parts.netloc}"

@@ -1,1 +1,1 @@
-"""The loop: plan, draft, verify, commit, launch the next round. Knows nothing of SGLang."""
+"""The loop: plan, draft, verify, commit, launch the next round. The engine imports no SGLang."""

@@ -13,13 +13,13 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 @dataclass(slots=True)
 class RoundBatch:
-    """Request i is states[i].
+    """Requests of a round. Request i is states[i].
 
     pages[i]: page ids [num_pages] int64 on the CPU from position 0 on, up to the last draft of the
     round after this one. handles[i]: the server's own object of request i, for ports only.
     source: the server's own batch, for ModelForward only. wants_logprobs: some request asks for
-    log-probabilities. late: requests that cannot verify, because residuals of theirs are still on
-    the network.
+    log-probabilities. late: requests that cannot verify, because some of their residuals are still
+    on the network.
     """
 
     states: Sequence[RequestState]
@@ -31,5 +31,5 @@ class RoundBatch:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the device alone can choose all tokens."""
+        """Return True if all requests are greedy, so that the device alone can choose tokens."""
         return all(state.is_greedy for state in self.states)

@@ -1,4 +1,4 @@
-"""Guards the engine against drafters of other packages."""
+"""Guard of the engine against drafters of other packages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 
 class CheckedDrafter:
-    """Raises DrafterError where drafts are not what the protocol says."""
+    """Drafter that raises DrafterError where drafts of `inner` violate the protocol."""
 
     def __init__(self, name: str, inner: Drafter, vocab_size: int) -> None:
         self._name, self._inner, self._vocab_size = name, inner, vocab_size
 
     def draft(self, batch: RoundBatch, lens: Sequence[int]) -> DraftedTokens | None:
-        """As Drafter.draft."""
+        """Draft with `inner`, and check the drafts. See Drafter.draft."""
         before = [len(state.drafts) for state in batch.states]
         made = self._inner.draft(batch, lens)
         for state, count, most in zip(batch.states, before, lens, strict=True):
@@ -29,17 +29,18 @@ class CheckedDrafter:
         if len(drafts) > most:
             raise DrafterError(
                 f"--kvspec-drafter {self._name} made {len(drafts)} drafts for request {state.rid} "
-                f"where {most} were asked for"
+                f"(allowed: at most {most})"
             )
         wrong = [token for token in drafts if not 0 <= token < self._vocab_size]
         if wrong:
             raise DrafterError(
-                f"--kvspec-drafter {self._name} drafted token {wrong[0]} for request {state.rid}: "
-                f"tokens go from 0 to {self._vocab_size - 1}"
+                f"--kvspec-drafter {self._name} drafted token {wrong[0]} for request {state.rid} "
+                f"(allowed: 0 to {self._vocab_size - 1})"
             )
         is_sampled = not state.params.is_greedy and state.params.seed is None
         if drafts and is_sampled and len(state.draft_probs) != len(state.drafts):
             raise DrafterError(
-                f"--kvspec-drafter {self._name} gave {len(state.draft_probs)} distributions for "
-                f"{len(state.drafts)} drafts of request {state.rid}, which is sampled"
+                f"--kvspec-drafter {self._name} returned {len(state.draft_probs)} distributions "
+                f"for {len(state.drafts)} drafts of sampled request {state.rid} (allowed: one for "
+                "each draft)"
             )

@@ -1,4 +1,4 @@
-"""What requests take over of a verification, and of steps without drafts."""
+"""Commit of the tokens that verifications and plain steps emit."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import PageKeeper
-from sglang_kvspec.runtime.ranks import Ranks, agree
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_tokens
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import num_finite
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
 
 class Committer:
-    """Judges drafts by target logits, and commits what they emit: states, pages, counters."""
+    """Committer of tokens: judges drafts by target logits, updates states, pages and counters."""
 
     def __init__(
         self,
-        chooser: SpecSampler,
+        sampler: SpecSampler,
         pages: PageKeeper,
         arrivals: Arrivals,
         ranks: Ranks,
         counters: SpecCounters,
     ) -> None:
-        self._chooser, self._pages = chooser, pages
+        self._sampler, self._pages = sampler, pages
         self._arrivals, self._ranks, self._counters = arrivals, ranks, counters
 
     @staticmethod
     def top1(
         batch: RoundBatch, rows: Mapping[int, Row], logits: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Return the top-1 token of every row of logits, and the bits of its logit as float64, both
-        [num_tokens] int64 on the device, so that one transfer brings them; nothing where no
-        request takes top-1 tokens."""
+        """Return the top-1 token of every row of logits, and the bits of its logit as float64. Both
+        are [num_tokens] int64 on the device, so that one transfer brings them. Return nothing where
+        no request is greedy."""
         if logits is None or not any(batch.states[i].is_greedy for i in rows):
             return []
         largest, tokens = logits.max(-1)
@@ -54,16 +54,16 @@ class Committer:
     ) -> list[VerifyResult | None]:
         """Commit what the requests of `rows` emit by their logits [num_tokens, vocab].
 
-        top1: what top1() says of these logits, on the CPU or not. Returns an entry for every
-        request of the batch: None for one without a row, no tokens for one that cannot go on
-        because its logits allow no choice.
+        top1: as from top1() of these logits, on the CPU or the device. Returns an entry for every
+        request of the batch: None for a request without a row, no tokens for a request that cannot
+        go on because its logits allow no choice.
         """
         emitted: list[VerifyResult | None] = [None] * len(batch.states)
         if logits is None:
             return emitted
         chosen = self._judge(batch, rows, logits, top1)
-        agreed = agree(self._ranks, [batch.states[i] for i in rows], chosen)
-        for (i, row), verified in zip(rows.items(), agreed, strict=True):
+        results = broadcast_tokens(self._ranks, [batch.states[i] for i in rows], chosen)
+        for (i, row), verified in zip(rows.items(), results, strict=True):
             assert verified is not None
             emitted[i] = verified
             if verified.tokens:
@@ -86,17 +86,17 @@ class Committer:
         first = 0
         for i, row in rows.items():
             state = batch.states[i]
-            # What follows a token of the tail is known.
+            # Skip the logits of the tail: the token after each of its tokens is known.
             span = slice(first + len(state.tail), first + row.length)
             first = span.stop
             if state.is_greedy:
                 kept = logits[span] if batch.wants_logprobs else None
                 num_sound = num_finite(largest[span])
-                tokens = self._chooser.judge(state, targets[span], num_sound)
+                tokens = self._sampler.judge(state, targets[span], num_sound)
                 chosen.append(VerifyResult(tokens, kept))
                 continue
             masks = masks_along(state.grammar, state.drafts, logits[span])
-            verified = self._chooser.verify(state, logits[span], allowed_by(masks))
+            verified = self._sampler.verify(state, logits[span], allowed_by(masks))
             if masks is not None:
                 verified = verified._replace(tokens=verified.tokens[: masks.max_tokens])
             chosen.append(verified)
@@ -110,7 +110,7 @@ class Committer:
         self._pages.commit(row.pages, before, state.committed_len)
 
     def commit_plain(self, batch: RoundBatch, started: StartedRound) -> list[VerifyResult | None]:
-        """Commit tokens that were not drafted. A request that came meanwhile has none."""
+        """Commit the tokens of a plain round. A request that came meanwhile has none."""
         made, states = started.made, batch.states
         assert made is not None
         if started.logits is not None:

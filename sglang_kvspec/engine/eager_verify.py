@@ -13,7 +13,7 @@ from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 
 @dataclass(frozen=True, slots=True)
 class EagerVerify:
-    """A CapturedVerify that has room for every batch, since it captures nothing."""
+    """CapturedVerify without captures, which has room for every batch."""
 
     forward: ModelForward
 

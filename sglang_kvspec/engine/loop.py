@@ -1,10 +1,10 @@
 """The loop: plan, draft, verify, commit, launch the next round.
 
 Requests draft on anchors, in steps that need no decision in between. Then some or all of them
-verify in one forward at target precision, and take over what the target agrees with. The schedule
-decides how far each request drafts and which of them verify; a round in which drafts do not pay
-takes tokens at target precision instead. A GPU begins the next round before the server hears of
-this one. The server sees one iteration a round.
+verify in one forward at target precision, and keep the drafts that the target agrees with. The
+schedule decides how far each request drafts and which requests verify. A round in which drafts do
+not pay takes tokens at target precision instead. A GPU begins the next round before the server
+receives the tokens of this one. The server sees one iteration a round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verification, Verifier
 from sglang_kvspec.runtime.pages import PageKeeper
-from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 from sglang_kvspec.runtime.speeds import Speeds
@@ -35,10 +35,10 @@ from sglang_kvspec.runtime.speeds import Speeds
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a round did, by request. emitted: tokens that a request takes over, None for none; an
-    entry without tokens is of a request that cannot go on. num_verified: drafts that were judged;
-    None where tokens were taken without drafts. logits: what the emitted tokens were chosen from,
-    where log-probabilities are asked for. was_captured: all forwards were CUDA graph replays."""
+    """Result of a round, by request. emitted: tokens that a request emits, None for none; an entry
+    without tokens belongs to a request that cannot go on. num_verified: drafts that were verified,
+    None where tokens were taken without drafts. logits: of the emitted tokens, where
+    log-probabilities are asked for. was_captured: all forwards were CUDA graph replays."""
 
     emitted: Sequence[VerifyResult | None]
     num_verified: list[int] | None
@@ -48,8 +48,8 @@ class RoundResult:
 
 @dataclass(slots=True)
 class RoundLoop:
-    """speeds: of the link and of iterations, as measured. captures: whether forwards are CUDA graph
-    replays, as far as captures have room."""
+    """Loop of a server. speeds: measured speeds of the link and of iterations. captures: True if
+    forwards are CUDA graph replays, as far as captures have room."""
 
     scheduler: VerifyScheduler
     planner: ResidualPlanner
@@ -62,7 +62,7 @@ class RoundLoop:
     pages: PageKeeper
     arrivals: Arrivals
     prompt_reader: PromptReader
-    chooser: SpecSampler
+    sampler: SpecSampler
     ranks: Ranks
     captures: bool = False
 
@@ -74,7 +74,7 @@ class RoundLoop:
             schedule = self.scheduler.plan(batch.states, batch.late)
             started = self.starter.start(batch, schedule)
         self.starter.side.join()
-        # What was late when an overlapped round began may be here.
+        # Requests that were late when a pre-launched round began may have their residuals now.
         started.late = batch.late
         context = mean_context(batch.states)
         if started.is_plain:
@@ -82,21 +82,21 @@ class RoundLoop:
         return self._verify(batch, started, context)
 
     def _verify(self, batch: RoundBatch, started: StartedRound, context: float) -> RoundResult:
-        """Verify the drafts of the requests whose turn it is. The CPU enqueues that while the
-        device drafts."""
+        """Verify the drafts of the requests whose turn it is. The CPU enqueues the forward while
+        the device drafts."""
         is_idle = started.is_idle
         done = self.verifier.begin(batch, started)
         self.overlap.plan_next(batch, done.left)
-        # The device waits from here on, for the next round.
+        # From here on, the device waits for the next round.
         self.verifier.receive(batch, done)
-        if self.arrivals.may_lack:
+        if self.arrivals.may_be_pending:
             self._note_drafts(batch, started, done)
         emitted = self.committer.commit(batch, done.rows, done.logits, done.top1)
         self.starter.over_at = time.perf_counter()
         if is_idle:
             self.observer.observe_idle(len(batch.states))
             self.starter.over_at = None
-            if self.arrivals.may_lack:
+            if self.arrivals.may_be_pending:
                 self.arrivals.wait()
         self.overlap.launch(batch)
         self.pages.flush()
@@ -107,7 +107,8 @@ class RoundLoop:
         return RoundResult(emitted, started.num_verified, logits, was_captured)
 
     def _take_plain(self, batch: RoundBatch, started: StartedRound, context: float) -> RoundResult:
-        """Take over tokens at target precision, behind which others may follow at once."""
+        """Commit the tokens of a plain round, behind which another plain round may follow at
+        once."""
         self.overlap.plan_next(batch, None)
         self.overlap.extend(batch, started)
         emitted = self.committer.commit_plain(batch, started)
@@ -118,36 +119,38 @@ class RoundLoop:
         return RoundResult(emitted, None, started.logits, self.captures)
 
     def _note_drafts(self, batch: RoundBatch, started: StartedRound, done: Verification) -> None:
-        """Tell of drafts that were made while residuals of their requests were on their way."""
+        """Note the round's drafts, and which of them were made while residuals of their request
+        were on the network."""
         for i, state in enumerate(batch.states):
             if started.lens[i]:
-                ages_s, lacks = started.draft_ages_s(i), i in started.lacking
-                self.arrivals.note_drafts(batch, i, ages_s, on_anchors=lacks)
+                ages_s, pending = started.draft_ages_s(i), i in started.pending
+                self.arrivals.note_drafts(batch, i, ages_s, on_anchors=pending)
             if i in done.piggyback:
-                lacks = self.arrivals.is_lacking(state)
-                self.arrivals.note_drafts(batch, i, (0.0,), on_anchors=lacks)
+                pending = self.arrivals.is_pending(state)
+                self.arrivals.note_drafts(batch, i, (0.0,), on_anchors=pending)
 
     # Between rounds
 
-    def hold_up(self) -> None:
-        """Let another forward come first, of a prefill, say. It waits for what has begun."""
-        self.overlap.hold_up()
+    def interrupt(self) -> None:
+        """Let another forward, such as a prefill, run next. It waits for the pre-launched steps."""
+        self.overlap.interrupt()
         self.starter.over_at = None
 
     def start_on_anchors(self, batch: RoundBatch) -> None:
-        """Make the first draft of the only request, whose prompt's residuals are on their way. That
-        gives the end of the prompt KV which further drafts may read."""
-        self.hold_up()
+        """Make the first draft of the batch's only request, an early start whose residuals are on
+        the network. This also computes KV of the prompt's end, which later drafts may read."""
+        self.interrupt()
         self.overlap.keep_tokens()
         (state,) = batch.states
         logits = self.prompt_reader.read_prompt_end(batch)
-        self.chooser.draft(state, logits, mask=None)
-        agree_on_drafts(self.ranks, [state])
-        lacks = self.arrivals.is_lacking(state)
-        self.arrivals.note_drafts(batch, 0, (0.0,), on_anchors=lacks)
+        self.sampler.draft(state, logits, mask=None)
+        broadcast_drafts(self.ranks, [state])
+        pending = self.arrivals.is_pending(state)
+        self.arrivals.note_drafts(batch, 0, (0.0,), on_anchors=pending)
 
     def seconds_to_next(self, states: Sequence[RequestState]) -> list[float]:
-        """Seconds until each request, which has just emitted tokens, is expected to emit more."""
+        """Return the expected seconds until each request, which has just emitted tokens, emits
+        more."""
         return self.scheduler.seconds_to_next(states, self.overlap.next)
 
     def report(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Learns from rounds that are over: what they cost, and what operators read."""
+"""Observer of finished rounds: their costs, and the counters that operators read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from sglang_kvspec.runtime.speeds import Speeds
 
 
 class RoundObserver:
-    """Feeds counters, speeds and the cost model."""
+    """Observer that feeds counters, speeds and the cost model."""
 
     def __init__(
         self, counters: SpecCounters, speeds: Speeds, clock: RoundCostModel, timer: PhaseTimer
     ) -> None:
-        """timer: the verifier's, which marks its waits for residuals and its forwards."""
+        """timer: the verifier's timer, which marks waits for residuals and forwards."""
         self._counters, self._speeds, self._clock, self._timer = counters, speeds, clock, timer
         self._fetch_wait_s = 0.0
 
     def observe_plain(self, started: StartedRound, context: float) -> None:
-        """A round without drafts, over a mean context of so many tokens. Waits for the device."""
+        """Observe a round without drafts. context: mean tokens of a request. Waits for the
+        device."""
         self._counters.iterations += 1
         step_s = started.step_seconds()
         self._speeds.note_iteration(step_s * started.num_steps)
@@ -39,7 +40,7 @@ class RoundObserver:
         emitted: Sequence[VerifyResult | None],
         context: float,
     ) -> None:
-        """A round with drafts or verifications. Waits for the device."""
+        """Observe a round with drafts or verifications. Waits for the device."""
         self._counters.iterations += 1
         self._counters.observe_piggyback(started.num_piggyback)
         draft_s = started.step_seconds() * max(started.lens)
@@ -53,7 +54,7 @@ class RoundObserver:
                 context,
                 draft_s,
                 verify_s,
-                None if started.is_held_up else started.enqueue_s,
+                None if started.is_interrupted else started.enqueue_s,
                 [n for n, entry in zip(verified, emitted, strict=True) if entry],
                 started.between_s,
                 started.num_piggyback,
@@ -64,20 +65,20 @@ class RoundObserver:
         )
 
     def observe_idle(self, num_requests: int) -> None:
-        """A round in which no request could go on."""
+        """Count the waits of a round in which no request could go on."""
         self._counters.waits += num_requests
 
     def report(self) -> dict[str, Any]:
         """Return times in ms, for /server_info."""
         clock = self._clock
         return {
-            # By the number of requests that drafted.
+            # Keys: numbers of requests that drafted.
             "draft_iter_ms": {str(n): s * 1e3 for n, s in sorted(clock.draft_step_s.items())},
-            # What verifications waited for residuals, after the drafts.
+            # Time that verifications waited for residuals after the drafts.
             "fetch_wait_ms": self._fetch_wait_s * 1e3,
             "verify_ms": clock.verify_s * 1e3,
             "plain_step_ms": clock.plain_step_s * 1e3,
-            # From a round to the next, as far as it is known; least of a round that verifies.
+            # Time from a round to the next, where known, and least time of a round that verifies.
             "between_ms": clock.between_s * 1e3,
             "enqueue_ms": clock.enqueue_s * 1e3,
         }

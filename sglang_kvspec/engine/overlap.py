@@ -1,4 +1,4 @@
-"""Overlap of rounds: the device begins the next one before the server hears of the last one."""
+"""Overlap of rounds: the device begins a round before the server receives the last one's tokens."""
 
 from __future__ import annotations
 
@@ -16,68 +16,68 @@ from sglang_kvspec.runtime.pages import PageKeeper
 
 
 class Overlap(Protocol):
-    """What the loop asks for around a round. next: schedule of the round after this one, once it
-    is planned."""
+    """Pre-launch of rounds, as the loop uses it. next: schedule of the round after this one, once
+    it is planned."""
 
     next: RoundSchedule | None
 
     def take(self, batch: RoundBatch) -> StartedRound | None:
-        """Return the round that runs already, for the batch as it is now; None for none."""
+        """Return the pre-launched round, for the batch as it is now; None if no round runs."""
 
     def plan_next(self, batch: RoundBatch, num_drafts: Sequence[int] | None) -> None:
         """Plan the round after this one, while the device is still busy with this one. num_drafts:
-        drafts that requests have by then, those they have now unless given."""
+        drafts that requests will have by then; by default, the drafts that they have now."""
 
     def extend(self, batch: RoundBatch, started: StartedRound) -> None:
-        """Let a plain round go on before its tokens are read, where that is possible."""
+        """Begin another plain round before the tokens of this one are read, where possible."""
 
     def launch(self, batch: RoundBatch) -> None:
-        """Begin the round after this one, where that is possible."""
+        """Begin the round after this one, where possible."""
 
-    def hold_up(self) -> None:
-        """Let another forward follow what has begun."""
+    def interrupt(self) -> None:
+        """Let another forward follow the steps of the pre-launched round."""
 
     def keep_tokens(self) -> None:
-        """Let a forward use the tensors in which the tokens of the begun round lie."""
+        """Copy the tokens of the pre-launched round, whose tensors another forward will use."""
 
     def cancel(self) -> None:
-        """Forget the round that has begun: it ran with other weights."""
+        """Cancel the pre-launched round, because the weights change."""
 
 
 class NoOverlap:
-    """Rounds of a machine which does what it is told at once."""
+    """No pre-launch, for a device that works synchronously."""
 
     next: RoundSchedule | None = None
 
     def take(self, batch: RoundBatch) -> None:
-        """No round has begun."""
+        """Return None: no round has begun."""
 
     def plan_next(self, batch: RoundBatch, num_drafts: Sequence[int] | None) -> None:
-        """The next round is planned when it begins."""
+        """Do nothing: the next round is planned when it begins."""
 
     def extend(self, batch: RoundBatch, started: StartedRound) -> None:
-        """Tokens are read as they are made."""
+        """Do nothing: tokens are read as they are made."""
 
     def launch(self, batch: RoundBatch) -> None:
-        """The next round begins when the server asks for it."""
+        """Do nothing: the next round begins when the server asks for it."""
 
-    def hold_up(self) -> None:
-        """No round has begun."""
+    def interrupt(self) -> None:
+        """Do nothing: no round has begun."""
 
     def keep_tokens(self) -> None:
-        """No round has begun."""
+        """Do nothing: no round has begun."""
 
     def cancel(self) -> None:
-        """No round has begun."""
+        """Do nothing: no round has begun."""
 
 
 @dataclass(slots=True)
 class OverlappedRounds:
-    """Launches rounds beside the main stream, which waits for them before any other forward.
+    """Pre-launch of rounds beside the main stream, which waits for them before any other forward.
 
     What such a round wrote for requests that have left meanwhile is overwritten. Where residuals
-    move, which requests verify at its end, and what is fetched for that, is decided as soon as it
-    runs, and again if a prefill has come before its end.
+    move, the round's verifications and their fetches are planned as soon as it runs. They are
+    planned again if a prefill comes before its end.
 
     next: schedule of the round after the running one. ahead: the round that was launched.
     """
@@ -90,11 +90,12 @@ class OverlappedRounds:
     ahead: StartedRound | None = None
 
     def take(self, batch: RoundBatch) -> StartedRound | None:
-        """As Overlap.take. The main stream follows the round's steps."""
+        """Return the pre-launched round, see Overlap.take. Plan its verifications if they are
+        undecided. The caller makes the main stream wait for its steps."""
         started = None if self.ahead is None else self.ahead.for_batch(batch.states)
         kv = self.starter.kv
         if started is not None and kv.plan.host_pages and (started.plan is None or started.is_idle):
-            # The device drafts already, which leaves the CPU time to choose which requests verify.
+            # The device drafts already, so the CPU has time to choose which requests verify.
             assert self.next is not None
             self._cancel_plan()
             schedule = replace(self.next, held=started.held)
@@ -105,21 +106,21 @@ class OverlappedRounds:
         return started
 
     def plan_next(self, batch: RoundBatch, num_drafts: Sequence[int] | None) -> None:
-        """As Overlap.plan_next."""
+        """Plan the next round, see Overlap.plan_next."""
         self.next = self.scheduler.plan(batch.states, batch.late, num_drafts)
 
     def extend(self, batch: RoundBatch, started: StartedRound) -> None:
-        """As Overlap.extend."""
+        """Begin another plain round, see Overlap.extend."""
         assert self.next is not None
         if not any(self.next.lens) and self.next.may_advance and self._can_launch(batch):
             self.ahead = self.starter.extend(started)
 
     def launch(self, batch: RoundBatch) -> None:
-        """As Overlap.launch.
+        """Begin the next round, see Overlap.launch.
 
-        Full pages are encoded once the device drafts, which reads them in the window: encoding them
-        writes nothing that those drafts read, and whatever gets their places in the window is
-        behind the drafts.
+        Full pages are encoded once the device drafts, although these drafts read them in the
+        window. Encoding writes nothing that these drafts read, and whatever reuses the window slots
+        comes after the drafts.
         """
         if self.ahead is not None or not self._can_launch(batch):
             return
@@ -128,7 +129,7 @@ class OverlappedRounds:
         rooms = [state.cap_len(self.max_draft_len) - len(state.drafts) for state in states]
         lens = [min(pair) for pair in zip(self.next.lens, rooms, strict=True)]
         if not any(lens) and not self.next.may_advance:
-            # Drafts piggyback on the verifications of that round, which its begin decides.
+            # Drafts piggyback on that round's verifications, which are decided when it begins.
             return
         starts = [(state.next_position, n) for state, n in zip(states, lens, strict=True)]
         if not any(lens) or not drafts_fit(kv, starts):
@@ -138,25 +139,26 @@ class OverlappedRounds:
         self.ahead = self.starter.start(batch, self.next, plans=False)
         self.pages.flush()
         if kv.plan.host_pages and not batch.late and not self.starter.arrivals.come_with_requests:
-            # What it verifies is fetched while the server sends this round's tokens.
+            # The residuals of its verifications move while the server sends this round's tokens.
             self.ahead.plan = self.starter.planner.plan_ahead(
                 states, batch.pages, lens, self.next.budget, self.next.held
             )
 
-    def hold_up(self) -> None:
-        """As Overlap.hold_up. The round's verifications are planned again."""
+    def interrupt(self) -> None:
+        """Let another forward follow, see Overlap.interrupt. The round's verifications are planned
+        again."""
         self.starter.side.join()
         if self.ahead is not None:
-            self.ahead.is_held_up = True
+            self.ahead.is_interrupted = True
             self._cancel_plan()
 
     def keep_tokens(self) -> None:
-        """As Overlap.keep_tokens."""
+        """Copy the round's tokens, see Overlap.keep_tokens."""
         if self.ahead is not None:
             self.ahead.keep_tokens()
 
     def cancel(self) -> None:
-        """As Overlap.cancel."""
+        """Cancel the pre-launched round and its plan, see Overlap.cancel."""
         self.starter.side.join()
         self._cancel_plan()
         self.ahead = None

@@ -1,4 +1,4 @@
-"""Which requests verify at the end of a round, by where their residuals are; and page copies."""
+"""Planner of the requests that verify at the end of a round, and of the page copies for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_CACHE = (ResidualState.RESIDENT, ResidualState.FETCHING)
 
 
 class ResidualPlanner:
-    """Decides which requests verify, and starts the page copies that this needs."""
+    """Planner of verifications, which also starts the page copies that they need."""
 
     def __init__(self, kv: PagedKVCache) -> None:
         self._kv = kv
@@ -42,8 +42,8 @@ class ResidualPlanner:
 
         pages: page ids of each request from position 0 on, at least of its verified tokens. held:
         requests that do not verify in this round whatever is in the cache, those of find_late()
-        among them. drafts: whether any request drafts before the round's verifications or, if there
-        are none, in their place. starts_ahead: fetch_ahead() is called, too, and not to follow.
+        included. drafts: True if any request drafts before the round's verifications or, if there
+        are none, in their place. starts_ahead: also call fetch_ahead(); otherwise the caller does.
         """
         residuals = self._kv.residuals
         residuals.finish_fetches()
@@ -53,12 +53,12 @@ class ResidualPlanner:
             self._planner.all_verify(states[i].rid for i in ready)
             return RoundPlan(tuple(ready))
         views = [
-            self._view(*parts, is_lacking=i in held)
+            self._view(*parts, is_pending=i in held)
             for i, parts in enumerate(zip(states, pages, spills, strict=True))
         ]
         slots = residuals.cache_slots
         _, cached = residuals.table.split(slots, ResidualState.STORED, IN_CACHE)
-        # The other slots are of pages that land, whose residuals have nowhere else to go.
+        # The other slots belong to arriving pages, whose residuals have no other place.
         num_slots = len(cached) + slots.num_free
         cache = CacheView(num_slots, slots.num_free, cached)
         plan = self._planner.plan(views, cache, budget, drafts=drafts)
@@ -69,8 +69,9 @@ class ResidualPlanner:
         return plan
 
     def fetch_ahead(self, plan: RoundPlan) -> None:
-        """Start to fetch what a plan brings for rounds after its own, as far as it is still there
-        to be fetched. By itself, so that its own verifications do not wait for this."""
+        """Prefetch the pages of a plan for later rounds, as far as they are still in the store and
+        slots are free. The fetch is separate, so that the plan's verifications do not wait for
+        it."""
         residuals = self._kv.residuals
         residuals.start_fetch(residuals.missing(plan.ahead)[: residuals.cache_slots.num_free])
 
@@ -84,8 +85,9 @@ class ResidualPlanner:
     ) -> RoundPlan:
         """Plan a round before the server has said which requests stay for it.
 
-        Requests that have all their tokens are about to leave. If other forwards come first, call
-        cancel(); if none has come, call fetch_ahead(), whose copies a prefill would wait for.
+        Requests that have all their tokens are about to leave, and are not planned for. If other
+        forwards come first, call cancel(). If none has come, call fetch_ahead(): it is not called
+        here, because a prefill would wait for its copies.
         """
         going = [i for i, state in enumerate(states) if state.remaining > 0]
         plan = self.plan(
@@ -100,7 +102,7 @@ class ResidualPlanner:
         return replace(plan, verify=tuple(going[i] for i in plan.verify))
 
     def cancel(self) -> None:
-        """Forget the last plan. Pages that it has fetched stay in the cache until their place is
+        """Cancel the last plan. Pages that it has fetched stay in the cache until their slots are
         needed."""
         self._planner.cancel()
 
@@ -122,24 +124,24 @@ class ResidualPlanner:
         return late
 
     def turns(self) -> Turns | None:
-        """What verifications need of the link, by what it was seen to move; None where all
+        """Return what verifications need of the link, at its measured speed; None where all
         residuals are in the cache."""
         self.speeds.note_fetches()
         return self._planner.turns(self._pages_per_s)
 
     def room(self) -> tuple[float, float] | None:
-        """(requests whose residuals the cache holds at once, seconds that the link needs for those
-        of one), by what it was seen to move; None where all are in the cache."""
+        """Return (requests whose residuals the cache holds at once, seconds that the link needs for
+        those of one request), at its measured speed; None where all residuals are in the cache."""
         return self._planner.room(self._pages_per_s)
 
     def budget(self, lens: Sequence[int], cost: RoundCost) -> RoundBudget:
-        """What the link moves in a round that adds such drafts, by what it was seen to move. Ranks
-        measure different times: the first one's is to count."""
+        """Return the pages that the link moves in a round that adds `lens` drafts, at its measured
+        speed. Ranks measure different times: the caller broadcasts rank 0's budget."""
         drafting_s = cost.step * max(lens, default=0) + cost.row * sum(lens)
         return RoundBudget(self.pages_in(drafting_s), self.pages_in(cost.seconds(lens)))
 
     def pages_in(self, seconds: float) -> int:
-        """Residual pages that the link moves in this time, by what it was seen to move."""
+        """Return the residual pages that the link moves in this time, at its measured speed."""
         self.speeds.note_fetches()
         return int(seconds * self._pages_per_s)
 
@@ -148,13 +150,14 @@ class ResidualPlanner:
         return self.speeds.link_bytes_per_s / self._kv.plan.page_bytes.residual
 
     def await_fetches(self, plan: RoundPlan, pages: Sequence[torch.Tensor]) -> None:
-        """Let what is enqueued from now on follow the fetches of requests that verify. pages: as in
-        plan()."""
+        """Let all work that is enqueued from now on wait for the fetches of requests that verify.
+        pages: as in plan()."""
         self._kv.residuals.await_fetches(page for i in plan.verify for page in pages[i].tolist())
 
     def _nothing_can_move(self, spill: int) -> bool:
-        """Every residual is in the cache or on its way into it. Which of the two is each rank's own
-        to know, and all ranks must plan alike."""
+        """Return True if every residual is in the cache or on its way there, and the cache has room
+        for `spill` pages. Ranks may differ in which residuals are still on their way, and must plan
+        alike. Without a host store or a cache, nothing moves either."""
         plan = self._kv.plan
         if not plan.host_pages or not plan.cache_pages:
             return True
@@ -162,13 +165,13 @@ class ResidualPlanner:
         return num_away == 0 and spill <= self._kv.residuals.cache_slots.num_free
 
     def _spill(self, state: RequestState, num_new: int) -> int:
-        """Pages that its verification may fill."""
+        """Return the number of pages that a verification of num_new more drafts may fill."""
         size = self._kv.geometry.page_size
         end = state.next_position + num_new + 1
         return end // size - state.committed_len // size
 
     def _view(
-        self, state: RequestState, pages: torch.Tensor, spill: int, *, is_lacking: bool
+        self, state: RequestState, pages: torch.Tensor, spill: int, *, is_pending: bool
     ) -> RoundView:
         table = self._kv.residuals.table
         ids = self._full_pages(state, pages)
@@ -179,9 +182,9 @@ class ResidualPlanner:
             cached=cached,
             spill=spill,
             priority=state.priority,
-            is_lacking=is_lacking,
+            is_pending=is_pending,
         )
 
     def _full_pages(self, state: RequestState, pages: torch.Tensor) -> list[int]:
-        """Those that hold verified tokens only."""
+        """Return the request's pages that hold verified tokens only."""
         return pages[: state.committed_len // self._kv.geometry.page_size].tolist()

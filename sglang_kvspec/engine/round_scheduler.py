@@ -1,4 +1,4 @@
-"""Rounds: all requests draft, then verify together."""
+"""Schedule `rounds`: all requests draft, then verify together."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from sglang_kvspec.runtime.request_state import RequestState
 PPM = 1_000_000
 # Drafts of the first round, before anything was measured.
 FIRST_DRAFT_LEN = 8
-# The same while a client reads a stream, where the time of a round is limited.
+# Drafts of the first round while a client reads a stream, where the time of a round is limited.
 FIRST_STREAMED_LEN = 2
-# Steps of a round for requests that cannot verify yet, where nobody else wants more: few, so that
-# what arrives meanwhile is soon noticed.
+# Draft steps of a round for requests that cannot verify yet, where no other request wants more. The
+# number is small, so that arriving residuals are soon noticed.
 LATE_STEPS = 4
 
 
 class RoundScheduler:
-    """All requests draft, then all verify whose residuals can be there.
+    """Scheduler of rounds: all requests draft, then all verify whose residuals can be there.
 
-    draft_len auto: each round's lengths are those with the most expected tokens a second, by every
-    request's acceptance so far and by what rounds took. Greedy requests that do not verify
-    piggyback a draft where that is worth its price.
+    draft_len auto: each round has the lengths with the most expected tokens a second, by every
+    request's acceptance so far and by measured times of rounds. Greedy requests that do not verify
+    piggyback a draft if its worth exceeds its price.
     """
 
     piggybacks_sampled = False
@@ -36,7 +36,7 @@ class RoundScheduler:
         self._config, self._clock = parts.config, parts.round_costs
         self._planner, self._ranks = parts.planner, parts.ranks
         self._last: tuple[list[RoundRequest], RoundCost] | None = None
-        # As last planned: expected tokens that a draft is to be worth, in millionths; most drafts.
+        # By the last plan: expected tokens that a draft must be worth, in millionths; most drafts.
         self._price_ppm = 0
         self._longest = parts.config.max_draft_len
         self._plain_steps, self._stream_round_s = parts.plain_steps, parts.stream_round_s
@@ -44,7 +44,7 @@ class RoundScheduler:
 
     @property
     def link_share(self) -> LinkShare | None:
-        """What the link lets the requests of the last round reach; None where nothing moves."""
+        """Speed that the link allows requests of the last round; None where nothing moves."""
         room = self._planner.room()
         return None if room is None or self._last is None else share_of_speed(*self._last, *room)
 
@@ -54,13 +54,13 @@ class RoundScheduler:
         late: Collection[int] = (),
         num_drafts: Sequence[int] | None = None,
     ) -> RoundSchedule:
-        """Plan as VerifyScheduler says. Late requests draft along up to their caps, and have no say
-        in how much the others draft."""
+        """Plan a round, see VerifyScheduler.plan. Late requests draft as long as the others, up to
+        their caps, and do not influence how far the others draft."""
         have = [len(state.drafts) for state in states] if num_drafts is None else num_drafts
         turns = self._planner.turns()
         self._longest = self._config.max_draft_len
         if self._config.draft_len == AUTO_DRAFT_LEN and turns is None:
-            # There is no fetch that more of them would share.
+            # Nothing is fetched, so more drafts would not share the cost of a fetch.
             self._longest = min(self._longest, MOST_AUTO_DRAFTS)
         caps = [
             self._cap(state, have[i], is_due=turns is None and i not in late)
@@ -90,7 +90,7 @@ class RoundScheduler:
         if self._stream_round_s is not None and any(state.is_streamed for state in states):
             lens = self._shortened(lens, cost, self._stream_round_s)
         budget = self._planner.budget(lens, cost)
-        # Ranks measure different times and must do the same.
+        # Ranks measure different times but must do the same: rank 0 decides.
         *lens, drafting_pages, round_pages, self._price_ppm = self._ranks.numbers(
             [*lens, budget.drafting_pages, budget.round_pages, price_ppm],
             about=[(state.rid, state.committed_len) for state in states],
@@ -99,7 +99,7 @@ class RoundScheduler:
         return RoundSchedule(lens, RoundBudget(drafting_pages, round_pages))
 
     def _shortened(self, lens: list[int], cost: RoundCost, most_s: float) -> list[int]:
-        """Cut lengths so that the round takes most_s seconds at most, but for one draft each. A
+        """Shorten lengths until the round takes most_s seconds at most, but not below one draft. A
         rejected draft leaves a stream without tokens until the end of the next round."""
         most = max(lens) if self._clock.has_measured else min(max(lens), FIRST_STREAMED_LEN)
         while most > 1 and cost.seconds([min(n, most) for n in lens]) > most_s:
@@ -107,7 +107,7 @@ class RoundScheduler:
         return [min(n, most) for n in lens]
 
     def piggybacks(self, state: RequestState, num_drafts: int) -> bool:
-        """Whether one more draft is worth its price in the round that was planned last."""
+        """Return True if one more draft is worth its price in the round that was planned last."""
         if num_drafts >= state.cap_len(self._longest):
             return False
         worth: float = state.acceptance.probability ** (num_drafts + 1)
@@ -116,19 +116,19 @@ class RoundScheduler:
     def seconds_to_next(
         self, states: Sequence[RequestState], schedule: RoundSchedule | None
     ) -> list[float]:
-        """Return what the next round costs, the same for all requests."""
+        """Return the seconds of the next round, the same for all requests."""
         lens = self._last_lens if schedule is None else schedule.lens
         if len(lens) != len(states):
             return [0.0] * len(states)
         seconds = self._clock.cost(mean_context(states)).seconds(lens)
         if not any(lens) and self._plain_steps:
-            # As many steps as a round without drafts takes tokens.
+            # A round without drafts takes this many steps.
             seconds *= self._plain_steps
         return [seconds] * len(states)
 
     def _cap(self, state: RequestState, num_drafts: int, *, is_due: bool) -> int:
-        """Most drafts it is to have at the end of the round, which it begins with num_drafts.
-        is_due: it verifies then."""
+        """Return the most drafts that the request may have at the end of the round. num_drafts: its
+        drafts at the start. is_due: the request verifies at the end."""
         if is_due and state.has_waited and num_drafts:
             # More drafts would only keep the user waiting (Lynx section 4.2).
             return num_drafts
@@ -136,5 +136,5 @@ class RoundScheduler:
 
 
 def mean_context(states: Sequence[RequestState]) -> float:
-    """Verified tokens of a request."""
+    """Return the mean number of verified tokens of a request."""
     return sum([state.committed_len for state in states]) / len(states)

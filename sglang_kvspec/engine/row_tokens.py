@@ -10,7 +10,7 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 
 class RowTokens(NamedTuple):
-    """tokens, positions: of all rows, one after the other; 0 stands for a token that only the
+    """Tokens and positions of all rows, one row after the other. 0 stands for a token that only the
     device knows. firsts[i]: index of the first such draft of request i, -1 without a VERIFY row.
     lasts[i]: index of the last token of request i, -1 without a DRAFT row."""
 

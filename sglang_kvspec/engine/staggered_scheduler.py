@@ -1,4 +1,4 @@
-"""Staggered verifications: some requests verify, all others piggyback one draft on the forward."""
+"""Schedule `staggered`: some requests verify, all others piggyback one draft on the forward."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from sglang_kvspec.planning.link_rounds import LinkShare
 from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.runtime.request_state import RequestState
 
-# Verifications in a round, over an even spread.
+# Most verifications in a round, relative to an even spread.
 SLACK = 1.25
-# Where streams are paced, a streamed request takes at most so many rounds to draft and verify for
-# each token that it emitted last, so that those fill the time evenly.
+# Where streams are paced, a streamed request drafts and verifies for at most this many rounds per
+# token that it emitted last, so that these tokens fill the time evenly.
 ROUNDS_A_TOKEN = 1.3
-# Such a request verifies no more drafts at once: all other streams wait for the verification.
+# Most drafts that such a request verifies at once: all other streams wait for the verification.
 MOST_STREAMED_DRAFTS = 6
-# Lengths that are remembered, by acceptance and cap: more than requests run at once.
+# Best lengths that are remembered, by acceptance and cap: more than the requests that run at once.
 MOST_REMEMBERED = 4096
 
 
 class StaggeredScheduler:
-    """Verifications take turns (VeriCache section 5).
+    """Scheduler in which verifications take turns (VeriCache section 5).
 
     A request is due once it has its best number of drafts. An even share of the requests verifies
-    in a round, those which are most overdue first. All others piggyback one draft, sampled ones
-    too. Only a round in which no request can verify makes a draft step of its own.
-    Residuals of a due request move while others verify: the residual planner lets it draft on until
-    they are there, for a bounded number of rounds.
+    in a round: by priority, then the most overdue ones. All others piggyback one draft, sampled
+    requests too. Only a round in which no request can verify makes a draft step of its own.
+    Residuals of a due request move while others verify. The residual planner lets the request draft
+    on until its residuals are there, for a bounded number of rounds.
     """
 
     piggybacks_sampled = True
@@ -41,7 +41,7 @@ class StaggeredScheduler:
     def __init__(self, parts: SchedulerParts) -> None:
         self._config = parts.config
         self._planner, self._ranks = parts.planner, parts.ranks
-        # Searched once between two verifications of a request: plans and times both ask.
+        # Search once between two verifications of a request: plan() and seconds_to_next() both ask.
         self._paying_len = lru_cache(MOST_REMEMBERED)(
             partial(best_draft_len, cost=parts.draft_cost)
         )
@@ -52,18 +52,18 @@ class StaggeredScheduler:
         late: Collection[int] = (),
         num_drafts: Sequence[int] | None = None,
     ) -> RoundSchedule:
-        """Plan as VerifyScheduler says."""
+        """Plan a round, see VerifyScheduler.plan."""
         have = [len(state.drafts) for state in states] if num_drafts is None else num_drafts
         best = [
             self._best_len(state, count, is_late=i in late)
             for i, (state, count) in enumerate(zip(states, have, strict=True))
         ]
         due = [i for i, count in enumerate(have) if i not in late and count >= best[i]]
-        # Requests that verify often may not take the turns of those that draft far.
+        # Requests that verify often must not take the turns of requests that draft far.
         share = ceil(SLACK * sum(1 / (count + 1) for count in best))
         turn = sorted(due, key=lambda i: (-states[i].priority, best[i] - have[i]))[: max(share, 1)]
         alone = [int(self.piggybacks(s, n)) for s, n in zip(states, have, strict=True)]
-        # Ranks need not round probabilities alike, and measure different times.
+        # Ranks may round probabilities differently, and measure different times: rank 0 decides.
         verifies = [int(i in turn) for i in range(len(states))]
         pages = self._planner.pages_in(self._planner.speeds.iteration_s)
         *verifies, pages = self._ranks.numbers(
@@ -79,18 +79,18 @@ class StaggeredScheduler:
         )
 
     def piggybacks(self, state: RequestState, num_drafts: int) -> bool:
-        """Whether the request has room for one more draft."""
+        """Return True if the request has room for one more draft."""
         return num_drafts < state.cap_len(self._config.max_draft_len)
 
     def seconds_to_next(
         self, states: Sequence[RequestState], schedule: RoundSchedule | None
     ) -> list[float]:
-        """Return the time that each request takes to draft and verify again."""
+        """Return the seconds that each request takes to draft and verify again."""
         round_s = self._planner.speeds.iteration_s
         return [(self._best_len(state, 0, is_late=False) + 1) * round_s for state in states]
 
     def _best_len(self, state: RequestState, num_drafts: int, *, is_late: bool) -> int:
-        """Drafts that the request is to have when it verifies next."""
+        """Return the number of drafts that the request is to have when it verifies next."""
         cap = state.cap_len(self._config.max_draft_len)
         best = cap
         if self._config.draft_len == AUTO_DRAFT_LEN and cap:

@@ -1,4 +1,4 @@
-"""A round that a device has begun, while the batch it was begun for may still change."""
+"""Round that a device has begun, while its batch may still change."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 @dataclass(slots=True)
 class StartedRound:
-    """Request i is states[i] and adds lens[i] drafts.
+    """Round that has begun. Request i is states[i] and adds lens[i] drafts.
 
     timer: runs while the round drafts. begun_at: time.perf_counter() when the device was first told
-    of its steps. between_s: seconds since the last round for which the device had waited for that,
-    None where they are not known. num_steps: what the timer's seconds are of, also where the
-    requests with the most drafts have left. is_held_up: other forwards came before its end.
-    plan: which requests verify and what is fetched for that; None where all do, or that is yet to
-    be decided. late: requests that cannot verify whatever the plan, as residuals of theirs are
-    still on the network, by now; lacking: those of which that was so when the round began. held:
-    those that the schedule keeps from verifying.
+    of its steps. between_s: seconds since the last round for which the device had waited for this
+    one, None where not known. num_steps: steps that the timer measures, also where the requests
+    with the most drafts have left. is_interrupted: other forwards came before its end.
+    plan: which requests verify and what is fetched for them; None where all verify, or where that
+    is yet to be decided. late: requests that cannot verify whatever the plan, because some of their
+    residuals are still on the network now. pending: requests of which that was so when the round
+    began. held: requests that the schedule keeps from verifying.
 
     is_plain: the round takes tokens at the target precision instead. made: tokens that only the
-    device knows. logits: of a plain round whose one token is to be chosen from them, a row for each
-    of made.order.
+    device knows. logits: of a plain round whose only token is to be chosen from them, a row for
+    each of made.order.
 
-    Of a round that is over: num_verified: drafts that each request had verified; num_piggyback:
-    requests that drafted in the forward of others; ends_prompts: more than drafts were verified, of
-    requests that had started on anchors; enqueue_s: from begun_at until all was enqueued.
+    Set as the round ends. num_verified: drafts that each request verified. num_piggyback: requests
+    that piggybacked a draft. ends_prompts: some requests had started on anchors, and verified more
+    than drafts. enqueue_s: seconds from begun_at until all was enqueued.
     """
 
     states: Sequence[RequestState]
@@ -41,13 +41,13 @@ class StartedRound:
     begun_at: float = 0.0
     between_s: float | None = None
     num_steps: int = 0
-    is_held_up: bool = False
+    is_interrupted: bool = False
     is_plain: bool = False
     made: DraftedTokens | None = None
     logits: torch.Tensor | None = None
     plan: RoundPlan | None = None
     late: frozenset[int] = frozenset()
-    lacking: frozenset[int] = frozenset()
+    pending: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     num_verified: list[int] = field(default_factory=list)
     num_piggyback: int = 0
@@ -66,17 +66,21 @@ class StartedRound:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request drafts in it, and none can verify."""
+        """Return True if no request drafts in the round, and none can verify."""
         return not self.is_plain and not any(self.lens) and not self.verify
 
     def steps_on(self, page_size: int, most: int) -> int:
-        """Of a plain round: steps that its requests can take on top before the CPU has seen their
-        tokens, at most `most`. As long as they fill the pages that they have begun, nothing is
-        encoded and no slot of the window changes hands. 0 where requests have come or gone, where
-        one of them is to have all its tokens, where one took fewer steps than others, and where
-        others may have used the steps' rows since."""
+        """Return how many more steps, at most `most`, a plain round can take before the CPU has
+        seen its tokens. While requests fill the pages that they have begun, nothing is encoded and
+        no window slot changes hands. Return 0 where requests have come or gone, or a request took
+        fewer steps than others. Return 0, too, where a request reaches its last token, or other
+        forwards may have used the steps' rows since."""
         made = self.made
-        if self.is_held_up or made is None or sorted(made.order) != list(range(len(self.states))):
+        if (
+            self.is_interrupted
+            or made is None
+            or sorted(made.order) != list(range(len(self.states)))
+        ):
             return 0
         if set(made.lens) != {len(made.tokens)}:
             return 0
@@ -87,30 +91,32 @@ class StartedRound:
         return max(0, min(most, *left))
 
     def keep_tokens(self) -> None:
-        """Others are about to use the steps' rows, in which its tokens lie. To be called behind
-        it, on the device's stream of those others."""
+        """Copy the tokens out of the steps' rows, which another forward is about to use. Call this
+        on the stream of that forward, after the stream waits for the round."""
         if self.made is not None:
             self.made = replace(self.made, tokens=self.made.tokens.clone())
 
     def step_seconds(self) -> float:
-        """Of each of its steps; 0 where it has none. Waits for the device to make them."""
+        """Return the seconds of each step; 0 where the round has none. Waits for the device to
+        finish the steps."""
         if self._step_s is None:
             seconds = self.timer.seconds()[0]
             self._step_s = seconds / self.num_steps if self.num_steps else 0.0
         return self._step_s
 
     def draft_ages_s(self, index: int) -> list[float]:
-        """How long before its last step each draft of a request was made."""
+        """Return how many seconds before the last step each draft of a request was made."""
         if not self.lens[index]:
             return []
         step_s = self.step_seconds()
         return [(self.num_steps - 1 - step) * step_s for step in range(self.lens[index])]
 
     def for_batch(self, states: Sequence[RequestState]) -> StartedRound | None:
-        """The same for a batch of which some requests have left and others come, which have nothing
-        in it; None when all have left. A request is its state object: SGLang makes a new one when
-        it computes a request again. Whoever has come does not verify where that was planned
-        without them, and where all have left who were to, it is yet to be decided who does."""
+        """Return the round for a batch that some requests have left and others have joined; None
+        when all have left. New requests have nothing in the round, and do not verify if its
+        verifications were planned without them. Where all requests that were to verify have left,
+        the plan is to be decided again. A request is its state object: SGLang makes a new one when
+        it computes a request again."""
         place = {id(state): i for i, state in enumerate(states)}
         places = {i: place[id(s)] for i, s in enumerate(self.states) if id(s) in place}
         if not places:
@@ -129,7 +135,7 @@ class StartedRound:
             verify = sorted(places[i] for i in plan.verify if i in places)
             plan = replace(plan, verify=tuple(verify)) if verify or not plan.verify else None
         none: frozenset[int] = frozenset()
-        lacking = frozenset(now for before, now in places.items() if before in self.lacking)
+        pending = frozenset(now for before, now in places.items() if before in self.pending)
         held = frozenset(now for before, now in places.items() if before in self.held)
         return replace(
             self,
@@ -138,7 +144,7 @@ class StartedRound:
             made=made,
             plan=plan,
             late=none,
-            lacking=lacking,
+            pending=pending,
             held=held,
             num_verified=[],
         )

@@ -1,4 +1,4 @@
-"""Begins rounds: tells the device what to draft, and the link what to move."""
+"""Start of rounds: the device is told what to draft, and the link what to move."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from sglang_kvspec.planning.round_plan import RoundPlan
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.side_stream import SideStream
 
-# Fewest steps without drafts that are worth a round of their own, with which the server has to
-# keep up.
+# Fewest plain steps that are worth a round of their own: the server has to keep up with rounds.
 LEAST_STEPS_ON = 4
 
 
 @dataclass(slots=True)
 class RoundStarter:
-    """plain: takes tokens without drafts, where the device holds all residuals. plain_steps: most
-    of them at once. over_at: time.perf_counter() when the last round was over, None once other
-    forwards have come."""
+    """Starter of rounds. plain: takes tokens without drafts, where the device holds all residuals.
+    plain_steps: most of these tokens at once. over_at: time.perf_counter() when the last round was
+    over, None once other forwards have come."""
 
     kv: PagedKVCache
     side: SideStream
@@ -39,8 +38,8 @@ class RoundStarter:
     def start(
         self, batch: RoundBatch, schedule: RoundSchedule, *, plans: bool = True
     ) -> StartedRound:
-        """Begin a round on the side stream. plans: decide which requests verify, where residuals
-        move; otherwise that is to follow."""
+        """Begin a round on the side stream. plans: also decide which requests verify, where
+        residuals move; otherwise the caller decides that later."""
         states, lens = batch.states, schedule.lens
         started = StartedRound(
             list(states),
@@ -55,9 +54,9 @@ class RoundStarter:
         if any(schedule.alone) and not started.verify:
             started.lens = lens = list(schedule.alone)
             started.num_steps = max(lens)
-        if self.arrivals.may_lack:
-            lacking = (i for i, state in enumerate(states) if self.arrivals.is_lacking(state))
-            started.lacking = frozenset(lacking)
+        if self.arrivals.may_be_pending:
+            pending = (i for i, state in enumerate(states) if self.arrivals.is_pending(state))
+            started.pending = frozenset(pending)
         started.begun_at = time.perf_counter()
         if self.over_at is not None and self.plain is None:
             started.between_s = started.begun_at - self.over_at
@@ -98,7 +97,7 @@ class RoundStarter:
 
     def _advance(self, batch: RoundBatch, started: StartedRound) -> None:
         assert self.plain is not None
-        # Other requests wait for their tokens' log-probabilities or choice.
+        # The CPU needs the logits of every step for log-probabilities and for sampling.
         at_once = not batch.wants_logprobs and batch.is_greedy
         steps = self.plain_steps if at_once else 1
         started.is_plain = True
@@ -108,7 +107,7 @@ class RoundStarter:
 
     def extend(self, started: StartedRound) -> StartedRound | None:
         """Begin another plain round before the tokens of this one are read, so that the device does
-        not wait for the CPU. None where too few steps can follow without it."""
+        not wait for the CPU. Return None where too few steps can follow without the CPU."""
         steps = started.steps_on(self.kv.geometry.page_size, self.plain_steps)
         if steps < LEAST_STEPS_ON:
             return None

@@ -1,4 +1,4 @@
-"""Verifies drafts of some requests in one forward, in which other requests may draft once more."""
+"""Verification of some requests in one forward, on which other requests may piggyback a draft."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from sglang_kvspec.runtime.draft_view import DraftView, draft_forward_row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.grammar import mask_after
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
-from sglang_kvspec.runtime.ranks import Ranks, agree_on_drafts
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
 
 
 @dataclass(slots=True)
 class Verification:
-    """A forward that was enqueued, and what the CPU does not know yet.
+    """Verification that was enqueued, and what the CPU does not know yet.
 
-    rows: by request, those that verify. logits [num_tokens, vocab], None where no request verifies.
-    piggyback: rows of other requests that drafted in the same forward, and draft_logits theirs.
-    drafted: drafts that only the device knows. left: drafts that every request has afterwards.
-    was_captured: the forward was a replay.
+    rows: rows that verify, by request. logits: of these rows, [num_tokens, vocab]; None where no
+    request verifies. piggyback: rows of other requests that drafted in the same forward.
+    draft_logits: of these rows. drafted: drafts that only the device knows. top1: as from
+    Committer.top1(). left: drafts that every request has afterwards. was_captured: the forward was
+    a replay.
     """
 
     rows: dict[int, Row]
@@ -47,12 +48,12 @@ class Verification:
 
 @dataclass(slots=True)
 class Verifier:
-    """Runs verifications, and judges nothing.
+    """Runner of verifications. Committer judges the drafts.
 
-    captured: replays verifications, None where each is a forward of its own. eager: verifies what
-    is not replayed. most_piggyback: requests that may draft in the forward in which others verify.
-    view: pages that these drafts read, None for all. drafts_eagerly: whether a forward that is not
-    captured has room for them.
+    captured: replays verifications, None where each is an eager forward. eager: runs verifications
+    that are not replayed. most_piggyback: most requests that piggyback a draft on a verification.
+    view: selects the pages that piggyback drafts read, None for all. drafts_eagerly: True if an
+    eager forward has room for piggyback drafts.
     """
 
     eager: EagerVerify
@@ -60,7 +61,7 @@ class Verifier:
     scheduler: VerifyScheduler
     planner: ResidualPlanner
     guard: PageGuard
-    chooser: SpecSampler
+    sampler: SpecSampler
     ranks: Ranks
     timer: PhaseTimer
     page_size: int
@@ -69,7 +70,7 @@ class Verifier:
     drafts_eagerly: bool = True
 
     def begin(self, batch: RoundBatch, started: StartedRound) -> Verification:
-        """Enqueue the verifications of a round behind its drafts. Notes in `started` what is
+        """Enqueue the verifications of a round behind its drafts. Note in `started` what is
         verified, and when that was enqueued."""
         states = batch.states
         made = started.made
@@ -104,7 +105,7 @@ class Verifier:
         made: DraftedTokens | None,
         piggyback: dict[int, Row],
     ) -> None:
-        """Run the forward, and note in `done` what came of it."""
+        """Run the forward, and note its results in `done`."""
         out = None
         if self.captured is not None:
             out = self.captured.run(batch, done.rows, made, piggyback)
@@ -118,14 +119,14 @@ class Verifier:
         done.piggyback, done.draft_logits = piggyback, out.draft_logits
         for i in piggyback:
             done.left[i] += 1
-        # Requests that are not greedy draft other tokens, which the CPU chooses.
+        # For requests that are not greedy, the CPU chooses the drafts from draft_logits.
         order = [i if batch.states[i].is_greedy else -1 for i in out.drafted.order]
         if any(i >= 0 for i in order):
             tokens = self.ranks.tensor(out.drafted.tokens)
             done.drafted.append(replace(out.drafted, tokens=tokens, order=order))
 
     def receive(self, batch: RoundBatch, done: Verification) -> None:
-        """Wait for the device. Append to the states what drafts they have by now."""
+        """Wait for the device, and append the drafts that it made to the states."""
         here = received_together([*(each.tokens for each in done.drafted), *done.top1])
         for each, tokens in zip(done.drafted, here, strict=False):
             for i, drafts in each.deliver(tokens).items():
@@ -137,16 +138,16 @@ class Verifier:
             if not state.is_greedy:
                 assert done.draft_logits is not None
                 logits = done.draft_logits[place : place + 1]
-                self.chooser.draft(state, logits, mask_after(state.grammar, state.drafts, logits))
+                self.sampler.draft(state, logits, mask_after(state.grammar, state.drafts, logits))
                 sampled.append(state)
         if sampled:
-            agree_on_drafts(self.ranks, sampled)
+            broadcast_drafts(self.ranks, sampled)
 
     def _piggyback_rows(
         self, batch: RoundBatch, num_drafts: Sequence[int], rows: Mapping[int, Row]
     ) -> dict[int, Row]:
-        """Rows of requests that draft once more while others verify, which reads the weights for
-        both: those with the fewest drafts, as many as there is room for."""
+        """Return the rows of piggyback drafts, of the requests with the fewest drafts, as many as
+        there is room for. One read of the weights then serves verifications and drafts."""
         scheduler = self.scheduler
         ready = [
             i
@@ -164,7 +165,7 @@ class Verifier:
         return rows
 
     def _verify_row(self, state: RequestState, num_drafts: int, pages: torch.Tensor) -> Row:
-        """Row of all tokens without verified KV, behind which the request has so many drafts."""
+        """Return the row of all tokens without verified KV, the last num_drafts of them drafts."""
         length = len(state.tail) + 1 + num_drafts
         num_pages = -(-(state.verified_len + length) // self.page_size)
         return Row(RowKind.VERIFY, state.verified_len, length, pages[:num_pages])

@@ -1,4 +1,4 @@
-"""Which slots hold the kept anchors of which pages, and whose make room. Touches no memory."""
+"""Slots of kept anchors, and which are evicted. Touches no anchor memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from sglang_kvspec.kv.prefix_store.catalogue import Catalogue, Held, Tier
 
 @dataclass(slots=True)
 class AnchorCounters:
-    """Pages since the server started. kept: whose anchors got a slot. reused: that came back with
-    them. dropped: whose slot others got, or that another version of the same tokens replaced."""
+    """Numbers of pages since the server started. kept: pages whose anchors got a slot. reused:
+    pages that were loaded with their kept anchors. dropped: pages that were evicted, or replaced
+    by another version of the same tokens."""
 
     kept: int = 0
     reused: int = 0
@@ -20,11 +21,11 @@ class AnchorCounters:
 
 
 class AnchorSlots:
-    """At most num_slots pages, each with the checksum of its anchors: the residual of the same
-    tokens that was encoded with other anchors is not found.
+    """Slots of at most num_slots pages, each with the checksum of its anchors. A residual of the
+    same tokens that was encoded with other anchors does not match.
 
-    The leaf that was used longest ago makes room, so that of a prefix its beginning stays longest.
-    The page before another need not be here: as a rule it is in the KV cache still.
+    The least recently used leaf is evicted, so that the beginning of a prefix stays longest. The
+    page before another need not have a slot: it is usually still in the KV cache.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -36,17 +37,17 @@ class AnchorSlots:
         return len(self._catalogue)
 
     def slot_of(self, page: StoredPage) -> int | None:
-        """Where the anchors are that a tier's residual of this page was encoded with."""
+        """Return the slot of the anchors that a tier's residual of this page was encoded with."""
         held = self._catalogue.locate(Tier.ANCHOR, page)
         return None if held is None else held.slot
 
     def touch(self, links: Iterable[PageLink]) -> None:
-        """A prefix was looked up."""
+        """Mark the pages of a prefix that was looked up as used."""
         self._catalogue.touch(link.key for link in links)
 
     def claim(self, link: PageLink, stamp: int) -> int | None:
-        """A slot to copy a page's anchors into, whose checksum is `stamp`. None where they are kept
-        already, or nothing may make room."""
+        """Return a slot to copy a page's anchors into, whose checksum is `stamp`. None if they are
+        kept already, or if no page may be evicted."""
         known = self._catalogue.page(link)
         if known is not None and known.stamp == stamp:
             self.touch([link])
@@ -60,13 +61,13 @@ class AnchorSlots:
             self._catalogue.release(vacated)
             self.counters.dropped += len(vacated)
             place = self._catalogue.reserve(Tier.ANCHOR, link)
-            assert place is not None, "a slot that was given back is free"
+            assert place is not None, "the slot of an evicted page must be free"
         self._catalogue.install(Tier.ANCHOR, link, Held(place.slot, stamp, sequence=0))
         self.counters.kept += 1
         return place.slot
 
     def release(self, links: Iterable[PageLink]) -> None:
-        """These pages are in the KV cache again, with what was kept of them."""
+        """Free the slots of pages that are in the KV cache again, with their kept anchors."""
         self.counters.reused += sum(self._forget(link.key) for link in links)
 
     def _forget(self, key: bytes) -> int:
@@ -76,4 +77,4 @@ class AnchorSlots:
 
     def check_integrity(self) -> None:
         self._catalogue.check_integrity()
-        assert len(self) <= self.num_slots, "more pages than slots"
+        assert len(self) <= self.num_slots, "there are more kept anchors than slots"

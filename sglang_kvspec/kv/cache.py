@@ -22,7 +22,7 @@ class PagedKVCache(ABC):
     """Anchors, recent window and residuals, addressed by SGLang's pages.
 
     Page ids run from 0 (SGLang's padding page) to plan.num_pages. A page is free, in the window,
-    encoded, or both of the latter. Opening, encoding and freeing concern all layers.
+    encoded, or in the window and encoded. Opening, encoding and freeing apply to all layers.
     records: reads and writes whole pages for tiers and links outside of the cache.
     """
 
@@ -37,7 +37,7 @@ class PagedKVCache(ABC):
         residuals: Residuals,
         copies: RecordCopies,
     ) -> None:
-        """table_device: where the window's slot table lies. copies: moves records between the CPU
+        """table_device: device of the window's slot table. copies: moves records between the CPU
         and the device."""
         self.geometry = geometry
         self.codec = codec
@@ -59,10 +59,10 @@ class PagedKVCache(ABC):
     # Window
 
     def open_pages(self, pages: Iterable[int]) -> None:
-        """Give every page that is neither in the window nor encoded a place in the window.
+        """Give each of these pages a window slot, unless the page has one. None may be encoded.
 
-        Makes room at the expense of committed pages. Raises CapacityError when all pages in the
-        window are still mutable.
+        If the window is full, the oldest committed page leaves it. Raises CapacityError when all
+        pages in the window are still mutable.
         """
         for page in pages:
             assert page not in self._encoded, f"page {page} is encoded and cannot be written"
@@ -82,14 +82,15 @@ class PagedKVCache(ABC):
 
     @abstractmethod
     def commit_pages(self, pages: Sequence[int]) -> None:
-        """Take note that all tokens of these window pages are verified. They stay in the window."""
+        """Mark window pages whose tokens are all verified. The pages stay in the window."""
 
     @abstractmethod
     def move_out_of_window(self, pages: Sequence[int]) -> None:
-        """Free the window slots of committed pages, which are encoded from then on."""
+        """Free the window slots of committed pages. After this call the pages are encoded."""
 
     def encode_committed(self, pages: Iterable[int]) -> None:
-        """Encode those of these pages that are full and verified, and not encoded yet."""
+        """Encode the committed pages among these that are not encoded yet. The pages leave the
+        window."""
         waiting = [page for page in pages if self.window.is_committed(page)]
         self.move_out_of_window([page for page in waiting if page not in self._encoded])
 
@@ -97,39 +98,43 @@ class PagedKVCache(ABC):
 
     def begin_encode(self, pages: Sequence[int]) -> None:
         """Announce free pages that will be written whole, layer by layer."""
-        assert not any(page in self.window.slots for page in pages), "a window page is not free"
+        assert not any(page in self.window.slots for page in pages), (
+            "a page of the recent window is not free"
+        )
         self._begin_encode(pages)
 
     def _begin_encode(self, pages: Sequence[int]) -> None:
-        assert self._encoded.isdisjoint(pages), "a page is encoded once"
+        assert self._encoded.isdisjoint(pages), "a page is already encoded"
         self.residuals.begin(pages)
 
     def finish_encode(self, pages: Sequence[int]) -> None:
-        """Make pages readable of which all layers are encoded."""
+        """Make pages readable once all their layers are encoded."""
         self.residuals.finish(pages)
         self.finish_anchors(pages)
 
     def begin_landing(self, pages: Sequence[int]) -> None:
         """Announce free pages whose records come from elsewhere, through `records`.
 
-        Anchors come first and end with finish_anchors(). Residuals may come later and end with
-        residuals.finish(); finish_encode() ends both.
+        Write the anchors first, then call finish_anchors(). Residuals may follow later, and end
+        with residuals.finish(). finish_encode() ends both.
         """
-        assert not any(page in self.window.slots for page in pages), "a window page is not free"
-        assert self._encoded.isdisjoint(pages), "a page is encoded once"
+        assert not any(page in self.window.slots for page in pages), (
+            "a page of the recent window is not free"
+        )
+        assert self._encoded.isdisjoint(pages), "a page is already encoded"
         self.residuals.begin_landing(pages)
 
     def finish_anchors(self, pages: Iterable[int]) -> None:
-        """Let drafts read the anchors of pages, whose residuals may still be IN_FLIGHT."""
+        """Let drafts read the anchors of pages. Their residuals may still be IN_FLIGHT."""
         self._encoded.update(pages)
 
     @abstractmethod
     def write_whole(
         self, pages: Sequence[int], k: torch.Tensor, v: torch.Tensor, *, anchors: bool = True
     ) -> None:
-        """Encode distinct free pages from all their tokens: k, v [N, num_layers, page_size,
-        num_kv_heads, head_dim] on the device, in equal strides. anchors False: nothing drafts, so
-        anchors need not be written."""
+        """Encode distinct free pages from all their tokens. k, v: [N, num_layers, page_size,
+        num_kv_heads, head_dim] on the device, with equal strides. anchors: False if no draft
+        will read these pages, so that anchors need not be written."""
 
     def is_encoded(self, page: int) -> bool:
         return page in self._encoded
@@ -137,7 +142,7 @@ class PagedKVCache(ABC):
     # Freeing
 
     def free_pages(self, pages: Iterable[int]) -> None:
-        """Forget what pages held that SGLang freed."""
+        """Forget the contents of pages that SGLang freed."""
         for page in pages:
             self.window.release(page)
             self.residuals.release(page)
@@ -149,7 +154,7 @@ class PagedKVCache(ABC):
 
     @property
     def hbm_nbytes(self) -> int:
-        """Bytes of GPU memory, on a CPU of what a GPU would hold."""
+        """Bytes of GPU memory; on a CPU, the bytes that a GPU would hold."""
         anchors = self.anchors.nbytes + self.kept_anchors.nbytes
         return anchors + self.window.nbytes + self.residuals.hbm_nbytes
 
@@ -158,4 +163,6 @@ class PagedKVCache(ABC):
         self.window.check_integrity()
         self.residuals.check_integrity()
         num_absent = self.residuals.table.counts()["ABSENT"]
-        assert num_absent == self.plan.num_pages + 1 - len(self._encoded), "page states were lost"
+        assert num_absent == self.plan.num_pages + 1 - len(self._encoded), (
+            "residual states and encoded pages disagree"
+        )

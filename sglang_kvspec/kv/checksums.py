@@ -1,4 +1,4 @@
-"""Checksums of the residual store's records, by which a page that changed there is noticed."""
+"""Checksums of the residual store's records, which show a page that changed there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Checksums:
         self._layers: list[dict[int, int]] = [{} for _ in range(num_layers)]
 
     def note(self, layer: int, pages: Sequence[int], records: torch.Tensor) -> None:
-        """These records [N, num_kv_heads, record_bytes] uint8 in host memory are being written."""
+        """Note records [N, num_kv_heads, record_bytes] uint8 in host memory as they are written."""
         for page, record in zip(pages, records, strict=True):
             self._layers[layer][page] = _sum_of(record)
 
     def wrong(self, layer: int, pages: Sequence[int], records: torch.Tensor) -> list[int]:
-        """Pages whose record, as read, is not what was written. Records as for note()."""
+        """Return the pages whose record, as read, is not as written. Records as for note()."""
         sums = self._layers[layer]
         pairs = zip(pages, records, strict=True)
         return [page for page, record in pairs if sums[page] != _sum_of(record)]

@@ -1,4 +1,4 @@
-"""Orders of work that run beside each other: a GPU's streams, and the fences between them."""
+"""Streams of a GPU for copies, and the fences between them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
-        """Whether all work before it is done. Does not wait."""
+        """Return True if all work before this event is done. Do not wait."""
         ...
 
     def synchronize(self) -> None:
-        """The CPU waits until it is."""
+        """Block the CPU until all work before this event is done."""
         ...
 
 
 class CopyStream(Protocol):
-    """Does its work in the order given. Nothing here makes the CPU wait."""
+    """Stream of copies, which run in the order given. No method blocks the CPU."""
 
     def copy(self, copies: Sequence[Copy]) -> None: ...
 
@@ -39,8 +39,9 @@ class CopyStream(Protocol):
         source: torch.Tensor,
         source_rows: Sequence[int],
     ) -> None:
-        """target[target_rows[i]] = source[source_rows[i]] of contiguous tensors with rows alike, at
-        least one, target_rows distinct: by a copy engine, one side in pinned memory."""
+        """Copy target[target_rows[i]] = source[source_rows[i]] by a copy engine. One tensor is in
+        pinned memory, both are contiguous, with rows of one shape and dtype. There is at least one
+        row, and target_rows are distinct."""
         ...
 
     def copy_rows(
@@ -50,27 +51,27 @@ class CopyStream(Protocol):
         source: torch.Tensor,
         source_rows: torch.Tensor,
     ) -> None:
-        """target[target_rows[i]] = source[source_rows[i]] of one layer: see
+        """Copy target[target_rows[i]] = source[source_rows[i]] of one layer: see
         `kvspec_kernels.ops.copy_rows`."""
         ...
 
     def mark(self, *, timed: bool = False) -> Event:
-        """The point after all work given so far. timed: for `seconds`."""
+        """Return the point after all work given so far. timed: for `seconds`."""
         ...
 
     def seconds(self, begun: Event, done: Event) -> float:
-        """Between two timed marks of this stream that are over."""
+        """Return the seconds between two timed marks of this stream that are over."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Work given from now on begins after the event, which may be another stream's."""
+        """Make work given after this call wait for the event, which may be another stream's."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CopyStreams:
-    """main: what kernels run in. to_host, to_device: copies in either direction, each on an engine
-    of its own."""
+    """Streams of one device. main: runs kernels. to_host, to_device: copies in one direction each,
+    on a copy engine of its own."""
 
     main: CopyStream
     to_host: CopyStream
@@ -78,7 +79,7 @@ class CopyStreams:
 
 
 def make_copy_streams(device: torch.device) -> CopyStreams:
-    """Side streams on a GPU; on a CPU everything happens when it is asked for."""
+    """Return side streams on a GPU. On a CPU, return streams that copy at once."""
     if device.type != "cuda":
         return CopyStreams(SyncStream(), SyncStream(), SyncStream())
     side = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -86,7 +87,7 @@ def make_copy_streams(device: torch.device) -> CopyStreams:
 
 
 class CudaStream:
-    """A stream of a GPU, or, without one, whichever is the current stream when work comes."""
+    """CopyStream of a GPU: the stream given, or else the current stream at each call."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device, self._stream = device, stream
@@ -117,12 +118,12 @@ class CudaStream:
         source: torch.Tensor,
         source_rows: torch.Tensor,
     ) -> None:
-        # Late: it imports Triton, which a CPU does without.
+        # Late import: the module imports Triton, which a CPU does not need.
         from kvspec_kernels.ops.copy_rows import copy_rows
 
         stream = self.stream
         for rows in (target_rows, source_rows):
-            # Their memory is not to be used again before the stream has read it.
+            # The allocator must not reuse the memory of indices before the stream has read it.
             rows.record_stream(stream)
         with torch.cuda.stream(stream):
             copy_rows(target, target_rows, source, source_rows)
@@ -133,17 +134,17 @@ class CudaStream:
         return event
 
     def seconds(self, begun: Event, done: Event) -> float:
-        assert isinstance(begun, torch.cuda.Event), "an event of another device"
-        assert isinstance(done, torch.cuda.Event), "an event of another device"
+        assert isinstance(begun, torch.cuda.Event), "the event must be a CUDA event"
+        assert isinstance(done, torch.cuda.Event), "the event must be a CUDA event"
         return begun.elapsed_time(done) / 1e3  # type: ignore[no-any-return]
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event), "an event of another device"
+        assert isinstance(event, torch.cuda.Event), "the event must be a CUDA event"
         self.stream.wait_event(event)
 
 
 class _Past:
-    """An event of a stream whose work is done as it is given."""
+    """Event of a SyncStream, whose work is always done."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -156,7 +157,7 @@ class _Past:
 
 
 class SyncStream:
-    """Copies at once."""
+    """CopyStream of a CPU, which copies at once."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         for target, source in copies:
@@ -184,12 +185,12 @@ class SyncStream:
         return _Past()
 
     def seconds(self, begun: Event, done: Event) -> float:
-        assert isinstance(begun, _Past), "an event of another stream"
-        assert isinstance(done, _Past), "an event of another stream"
+        assert isinstance(begun, _Past), "the event must come from a SyncStream"
+        assert isinstance(done, _Past), "the event must come from a SyncStream"
         return done.at - begun.at
 
     def wait(self, event: Event) -> None:
-        assert event.query(), "a stream that copies at once cannot wait for what is not done"
+        assert event.query(), "a SyncStream cannot wait for an unfinished event"
 
 
 def copies_of_rows(
@@ -198,7 +199,8 @@ def copies_of_rows(
     source: torch.Tensor,
     source_rows: Sequence[int],
 ) -> list[Copy]:
-    """What CopyStream.copy_pages() does, a copy for rows that are neighbours on both sides."""
+    """Return the copies that CopyStream.copy_pages() makes: one for each run of rows that are
+    neighbours in both tensors."""
     return [
         (target[to : to + count], source[origin : origin + count])
         for to, origin, count in runs_of(zip(target_rows, source_rows, strict=True))
@@ -206,7 +208,8 @@ def copies_of_rows(
 
 
 def runs_of(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(first, first, count) for the longest runs of neighbours whose partners are neighbours."""
+    """Yield (first, first, count) for each longest run of pairs that are neighbours on both
+    sides."""
     first: tuple[int, int] | None = None
     count = 0
     for one, other in sorted(pairs):

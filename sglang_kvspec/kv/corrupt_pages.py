@@ -1,4 +1,4 @@
-"""Pages whose residual in the store is not as it was written."""
+"""Pages whose residual changed in the store after it was written."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _IN_STORE = (ResidualState.STORED, ResidualState.FETCHING)
 
 
 class CorruptPages:
-    """Checksums of the residual store, and the pages that may not be read any more.
+    """Checksums of the residual store, and the corrupt pages, which must not be read.
 
-    Pages are corrupt until they are freed. Pages in the residual cache are right.
+    A page stays corrupt until it is freed. Pages in the residual cache are taken to be intact.
     """
 
     def __init__(self, store: RecordPool, table: ResidualTable) -> None:
@@ -29,8 +29,8 @@ class CorruptPages:
         self._checksums.note(layer, pages, records)
 
     def find(self, pages: Iterable[int]) -> list[int]:
-        """Return the pages whose residual cannot be read right: they changed in the store, or were
-        computed from such pages. Zeroes the records of a page that is found."""
+        """Return the corrupt pages among these: they changed in the store, or were computed from
+        such pages. Zeroes the records of a page when it is first found."""
         pages = list(dict.fromkeys(pages))
         read = [p for p in pages if self._table.state(p) in _IN_STORE and p not in self._corrupt]
         rows, wrong = torch.tensor(read, dtype=torch.int64), set[int]()
@@ -50,7 +50,7 @@ class CorruptPages:
         self._corrupt.discard(page)
 
     def _zero(self, page: int) -> None:
-        # A forward of other requests may still read the page for a request that fails: as a
-        # number, not NaN.
+        # A forward of other requests may still read the page for a request that fails. Zeros keep
+        # NaN out of that forward.
         for layer in range(self._store.num_layers):
             self._store.layer(layer)[page] = 0

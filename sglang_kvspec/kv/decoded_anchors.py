@@ -1,8 +1,8 @@
-"""Anchors decoded once, for the CPU reference backend.
+"""Memo of decoded anchors, for the CPU reference backend.
 
 A GPU kernel decodes anchors as it reads them. In plain torch that costs more than the attention
-itself, so the reference backend keeps what it decoded. A stale entry can only spoil drafts, which
-verification catches.
+itself, so the reference backend keeps decoded anchors. A stale entry can only spoil drafts, which a
+verification then rejects.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from sglang_kvspec.core.units import GIB
 from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.memo_slots import MemoSlots
 
 Decode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -20,38 +21,51 @@ LIMIT_BYTES = 2 * GIB
 
 
 class DecodedAnchors:
-    """One full-precision slot a page and layer, filled on first read. Memory is touched as it is
-    filled; a pool too large for LIMIT_BYTES is decoded anew at every read."""
+    """Memo with full-precision slots for the pages that were read most recently, in limit_bytes.
+    A page is decoded once a layer while it has a slot. Memory is touched only as it is filled."""
 
     def __init__(
         self, geometry: KVGeometry, num_pages: int, limit_bytes: int = LIMIT_BYTES
     ) -> None:
-        self.enabled = (num_pages + 1) * geometry.plain_page_bytes <= limit_bytes
-        slots = num_pages + 1 if self.enabled else 0
-        shape = (slots, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
+        self._slots = MemoSlots(num_pages + 1, limit_bytes // geometry.plain_page_bytes)
+        num_slots = self._slots.num_slots
+        shape = (num_slots, *geometry.page_shape)
         self._k, self._v = (
             [torch.empty(shape, dtype=geometry.dtype) for _ in range(geometry.num_layers)]
             for _ in range(2)
         )
-        self._filled = torch.zeros((geometry.num_layers, slots), dtype=torch.bool)
+        self._filled = torch.zeros((geometry.num_layers, num_slots), dtype=torch.bool)
 
     def read(
-        self, layer: int, pages: torch.Tensor, decode: Decode
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages [N] of a layer: (k, v), each [N, page_size, num_kv_heads, head_dim].
+        self,
+        layer: int,
+        pages: torch.Tensor,
+        decode: Decode,
+        into: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Copy distinct pages [N] of a layer into (k, v), each
+        [N, page_size, num_kv_heads, head_dim], contiguous.
 
-        decode(pages [M]) gives the same for pages that were not decoded yet.
+        decode: takes pages [M] that are not decoded, and returns their (k, v). It is called for all
+        pages of a read that has more pages than there are slots.
         """
-        if not self.enabled:
-            return decode(pages)
-        fresh = pages[~self._filled[layer, pages]]
-        if len(fresh):
-            k, v = decode(fresh)
+        placed = self._slots.place(pages)
+        if placed is None:
+            for part, decoded in zip(into, decode(pages), strict=True):
+                part.copy_(decoded)
+            return
+        slots, changed = placed
+        self._filled[:, changed] = False
+        missing = ~self._filled[layer, slots]
+        if bool(missing.any()):
+            fresh = slots[missing]
+            k, v = decode(pages[missing])
             self._k[layer][fresh] = k
             self._v[layer][fresh] = v
             self._filled[layer, fresh] = True
-        return self._k[layer].index_select(0, pages), self._v[layer].index_select(0, pages)
+        for part, kept in zip(into, (self._k, self._v), strict=True):
+            torch.index_select(kept[layer], 0, slots, out=part)
 
     def forget(self, page: int) -> None:
-        if self.enabled:
-            self._filled[:, page] = False
+        """Drop a page whose id may be reused."""
+        self._slots.forget(page)

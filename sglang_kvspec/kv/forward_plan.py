@@ -1,4 +1,4 @@
-"""What one ragged forward does, row by row. Plain data, decided before the forward."""
+"""Rows of one ragged forward. Plain data, decided before the forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class RowKind(Enum):
-    """PREFILL and VERIFY rows read the target precision; a DRAFT row reads anchors."""
+    """Kind of a row: PREFILL and VERIFY rows read the target precision, DRAFT rows read anchors."""
 
     PREFILL = "prefill"
     DRAFT = "draft"
@@ -21,10 +21,10 @@ class Row:
     """Consecutive tokens of one request: positions start .. start + length - 1.
 
     pages: page ids [ceil((start + length) / page_size)] int64 of the request from position 0 on.
-    direct: indices into pages of those this row writes whole and that are encoded at once, without
-    passing through the recent window; contiguous, PREFILL only.
-    seen: indices int64 into pages, ascending, of the full pages before its own that a DRAFT row
-    reads: [num_seen], or [num_layers, num_kv_heads, num_seen] by layer and KV head; None for all.
+    direct: indices into pages, contiguous, PREFILL only: pages that the row writes whole and that
+    are encoded at once, without the recent window.
+    seen: indices int64 into pages, ascending, of the full past pages that a DRAFT row reads.
+    [num_seen], or [num_layers, num_kv_heads, num_seen] by layer and KV head; None for all.
     """
 
     kind: RowKind
@@ -39,20 +39,20 @@ class Row:
         return self.start + self.length
 
     def written_pages(self, page_size: int) -> range:
-        """Indices into pages of those this row writes to."""
+        """Return the indices into `pages` of the pages that this row writes to."""
         return range(self.start // page_size, -(-(self.start + self.length) // page_size))
 
     def split_written(self, page_size: int) -> tuple[list[int], list[int]]:
-        """Return the ids of pages that this row writes to: those in the window, and those that it
-        encodes directly."""
+        """Return the ids of the pages that this row writes to: first the pages in the window, then
+        the pages that are encoded directly."""
         written = self.written_pages(page_size)
         ids = self.pages[written.start : written.stop].tolist()
         window = [page for i, page in zip(written, ids, strict=True) if i not in self.direct]
         return window, self.pages[self.direct.start : self.direct.stop].tolist()
 
     def past_pages(self, page_size: int) -> torch.Tensor:
-        """Ids of the full pages before those it writes to, as far as it reads them: [num_past], or
-        like `seen` where that differs by layer and KV head."""
+        """Return the ids of the full pages that this row reads, before the pages that it writes.
+        [num_past], or the shape of `seen` if that differs by layer and KV head."""
         past = self.pages[: self.start // page_size]
         return past if self.seen is None else past[self.seen]
 
@@ -60,8 +60,8 @@ class Row:
 def prefill_row(
     start: int, length: int, pages: torch.Tensor, *, page_size: int, recent_pages: int
 ) -> Row:
-    """A PREFILL row that keeps the newest recent_pages full pages and the partial one in the
-    window and encodes the other pages it fills directly."""
+    """Return a PREFILL row that keeps its newest recent_pages full pages and its partial page in
+    the window. The other pages that the row fills are encoded directly."""
     first_whole = -(-start // page_size)
     first_recent = max(first_whole, (start + length) // page_size - recent_pages)
     return Row(RowKind.PREFILL, start, length, pages, range(first_whole, first_recent))

@@ -9,7 +9,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """num_kv_heads counts the heads of this rank; dtype is the model's KV dtype."""
+    """Sizes of one rank's KV cache. num_kv_heads: KV heads of this rank. dtype: the model's KV
+    dtype."""
 
     num_layers: int
     num_kv_heads: int
@@ -18,12 +19,17 @@ class KVGeometry:
     dtype: torch.dtype
 
     @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """Shape of K or V of one page and layer."""
+        return self.page_size, self.num_kv_heads, self.head_dim
+
+    @property
     def plain_page_bytes(self) -> int:
-        """K and V of one page in the model's KV dtype, all layers."""
+        """Bytes of K and V of one page in the model's KV dtype, all layers."""
         elements = 2 * self.page_size * self.num_kv_heads * self.head_dim * self.num_layers
         return elements * self.dtype.itemsize
 
     def part(self, num_parts: int) -> KVGeometry:
-        """Of an equal share of the KV heads."""
+        """Return the geometry of one of num_parts equal shares of the KV heads."""
         assert self.num_kv_heads % num_parts == 0, (self.num_kv_heads, num_parts)
         return replace(self, num_kv_heads=self.num_kv_heads // num_parts)

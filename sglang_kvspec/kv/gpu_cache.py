@@ -1,4 +1,4 @@
-"""The KV cache of one rank on a GPU: kernels encode, and read residuals from GPU memory only."""
+"""KV cache of one rank on a GPU: kernels encode, and read residuals from GPU memory only."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sglang_kvspec.kv.target_rows import TargetRows, target_rows
 from sglang_kvspec.kv.transfers import send_into, sent_together
 from sglang_kvspec.planning.capacity import CapacityPlan
 
-# Committed pages that one launch a layer encodes.
+# Most committed pages that one launch per layer encodes.
 COMMIT_PAGES = 16
 
 
 class GpuKVCache(PagedKVCache):
-    """A full page is encoded as soon as all its tokens are committed, so that verifications read
-    records alone. While the page is among a request's newest it stays in the window as well, where
-    drafts read it in full precision.
+    """KV cache on a GPU. A full page is encoded as soon as all its tokens are committed, so that
+    verifications read only records. While the page is among a request's newest, it stays in the
+    window as well, where drafts read it in full precision.
     """
 
     def __init__(
@@ -39,13 +39,15 @@ class GpuKVCache(PagedKVCache):
         device: torch.device,
         copy_streams: CopyStreams | None = None,
     ) -> None:
-        """copy_streams: for copies to and from a host store, made for the device unless given.
+        """copy_streams: for copies to and from a host store; None: new ones for the device.
 
-        Raises UnsupportedError for fp32, ConfigError where the host store cannot be pinned.
+        Raises UnsupportedError if the KV dtype is neither bf16 nor fp16, and ConfigError if the
+        host store cannot be pinned.
         """
         if geometry.dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedError(
-                f"--kvspec on a GPU serves bf16 and fp16 KV caches, got {geometry.dtype}"
+                "--kvspec on a GPU needs KV in bf16 or fp16, got "
+                f"{geometry.dtype}: set --dtype bfloat16 or float16"
             )
         copy_streams = self._copy_streams = copy_streams or make_copy_streams(device)
         copies = StagedRecords(device, copy_streams.main)
@@ -61,16 +63,16 @@ class GpuKVCache(PagedKVCache):
             copies=copies,
         )
         own = torch.arange(-1, plan.num_pages, dtype=torch.int32, device=device).clamp_(min=0)
-        # Kernels find a page's residual by this; page 0 is never looked up.
+        # Cache slot of each page's residual, for kernels. They never look up page 0.
         self.residual_slots: torch.Tensor = (
             self._offloaded.slots_on_device if self._offloaded is not None else own
         )
-        # Window slots to encode, and as what pages.
+        # Window slots to encode, and their page ids.
         self._committing = torch.full((2, COMMIT_PAGES), -1, dtype=torch.int32, device=device)
         self._commit_graph: torch.cuda.CUDAGraph | None = None
 
     def warm_up(self) -> None:
-        """Compile what copies of residuals run, while no page is in use."""
+        """Compile the kernels that copy residuals. Call while no page is in use."""
         if self._offloaded is not None:
             self._offloaded.warm_up()
 
@@ -78,13 +80,14 @@ class GpuKVCache(PagedKVCache):
 
     @contextmanager
     def forward(self, plan: ForwardPlan, *, split_by_page: bool) -> Iterator[TargetRows]:
-        """Give a forward at the target precision to the device: the pages that it reads, writes and
-        encodes are in their places, which the index tensors name. Pages that it writes whole are
-        readable behind it. split_by_page: as for target_rows().
+        """Prepare a forward at the target precision, which the caller enqueues in this context.
 
-        Before a layer of a plan with PREFILL rows reads residuals, call await_layer(). Raises
-        CapacityError when the window, or the residual cache, has no room for all pages at once. A
-        forward that raises leaves its pages as they are; nothing may read them.
+        The pages that the forward reads, writes and encodes get their slots, which the yielded
+        index tensors name. Later work may read the pages that the forward writes whole.
+        split_by_page: as for target_rows(). If the plan has PREFILL rows, call await_layer() before
+        a layer reads residuals. Raises CapacityError when the window or the residual cache has no
+        room for all pages at once. A forward that raises leaves its pages as they are; nothing may
+        read them.
         """
         size = self.geometry.page_size
         past = [page for row in plan.rows for page in row.past_pages(size).tolist()]
@@ -95,7 +98,7 @@ class GpuKVCache(PagedKVCache):
             direct += whole
         slot_of = self.window.slots.slot_of
         rows = target_rows(plan, size, slot_of, split_by_page=split_by_page)
-        # Prefill hides what it fetches. Pages of a verification come whole, as a rule before it.
+        # A prefill hides fetches behind its layers. A verification's pages are mostly prefetched.
         by_layer = any(row.kind is RowKind.PREFILL for row in plan.rows)
         lent = rows.encode_pages.tolist()
         with self.placed(past, encodes=direct, lends=lent, by_layer=by_layer):
@@ -110,10 +113,10 @@ class GpuKVCache(PagedKVCache):
         lends: Iterable[int] = (),
         by_layer: bool = False,
     ) -> Iterator[None]:
-        """Keep residuals of pages where kernels find them, while work is given to the device.
+        """Keep the residuals of pages in cache slots while the caller enqueues work.
 
-        reads: encoded pages. encodes: free or window pages, readable behind the work. lends: pages
-        that have a residual for this time only. by_layer: call await_layer() before each layer.
+        reads: encoded pages. encodes: free or window pages, readable for later work. lends: pages
+        that have a residual for this work only. by_layer: call await_layer() before each layer.
         Raises CapacityError when the residual cache cannot hold all pages at once.
         """
         if self._offloaded is not None:
@@ -124,10 +127,10 @@ class GpuKVCache(PagedKVCache):
         yield
         self.finish_encode(encodes)
         if self._offloaded is not None:
-            self._offloaded.take_back()
+            self._offloaded.return_lent_slots()
 
     def await_layer(self, layer: int) -> None:
-        """Let the forward go on to read residuals of this layer."""
+        """Make the forward wait until the residuals of this layer are in the cache."""
         if self._offloaded is not None:
             self._offloaded.await_layer(layer)
 
@@ -140,10 +143,10 @@ class GpuKVCache(PagedKVCache):
         pages: torch.Tensor,
         residual_slots: torch.Tensor,
     ) -> None:
-        """Write the records of pages [N] of a layer from k, v [S, page_size, num_kv_heads,
-        head_dim], of which page i is source[i]. source and pages are int32 on the device; entries
-        of -1 in both are skipped. residual_slots: as residual_slots_of(pages) gives, once for all
-        layers of a forward."""
+        """Write the records of pages [N] of a layer: page i is source[i] of k, v [S, page_size,
+        num_kv_heads, head_dim]. source and pages are int32 on the device; entries of -1 in both are
+        skipped. residual_slots: residual_slots_of(pages), computed once for all layers of a
+        forward."""
         encode_pages(
             k,
             v,
@@ -157,14 +160,17 @@ class GpuKVCache(PagedKVCache):
         )
 
     def residual_slots_of(self, pages: torch.Tensor) -> torch.Tensor:
-        """Where residuals of pages [N], int32 on the device, are now: like pages, anything valid
-        where they are -1."""
+        """Return the present residual slots of pages [N], both int32 on the device. The slot of a
+        page -1 is any valid one."""
         return self.residual_slots.index_select(0, pages.clamp(min=0))
 
     def exact_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all residual slots, in place, where the target is `exact`: each [slots,
-        num_kv_heads, page_size, head_dim] of the model's KV dtype, contiguous in the last two."""
-        assert self.codec.target == "exact", "residuals are corrections, not values"
+        """Return views of K and V of all residual slots of a layer. Each is [slots, num_kv_heads,
+        page_size, head_dim] of the model's KV dtype, contiguous in the last two. The target must
+        be `exact`."""
+        assert self.codec.target == "exact", (
+            "int8 residuals hold corrections, not values: target must be exact"
+        )
         geometry = self.geometry
         records = self.residuals.cache_layer(layer).view(geometry.dtype)
         shape = (*records.shape[:2], 2, geometry.page_size, geometry.head_dim)
@@ -199,8 +205,8 @@ class GpuKVCache(PagedKVCache):
             self.encode_from(layer, *self.window.layer(layer), source, pages, slots)
 
     def capture_commits(self) -> None:
-        """Capture a CUDA graph of what commit_pages() launches, a kernel a layer. The kernels must
-        have run once."""
+        """Capture a CUDA graph of the kernels that commit_pages() launches, one per layer. The
+        kernels must have run once."""
         self._committing.fill_(-1)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -208,16 +214,18 @@ class GpuKVCache(PagedKVCache):
         self._commit_graph = graph
 
     def move_out_of_window(self, pages: Sequence[int]) -> None:
-        assert self._encoded.issuperset(pages), "only a committed page may leave the window"
+        assert self._encoded.issuperset(pages), "only a committed page may leave the recent window"
         for page in pages:
             self.window.release(page)
 
     def write_whole(
         self, pages: Sequence[int], k: torch.Tensor, v: torch.Tensor, *, anchors: bool = True
     ) -> None:
-        """Encode free pages. Writes anchors in any case, which takes no longer. With a host store
-        the residual cache must have room for COMMIT_PAGES beside what is being encoded."""
-        assert not any(page in self.window.slots for page in pages), "a window page is not free"
+        """Encode free pages. Always writes anchors, which takes no longer. With a host store, the
+        residual cache must have room for COMMIT_PAGES besides the pages that are being encoded."""
+        assert not any(page in self.window.slots for page in pages), (
+            "a page of the recent window is not free"
+        )
         for first in range(0, len(pages), COMMIT_PAGES):
             part = pages[first : first + COMMIT_PAGES]
             with self.placed(encodes=part):

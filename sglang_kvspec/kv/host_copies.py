@@ -1,9 +1,9 @@
-"""Pages of residuals between the cache on a GPU and the pinned store on its host.
+"""Copies of residual pages between the cache on a GPU and the pinned store on its host.
 
-All layers of a page lie in one run of memory: the copy engines move them at the speed of the link,
-beside the kernels and without taking multiprocessors from them, and the CPU makes one call for all
-pages. A forward that need not wait for whole pages has them layer by layer, by a small kernel that
-reads the pinned memory, all pages of a layer in one launch.
+All layers of a page lie in one run of memory. The copy engines move pages at the speed of the link,
+and take no multiprocessors from kernels. The CPU makes one call for all pages. A forward that need
+not wait for whole pages fetches pages layer by layer. For each layer a small kernel then reads all
+pages from the pinned memory, in one launch.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from sglang_kvspec.kv.transfers import sent_together
 # (page, slot): the row of the store, and the cache slot.
 Pair = tuple[int, int]
 
-# Times of fetches kept for who asks for them; older ones are forgotten.
+# Most fetch times that are kept; the oldest are dropped.
 MOST_TIMED = 256
 
 
 class HostCopies:
-    """Copies in both directions, each behind the fences that keep it right.
+    """Copies in both directions, ordered by fences.
 
-    A slot may get another page, and a page another generation, while copies of the former are under
-    way: a stream that is to write waits on the device for all that still reads or writes there, and
-    a stream that is to read waits for what writes. The CPU waits in await_rows() alone.
+    A slot may get another page, and a page another generation, while former copies are under way.
+    So a stream that will write waits on the device for pending reads and writes of that memory. A
+    stream that will read waits for pending writes. Only await_rows() blocks the CPU.
     """
 
     def __init__(self, cache: RecordPool, store: RecordPool, copy_streams: CopyStreams) -> None:
-        """Both pools by page."""
+        """cache, store: pools with by_page=True."""
         self._cache, self._store, self._copy_streams = cache, store, copy_streams
-        # What still uses a cache slot, besides the main stream.
+        # By cache slot: the copies that may still use it.
         self._slot_uses: dict[int, list[Event]] = {}
-        # Of a page's row of the store, its last copy out.
+        # By page: the last copy into its row of the store.
         self._row_written: dict[int, Event] = {}
-        # Fetches whose time nobody has asked for: bytes, begun, done.
+        # Fetches whose time was not taken yet: (bytes, begun, done).
         self._timed: deque[tuple[int, Event, Event]] = deque(maxlen=MOST_TIMED)
 
     def copy_out(self, pairs: Sequence[Pair]) -> None:
-        """Write slots through to the store behind the work that the main stream has by now."""
+        """Write slots through to the store, after the work that the main stream has so far."""
         if not pairs:
             return
-        # A fetch may still read one of these rows: of a page that was freed meanwhile, for nobody.
+        # A fetch may still read one of these rows, but only for a page that was freed meanwhile.
         stream = self._copy_streams.to_host
         stream.wait(self._copy_streams.main.mark())
         pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
@@ -57,10 +57,10 @@ class HostCopies:
             self._slot_uses.setdefault(slot, []).append(done)
 
     def fetch(self, pairs: Sequence[Pair]) -> Event:
-        """Bring pages into slots, whose former content the main stream may still be using. Returns
-        when they are there: `main_waits` before the main stream reads them."""
+        """Copy pages into slots, whose former content the main stream may still use. Return the
+        event of the copy: give it to main_waits() before the main stream reads the pages."""
         stream = self._fetching_stream(pairs)
-        # Behind the fences: waiting for them is not the link's time.
+        # Mark the start after the fences, so that waiting for them does not count as link time.
         begun = stream.mark(timed=True)
         pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
         if pairs:
@@ -71,13 +71,13 @@ class HostCopies:
         return done
 
     def await_rows(self, pages: Iterable[int]) -> None:
-        """The CPU waits for what is being written to these rows of the store, so that it may read
-        or write them itself. A fetch may read one of them still, for nobody."""
+        """Block the CPU until copies into these rows of the store are done, so that it may read or
+        write them itself. A fetch may still read such a row, but only for a freed page."""
         for event in _distinct(self._row_written.get(page) for page in pages):
             event.synchronize()
 
     def take_fetch_times(self) -> list[tuple[int, float]]:
-        """(bytes, seconds) of whole fetches that are over and were not told yet. Waits for none."""
+        """Return and forget (bytes, seconds) of finished fetches of whole pages. Do not wait."""
         times = []
         while self._timed and self._timed[0][2].query():
             num_bytes, begun, done = self._timed.popleft()
@@ -85,12 +85,12 @@ class HostCopies:
         return times
 
     def fetch_by_layer(self, pairs: Sequence[Pair]) -> list[Event]:
-        """As fetch(); returns when the pages of layer 0, 1 and so on are there."""
+        """Copy pages into slots layer by layer. Return the event of each layer's copy."""
         device = self._cache.layer(0).device
         pages, slots = sent_together(
             device, [torch.tensor(ids, dtype=torch.int32) for ids in zip(*pairs, strict=True)]
         )
-        # Also behind the indices, which the main stream sends.
+        # The stream also waits for the indices, which the main stream sends.
         stream = self._fetching_stream(pairs)
         events = []
         for layer in range(self._cache.num_layers):
@@ -100,7 +100,7 @@ class HostCopies:
         return events
 
     def _fetching_stream(self, pairs: Sequence[Pair]) -> CopyStream:
-        """The stream of fetches, behind all that these pages and slots are still needed for."""
+        """Return the stream of fetches, made to wait for all uses of these pages and slots."""
         stream = self._copy_streams.to_device
         stream.wait(self._copy_streams.main.mark())
         written = [self._row_written.get(page) for page, _ in pairs]
@@ -108,11 +108,11 @@ class HostCopies:
         return stream
 
     def main_waits(self, events: Iterable[Event]) -> None:
-        """The main stream goes on after these."""
+        """Make the main stream wait for these events."""
         _wait(self._copy_streams.main, events)
 
     def main_writes(self, slots: Iterable[int]) -> None:
-        """The main stream is about to write these slots, whatever they held."""
+        """Make the main stream wait for all copies of these slots, before it writes them."""
         _wait(self._copy_streams.main, self._pop_uses(slots))
 
     def _pop_uses(self, slots: Iterable[int]) -> list[Event]:
@@ -120,12 +120,12 @@ class HostCopies:
 
 
 def _distinct(events: Iterable[Event | None]) -> Collection[Event]:
-    """Copies given together share an event: each once."""
+    """Return each event once: copies given together share an event."""
     return {id(event): event for event in events if event is not None}.values()
 
 
 def _wait(stream: CopyStream, events: Iterable[Event | None]) -> None:
-    """Wait for each once, and for none that is over."""
+    """Make the stream wait once for each event that is not over."""
     for event in _distinct(events):
         if not event.query():
             stream.wait(event)

@@ -1,4 +1,4 @@
-"""Anchors that stay in KV memory when their pages go: only residuals have to come back."""
+"""Anchors that stay in GPU memory after their pages are freed: only residuals must be loaded."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from sglang_kvspec.kv.residual_table import PageRef
 
 
 class KeptAnchors:
-    """A page of the KV cache is an anchor and a place for a residual, in the residual store or
-    cache. Where places run out an idle prefix gives its pages to others, and its anchors move to
-    slots of their own, in the same memory, as long as a tier below has the residuals that were
-    encoded with them. Which those are, checksums of anchors say.
+    """Kept anchors of a KV cache. A page of the cache is an anchor and a place for a residual, in
+    the residual store or cache. Where places run out, an idle prefix gives up its pages. Its
+    anchors then move to slots of their own, in the same memory, if a tier below has the residuals
+    that were encoded with them. Checksums of anchors tell which residuals those are.
     """
 
     def __init__(self, kv: PagedKVCache) -> None:
-        """kv: with slots for kept anchors."""
+        """kv: a cache with slots for kept anchors."""
         self._kv = kv
         self._slots = AnchorSlots(kv.plan.kept_anchor_pages)
-        # Checksum of a page's anchors, by page, with the generation that had them.
+        # By page: the generation whose anchors were read, and their checksum.
         self._stamps: dict[int, tuple[PageRef, int]] = {}
 
     def note(self, stamps: Mapping[int, int]) -> None:
-        """Checksums of the anchors of encoded pages, so that nobody has to read them again."""
+        """Note checksums of the anchors of encoded pages, which need not be read again then."""
         ref = self._kv.residuals.table.ref
         self._stamps |= {page: (ref(page), stamp) for page, stamp in stamps.items()}
 
     def note_rows(self, pages: Iterable[int], anchors: Iterable[memoryview]) -> None:
-        """The same of anchors that were just copied out."""
+        """Note checksums of anchors that were just copied out."""
         known = zip(pages, anchors, strict=True)
         self.note({page: xxh3_64_intdigest(row) for page, row in known})
 
     def keep(
         self, links: Sequence[PageLink], pages: Sequence[int], stored: Sequence[PrefixHit]
     ) -> None:
-        """Pages that are about to be freed, encoded; pages[i] holds links[i]. stored: what each
-        tier below has of them; where all have other versions, anchors are of no use."""
+        """Keep the anchors of encoded pages that are about to be freed; pages[i] holds links[i].
+        stored: the pages that each tier below has of them. Anchors of which all tiers have other
+        versions are of no use, and not kept."""
         stamps = self._stamps_of(pages)
         sources: dict[int, int] = {}
         for i, (link, page, stamp) in enumerate(zip(links, pages, stamps, strict=True)):
@@ -52,25 +53,25 @@ class KeptAnchors:
                 continue
             slot = self._slots.claim(link, stamp)
             if slot is not None:
-                # Of a page that has made room already for a later one this is the later one's.
+                # claim() may have evicted a page of this loop: its slot then belongs to this page.
                 sources[slot] = page
         self._kv.records.keep_anchors(list(sources.values()), list(sources))
 
     def find(self, hit: PrefixHit, wanted: Iterable[int]) -> dict[int, int]:
-        """Slots of the anchors of hit.pages[i], by i, where the very same are kept."""
+        """Return by i the slots of kept anchors that are the very anchors of hit.pages[i]."""
         slots = {i: self._slots.slot_of(hit.pages[i]) for i in wanted}
         return {i: slot for i, slot in slots.items() if slot is not None}
 
     def touch(self, links: Iterable[PageLink]) -> None:
-        """A prefix was looked up."""
+        """Mark the pages of a prefix that was looked up as used."""
         self._slots.touch(links)
 
     def release(self, links: Iterable[PageLink]) -> None:
-        """The anchors of these pages were restored."""
+        """Free the slots of pages whose anchors were restored."""
         self._slots.release(links)
 
     def forget(self) -> None:
-        """The prefix cache was flushed."""
+        """Forget all kept anchors, because the prefix cache was flushed. Counters stay."""
         counters = self._slots.counters
         self._slots = AnchorSlots(self._slots.num_slots)
         self._slots.counters = counters

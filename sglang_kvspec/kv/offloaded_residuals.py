@@ -1,4 +1,4 @@
-"""Residuals of a GPU whose cache does not hold them all: the others are in pinned host memory."""
+"""Residual cache of a GPU that does not hold all residuals: pinned host memory has them all."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class OffloadedResidualCache:
     """Residual cache in GPU memory, written through to a store in pinned host memory.
 
     Kernels read and write cache slots only. So a page that a forward reads is fetched before the
-    forward, and every page that a forward encodes is born in the cache. The page that was not used
-    for the longest time makes room.
+    forward, and every page that a forward encodes gets a cache slot first. Where slots run out, the
+    least recently used pages are evicted.
 
-    GpuKVCache.forward() calls require(), begin() and place(), then, behind the layers, finish() and
-    take_back(). Copies run beside all that; HostCopies orders them on the device.
+    GpuKVCache.placed() calls require(), begin() and place() before the layers, and finish() and
+    return_lent_slots() after them. Copies run on other streams; HostCopies orders them on the
+    device.
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class OffloadedResidualCache:
     ) -> None:
         """plan: with a host store. Raises ConfigError when the store cannot be allocated or
         pinned."""
-        assert plan.host_pages, "without a store nothing is copied"
-        # Looked up and changed by the CPU; kernels have a copy, `slots_on_device`.
+        assert plan.host_pages, "offloading needs a plan with a host store"
+        # Only the CPU reads and changes this table. Kernels read a copy, `slots_on_device`.
         self._pages = ResidualPages(plan, torch.device("cpu"))
         self.table, self.cache_slots = self._pages.table, self._pages.slots
         self._page_bytes = plan.page_bytes.residual
@@ -60,27 +61,27 @@ class OffloadedResidualCache:
                 by_page=True,
             )
         self._device = device
-        # Only the reference checks what it reads.
+        # Only the CPU's residual cache checks the pages that it reads.
         self.corrupt: CorruptPages | None = None
         self.bytes_fetched = 0
         # Kernels read cache slots, never the store.
         self.bytes_streamed = 0
-        # [num_pages + 1] int32. Of a page without a slot the entry is any valid slot.
+        # [num_pages + 1] int32. The entry of a page without a slot is any valid slot.
         self.slots_on_device = self._slots_of(range(plan.num_pages + 1)).to(device)
         self._copies = HostCopies(self._cache, self.store, copy_streams)
         self._arrivals: dict[int, Event] = {}
-        # When each layer of what the present forward fetches by layer is there.
+        # By layer: the event after which the pages that the forward fetches by layer are there.
         self._layers_arrive: list[Event] = []
         self._lent: list[int] = []
         self._moved: set[int] = set()
-        # Forwards so far, and the last one that used a page.
+        # Number of forwards so far, and the last forward that used each page.
         self._now = 0
         self._last_use = [0] * (plan.num_pages + 1)
 
     def warm_up(self) -> None:
-        """Copy once what serving copies, while no page is in use, so that nothing is compiled for a
-        request."""
-        assert not len(self.cache_slots), "a slot is in use"
+        """Copy a page by layer, so that no request waits for compilation. Call while no page is in
+        use."""
+        assert not len(self.cache_slots), "warm_up() needs a cache without pages, a slot is in use"
         self._copies.main_waits(self._copies.fetch_by_layer([(1, 0)]))
 
     @property
@@ -103,10 +104,10 @@ class OffloadedResidualCache:
     # A forward
 
     def require(self, pages: Iterable[int], *, by_layer: bool = False) -> None:
-        """The next forward reads these pages' residuals: fetch those that are not in the cache, and
-        make the forward wait for those on their way. Until the next call none of them makes room.
+        """Fetch the residuals that the next forward reads and that are not in the cache. Make the
+        forward wait for pages on their way. Until the next call none of these pages makes room.
 
-        by_layer: fetch layer by layer, and let each layer wait for its own part alone. Raises
+        by_layer: fetch layer by layer, and let each layer wait for its own part only. Raises
         CapacityError when the cache cannot hold all pages at once.
         """
         self._now += 1
@@ -126,47 +127,50 @@ class OffloadedResidualCache:
         self.await_fetches(needed)
 
     def await_layer(self, layer: int) -> None:
-        """What is enqueued from now on reads this layer of the pages that were required."""
+        """Make the main stream wait until this layer of the required pages is in the cache."""
         if self._layers_arrive:
             self._copies.main_waits([self._layers_arrive[layer]])
 
     def begin(self, pages: Iterable[int]) -> None:
-        """These pages will be encoded layer by layer, into the cache."""
+        """Make pages IN_FLIGHT that will be encoded layer by layer, and give them cache slots."""
         pages = list(pages)
         for page in pages:
             self.table.advance(page, ResidualState.IN_FLIGHT)
         self._give_slots(pages)
 
     def begin_landing(self, pages: Iterable[int]) -> None:
-        """These pages come from elsewhere: into the store, and into the cache once they are
-        required, so that there is room for them whatever forwards need."""
+        """Make pages IN_FLIGHT whose records come from elsewhere. They land in the store, and enter
+        the cache once they are required. So landing needs no cache slots."""
         for page in pages:
             self.table.advance(page, ResidualState.IN_FLIGHT)
 
     def write_pages(self, pages: Sequence[int], records: torch.Tensor) -> None:
-        """Records [N, num_layers, num_kv_heads, record_bytes] on the CPU of landing pages."""
-        assert not any(page in self.cache_slots for page in pages), "a kernel writes this page"
-        # The copy of a page that was freed may be under way to the same row.
+        """Store records [N, num_layers, num_kv_heads, record_bytes] on the CPU of landing pages."""
+        assert not any(page in self.cache_slots for page in pages), (
+            "a page with a cache slot cannot land: a kernel writes this page"
+        )
+        # A write-through of the page's former generation may be under way to the same row.
         self._copies.await_rows(pages)
         self.store.write_pages(torch.tensor(pages, dtype=torch.int64), records)
 
     def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
-        """Records of pages that have them, as write_pages() takes them, from the store, which has
-        all. The CPU waits for what is on its way there."""
+        """Return records of pages, as write_pages() takes them, from the store, which has all.
+        Block the CPU until write-throughs of these pages are done."""
         self._pages.check_readable(pages)
         self._copies.await_rows(pages)
         return self.store.read_pages(torch.tensor(pages, dtype=torch.int64))
 
     def place(self, pages: Iterable[int]) -> None:
-        """Lend slots to pages that the next forward encodes and reads, but that may change again:
-        they have a residual for this forward only. Kernels launched from now on find all pages."""
+        """Lend slots to pages that the next forward encodes and reads, but that may still change:
+        they have a residual for this forward only. Kernels launched after this call find all
+        pages."""
         pages = [page for page in pages if page not in self.cache_slots]
         self._give_slots(pages)
         self._lent += pages
         self.sync()
 
     def sync(self) -> None:
-        """Tell kernels launched from now on where pages are."""
+        """Send changed slots to the device, for kernels launched after this call."""
         if self._moved:
             moved = sorted(self._moved)
             told = [torch.tensor(moved), self._slots_of(moved)]
@@ -174,15 +178,16 @@ class OffloadedResidualCache:
             self._moved.clear()
 
     def finish(self, pages: Iterable[int]) -> None:
-        """All layers of these pages are being written: those in the cache follow into the store,
-        and those that landed are there."""
+        """Make pages readable whose layers are all enqueued. Encoded pages are copied from the
+        cache to the store; landed pages are there already."""
         pages = list(pages)
         self._pages.finish(pages)
         encoded = [page for page in pages if page in self.cache_slots]
         self._copies.copy_out([(page, self.cache_slots.slot_of(page)) for page in encoded])
 
-    def take_back(self) -> None:
-        """The forward that was prepared is given to the device."""
+    def return_lent_slots(self) -> None:
+        """Take back lent slots once the prepared forward is enqueued. Make pages RESIDENT that it
+        fetched by layer."""
         if self._layers_arrive:
             last, self._layers_arrive = self._layers_arrive[-1], []
             self.await_fetches([page for page, event in self._arrivals.items() if event is last])
@@ -194,17 +199,17 @@ class OffloadedResidualCache:
 
     def start_fetch(self, pages: Iterable[int]) -> None:
         """Start to copy STORED pages into free slots. Raises CapacityError, and fetches nothing,
-        when there are too few."""
+        when too few slots are free."""
         pages = list(pages)
         if len(pages) > self.cache_slots.num_free:
             raise CapacityError(
-                f"{len(pages)} residuals to fetch and {self.cache_slots.num_free} free cache slots"
+                f"{len(pages)} residuals need cache slots, {self.cache_slots.num_free} are free"
             )
         if pages:
             self._arrivals |= dict.fromkeys(pages, self._copies.fetch(self._claim(pages)))
 
     def _claim(self, pages: Sequence[int]) -> list[tuple[int, int]]:
-        """These pages, whose copy is about to start, with their slots."""
+        """Make pages FETCHING, give them slots, and return the sorted (page, slot) pairs."""
         pages = sorted(pages)
         self.table.advance_all(pages, ResidualState.FETCHING)
         for page in pages:
@@ -214,7 +219,7 @@ class OffloadedResidualCache:
         return list(zip(pages, self.cache_slots.acquire_all(pages), strict=True))
 
     def finish_fetches(self) -> None:
-        """Make pages RESIDENT whose copy is done; others stay on their way."""
+        """Make pages RESIDENT whose copy is done. Other pages stay FETCHING."""
         events = {id(event): event for event in self._arrivals.values()}
         over = {key for key, event in events.items() if event.query()}
         self._wait_for([page for page, event in self._arrivals.items() if id(event) in over])
@@ -223,8 +228,8 @@ class OffloadedResidualCache:
         return self._copies.take_fetch_times()
 
     def await_fetches(self, pages: Iterable[int]) -> None:
-        """Make these pages RESIDENT where they are on their way, for what is enqueued from now
-        on."""
+        """Make the FETCHING pages among these RESIDENT, for work that is enqueued after this
+        call."""
         if self._arrivals:
             self._wait_for([page for page in dict.fromkeys(pages) if page in self._arrivals])
 
@@ -258,32 +263,35 @@ class OffloadedResidualCache:
         self.table.advance_all(pages, ResidualState.RESIDENT)
 
     def _make_room(self, num_pages: int) -> None:
-        lacking = num_pages - self.cache_slots.num_free
-        if lacking <= 0:
+        shortfall = num_pages - self.cache_slots.num_free
+        if shortfall <= 0:
             return
-        # A page that is being encoded, or lent a slot, is in use by this forward.
+        # Pages that are being encoded, or have a lent slot, are in use by this forward.
         in_store = (ResidualState.RESIDENT, ResidualState.FETCHING)
         spare = [
             page
             for page in self.cache_slots
             if self._last_use[page] < self._now and self.table.state(page) in in_store
         ]
-        if len(spare) < lacking:
+        if len(spare) < shortfall:
             raise CapacityError(
                 f"one forward needs more residuals than the cache of {self.cache_slots.num_slots} "
-                f"pages holds: {num_pages} are to come in and {len(spare)} can go"
+                f"pages can hold: {num_pages} must be fetched, only {len(spare)} can be evicted"
             )
-        self.evict(sorted(spare, key=self._last_use.__getitem__)[:lacking])
+        self.evict(sorted(spare, key=self._last_use.__getitem__)[:shortfall])
 
     def _slots_of(self, pages: Iterable[int]) -> torch.Tensor:
         return torch.tensor(self.cache_slots.slots_of(pages), dtype=torch.int32)
 
     def check_integrity(self) -> None:
-        assert not self._lent, "slots are lent beyond a forward"
+        assert not self._lent, "cache slots are still lent after a forward"
         self._pages.check_integrity()
         for page in self.cache_slots:
             known = page in self._arrivals
-            assert known == (self.table.state(page) is ResidualState.FETCHING), f"page {page}"
+            is_fetching = self.table.state(page) is ResidualState.FETCHING
+            assert known == is_fetching, f"page {page}: its state and its fetch disagree"
         where = self._slots_of(page for page in self.cache_slots if page not in self._moved)
         told = [page for page in self.cache_slots if page not in self._moved]
-        assert torch.equal(self.slots_on_device[told].cpu(), where), "kernels look elsewhere"
+        assert torch.equal(self.slots_on_device[told].cpu(), where), (
+            "the slot table on the device is out of date"
+        )

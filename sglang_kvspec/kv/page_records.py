@@ -1,4 +1,4 @@
-"""Records of encoded pages as plain bytes, to keep outside of a KV cache and to bring back."""
+"""Records of encoded pages as plain bytes, to keep outside of a KV cache and to load again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.geometry import KVGeometry
 
-# Pages copied at once: what a copy needs of memory beside pools and tiers.
+# Pages copied at once. This bounds the memory of a copy, besides pools and tiers.
 BATCH_PAGES = 16
 
 
 class PageRecords(NamedTuple):
-    """anchors and residuals: contiguous [num_pages, num_layers, num_kv_heads, record_bytes] uint8
-    on the CPU."""
+    """Records of pages. anchors, residuals: contiguous [num_pages, num_layers, num_kv_heads,
+    record_bytes] uint8 on the CPU."""
 
     anchors: torch.Tensor
     residuals: torch.Tensor
@@ -29,7 +29,7 @@ class PageRecords(NamedTuple):
     def empty(
         cls, geometry: KVGeometry, codec: Codec, num_pages: int, *, pinned: bool = False
     ) -> PageRecords:
-        """pinned: a GPU copies from there by itself."""
+        """Return uninitialised records. pinned: a GPU can copy from them directly."""
         shape = (num_pages, geometry.num_layers, geometry.num_kv_heads)
         anchors, residuals = (
             torch.empty((*shape, num_bytes), dtype=torch.uint8, pin_memory=pinned)
@@ -39,7 +39,7 @@ class PageRecords(NamedTuple):
 
     @classmethod
     def of_bytes(cls, geometry: KVGeometry, codec: Codec, data: torch.Tensor) -> PageRecords:
-        """One page's anchors and, behind them, residuals, as 1-D uint8."""
+        """Return views of one page's records. data: its anchors, then its residuals, 1-D uint8."""
         shape = (1, geometry.num_layers, geometry.num_kv_heads, -1)
         num_records = geometry.num_layers * geometry.num_kv_heads
         end = num_records * codec.anchor_bytes
@@ -47,19 +47,19 @@ class PageRecords(NamedTuple):
         return cls(anchors.view(shape), residuals.view(shape))
 
     def parts(self, num_parts: int) -> list[PageRecords]:
-        """Of equal shares of the KV heads, in order; not contiguous."""
+        """Return the records of equal shares of the KV heads, in order; not contiguous."""
         chunks = (records.chunk(num_parts, dim=2) for records in self)
         return [PageRecords(*pair) for pair in zip(*chunks, strict=True)]
 
     @classmethod
     def joined(cls, parts: Sequence[PageRecords]) -> PageRecords:
-        """Of parts of pages, each with some of their KV heads, in order."""
+        """Return the records of pages, joined from parts with some of their KV heads, in order."""
         anchors, residuals = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
         return cls(anchors, residuals)
 
 
 def copy_out(kv: PagedKVCache, pages: Sequence[int]) -> PageRecords:
-    """The records of encoded pages, wherever their residuals are. Waits for those of a device."""
+    """Return a copy of the records of encoded pages. Block the CPU until a device has copied."""
     assert all(map(kv.is_encoded, pages)), "only an encoded page has records"
     return PageRecords(kv.records.read_anchors(pages), kv.records.read_residuals(pages))
 
@@ -70,16 +70,16 @@ def copy_in(
     records: PageRecords,
     kept_slots: Mapping[int, int] | None = None,
 ) -> None:
-    """Make free pages encoded ones, with records that copy_out() gave of pages of this geometry and
-    codec, and that are not to change any more. Their residuals are in the cache while it has room,
-    on a GPU with a store in that.
+    """Fill free pages with records that copy_out() gave for pages of this geometry and codec. The
+    caller must not change the records afterwards. Residuals enter the cache while it has room; on a
+    GPU with a store they enter the store only.
 
-    kept_slots: of pages[i] by i, slots of kept anchors, which are taken in place of records'.
+    kept_slots: by i, the slot of kept anchors that pages[i] gets instead of records.anchors[i].
     """
     kv.begin_landing(pages)
     if kept_slots:
-        lacking = [i for i in range(len(pages)) if i not in kept_slots]
-        kv.records.write_anchors([pages[i] for i in lacking], records.anchors[lacking])
+        missing = [i for i in range(len(pages)) if i not in kept_slots]
+        kv.records.write_anchors([pages[i] for i in missing], records.anchors[missing])
         kv.records.restore_anchors(list(kept_slots.values()), [pages[i] for i in kept_slots])
     else:
         kv.records.write_anchors(pages, records.anchors)

@@ -10,14 +10,14 @@ from sglang_kvspec.core.errors import CapacityError
 
 
 class PageSlots:
-    """A bijection between some pages and slots 0..num_slots-1, oldest assignment first."""
+    """One-to-one map from some pages to slots 0..num_slots-1, in the order of assignment."""
 
     def __init__(self, num_pages: int, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self._slot_of_page: dict[int, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._table = torch.full((num_pages + 1,), -1, dtype=torch.int64, device=device)
-        # Entries that the table does not have yet: where nobody reads it, nobody pays for it.
+        # Entries that the table lacks. They are written when the table is read, and not before.
         self._changed: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -27,13 +27,13 @@ class PageSlots:
         return page in self._slot_of_page
 
     def __iter__(self) -> Iterator[int]:
-        """Pages, the one that got its slot first coming first."""
+        """Yield the pages in the order in which they got their slots."""
         return iter(self._slot_of_page)
 
     @property
     def table(self) -> torch.Tensor:
-        """The same map as a tensor [num_pages + 1] int64, -1 where a page has no slot, for gathers
-        without Python loops."""
+        """Slot of each page as a tensor [num_pages + 1] int64, -1 where a page has no slot, for
+        gathers without Python loops."""
         if self._changed:
             device = self._table.device
             pages = torch.tensor(list(self._changed), device=device)
@@ -42,11 +42,11 @@ class PageSlots:
         return self._table
 
     def slot_of(self, page: int) -> int:
-        """The slot of a page that has one."""
+        """Return the slot of a page that has one."""
         return self._slot_of_page[page]
 
     def slots_of(self, pages: Iterable[int]) -> list[int]:
-        """Their slots, and any slot for pages without."""
+        """Return the slots of pages, and any slot for a page that has none."""
         find = self._slot_of_page.get
         return [find(page, 0) for page in pages]
 
@@ -56,7 +56,7 @@ class PageSlots:
 
     def acquire(self, page: int) -> int:
         """Give `page` a slot. Raises CapacityError when none is free."""
-        assert page not in self._slot_of_page, f"page {page} has a slot already"
+        assert page not in self._slot_of_page, f"page {page} already has a slot"
         if not self._free:
             raise CapacityError(f"no free slot for page {page}: all {self.num_slots} are taken")
         slot = self._free.pop()
@@ -65,16 +65,16 @@ class PageSlots:
         return slot
 
     def acquire_all(self, pages: Sequence[int]) -> list[int]:
-        """Give each of these pages a slot, in ascending order, so that neighbours among the pages
-        are neighbours in memory where that is possible. Raises CapacityError, and gives none, when
-        too few are free."""
+        """Give each of these pages a slot, and return the slots. They ascend, so that neighbours
+        among the pages are neighbours in memory where that is possible. Raises CapacityError, and
+        gives none, when too few are free."""
         if len(pages) > self.num_free:
             raise CapacityError(
                 f"no free slot for {len(pages) - self.num_free} of {len(pages)} pages: all "
                 f"{self.num_slots} are taken"
             )
-        assert self._slot_of_page.keys().isdisjoint(pages), "a page has a slot already"
-        assert len(set(pages)) == len(pages), "a page is named twice"
+        assert self._slot_of_page.keys().isdisjoint(pages), "a page already has a slot"
+        assert len(set(pages)) == len(pages), "a page is given twice"
         first = self.num_free - len(pages)
         slots = sorted(self._free[first:])
         del self._free[first:]
@@ -84,13 +84,13 @@ class PageSlots:
         return slots
 
     def release_all(self, pages: Iterable[int]) -> None:
-        """Take back the slots of these pages, those that have one."""
+        """Free the slot of each of these pages that has one."""
         held = [page for page in dict.fromkeys(pages) if page in self._slot_of_page]
         self._free += [self._slot_of_page.pop(page) for page in held]
         self._changed.update(dict.fromkeys(held, -1))
 
     def release(self, page: int) -> bool:
-        """Take the slot of `page` back; False when it had none."""
+        """Free the slot of `page`. Return False if it had none."""
         slot = self._slot_of_page.pop(page, None)
         if slot is None:
             return False
@@ -102,14 +102,18 @@ class PageSlots:
         taken = set(self._slot_of_page.values())
         assert len(taken) == len(self._slot_of_page), "a slot belongs to two pages"
         assert taken.isdisjoint(self._free), "a free slot belongs to a page"
-        assert len(taken) + len(self._free) == self.num_slots, "slots were lost"
+        assert len(taken) + len(self._free) == self.num_slots, (
+            "taken and free slots are not all slots"
+        )
         held = (self.table >= 0).nonzero().flatten().tolist()
-        assert sorted(held) == sorted(self._slot_of_page), "slot table disagrees with the map"
+        assert sorted(held) == sorted(self._slot_of_page), (
+            "the slot table disagrees with the map of pages"
+        )
 
 
 class OwnSlots(PageSlots):
-    """Slots for all pages: page p's is p - 1, so that nothing has to be looked up. Page 0, which
-    SGLang pads with, has none."""
+    """Slots for all pages: page p has slot p - 1, so that no lookup is needed. Page 0, SGLang's
+    padding page, has none."""
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
         super().__init__(0, 0, device)
@@ -121,8 +125,8 @@ class OwnSlots(PageSlots):
         return self.num_slots - len(self)
 
     def acquire(self, page: int) -> int:
-        assert page not in self._slot_of_page, f"page {page} has a slot already"
-        assert 0 < page <= self.num_slots, f"page {page} has no slot"
+        assert page not in self._slot_of_page, f"page {page} already has a slot"
+        assert 0 < page <= self.num_slots, f"there is no slot for page {page}"
         self._slot_of_page[page] = page - 1
         return page - 1
 

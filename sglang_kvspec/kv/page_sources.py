@@ -1,4 +1,4 @@
-"""Where pages of a prefix came from that were brought back."""
+"""Tiers from which the pages of a loaded prefix came."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class PageSource(IntEnum):
-    """Of a page's residual, the farthest first. KEPT: its anchor was in GPU memory still."""
+    """Source of a page's residual, the farthest first. KEPT: the page had a kept anchor."""
 
     NOWHERE = 0
     REMOTE = 1
@@ -20,9 +20,9 @@ class PageSource(IntEnum):
 
 
 class Loaded(NamedTuple):
-    """num_pages were brought back; the residuals of num_from_disk of them from disk, and
-    num_from_remote of them from another machine. kept_host, kept_disk: of how many the anchors were
-    in GPU memory still, while residuals came from there."""
+    """Numbers of loaded pages. num_from_disk, num_from_remote: pages whose residual came from disk,
+    or from another machine. kept_host, kept_disk: pages with a kept anchor in GPU memory whose
+    residual came from host memory, or from disk."""
 
     num_pages: int
     num_from_disk: int
@@ -31,7 +31,7 @@ class Loaded(NamedTuple):
     kept_disk: int = 0
 
     def and_from_remote(self, num_pages: int) -> Loaded:
-        """With so many pages more."""
+        """Return these numbers with num_pages more pages from another machine."""
         return self._replace(
             num_pages=self.num_pages + num_pages,
             num_from_remote=self.num_from_remote + num_pages,
@@ -39,7 +39,7 @@ class Loaded(NamedTuple):
 
     @classmethod
     def of(cls, sources: Sequence[int]) -> Loaded:
-        """Of a prefix whose pages came from these sources, up to the first that came from none."""
+        """Count the pages of a prefix by source, up to the first page that came from none."""
         found = list(takewhile(lambda source: source != PageSource.NOWHERE, sources))
         kept_disk = found.count(PageSource.KEPT_DISK)
         return cls(

@@ -1,5 +1,5 @@
-"""Reading a prefix from the tiers below the KV cache: of every page an anchor and the residual that
-was encoded with it, each from where it is nearest."""
+"""Reads of a prefix from the tiers below the KV cache. For every page an anchor and the residual
+that was encoded with it are read, each from the nearest tier that has it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sglang_kvspec.kv.remote_tier import RemoteTier
 
 
 class Found(NamedTuple):
-    """The longest whole run of a prefix's pages. sources: where each page's residual came from.
-    kept_slots: of pages whose anchors are kept, by place in the run, where; records.anchors has
-    other bytes there. stamps: checksums of anchors, by place, where they are known."""
+    """The longest run of a prefix's whole pages, from the first on. sources: the tier of each
+    page's residual. kept_slots: by place in the run, the slot of a page's kept anchors;
+    records.anchors has other bytes there. stamps: by place, known checksums of anchors."""
 
     records: PageRecords
     sources: list[PrefixReader | RemoteTier]
@@ -35,7 +35,8 @@ def read_prefix(
     remote: RemoteTier | None,
     kept: KeptAnchors | None,
 ) -> Found:
-    """tiers: host memory and disk; hits: what each of them has of links."""
+    """Read the longest run of whole pages. tiers: host memory and disk. hits: the pages of `links`
+    that each of the two has."""
     is_pinned = kv.device.type == "cuda"
     records = PageRecords.empty(kv.geometry, kv.codec, len(links), pinned=is_pinned)
     anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
@@ -49,8 +50,8 @@ def read_prefix(
         here = {} if kept is None else kept.find(hit, wanted)
         have = set(here)
         if tier is not tiers[0] and tiers[0] is not None:
-            lacking = [i for i in wanted if i not in here]
-            have |= _read_paired_anchors(tiers[0], hits[0], hit, lacking, anchors)
+            missing = [i for i in wanted if i not in here]
+            have |= _read_paired_anchors(tiers[0], hits[0], hit, missing, anchors)
         for i in _read_whole(tier, hit, wanted, anchors, residuals, have):
             sources[i], stamps[i] = tier, hit.pages[i].stamp
             if i in here:
@@ -76,7 +77,8 @@ def _read_paired_anchors(
     wanted: Sequence[int],
     anchors: Sequence[memoryview],
 ) -> set[int]:
-    """Of pages whose residuals are on disk: those whose very anchors are in host memory."""
+    """Read anchors of pages from host memory, where it has the very anchors of the page on disk.
+    Return the indices of these pages."""
     same = [i for i in wanted if in_host.pages[i : i + 1] == on_disk.pages[i : i + 1]]
     done = host.read_anchors([in_host.pages[i] for i in same], [anchors[i] for i in same])
     return {i for i, good in zip(same, done, strict=True) if good}
@@ -90,11 +92,11 @@ def _read_whole(
     residuals: Sequence[memoryview],
     have_anchors: Collection[int],
 ) -> Iterator[int]:
-    """Read pages `wanted` of a hit into their rows; those of which both parts are there and
-    undamaged."""
-    lacking = [i for i in wanted if i not in have_anchors]
-    done = tier.read_anchors([hit.pages[i] for i in lacking], [anchors[i] for i in lacking])
-    good = {*have_anchors, *(i for i, whole in zip(lacking, done, strict=True) if whole)}
+    """Read pages `wanted` of a hit into their rows. Return the indices of the pages whose two parts
+    are there and undamaged."""
+    missing = [i for i in wanted if i not in have_anchors]
+    done = tier.read_anchors([hit.pages[i] for i in missing], [anchors[i] for i in missing])
+    good = {*have_anchors, *(i for i, whole in zip(missing, done, strict=True) if whole)}
     both = [i for i in wanted if i in good]
     done = tier.read_residuals([hit.pages[i] for i in both], [residuals[i] for i in both])
     return (i for i, whole in zip(both, done, strict=True) if whole)

@@ -1,4 +1,4 @@
-"""Prefixes that are not in the KV cache, or will outlive it: in host memory, on disk, elsewhere."""
+"""Cached prefixes below the KV cache: in host memory, on disk, at a prefix server."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from sglang_kvspec.kv.remote_tier import RemoteTier
 _NO_HIT = PrefixHit([], 0)
 
 
-# Takes a page's link, anchor and residual; False where it takes no more for now.
+# Puts a page, given its link, anchor and residual. Returns False if the tier takes no more for now.
 _Put = Callable[[PageLink, memoryview, memoryview], bool]
 
 
 class PrefixTiers:
-    """Anchors and residuals live apart below the KV cache: a tier that is short of room for
-    residuals gives up those first, of the prefix used longest ago, and keeps the anchors. A page
-    counts as there once an anchor and the residual encoded with it can be had, from either tier;
-    a prefix ends before the first page of which that is not so, and the rest is computed. What a
-    remote tier has sent here goes on where these two end.
+    """Tiers of cached prefixes: host memory, disk, and a remote tier.
+
+    Tiers store anchors and residuals apart. A tier without room for a residual evicts residuals of
+    the least recently used prefix, and keeps the anchors. A page can be loaded if host memory and
+    disk together have an anchor and the residual encoded with it. A prefix ends before the first
+    page that cannot be loaded; the rest is computed. Pages that have arrived from the remote tier
+    continue the prefix where host memory and disk end.
     """
 
     def __init__(
@@ -44,38 +46,39 @@ class PrefixTiers:
         remote: RemoteTier | None = None,
         kept: KeptAnchors | None = None,
     ) -> None:
-        """make_host: opens an empty tier in host memory; None for no such tier. kept: what stays
-        in GPU memory of prefixes that host memory or disk hold."""
+        """make_host: opens an empty tier in host memory; None for no such tier. kept: anchors that
+        stay in GPU memory, of prefixes that host memory or disk hold."""
         self._kv = kv
         self._kept = kept
         self._make_host = make_host
         self._host = make_host() if make_host else None
         self._disk = disk
         self._remote = remote
-        # What the present weights compute no longer belongs there.
+        # True once weights change: the disk holds prefixes of the weights at the start.
         self._disk_is_stale = False
         self._loaded_bytes = {"anchors": 0, "residuals": 0}
 
     @property
-    def are_none(self) -> bool:
+    def is_empty(self) -> bool:
         return self._host is None and self._disk is None and self._remote is None
 
     @property
     def disk(self) -> PrefixStore | None:
-        """The tier on disk as long as it is that of the present weights."""
+        """The tier on disk; None once the weights have changed."""
         return None if self._disk_is_stale else self._disk
 
-    # Coming back
+    # Loading
 
     def num_loadable(self, links: Sequence[PageLink]) -> int:
-        """How many of these pages, from the first on, can be brought back. Counts as their use."""
+        """Return how many of these pages, from the first on, can be loaded. Counts as their use."""
         num_local = self.num_local(links)
         if self._remote is None:
             return num_local
         return num_local + self._remote.num_landed(links[num_local:])
 
     def num_local(self, links: Sequence[PageLink]) -> int:
-        """The same without what came from another machine."""
+        """Return how many of these pages, from the first on, can be loaded from host memory and
+        disk. Counts as their use."""
         if self._kept is not None:
             self._kept.touch(links)
         return max(hit.num_complete for hit in self._hits(links))
@@ -86,11 +89,11 @@ class PrefixTiers:
         pages: Sequence[int],
         agree: Callable[[list[int]], Sequence[int]] = list,
     ) -> Loaded:
-        """Fill free pages with what is kept of links[i], as far as records are there and whole.
+        """Load links[i] into free pages[i], up to the first page that is missing or damaged.
 
-        agree: makes of this rank's PageSources, one a page, those that count, where several ranks
-        must have loaded the same. Of `pages` the first num_pages are encoded afterwards, the others
-        still free.
+        agree: turns this rank's PageSources, one per page, into those that count, where several
+        ranks must load the same pages. Afterwards the first num_pages of `pages` are encoded, and
+        the others are free.
         """
         sources: list[int] = []
         for first in range(0, len(pages), BATCH_PAGES):
@@ -105,7 +108,7 @@ class PrefixTiers:
         num_mine = len(sources)
         loaded = Loaded.of(agree(sources + [PageSource.NOWHERE] * (len(pages) - num_mine)))
         if loaded.num_pages < num_mine:
-            # Another rank lacks them, so that no forward can read them.
+            # Another rank lacks these pages, so that no forward can read them.
             self._kv.free_pages(pages[loaded.num_pages : num_mine])
         return loaded
 
@@ -131,7 +134,7 @@ class PrefixTiers:
             self._kept.release(links[i] for i in found.kept_slots)
 
     def count_loaded(self, num_anchors: int, num_residuals: int) -> None:
-        """So many came back, by load() or apart from each other."""
+        """Count the pages whose anchors, and whose residuals, load() or an early start loaded."""
         page = self._kv.plan.page_bytes
         self._loaded_bytes["anchors"] += num_anchors * page.anchor
         self._loaded_bytes["residuals"] += num_residuals * page.residual
@@ -143,12 +146,12 @@ class PrefixTiers:
             disk.lookup_links(links) if disk else _NO_HIT,
         )
 
-    # Leaving
+    # Copying to lower tiers
 
     def spill(self, links: Sequence[PageLink], pages: Sequence[int]) -> int:
-        """Copy what the disk and the remote tier lack of a prefix that stays in the KV cache: page
-        i, encoded, holds links[i]. Takes no longer than copying; where one of them is behind, the
-        rest is left out. Returns how many of these pages the disk has, or will have."""
+        """Copy pages of a prefix that the disk or the remote tier lacks. The prefix stays in the KV
+        cache: pages[i], encoded, holds links[i]. Copies, but waits for no tier: a tier that is
+        behind misses the rest. Return how many of these pages the disk has, or will have."""
         num_on_disk = 0
         if self.disk is not None:
             first = self.disk.lookup_links(links).num_complete
@@ -158,21 +161,21 @@ class PrefixTiers:
         return num_on_disk
 
     def demote(self, links: Sequence[PageLink], pages: Sequence[int], num_staying: int = 0) -> None:
-        """The same for a prefix of which the KV cache is about to drop a part, all but its first
-        num_staying pages."""
+        """Copy a prefix as spill() does, and to host memory, before the KV cache drops all but its
+        first num_staying pages. Keep anchors of dropped pages whose residuals a tier has."""
         num_below = self.spill(links, pages)
         if self._host is not None:
             first = self._host.lookup_links(links).num_complete
             self._put(first, self._host.put, links, pages)
         if self._kept is not None:
             found = self._hits(links)
-            # Without a residual somewhere anchors are of no use: a prefill reads both.
+            # Anchors without a residual in some tier are of no use: a prefill reads both.
             going = slice(num_staying, max(num_below, found[0].num_complete))
             hits = [hit._replace(pages=hit.pages[going]) for hit in found]
             self._kept.keep(links[going], pages[going], hits)
 
     def _put(self, first: int, put: _Put, links: Sequence[PageLink], pages: Sequence[int]) -> int:
-        """Returns how many pages are there then."""
+        """Put pages from index `first` on. Return how many pages the tier then has."""
         for start in range(first, len(pages), BATCH_PAGES):
             batch = slice(start, start + BATCH_PAGES)
             records = copy_out(self._kv, pages[batch])
@@ -187,23 +190,24 @@ class PrefixTiers:
     # Control plane
 
     def forget_memory(self) -> None:
-        """The prefix cache was flushed. What is on disk stays: it outlives the server."""
+        """Forget kept anchors and host memory, because the prefix cache was flushed. Prefixes on
+        disk stay: they outlive the server."""
         if self._kept is not None:
             self._kept.forget()
         if self._make_host is not None:
-            # One at a time: the old one's memory is given back first.
+            # Free the memory of the old tier before the new one is allocated.
             self._host = None
             self._host = self._make_host()
 
     def weights_will_change(self) -> None:
-        """The disk and the remote tier were opened for the weights so far, and have nothing for the
-        next ones."""
+        """Stop the use of the disk and of the remote tier: both were opened for the weights that
+        will be replaced."""
         self._disk_is_stale = True
         if self._remote is not None:
             self._remote.weights_will_change()
 
     def close(self, timeout_s: float) -> None:
-        """Finish what is on its way to disk, for at most this long."""
+        """Write pages that are queued for disk, for at most timeout_s, and close the tiers."""
         if self._disk is not None:
             self._disk.flush(timeout_s)
             self._disk.close(timeout_s)
@@ -211,8 +215,8 @@ class PrefixTiers:
             self._remote.close()
 
     def report(self) -> dict[str, Any]:
-        """By tier: pages, and of how many the residual is there; counters. loaded_bytes: of what
-        came back into the KV cache from any of them."""
+        """Return for each tier the number of pages, the number of residuals, and counters.
+        loaded_bytes: bytes that were loaded into the KV cache from all tiers together."""
         tiers: dict[str, PrefixReader | None] = {"host": self._host, "disk": self._disk}
         report: dict[str, Any] = {name: _describe(tier) for name, tier in tiers.items() if tier}
         report["loaded_bytes"] = dict(self._loaded_bytes)

@@ -9,10 +9,10 @@ from sglang_kvspec.kv.page_slots import PageSlots
 
 
 class RecentWindow:
-    """Pages that are not encoded (yet), in the model's KV dtype. Draft tokens live here only.
+    """Full-precision pages, in the model's KV dtype. KV of drafts is stored here only.
 
-    A page is mutable until all its positions are committed; from then on it may be encoded at any
-    time without changing what the target reads.
+    A page is mutable until all its positions are committed. After that it may be encoded at any
+    time, without changing what the target reads.
     """
 
     def __init__(
@@ -23,11 +23,11 @@ class RecentWindow:
         device: torch.device,
         table_device: torch.device | None = None,
     ) -> None:
-        """table_device: where the slot table lies, `device` unless given."""
+        """table_device: device of the slot table, by default `device`."""
         self.geometry = geometry
         self.slots = PageSlots(num_pages, num_slots, table_device or device)
         self._committed: set[int] = set()
-        shape = (num_slots, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
+        shape = (num_slots, *geometry.page_shape)
         self._k, self._v = (
             [
                 torch.empty(shape, dtype=geometry.dtype, device=device)
@@ -52,19 +52,27 @@ class RecentWindow:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
-        """Store tokens: pages [T] and offsets [T] int64 say where, k and v are
-        [T, num_kv_heads, head_dim]."""
+        """Store tokens k, v [T, num_kv_heads, head_dim] at offsets [T] int64 of pages [T]
+        int64."""
         slots = self.slots.table[pages]
         self._k[layer][slots, offsets] = k
         self._v[layer][slots, offsets] = v
 
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages [N] that are in the window: (k, v), each [N, page_size, num_kv_heads, head_dim]."""
+        """Return window pages [N]: (k, v), each [N, page_size, num_kv_heads, head_dim]."""
         slots = self.slots.table[pages]
         return self._k[layer].index_select(0, slots), self._v[layer].index_select(0, slots)
 
+    def read_into(
+        self, layer: int, pages: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Copy window pages [N] into contiguous (k, v), shaped as those of read()."""
+        slots = self.slots.table[pages]
+        for part, kept in zip(into, self.layer(layer), strict=True):
+            torch.index_select(kept, 0, slots, out=part)
+
     def mark_committed(self, page: int) -> None:
-        """Every position of the page holds verified values from now on."""
+        """Mark a window page whose positions all hold verified values."""
         assert page in self.slots, f"page {page} is not in the recent window"
         self._committed.add(page)
 
@@ -72,7 +80,7 @@ class RecentWindow:
         return page in self._committed
 
     def committed_pages(self) -> list[int]:
-        """Pages that may be encoded, the one that entered the window first coming first."""
+        """Return the pages that may be encoded, in the order in which they entered the window."""
         return [page for page in self.slots if page in self._committed]
 
     def release(self, page: int) -> bool:
@@ -81,4 +89,6 @@ class RecentWindow:
 
     def check_integrity(self) -> None:
         self.slots.check_integrity()
-        assert all(page in self.slots for page in self._committed), "a committed page left"
+        assert all(page in self.slots for page in self._committed), (
+            "a committed page is not in the recent window"
+        )

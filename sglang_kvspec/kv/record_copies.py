@@ -11,14 +11,14 @@ from sglang_kvspec.kv.record_pool import RecordPool
 
 
 class RecordCopies(Protocol):
-    """Copies in the order of the work that the pool's device was given."""
+    """Copies that run in order with the other work of the pool's device."""
 
     def read(self, pool: RecordPool, slots: Sequence[int]) -> torch.Tensor:
         """Return records of these slots, [N, num_layers, num_kv_heads, record_bytes] uint8 on the
-        CPU, which waits for them."""
+        CPU. Block the CPU until they are there."""
 
     def write(self, pool: RecordPool, slots: Sequence[int], records: torch.Tensor) -> None:
-        """Store such records, which are not to change any more, at distinct slots."""
+        """Store such records at distinct slots. The caller must not change them afterwards."""
 
     def copy(
         self,

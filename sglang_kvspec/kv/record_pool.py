@@ -16,9 +16,9 @@ PORTABLE, MAPPED = 1, 2
 class RecordPool:
     """Fixed-size records in one tensor a layer: [num_slots, num_kv_heads, record_bytes] uint8.
 
-    Serves as AnchorPool (slot = page), as the slots of the residual cache, and, in host memory,
-    as those of the residual store. by_page: all layers of a slot lie in one run of memory, so that
-    one copy moves them; a layer is then a view with strides.
+    Holds anchors (slot = page), kept anchors, the residual cache, and, in host memory, the residual
+    store. by_page: all layers of a slot lie in one run of memory, so that one copy moves them. A
+    layer is then a view with strides.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class RecordPool:
         pinned: bool = False,
         by_page: bool = False,
     ) -> None:
-        """pinned: host memory that a GPU copies from and to by itself. Raises ConfigError where
-        the operating system does not let it be pinned."""
+        """pinned: pin the host memory, so that a GPU can copy from and to it directly; only with
+        by_page. Raises ConfigError if the operating system does not allow that."""
         self._pages: torch.Tensor | None = None
         if by_page:
             shape = (num_slots, num_layers, num_kv_heads, record_bytes)
@@ -42,7 +42,7 @@ class RecordPool:
                 _pin(self, self._pages)
             self._layers = list(self._pages.unbind(1))
         else:
-            assert not pinned, "only whole pages are copied by the GPU"
+            assert not pinned, "only a pool by page can be pinned"
             self._layers = [
                 torch.empty(
                     (num_slots, num_kv_heads, record_bytes), dtype=torch.uint8, device=device
@@ -60,15 +60,15 @@ class RecordPool:
 
     @property
     def page_shape(self) -> torch.Size:
-        """Of all layers of a slot: (num_layers, num_kv_heads, record_bytes)."""
+        """Shape of all layers of a slot: (num_layers, num_kv_heads, record_bytes)."""
         return torch.Size((self.num_layers, *self._layers[0].shape[1:]))
 
     def layer(self, layer: int) -> torch.Tensor:
-        """All records of a layer: [num_slots, num_kv_heads, record_bytes] uint8."""
+        """Return all records of a layer: [num_slots, num_kv_heads, record_bytes] uint8."""
         return self._layers[layer]
 
     def page(self, slot: int) -> torch.Tensor:
-        """All layers of a slot of a pool by page: contiguous [num_layers, num_kv_heads,
+        """Return all layers of a slot of a pool by page: contiguous [num_layers, num_kv_heads,
         record_bytes]."""
         return self.pages[slot]
 
@@ -76,7 +76,7 @@ class RecordPool:
     def pages(self) -> torch.Tensor:
         """All slots of a pool by page: contiguous [num_slots, num_layers, num_kv_heads,
         record_bytes]."""
-        assert self._pages is not None, "the pool is not by page"
+        assert self._pages is not None, "the pool must be by page"
         return self._pages
 
     def write(self, layer: int, slots: torch.Tensor, records: torch.Tensor) -> None:
@@ -84,7 +84,7 @@ class RecordPool:
         self._layers[layer].index_copy_(0, slots, records)
 
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Records of slots [N] of a layer: a new [N, num_kv_heads, record_bytes]."""
+        """Return a copy of the records at slots [N] of a layer: [N, num_kv_heads, record_bytes]."""
         return self._layers[layer].index_select(0, slots)
 
     def write_pages(self, slots: torch.Tensor, records: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class RecordPool:
             self.write(layer, slots, records[:, layer])
 
     def read_pages(self, slots: torch.Tensor) -> torch.Tensor:
-        """A copy of all layers of slots [N]: contiguous [N, num_layers, num_kv_heads,
+        """Return a copy of all layers of slots [N]: contiguous [N, num_layers, num_kv_heads,
         record_bytes]."""
         if self._pages is not None:
             return self._pages.index_select(0, slots)
@@ -104,8 +104,8 @@ class RecordPool:
 
 
 def _pin(owner: RecordPool, memory: torch.Tensor) -> None:
-    """Pin memory for as long as its owner lives. Torch's own pinned memory would take the next
-    power of two."""
+    """Pin memory for as long as its owner lives. Torch's own pinned memory would be rounded up to
+    a power of two."""
     if not memory.nbytes:
         return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -116,5 +116,5 @@ def _pin(owner: RecordPool, memory: torch.Tensor) -> None:
             f"{status}: lower --kvspec-host-gb, or raise the limit on locked memory (ulimit -l)"
         )
     unpin = weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
-    # A process that ends gives its memory back without being asked.
+    # A process that ends frees its memory anyway.
     unpin.atexit = False

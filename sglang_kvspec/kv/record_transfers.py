@@ -1,4 +1,4 @@
-"""Whole pages of a KV cache to and from elsewhere: a lower tier, another server, a retraction."""
+"""Whole pages of a KV cache to and from a lower tier, another server or a retraction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_kvspec.planning.capacity import CapacityPlan
 
 
 class Pages(Protocol):
-    """The part of a PagedKVCache that transfers work on."""
+    """The part of a PagedKVCache that transfers use."""
 
     geometry: KVGeometry
     codec: Codec
@@ -37,19 +37,19 @@ class Pages(Protocol):
 
 
 class RecordTransfers:
-    """Reads and writes pages of one KV cache, behind all that the device was given so far.
+    """Reads and writes of one KV cache's pages, after all work that the device was given so far.
 
-    Records are [num_pages, num_layers, num_kv_heads, record_bytes] uint8 on the CPU. Records that
-    are written are not to change any more, and their pages are distinct. The CPU waits for what it
-    reads.
+    Records are [num_pages, num_layers, num_kv_heads, record_bytes] uint8 on the CPU. The caller
+    must not change records after it has written them. Pages to write are distinct. Reads block the
+    CPU until their data is there.
     """
 
     def __init__(self, kv: Pages, copies: RecordCopies) -> None:
         self._kv, self._copies = kv, copies
 
     def warm_up(self) -> None:
-        """Copy a page that holds nothing, before the first request: compiles what copies run, and
-        takes the memory that they need."""
+        """Copy an empty page, to compile the kernels of copies and to allocate their memory. Call
+        before the first request."""
         kv = self._kv
         for pool in [kv.anchors] if kv.plan.host_pages else [kv.anchors, kv.residuals.cache]:
             self._copies.write(pool, [0], self._copies.read(pool, [0]))
@@ -67,7 +67,7 @@ class RecordTransfers:
         self._copies.write(self._kv.anchors, pages, records)
 
     def read_residuals(self, pages: Sequence[int]) -> torch.Tensor:
-        """Return a copy of the residuals, wherever they are, of pages that have them."""
+        """Return a copy of pages' residuals, from the cache or the store."""
         return self._kv.residuals.read_pages(pages)
 
     def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
@@ -81,16 +81,20 @@ class RecordTransfers:
         self._copies.copy(self._kv.anchors, pages, self._kv.kept_anchors, slots)
 
     def restore_anchors(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Store anchors of pages that land from such slots, which may be used again at once."""
+        """Copy anchors from slots of `kept_anchors` to pages that land. The slots may be used again
+        at once."""
         self._copies.copy(self._kv.kept_anchors, slots, self._kv.anchors, pages)
 
     # Full precision
 
     def read_whole(self, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of encoded pages as the model gave them, wherever they are: new tensors on
-        the device, [N, num_layers, page_size, num_kv_heads, head_dim]. The target is `exact`."""
+        """Return K and V of encoded pages as the model gave them: new tensors on the device,
+        [N, num_layers, page_size, num_kv_heads, head_dim]. Residuals may be in the cache or the
+        store. The target must be `exact`."""
         kv = self._kv
-        assert kv.codec.target == "exact", "residuals are corrections, not values"
+        assert kv.codec.target == "exact", (
+            "int8 residuals hold corrections, not values: target must be exact"
+        )
         records = to_device(kv.device, self.read_residuals(pages))
         k, v = kv.codec.decode_exact(records.flatten(0, 1))
         shape = (len(pages), kv.geometry.num_layers, *k.shape[1:])
@@ -99,7 +103,7 @@ class RecordTransfers:
     def read_plain(self, page: int, num_tokens: int) -> torch.Tensor | None:
         """Return K and V of a page's first tokens as the model gave them: a copy [num_layers, 2,
         num_tokens, num_kv_heads, head_dim] on the CPU. A page outside of the window is read from
-        its records, with a residual that must be there; None where those lose some."""
+        its residual, which must be there. Return None if that loses precision (target `int8`)."""
         kv = self._kv
         if page not in kv.window.slots:
             if kv.codec.target != "exact":
@@ -112,8 +116,8 @@ class RecordTransfers:
         return torch.stack(tokens).cpu()
 
     def write_plain(self, page: int, tokens: torch.Tensor) -> None:
-        """Put the first tokens of a free page, as read_plain() gives them, into the window. Raises
-        CapacityError where the window is full."""
+        """Write the first tokens of a free page, as read_plain() gives them, to the window. Commit
+        a page whose tokens are complete. Raises CapacityError when the window is full."""
         kv = self._kv
         kv.open_pages([page])
         slot, num_tokens = kv.window.slots.slot_of(page), tokens.shape[2]

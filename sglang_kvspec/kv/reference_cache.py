@@ -1,4 +1,4 @@
-"""The KV cache of one rank in plain torch: the CPU's, and the specification of a GPU's."""
+"""KV cache of one rank in plain torch. A CPU serves with it, and it specifies the GPU's."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class ReferenceKVCache(PagedKVCache):
-    """Pages are free, in the window (full precision), or encoded (anchor + residual). All reads
-    and writes name a layer."""
+    """KV cache in plain torch. A page is free, in the window (full precision), or encoded (anchor
+    and residual). All reads and writes name a layer."""
 
     residuals: ResidualCache
 
     def __init__(
         self, geometry: KVGeometry, codec: Codec, plan: CapacityPlan, device: torch.device
     ) -> None:
-        """Raises ConfigError when the residual store does not fit into host memory."""
+        """Raise ConfigError when the residual store does not fit into host memory."""
         copies = CpuRecordCopies()
         super().__init__(
             geometry,
@@ -94,11 +94,12 @@ class ReferenceKVCache(PagedKVCache):
 
     @contextmanager
     def forward(self, plan: ForwardPlan) -> Iterator[None]:
-        """Run the layers of a forward: its window pages are open, and the pages that it writes
-        whole are encoded at the end. Cached pages that a prefill reads are prefetched into the
-        residual cache. Raises CapacityError where the window has no room.
+        """Prepare the pages of a forward, whose layers the caller runs in this context.
 
-        A forward that raises leaves its pages as they are; nothing may read them.
+        Window pages are opened, and residuals that a prefill reads are prefetched into the
+        residual cache. At the end, pages that the forward wrote whole become readable. Raises
+        CapacityError when the window has no room. A forward that raises leaves its pages as they
+        are; nothing may read them.
         """
         size = self.geometry.page_size
         past = [row.past_pages(size) for row in plan.rows if row.kind is RowKind.PREFILL]
@@ -123,23 +124,40 @@ class ReferenceKVCache(PagedKVCache):
 
     # Reading
 
-    def read_draft(self, layer: int, pages: torch.Tensor) -> KV:
-        """What a draft sees of pages [N]: the window where a page is there, anchors elsewhere.
+    def read_draft(self, layer: int, pages: torch.Tensor, into: KV | None = None) -> KV:
+        """Return distinct pages [N] as a draft sees them: from the window if possible, else from
+        anchors.
 
-        (k, v), each [N, page_size, num_kv_heads, head_dim].
+        (k, v), each [N, page_size, num_kv_heads, head_dim]; into: contiguous tensors for them.
         """
+        shape = (len(pages), *self.geometry.page_shape)
+        dtype = self.geometry.dtype
+        k, v = into or (torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+        in_window = self.window.slots.table[pages] >= 0
+        # A request's newest pages are its last ones. In another order, they are put in place below.
+        in_order = bool((in_window[1:] >= in_window[:-1]).all())
+        order = torch.arange(len(pages)) if in_order else in_window.long().argsort(stable=True)
+        num_encoded = len(pages) - int(in_window.sum())
+        encoded, recent = pages[order[:num_encoded]], pages[order[num_encoded:]]
+        self._read_anchors(layer, encoded, (k[:num_encoded], v[:num_encoded]))
+        self.window.read_into(layer, recent, (k[num_encoded:], v[num_encoded:]))
+        if not in_order:
+            for part in (k, v):
+                part[order] = part.clone()
+        return k, v
 
+    def _read_anchors(self, layer: int, pages: torch.Tensor, into: KV) -> None:
         def decode(fresh: torch.Tensor) -> KV:
             assert self._encoded.issuperset(fresh.tolist()), "a page without an anchor was read"
             return self.codec.decode_anchor(self.anchors.read(layer, fresh))
 
-        return self._read(layer, pages, lambda p: self._decoded.read(layer, p, decode))
+        self._decoded.read(layer, pages, decode, into)
 
     def read_target(self, layer: int, pages: torch.Tensor) -> KV:
-        """What verification and prefill see of full pages [N], at the target precision.
+        """Return full pages [N] as verification and prefill see them, at the target precision.
 
-        A page still in the window reads as it will once it is encoded, so that what a token sees
-        never depends on when that happens. Shapes as read_draft.
+        A page in the window reads as it will once it is encoded. So what a token sees does not
+        depend on the time of encoding. Shapes as in read_draft.
         """
 
         def decode(encoded: torch.Tensor) -> KV:
@@ -148,10 +166,10 @@ class ReferenceKVCache(PagedKVCache):
                 return self.codec.decode_target(*records)
             return self._targets.read(layer, encoded, records, self.codec.decode_target)
 
-        return self._read(layer, pages, decode, window_as_target=True)
+        return self._read(layer, pages, decode)
 
     def as_target(self, k: torch.Tensor, v: torch.Tensor) -> KV:
-        """Full pages [N, page_size, num_kv_heads, head_dim] as they read once encoded."""
+        """Return full pages [N, page_size, num_kv_heads, head_dim] as they read once encoded."""
         if self.codec.target == "exact":
             return k, v
         record = self.codec.encode(k, v)
@@ -162,29 +180,30 @@ class ReferenceKVCache(PagedKVCache):
         layer: int,
         pages: torch.Tensor,
         read_encoded: Callable[[torch.Tensor], KV],
-        window_as_target: bool = False,
     ) -> KV:
         in_window = self.window.slots.table[pages] >= 0
         if not bool(in_window.any()):
             return read_encoded(pages)
-        recent = self._read_window(layer, pages[in_window], window_as_target)
+        recent = self._read_window(layer, pages[in_window])
         if bool(in_window.all()):
             return recent
         encoded = read_encoded(pages[~in_window])
-        # A request's newest pages are its last ones, so as a rule the two parts are in order.
+        # A request's newest pages are its last ones, so the two parts are usually in order.
         in_order = bool((in_window[1:] >= in_window[:-1]).all())
         place = None if in_order else in_window.long().argsort(stable=True).argsort()
         merged = (torch.cat(both) for both in zip(encoded, recent, strict=True))
         k, v = (part if place is None else part.index_select(0, place) for part in merged)
         return k, v
 
-    def _read_window(self, layer: int, pages: torch.Tensor, as_target: bool) -> KV:
+    def _read_window(self, layer: int, pages: torch.Tensor) -> KV:
         recent = self.window.read(layer, pages)
-        if not as_target or self.codec.target == "exact":
+        if self.codec.target == "exact":
             return recent
         slots = self.window.slots.table[pages]
         return self._window_targets.read(layer, slots, recent, self.as_target)
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        assert self._encoded.isdisjoint(self.window.slots), "a page is in the window and encoded"
+        assert self._encoded.isdisjoint(self.window.slots), (
+            "a page of the recent window is also encoded"
+        )

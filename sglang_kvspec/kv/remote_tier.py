@@ -1,4 +1,4 @@
-"""What the tiers of the prefix cache ask of prefixes on another machine."""
+"""Protocol of a prefix tier on another machine."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from sglang_kvspec.kv.prefix_store import PageLink
 
 
 class RemoteTier(Protocol):
-    """None of this waits for the other machine: what has not come from there is not here."""
+    """Prefix tier on another machine. No method waits for it; only pages that arrived count."""
 
     def num_landed(self, links: Sequence[PageLink]) -> int:
-        """How many of these pages, from the first on, have come here, both parts of each."""
+        """Return how many of these pages, from the first on, have arrived with both parts."""
         ...
 
     def read(self, link: PageLink, anchor: memoryview, residual: memoryview) -> bool:
-        """Copy a page that has come here; False where it has not."""
+        """Copy a page that has arrived into the buffers. Return False if it has not arrived."""
         ...
 
     def first_to_publish(self, links: Sequence[PageLink]) -> int:
-        """From which of these pages on put() has a use for them."""
+        """Return the index of the first of these pages that is of use to put()."""
         ...
 
     def put(self, link: PageLink, anchor: memoryview, residual: memoryview) -> bool:
-        """Publish a copy of a page some time later; False where it takes no more for now."""
+        """Publish a copy of a page, some time later. Return False if no more is taken for now."""
         ...
 
     def weights_will_change(self) -> None: ...

@@ -22,11 +22,11 @@ from sglang_kvspec.planning.capacity import CapacityPlan
 
 
 class ResidualCache:
-    """Residuals that are cached while there is room, and written through to the store.
+    """Residual cache with write-through to a residual store. New pages enter it while it has room.
 
     Without a store (plan.host_pages == 0) the cache holds all pages and nothing is ever fetched.
-    A fetch is started in one iteration and may be used from the next one on, when
-    `finish_fetches` has seen the page still be of the generation that was asked for.
+    A page that is fetched in one iteration may be used from the next one on. `finish_fetches` makes
+    it RESIDENT, unless it was freed meanwhile.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class ResidualCache:
         copies: RecordCopies,
     ) -> None:
         """record_bytes: size of the residual of a page, layer and KV head. copies: moves records
-        between the CPU and the cache's memory. `store` has the records of the residual store by
-        page, None without a store. Raises ConfigError when the store does not fit into
-        host memory."""
+        between the CPU and the cache's memory. The attribute `store` has the records of the
+        residual store by page; None without a store. Raises ConfigError when the store does not
+        fit into host memory."""
         self._pages = ResidualPages(plan, device)
         self.table, self.cache_slots = self._pages.table, self._pages.slots
         self._page_bytes = plan.page_bytes.residual
@@ -54,7 +54,7 @@ class ResidualCache:
         self.corrupt: CorruptPages | None = None
         self._device, self._copies = device, copies
         self._fetching: list[PageRef] = []
-        # Older ones are forgotten where nothing asks for them.
+        # The oldest times are dropped if take_fetch_times() is not called.
         self._fetch_times: deque[tuple[int, float]] = deque(maxlen=MOST_TIMED)
         self.bytes_fetched = 0
         self.bytes_streamed = 0
@@ -73,24 +73,24 @@ class ResidualCache:
         return self._cache.layer(layer)
 
     def keep_checksums(self) -> None:
-        """Notice from now on when a page changes in the store. Call before the first page is
-        encoded."""
-        assert self.store is not None, "without a store there is nothing to check"
+        """Detect pages that change in the store. Call before the first page is encoded."""
+        assert self.store is not None, "checksums need a residual store"
         self.corrupt = CorruptPages(self.store, self.table)
 
     def begin(self, pages: Iterable[int]) -> None:
-        """These pages will be encoded layer by layer; they are born in the cache if it has room."""
+        """Make pages IN_FLIGHT that will be encoded layer by layer, in cache slots while any are
+        free."""
         for page in pages:
             self.table.advance(page, ResidualState.IN_FLIGHT)
             if self.cache_slots.num_free:
                 self.cache_slots.acquire(page)
 
     def begin_landing(self, pages: Iterable[int]) -> None:
-        """The same for records that come from elsewhere."""
+        """Make pages IN_FLIGHT whose records come from elsewhere, in cache slots as begin()."""
         self.begin(pages)
 
     def write(self, layer: int, pages: torch.Tensor, records: torch.Tensor) -> None:
-        """Records [N, num_kv_heads, record_bytes] of one layer of pages [N] that are IN_FLIGHT."""
+        """Write records [N, num_kv_heads, record_bytes] of a layer of IN_FLIGHT pages [N]."""
         if self.store is not None:
             pages_host, records_host = pages.cpu(), records.cpu()
             if self.corrupt is not None:
@@ -115,8 +115,8 @@ class ResidualCache:
             self.write(layer, ids, records[:, layer])
 
     def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
-        """Return such records of pages that have them. Does not count as streaming, since no
-        forward waits for it."""
+        """Return such records on the CPU. Does not count as streaming, since no forward waits for
+        them."""
         if self.store is None:
             self._pages.check_readable(pages)
             return self._copies.read(self._cache, self._slots_of(pages))
@@ -128,8 +128,8 @@ class ResidualCache:
         return self._pages.missing(pages)
 
     def start_fetch(self, pages: Iterable[int]) -> None:
-        """Copy STORED pages into cache slots, but none that is corrupt. Raises CapacityError when
-        the cache is full."""
+        """Copy STORED pages into cache slots, except corrupt ones. Raises CapacityError when the
+        cache is full."""
         pages = list(pages)
         corrupt = [] if self.corrupt is None else self.corrupt.find(pages)
         begun, num_bytes = time.perf_counter(), 0
@@ -137,7 +137,9 @@ class ResidualCache:
             if page in corrupt:
                 continue
             if not self.cache_slots.num_free:
-                raise CapacityError(f"no cache slot to fetch page {page} into")
+                raise CapacityError(
+                    f"cannot fetch the residual of page {page}: no cache slot is free"
+                )
             self.table.advance(page, ResidualState.FETCHING)
             self.cache_slots.acquire(page)
             self._fetching.append(self.table.ref(page))
@@ -148,32 +150,32 @@ class ResidualCache:
             self._fetch_times.append((num_bytes, time.perf_counter() - begun))
 
     def take_fetch_times(self) -> list[tuple[int, float]]:
-        """(bytes, seconds) of fetches that are over and were not told yet."""
+        """Return and forget (bytes, seconds) of finished fetches."""
         times = list(self._fetch_times)
         self._fetch_times.clear()
         return times
 
     def finish_fetches(self) -> None:
-        """Make the pages whose copy has completed RESIDENT; forget those freed meanwhile."""
+        """Make fetched pages RESIDENT, and forget pages that were freed meanwhile."""
         for ref in self._fetching:
             if self.table.is_current(ref):
                 self.table.advance(ref.page, ResidualState.RESIDENT)
         self._fetching.clear()
 
     def await_fetches(self, pages: Iterable[int]) -> None:
-        """Make FETCHING pages RESIDENT: the CPU has copied them."""
+        """Make all FETCHING pages RESIDENT: start_fetch() has copied them already."""
         self.finish_fetches()
 
     def prefetch(self, pages: Iterable[int]) -> None:
-        """Make what is STORED of these pages RESIDENT, the first ones first, as far as slots are
-        free: what is about to be read is copied once, and stays for the reads after it."""
+        """Make STORED pages among these RESIDENT, the first ones first, while slots are free. Each
+        of them is copied once, and stays in the cache for later reads."""
         missing = self.missing(dict.fromkeys(pages))
         self.start_fetch(missing[: self.cache_slots.num_free])
         self.finish_fetches()
 
     def evict(self, pages: Iterable[int]) -> None:
-        """Give the cache slots of RESIDENT or FETCHING pages back; the store still has them."""
-        assert self.store is not None, "without a store a residual lives in the cache alone"
+        """Give up the cache slots of RESIDENT or FETCHING pages. The store has their residuals."""
+        assert self.store is not None, "eviction needs a residual store"
         leaving = set(pages)
         for page in leaving:
             self.table.advance(page, ResidualState.STORED)
@@ -181,24 +183,24 @@ class ResidualCache:
         self._fetching = [ref for ref in self._fetching if ref.page not in leaving]
 
     def release(self, page: int) -> None:
-        """The page was freed by SGLang: forget its residual wherever it is."""
+        """Forget the residual of a page that SGLang freed, in the cache and in the store."""
         self.table.release(page)
         self.cache_slots.release(page)
         if self.corrupt is not None:
             self.corrupt.release(page)
 
     def read(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Records [N, num_kv_heads, record_bytes] of one layer, on the device.
+        """Return records [N, num_kv_heads, record_bytes] of one layer, on the device.
 
-        Pages that are not RESIDENT are streamed from the store for this read alone, which is how
-        prefill over a cached prefix and verifications larger than the cache reach the target.
+        Pages that are not RESIDENT are streamed from the store for this read only. Prefills over a
+        cached prefix and verifications larger than the cache read them so.
         """
         records, num_streamed = self._gather(layer, pages)
         self.bytes_streamed += num_streamed * records[:1].nbytes
         return records
 
     def _gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Records, and how many of them came from the store."""
+        """Return the records, and how many of them came from the store."""
         slots = self.cache_slots.table[pages]
         states = self._pages.check_readable(pages.tolist())
         resident = torch.tensor(

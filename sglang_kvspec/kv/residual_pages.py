@@ -1,4 +1,4 @@
-"""State and cache slot of every page's residual, and what a KV cache asks of its residuals."""
+"""State and cache slot of every page's residual, and the protocol of both residual caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ResidualPages:
     """
 
     def __init__(self, plan: CapacityPlan, device: torch.device) -> None:
-        """device: where the slot table lies."""
+        """device: device of the slot table."""
         self.table = ResidualTable(plan.num_pages)
         self.slots = (
             OwnSlots(plan.num_pages, device)
@@ -34,17 +34,17 @@ class ResidualPages:
         return self.table.pages_in(pages, ResidualState.STORED)
 
     def finish(self, pages: Iterable[int]) -> None:
-        """Make pages RESIDENT whose layers are all written, STORED where they have no slot."""
+        """Make pages whose layers are all written RESIDENT, or STORED if they have no slot."""
         for page in pages:
             is_cached = page in self.slots
             self.table.advance(page, ResidualState.RESIDENT if is_cached else ResidualState.STORED)
 
     def check_readable(self, pages: Iterable[int]) -> list[ResidualState]:
-        """Return the states of these pages. Raises AssertionError for a page whose residual is
-        nowhere, or not there yet."""
-        lacking = {ResidualState.ABSENT, ResidualState.IN_FLIGHT}
+        """Return the states of these pages. Raises AssertionError for a page that is ABSENT or
+        IN_FLIGHT."""
+        absent = {ResidualState.ABSENT, ResidualState.IN_FLIGHT}
         states = [self.table.state(page) for page in pages]
-        assert lacking.isdisjoint(states), "a page without a residual was read"
+        assert absent.isdisjoint(states), "a page without a residual was read"
         return states
 
     def check_integrity(self) -> None:
@@ -62,8 +62,9 @@ class ResidualPages:
 class Residuals(Protocol):
     """Residuals of one rank's pages.
 
-    corrupt: finds pages that changed in the store, None where none is looked for. bytes_fetched,
-    bytes_streamed: bytes that came from the store into the cache, or for one read.
+    corrupt: finds pages that changed in the store; None if pages are not checked. bytes_fetched:
+    bytes copied from the store into the cache. bytes_streamed: bytes read from the store for one
+    read only.
     """
 
     table: ResidualTable
@@ -88,40 +89,40 @@ class Residuals(Protocol):
         """Make free pages IN_FLIGHT: their residuals are about to be encoded, layer by layer."""
 
     def begin_landing(self, pages: Sequence[int]) -> None:
-        """Make free pages IN_FLIGHT: their residuals come from elsewhere, by write_pages()."""
+        """Make free pages IN_FLIGHT: write_pages() will store their residuals."""
 
     def finish(self, pages: Iterable[int]) -> None:
-        """Make IN_FLIGHT pages, of which all layers are written, readable."""
+        """Make IN_FLIGHT pages readable once all their layers are written."""
 
     def release(self, page: int) -> None:
         """Forget the residual of a freed page, wherever it is."""
 
     def write_pages(self, pages: Sequence[int], records: torch.Tensor) -> None:
-        """Store records [N, num_layers, num_kv_heads, record_bytes] uint8 on the CPU, which are
-        not to change any more, of distinct pages that land."""
+        """Store the residuals of distinct landing pages. records: [N, num_layers, num_kv_heads,
+        record_bytes] uint8 on the CPU; the caller must not change them afterwards."""
 
     def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
-        """Return a copy of such records of pages that have them, wherever they are. The CPU waits
-        for it."""
+        """Return a copy of pages' residuals, from the cache or the store, in the same shape. Block
+        the CPU until the copy is done."""
 
     def missing(self, pages: Iterable[int]) -> list[int]:
         """Return the pages whose residual is in the store only, in the given order."""
 
     def start_fetch(self, pages: Iterable[int]) -> None:
-        """Start to copy STORED pages into cache slots. Raises CapacityError when too few are
+        """Start to copy STORED pages into cache slots. Raises CapacityError when too few slots are
         free."""
 
     def finish_fetches(self) -> None:
-        """Make pages RESIDENT whose copy has completed."""
+        """Make pages RESIDENT whose copy is done."""
 
     def await_fetches(self, pages: Iterable[int]) -> None:
-        """Make FETCHING pages RESIDENT for what the device is given from now on."""
+        """Make FETCHING pages RESIDENT for work that is enqueued after this call."""
 
     def take_fetch_times(self) -> list[tuple[int, float]]:
-        """Return (bytes, seconds) of fetches that are over and were not told yet."""
+        """Return and forget (bytes, seconds) of finished fetches."""
 
     def evict(self, pages: Collection[int]) -> None:
-        """Give the cache slots of RESIDENT or FETCHING pages back. The store still has them."""
+        """Give up the cache slots of RESIDENT or FETCHING pages. The store has their residuals."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError when pools and tables disagree."""

@@ -1,4 +1,4 @@
-"""Where every page's residual is. The one place where that changes."""
+"""State and generation of every page's residual. Only this module changes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from sglang_kvspec.core.errors import PageStateError
 
 
 class ResidualState(IntEnum):
-    """ABSENT: no residual, the page is free, partial or in the recent window. IN_FLIGHT: being
+    """State of a page's residual.
+
+    ABSENT: no residual, the page is free, partial or in the recent window. IN_FLIGHT: being
     encoded, or on the network. STORED: in the store only. FETCHING: being copied from the
     store into the cache. RESIDENT: in the residual cache (and in the store, where there is one)."""
 
@@ -31,7 +33,7 @@ _ALLOWED: dict[ResidualState, frozenset[ResidualState]] = {
 }
 
 
-# From where a state is reached.
+# States from which each state may be reached.
 _FROM = {
     new: frozenset(old for old, allowed in _ALLOWED.items() if new in allowed)
     for new in ResidualState
@@ -39,7 +41,7 @@ _FROM = {
 
 
 class PageRef(NamedTuple):
-    """A page as it was at some moment: SGLang reuses page ids, generations tell them apart."""
+    """One use of a page id. SGLang reuses page ids; generations tell the uses apart."""
 
     page: int
     generation: int
@@ -68,7 +70,7 @@ class ResidualTable:
         self._set(page, new)
 
     def advance_all(self, pages: Collection[int], new: ResidualState) -> None:
-        """advance() of distinct pages, of all or, where it raises, of none."""
+        """Move distinct pages to `new`. Raises PageStateError, and moves none, if any may not."""
         states, sources = self._states, _FROM[new]
         olds = [states[page] for page in pages]
         if not sources.issuperset(olds):
@@ -81,7 +83,7 @@ class ResidualTable:
             states[page] = new
 
     def release(self, page: int) -> ResidualState:
-        """The page was freed: start its next generation as ABSENT. Returns the state it had."""
+        """Start the next generation of a freed page as ABSENT. Return the state it had."""
         old = self._states[page]
         self._set(page, ResidualState.ABSENT)
         self._generations[page] += 1
@@ -93,7 +95,7 @@ class ResidualTable:
     def split(
         self, pages: Iterable[int], state: ResidualState, others: Collection[ResidualState]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Pages in `state`, and those in one of `others`."""
+        """Return the pages in `state`, and the pages in one of `others`."""
         states = self._states
         known = [(page, states[page]) for page in pages]
         return (

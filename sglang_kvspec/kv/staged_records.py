@@ -1,4 +1,4 @@
-"""Records of pages between pools on a GPU and the CPU, through a buffer on the device."""
+"""Copies of records between pools on a GPU and the CPU, through a buffer on the device."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from sglang_kvspec.kv.copy_streams import CopyStream
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.transfers import sent_together
 
-# Of the buffer, unless the records of a single page are more.
+# Size of the buffer, unless the records of a single page are larger.
 BUFFER_BYTES = 64 * 2**20
 
 
 def buffer_bytes(page_bytes: int) -> int:
-    """GPU memory that copying takes, where a page has so many bytes of anchors or of residuals."""
+    """Return the GPU memory that copies take. page_bytes: of a page's anchors or residuals."""
     return max(BUFFER_BYTES, page_bytes)
 
 
 class StagedRecords:
-    """A page's records lie apart, layer by layer. One kernel a layer gathers those of many pages
-    in the buffer, or scatters them from there, and one copy takes the buffer over the link.
+    """RecordCopies of pools on a GPU. A page's records lie apart, layer by layer. One kernel per
+    layer gathers the records of many pages in the buffer, or scatters them from there. One copy
+    moves the buffer over the link.
 
-    All of it is work of one stream: behind what that stream was given before, which may write these
-    pages still, and before what comes later. The buffer is made when it is first needed.
+    All of this is work of one stream. It runs after the work that the stream was given before,
+    which may still write these pages, and before later work. The buffer is made at first use.
     """
 
     def __init__(self, device: torch.device, stream: CopyStream) -> None:
@@ -32,8 +33,8 @@ class StagedRecords:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def read(self, pool: RecordPool, slots: Sequence[int]) -> torch.Tensor:
-        """Records of these slots, [N, num_layers, num_kv_heads, record_bytes] on the CPU, pinned
-        beside a GPU. Waits until they are there."""
+        """Return records of these slots, [N, num_layers, num_kv_heads, record_bytes] on the CPU,
+        pinned if the device is a GPU. Block the CPU until they are there."""
         is_pinned = bool(slots) and self._device.type == "cuda"
         records = torch.empty(
             (len(slots), *pool.page_shape), dtype=torch.uint8, pin_memory=is_pinned
@@ -46,10 +47,10 @@ class StagedRecords:
         return records
 
     def write(self, pool: RecordPool, slots: Sequence[int], records: torch.Tensor) -> None:
-        """Store such records, which are not to change any more, at these slots, which are
-        distinct. Waits for nothing."""
+        """Store such records at distinct slots. The caller must not change them afterwards. Does
+        not wait for the device."""
         if slots and self._device.type == "cuda":
-            # From pageable memory the CPU would wait for all that the device still has to do.
+            # A copy from pageable memory would block the CPU until all work before it is done.
             records = records.contiguous().pin_memory()
         for part, buffer, rows, places in self._parts(pool, slots):
             self._stream.copy([(buffer, records[part])])
@@ -63,8 +64,8 @@ class StagedRecords:
         target: RecordPool,
         target_slots: Sequence[int],
     ) -> None:
-        """Copy records from slots of a pool to slots of another, which are distinct, without the
-        buffer. Waits for nothing."""
+        """Copy records from slots of one pool to distinct slots of another, without the buffer.
+        Does not wait for the device."""
         assert len(source_slots) == len(target_slots), (source_slots, target_slots)
         if not source_slots:
             return
@@ -78,8 +79,8 @@ class StagedRecords:
     def _parts(
         self, pool: RecordPool, slots: Sequence[int]
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """As much as the buffer holds at a time: which of the slots, their room in the buffer, and
-        the rows of pool and buffer."""
+        """Yield the slots in parts that fit into the buffer. A part is the slice of slots, their
+        room in the buffer, and the rows of pool and buffer."""
         page_bytes = pool.page_shape.numel()
         room = buffer_bytes(page_bytes)
         if slots and len(self._buffer) < room:

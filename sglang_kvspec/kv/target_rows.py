@@ -1,4 +1,4 @@
-"""Where the tokens of a target forward on a GPU go, and what they attend to: index tensors."""
+"""Index tensors of a target forward on a GPU: where tokens go, and what they attend to."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 class TargetRows:
     """Index tensors on the CPU of the prefill or verify rows of one forward.
 
-    A query attends to encoded past pages and, causally, to a tail of full-precision pages. Verify
-    rows write their tokens to the recent window and find their tail there; prefill rows do both in
-    a scratch pool of num_scratch pages. `Tail pool` is whichever of the two.
+    A query attends to encoded past pages and, causally, to a tail of full-precision pages. Rows
+    write their tokens to the tail pool and find their tail there. The tail pool of verify rows is
+    the recent window; that of prefill rows is a scratch pool of num_scratch pages.
 
     qo_indptr [N + 1], past_indptr [N + 1], past_pages, tail_indptr [N + 1], tail_slots, tail_lens
     [N]: int32; N is the number of rows, or of their parts where rows are split by page.
-    token_slots, token_offsets: [num_tokens] int64, a token's place in the tail pool.
-    encode_source, encode_pages: [E] int32, tail-pool pages to encode before attending, and as what.
-    fill_scratch, fill_window: [F] int64, window pages that begin a scratch page; keep_scratch,
-    keep_window: [W] int64, scratch pages to copy to the window.
+    token_slots, token_offsets: [num_tokens] int64, each token's place in the tail pool.
+    encode_source, encode_pages: [E] int32, tail-pool pages to encode before attention, and their
+    page ids. fill_scratch, fill_window: [F] int64, scratch pages to fill first from window pages.
+    keep_scratch, keep_window: [W] int64, scratch pages to copy to window pages.
     """
 
     num_tokens: int
@@ -46,17 +46,17 @@ class TargetRows:
 
     @property
     def begins_pages(self) -> bool:
-        """Whether all are prefill rows of which each begins a page, so that its tail is its own."""
+        """True if all rows are prefill rows that start a page: a tail has only its row's tokens."""
         return self.num_scratch > 0 and len(self.fill_scratch) == 0
 
 
 def target_rows(
     plan: ForwardPlan, page_size: int, slot_of: Callable[[int], int], *, split_by_page: bool
 ) -> TargetRows:
-    """Indices of a plan whose rows are all PREFILL or all VERIFY, with their pages on the CPU.
+    """Return the indices of a plan whose rows are all PREFILL or all VERIFY, with pages on the CPU.
 
-    slot_of: window slot of a page. split_by_page: for the int8 target, where a token sees every
-    page before its own at 8 bits, also pages that its own row fills, and its own in full precision.
+    slot_of: window slot of a page. split_by_page: for the int8 target. A token then sees its own
+    page in full precision and every page before it at 8 bits, even pages that its own row fills.
     """
     builder = _Builder(page_size, slot_of, split_by_page)
     for row in plan.rows:
@@ -109,7 +109,7 @@ class _Builder:
             self._add_part(row, begin, end, index, [place])
 
     def _add_part(self, row: Row, begin: int, end: int, first: int, tail: list[int]) -> None:
-        """Queries begin .. end - 1 see the pages before index `first`, then `tail`."""
+        """Add queries begin .. end - 1, which see the pages before index `first`, then `tail`."""
         self.qo_lens.append(end - begin)
         self.pasts.append(row.pages[:first])
         self.tails.append(tail)
@@ -139,7 +139,7 @@ class _Builder:
 
 
 def indptr(lens: Iterable[int]) -> torch.Tensor:
-    """Offsets [N + 1] int32 of runs of these lengths laid one after the other."""
+    """Return the offsets [N + 1] int32 of consecutive runs of these lengths."""
     sums = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)
     return sums.to(torch.int32)
 

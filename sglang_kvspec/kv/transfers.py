@@ -1,10 +1,10 @@
-"""Small tensors on their way to the device, which nobody waits for, and back.
+"""Small tensors sent to the device past the copy engine, and received from it.
 
-A copy would go through the engine that brings residuals, and wait there for pages in front of it:
-what a verification needs to know came as late as the residuals of the next one. So the CPU lays
-values down in pinned memory, and a kernel of the stream that needs them reads them there. While
-pages come that takes 0.2 ms or more (H200), however little it reads: what a round needs together is
-sent together. Only FlashInfer's own plans, of the target `exact`, are still copied.
+A copy would queue in the engine that fetches residuals, behind whole pages: a verification would
+wait for residuals of the next one. So the CPU writes values to pinned memory, and a kernel of the
+stream that needs them reads them there. While pages are fetched, such a read takes 0.2 ms or more
+(H200), however small. So send together what a round needs together. Only values above MOST_BYTES,
+and FlashInfer's own plans of the target `exact`, are copied.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import torch
 
 from sglang_kvspec.kv.copy_streams import Event
 
-# Of pinned memory that values are laid down in. They stay until the device has read them, which it
-# does once or twice while a round is given to it.
+# Pinned memory that values are written to. They stay until the device has read them, which it does
+# once or twice while a round is enqueued.
 STAGE_BYTES = 4 << 20
-# Larger ones are copied: what they wait for matters less then.
+# Larger values are copied: they take long anyway, so that waiting for pages matters less.
 MOST_BYTES = STAGE_BYTES // 8
 WORD_BYTES = 4
-# Of what comes in one piece.
+# Alignment in bytes of each of the values that are sent together.
 ALIGNMENT = 16
 
 
 def to_device(device: torch.device, values: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU, for the device to read: on a GPU a contiguous copy, which is there for
-    what the current stream is given from now on."""
+    """Return a CPU tensor on the device. On a GPU: a contiguous copy, ready for work that the
+    current stream is given after this call."""
     (there,) = sent_together(device, [values])
     return there
 
 
 def sent_together(device: torch.device, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """to_device() of each, which take no longer than one where the link is busy."""
+    """Return to_device() of each value. While the link is busy, all take no longer than one."""
     if device.type != "cuda":
         return [each.to(device, non_blocking=True) for each in values]
-    # In one piece of memory, where each begins at a multiple of what any dtype needs.
+    # All values in one allocation, each aligned for any dtype.
     sizes = [_num_words(each) for each in values]
     places = torch.empty(sum(sizes), dtype=torch.int32, device=device).split_with_sizes(sizes)
     _send(list(zip(places, values, strict=True)))
@@ -51,14 +51,15 @@ def sent_together(device: torch.device, values: Sequence[torch.Tensor]) -> list[
 def fields_to_device(
     device: torch.device, source: object, names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """sent_together() of these fields, tensors."""
+    """Return sent_together() of these tensor fields of `source`, by name."""
     there = sent_together(device, [getattr(source, name) for name in names])
     return dict(zip(names, there, strict=True))
 
 
 def send_into(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """target[...] = values for each (target, values) of one shape, in place; targets are contiguous
-    and of whole words of 4 bytes, values become their dtype. On a GPU as sent_together() says."""
+    """Write values into target, in place, for each (target, values) of one shape. Targets are
+    contiguous and of whole words of 4 bytes. Values are converted to the dtype of the target. On a
+    GPU, values are sent as by sent_together()."""
     sends = [(target, values.to(target.dtype)) for target, values in sends]
     for target, values in sends:
         assert target.shape == values.shape, (target.shape, values.shape)
@@ -70,7 +71,7 @@ def send_into(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def received_together(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """These tensors of one device and dtype, on the CPU, which waits for the device once."""
+    """Return tensors of one device and dtype on the CPU, which waits for the device once."""
     if not values:
         return []
     sizes = [each.numel() for each in values]
@@ -79,7 +80,7 @@ def received_together(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _send(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """The bytes of values into the first ones of contiguous targets on a GPU, of whole words."""
+    """Write the bytes of values to the start of contiguous targets of whole words on a GPU."""
     some: list[tuple[torch.Tensor, torch.Tensor]] = []
     num_bytes = 0
     for target, values in sends:
@@ -97,31 +98,30 @@ def _send(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _num_words(values: torch.Tensor) -> int:
-    """Of a place for them, behind which another one may begin."""
+    """Return the number of words that these values take, rounded up to ALIGNMENT."""
     return -(-values.nbytes // ALIGNMENT) * (ALIGNMENT // WORD_BYTES)
 
 
 class Stage:
-    """Memory that the device reads, used round and round."""
+    """Ring buffer in pinned memory that the device reads."""
 
     def __init__(
         self,
         words: torch.Tensor,
         read: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], Event],
     ) -> None:
-        """words: int32 on the CPU. read: makes the device copy some of them, the second of each
-        pair, into a tensor of as many bytes, the first, behind what its current stream was given;
-        returns when it has."""
+        """words: int32 on the CPU. read: takes pairs (target, words) of equal size in bytes. Makes
+        the device's current stream copy words into targets, and returns the event of that copy."""
         self._words, self._read = words, read
         self._next = 0
-        # What the device may still have to read: begin and end, and when it has. The oldest first.
+        # Ranges that the device may not have read yet, the oldest first: (begin, end, read event).
         self._unread: deque[tuple[int, int, Event]] = deque()
-        # Nobody but the scheduler's thread sends today; the CPU's part is short enough to be safe.
+        # Only the scheduler's thread sends; the lock costs little and makes any thread safe.
         self._lock = threading.Lock()
 
     def send(self, sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The bytes of values into the first ones of contiguous targets, of whole words; no more in
-        all than the memory holds."""
+        """Write the bytes of values to the start of contiguous targets of whole words. All targets
+        together must fit into the buffer."""
         sends = [(target, values) for target, values in sends if values.nbytes]
         if not sends:
             return
@@ -137,8 +137,8 @@ class Stage:
             self._unread.append((begin, end, self._read(parts)))
 
     def _take(self, num_words: int) -> tuple[int, int]:
-        """Words that the device does not read any more; the CPU waits until it has read them."""
-        assert num_words <= len(self._words), "more than the memory holds"
+        """Return the range of num_words words. Block the CPU until the device has read them."""
+        assert num_words <= len(self._words), "the values do not fit into the buffer"
         wraps = self._next + num_words > len(self._words)
         begin = 0 if wraps else self._next
         end = begin + num_words
@@ -155,7 +155,7 @@ class Stage:
 
 def _bytes_of(values: torch.Tensor) -> torch.Tensor:
     if values.numel() == 1:
-        # Contiguous whatever its stride, which viewing it as bytes does not forgive.
+        # One element counts as contiguous with any stride, but a view as bytes needs stride 1.
         values = torch.tensor([values.item()], dtype=values.dtype)
     return values.contiguous().view(-1).view(torch.uint8)
 
@@ -165,7 +165,8 @@ _stages_lock = threading.Lock()
 
 
 def _stage(device: torch.device) -> Stage:
-    """One for a device: memory of another would be given back while the device reads it."""
+    """Return the one stage of a device. Stages are kept, so that no memory is freed while the
+    device reads it."""
     with _stages_lock:
         if device not in _stages:
             words = torch.empty(STAGE_BYTES // WORD_BYTES, dtype=torch.int32, pin_memory=True)
@@ -174,11 +175,11 @@ def _stage(device: torch.device) -> Stage:
 
 
 def _read_by_kernel(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-    # Late: it loads a kernel, which a CPU does without.
+    # Late import: the module loads a kernel, which a CPU does not need.
     from kvspec_kernels.ops.read_host import read_host
 
     read_host(parts)
     read = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    # The stream that read_host() takes.
+    # read_host() launches on the current stream.
     read.record(torch.cuda.current_stream(parts[0][0].device))
     return read

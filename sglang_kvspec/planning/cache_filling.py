@@ -1,4 +1,4 @@
-"""How the verifications of a round fill the residual cache."""
+"""Filling of the residual cache by the verifications of a round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from sglang_kvspec.planning.round_plan import RoundView
 
 @dataclass(slots=True)
 class CacheFilling:
-    """Residual cache as this round's verifications fill it."""
+    """Residual cache as this round's verifications fill it. budget: pages that can be fetched while
+    the round drafts. pages: pages that the verifications read. fetch: pages to fetch, in order."""
 
     num_slots: int
     budget: int

@@ -1,4 +1,4 @@
-"""How a KV memory budget is divided between anchors, recent window and residual cache."""
+"""Division of a KV memory budget between anchors, recent window and residual cache."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from sglang_kvspec.core.errors import ConfigError
 
-# Page 0, to which SGLang writes what it pads batches with: anchors are stored for it, too.
+# Page 0 takes the writes of SGLang's batch padding. Anchors are stored for this page, too.
 PADDING_PAGES = 1
 
-# Limits of the number of pages.
+# Names of the limits on the number of pages.
 KV_MEMORY, HOST_MEMORY, MAX_TOKENS = "KV memory", "host memory", "--max-total-tokens"
-# The KV memory, where the recent window takes most of it.
+# Name in place of KV_MEMORY where the recent window takes most of the KV memory.
 RECENT_WINDOW = "recent window"
 
 
@@ -26,11 +26,11 @@ class PageBytes:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """Pages of each pool. num_pages: what SGLang may allocate (its padding page comes on top).
+    """Pages of each pool. num_pages: pages that SGLang may allocate, without its padding page.
 
-    host_pages is num_pages with a host store (write-through, one slot a page) and 0 without one,
-    when cache_pages is num_pages. binding: what limited num_pages, of the four above.
-    kept_anchor_pages: whose anchors stay in KV memory once the pages have gone to others.
+    host_pages: num_pages with a host store (write-through, one slot a page), 0 without one. Without
+    a host store, cache_pages is num_pages. binding: the limit that set num_pages, one of the four
+    above. kept_anchor_pages: pages whose anchors stay in KV memory after the pages were freed.
     """
 
     num_pages: int
@@ -60,32 +60,33 @@ class CapacityPlan:
 
     @property
     def plain_pages(self) -> int:
-        """Pages a pool in the model's KV dtype would hold in the same memory."""
+        """Pages that a pool in the model's KV dtype would hold in the same memory."""
         return self.hbm_bytes // self.page_bytes.plain
 
 
 def window_pages_for(
     max_running_requests: int, recent_pages: int, max_draft_len: int, page_size: int
 ) -> int:
-    """Window pages that suffice for every running request at once.
+    """Return the window pages that suffice for all running requests at once.
 
-    Each holds its newest full pages, the page being filled, and what drafts may spill into
-    (QuantSpec section 4.3 keeps two groups; drafts longer than a page need more).
+    Each request holds its newest full pages, the page that it fills, and pages that drafts may
+    spill into. QuantSpec section 4.3 keeps two groups; drafts longer than a page need more.
     """
     spill = -(-max(max_draft_len, 1) // page_size)
     return max_running_requests * (recent_pages + 1 + spill)
 
 
 def pages_of_one_request(context_len: int, max_draft_len: int, page_size: int) -> int:
-    """Most residual pages that a forward of one request reads and writes: its context, and what
-    verified drafts spill into."""
+    """Return the most residual pages that a forward of one request reads and writes: its context,
+    and pages that verified drafts spill into."""
     return -(-context_len // page_size) + -(-(max_draft_len + 1) // page_size) + 1
 
 
 def kept_anchor_pages_for(
     budget_bytes: int, page_bytes: PageBytes, window_pages: int, fraction: float
 ) -> int:
-    """Pages whose anchors fit into this share of what the recent window leaves."""
+    """Return how many pages' anchors fit into a share, `fraction`, of the memory that the recent
+    window leaves."""
     rest = max(budget_bytes - window_pages * page_bytes.plain, 0)
     return int(rest * fraction) // page_bytes.anchor
 
@@ -118,12 +119,12 @@ def plan_capacity(
     min_cache_pages: int = 0,
     kept_anchor_pages: int = 0,
 ) -> CapacityPlan:
-    """Divide budget_bytes of KV memory, of which kept anchors come first.
+    """Divide budget_bytes of KV memory. The kept anchors get their part first.
 
     host_bytes: size of the residual store, None for as much as needed up to host_limit_bytes, 0
-    for no store. max_pages caps num_pages (--max-total-tokens). The cache gets min_cache_pages,
-    whatever its share, or holds all num_pages where these are fewer. Raises ConfigError when not
-    one page fits.
+    for no store. max_pages: cap of num_pages (--max-total-tokens). min_cache_pages: least pages of
+    the cache, whatever its share; the cache holds all num_pages where these are fewer. Raises
+    ConfigError when not one page fits.
     """
     rest = budget_bytes - window_pages * page_bytes.plain
     rest -= (kept_anchor_pages + PADDING_PAGES) * page_bytes.anchor
@@ -132,7 +133,7 @@ def plan_capacity(
     if host_bytes == 0:
         limits[KV_MEMORY] = all_cached
     else:
-        # A share that could cache more than every page's residual is worth more as anchors.
+        # A cache that exceeds all residuals would be wasted: anchors get the surplus.
         anchors = int(rest * (1 - residual_fraction)) // page_bytes.anchor
         beside_cache = (rest - min_cache_pages * page_bytes.residual) // page_bytes.anchor
         limits[KV_MEMORY] = max(min(anchors, beside_cache), all_cached)
@@ -150,7 +151,7 @@ def plan_capacity(
     if host_bytes == 0:
         cache_pages = num_pages
     elif residual_fraction > 0 or min_cache_pages > 0:
-        # Whatever anchors leave: more than the share asked for when something else binds.
+        # The cache takes all that anchors leave: more than its share when another limit binds.
         left = rest - num_pages * page_bytes.anchor
         cache_pages = min(left // page_bytes.residual, num_pages)
     plan = CapacityPlan(
@@ -176,14 +177,14 @@ def _is_mostly_window(plan: CapacityPlan) -> bool:
 
 def _too_small(binding: str, budget_bytes: int, window_pages: int, page_bytes: PageBytes) -> str:
     if binding == MAX_TOKENS:
-        return "--max-total-tokens must be at least the page size, so that one page fits"
+        return "--max-total-tokens must be at least --page-size, so that one page fits"
     if binding == HOST_MEMORY:
         return (
-            "--kvspec-host-gb leaves no room for one page of residuals "
-            f"({page_bytes.residual} bytes); raise it, or set 0 to keep residuals in KV memory"
+            f"--kvspec-host-gb leaves no room for one page of residuals ({page_bytes.residual} "
+            "bytes): raise --kvspec-host-gb, or set it to 0 to keep residuals in KV memory"
         )
     return (
         f"{budget_bytes / 2**20:.0f} MiB of KV memory do not hold the recent window of "
-        f"{window_pages} pages ({window_pages * page_bytes.plain / 2**20:.0f} MiB) and one page; "
+        f"{window_pages} pages ({window_pages * page_bytes.plain / 2**20:.0f} MiB) and one page: "
         "raise --mem-fraction-static or lower --max-running-requests or --kvspec-recent-pages"
     )

@@ -1,4 +1,4 @@
-"""What an iteration takes and what a cycle of drafts brings: the numbers that plans weigh."""
+"""Costs of an iteration and gains of a draft cycle: the numbers that plans weigh."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sglang_kvspec.core.errors import ConfigError
 class AcceptanceCurve:
     """Mean accepted drafts by draft length, as measured; linear between measured lengths.
 
-    draft_lens: rising, from 1 on; accepted: of as many drafts. Past the last length nothing more
-    is expected: a curve is never extended by a guess.
+    draft_lens: ascending, at least 1. accepted: mean accepted drafts of each length. Beyond the
+    last length the curve stays flat: a curve is never extended by a guess.
     """
 
     draft_lens: tuple[int, ...]
@@ -32,11 +32,12 @@ class AcceptanceCurve:
         last_len, last_accepted = 0, 0.0
         for draft_len, accepted in zip(self.draft_lens, self.accepted, strict=True):
             more = draft_len - last_len
-            # Not written as a negation of <, so that NaN is refused too.
+            # `not a <= b` is True for NaN, where `a > b` would accept it.
             if more < 1 or not 0 <= accepted - last_accepted <= more:
                 raise ConfigError(
                     "accepted lengths must rise with the draft length, by at most one a draft, "
-                    f"got {accepted} accepted of {draft_len} after {last_accepted} of {last_len}"
+                    f"got {accepted} at length {draft_len} after {last_accepted} at length "
+                    f"{last_len}"
                 )
             last_len, last_accepted = draft_len, accepted
 
@@ -47,9 +48,9 @@ class AcceptanceCurve:
 
     @classmethod
     def geometric(cls, probability: float, max_draft_len: int = MAX_DRAFT_LEN) -> AcceptanceCurve:
-        """The curve of drafts that are each right with `probability`, whatever came before."""
+        """Return the curve of drafts that are each right with `probability`, independently."""
         if not 0 <= probability <= 1:
-            raise ConfigError(f"an acceptance probability is from 0 to 1, got {probability}")
+            raise ConfigError(f"an acceptance probability must be from 0 to 1, got {probability}")
         means, accepted = {}, 0.0
         for n in range(1, max_draft_len + 1):
             accepted += probability**n
@@ -57,7 +58,7 @@ class AcceptanceCurve:
         return cls.from_means(means)
 
     def expected_accepted(self, draft_len: int) -> float:
-        """Drafts that a verification of draft_len of them keeps, on average."""
+        """Return the mean number of drafts that a verification of draft_len drafts keeps."""
         if draft_len <= 0:
             return 0.0
         at = bisect_left(self.draft_lens, draft_len)
@@ -68,12 +69,13 @@ class AcceptanceCurve:
         return left + share * (self.accepted[at] - left)
 
     def expected_tokens(self, draft_len: int) -> float:
-        """Tokens one cycle emits: the accepted drafts and the target's own token."""
+        """Return the mean number of tokens that a cycle emits: accepted drafts and the target's own
+        token."""
         return self.expected_accepted(draft_len) + 1
 
 
 class Costs(Protocol):
-    """Seconds of an iteration; IterationCosts has the measured ones."""
+    """Seconds of an iteration: the protocol that IterationCosts implements."""
 
     def seconds(
         self,
@@ -91,13 +93,12 @@ class Costs(Protocol):
 class IterationCosts:
     """Seconds of each part of one ragged forward, on one rank.
 
-    overhead_s: what an iteration costs beside the rest (small kernels, gaps). kvspec_s: what it
-    costs more with KVSpec than without (encoding pages). weights_s: reading every weight that any
-    token needs; experts_s: reading all routed experts, of which a token takes expert_share.
-    token_s: the matrix products of one token, bound by arithmetic. plain_kv_token_s,
-    draft_kv_token_s, verify_kv_token_s: reading what a row attends to, for each cached token.
-    verify_pair_s: a verification's attention arithmetic, for each pair of a query token and a
-    cached token.
+    overhead_s: small kernels and gaps. kvspec_s: what KVSpec adds to an iteration (encoding pages).
+    weights_s: reading the weights that every token needs. experts_s: reading all routed experts,
+    of which a token takes expert_share. token_s: the matrix products of one token, bound by
+    arithmetic. plain_kv_token_s, draft_kv_token_s, verify_kv_token_s: reading KV, for each cached
+    token that a row attends to. verify_pair_s: attention arithmetic of a verification, for each
+    pair of a query token and a cached token.
     """
 
     overhead_s: float
@@ -119,10 +120,10 @@ class IterationCosts:
         verify_query_tokens: float,
         verify_kv_tokens: float,
     ) -> float:
-        """One iteration of draft rows (one token each) and verify rows, KV tokens summed over them.
+        """Return the seconds of an iteration of draft rows (one token each) and verify rows.
 
-        Numbers may be averages. Verify rows are taken to be alike. An iteration without rows takes
-        no time.
+        KV tokens are summed over the rows. Numbers may be averages. Verify rows are taken to be
+        alike. An iteration without rows takes no time.
         """
         num_tokens = num_draft_rows + verify_query_tokens
         if not num_tokens:
@@ -135,16 +136,17 @@ class IterationCosts:
         )
 
     def plain_seconds(self, num_rows: float, kv_tokens: float) -> float:
-        """One iteration of plain decoding with num_rows requests of kv_tokens together."""
+        """Return the seconds of a plain iteration of num_rows requests. kv_tokens: of all."""
         if not num_rows:
             return 0.0
         return self.base_seconds(num_rows) + self.plain_kv_token_s * kv_tokens
 
     def base_seconds(self, num_tokens: float) -> float:
-        """All but attention: one pass over the weights, or its arithmetic if that is more."""
+        """Return the seconds of all but attention: overhead, and reading the weights or the
+        arithmetic on them, whichever takes longer."""
         touched = 1.0
         if self.experts_s:
-            # Tokens choose experts independently, as far as a plan can know.
+            # Assumption: tokens choose experts independently of each other.
             touched = 1 - (1 - self.expert_share) ** num_tokens
         weights = self.weights_s + self.experts_s * touched
         return self.overhead_s + max(weights, self.token_s * num_tokens)
@@ -152,10 +154,10 @@ class IterationCosts:
     def verify_attention_seconds(
         self, num_rows: float, query_tokens: float, kv_tokens: float
     ) -> float:
-        """Reading anchors and residuals once a row, and its arithmetic.
+        """Return the seconds of reading anchors and residuals once a row, and of the arithmetic.
 
-        They overlap in part: the root of the sum of their squares is within 11 % of what our
-        kernels took for 1 to 64 tokens (benchmarks/results/attention_h200.json).
+        Reads and arithmetic overlap in part: the root of the sum of their squares is within 11 % of
+        our kernels' times for 1 to 64 tokens (benchmarks/results/attention_h200.json).
         """
         if not num_rows:
             return 0.0
@@ -163,7 +165,8 @@ class IterationCosts:
         return hypot(self.verify_kv_token_s * kv_tokens, self.verify_pair_s * pairs)
 
     def with_faster(self, *, memory: float = 1.0, arithmetic: float = 1.0) -> IterationCosts:
-        """These costs on a GPU with so many times the memory bandwidth and FLOP/s."""
+        """Return the costs on a GPU with `memory` times the bandwidth and `arithmetic` times the
+        FLOP/s."""
         return replace(
             self,
             weights_s=self.weights_s / memory,

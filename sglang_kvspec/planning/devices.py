@@ -1,7 +1,7 @@
-"""Speeds of GPUs: what makers publish, and which share of it is reached.
+"""Speeds of GPUs: published figures, and the share of each that is reached.
 
-Shares were measured on one H200 (benchmarks/results/attention_h200.json, whose microseconds a test
-holds against them) and are taken to hold on the other GPUs; there they are assumptions.
+Shares were measured on one H200. A test compares them with the microseconds in
+benchmarks/results/attention_h200.json. On the other GPUs the same shares are assumed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from sglang_kvspec.core.errors import ConfigError
 
 GB = 10**9
 
-# Reading BF16 KV (FlashInfer, 16 x 32768 tokens), as a share of the published HBM bandwidth. Plain
-# decode steps of an 8B model fit when weights are read as fast: 5.43, 12.41 and 19.92 ms for 1, 8
-# and 16 requests of 32768 tokens.
+# Share of the published HBM bandwidth at which BF16 KV is read (FlashInfer, 16 x 32768 tokens).
+# Weights are taken to be read as fast, which fits plain decode steps of an 8B model: 5.43, 12.41
+# and 19.92 ms for 1, 8 and 16 requests of 32768 tokens.
 READ_SHARE = 0.913
-# What those steps leave: 1.0 ms for 32 layers.
+# Rest of the time of those steps: 1.0 ms for 32 layers.
 LAYER_OVERHEAD_S = 32e-6
-# Encoding a layer's full pages besides appending to the recent window (uniform4: 5.6, log4: 7.2).
+# Encoding a layer's full pages, beside appending to the recent window: 5.6 us with uniform4, 7.2 us
+# with log4.
 LAYER_ENCODE_S = 6e-6
 # Assumed: matrix products of some hundred rows reach this share of the published FLOP/s.
 DENSE_SHARE = 0.6
-# Assumed, for each of the two all-reduces of a layer under tensor parallelism.
+# Assumed time of each of the two all-reduces of a layer under tensor parallelism.
 ALL_REDUCE_S = 10e-6
-# Pinned copies on PCIe 5 x16 reached 55 of 64 GB/s (H200); assumed for other links.
+# Pinned copies on PCIe 5 x16 reached 55 of 64 GB/s (H200). Other links are assumed to do the same.
 LINK_SHARE = 0.86
-# Assumed: what SGLang leaves to weights and KV (--mem-fraction-static) where HBM is large.
+# Assumed share of a large HBM that SGLang leaves to weights and KV (--mem-fraction-static).
 MEMORY_SHARE = 0.88
 
 
@@ -36,7 +37,8 @@ MEMORY_SHARE = 0.88
 class Device:
     """Published figures of one GPU: HBM bytes and bytes/s, link bytes/s one way, BF16 FLOP/s.
 
-    link_share: of the link that copies of whole pages reach.
+    link_share: share of the link's bandwidth that copies of whole pages reach. is_served: KVSpec
+    runs on this GPU; for any other, a plan is an estimate only.
     """
 
     name: str
@@ -45,15 +47,16 @@ class Device:
     link_bytes_per_s: float
     flops: float
     link_share: float = LINK_SHARE
+    is_served: bool = False
 
     @property
     def read_bytes_per_s(self) -> float:
-        """At which weights and plain KV are read."""
+        """Speed at which weights and plain KV are read."""
         return self.hbm_bytes_per_s * READ_SHARE
 
     @property
     def fetch_bytes_per_s(self) -> float:
-        """At which residuals come from host memory."""
+        """Speed at which residuals are fetched from host memory."""
         return self.link_bytes_per_s * self.link_share
 
     @property
@@ -61,7 +64,8 @@ class Device:
         return self.flops * DENSE_SHARE
 
     def with_link(self, fetch_bytes_per_s: float) -> Device:
-        """The same GPU on a link whose measured bandwidth is given."""
+        """Return the same GPU on a link of the given, measured bandwidth. Raises ConfigError unless
+        it is positive and finite."""
         if not 0 < fetch_bytes_per_s < float("inf"):
             raise ConfigError(
                 f"--link-gbps must be positive and finite, got {fetch_bytes_per_s / GB:g}"
@@ -71,10 +75,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShares:
-    """How near attention comes to the published speeds.
+    """Shares of the published speeds that attention reaches.
 
-    draft, verify: of HBM bandwidth, reading anchors, and anchors with residuals. verify_flops: of
-    dense BF16 FLOP/s, where nothing had to be read (`IterationCosts.verify_attention_seconds`).
+    draft: share of HBM bandwidth, reading anchors. verify: the same, reading anchors and residuals.
+    verify_flops: share of dense BF16 FLOP/s if reads took no time
+    (`IterationCosts.verify_attention_seconds`).
     """
 
     draft: float
@@ -82,8 +87,8 @@ class AttentionShares:
     verify_flops: float
 
 
-# Our kernels, measured with 8-bit targets. `exact` verifies on plain values: FlashInfer's prefill
-# kernel over BF16 pages stands in for ours, which is not measured there.
+# Shares of our kernels, measured with the target `int8`. `exact` verifies on plain values: there
+# FlashInfer's prefill kernel over BF16 pages stands in for our kernel, which was not measured.
 ATTENTION_SHARES: Mapping[tuple[str, Target], AttentionShares] = {
     ("log4", "int8"): AttentionShares(draft=0.74, verify=0.75, verify_flops=0.377),
     ("uniform4", "int8"): AttentionShares(draft=0.79, verify=0.77, verify_flops=0.392),
@@ -95,10 +100,10 @@ DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
         Device("A100-80GB", 80 * GB, 2.039e12, 32e9, 312e12),
-        Device("H100", 80 * GB, 3.35e12, 64e9, 989e12),
-        Device("H100-NVL", 94 * GB, 3.9e12, 64e9, 835e12),
-        Device("H200", 141 * GB, 4.8e12, 64e9, 989e12),
-        Device("GH200", 96 * GB, 4.0e12, 450e9, 989e12),
+        Device("H100", 80 * GB, 3.35e12, 64e9, 989e12, is_served=True),
+        Device("H100-NVL", 94 * GB, 3.9e12, 64e9, 835e12, is_served=True),
+        Device("H200", 141 * GB, 4.8e12, 64e9, 989e12, is_served=True),
+        Device("GH200", 96 * GB, 4.0e12, 450e9, 989e12, is_served=True),
         Device("B200", 180 * GB, 8.0e12, 64e9, 2250e12),
         Device("L40S", 48 * GB, 0.864e12, 32e9, 362e12),
         Device("RTX-PRO-6000", 96 * GB, 1.792e12, 64e9, 504e12),
@@ -107,7 +112,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def find_device(name: str) -> Device:
-    """The GPU of that name, in any case. Raises ConfigError naming those that are known."""
+    """Return the GPU of that name; case is ignored. Raises ConfigError naming the known GPUs."""
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device

@@ -1,4 +1,4 @@
-"""How many tokens a request should draft before it verifies, from its own acceptance so far."""
+"""Acceptance estimate of a request, and the best draft length for it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class DraftCost:
 
 @dataclass(slots=True)
 class AcceptanceEstimate:
-    """Probability that the target agrees with one more draft token, were each independent.
+    """Probability that the target agrees with one more draft, if drafts are independent.
 
     The prior is worth 20 drafts at 0.95. Drafts after a rejection say nothing and are not counted.
-    A verification without drafts lets what is known fade towards the prior, so that a request that
+    A verification without drafts moves the estimate towards the prior, so that a request that
     stopped drafting tries again.
     """
 

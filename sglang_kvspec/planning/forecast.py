@@ -1,4 +1,4 @@
-"""What a model on a GPU will do at a context length: the question of `sglang-kvspec plan`."""
+"""Forecast of a model on a GPU at a context length, for `sglang-kvspec plan`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from sglang_kvspec.core.config import MAX_DRAFT_LEN, Target
+from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, MAX_DRAFT_LEN, Target
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.capacity import PageBytes, window_pages_for
 from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
@@ -41,8 +41,8 @@ LEAST_CONTEXT, MOST_CONTEXT = 4096, 524288
 class Deployment:
     """A model, a GPU and KVSpec's settings, validated.
 
-    model: the whole model's shape; tp ranks share it. host_bytes: host memory for residuals of all
-    ranks, inf for as much as needed. memory_share: of HBM, for weights and KV.
+    model: the whole model's shape, which tp ranks share. host_bytes: host memory for residuals of
+    all ranks, inf for as much as needed. memory_share: share of HBM for weights and KV.
     """
 
     model: ModelShape
@@ -52,7 +52,7 @@ class Deployment:
     target: Target = "exact"
     tp: int = 1
     host_bytes: float = inf
-    page_size: int = 64
+    page_size: int = DEFAULT_PAGE_SIZE
     recent_pages: int = 1
     max_requests: int = 256
     memory_share: float = MEMORY_SHARE
@@ -65,13 +65,18 @@ class Deployment:
             raise ConfigError(
                 f"--mem-fraction-static must be above 0 and at most 1, got {self.memory_share}"
             )
+        if self.target == "int8" and self.page_size != DEFAULT_PAGE_SIZE:
+            raise ConfigError(
+                f"--page-size {self.page_size} cannot be combined with --target int8 on a GPU "
+                f"(allowed: {DEFAULT_PAGE_SIZE})"
+            )
         if not self.host_bytes >= 0:
             raise ConfigError(f"--host-memory-gb must be >= 0, got {self.host_bytes / 1e9:g}")
         if self.kv_bytes <= 0:
             usable = self.device.hbm_bytes * self.memory_share
             raise ConfigError(
                 f"the model's weights ({self.rank_shape.weight_bytes / 1e9:.1f} GB a GPU) leave no "
-                f"room for KV in {usable / 1e9:.1f} usable GB of {self.device.name}; raise --tp"
+                f"room for KV in {usable / 1e9:.1f} usable GB of {self.device.name}: raise --tp"
             )
 
     @property
@@ -80,12 +85,12 @@ class Deployment:
 
     @property
     def page_bytes(self) -> PageBytes:
-        """Of one rank."""
+        """Bytes of one page on one rank."""
         return page_bytes_of(self.rank_shape, self.codec, self.target, self.page_size)
 
     @property
     def kv_bytes(self) -> float:
-        """HBM of one rank that weights leave."""
+        """HBM bytes of one rank that weights leave to KV."""
         return self.device.hbm_bytes * self.memory_share - self.rank_shape.weight_bytes
 
     def costs(self) -> IterationCosts:
@@ -93,7 +98,7 @@ class Deployment:
         shape, device, page = self.rank_shape, self.device, self.page_bytes
         shares = ATTENTION_SHARES[self.codec, self.target]
         per_param = shape.weight_bytes_per_param / device.read_bytes_per_s
-        # With the exact target a verification reads the model's own values, no codes.
+        # With the target `exact`, a verification reads the model's own values and no anchors.
         verified = page.residual + (page.anchor if self.target == "int8" else 0)
         all_reduces = 2 * ALL_REDUCE_S if self.tp > 1 else 0.0
         pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
@@ -146,7 +151,7 @@ class Forecast:
 
 
 def forecast(deployment: Deployment, context_len: int) -> Forecast:
-    """Raises ConfigError for a context that the model cannot hold."""
+    """Forecast one context length. Raises ConfigError for one that the model cannot hold."""
     longest = deployment.model.max_context
     if context_len > longest:
         raise ConfigError(
@@ -176,7 +181,8 @@ def sweep_contexts(context_len: int, max_context: int) -> list[int]:
 
 
 def read_acceptance(results: Mapping[str, Any], codec: str) -> AcceptanceCurve:
-    """The codec's curve in what benchmarks/bench_acceptance.py writes."""
+    """Return the codec's curve from results of benchmarks/bench_acceptance.py. Raises ConfigError
+    where they hold none."""
     prefix = f"accept.{codec}.mean_of_"
     means: dict[int, float] = {}
     try:
@@ -186,8 +192,8 @@ def read_acceptance(results: Mapping[str, Any], codec: str) -> AcceptanceCurve:
                 means[int(draft_len)] = float(figure["value"])
     except (TypeError, KeyError, ValueError) as error:
         raise ConfigError(
-            "--acceptance must hold a list `figures` of objects with a name and a value"
+            "the file of --acceptance must hold a list `figures` of objects with a name and a value"
         ) from error
     if not means:
-        raise ConfigError(f"--acceptance holds no figures named {prefix}N")
+        raise ConfigError(f"the file of --acceptance holds no figures named {prefix}N")
     return AcceptanceCurve.from_means(means)

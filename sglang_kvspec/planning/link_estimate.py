@@ -1,4 +1,4 @@
-"""What the link between residual store and cache moves a second, learnt from its fetches."""
+"""Bandwidth of the link between residual store and cache, estimated from its fetches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from functools import partial
 
 from sglang_kvspec.planning.online import OnlineValue
 
-# Until a fetch was seen: whole pages over PCIe 5 x16 to pinned memory.
+# Guess until the first fetch: whole pages between pinned memory and a GPU, over PCIe 5 x16.
 GUESSED_BYTES_PER_S = 50e9
-# Less measures latency, not bandwidth: small fetches count together.
+# A smaller fetch measures latency, not bandwidth. Small fetches are added up to this size.
 LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LinkEstimate:
-    """rate: bytes a second. pending_bytes, pending_s: of fetches too small to tell by themselves.
-    Observing returns a new estimate."""
+    """Running estimate. rate: bytes a second. pending_bytes, pending_s: sums of fetches that are
+    too small to measure the bandwidth alone."""
 
     rate: OnlineValue = field(default_factory=partial(OnlineValue, GUESSED_BYTES_PER_S))
     pending_bytes: int = 0
@@ -27,7 +27,8 @@ class LinkEstimate:
         return self.rate.value
 
     def observe(self, num_bytes: int, seconds: float) -> LinkEstimate:
-        """Learn from one fetch. Impossible times teach nothing."""
+        """Return the estimate after one more fetch. An empty fetch or an impossible time is
+        ignored."""
         if num_bytes <= 0 or not 0 < seconds < float("inf"):
             return self
         num_bytes, seconds = self.pending_bytes + num_bytes, self.pending_s + seconds

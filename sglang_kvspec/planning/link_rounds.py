@@ -1,8 +1,8 @@
-"""How long requests draft before they verify where a link brings residuals for it, turn by turn.
+"""Draft lengths of a round in which requests take turns, because a link brings their residuals.
 
-The longer a round, the more requests can have verified by its end, until the cache holds no more of
-their residuals; and the more drafts each of them has by then. So its length decides how often a
-request verifies, other than where everybody always does (rounds.py).
+At the end of a longer round, each request has more drafts. More requests can verify, too, until the
+cache holds no more residuals. So the length of a round decides how often a request verifies. In
+rounds.py, all requests always verify.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest
 
-# Numbers of requests that stay, of which the best is looked for.
+# Most numbers of staying requests that share_of_speed() compares.
 MOST_TRIED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What a round's verifications need of the link. staying: requests whose residuals stay in the
-    cache, and which verify in every round. most: others that it holds beside them. fetch_s: seconds
-    that the link needs for one of these."""
+    """Link needs of a round's verifications. staying: requests whose residuals stay in the cache,
+    and which verify in every round. most: other requests that the cache holds beside them. fetch_s:
+    seconds that the link needs for one of these others."""
 
     staying: int
     most: float
@@ -30,8 +30,8 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class LinkShare:
-    """share: of the speed that the same num_requests requests had with all residuals in the cache,
-    what a link lets them have. reason: why it is not more, in one line."""
+    """Speed that a link allows. share: relative to the same num_requests requests with all
+    residuals in the cache. reason: why the share is not larger, in one line."""
 
     share: float
     num_requests: int
@@ -39,19 +39,20 @@ class LinkShare:
 
 
 class TurnLens(NamedTuple):
-    """lens: drafts that each request adds. price: expected tokens that a draft must be worth."""
+    """Draft lengths of a round. lens: drafts that each request adds. price: expected tokens that a
+    draft must be worth."""
 
     lens: list[int]
     price: float
 
 
 def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) -> TurnLens:
-    """How many drafts each request adds to those it has: the same number for all, with the most
-    expected tokens a second, less for those to whom so many are worth less than they cost.
+    """Return how many drafts each request adds, for the most expected tokens a second. The number
+    is the same for all, but smaller for requests whose further drafts cost more than their worth.
 
-    What drafts beside a verification take counts, not what they add. With that, the shortest rounds
-    would seem the best, in which requests verify again while their residuals are still there, with
-    next to no drafts (8B, 16 requests of 32K on an H200: 657 tokens/s instead of 993).
+    The time of piggyback drafts counts, but not the tokens that they add. Otherwise the shortest
+    rounds would seem best, in which requests verify again while their residuals are still in the
+    cache, with next to no drafts.
     """
     longest = max((request.cap_len for request in requests), default=0)
     kinds = [(request, 1) for request in requests]
@@ -65,10 +66,11 @@ def plan_turns(requests: Sequence[RoundRequest], cost: RoundCost, turns: Turns) 
 def share_of_speed(
     requests: Sequence[RoundRequest], cost: RoundCost, held: float, fetch_s: float
 ) -> LinkShare:
-    """Of rounds of the best length, with the best number of requests that stay, where the link
-    never stands still and every request is like the mean of them. held: requests, at least 1, whose
-    residuals the cache holds at once. fetch_s: seconds that the link needs for all residuals of
-    one. Quick enough to be asked for while requests wait."""
+    """Return the share of speed that the link allows, in rounds of the best length and with the
+    best number of staying requests. The estimate takes a link that never idles, and requests that
+    all equal their mean. held: requests, at least 1, whose residuals the cache holds at once.
+    fetch_s: seconds that the link needs for all residuals of one request. Fast enough to call while
+    requests wait."""
     num = len(requests)
     probability = sum(request.probability for request in requests) / num
     longest = max(request.cap_len for request in requests)
@@ -86,10 +88,9 @@ def share_of_speed(
     )
     share = min(rate / resident, 1.0)
     reason = (
-        f"of {num} requests the cache holds the residuals of {held:.1f}, and the link "
-        f"brings those of {1 / fetch_s:.0f} a second: {rate:.0f} tokens/s if it never stood still, "
-        f"{share:.2f} of the {resident:.0f} that rounds of the same cost give with all of them in "
-        "GPU memory"
+        f"the residual cache holds the residuals of {held:.1f} of {num} requests, and the link "
+        f"fetches those of {1 / fetch_s:.0f} requests a second: at most {rate:.0f} tokens/s, "
+        f"{share:.2f} of the {resident:.0f} tokens/s with all residuals in GPU memory"
     )
     return LinkShare(share, num, reason)
 
@@ -101,29 +102,29 @@ def _rate(
     length: int,
     added: float,
 ) -> float:
-    """Expected tokens a second of all requests together where each adds `length` drafts a round,
-    and `added` beside a verification at which it has no turn. kinds: requests, and how many there
-    are like each."""
+    """Return the expected tokens a second of all requests together. Each request adds `length`
+    drafts a round, and `added` piggyback drafts on a verification at which it has no turn. kinds:
+    requests, and how many there are like each."""
     num = sum(count for _, count in kinds)
     staying = min(turns.staying, num)
     others = num - staying
     lens = [length] * num
-    # Who verifies makes a round longer, which gives the link time for more.
+    # Verifications make a round longer, which gives the link time for more of them.
     seconds = cost.seconds(lens, staying)
     fetching = 0.0
     cap = sum(request.cap_len * count for request, count in kinds) / max(num, 1)
     for _ in range(3):
         fetching = min(others, turns.most, seconds / turns.fetch_s)
-        # Drafts of a round that those who have all they can use do not make.
+        # Drafts of a round that requests at their cap do not make.
         idle = max(others * length - cap * fetching, 0.0)
         seconds = cost.seconds(lens, staying + fetching) - idle * (cost.row + cost.token)
         seconds = max(seconds, fetching * turns.fetch_s)
     if not others:
         return sum(count * _tokens(request, length) for request, count in kinds) / seconds
-    # Nobody waits for ever, whatever the link.
+    # The floor keeps waits finite, however slow the link is.
     interval = others / max(fetching, 1e-6)
     share_staying = staying / num
-    # In a round without any verification there is nothing to draft beside.
+    # A round without a verification has no forward to piggyback on.
     added *= min(1.0, staying + fetching)
     tokens = 0.0
     for request, count in kinds:
@@ -134,8 +135,8 @@ def _rate(
 
 
 def _tokens(request: RoundRequest, num_drafts: float) -> float:
-    """Expected of a verification of so many drafts, as far as its cap allows them (Leviathan et al.
-    2023, equation 1)."""
+    """Return the expected tokens of a verification of num_drafts drafts, or of as many as the cap
+    allows (Leviathan et al. 2023, equation 1)."""
     p = request.probability
     return float((1 - p ** (min(num_drafts, request.cap_len) + 1)) / (1 - p))
 

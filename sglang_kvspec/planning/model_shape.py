@@ -9,7 +9,7 @@ from typing import Any
 from sglang_kvspec.core.errors import ConfigError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Of a model whose config names no longest context.
+# Longest context of a model whose config names none.
 MAX_CONTEXT = 2**19
 MAX_ROPE_FACTOR = 1024
 # Feed-forward blocks of two matrices; all others have three (gate, up, down).
@@ -31,8 +31,9 @@ UNSUPPORTED_KEYS = {
 class ModelShape:
     """Parameters by how often a decode step needs them, and the shape of the KV cache.
 
-    dense_params: needed by every token; expert_params: of all routed experts, of which a token
-    takes experts_per_token of num_experts; embed_params: looked up, never read whole.
+    dense_params: parameters that every token needs. expert_params: parameters of all num_experts
+    routed experts, of which a token takes experts_per_token. embed_params: parameters that are
+    looked up, never read whole.
     """
 
     num_layers: int
@@ -58,7 +59,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """Of all weights, in memory."""
+        """Bytes of all weights in memory."""
         return self.num_params * self.weight_bytes_per_param
 
     @property
@@ -68,12 +69,13 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of a cache in the model's own KV dtype, all layers."""
+        """Bytes of a token in a cache of the model's own KV dtype, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_dtype_bytes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Raises ConfigError for what is missing and for models that KVSpec cannot serve."""
+        """Read the shape from a config. Raises ConfigError for missing sizes and for models that
+        KVSpec cannot serve."""
         _refuse_unsupported(config)
         hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
         heads = _size(config, "num_attention_heads")
@@ -92,7 +94,7 @@ class ModelShape:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            # The output projection is read whole; tied, it is the embedding.
+            # A step reads the whole output projection, which is the embedding if tied.
             dense_params=layers * attention + feed_forward.dense_params + vocabulary,
             embed_params=0 if tied else vocabulary,
             expert_params=feed_forward.expert_params,
@@ -104,7 +106,9 @@ class ModelShape:
         )
 
     def of_rank(self, tp: int) -> ModelShape:
-        """What one of `tp` tensor-parallel ranks holds; too few KV heads are repeated."""
+        """Return the shape that one of `tp` tensor-parallel ranks holds. Every rank has at least
+        one KV head: heads are repeated where ranks are more. Raises ConfigError for a `tp` that
+        does not fit the heads."""
         if tp < 1 or self.num_heads % tp:
             raise ConfigError(
                 f"--tp must divide the model's {self.num_heads} attention heads, got {tp}"
@@ -193,7 +197,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if value is None:
         value = default
     if value is None:
-        raise ConfigError(f"the model's config has no {key}, which the plan is computed from")
+        raise ConfigError(f"the model's config has no {key}, which the plan needs")
     if type(value) is not int or value < 1:
         raise ConfigError(f"{key} in the model's config must be a positive integer, got {value!r}")
     return value
@@ -208,7 +212,7 @@ def _longest_context(config: Mapping[str, Any]) -> int:
     factor = scaling.get("factor")
     if not isinstance(factor, (int, float)) or not 1 <= factor < MAX_ROPE_FACTOR:
         return longest
-    # Without the original length, the factor is that of max_position_embeddings.
+    # Without an original length, the factor applies to max_position_embeddings.
     trained = _size(scaling, "original_max_position_embeddings", default=longest)
     return max(longest, int(trained * factor))
 
@@ -224,7 +228,7 @@ def _dtype_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _weight_bytes(config: Mapping[str, Any]) -> float:
-    """Bytes a parameter takes; scales of quantised weights are left out."""
+    """Return the bytes of a parameter. Scales of quantised weights are not counted."""
     quantization = config.get("quantization_config")
     if not quantization:
         return float(_dtype_bytes(config))
@@ -234,6 +238,6 @@ def _weight_bytes(config: Mapping[str, Any]) -> float:
         if quantization.get("bits") in (2, 3, 4, 8):
             return float(quantization["bits"] / 8)
     raise ConfigError(
-        "the size of the weights cannot be read from quantization_config in the model's config; "
-        "quant_method fp8 and a number of bits (2, 3, 4, 8) are understood"
+        "quantization_config in the model's config does not give the size of the weights (allowed: "
+        "quant_method fp8, or bits 2, 3, 4 or 8)"
     )

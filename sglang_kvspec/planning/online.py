@@ -1,4 +1,4 @@
-"""Amounts learnt while serving, one observation after the other."""
+"""Running estimates of positive amounts, robust against outliers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from statistics import median
 
 # Weight of a new observation.
 RATE = 0.05
-# An observation further off than so many mean deviations counts as if it were that far off.
+# Most mean deviations by which an observation counts; a larger error is clipped.
 OUTLIER_DEVIATIONS = 3.0
 LEAST_DEVIATION, FIRST_DEVIATION = 0.01, 0.2
-# Observations of which the median counts, before there is a mean to tell outliers by.
+# Number of first observations of which the median counts. Later ones have a mean to compare with.
 NUM_FIRST = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Mean relative error of predictions, by which outliers are told from news.
+    """Mean relative error of predictions, which tells outliers from real changes.
 
-    It grows by a tenth at most with an observation: one stall is an outlier, a lasting change of
-    level raises it until the change is believed.
+    An observation raises the mean by a tenth at most. So one stall is an outlier, and a lasting
+    change of level raises the mean until the change is believed.
     """
 
     mean: float = FIRST_DEVIATION
@@ -36,11 +36,11 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class OnlineValue:
-    """A positive amount as last believed; observing returns a new one.
+    """Running estimate of a positive amount; observe() returns a new estimate.
 
-    On a logarithmic scale: twice and half as much weigh the same. A guess until it is observed,
-    then the median of guess and first observations, then a mean in which old ones fade and
-    outliers are clipped.
+    The scale is logarithmic: twice as much and half as much weigh the same. The value is a guess
+    until the first observation, then the median of the guess and the first NUM_FIRST observations.
+    After these, it is a mean in which old observations fade and outliers are clipped.
     """
 
     value: float
@@ -50,7 +50,7 @@ class OnlineValue:
 
     @property
     def observed(self) -> float | None:
-        """The value without the guess; None until one was observed."""
+        """The value without the guess; None until the first observation."""
         if not self.num_observed:
             return None
         if self.num_observed <= NUM_FIRST:
@@ -58,7 +58,8 @@ class OnlineValue:
         return self.value
 
     def observe(self, value: float) -> OnlineValue:
-        """Zero, negative and non-finite values teach nothing."""
+        """Return the estimate after one more observation. Zero, negative and non-finite values are
+        ignored."""
         if not 0 < value < float("inf"):
             return self
         num_observed = self.num_observed + 1

@@ -1,5 +1,5 @@
-"""Bytes of encoded pages, from codecs' declarations: a plan made before anything is installed
-cannot wait for torch."""
+"""Bytes of encoded pages, from codec declarations. This needs no torch: `sglang-kvspec plan` must
+work before anything else is installed."""
 
 from __future__ import annotations
 

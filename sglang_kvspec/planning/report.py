@@ -1,4 +1,4 @@
-"""Forecasts in words and as JSON."""
+"""Forecasts as tables, remarks and JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SWEEP_COLUMNS = (
     "tokens/s",
     "in HBM",
     "with host",
-    "binds",
+    "limited by",
 )
 
 
@@ -38,7 +38,7 @@ def summary_rows(deployment: Deployment, chosen: Forecast) -> list[tuple[str, ..
     both = (chosen.resident, chosen.fetched)
     plain_ms = f"{setting.plain_seconds * 1e3:.2f}"
     return [
-        ("KV bytes a token (anchor + residual)", f"{page.plain / tokens:,.0f}", codes, codes),
+        ("KV bytes per token (anchor + residual)", f"{page.plain / tokens:,.0f}", codes, codes),
         (
             "requests that fit",
             str(setting.plain_requests),
@@ -46,10 +46,10 @@ def summary_rows(deployment: Deployment, chosen: Forecast) -> list[tuple[str, ..
             str(setting.most_requests),
         ),
         ("requests running", str(setting.plain_requests), *(str(_running(e)) for e in both)),
-        ("of which fetch residuals", "-", *(_of_cycle(e, "num_fetching") for e in both)),
+        ("requests that fetch residuals", "-", *(_of_cycle(e, "num_fetching") for e in both)),
         ("best draft length", "-", *(_of_cycle(e, "draft_len") for e in both)),
-        ("accepted of it", "-", *(_accepted(e) for e in both)),
-        ("iterations a fetch takes", "-", *(_of_cycle(e, "cycles_per_load") for e in both)),
+        ("accepted drafts", "-", *(_accepted(e) for e in both)),
+        ("iterations per fetch", "-", *(_of_cycle(e, "cycles_per_load") for e in both)),
         ("forward (ms)", plain_ms, *(_milliseconds(e, "gpu_s") for e in both)),
         ("link, per iteration (ms)", "-", *(_milliseconds(e, "link_s") for e in both)),
         (
@@ -58,12 +58,12 @@ def summary_rows(deployment: Deployment, chosen: Forecast) -> list[tuple[str, ..
             *(f"{e.tokens_per_s:,.0f}" for e in both),
         ),
         ("speed-up", "1.00", *(_speed_up(e) for e in both)),
-        ("what binds", "", *(e.binds for e in both)),
+        ("limited by", "", *(e.binds for e in both)),
     ]
 
 
 def sweep_rows(swept: Sequence[Forecast]) -> list[tuple[str, ...]]:
-    """Rows of SWEEP_COLUMNS; but for the speed-up in HBM all are of the plan with a host store."""
+    """Rows of SWEEP_COLUMNS. All but the speed-up `in HBM` belong to the plan with a host store."""
     return [
         (
             f"{row.context_len:,}",
@@ -81,25 +81,26 @@ def sweep_rows(swept: Sequence[Forecast]) -> list[tuple[str, ...]]:
 
 
 def remarks(deployment: Deployment, chosen: Forecast) -> list[str]:
-    """What the table cannot say: where speculation is left, what a host needs, what is assumed."""
+    """Return what the table omits: where speculation does not pay, the size of the host store, and
+    the assumptions."""
     lines = []
     for place, expected in (("HBM", chosen.resident), ("host memory", chosen.fetched)):
         if expected.cycle is None and expected.tokens_per_s:
             lines.append(
-                f"With residuals in {place} speculation does not pay: it would reach "
-                f"{expected.speculative_speed_up:.2f} of plain decoding, which the plan falls "
-                "back to."
+                f"With residuals in {place}, speculation does not pay: speculative decoding would "
+                f"reach {expected.speculative_speed_up:.2f} of the throughput of plain decoding. "
+                "The plan uses plain decoding."
             )
         elif expected.cycle is None:
-            lines.append(f"With residuals in {place} not one request fits.")
+            lines.append(f"With residuals in {place}, no request fits.")
     cycle, setting = chosen.fetched.cycle, chosen.fetched.setting
     if cycle is not None:
         stored = cycle.num_requests * setting.request.residual * deployment.tp / GB
-        lines.append(f"The host store of that plan holds {stored:,.0f} GB of residuals.")
+        lines.append(f"With residuals in host memory, the residual store holds {stored:,.0f} GB.")
     lines.append(
-        "Expected, not measured: attention reaches the shares of bandwidth measured on one H200; "
-        "matrix products at 60 % of peak and the memory left to KV are assumed; prefill and the "
-        "server's own work between iterations are not counted."
+        "Figures are expected, not measured. Attention reaches the shares of bandwidth measured "
+        "on one H200. Matrix products at 60 % of peak and the memory left for KV are assumptions. "
+        "Prefill and the server's own work between iterations are not counted."
     )
     return lines
 

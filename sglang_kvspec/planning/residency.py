@@ -1,4 +1,4 @@
-"""Which requests keep their residuals in HBM instead of fetching them for every verification."""
+"""Selection of requests that keep residuals in HBM instead of fetching them for verifications."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
 
-# A resident request's value counts this much more. The values of two requests that verify equally
-# often differ by at most 4/3, from one that is about to verify to one that just did; anything above
-# keeps them from trading places in every cycle.
+# Factor on the value of a resident request. The values of two requests that verify equally often
+# differ by at most 4/3, if one is about to verify and the other just did. A factor above 4/3 keeps
+# them from trading places in every cycle.
 STAY_FACTOR = 1.5
-# Verifications looked ahead.
+# Number of verifications that a value looks ahead.
 LOOKAHEAD_CYCLES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyView:
-    """residual_bytes: of all its pages. next_use: iterations until it next verifies. cycle_len:
-    iterations from one verification to the next."""
+    """Request that may keep its residuals in HBM. residual_bytes: of all its pages. next_use:
+    iterations until its next verification. cycle_len: iterations from one verification to the
+    next."""
 
     request_id: int
     residual_bytes: int
@@ -29,8 +30,8 @@ class ResidencyView:
     def value(self) -> float:
         """Verifications per iteration that residency serves, over the next few cycles.
 
-        A verification saves moving exactly the bytes that residency holds, so that per byte only
-        its frequency and nearness count.
+        Residency saves each verification exactly the bytes that it holds. So per byte, only how
+        often and how soon the request verifies counts.
         """
         lookahead = LOOKAHEAD_CYCLES * max(self.cycle_len, 1)
         uses = max(lookahead - self.next_use, 0) / max(self.cycle_len, 1)
@@ -40,13 +41,14 @@ class ResidencyView:
 def num_resident(
     num_requests: int, pages_each: int, cycle_len: float, num_slots: int, link_pages: int
 ) -> int:
-    """How many of alike requests keep their residuals in a cache that does not hold them all, so
-    that most verifications come in an iteration; of equals the most, which leave the link alone.
+    """Return how many of num_requests equal requests keep their residuals in a cache that does not
+    hold all. The number gives the most verifications an iteration; of several such numbers, the
+    largest, which uses the link least.
 
     A resident request verifies once in a cycle of cycle_len iterations. The others do, too, as far
-    as the link brings their pages, link_pages an iteration, and the cache has rooms for them: one
-    is taken from the iteration in which a fetch begins to the one that verifies with it. One room
-    is always left.
+    as the link brings their pages, link_pages an iteration, and the cache has rooms of pages_each
+    slots for them. A fetch takes a room from its first iteration to the one that verifies with it.
+    One room is always left.
     """
     assert min(num_requests, pages_each, link_pages) > 0
     taken = ceil(pages_each / link_pages) + 1
@@ -56,7 +58,7 @@ def num_resident(
         fetching = min(
             (num_requests - resident) / cycle_len, link_pages / pages_each, rooms / taken
         )
-        # Sums of the same in another order are the same.
+        # Rounding makes sums of the same terms in another order equal.
         return round(resident / cycle_len + fetching, 9)
 
     most = min(num_requests, max(num_slots // pages_each - 1, 0))
@@ -64,10 +66,10 @@ def num_resident(
 
 
 def choose_resident(requests: Collection[ResidencyView], spare_bytes: int) -> frozenset[int]:
-    """The requests whose residuals stay in, or may take, spare_bytes of HBM.
+    """Return the requests whose residuals stay in, or may take, spare_bytes of HBM.
 
-    By value, residents ahead of others of up to STAY_FACTOR times theirs; what does not fit is
-    passed over for what does.
+    Requests go by value, and a resident request goes before others of up to STAY_FACTOR times its
+    value. A request that does not fit is skipped for one that does.
     """
     chosen = []
     left = spare_bytes

@@ -1,9 +1,9 @@
-"""Who gives its pages back when they run out.
+"""Order in which requests are retracted when pages run out.
 
-The lowest priority first; then those that were retracted least often, so that of requests of one
-priority none is retracted twice while another that runs was not once; then those whose residuals
-are far, whose next verifications would need the link; then, as in SGLang, those with the least
-output, and of these the longest prompt.
+The lowest priority goes first. Then the fewest retractions: of requests of one priority, none is
+retracted twice while another running request was never retracted. Then requests whose residuals are
+far, because their next verifications would need the link. Then, as in SGLang, the least output, and
+of equal outputs the longest prompt.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RetractionView:
-    """priority: higher is kept longer. far_pages: encoded pages whose residual is in the store
-    only; near_pages: those in the cache or on their way into it."""
+    """Running request to order. priority: higher is kept longer. far_pages: encoded pages whose
+    residual is in the store only. near_pages: pages whose residual is in the cache or on its way
+    there."""
 
     priority: int
     num_retractions: int
@@ -30,7 +31,7 @@ class RetractionView:
 
 
 def keep_order(requests: Sequence[RetractionView]) -> list[int]:
-    """Indices of requests: the last is to be retracted first."""
+    """Return the indices of requests in the order to keep them: the last is retracted first."""
 
     def worth(index: int) -> tuple[int, ...]:
         request = requests[index]

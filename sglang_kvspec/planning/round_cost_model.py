@@ -1,4 +1,4 @@
-"""What rounds cost, learnt from how long they take."""
+"""Costs of rounds, learnt from measured times."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from dataclasses import replace
 
 from sglang_kvspec.planning.rounds import RoundCost
 
-# Of a new measurement in a running mean.
+# Weight of a new measurement in a running mean.
 WEIGHT = 0.2
-# Of a guess beside measurements, of which the newest weighs 1.
+# Weight of the guess, relative to the newest measurement.
 GUESS_WEIGHT = 0.25
-# Where a guessed slope counts as one measurement, in tokens of context, and its weight.
+# Tokens of context at which a guessed slope counts as a measurement, and the weight of that.
 FAR = 100_000.0
 FAR_WEIGHT = 0.05
-# Rounds without drafts after which what drafts cost is measured anew.
+# Rounds without drafts after which the cost of drafts is measured again.
 ROUNDS_BEFORE_RETRY = 64
-# What steps without drafts take at best, over a draft step that reads the same bytes, and how fast
-# it is believed of them while they are not tried: a measurement at other contexts, or by accident,
-# must not stop them for good.
+# Best time of a step without drafts, relative to a draft step that reads the same bytes. While such
+# steps are not tried, their estimate fades to that time, at this rate: a measurement at another
+# context, or a disturbed one, must not stop such steps for good.
 PLAIN_BEST, PLAIN_FADE = 0.7, 0.02
-# The same of what verifications read, whose kernels may reach more of the memory's speed.
+# Rate at which the estimate of what verifications read goes back to its first value. Kernels of
+# verifications may reach more of the memory's bandwidth.
 READS_FADE = 0.02
-# Of a verification, what is left of it once all is enqueued: where less is, the device waited for
-# the CPU. Otherwise it was the CPU that waited, for room among what the device has yet to do.
+# Least share of a verification that is left to run once all of it is enqueued. If less is left, the
+# device waited for the CPU. Otherwise the CPU waited for room in the device's queue.
 LEAST_LEFT = 0.15
 
 
 class RoundCostModel:
-    """Keeps running means of times, in seconds.
+    """Running means of the times of rounds, in seconds.
 
     step: seconds of a draft step without context, measured at the start or guessed. request_reads:
-    bytes that verifying reads of a context over those that a draft step reads, of which its kernels
-    may turn out to read more a second. has_plain: whether steps without drafts are not
-    verifications, and are observed by observe_plain(). row_per_token: a guess of the seconds that a
-    token of context adds to a draft step, which counts until longer contexts are seen.
-    piggyback: whether requests draft in the forward in which others verify.
+    bytes of a context that a verification reads, over the bytes that a draft step reads. The ratio
+    falls if verifications turn out to read more bytes a second. has_plain: True if steps without
+    drafts are not verifications, and observe_plain() is called for them. row_per_token: guess of
+    the seconds that a token of context adds to a draft step, used until longer contexts are seen.
+    piggyback: True if requests piggyback drafts on verifications.
     """
 
     def __init__(
@@ -48,24 +49,24 @@ class RoundCostModel:
         piggyback: bool = False,
     ) -> None:
         self._piggyback = piggyback
-        # Of a draft step, over the tokens of context that its rows read.
+        # Seconds of a draft step, over the tokens of context that its rows read.
         self._draft = _FadingLine(step, row_per_token)
         self._most_reads = self._request_reads = request_reads
         self._token: float | None = None
         self._enqueue: float | None = None
         self._between: float | None = None
-        # Of a step without drafts, over that of a draft step which reads the same bytes.
+        # Time of a step without drafts, relative to a draft step that reads the same bytes.
         self._plain: float | None = 1.0 if has_plain else None
         self._rounds_without_drafts = 0
-        # Of a draft step, by the number of requests that drafted.
+        # Seconds of a draft step, by the number of requests that drafted.
         self.draft_step_s: dict[int, float] = {}
         self.verify_s = 0.0
         self.plain_step_s = 0.0
 
     @property
     def has_measured(self) -> bool:
-        """Whether a round with drafts was observed lately. What drafts cost once, at another
-        context or by accident, must not stop them for good."""
+        """Return True if a round with drafts was observed lately. An old cost of drafts, measured
+        at another context or disturbed, must not stop drafts for good."""
         return self._draft.weight > 0 and self._rounds_without_drafts < ROUNDS_BEFORE_RETRY
 
     @property
@@ -87,12 +88,12 @@ class RoundCostModel:
         between_s: float | None = None,
         num_piggyback: int = 0,
     ) -> None:
-        """A round of these lengths, over a mean context of so many tokens, took so long.
+        """Learn from a round with these draft lengths. context: mean tokens of a request.
 
-        enqueue_s: after which the device had been given all of it, None where that waited for other
-        work. verified_lens: drafts of each request that verified, those of all unless given.
-        between_s: for which the device had waited for this round, None where that is not known.
-        num_piggyback: requests that drafted in the forward of those that verified.
+        enqueue_s: seconds until all of the round was enqueued, None where that waited for other
+        work. verified_lens: drafts of each request that verified, draft_lens unless given.
+        between_s: seconds for which the device had waited for this round, None where not known.
+        num_piggyback: requests that piggybacked a draft on the verification.
         """
         verified_lens = draft_lens if verified_lens is None else verified_lens
         steps, drafted = max(draft_lens, default=0), sum(draft_lens)
@@ -128,19 +129,19 @@ class RoundCostModel:
             if enqueue_s is not None and not had_to_wait:
                 self._token = _mean(self._token, per_token)
             elif self._token is not None:
-                # It may have waited for the CPU: tokens cost no more than this, or nothing.
+                # The device may have waited for the CPU: this time per token is an upper bound.
                 self._token = min(self._token, per_token)
 
     def _observe_reads(self, excess_s: float, reads_s: float) -> None:
-        """A verification took so much more than it was to take, tokens aside, or less if negative;
-        of that, so much was for what it reads."""
+        """Learn from a verification. excess_s: its seconds beyond those expected without tokens,
+        negative if it took less. reads_s: expected seconds of its reads."""
         self._request_reads += READS_FADE * (self._most_reads - self._request_reads)
         if excess_s < 0 < reads_s:
             share = max(0.0, 1 + excess_s / reads_s)
             self._request_reads = _mean(self._request_reads, share * self._request_reads)
 
     def cost(self, context: float) -> RoundCost:
-        """Of a round over a mean context of so many tokens."""
+        """Return the costs of a round. context: mean tokens of a request."""
         step, per_token = self._draft.fit()
         row = per_token * context
         request = row * self._request_reads
@@ -148,7 +149,7 @@ class RoundCostModel:
         return RoundCost(*costs, self._plain, self.enqueue_s, self.between_s, self._piggyback)
 
     def observe_plain(self, num_requests: int, context: float, step_s: float) -> None:
-        """A step without drafts of so many requests over a mean context took so long."""
+        """Learn from a step without drafts. context: mean tokens of a request."""
         self._rounds_without_drafts += 1
         self.plain_step_s = _mean(self.plain_step_s or None, step_s)
         cost = self.cost(context)
@@ -157,8 +158,9 @@ class RoundCostModel:
 
 
 class _FadingLine:
-    """y = start + slope * x, both >= 0, by least squares over measurements that fade and over one
-    at x = 0, the guess, that does not, and one at FAR where the slope is guessed, too."""
+    """Line y = start + slope * x, both >= 0, by least squares over fading measurements. The guess
+    counts as a measurement at x = 0, and as one at FAR if the slope is guessed, too; it does not
+    fade."""
 
     def __init__(self, guess: float, slope: float | None = None) -> None:
         self._guess = guess
@@ -166,11 +168,11 @@ class _FadingLine:
         self.forget()
 
     def forget(self) -> None:
-        """Only the guess is left."""
+        """Forget all measurements, and keep the guess."""
         self.weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, x: float, y: float) -> None:
-        # Nothing is quicker than what has no context to read.
+        # No step is faster than one without context: the guess is a lower bound of y.
         self._guess = min(self._guess, y)
         keep = 1 - WEIGHT
         self.weight = keep * self.weight + 1
@@ -180,7 +182,7 @@ class _FadingLine:
         self._xy = keep * self._xy + x * y
 
     def fit(self) -> tuple[float, float]:
-        """(start, slope)."""
+        """Return (start, slope)."""
         weight, y = self.weight + GUESS_WEIGHT, self._y + GUESS_WEIGHT * self._guess
         x, xx, xy = self._x, self._xx, self._xy
         if self._slope is not None:

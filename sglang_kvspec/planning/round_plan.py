@@ -1,4 +1,4 @@
-"""What planning a round sees and decides: plain data."""
+"""Plain data that planning a round reads and returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """The residual cache in pages. cached: all that it holds and may give up, used or not."""
+    """Residual cache, in pages. cached: pages that the cache holds and may evict, used or not."""
 
     num_slots: int
     num_free: int
@@ -16,12 +16,12 @@ class CacheView:
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """What planning a round knows of a running request.
+    """Running request, as planning a round sees it.
 
-    key: names it for as long as it runs. missing: encoded pages whose residual is in the store
-    only; cached: those in the cache or on their way into it. spill: cache slots that its
-    verification may need besides. is_lacking: other residuals are still on the network, so that it
-    cannot verify, and its turn has not begun.
+    key: name of the request for as long as it runs. missing: encoded pages whose residual is in the
+    store only. cached: pages whose residual is in the cache or on its way there. spill: further
+    cache slots that its verification may need. is_pending: the request cannot verify, because other
+    residuals are on the network or the schedule holds it. Its rounds of waiting do not count.
     """
 
     key: str
@@ -29,7 +29,7 @@ class RoundView:
     cached: tuple[int, ...] = ()
     spill: int = 0
     priority: int = 0
-    is_lacking: bool = False
+    is_pending: bool = False
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class RoundView:
 
 @dataclass(frozen=True, slots=True)
 class RoundBudget:
-    """Pages that the link moves while the round drafts, and in all of it."""
+    """Pages that the link moves while the round drafts, and in the whole round."""
 
     drafting_pages: int
     round_pages: int
@@ -50,8 +50,9 @@ class RoundBudget:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """verify: indices of requests, ascending. evict, then fetch: pages to move before the round
-    drafts; first those that its verifications read, then `ahead`, for later ones."""
+    """Decisions about a round. verify: indices of requests, ascending. evict, fetch, ahead: pages
+    to move before the round drafts, in this order. fetch: pages that its verifications read. ahead:
+    pages to prefetch for later rounds."""
 
     verify: tuple[int, ...]
     fetch: tuple[int, ...] = ()

@@ -1,12 +1,12 @@
-"""Who verifies at the end of a round, and which residual pages move while it drafts.
+"""Plan of a round: requests that verify at its end, and residual pages that move while it drafts.
 
-Where the cache holds every residual, everybody verifies and nothing moves. Where it does not, some
-requests keep theirs and verify in every round; the others take turns with what is left of it. What
-the link cannot bring while a round drafts is fetched ahead, for a later one, and the request drafts
-on meanwhile.
+If the cache holds every residual, all requests verify and nothing moves. If not, some requests keep
+their residuals in the cache and verify in every round. The others take turns with the rest of the
+cache. Pages that the link cannot bring while a round drafts are prefetched for a later round, and
+their request drafts on meanwhile.
 
-A request that has not verified for PATIENCE rounds is overdue. The oldest such request verifies in
-the next round whatever its fetch takes, so that of n requests none waits more than PATIENCE + n
+A request that has not verified for PATIENCE rounds is overdue. The oldest overdue request verifies
+in the next round, however long its fetch takes. So none of n requests waits more than PATIENCE + n
 rounds (`wait_bound`), whatever budgets are and however pages come and go.
 """
 
@@ -22,23 +22,23 @@ from sglang_kvspec.planning.residency import ResidencyView, choose_resident
 from sglang_kvspec.planning.round_plan import CacheView, RoundBudget, RoundPlan, RoundView
 
 PATIENCE = 8
-# Of a round in running means.
+# Weight of the newest round in running means.
 WEIGHT = 0.1
-# Of a cache that does not hold every residual, at least this share is kept for fetches.
+# Least share of the cache that is kept for fetches, if the cache does not hold every residual.
 FETCH_SHARE = 0.7
-# A link that fills what is shared of the cache in fewer rounds would stand still for want of room.
+# If the link fills the shared part of the cache in fewer rounds, the link idles for lack of room.
 ROUNDS_TO_FILL = 1.7
 
 
 @dataclass(slots=True)
 class _Learnt:
-    """What RoundPlanner remembers of rounds.
+    """State of RoundPlanner between rounds.
 
-    waited: rounds ago every running request has verified. staying: requests whose residuals stay in
-    the cache. most: how many others it holds beside them; fetched, turns: running means of the
-    pages that are fetched and of how many of those others verify in a round. most is None where
-    nothing has to move. pace: running mean of the pages that the link moves in a round. num_left:
-    pages that verifications of cancelled plans had waited for.
+    waited: rounds since every running request verified. staying: requests whose residuals stay in
+    the cache. most: how many other requests the cache holds beside them, None where nothing has to
+    move. fetched, turns: running means of the pages fetched and of the other requests verified in a
+    round. pace: running mean of the pages that the link moves in a round. num_left: pages that
+    verifications of cancelled plans had waited for.
     """
 
     waited: dict[str, int] = field(default_factory=dict)
@@ -51,47 +51,47 @@ class _Learnt:
 
 
 class RoundPlanner:
-    """Remembers how many rounds ago every running request has verified, whose residuals stay in the
-    cache, and what the last rounds needed of the link."""
+    """Planner of rounds. Between rounds the planner remembers when every running request verified,
+    which residuals stay in the cache, and what the last rounds needed of the link."""
 
     def __init__(self) -> None:
         self._learnt = _Learnt()
-        # What cancel() goes back to.
+        # State that cancel() restores.
         self._before = replace(self._learnt)
-        # Cache slots, and those that a request needs on average.
+        # Cache slots, and the mean number of slots that a request needs.
         self._slots = self._each = 0.0
         # Pages that the last plan's verifications wait for.
         self._num_awaited = 0
 
     @staticmethod
     def wait_bound(num_running: int) -> int:
-        """Most rounds in a row without a verification of one of num_running requests."""
+        """Return the most rounds in a row in which one of num_running requests does not verify."""
         return PATIENCE + num_running
 
     def all_verify(self, keys: Iterable[str]) -> None:
-        """A round in which nothing has to move, and which was not planned here."""
+        """Note a round that was not planned here, because nothing has to move."""
         learnt = self._begin()
         learnt.num_left = 0
         learnt.waited = dict.fromkeys(keys, 0)
         learnt.most = None
 
     def cancel(self) -> None:
-        """The round that was planned last does not take place: nobody has verified in it. What its
-        verifications would have waited for counts for the next one, which finds it in the cache;
-        what was to come ahead has not been fetched."""
+        """Cancel the last plan: no request has verified in its round. The pages that its
+        verifications would have waited for count for the next round, which finds them in the cache.
+        The pages to prefetch do not count, since they have not been fetched."""
         num_left = self._before.num_left + self._num_awaited
         self._learnt = replace(self._before, num_left=num_left)
         self._num_awaited = 0
 
     def _begin(self) -> _Learnt:
-        """A round is being planned."""
+        """Save the state for cancel(), and return the state of the round to plan."""
         self._before = replace(self._learnt)
         self._num_awaited = 0
         return self._learnt
 
     def turns(self, pages_per_s: float) -> Turns | None:
-        """What rounds like the last ones need of a link of this speed; None where all residuals
-        are in the cache."""
+        """Return what rounds like the last ones need of a link of this speed; None where all
+        residuals are in the cache."""
         learnt = self._learnt
         if learnt.most is None:
             return None
@@ -99,8 +99,8 @@ class RoundPlanner:
         return Turns(len(learnt.staying), learnt.most, max(pages / pages_per_s, 1e-9))
 
     def room(self, pages_per_s: float) -> tuple[float, float] | None:
-        """(requests whose residuals the cache holds at once, at least 1, and seconds that a link of
-        this speed needs for those of one); None where all residuals are in the cache."""
+        """Return (requests whose residuals the cache holds at once, at least 1; seconds that a link
+        of this speed needs for one request). None where all residuals are in the cache."""
         if self._learnt.most is None or self._each < 1:
             return None
         return max(self._slots / self._each, 1.0), self._each / pages_per_s
@@ -113,10 +113,10 @@ class RoundPlanner:
         *,
         drafts: bool,
     ) -> RoundPlan:
-        """drafts: whether anybody drafts in this round, so that it is worth while even if nobody
-        verifies. cache.cached: all pages that may be evicted.
+        """Plan a round. drafts: True if any request drafts in this round, which then has a use even
+        if none verifies. cache.cached: all pages that may be evicted.
 
-        A request that no cache holds verifies in every round, and is left to read the store.
+        A request larger than the whole cache verifies in every round, and reads the store.
         """
         learnt = self._begin()
         learnt.waited = {request.key: learnt.waited.get(request.key, 0) for request in requests}
@@ -127,11 +127,11 @@ class RoundPlanner:
         filling = CacheFilling(cache.num_slots, budget.drafting_pages)
         verify: list[int] = []
         later: list[int] = []
-        # Of those who wait, where the link is to have room for it.
+        # Missing pages of waiting requests, for which slots are reserved if the cache fills soon.
         num_missing = 0
         for index in self._in_order(requests):
             request = requests[index]
-            if request.is_lacking:
+            if request.is_pending:
                 continue
             reserved = max(min(num_missing, budget.round_pages - len(filling.fetch)), 0)
             if request.num_slots > cache.num_slots:
@@ -145,7 +145,7 @@ class RoundPlanner:
                 later.append(index)
                 num_missing += len(request.missing) if fills_soon else 0
         if not verify and not drafts and later:
-            # Nothing would happen otherwise.
+            # Without this verification, the round would do nothing.
             verify.append(later.pop(0))
             filling.add(requests[verify[0]])
         ahead = self._ahead([requests[i] for i in later], filling, budget.round_pages)
@@ -173,16 +173,16 @@ class RoundPlanner:
         room = cache.num_slots - sum(request.num_slots for request in staying)
         num_turns = sum(requests[i].key not in learnt.staying for i in verify)
         if learnt.most is None:
-            # As if one had been fetched whole.
+            # Start the means as if one request had been fetched whole.
             learnt.fetched, learnt.turns = each, 1.0
         learnt.most = max(room // max(each, 1), 1.0)
         learnt.fetched += WEIGHT * (num_fetched - learnt.fetched)
         learnt.turns += WEIGHT * (num_turns - learnt.turns)
 
     def _fills_soon(self, requests: Sequence[RoundView], num_slots: int, round_pages: int) -> bool:
-        """Whether the link could fill within ROUNDS_TO_FILL rounds what requests share that take
-        turns: those whose residuals are still there then do not verify again before it has brought
-        others'."""
+        """Return True if the link could fill the cache slots of requests that take turns within
+        ROUNDS_TO_FILL rounds. Slots are then reserved for waiting requests: a request whose
+        residuals are still in the cache does not verify again before theirs have come."""
         learnt = self._learnt
         pace = round_pages if learnt.pace is None else learnt.pace
         learnt.pace = pace + WEIGHT * (round_pages - pace)
@@ -194,7 +194,7 @@ class RoundPlanner:
             if index in verify:
                 self._learnt.waited[request.key] = 0
             else:
-                self._learnt.waited[request.key] += not request.is_lacking
+                self._learnt.waited[request.key] += not request.is_pending
 
     def _choose_staying(self, requests: Sequence[RoundView], num_slots: int) -> None:
         learnt = self._learnt
@@ -218,8 +218,8 @@ class RoundPlanner:
         learnt.staying = frozenset(fitting[index].key for index in chosen)
 
     def _in_order(self, requests: Sequence[RoundView]) -> list[int]:
-        """Overdue requests, the oldest first; then those that stay in the cache; then the others by
-        priority and by how long they have waited."""
+        """Return the indices of overdue requests, the oldest first; then of requests that stay in
+        the cache; then of all others. The last two groups go by priority, then by rounds waited."""
         learnt = self._learnt
 
         def order(index: int) -> tuple[float, ...]:
@@ -241,12 +241,13 @@ class RoundPlanner:
     def _ahead(
         later: Iterable[RoundView], filling: CacheFilling, round_pages: int
     ) -> tuple[int, ...]:
-        """Pages to fetch for requests that verify in a later round, in their order."""
+        """Return the pages to prefetch for requests that verify in a later round, in the order of
+        these requests."""
         room = filling.num_slots - len(filling.pages) - filling.spill
         left = round_pages - len(filling.fetch)
         ahead: dict[int, None] = {}
         for request in later:
-            # What it has in the cache already is to stay there for it.
+            # Pages that the request has in the cache already must stay there.
             own = [page for page in request.cached if page not in filling.pages]
             room -= len(own)
             missing = [p for p in request.missing if p not in filling.pages and p not in ahead]
@@ -264,11 +265,11 @@ class RoundPlanner:
         filling: CacheFilling,
         ahead: Collection[int],
     ) -> tuple[int, ...]:
-        """Pages that make room: those of no running request, then of those who have verified last
-        and so verify again last, then of those whose residuals stay."""
+        """Return the pages to evict: first pages of no running request, then pages of requests that
+        verified most recently and so verify again last, then pages of requests that stay."""
         learnt = self._learnt
-        lacking = len(filling.fetch) + len(ahead) - cache.num_free
-        if lacking <= 0:
+        shortfall = len(filling.fetch) + len(ahead) - cache.num_free
+        if shortfall <= 0:
             return ()
         worth: dict[int, float] = {}
         for request in requests:
@@ -278,4 +279,4 @@ class RoundPlanner:
         loose = sorted(
             [(worth.get(page, -1.0), page) for page in cache.cached if page not in filling.pages]
         )
-        return tuple([page for _, page in loose[:lacking]])
+        return tuple([page for _, page in loose[:shortfall]])

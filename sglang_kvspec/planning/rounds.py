@@ -1,8 +1,8 @@
-"""How long every request of a batch drafts before all of them verify together.
+"""Draft lengths of a round in which all requests of a batch verify together.
 
-Where residuals lie in GPU memory nothing has to be hidden behind drafting, so requests need not
-take turns: they draft at once, in steps that need no decision in between, and verify at once. Where
-they do not all lie there, round_step.py decides which requests verify and which draft on.
+If all residuals are in GPU memory, no fetch has to be hidden behind drafting, and requests need not
+take turns. They draft at once, in steps that need no decision in between, and verify at once. If
+not all residuals are there, round_step.py decides which requests verify and which draft on.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_ITERATIONS = 16
-# Of the best rate, prices of a draft to try where rounds wait for the CPU, so that drafts are free.
+# Prices of a draft to try if rounds wait for the CPU, as shares of the best rate. Some drafts are
+# free there.
 CHEAPER = (0.5, 0.25, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """Seconds. A draft step of b rows takes step + row * b, verifying t tokens of r requests
-    step + request * r + token * t. plain: where a step without drafts is no such verification, it
-    takes this many times step + request * r. enqueue: least that a round with a verification
-    takes. between: from the end of such a round to the first step of the next. piggyback: whether
-    those who do not verify draft once more in the forward of those who do."""
+    """Seconds of a round's parts. A draft step of b rows takes step + row * b. Verifying t tokens
+    of r requests takes step + request * r + token * t.
+
+    plain: None where a step without drafts is such a verification; otherwise the step takes this
+    many times step + request * r. enqueue: least seconds of a round with a verification. between:
+    from the end of such a round to the first step of the next. piggyback: True if requests that do
+    not verify piggyback a draft on the verification.
+    """
 
     step: float
     row: float
@@ -33,8 +37,8 @@ class RoundCost:
     piggyback: bool = False
 
     def seconds(self, draft_lens: Sequence[int], num_verify: float | None = None) -> float:
-        """Of a round in which request i drafts draft_lens[i] tokens and num_verify of them verify,
-        all unless given, as many drafts as were made."""
+        """Return the seconds of a round in which request i drafts draft_lens[i] tokens. num_verify:
+        requests that verify, all unless given; together they verify as many drafts as were made."""
         drafted: float = sum(draft_lens)
         if not drafted and self.plain is not None:
             return self.plain * (self.step + self.request * len(draft_lens))
@@ -50,8 +54,8 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class RoundRequest:
-    """probability: that the target agrees with one more draft. cap_len: most drafts. num_drafts:
-    those it has from rounds at whose end it did not verify."""
+    """Request to plan for. probability: chance that the target agrees with one more draft. cap_len:
+    most drafts. num_drafts: drafts from rounds at whose end the request did not verify."""
 
     probability: float
     cap_len: int
@@ -62,24 +66,24 @@ class RoundRequest:
 
     @property
     def room(self) -> int:
-        """Drafts that it may add."""
+        """Drafts that the request may add."""
         return max(self.cap_len - self.num_drafts, 0)
 
     @property
     def next_worth(self) -> float:
-        """Chance that one more draft is accepted, as all before it have to be."""
+        """Chance that one more draft is accepted, which all drafts before it must be, too."""
         return float(self.probability ** (self.num_drafts + 1))
 
 
 def plan_round(requests: Sequence[RoundRequest], cost: RoundCost) -> list[int]:
-    """How many drafts each request adds to those it has, with the most expected tokens a second;
-    all 0 where drafting does not pay.
+    """Return how many drafts each request adds, for the most expected tokens a second; all 0 where
+    drafting does not pay.
 
-    The j-th draft of a request is worth probability^j tokens. At a rate of r tokens a second it
-    pays while that exceeds r times its row and its verified token, and a step while what its rows
-    gain exceeds r times what it costs whatever their number. Both worths fall with j, so the best
-    lengths for a given rate are found one step after the other; the rate they reach is the next
-    one to try (Dinkelbach 1967), until it no longer rises.
+    The j-th draft of a request is worth probability^j tokens. At a rate of r tokens a second, a
+    draft pays while that exceeds r times the cost of its row and its verified token. A step
+    pays while the gain of its rows exceeds r times its fixed cost. Worth and gain fall with j, so
+    the best lengths for a rate are found step by step. The rate that these lengths reach is the
+    next one to try (Dinkelbach 1967), until the rate stops rising.
     """
     best = [0] * len(requests)
     rate = expected_rate(requests, best, cost)
@@ -98,8 +102,8 @@ def plan_round(requests: Sequence[RoundRequest], cost: RoundCost) -> list[int]:
 def expected_rate(
     requests: Sequence[RoundRequest], draft_lens: Sequence[int], cost: RoundCost
 ) -> float:
-    """Tokens a second that all requests together may expect of a round that adds such drafts, at
-    whose end all verify."""
+    """Return the expected tokens a second of all requests in a round that adds draft_lens drafts
+    and ends with a verification of all."""
     tokens = 0.0
     for request, length in zip(requests, draft_lens, strict=True):
         tokens += 1.0

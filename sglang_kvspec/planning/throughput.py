@@ -1,8 +1,8 @@
 """Expected throughput of drafting and verifying (VeriCache appendix B.1, equations 5 to 11).
 
-Its model is kept: like requests in steady state, each drafting for x iterations and verifying in
-one more; some keep their residuals resident, the others fetch them for every verification. Sizes
-are ours: KV_full is anchor + residual, c KV_full the anchor. Forward times come from
+The model is VeriCache's: equal requests in steady state draft for x iterations and verify in one
+more. Some keep their residuals resident, the others fetch residuals for every verification. Sizes
+are KVSpec's: KV_full is anchor + residual, and c KV_full is the anchor. Forward times come from
 IterationCosts, so that arithmetic counts beside memory.
 """
 
@@ -15,7 +15,7 @@ from math import ceil, inf
 from sglang_kvspec.core.config import MAX_DRAFT_LEN
 from sglang_kvspec.planning.costs import AcceptanceCurve, Costs, IterationCosts
 
-# What binds is found by giving so many times as much of each resource.
+# Factor by which binding() raises each resource, to find the one that binds.
 RELIEF = 1.25
 
 
@@ -30,10 +30,10 @@ class RequestBytes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Everything throughput depends on; one rank's share where ranks divide it.
+    """Everything that throughput depends on; one rank's share of what ranks divide.
 
-    kv_bytes: HBM left for KV. host_bytes: of the residual store, inf for as much as needed, 0 for
-    none. link_bytes_per_s: from host memory to HBM. max_requests: limit of running requests.
+    kv_bytes: HBM left for KV. host_bytes: size of the residual store, inf for as much as needed, 0
+    for none. link_bytes_per_s: from host memory to HBM. max_requests: limit of running requests.
     """
 
     context_len: int
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def plain_seconds(self) -> float:
-        """One plain decoding iteration of all requests that fit."""
+        """Seconds of one plain decoding iteration of all requests that fit."""
         num = self.plain_requests
         return self.costs.plain_seconds(num, num * self.context_len)
 
@@ -81,10 +81,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One way to run: x drafts a verification, so many requests with residuals resident or fetched.
+    """One way to run: draft_len drafts a verification, with num_resident requests whose residuals
+    are resident and num_fetching requests whose residuals are fetched.
 
-    iteration_s: an average iteration, the longer of gpu_s and link_s. cycles_per_load: iterations
-    that one request's residuals are on the link; each load serves one verification.
+    gpu_s, link_s: forward and link seconds of an average iteration. cycles_per_load: iterations for
+    which one request's residuals are on the link; each load serves one verification.
     """
 
     draft_len: int
@@ -101,29 +102,30 @@ class Cycle:
 
     @property
     def iteration_s(self) -> float:
-        """Equation 10: forwards and fetches overlap."""
+        """Seconds of an average iteration (equation 10): forwards and fetches overlap."""
         return max(self.gpu_s, self.link_s)
 
     @property
     def tokens_per_s(self) -> float:
-        """The objective of equation 11."""
+        """Tokens a second, the objective of equation 11."""
         each = self.tokens_per_cycle / (self.draft_len + 1)
         return self.num_requests * each / self.iteration_s
 
 
 def average_request_bytes(request: RequestBytes, draft_len: int) -> float:
-    """Equation 5: HBM that a fetching request holds on average, its residuals one iteration in
-    draft_len + 1."""
+    """Return the HBM bytes that a fetching request holds on average (equation 5). Its residuals are
+    there in one iteration of draft_len + 1."""
     return request.always + request.residual / (draft_len + 1)
 
 
 def held_bytes(
     request: RequestBytes, num_resident: int, num_fetching: int, draft_len: int
 ) -> float:
-    """The left side of equation 6 but for the weights.
+    """Return the left side of equation 6, without the weights.
 
-    On top of it, if anything is fetched, the residuals being loaded while others are verified: the
-    HBM ring of section 5.1 holds them from the first byte on, which equation 5 leaves out.
+    If anything is fetched, the result also counts one request's residuals, which are loaded while
+    others verify. The HBM ring of section 5.1 holds them from the first byte on, which equation 5
+    leaves out.
     """
     resident = num_resident * (request.always + request.residual)
     fetching = num_fetching * average_request_bytes(request, draft_len)
@@ -131,8 +133,8 @@ def held_bytes(
 
 
 def gpu_seconds(costs: Costs, num_requests: int, context_len: int, draft_len: int) -> float:
-    """In place of equation 7: the forward of an average iteration, in which one request in
-    draft_len + 1 verifies draft_len + 1 tokens and the others draft."""
+    """Return the forward seconds of an average iteration, in place of equation 7. One request in
+    draft_len + 1 verifies draft_len + 1 tokens, and the others draft."""
     num_verify = num_requests / (draft_len + 1)
     num_draft = num_requests - num_verify
     return costs.seconds(
@@ -147,22 +149,22 @@ def gpu_seconds(costs: Costs, num_requests: int, context_len: int, draft_len: in
 def link_seconds(
     num_fetching: int, residual_bytes: float, draft_len: int, link_bytes_per_s: float
 ) -> float:
-    """Equation 8: link time that an average iteration needs, whatever span a load takes.
+    """Return the link seconds that an average iteration needs, however long a load takes.
 
-    The equation divides by the cycles per load once more. But a load that spans so many iterations
-    loads the link in each of them: all that is fetched in a cycle of draft_len + 1 iterations has
-    to pass the link in them, so that here its divisor is 1.
+    Equation 8 also divides by the cycles per load. But a load that spans several iterations uses
+    the link in each of them. All that a cycle of draft_len + 1 iterations fetches has to pass the
+    link within the cycle. So that divisor is 1 here.
     """
     return num_fetching * residual_bytes / ((draft_len + 1) * link_bytes_per_s)
 
 
 def cycles_per_load(residual_bytes: float, link_bytes_per_s: float, iteration_s: float) -> int:
-    """Iterations that one request's load spans (S_r of section 5.1)."""
+    """Return the iterations that one request's load spans (S_r of section 5.1)."""
     return max(1, ceil(residual_bytes / (link_bytes_per_s * iteration_s)))
 
 
 def cycle_of(setting: Setting, draft_len: int, num_resident: int, num_fetching: int) -> Cycle:
-    """What a choice of draft length and requests comes to; whether it fits is not asked."""
+    """Return the cycle of a draft length and numbers of requests. Memory is not checked."""
     residual, link = setting.request.residual, setting.link_bytes_per_s
     gpu_s = gpu_seconds(setting.costs, num_resident + num_fetching, setting.context_len, draft_len)
     link_s = link_seconds(num_fetching, residual, draft_len, link)
@@ -172,10 +174,9 @@ def cycle_of(setting: Setting, draft_len: int, num_resident: int, num_fetching: 
 
 
 def best_cycle(setting: Setting, *, may_fetch: bool = True) -> Cycle | None:
-    """Equation 11: the draft length, and requests that fetch, with the most tokens a second.
+    """Return the cycle with the most tokens a second (equation 11); None when no request fits.
 
-    None when not one request fits. A draft length that is no better than a shorter one loses, and
-    so do fetching requests that bring nothing.
+    Of equally fast cycles, the shortest draft length wins, then the fewest fetching requests.
     """
     candidates = (
         cycle_of(setting, draft_len, num_resident, num_fetching)
@@ -186,13 +187,14 @@ def best_cycle(setting: Setting, *, may_fetch: bool = True) -> Cycle | None:
 
 
 def _mixes(setting: Setting, draft_len: int, may_fetch: bool) -> Iterator[tuple[int, int]]:
-    """For each number of fetching requests, as many resident ones as equation 6 lets in beside
-    them: one more request never lowers throughput, because an iteration has fixed costs."""
+    """Yield (num_resident, num_fetching) for each number of fetching requests, with the most
+    resident requests that equation 6 allows. One more request never lowers throughput, because an
+    iteration has fixed costs."""
     request = setting.request
     limit = setting.max_requests
     fetches = may_fetch and setting.host_bytes > 0
     if fetches:
-        # Written through: the store holds resident residuals too.
+        # Write-through: the store holds resident residuals, too.
         limit = min(limit, int(min(setting.host_bytes / request.residual, limit)))
     for num_fetching in range(limit + 1 if fetches else 1):
         left = setting.kv_bytes - held_bytes(request, 0, num_fetching, draft_len)
@@ -206,10 +208,11 @@ def _mixes(setting: Setting, draft_len: int, may_fetch: bool) -> Iterator[tuple[
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What a setting brings. cycle is None where speculation does not pay: decode plainly.
+    """Expected throughput of a setting. cycle: None where speculation does not pay and requests
+    decode plainly.
 
-    speculative_speed_up: of the best cycle, below 1 where it does not pay; 0 where none fits.
-    binds: the resource of which a quarter more would help most.
+    speculative_speed_up: of the best cycle, below 1 where speculation does not pay; 0 where no
+    request fits. binds: the resource of which a quarter more would help most.
     """
 
     setting: Setting
@@ -223,7 +226,8 @@ class Expectation:
 
     @property
     def speed_up(self) -> float:
-        """Over plain decoding; inf where that fits no request, 1 where it is chosen."""
+        """Speed-up over plain decoding: inf where plain decoding fits no request, 1 where it is
+        chosen."""
         if self.cycle is None:
             return 1.0
         plain = self.setting.plain_tokens_per_s
@@ -231,7 +235,7 @@ class Expectation:
 
 
 def expect(setting: Setting, *, may_fetch: bool = True) -> Expectation:
-    """The best cycle, or plain decoding where that is at least as fast."""
+    """Return the best cycle, or plain decoding where that is at least as fast."""
     best, plain = best_cycle(setting, may_fetch=may_fetch), setting.plain_tokens_per_s
     if best is None:
         return Expectation(setting, None, 0.0, binding(setting, 0.0, may_fetch=may_fetch))
@@ -243,7 +247,7 @@ def expect(setting: Setting, *, may_fetch: bool = True) -> Expectation:
 
 
 def binding(setting: Setting, tokens_per_s: float, *, may_fetch: bool) -> str:
-    """Which resource a quarter more of would raise throughput most, plain or not."""
+    """Return the resource of which a quarter more would raise throughput most, plain or not."""
     costs = setting.costs
     relieved = {
         "HBM capacity": replace(setting, kv_bytes=setting.kv_bytes * RELIEF),
@@ -263,5 +267,5 @@ def binding(setting: Setting, tokens_per_s: float, *, may_fetch: bool) -> str:
 
     gains = {name: gain(name) for name in relieved}
     most = max(gains, key=lambda name: gains[name])
-    # Nothing fits even then: it is for want of memory.
+    # If no resource helps, no request fits even with a quarter more, for lack of HBM.
     return most if gains[most] > 0 else "HBM capacity"

@@ -1,7 +1,7 @@
-"""Which drafted tokens the target keeps, and the one token it adds.
+"""Accept rules: the drafts that the target keeps, and the one token that it adds.
 
 Rows: a verification of n drafts has n + 1 target rows; row j is the target after the pending token
-and the first j drafts. Nothing here decides what the target is (see sampling.py).
+and the first j drafts. sampling.py decides what the target is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 
 
 def accept_matching(drafts: Sequence[int], targets: Sequence[int]) -> list[int]:
-    """Emit target tokens up to and including the first that differs from its draft.
+    """Return target tokens up to and including the first that differs from its draft.
 
-    targets: n + 1 tokens the target chose for n drafts, each given the drafts before it. For
+    targets: n + 1 tokens that the target chose for n drafts, each given the drafts before it. For
     greedy decoding, and for sampling with noise fixed by seed and position, these are exactly the
-    tokens plain decoding would have chosen.
+    tokens that plain decoding would have chosen.
     """
     assert len(targets) == len(drafts) + 1
     emitted = []
@@ -33,11 +33,12 @@ def accept_by_rejection(
     target_probs: torch.Tensor,
     generator: torch.Generator,
 ) -> list[int]:
-    """Speculative rejection sampling (Leviathan et al. 2023, algorithm 1; Lynx section 4.3).
+    """Accept drafts by speculative rejection sampling (Leviathan et al. 2023, algorithm 1; Lynx
+    section 4.3).
 
-    draft_probs: n distributions [vocab] the drafts were drawn from. target_probs: [n + 1, vocab].
-    Emits between 1 and n + 1 tokens whose joint distribution is the target's, whatever the draft
-    distributions were.
+    draft_probs: n distributions [vocab] that the drafts were drawn from. target_probs: [n + 1,
+    vocab]. Returns between 1 and n + 1 tokens, whose joint distribution is the target's for any
+    draft distributions.
     """
     emitted: list[int] = []
     for index, (token, q) in enumerate(zip(drafts, draft_probs, strict=True)):
@@ -48,7 +49,8 @@ def accept_by_rejection(
             emitted.append(token)
             continue
         residual = (p - q).clamp_(min=0)
-        # p == q everywhere up to rounding: rejecting had probability ~0, any draw from p is right.
+        # p == q everywhere up to rounding. Rejecting had probability ~0, and any draw from p is
+        # right.
         weights = residual if float(residual.sum()) > 0 else p
         emitted.append(draw(weights, generator))
         return emitted
@@ -57,5 +59,5 @@ def accept_by_rejection(
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator) -> int:
-    """One index drawn in proportion to weights [vocab], which need not be normalised."""
+    """Draw one index in proportion to weights [vocab], which need not be normalised."""
     return int(torch.multinomial(weights, 1, generator=generator))

@@ -1,4 +1,4 @@
-"""The layers of a forward that a CUDA graph holds: KV into the window, then attention."""
+"""Attention layers inside a CUDA graph: write KV into the window, then attend."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sglang_kvspec.runtime.verify_rows import VerifyRows
 
 
 class CapturedLayers(Protocol):
-    """Of one forward over rows whose addresses do not change."""
+    """Attention layers of one forward over rows whose addresses do not change."""
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Store k, v [num_tokens, num_kv_heads, head_dim] and attend from q [num_tokens, num_heads,
-        head_dim]: like q."""
+        """Store k, v [num_tokens, num_kv_heads, head_dim], and attend from q [num_tokens,
+        num_heads, head_dim]. Returns a tensor like q."""
 
 
 class StepLayers:
-    """One token of each of the first rows of a DraftRows."""
+    """Layers of a step: one token of each of the first rows of a DraftRows."""
 
     def __init__(self, kv: GpuKVCache, rows: DraftRows, attention: StepAttention) -> None:
         self._kv, self._rows, self._attention = kv, rows, attention
@@ -42,7 +42,8 @@ class StepLayers:
 
 
 class VerifyLayers:
-    """The first tokens of a VerifyRows, which may be several of a request."""
+    """Layers of a verification: the first tokens of a VerifyRows, where a request may have
+    several."""
 
     def __init__(self, kv: GpuKVCache, rows: VerifyRows, attention: CapturedTarget) -> None:
         self._kv, self._rows, self._attention = kv, rows, attention
@@ -55,10 +56,10 @@ class VerifyLayers:
         window = _store(self._kv, layer, rows, k, v)
         if rows.max_encoded:
             if layer == 0:
-                # For all layers of this forward.
+                # All layers of this forward use these slots.
                 self._residual_slots = self._kv.residual_slots_of(rows.encode_pages)
             assert self._residual_slots is not None
-            # Tokens behind such a page see it as it is encoded.
+            # Tokens behind a page that this forward fills must read it as it is encoded.
             index = (rows.encode_source, rows.encode_pages, self._residual_slots)
             self._kv.encode_from(layer, *window, *index)
         index = (rows.tail_indptr[: parts + 1], rows.tail_slots, rows.tail_lens[:parts])
@@ -66,9 +67,8 @@ class VerifyLayers:
 
 
 class PiggybackLayers:
-    """One token of each of `drafts`, and behind them those of `verification`, which are of other
-    requests. A GPU does both at once: the small kernels of either, and its last blocks, run where
-    the other leaves room."""
+    """Layers of a draft step, and behind its tokens a verification of other requests. A GPU runs
+    both at once: small kernels and last blocks of each run where the other leaves room."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class PiggybackLayers:
 def _store(
     kv: GpuKVCache, layer: int, rows: DraftRows | VerifyRows, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the tokens to their places in the layer's window, which is returned."""
+    """Write the tokens' KV to its places in the layer's window. Returns the window's K and V."""
     num_tokens = len(k)
     window_k, window_v = kv.window.layer(layer)
     if k.stride() != v.stride():

@@ -1,4 +1,4 @@
-"""Attention over a GpuKVCache: our kernels for drafts, a TargetAttention for the rest."""
+"""Attention over a GpuKVCache: KVSpec's kernels for drafts, a TargetAttention for the rest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class DeviceAttention:
-    """Writes the KV of a planned forward and attends, layer by layer, as ReferenceAttention does.
+    """Attention that writes the KV of a planned forward and attends, layer by layer, like
+    ReferenceAttention.
 
     Inside `with planned(plan)`, call forward(layer, ...) once for every layer. Between
     begin_steps(), begin_verification() or begin_piggyback() and end_captured(), forward() works on
@@ -49,7 +50,7 @@ class DeviceAttention:
         self._scratch: KV | None = None
         self._index: dict[str, torch.Tensor] = {}
         self._captured: CapturedLayers | None = None
-        # For drafts, while other requests verify.
+        # Stream of piggyback drafts, while other requests verify.
         self._piggyback = SideStream(kv.device)
 
     # Target
@@ -57,8 +58,8 @@ class DeviceAttention:
     @contextmanager
     def planned(self, plan: ForwardPlan) -> Iterator[None]:
         """Run a forward over the rows of a plan, layer by layer with forward(). Raises
-        CapacityError where the KV cache has no room for its pages."""
-        assert self._rows is None, "the previous forward was not finished"
+        CapacityError if the KV cache has no room for its pages."""
+        assert self._rows is None, "the previous forward has not finished"
         with self.laid_out(plan) as rows:
             self._begin(rows)
             yield
@@ -66,8 +67,8 @@ class DeviceAttention:
         self._index = {}
 
     def laid_out(self, plan: ForwardPlan) -> AbstractContextManager[TargetRows]:
-        """Return a context in which the KV cache is ready for a forward over the plan, whose
-        attention the caller plans."""
+        """Return a context in which the KV cache is ready for a forward over the plan. The caller
+        plans the attention."""
         return self.kv.forward(plan, split_by_page=self.splits_by_page)
 
     def _begin(self, rows: TargetRows) -> None:
@@ -89,18 +90,19 @@ class DeviceAttention:
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
+        """Store k and v, and return the attention output, like q and contiguous.
 
-        Stores k and v, returns the attention output, like q and contiguous. Raises
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]. Raises
         UnsupportedError for a scale other than 1 / sqrt(head_dim).
         """
         if not math.isclose(scale, self.kv.geometry.head_dim**-0.5, rel_tol=1e-6):
             raise UnsupportedError(
-                f"--kvspec on a GPU needs attention scaled by 1/sqrt(head size), got {scale}"
+                "--kvspec on a GPU needs an attention scale of 1/sqrt(head size), got "
+                f"{scale}: serve this model without --kvspec"
             )
         if self._captured is not None:
             return self._captured.forward(layer, q, k, v)
-        assert self._rows is not None, "forward() outside of planned()"
+        assert self._rows is not None, "forward() was called outside of planned()"
         # Prefill may be padded for a graph or a collective; padding attends to nothing.
         num_tokens = self._rows.num_tokens
         new = (k[:num_tokens], v[:num_tokens])
@@ -112,7 +114,8 @@ class DeviceAttention:
         return torch.cat((out, out.new_zeros((len(q) - num_tokens, *out.shape[1:]))))
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> KV:
-        """Store k, v in the tail pool, which is returned, and encode what this forward encodes."""
+        """Store k, v in the tail pool, and encode the pages that this forward encodes. Returns the
+        pool."""
         index, window = self._index, self.kv.window.layer(layer)
         pool = self._scratch or window
         for part, from_window in zip(pool, window, strict=True):
@@ -129,11 +132,11 @@ class DeviceAttention:
         return pool
 
     def warm_up(self, max_draft_len: int) -> None:
-        """Run what serving runs once, so that nothing is compiled or loaded for a request. Uses
+        """Run the forwards of serving once, so that no request waits for compiling or loading. Uses
         free pages and leaves them free."""
         kv, size = self.kv, self.kv.geometry.page_size
         kv.warm_up()
-        # Two pages to attend to, and one that the longest verification runs out of.
+        # Two pages to attend to, and one that the longest verification fills and leaves.
         start, num_pages = 2 * size + 1, 3 + -(-max_draft_len // size)
         if num_pages > kv.plan.num_pages:
             return
@@ -154,7 +157,7 @@ class DeviceAttention:
                 q = k.new_zeros((row.length, self._num_qo_heads, kv.geometry.head_dim))
                 with self.planned(ForwardPlan((row,))):
                     self.forward(0, q, k, k, kv.geometry.head_dim**-0.5)
-                # FlashInfer plans in pinned memory, which the next plan writes again.
+                # FlashInfer plans in pinned memory, which the next plan overwrites.
                 torch.cuda.synchronize()
             kv.capture_commits()
         finally:
@@ -167,12 +170,12 @@ class DeviceAttention:
         return AnchorStep(self.kv, self._num_qo_heads, rows, batch)
 
     def make_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
-        """Make the same at the target precision."""
+        """Make the attention of a step of the first `batch` rows at the target precision."""
         return self._target.step(rows, batch)
 
     @property
     def short_steps_differ(self) -> bool:
-        """Whether short contexts have a quicker step at the target precision."""
+        """Return True if short contexts have a faster step at the target precision."""
         return self._target.short_steps_differ
 
     def make_short_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
@@ -185,19 +188,18 @@ class DeviceAttention:
     # Captured verifications
 
     def make_verifications(self, rows: VerifyRows) -> TargetVerifications:
-        """Make the maker of captured verifications over `rows`."""
+        """Make the factory for captured verifications over `rows`."""
         return self._target.verifications(rows)
 
     @property
     def query_counts(self) -> list[int]:
-        """Tokens of a request up to which a verification takes one kernel, and beyond which it
-        takes another."""
+        """Numbers of a request's tokens beyond which a verification uses another kernel."""
         group = self._num_qo_heads // self.kv.geometry.num_kv_heads
         return [count for tile in self._target.query_tiles if (count := tile // group)]
 
     @property
     def splits_by_page(self) -> bool:
-        """Whether every page that a request's tokens are on is a part of its own."""
+        """Return True if every page that a request's tokens are on is a part of its own."""
         return self._target.splits_by_page
 
     def begin_verification(self, rows: VerifyRows, attention: CapturedTarget) -> None:
@@ -206,8 +208,7 @@ class DeviceAttention:
     def begin_piggyback(
         self, drafts: DraftRows, step: StepAttention, rows: VerifyRows, attention: CapturedTarget
     ) -> None:
-        """A verification and, in front of it, a draft step of all rows of `drafts`, in one
-        forward."""
+        """Begin forwards of a draft step of all rows of `drafts`, followed by a verification."""
         step_layers = StepLayers(self.kv, drafts, step)
         verification = VerifyLayers(self.kv, rows, attention)
         self._captured = PiggybackLayers(
@@ -215,5 +216,5 @@ class DeviceAttention:
         )
 
     def end_captured(self) -> None:
-        """Forwards are planned ones again."""
+        """Return to planned forwards."""
         self._captured = None

@@ -1,4 +1,4 @@
-"""What a captured draft step reads and advances: one row a request, in fixed tensors."""
+"""Rows of a captured draft step, in fixed tensors that the step reads and advances."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DraftRow:
     """One request at the start of a round of drafts.
 
     token: the pending token, at `position`. past: encoded pages, int on the CPU: [num_past], or
-    [num_past, num_layers, num_kv_heads] by layer and KV head, where a list that is shorter than
-    others ends in -1. tail: window slots of the pages that follow, including those that drafts will
-    fill; tail_len: tokens in them so far. num_drafts: steps it takes part in.
+    [num_past, num_layers, num_kv_heads] by layer and KV head, where a shorter list ends in -1.
+    tail: window slots of the pages that follow, including pages that drafts will fill. tail_len:
+    tokens in the tail so far. num_drafts: steps that the request takes part in.
     """
 
     token: int
@@ -33,12 +33,12 @@ class DraftRow:
 
 
 class DraftRows:
-    """Tensors of up to max_batch rows whose addresses never change, so that a CUDA graph captured
-    over the first n of them can be replayed for every step of every round.
+    """Tensors of up to max_batch rows, one for each request, whose addresses never change. So a
+    CUDA graph captured over the first n rows can be replayed for every step of every round.
 
-    A step stores the KV of each row's token in its tail, attends, and takes the most likely token
-    as the next one: begin_step(), forward, end_step(). Rows beyond their num_drafts write nothing,
-    and rows without a request have no past, no tail and no effect.
+    A step is begin_step(), forward, end_step(). It stores the KV of each row's token in its tail,
+    attends, and takes the most likely token as the next input. A row that has taken its num_drafts
+    steps writes nothing. A row without a request has no past, no tail and no effect.
     """
 
     def __init__(
@@ -51,14 +51,13 @@ class DraftRows:
         tokens: torch.Tensor | None = None,
         lists: tuple[int, int] | None = None,
     ) -> None:
-        """max_pages: of a request, past and tail together. tokens: [2, max_batch] int64, where
-        input_ids and positions lie, in memory of their own unless given. lists: as head_lists();
-        where given, drafts read head_pages [max_batch * max_pages, *lists] int32 instead of
-        past_pages."""
+        """max_pages: most pages of a request, past and tail together. tokens: [2, max_batch] int64
+        memory of input_ids and positions; None allocates it. lists: as head_lists(); where given,
+        drafts read head_pages [max_batch * max_pages, *lists] int32 instead of past_pages."""
         self.page_size, self.device = page_size, device
         self.max_batch, self.max_steps = max_batch, max_steps
-        # Of a row: the newest full pages, those that have yet to make them older, the one that is
-        # being filled, and what drafts spill into.
+        # Tail of a row: the newest full pages, full pages yet to leave, the page being filled, and
+        # pages that drafts spill into.
         spill = -(-max_steps // page_size)
         self._max_tail = max_batch * (MOST_RECENT_PAGES + (spill + 1) + 1 + spill)
 
@@ -79,41 +78,42 @@ class DraftRows:
         self.offsets = ints(max_batch)
         self.limits = ints(max_batch)
         self.step = ints(1, dtype=torch.int64)
-        # What step s chose for row b, [s, b].
+        # Draft of row b in step s, at [s, b].
         self.drafts = ints(max_steps, max_batch, dtype=torch.int64)
         self._end = StepEnd(max_batch, device)
 
     def clear(self) -> None:
-        """No row has a request."""
+        """Remove the requests of all rows."""
         self.load([])
 
     def load(self, rows: Sequence[DraftRow], *, at_target: bool = False) -> None:
         """Set the first len(rows) rows and clear the others, for a round that starts at step 0.
-        at_target: steps read pages at the target precision, so head_pages keep what they hold."""
+        at_target: steps read pages at the target precision, so head_pages is not changed."""
         send_into(self.values_of(rows, at_target=at_target))
         self.begin_round()
 
     def begin_round(self) -> None:
-        """What load() does besides sending values_of() where they belong, as a caller may who
-        sends others with them."""
+        """Reset the step counter. load() does that; a caller that sends values_of() itself calls
+        this."""
         self.step.zero_()
 
     def extend(self, tokens: torch.Tensor, num_steps: int) -> None:
-        """The first rows, which have requests, take so many steps more on top of those that they
-        were loaded for, all of which they have taken and no others; their tails have slots for
-        that. tokens: [rows] int64 on the device, those that they came to."""
+        """Let the first len(tokens) rows take num_steps more steps. They must have taken all the
+        steps that they were loaded for, and their tails must have slots for more. tokens: [rows]
+        int64 on the device, the newest token of each row."""
         batch = len(tokens)
-        # What the rank itself took for the likeliest need not be what all ranks go on from.
+        # Use the tokens that rank 0 broadcast; the local argmax may differ.
         self.input_ids[:batch].copy_(tokens)
         self.limits[:batch] += num_steps
-        # The last step left them where they were.
+        # The last step of a row does not advance its position.
         self.positions[:batch] += 1
         self.begin_round()
 
     def values_of(
         self, rows: Sequence[DraftRow], *, at_target: bool = False
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What the tensors are to hold, as send_into() takes it. at_target: as load()."""
+        """Return the (tensor, values) pairs for send_into() that set all rows. at_target: as in
+        load()."""
         spare = self.max_batch - len(rows)
         if self.head_pages is None or at_target:
             lists = "past_pages"
@@ -122,8 +122,8 @@ class DraftRows:
             lists = "head_pages"
             past = _by_head([row.past for row in rows], self.head_pages.shape[1:])
         tail = torch.tensor([slot for row in rows for slot in row.tail], dtype=torch.int32)
-        assert len(past) <= len(self.past_pages), "more pages than a batch can have"
-        assert len(tail) <= self._max_tail, "more window pages than a batch can have"
+        assert len(past) <= len(self.past_pages), "the batch has more pages than were allocated"
+        assert len(tail) <= self._max_tail, "the batch has more window pages than were allocated"
         ends = [0] * spare
         scalars = torch.tensor(
             [
@@ -148,8 +148,8 @@ class DraftRows:
         return [(getattr(self, name)[: len(each)], each) for name, each in values.items()]
 
     def begin_step(self, batch: int) -> None:
-        """Make room for one more token in the tails of the first `batch` rows: sets `slots` (-1
-        where nothing may be written) and `offsets`, advances `tail_lens`."""
+        """Make room for one more token in the tails of the first `batch` rows. Sets `slots` (-1
+        where nothing may be written) and `offsets`, and advances `tail_lens`."""
         begin_step(
             self.tail_indptr[: batch + 1],
             self.tail_slots,
@@ -161,12 +161,13 @@ class DraftRows:
         )
 
     def end_step(self, logits: torch.Tensor) -> None:
-        """Note the most likely tokens of logits [batch, vocab] as drafts and as the next inputs."""
+        """Store the most likely tokens of logits [batch, vocab] as drafts and as the next
+        inputs."""
         batch = len(logits)
         self._end(
             logits,
             self.tail_lens[:batch],
-            # Rows that are done stay where they are, within the positions that the model knows.
+            # Rows at their limits keep their positions, which stay within the model's range.
             self.limits[:batch],
             self.input_ids[:batch],
             self.positions[:batch],
@@ -175,27 +176,28 @@ class DraftRows:
         )
 
     def override(self, tokens: Sequence[int]) -> None:
-        """Let the first len(tokens) rows go on from these tokens instead of the most likely."""
+        """Set the next inputs of the first len(tokens) rows, in place of the most likely tokens."""
         send_into([(self.input_ids[: len(tokens)], torch.tensor(tokens))])
 
 
 def _by_head(pasts: Sequence[torch.Tensor], lists: torch.Size) -> torch.Tensor:
-    """Return pasts of rows, one behind the other, as [num_pages, *lists] int32."""
+    """Return the concatenated pasts of rows as [num_pages, *lists] int32."""
     each = [p if p.ndim == 3 else p[:, None, None].expand(-1, *lists) for p in pasts]
     return torch.cat([torch.empty((0, *lists), dtype=torch.int32), *each]).int()
 
 
 def open_for_drafts(kv: PagedKVCache, position: int, pages: torch.Tensor, num_drafts: int) -> None:
-    """Open the pages that a request writes which drafts num_drafts tokens from `position` on. For
-    all requests of a round before the first draft_row(): opening a page can move others out of the
-    window."""
+    """Open the pages that a request writes when it drafts num_drafts tokens from `position` on.
+    Call this for all requests of a round before the first draft_row(): opening a page can move
+    other pages out of the window."""
     size = kv.geometry.page_size
     kv.open_pages(pages[position // size : (position + num_drafts) // size + 1].tolist())
 
 
 def drafts_fit(kv: PagedKVCache, starts: Iterable[tuple[int, int]]) -> bool:
-    """Whether open_for_drafts() moves nothing out of the window for requests that draft so many
-    tokens each: (position, num_drafts). It may not where this says no."""
+    """Return True if open_for_drafts() is sure to move nothing out of the window. starts:
+    (position, num_drafts) of each request. The bound may count pages that are open already, so
+    False does not mean that pages move."""
     size = kv.geometry.page_size
     most = sum(
         (position + num_drafts) // size - position // size + (position % size == 0)
@@ -212,10 +214,12 @@ def draft_row(
     num_drafts: int,
     seen: torch.Tensor | None = None,
 ) -> DraftRow:
-    """The row of a request whose pending token is at `position`; opens the pages it will write.
+    """Return the row of a request whose pending token is at `position`; open the pages it will
+    write.
 
-    pages: page ids on the CPU up to the one of its last draft. Its tail begins as far back as its
-    pages are still in the window. seen: as Row.seen, of the pages before its tail.
+    pages: page ids on the CPU, up to the page of the last draft. The tail begins with the first
+    page from which on all pages up to `position` are in the window. seen: as Row.seen; pages in the
+    tail are read even if `seen` leaves them out.
     """
     size = kv.geometry.page_size
     open_for_drafts(kv, position, pages, num_drafts)
@@ -240,7 +244,7 @@ def _past(pages: torch.Tensor, begin: int, seen: torch.Tensor | None) -> torch.T
     is_past = seen < begin
     if seen.ndim == 1:
         return pages[seen[is_past]]
-    # Heads select different numbers of window pages, all of which the tail has.
+    # The tail has all window pages. Without window pages, lists of heads may differ in length.
     count = int(is_past.sum(-1).max())
     by_list = torch.where(is_past, pages[seen], -1)[..., :count]
     return by_list.permute(2, 0, 1)
@@ -249,9 +253,9 @@ def _past(pages: torch.Tensor, begin: int, seen: torch.Tensor | None) -> torch.T
 def target_row(
     kv: PagedKVCache, token: int, position: int, pages: torch.Tensor, num_steps: int
 ) -> DraftRow:
-    """The row of a request that advances num_steps tokens at the target precision; opens the pages
-    it will write. Its tail begins with the page of its pending token, which is at `position`: full
-    pages are read at target precision, from their records."""
+    """Return the row of a request that takes num_steps plain steps; open the pages it will write.
+    Its tail begins with the page of the pending token, at `position`. Full pages are read at the
+    target precision, from their records."""
     size = kv.geometry.page_size
     first, last = position // size, (position + num_steps - 1) // size
     tail = pages[first : last + 1].tolist()

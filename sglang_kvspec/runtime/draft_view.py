@@ -1,4 +1,4 @@
-"""Which anchor pages a draft reads."""
+"""Draft views: the anchor pages that a draft reads."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ class ViewShape:
 
 
 class DraftView(Protocol):
-    """Chooses pages. Registered in the entry-point group `sglang_kvspec.draft_views` as a class
-    whose constructor takes the server's KVSpecConfig and the rank's ViewShape.
+    """Selection of the pages that drafts read. Registered in the entry-point group
+    `sglang_kvspec.draft_views` as a class whose constructor takes the server's KVSpecConfig and the
+    rank's ViewShape.
 
     per_head: whether layers and KV heads may read different pages. It is read once, before anything
-    is captured. On a GPU such a view takes the Triton kernel for drafts, and as many lists of pages
-    as there are layers and KV heads.
+    is captured. On a GPU, such a view uses the Triton kernel for drafts, with a list of pages for
+    each layer and KV head.
 
-    A view may choose anything: drafts are verified against all pages. The choice for a layer and KV
-    head depends on what the state holds, never on what a rank has measured, so that ranks agree.
+    A view may select any pages: drafts are verified against all pages. The selection for a layer
+    and KV head depends on what the state holds, never on what a rank has measured, so that ranks
+    agree.
     """
 
     per_head: ClassVar[bool]
@@ -45,13 +47,14 @@ class DraftView(Protocol):
         read; None for all. Changes neither the state nor a tensor that it returned before.
 
         Indices are int64 on the CPU, 0 .. num_pages - 1, ascending along the last dimension, each
-        once; nothing checks them. Their shape is [num_selected], or where per_head
-        [num_layers, num_kv_heads, num_selected] for lists of one length. A GPU reads pages of the
-        recent window whatever is selected."""
+        once; nothing checks them. Their shape is [num_selected], or where per_head [num_layers,
+        num_kv_heads, num_selected] for lists of one length. A GPU reads pages of the recent window
+        whatever is selected.
+        """
 
 
 class AllPages:
-    """Every page, in which drafts agree best with the target."""
+    """View of every page, with which drafts agree best with the target."""
 
     per_head: ClassVar[bool] = False
 
@@ -63,7 +66,7 @@ class AllPages:
 
 
 def head_lists(view: DraftView | None, geometry: KVGeometry) -> tuple[int, int] | None:
-    """Return how many layers and KV heads have lists of pages of their own; None where all share
+    """Return how many layers and KV heads have lists of pages of their own; None if all share
     one."""
     if view is None or not view.per_head:
         return None

@@ -1,4 +1,4 @@
-"""Tokens that a device has made and the CPU has not seen yet."""
+"""Drafts that a device has made and the CPU has not seen yet."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sglang_kvspec.kv.transfers import to_device
 
 @dataclass(frozen=True, slots=True)
 class DraftedTokens:
-    """Drafts that are still only on the device: what verifying them needs can be enqueued before
-    anyone waits for them.
+    """Drafts that only the device has. Their verification can be enqueued before the CPU waits for
+    them.
 
-    tokens: [steps, columns] int64; column c belongs to request order[c], which has lens[order[c]].
-    A request that has left is -1.
+    tokens: [steps, columns] int64; column c holds the drafts of request order[c], lens[order[c]] of
+    them. order: -1 stands for a request that has left.
     """
 
     tokens: torch.Tensor
@@ -27,21 +27,24 @@ class DraftedTokens:
     def of_one_step(
         cls, tokens: torch.Tensor, order: Sequence[int], num_requests: int
     ) -> DraftedTokens:
-        """tokens [1, columns]: one draft of each request in `order`, of so many."""
+        """Return one draft of each request in `order`. tokens: [1, columns]. num_requests: size of
+        the batch."""
         lens = [0] * num_requests
         for i in order:
             lens[i] = 1
         return cls(tokens, order, lens)
 
     def rearranged(self, places: Mapping[int, int], lens: Sequence[int]) -> DraftedTokens:
-        """For a batch where request i is places[i], or is no longer, and has the given lens."""
+        """Return the drafts for a changed batch. places: new index of request i; a request without
+        one has left. lens: by new index."""
         return DraftedTokens(self.tokens, [places.get(i, -1) for i in self.order], lens)
 
     def place(
         self, input_ids: torch.Tensor, firsts: Sequence[int], lasts: Sequence[int] | None = None
     ) -> None:
-        """Write the drafts of request i into input_ids [num_tokens] from firsts[i] on, where that
-        is not -1: it verifies. lasts: where its last draft goes, from which it drafts on, or -1."""
+        """Write drafts into input_ids [num_tokens]. firsts: index of the first draft of request i,
+        if the request verifies, else -1. lasts: index of the last draft of request i, if the
+        request drafts on from it, else -1."""
         columns = self.tokens.shape[1]
         pairs: list[tuple[int, int]] = []
         for column, i in enumerate(self.order):
@@ -59,8 +62,8 @@ class DraftedTokens:
         input_ids[index[0]] = self.tokens.flatten()[index[1]]
 
     def deliver(self, tokens: torch.Tensor | None = None) -> dict[int, list[int]]:
-        """What every request got. tokens: where the CPU has them already; otherwise this waits for
-        the device."""
+        """Return the drafts of each request. tokens: these drafts on the CPU; None waits for the
+        device."""
         columns = (self.tokens if tokens is None else tokens).T.tolist()
         return {
             i: tokens[: self.lens[i]]

@@ -1,4 +1,4 @@
-"""Which tokens a request's grammar allows, along a chain of drafts."""
+"""Grammar masks: the tokens that a request's grammar allows, along a chain of drafts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GrammarMasks:
-    """allowed: [num_drafts + 1, vocab] bool, row j after the first j drafts. max_tokens: tokens
-    that may be emitted at most, because the grammar ends there."""
+    """Masks along a chain of drafts. allowed: [num_drafts + 1, vocab] bool, row j after the first j
+    drafts. max_tokens: most tokens that may be emitted before the grammar ends."""
 
     allowed: torch.Tensor
     max_tokens: int
 
 
 def masks_along(grammar: Any, drafts: Sequence[int], logits: torch.Tensor) -> GrammarMasks | None:
-    """Masks for logits [num_drafts + 1, vocab]; None when nothing is constrained.
+    """Return masks for logits [num_drafts + 1, vocab]; None if nothing is constrained.
 
-    The grammar is left where it was. Rows after a draft it does not allow stay unconstrained: the
-    row before gives that draft probability 0, so they are never reached.
+    The grammar's state is restored. Rows after a draft that the grammar does not allow stay
+    unconstrained. They are never reached: the row before gives that draft probability 0.
     """
     if grammar is None or grammar.finished or grammar.is_terminated():
         return None
@@ -49,12 +49,13 @@ def masks_along(grammar: Any, drafts: Sequence[int], logits: torch.Tensor) -> Gr
 
 
 def allowed_by(masks: GrammarMasks | None) -> torch.Tensor | None:
-    """None where nothing is constrained."""
+    """Return the masks' `allowed`; None if nothing is constrained."""
     return None if masks is None else masks.allowed
 
 
 def mask_after(grammar: Any, drafts: Sequence[int], logits: torch.Tensor) -> torch.Tensor | None:
-    """What the grammar allows after all drafts: [1, vocab] bool, like logits; None for anything."""
+    """Return the tokens that the grammar allows after all drafts: [1, vocab] bool, like logits;
+    None for all tokens."""
     if grammar is None:
         return None
     masks = masks_along(grammar, drafts, logits.expand(len(drafts) + 1, -1))

@@ -1,4 +1,4 @@
-"""Counts of what drafting and verification did, and their Prometheus export."""
+"""Counters of drafting and verification, and their Prometheus export."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.runtime.pressure import OPERATING_REASONS, Pressure
 from sglang_kvspec.runtime.speeds import Speeds
 
-# Where a cached prefix can be: in the KV cache, in host memory outside of it, on disk, at a prefix
-# server.
+# Tiers of a cached prefix: the KV cache, host memory outside of it, disk, a prefix server.
 HIT_TIERS = ("resident", "host", "disk", "remote")
-# From which of them residuals may come to anchors that have stayed in GPU memory.
+# Tiers from which residuals of kept anchors may be loaded.
 KEPT_TIERS = ("host", "disk")
 
 
@@ -20,12 +19,12 @@ KEPT_TIERS = ("host", "disk")
 class SpecCounters:
     """Totals since the server started. accept_histogram: verifications by accepted drafts.
 
-    mixed_iterations: forwards in which some drafted and others verified; drafted_piggyback: drafts
-    that rounds made in them. waits: request-iterations spent waiting for residuals. plain: tokens
-    emitted without drafting or verifying, because drafts would not have paid. hit_tokens: of
-    prompts, found in the prefix cache, by the tier where their KV was. kept_anchors: of these,
-    whose anchors were in GPU memory still, by the tier where their residuals were. corrupt:
-    requests that failed since a page in the residual store was not as it was written.
+    mixed_iterations: forwards with verifications and piggyback drafts; drafted_piggyback: drafts
+    made in them. waits: request-iterations spent waiting for residuals. plain: tokens emitted by
+    plain steps, because drafts would not have paid. hit_tokens: prompt tokens found in the prefix
+    cache, by the tier of their KV. kept_anchors: those of hit_tokens whose anchors were still in
+    GPU memory, by the tier of their residuals. corrupt: requests that failed because a page in the
+    residual store had changed.
     """
 
     iterations: int = 0
@@ -50,7 +49,7 @@ class SpecCounters:
         self.accept_histogram[num_accepted] += 1
 
     def observe_piggyback(self, num_drafts: int) -> None:
-        """Requests drafted in the forward in which others verified."""
+        """Count the drafts that piggybacked on one verification forward."""
         self.mixed_iterations += num_drafts > 0
         self.drafted_piggyback += num_drafts
 
@@ -68,7 +67,7 @@ class SpecCounters:
 
     @property
     def rejected(self) -> int:
-        """Drafts verified and thrown away."""
+        """Number of drafts that were verified and rejected."""
         return self.drafted - self.accepted
 
     @property
@@ -78,14 +77,14 @@ class SpecCounters:
 
 
 class MetricsExporter:
-    """Publishes counters to prometheus_client's default registry.
+    """Exporter of counters to prometheus_client's default registry.
 
     SGLang sets up multi-process collection before schedulers start, so metrics made here appear on
     the server's /metrics.
     """
 
     def __init__(self, model_name: str) -> None:
-        # Late: prometheus_client fixes its storage when first imported.
+        # Import late: prometheus_client fixes its storage when it is first imported.
         from prometheus_client import Counter as PromCounter
         from prometheus_client import Gauge, Histogram
 
@@ -103,12 +102,16 @@ class MetricsExporter:
             "accepted": counter("accepted_tokens", "Draft tokens accepted"),
             "rejected": counter("rejected_tokens", "Draft tokens rejected"),
             "verifications": counter("verifications", "Verifications"),
-            "waits": counter("verification_wait_iterations", "Iterations waited for residuals"),
+            "waits": counter(
+                "verification_wait_iterations", "Iterations spent waiting for residuals"
+            ),
         }
         self._bytes = counter("residual_bytes", "Residual bytes read from the store", "path")
         self._hits = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache", "tier")
         self._kept = counter(
-            "prefix_kept_anchor_tokens", "Of these, whose anchors were in GPU memory still", "tier"
+            "prefix_kept_anchor_tokens",
+            "Prompt tokens found in the prefix cache whose anchors were still in GPU memory",
+            "tier",
         )
         self._accept_len = Histogram(
             "sglang:kvspec_accept_length",
@@ -124,20 +127,20 @@ class MetricsExporter:
         )
         self._waiting = Gauge(
             "sglang:kvspec_requests_waiting_for_pages",
-            "Requests in the queue while its first one waits for pages",
+            "Queued requests while the first in the queue waits for pages",
             label,
             multiprocess_mode="mostrecent",
         )
         self._retracted = counter("retracted_requests", "Requests retracted", "reason")
         self._link = Gauge(
             "sglang:kvspec_link_bytes_per_second",
-            "Residual bytes that the link moves a second, as fetches showed",
+            "Measured bytes per second of residual fetches",
             label,
             multiprocess_mode="mostrecent",
         )
         self._iteration = Gauge(
             "sglang:kvspec_iteration_seconds",
-            "Seconds of an iteration or round, as those before showed",
+            "Measured seconds per iteration or round",
             label,
             multiprocess_mode="mostrecent",
         )
@@ -151,7 +154,7 @@ class MetricsExporter:
     def publish(
         self, counters: SpecCounters, kv: PagedKVCache, speeds: Speeds, pressure: Pressure
     ) -> None:
-        """Add what happened since the last call."""
+        """Export what happened since the last call."""
         name = self._model_name
         for field_name, metric in self._counters.items():
             now, before = getattr(counters, field_name), getattr(self._last, field_name)
@@ -181,7 +184,7 @@ class MetricsExporter:
             (self._link, speeds.observed_link_bytes_per_s),
             (self._iteration, speeds.observed_iteration_s),
         ):
-            # Naming the labels alone would export a sample of 0.
+            # labels() alone would export a sample of 0.
             if value is not None:
                 gauge.labels(name).set(value)
         self._bits.labels(name).set(kv.codec.anchor_bits_per_element)

@@ -1,4 +1,4 @@
-"""When pages of running requests leave the recent window."""
+"""Movement of running requests' pages out of the recent window."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sglang_kvspec.kv.cache import PagedKVCache
 
 
 class PageKeeper:
-    """Commits pages as requests advance, and moves those out of the window that are no longer among
-    a request's newest. Both take effect together, once a round, with flush()."""
+    """Keeper of running requests' pages: commits full pages, and moves pages that are not among a
+    request's newest out of the recent window. flush() does both together, once a round."""
 
     def __init__(self, kv: PagedKVCache, recent_pages: int) -> None:
         """recent_pages: full pages of a request that stay in the window."""
@@ -23,11 +23,11 @@ class PageKeeper:
     def commit(self, pages: torch.Tensor, before: int, after: int) -> None:
         """Note that a request's verified length grew from `before` to `after` tokens.
 
-        pages: its page ids from position 0 on.
+        pages: the request's page ids from position 0 on.
         """
         size, window = self._kv.geometry.page_size, self._kv.window
         num_full = after // size
-        # Pages further back left when the request passed them.
+        # Previous calls noted the pages before `first`.
         first = max(0, before // size - self._recent_pages)
         for index, page in enumerate(pages[first:num_full].tolist(), first):
             if page not in window.slots:
@@ -38,15 +38,16 @@ class PageKeeper:
                 self._leaving[page] = None
 
     def flush(self) -> None:
-        """Commit the pages that became full, and free the window slots of those that leave."""
+        """Commit the pages that became full, and free the window slots of pages that leave the
+        window."""
         self._kv.commit_pages(list(self._full))
-        # A page may have made room for another request since it was noted.
+        # Another request may have evicted a page from the window since it was noted.
         self._move_out(self._leaving)
         self._full, self._leaving = {}, {}
 
     def retire(self, pages: torch.Tensor) -> None:
-        """Move committed pages [N] of a request that ends out of the window: SGLang frees some and
-        caches the others."""
+        """Move the committed pages of a finished request out of the window. SGLang frees some of
+        these pages and caches the others. pages: [N] page ids."""
         self._move_out(pages.tolist())
 
     def _move_out(self, pages: Iterable[int]) -> None:

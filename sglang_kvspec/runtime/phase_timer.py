@@ -1,4 +1,4 @@
-"""How long phases of an iteration take on the device they run on."""
+"""Times of the phases of an iteration, on the device that runs them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 
 
 class PhaseTimer:
-    """Marks on the device's stream; nothing waits for them until seconds() is asked for."""
+    """Timer that sets marks on the device's stream. Nothing waits for the marks before
+    seconds()."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
         self._marks: list[float | torch.cuda.Event] = []
 
     def start(self) -> None:
-        """The first mark; forgets those of an iteration that failed."""
+        """Set the first mark, and forget the marks of an iteration that failed."""
         self._marks = []
         self.mark()
 
@@ -29,7 +30,8 @@ class PhaseTimer:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Between every two marks since the last call. Waits for the device to reach them."""
+        """Return the seconds between every two marks since the last call. Waits until the device
+        has reached the marks."""
         marks, self._marks = self._marks, []
         if not self._on_device:
             return [b - a for a, b in itertools.pairwise(marks)]  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""What a shortage of pages does to requests."""
+"""Counters of requests that wait for pages, are retracted or fail for want of them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-# Why a running server retracts requests.
+# Reasons for which a running server retracts requests.
 OPERATING_REASONS = ("memory", "priority")
-# Also what SGLANG_TEST_RETRACT forces, which /server_info reports and metrics leave out.
+# SGLANG_TEST_RETRACT forces "test", which /server_info reports and metrics leave out.
 REASONS = (*OPERATING_REASONS, "test")
 
 
 @dataclass(slots=True)
 class Pressure:
-    """waiting: requests in SGLang's queue while its first one waits for pages; most_waiting: of all
-    times. held_back: times that a request was not started for want of pages. retracted: requests
-    by reason, of REASONS. out_of_memory: requests that failed, since alone they did not fit."""
+    """Counters of page shortage. waiting: requests in SGLang's queue while the first one waits for
+    pages. most_waiting: the most so far. held_back: times that a request was not started for want
+    of pages. retracted: requests by reason, of REASONS. out_of_memory: requests that failed because
+    they did not fit even alone."""
 
     waiting: int = 0
     most_waiting: int = 0
@@ -26,12 +27,12 @@ class Pressure:
     _lacks_pages: bool = False
 
     def note_decision(self, *, lacks_pages: bool) -> None:
-        """The first waiting request was started, or not for want of pages."""
+        """Record whether the first waiting request was held back for want of pages, or started."""
         self._lacks_pages = lacks_pages
         self.held_back += lacks_pages
 
     def note_queue(self, num_waiting: int) -> None:
-        """So many requests wait, for whatever reason."""
+        """Record how many requests wait, for any reason."""
         self.waiting = num_waiting if self._lacks_pages else 0
         self.most_waiting = max(self.most_waiting, self.waiting)
 
@@ -40,7 +41,7 @@ class Pressure:
         self.out_of_memory += num_failed
 
     def report(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Return the counters, for /server_info."""
         return {
             "waiting_for_pages": self.waiting,
             "most_waiting_for_pages": self.most_waiting,

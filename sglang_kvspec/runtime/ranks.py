@@ -1,9 +1,9 @@
-"""Ranks that serve one model together: what the first one decides, all do.
+"""Ranks that serve one model together: rank 0 decides, and broadcasts its decisions.
 
 Every rank holds some heads of every token and computes the same logits, from which each could
-choose by itself. But kernels that sort and sum need not round alike on two devices, generators and
-clocks are each rank's own, and one token that two ranks see differently spoils the KV of both for
-good. So the first rank's choices are sent to the others, in one small message for all requests.
+choose by itself. But kernels that sort and sum may round differently on two devices, and generators
+and clocks are each rank's own. One token that differs between two ranks spoils the KV of both for
+good. So rank 0's choices are sent to the others, in one small message for all requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADER = 2
 
 
 class Ranks:
-    """This process among `size` that serve a model together; by default it is alone.
+    """This process among the `size` ranks that serve a model together; by default it is alone.
 
     on_cpu, on_device: process groups of these ranks for tensors in host memory and on the device.
     All ranks must make the same calls in the same order.
@@ -47,10 +47,11 @@ class Ranks:
         return self.rank == 0
 
     def numbers(self, mine: Sequence[int], about: object) -> list[int]:
-        """The first rank's integers, as many as this rank's own.
+        """Return rank 0's integers, as many as this rank's own.
 
-        about: what they are about, equal on all ranks and printable. Raises RanksDisagree where it
-        is not: ranks that serve different requests must not go on.
+        about: the subject of these integers, equal on all ranks and printable. Raises RanksDisagree
+        if the subject or the number of integers differs: ranks that serve different requests must
+        stop.
         """
         if self.size == 1:
             return list(mine)
@@ -60,16 +61,16 @@ class Ranks:
         values = message.tolist()
         if values[:_HEADER] != header:
             raise RanksDisagree(
-                f"rank {self.rank} of {self.size} no longer serves what rank 0 serves: it expects "
-                f"{len(mine)} numbers about {about}, and gets {values[0]} about something else"
+                f"rank {self.rank} of {self.size} is out of step with rank 0: it expected "
+                f"{len(mine)} numbers about {about} and received {values[0]} about another subject"
             )
         return values[_HEADER:]
 
     def runs(
         self, mine: Sequence[Sequence[int]], most: Sequence[int], about: object
     ) -> list[list[int]]:
-        """The first rank's runs of integers, as many as this rank's own; most: of how many integers
-        each can have. Raises RanksDisagree like numbers()."""
+        """Return rank 0's runs of integers, as many as this rank's own. most: most integers of each
+        run. Raises RanksDisagree like numbers()."""
         if self.size == 1:
             return [list(run) for run in mine]
         padded: list[int] = []
@@ -84,35 +85,35 @@ class Ranks:
         return runs
 
     def least(self, mine: Sequence[int], about: object) -> list[int]:
-        """The least of all ranks' integers, place by place: of what each rank measures or has by
-        itself, as much as all of them can go by. Every rank waits for the last one.
+        """Return the minimum over all ranks of each integer: what every rank has or measured at
+        least. Every rank waits for the last one.
 
-        about: what they are about and how many, as for numbers(). Raises RanksDisagree where it is
+        about: subject and number of the integers, as for numbers(). Raises RanksDisagree if it is
         not equal on all ranks.
         """
         if self.size == 1:
             return list(mine)
         mark = crc32(repr(about).encode())
-        # The least of both signs: equal on all ranks where they are opposites.
+        # The minima of both signs are opposites only if the mark is equal on all ranks.
         message = torch.tensor([mark, -mark, *mine], dtype=torch.int64)
         dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._on_cpu)
         least, opposite, *values = message.tolist()
         if least != -opposite:
             raise RanksDisagree(
-                f"rank {self.rank} of {self.size} no longer serves what the others serve: it has "
-                f"numbers about {about}, and another about something else"
+                f"rank {self.rank} of {self.size} is out of step with another rank: this rank sent "
+                f"numbers about {about}, the other about another subject"
             )
         return values
 
-    def everyones(self, mine: Sequence[int], about: object) -> list[list[int]]:
-        """The integers of every rank, by rank; as many on each.
+    def gather(self, mine: Sequence[int], about: object) -> list[list[int]]:
+        """Return the integers of every rank, by rank. Each rank passes equally many.
 
-        about: what they are about and how many, as for numbers(). Raises RanksDisagree where it is
+        about: subject and number of the integers, as for numbers(). Raises RanksDisagree if it is
         not equal on all ranks.
         """
         if self.size == 1:
             return [list(mine)]
-        # Messages of other lengths could not be received.
+        # Check the lengths first: all_gather cannot receive messages of other lengths.
         self.least([], about=(about, len(mine)))
         message = torch.tensor(mine, dtype=torch.int64)
         received = [torch.empty_like(message) for _ in range(self.size)]
@@ -120,8 +121,8 @@ class Ranks:
         return [values.tolist() for values in received]
 
     def tensor(self, mine: torch.Tensor) -> torch.Tensor:
-        """The first rank's tensor, of the shape of this rank's own, on the device; nobody waits for
-        it. May be `mine` itself, overwritten."""
+        """Return rank 0's tensor, of the shape of this rank's own, on the device. The CPU does not
+        wait for it. The result may be `mine` itself, overwritten."""
         if self.size == 1:
             return mine
         values = mine.contiguous()
@@ -129,14 +130,14 @@ class Ranks:
         return values
 
 
-def agree(
+def broadcast_tokens(
     ranks: Ranks, states: Sequence[RequestState], chosen: Sequence[VerifyResult | None]
 ) -> list[VerifyResult | None]:
-    """Put the first rank's tokens in place of those that this rank chose for every request.
+    """Replace the tokens that this rank chose for every request by those of rank 0.
 
-    chosen: what a verification emits, not committed yet; None where the request has drafted, whose
-    last draft is replaced in `states`. Returns `chosen` with the first rank's tokens; logits, and
-    the distributions drafts were drawn from, stay this rank's own: only the first one's count.
+    chosen: the result of a verification that is not committed yet; None where the request has
+    drafted, whose last draft is replaced in `states`. Returns `chosen` with rank 0's tokens. Logits
+    and draft distributions stay this rank's own: only those of rank 0 have an effect.
     """
     if ranks.size == 1:
         return list(chosen)
@@ -146,16 +147,16 @@ def agree(
         [1 if verified is None else len(s.drafts) + 1 for s, verified in pairs],
         about=[(s.rid, s.next_position) for s in states],
     )
-    agreed: list[VerifyResult | None] = []
+    results: list[VerifyResult | None] = []
     for (state, verified), tokens in zip(pairs, runs, strict=True):
         if verified is None:
             state.drafts[-1:] = tokens
-            agreed.append(None)
+            results.append(None)
         else:
-            agreed.append(verified._replace(tokens=tokens))
-    return agreed
+            results.append(verified._replace(tokens=tokens))
+    return results
 
 
-def agree_on_drafts(ranks: Ranks, states: Sequence[RequestState]) -> None:
-    """Replace the last draft of every request by the first rank's."""
-    agree(ranks, states, [None] * len(states))
+def broadcast_drafts(ranks: Ranks, states: Sequence[RequestState]) -> None:
+    """Replace the last draft of every request by that of rank 0."""
+    broadcast_tokens(ranks, states, [None] * len(states))

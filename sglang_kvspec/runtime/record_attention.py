@@ -1,5 +1,5 @@
-"""Plans of our kernel over records at the target precision: steps, forwards and captured
-verifications make theirs here."""
+"""Plans of KVSpec's kernel over records at the target precision, for steps, forwards and captured
+verifications."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from kvspec_kernels.ops.attention import VerifyAttention, workspace_nbytes
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 
-# Requests, or parts of one, that one call of the kernel attends for.
+# Most requests, or parts of requests, in one call of the kernel.
 PARTS_OF_A_CALL = 64
 
 
@@ -21,7 +21,7 @@ def heads_of(kv: GpuKVCache, num_qo_heads: int) -> tuple[int, int, int, int]:
 def target_workspace_nbytes(
     kv: GpuKVCache, num_qo_heads: int, num_parts: int, max_qo_len: int
 ) -> int:
-    """Return the bytes of workspace that a plan needs for num_parts requests, or parts of one,
+    """Return the bytes of workspace that a plan needs for num_parts requests, or parts of requests,
     with up to max_qo_len tokens each."""
     heads = heads_of(kv, num_qo_heads)
     return workspace_nbytes(
@@ -51,11 +51,11 @@ def planned_target(
     is_captured: bool = True,
     num_likely: int | None = None,
 ) -> VerifyAttention:
-    """Plan the kernel over such parts. Every run reads the index tensors, which are those of
-    VerifyAttention.plan().
+    """Plan the kernel over requests, or parts of requests. Every run reads the index tensors, which
+    are those of VerifyAttention.plan().
 
-    is_captured: for a graph, so that what it needs is compiled before anything is served.
-    num_likely: parts that runs are likely to have, where not all that there is room for.
+    is_captured: the plan is for a graph, so its kernels are compiled before anything is served.
+    num_likely: parts that a run is likely to have; None for all that there is room for.
     """
     attention = VerifyAttention(workspace)
     attention.plan(
@@ -68,7 +68,7 @@ def planned_target(
         target=kv.codec.target,  # type: ignore[arg-type]
         q_dtype=kv.geometry.dtype,
         max_qo_len=max_qo_len,
-        may_join_apart=is_captured,
+        may_join_separately=is_captured,
         expected_batch=num_likely,
     )
     return attention

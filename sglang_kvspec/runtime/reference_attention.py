@@ -11,12 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
 
-# Bounds the mask of a long prefill to this many query rows times the context.
+# Query rows of a prefill that attend at once: bounds the mask to this number times the context.
 PREFILL_BLOCK = 512
 
 
 class ReferenceAttention:
-    """Writes the KV of a planned forward and attends, layer by layer.
+    """Attention that writes the KV of a planned forward and attends, layer by layer.
 
     Inside `with planned(plan)`, call forward(layer, ...) once for every layer in order.
     """
@@ -28,8 +28,8 @@ class ReferenceAttention:
     @contextmanager
     def planned(self, plan: ForwardPlan) -> Iterator[None]:
         """Run a forward over the rows of a plan, layer by layer with forward(). Raises
-        CapacityError where the KV cache has no room for its pages."""
-        assert self._plan is None, "the previous forward was not finished"
+        CapacityError if the KV cache has no room for its pages."""
+        assert self._plan is None, "the previous forward has not finished"
         with self.kv.forward(plan):
             self._plan = plan
             yield
@@ -38,12 +38,14 @@ class ReferenceAttention:
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
+        """Store k and v, and return the attention output [num_tokens, num_heads, head_dim].
 
-        Stores k and v, returns the attention output [num_tokens, num_heads, head_dim].
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
         """
-        assert self._plan is not None, "forward() outside of planned()"
-        assert self._plan.num_tokens == len(q), "the forward is not the one that was planned"
+        assert self._plan is not None, "forward() was called outside of planned()"
+        assert self._plan.num_tokens == len(q), (
+            "the forward has another number of tokens than its plan"
+        )
         out = torch.empty_like(q)
         first = 0
         for row in self._plan.rows:
@@ -87,10 +89,12 @@ class ReferenceAttention:
         v: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        past = self._past(layer, row)
-        # From the start of the row's first page on, everything is at hand in full precision.
+        # All tokens from the start of the row's first page on are at hand in full precision.
         tail = self._partial_page(layer, row, (k, v))
-        if row.kind is RowKind.DRAFT or self.kv.codec.target == "exact":
+        if row.kind is RowKind.DRAFT:
+            return _causal(q, self._draft_context(layer, row, tail), row, scale)
+        past = _flat(self.kv.read_target(layer, row.past_pages(self._page_size)))
+        if self.kv.codec.target == "exact":
             return _causal(q, _concat(past, tail), row, scale)
         out = torch.empty_like(q)
         for queries, context in self._by_query_page(row, past, tail):
@@ -99,18 +103,27 @@ class ReferenceAttention:
             out[queries] = _causal(q[queries], context, part, scale)
         return out
 
-    def _past(self, layer: int, row: Row) -> KV:
-        """(k, v) [tokens, num_kv_heads, head_dim] of the full pages before the row's first page."""
+    def _draft_context(self, layer: int, row: Row, tail: KV) -> KV:
+        """Return (k, v) [tokens, num_kv_heads, head_dim]: the full pages that a DRAFT row reads,
+        followed by `tail`."""
         if row.seen is not None and row.seen.ndim == 3:
-            return self._past_by_head(layer, row.seen[layer], row)
+            return _concat(self._past_by_head(layer, row.seen[layer], row), tail)
         pages = row.past_pages(self._page_size)
-        read = self.kv.read_draft if row.kind is RowKind.DRAFT else self.kv.read_target
-        k, v = read(layer, pages)
-        return k.flatten(0, 1), v.flatten(0, 1)
+        num_past = len(pages) * self._page_size
+        # Reading pages to where they are needed saves a copy of the whole context.
+        k, v = (part.new_empty((num_past + len(part), *part.shape[1:])) for part in tail)
+        whole_k, whole_v = (
+            part[:num_past].view(len(pages), self._page_size, *part.shape[1:]) for part in (k, v)
+        )
+        self.kv.read_draft(layer, pages, (whole_k, whole_v))
+        k[num_past:], v[num_past:] = tail
+        return k, v
 
     def _past_by_head(self, layer: int, seen: torch.Tensor, row: Row) -> KV:
-        """_past() of a DRAFT row whose KV heads read pages `seen` [num_kv_heads, num_seen]."""
-        # Each page once, whichever heads read it; place[n, h] is the n-th page of head h in them.
+        """Return (k, v) of the full pages before a DRAFT row's first page, whose KV heads read
+        pages `seen` [num_kv_heads, num_seen]."""
+        # Read each page once, for all heads. place[n, h]: index in `read` of the n-th page of head
+        # h.
         read, place = torch.unique(seen.T, return_inverse=True)
         heads = torch.arange(len(seen), device=seen.device)
         k, v = (
@@ -120,7 +133,7 @@ class ReferenceAttention:
         return k, v
 
     def _partial_page(self, layer: int, row: Row, new: KV) -> KV:
-        """The tokens before the row in its first page, followed by the row's own."""
+        """Return the tokens before the row in its first page, followed by the row's own."""
         index, filled = divmod(row.start, self._page_size)
         if filled == 0:
             return new
@@ -130,9 +143,9 @@ class ReferenceAttention:
     def _by_query_page(self, row: Row, past: KV, tail: KV) -> Iterator[tuple[slice, KV]]:
         """Split an int8 row where its queries cross into the next page.
 
-        Every full page before a query's own page reads at 8 bits, also those the row itself fills,
-        so that a token's target depends on its position alone: not on chunking, on what was cached,
-        or on how many tokens are verified together.
+        Every full page before a query's own page reads at 8 bits, also a page that the row itself
+        fills. So a token's target depends on its position alone: not on chunking, on what was
+        cached, or on how many tokens are verified together.
         """
         size = self._page_size
         first_page = row.start // size
@@ -159,10 +172,10 @@ def _flat(pages: KV) -> KV:
 
 
 def _causal(q: torch.Tensor, context: KV, row: Row, scale: float) -> torch.Tensor:
-    """Attention of a row's queries [n, heads, head_dim] over the context up to each of them.
+    """Return attention of a row's queries [n, heads, head_dim], each over the context up to itself.
 
-    context: (k, v) [row.end, num_kv_heads, head_dim], positions 0 .. row.end - 1; of a DRAFT row
-    that does not see all pages, what it sees and then its own tokens.
+    context: (k, v) [row.end, num_kv_heads, head_dim], positions 0 .. row.end - 1. For a DRAFT row
+    that does not see all pages: the pages that it sees, then its own tokens.
     """
     k, v = (part.movedim(0, 1).unsqueeze(0) for part in context)
     query = q.movedim(0, 1).unsqueeze(0)
@@ -183,8 +196,8 @@ def _causal(q: torch.Tensor, context: KV, row: Row, scale: float) -> torch.Tenso
                 enable_gqa=gqa,
             )
     else:
-        # One call a query, of the shape plain decoding makes: in bf16 a batched call rounds
-        # differently, and a near-tie between two tokens would fall the other way.
+        # One call a query, of the same shape as in plain decoding. In bf16 a batched call rounds
+        # differently, which can decide a near-tie for the other token.
         for index in range(row.length):
             num_seen = k.shape[2] - row.length + index + 1
             out[:, :, index : index + 1] = scaled_dot_product_attention(

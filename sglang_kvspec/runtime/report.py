@@ -1,4 +1,4 @@
-"""The kvspec section of /server_info: plain data, ready for JSON."""
+"""Section `kvspec` of /server_info: plain data, ready for JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sglang_kvspec.runtime.metrics import HIT_TIERS, KEPT_TIERS, SpecCounters
 def build_report(
     config: KVSpecConfig, kv: PagedKVCache, counters: SpecCounters, num_allocated: int
 ) -> dict[str, Any]:
-    """Configuration, pool sizes in pages and bytes, page states, and counters.
+    """Return configuration, pool sizes in pages and bytes, page states, and counters.
 
-    num_allocated: pages that SGLang has handed out. Once nothing runs these are the pages of cached
+    num_allocated: pages that SGLang has allocated. On an idle server these are the pages of cached
     prefixes, all of them encoded.
     """
     plan, geometry = kv.plan, kv.geometry
@@ -70,10 +70,11 @@ def build_report(
 def resolved_values(
     config: KVSpecConfig, plan: CapacityPlan, *, schedule: str, num_sharing: int
 ) -> dict[str, Any]:
-    """Return what the server does where flags left the choice to it, in the flags' units.
+    """Return the settings that the server uses, in the flags' units, including those that no flag
+    set.
 
-    num_sharing: ranks of this server on a machine, whose host memory --kvspec-host-gb divides.
-    None stands for what is off.
+    num_sharing: ranks of this server on one machine, which share --kvspec-host-gb. The value None
+    stands for a feature that is off.
     """
     page = plan.page_bytes
     cache_bytes = plan.cache_pages * page.residual

@@ -1,4 +1,4 @@
-"""What the worker remembers of a running request between iterations."""
+"""State of a running request between iterations."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from sglang_kvspec.runtime.sampling import SamplingParams
 
 @dataclass(slots=True)
 class RequestState:
-    """Positions 0 .. committed_len - 1 have verified KV, but for the tail. pending: the verified
-    token at committed_len, whose KV is not computed yet; drafts follow it.
+    """State of one running request. Positions 0 .. committed_len - 1 have verified KV, but for the
+    tail.
 
-    output: every token the user was or will be sent, pending included. draft_probs: for sampled
-    requests, the distribution [vocab] each draft was drawn from. remaining: tokens the request may
-    still emit. priority: a higher one verifies first where verifications compete.
-    is_streamed: a client reads tokens as they come. last_emitted: tokens that its last
-    verification, or its prefill, emitted.
-    has_waited: it drafts since it could not verify, and shall verify as soon as it can.
-    tail: of a request that started on anchors, the last tokens before `pending` until its first
-    verification: they are known, as all of the prompt, but have no verified KV before it. The first
-    draft gives them KV that drafts may read.
-    grammar: what constrains its tokens, as runtime/grammar.py takes it; None for nothing.
-    timeline and room (SGLang's bootstrap room): of a request that another server prefilled.
+    pending: the verified token at committed_len, whose KV is not computed yet; drafts follow it.
+    output: every token that the user was or will be sent, pending included.
+    draft_probs: for sampled requests, the distribution [vocab] that each draft was drawn from.
+    remaining: tokens that the request may still emit.
+    priority: requests of higher priority verify first where verifications compete.
+    is_streamed: a client reads tokens as they are emitted.
+    last_emitted: tokens that the last verification, or the prefill, emitted.
+    has_waited: the request drafts because it could not verify, and shall verify as soon as it can.
+    tail: for a request that started on anchors, the last tokens before `pending` until its first
+    verification. They are known prompt tokens without verified KV. The first draft gives them KV
+    that drafts may read.
+    grammar: constraint on the tokens, as runtime/grammar.py takes it; None for no constraint.
+    timeline, room: set for a request that another server prefilled. room: SGLang's bootstrap room.
     """
 
     rid: str
@@ -50,7 +52,7 @@ class RequestState:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every token is that of the largest logit, as the model gives it."""
+        """Return True if every token is that of the model's largest unadjusted logit."""
         return self.params.is_argmax and self.grammar is None
 
     @property
@@ -64,25 +66,27 @@ class RequestState:
 
     @property
     def verified_len(self) -> int:
-        """Tokens with verified KV."""
+        """Number of tokens with verified KV."""
         return self.committed_len - len(self.tail)
 
     @property
     def undrafted(self) -> list[int]:
-        """Tokens that a draft is computed from, up to last_token: those without any KV."""
+        """Tokens up to last_token that have no KV, which the next draft is computed from."""
         return self.drafts[-1:] or [*self.tail, self.pending]
 
     @property
     def unverified(self) -> list[int]:
-        """Tokens that a verification is computed from."""
+        """Tokens without verified KV, which a verification is computed from."""
         return [*self.tail, self.pending, *self.drafts]
 
     def cap_len(self, max_draft_len: int) -> int:
-        """Most drafts it can use: the verification adds a token of its own to those drafted."""
+        """Return the most drafts that the request can use: a verification adds one token to the
+        drafts."""
         return max(0, min(max_draft_len, self.remaining - 1))
 
     def commit(self, emitted: list[int]) -> None:
-        """A verification kept its first len(emitted) - 1 drafts and emitted these tokens."""
+        """Apply a verification that kept the first len(emitted) - 1 drafts and emitted these
+        tokens."""
         self.acceptance.observe(len(self.drafts), len(emitted) - 1)
         self.committed_len += len(emitted)
         self.pending = emitted[-1]

@@ -1,4 +1,4 @@
-"""From logits to the target: penalties, masks, bias, temperature, filters, noise.
+"""Conversion of logits to the target: penalties, masks, bias, temperature, filters, noise.
 
 The order and the formulas are those of SGLang's own sampler, so that a request sees the same target
 with and without KVSpec. Every function handles rows of one request.
@@ -18,8 +18,8 @@ TOP_K_ALL = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling of one request; defaults change nothing. stop_tokens: forbidden before
-    min_new_tokens. seed: None draws from the server's generator."""
+    """Sampling parameters of one request; defaults change nothing. stop_tokens: forbidden until
+    min_new_tokens tokens were emitted. seed: None draws from the server's generator."""
 
     temperature: float = 1.0
     top_k: int = TOP_K_ALL
@@ -39,7 +39,7 @@ class SamplingParams:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the token chosen is that of the largest logit as the model gives it."""
+        """Return True if the chosen token is that of the model's largest unadjusted logit."""
         return self.is_greedy and not self.depends_on_output and not self.logit_bias
 
     @property
@@ -59,7 +59,7 @@ def adjust_logits(
     drafts: Sequence[int],
     masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Apply penalties, grammar masks and bias to logits [n, vocab]; returns new fp32 logits.
+    """Apply penalties, grammar masks and bias to logits [n, vocab]. Return new fp32 logits.
 
     Row j follows `output` and drafts[:j]. masks: [n, vocab] bool, True where a token is allowed.
     """
@@ -80,7 +80,8 @@ def adjust_logits(
 
 
 def _penalise(row: torch.Tensor, params: SamplingParams, seen: Counter[int]) -> None:
-    """Penalties of one row [vocab] in place, given how often each token was emitted before it."""
+    """Apply penalties to one row [vocab] in place. seen: how often each token was emitted before
+    it."""
     if seen:
         tokens = torch.tensor(list(seen), device=row.device)
         counts = torch.tensor(list(seen.values()), dtype=torch.float32, device=row.device)
@@ -94,7 +95,8 @@ def _penalise(row: torch.Tensor, params: SamplingParams, seen: Counter[int]) -> 
 
 
 def num_sound_rows(logits: torch.Tensor, params: SamplingParams) -> int:
-    """Rows of adjusted logits [n, vocab] before the first from which no token can be chosen.
+    """Return the number of rows of adjusted logits [n, vocab] before the first row without a
+    choice.
 
     The largest logit of such a row is not finite: the row holds NaN or inf, or every token in it is
     masked. Sampled requests divide by the temperature, which may overflow.
@@ -104,22 +106,23 @@ def num_sound_rows(logits: torch.Tensor, params: SamplingParams) -> int:
 
 
 def num_finite(largest: torch.Tensor) -> int:
-    """Numbers in `largest` [n] before the first that is not finite."""
+    """Return the number of values in `largest` [n] before the first that is not finite."""
     sound = torch.isfinite(largest).tolist()
     return len(sound) if all(sound) else sound.index(False)
 
 
 def logprobs_of(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Log-probabilities SGLang reports: after temperature, before top-k, top-p and min-p."""
+    """Return the log-probabilities that SGLang reports: after temperature, before top-k, top-p and
+    min-p."""
     return torch.log_softmax(logits / params.temperature, dim=-1)
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The distribution tokens are drawn from: [n, vocab] fp32, rows sum to 1.
+    """Return the distribution that tokens are drawn from: [n, vocab] fp32, rows sum to 1.
 
-    Filters see the unfiltered probabilities in descending order, as SGLang's torch sampler does: a
-    token stays if it is among the top k, if the mass before it is at most top_p, and if it has at
-    least min_p of the most likely token's probability.
+    Filters see the unfiltered probabilities in descending order, as in SGLang's torch sampler. A
+    token stays if it is among the top k and the mass before it is at most top_p. It must also have
+    at least min_p of the most likely token's probability.
     """
     probs = torch.softmax(logits / params.temperature, dim=-1)
     if params.top_k >= probs.shape[-1] and params.top_p >= 1 and params.min_p <= 0:
@@ -134,11 +137,11 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def choose_with_noise(probs: torch.Tensor, seed: int, first_position: int) -> list[int]:
-    """One token per row of probs [n, vocab], by Gumbel noise that seed and position fix.
+    """Draw one token per row of probs [n, vocab], with Gumbel noise that seed and position fix.
 
-    Row j is the token at first_position + j. Equal distributions give equal tokens wherever, and in
-    whatever batch, they are drawn: a draft agrees with the target unless their distributions differ
-    where it matters, and a seeded request repeats itself exactly.
+    Row j is the token at first_position + j. Equal distributions give equal tokens in every batch
+    and every call. So a draft agrees with the target unless their distributions differ enough to
+    change the token, and a seeded request repeats itself exactly.
     """
     chosen = []
     for row, p in enumerate(probs):

@@ -1,4 +1,4 @@
-"""Work of a device beside its main stream."""
+"""Side stream: work of a device beside its main stream."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 
 class SideStream:
-    """What is enqueued inside `with` runs after all that the main stream was given before, and
-    beside what it is given later, until join(). On a CPU work is done when it is called for."""
+    """Stream for work beside the main stream. Work enqueued inside `with` starts after all earlier
+    work of the main stream, and overlaps its later work until join(). On a CPU, work runs at
+    once."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -34,6 +35,6 @@ class SideStream:
             self._inside = None
 
     def join(self) -> None:
-        """Let the main stream wait for what was enqueued. The CPU does not."""
+        """Let the main stream wait for the enqueued work. The CPU does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

@@ -1,4 +1,4 @@
-"""Turns logits into tokens: the first token, drafts, and what a verification emits."""
+"""Selection of tokens from logits: the first token, drafts, and the tokens of a verification."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from sglang_kvspec.runtime.sampling import (
 
 
 class VerifyResult(NamedTuple):
-    """tokens: what is emitted; none where the first row of logits allows no choice. logits:
-    [>= len(tokens), vocab] fp32, the target each token was chosen from, for log-probabilities;
-    None where no request asks for them."""
+    """Result of a verification, or of a prefill. tokens: emitted tokens; empty if the first row of
+    logits allows no choice. logits: [>= len(tokens), vocab] fp32, the target that each token was
+    chosen from, for log-probabilities; None if no request asks for them."""
 
     tokens: list[int]
     logits: torch.Tensor | None
 
 
 class SpecSampler:
-    """One generator for all requests without a seed of their own.
+    """Sampler with one generator for all requests without a seed of their own.
 
-    Greedy requests take the most likely token. Seeded ones use noise fixed by seed and position, so
-    that they repeat themselves. All others are verified by rejection sampling. A row without a
-    finite largest logit (NaN, inf, or every token masked) ends a verification before it; where it
-    is the first, nothing is emitted and the request cannot go on.
+    Greedy requests take the most likely token. Seeded requests use noise fixed by seed and
+    position, so that they repeat themselves. All others are verified by speculative rejection
+    sampling. A row without a finite largest logit (NaN, inf, or every token masked) ends a
+    verification before it. If it is the first row, nothing is emitted and the request cannot
+    continue.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -47,7 +48,7 @@ class SpecSampler:
         position: int,
         mask: torch.Tensor | None,
     ) -> VerifyResult:
-        """The token at `position`, from the logits [1, vocab] of a prefill's last token."""
+        """Return the token at `position`, from the logits [1, vocab] of a prefill's last token."""
         logits = adjust_logits(logits, params, output, (), mask)
         if not num_sound_rows(logits, params):
             return VerifyResult([], logits)
@@ -59,7 +60,7 @@ class SpecSampler:
         output = [*state.output, *state.drafts] if params.depends_on_output else ()
         logits = adjust_logits(logits, params, output, (), mask)
         if not num_sound_rows(logits, params):
-            # Verification rejects any draft here; the first token's distribution is a valid one.
+            # Verification rejects any draft here. Token 0 alone makes a valid distribution.
             logits = torch.full_like(logits, float("-inf"))
             logits[:, 0] = 0
         token, probs = self._choose(logits, params, state.next_position + 1)
@@ -69,14 +70,15 @@ class SpecSampler:
 
     def draft_top1(self, states: Sequence[RequestState], logits: torch.Tensor) -> None:
         """Append the most likely token of logits [num_states, vocab] to each greedy state. Where
-        logits hold NaN, verification rejects whatever is drafted."""
+        logits hold NaN, verification rejects every draft."""
         for state, token in zip(states, logits.argmax(-1).tolist(), strict=True):
             state.drafts.append(token)
 
     def verify(
         self, state: RequestState, logits: torch.Tensor, masks: torch.Tensor | None
     ) -> VerifyResult:
-        """Judge the drafts of `state` by target logits [num_drafts + 1, vocab]. Does not commit."""
+        """Apply the accept rule to the drafts of `state`, by target logits [num_drafts + 1, vocab].
+        Does not commit."""
         params = state.params
         logits = adjust_logits(logits, params, state.output, state.drafts, masks)
         num_sound = num_sound_rows(logits, params)
@@ -96,9 +98,10 @@ class SpecSampler:
 
     @staticmethod
     def judge(state: RequestState, targets: Sequence[int], num_sound: int) -> list[int]:
-        """Tokens of a verification whose target chose `targets` (num_drafts + 1) outright.
+        """Return the tokens of a verification by the target's most likely tokens, `targets`
+        [num_drafts + 1].
 
-        num_sound: rows before the first without a finite largest logit.
+        num_sound: number of rows before the first without a finite largest logit.
         """
         assert len(targets) == len(state.drafts) + 1
         if not num_sound:
@@ -108,8 +111,8 @@ class SpecSampler:
     def _choose(
         self, logits: torch.Tensor, params: SamplingParams, position: int
     ) -> tuple[int, torch.Tensor | None]:
-        """A token from adjusted logits [1, vocab], and the distribution it was drawn from where
-        rejection sampling will need it."""
+        """Return a token from adjusted logits [1, vocab], and the distribution that it was drawn
+        from; None where rejection sampling does not need that."""
         if params.is_greedy:
             return int(logits[0].argmax()), None
         probs = distribution(logits, params)

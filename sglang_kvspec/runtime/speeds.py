@@ -1,4 +1,4 @@
-"""What the link moves and how long iterations take, as measured while serving."""
+"""Speed of the link and time of an iteration, as measured while serving."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from sglang_kvspec.kv.residual_pages import Residuals
 from sglang_kvspec.planning.link_estimate import LinkEstimate
 from sglang_kvspec.planning.online import OnlineValue
 
-# Until an iteration was measured.
+# Guess until an iteration was measured.
 GUESSED_ITERATION_S = 10e-3
 
 
 class Speeds:
-    """Guesses first, then estimates from fetches and iterations that are over. Nothing waits for
-    a measurement. Each rank has its own: what is decided by them is to be sent by the first."""
+    """Estimates of the link's speed and of an iteration's time: guesses first, then values from
+    fetches and iterations that have ended. Nothing waits for a measurement. Each rank has its own
+    estimates, so rank 0 must broadcast what it decides by them."""
 
     def __init__(self, residuals: Residuals) -> None:
         self._residuals = residuals
@@ -27,7 +28,7 @@ class Speeds:
             self._link = self._link.observe(num_bytes, seconds)
 
     def note_iteration(self, seconds: float) -> None:
-        """An iteration took so long, beside which residuals can move."""
+        """Learn from an iteration that took `seconds`, during which residuals could move."""
         self._iteration_s = self._iteration_s.observe(seconds)
 
     @property
@@ -40,16 +41,18 @@ class Speeds:
 
     @property
     def observed_link_bytes_per_s(self) -> float | None:
-        """Bytes a second by fetches alone, without the guess; None before the first."""
+        """Bytes a second according to fetches alone, without the guess; None before the first
+        fetch."""
         return self._link.rate.observed
 
     @property
     def observed_iteration_s(self) -> float | None:
-        """Seconds by iterations alone, without the guess; None before the first."""
+        """Seconds of an iteration by measurements alone, without the guess; None before the
+        first."""
         return self._iteration_s.observed
 
     def report(self) -> dict[str, Any]:
-        """Return what was observed, for /server_info: null until something was."""
+        """Return what was observed, for /server_info. None stands for no observation."""
         return {
             "link_bytes_per_s": self.observed_link_bytes_per_s,
             "link_observations": self._link.rate.num_observed,

@@ -1,7 +1,7 @@
-"""Attention of one captured step over DraftRows, and the step that drafts read anchors in.
+"""Attention of one captured step over DraftRows, and the draft step over anchors.
 
-Every step attends to the recent window from indices that it advances itself on the device. What
-else it attends to does not change within a round.
+Every step attends to the recent window by indices that the step itself advances on the device.
+Nothing else that a step attends to changes within a round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class StepAttention(Protocol):
     """Attention of the first `batch` rows of a DraftRows, one query token each."""
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
-        """Prepare the replays of a round over these rows, at most `batch`. Not part of a graph."""
+        """Prepare the replays of a round over these rows, at most `batch`. A graph does not hold
+        this call."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         """Attend from q [batch, num_qo_heads, head_dim] to the past and to `tail`.
@@ -32,13 +33,13 @@ class StepAttention(Protocol):
 
 
 class AnchorStep:
-    """Drafts: past pages are read from their anchors."""
+    """StepAttention of drafts, which reads past pages from their anchors."""
 
     def __init__(
         self, kv: GpuKVCache, num_qo_heads: int, rows: DraftRows, batch: int, *, past: bool = True
     ) -> None:
-        """past: whether there is any; without it only the tail is attended to. Layers share one
-        plan, or have a plan each over rows.head_pages."""
+        """past: False attends to the tail only. Layers share one plan, or have a plan each over
+        rows.head_pages."""
         self._kv = kv
         heads = heads_of(kv, num_qo_heads)
         common: dict[str, Any] = {
@@ -46,8 +47,7 @@ class AnchorStep:
             "q_dtype": kv.geometry.dtype,
         }
         head_pages = rows.head_pages if past else None
-        # The CUDA kernel shares out pages of the past, of which there are none, or one list of them
-        # for all heads.
+        # The CUDA kernel divides pages of the past among blocks: it needs one list for all heads.
         backend: Literal["auto", "triton"] = "auto" if past and head_pages is None else "triton"
         nbytes = workspace_nbytes(
             batch_size=batch,
@@ -80,7 +80,7 @@ class AnchorStep:
             self.by_layer = [planned(head_pages[:, layer]) for layer in range(layers)]
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
-        """The kernel reads all it needs from DraftRows."""
+        """Do nothing: the kernel reads all it needs from DraftRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         return self.by_layer[layer].run(q, self._kv.anchors.layer(layer), tail)[0]

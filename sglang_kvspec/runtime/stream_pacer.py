@@ -1,9 +1,9 @@
-"""When the tokens of a round reach their streams: pure decisions, the clock is handed in.
+"""Pacing of a round's tokens in their streams: pure decisions, for times that the caller passes.
 
-A verification emits several tokens at once. Handed on at once they make a stream stutter: a burst,
-then silence until the next round. The pacer spreads them evenly between the token before them and
-the time at which the next round is expected to end, and a little more: tokens that are left when
-that round comes fill the gap behind it if it brings few.
+A verification emits several tokens at once. Sent at once, they make a stream stutter: a burst, then
+silence until the next round. The pacer spreads tokens evenly from the token before them to a little
+after the expected end of the next round. If that round brings few tokens, the tokens that are left
+fill the gap behind it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
-# Time over which tokens are spread, relative to the longest that a round is expected to take. With
-# less, a stream runs dry behind a rejected draft; with more, tokens reach their time limit.
+# Time over which tokens are spread, relative to the longest expected time of a round. With less, a
+# stream runs dry after a rejected draft; with more, tokens reach their time limit.
 MARGIN = 1.15
-# Weight of the newest round in what is learned of the others.
+# Weight of the newest round in running means.
 WEIGHT = 0.25
-# Rounds take between half and twice the time that was expected; what is beyond is a prefill's.
+# Bounds of a round's measured time over its expected time: a longer round contains a prefill.
 RATIOS = (0.5, 2.0)
 
 
 @dataclass(slots=True)
 class _Stream(Generic[Item]):
-    """One answer under way. Times in seconds.
+    """Stream of one unfinished answer. Times in seconds.
 
-    held: items that wait, with the time at which each is due, ascending. num_old: how many of them,
-    the first ones, were left by the round before this one. following: tokens of the round that
-    have not come yet. expected_s: what the round under way is expected to take, 0 for unknown.
-    mean_s: mean time of a round. ratio, spread: time of rounds over what was expected, mean and
-    mean deviation. first_due, step_s: when this round's first token is due, and the time between
-    two tokens. limit: time by which every token of this round is due. last: when an item left.
+    began: start of the current round. held: items that wait, with their due times, ascending.
+    num_old: number of the first items of `held` that the previous round left. following: tokens of
+    the round that have not come yet. expected_s: expected time of the current round, 0 for unknown.
+    mean_s: mean time of a round. ratio, spread: mean and mean deviation of a round's time over its
+    expected time. first_due, step_s: due time of this round's first token, and the time between two
+    tokens. limit: time by which every token of this round is due. last: when an item was last
+    released.
     """
 
     began: float
@@ -53,11 +54,11 @@ class _Stream(Generic[Item]):
     last: float = 0.0
 
     def begin_round(self, now: float, num_tokens: int, expected_s: float) -> None:
-        """Spread num_tokens, behind those that are held, evenly between the last item that left and
-        the next round. A round that brings one token makes two gaps of what would be one.
+        """Spread num_tokens, behind the held items, evenly between the last released item and the
+        next round. A single token splits that gap in two.
 
-        Unless it is given, the next round is expected to take what the last one took, or what
-        rounds take in the mean, if that is more. Items that the last two rounds left are due.
+        expected_s: expected time of the next round. For 0, it is the time of the last round, or the
+        mean of all rounds if that is longer. Items that two rounds have left are due at once.
         """
         elapsed_s = now - self.began
         if self.expected_s:
@@ -75,24 +76,25 @@ class _Stream(Generic[Item]):
         self.step_s = (end - self.last) / (num_items + 1)
         first = self.last + self.step_s
         if first < now or not expected_s:
-            # The gap before this round is the longest already, or what is expected is a guess.
+            # The gap before this round is already the longest, or the expected time is a guess.
             first, self.step_s = now, (end - now) / num_items
         for i, (due, item) in enumerate(self.held):
-            # None is moved beyond the time that its own round was expected to take.
+            # No item is moved beyond the time limit of its own round.
             new = now if i < self.num_old else first + (i - self.num_old) * self.step_s
-            self.held[i] = (min(due, new), item)
+            self.held[i] = (min(due, new, self.limit), item)
         self.first_due = first + num_kept * self.step_s
-        self.num_old = num_kept
+        # Items of rounds before the last one are due, and counted off as they leave.
+        self.num_old = len(self.held)
 
     def hold(self, item: Item) -> float:
-        """Put the round's next item behind those that are held; return the time it is due at."""
+        """Append the round's next item to the held items. Return its due time."""
         due = min(self.first_due + self.index * self.step_s, self.limit)
         self.index += 1
         self.held.append((due, item))
         return due
 
     def release(self, now: float) -> list[Item]:
-        """Take out what is due."""
+        """Remove and return the items that are due."""
         items = []
         while self.held and self.held[0][0] <= now:
             items.append(self.held.popleft()[1])
@@ -102,15 +104,15 @@ class _Stream(Generic[Item]):
 
 
 class StreamPacer(Generic[Item]):
-    """Holds items, one a token, until their time has come; in the order in which they came.
+    """Pacer that holds items, one a token, until they are due. Items of a stream stay in order.
 
-    No item is held for longer than its stream's next round is expected to take at most, beyond the
-    round after that, or once its stream has ended.
+    No item is held for longer than the longest expected time of its stream's next round. None is
+    held beyond the round after that, or once its stream has ended.
     """
 
     def __init__(self) -> None:
         self._streams: dict[str, _Stream[Item]] = {}
-        # (due, number, key) of held items; an entry whose item has left says nothing.
+        # (due, number, key) of held items. An entry whose item has been released is ignored.
         self._due: list[tuple[float, int, str]] = []
         self._numbers = count()
 
@@ -124,7 +126,7 @@ class StreamPacer(Generic[Item]):
         now: float,
         expected_s: float = 0.0,
     ) -> list[Item]:
-        """Take one token of a stream; return what is to be handed on now, oldest first.
+        """Take one token of a stream. Return the items to send now, oldest first.
 
         following: tokens of the same round that come behind this one. is_last: the answer ends.
         expected_s: time until the stream's next round, 0 for unknown.
@@ -137,7 +139,7 @@ class StreamPacer(Generic[Item]):
             stream = self._streams[key] = _Stream(now, limit=now)
         elif not stream.following:
             stream.begin_round(now, following + 1, expected_s)
-            # Items that are held may be due earlier than before.
+            # A new round may make held items due earlier.
             for due, _ in stream.held:
                 self._note(due, key)
         stream.following = following
@@ -148,7 +150,7 @@ class StreamPacer(Generic[Item]):
         heapq.heappush(self._due, (due, next(self._numbers), key))
 
     def take_due(self, now: float) -> list[Item]:
-        """Take out the items whose time has come."""
+        """Remove and return the items of all streams that are due."""
         items = []
         while self._due and self._due[0][0] <= now:
             _, _, key = heapq.heappop(self._due)
@@ -158,12 +160,13 @@ class StreamPacer(Generic[Item]):
         return items
 
     def next_due(self) -> float | None:
-        """Return the time of the next held item, None where nothing is held."""
+        """Return the time of the next held item; None if no item is held."""
         while self._due:
             due, _, key = self._due[0]
             stream = self._streams.get(key)
             if stream is not None and stream.held:
-                # An entry of an item that has left may be earlier: the caller asks again then.
+                # The entry may be of an item that was released, and too early: the caller asks
+                # again then.
                 return due
             heapq.heappop(self._due)
         return None

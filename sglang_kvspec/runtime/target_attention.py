@@ -1,4 +1,4 @@
-"""Attention at the target precision, as prefills, steps and verifications ask for it."""
+"""Protocols of attention at the target precision, for prefills, steps and verifications."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class CapturedTarget(Protocol):
     num_parts: int
 
     def plan(self, rows: TargetRows) -> None:
-        """Prepare the replay of a verification that VerifyRows is loaded with. Not part of a
-        graph; does not wait for the device."""
+        """Prepare the replay of a verification that VerifyRows is loaded with. A graph does not
+        hold this call, which does not wait for the device."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         """Attend from q [num_tokens, num_qo_heads, head_dim] to the past and, causally, to `tail`.
@@ -39,14 +39,14 @@ class CapturedTarget(Protocol):
 
 
 class TargetVerifications(Protocol):
-    """Maker of the attention of captured verifications over one VerifyRows. No two of them may be
-    replayed at once."""
+    """Factory for the attention of captured verifications over one VerifyRows. No two captured
+    verifications may be replayed at once."""
 
     def has_room(self, size: VerifySize) -> bool:
-        """Return whether a verification of this size can be captured."""
+        """Return True if a verification of this size can be captured."""
 
     def make(self, size: VerifySize) -> CapturedTarget:
-        """Make the attention of one size, which has room. Capture it before the next is made."""
+        """Make the attention of one size, which has room. Capture it before making the next."""
 
 
 class TargetAttention(Protocol):
@@ -55,7 +55,7 @@ class TargetAttention(Protocol):
 
     The constructor takes the rank's GpuKVCache and its number of query heads. It raises
     UnsupportedError for sizes that the kernels do not cover. Softmax scale is 1 / sqrt(head_dim).
-    Outputs of all parts agree within rounding; is_deterministic: bit by bit.
+    Outputs of all methods agree within rounding, and bit by bit where is_deterministic.
 
     target: precision of full pages that queries see, a value of --kvspec-target.
     is_deterministic: bits depend neither on batches nor on chunks nor on drafts.
@@ -90,7 +90,7 @@ class TargetAttention(Protocol):
         """Make the attention of a captured step of the first `batch` rows."""
 
     def short_step(self, rows: DraftRows, batch: int) -> StepAttention:
-        """Make the step for short contexts; that of step() unless short_steps_differ."""
+        """Make the step for short contexts. Without short_steps_differ it is that of step()."""
 
     def verifications(self, rows: VerifyRows) -> TargetVerifications:
-        """Make the maker of captured verifications over `rows`."""
+        """Make the factory for captured verifications over `rows`."""

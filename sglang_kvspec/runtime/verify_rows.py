@@ -1,4 +1,4 @@
-"""Rows of a verification that a CUDA graph reads: who has which tokens, and what they attend to."""
+"""Rows of a captured verification: the tokens of each request, and what they attend to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from sglang_kvspec.kv.target_rows import TargetRows
 
 class VerifyRows:
     """Index tensors of up to max_tokens tokens of up to max_rows requests, or of their parts where
-    rows are split by page. Their addresses never change, so that a CUDA graph captured over the
-    first of them can be replayed for every verification that has room there.
+    rows are split by page. Their addresses never change. So a CUDA graph captured over the first
+    tokens and parts can be replayed for every verification that fits.
 
-    Tokens beyond those that were set write nothing and belong to no part; parts beyond have no
-    tokens.
+    Unused tokens write nothing and belong to no part. Unused parts have no tokens.
     """
 
     def __init__(
@@ -30,10 +29,10 @@ class VerifyRows:
         device: torch.device,
         tokens: torch.Tensor | None = None,
     ) -> None:
-        """max_parts: at least max_rows; launches may be made for more than there ever are.
-        max_past, max_tail: pages of all parts together. max_encoded: pages that requests fill on
-        the way to the last one they write to. tokens: [2, max_tokens] int64, where input_ids and
-        positions lie, in memory of their own unless given."""
+        """max_parts: at least max_rows; launches may be made for more parts than ever occur.
+        max_past, max_tail: pages of all parts together. max_encoded: pages that requests fill
+        before the last page that each writes to. tokens: [2, max_tokens] int64 memory of input_ids
+        and positions; None allocates it."""
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.max_parts, self.max_encoded = max_parts, max_encoded
         self.device = device
@@ -66,7 +65,7 @@ class VerifyRows:
         )
 
     def clear(self) -> None:
-        """No token, no part."""
+        """Remove all tokens and parts."""
         for ends in (self.qo_indptr, self.past_indptr, self.tail_indptr, self.tail_lens):
             ends.zero_()
         for places in (self.slots, self.encode_source, self.encode_pages):
@@ -75,10 +74,10 @@ class VerifyRows:
     def values_of(
         self, rows: TargetRows, tokens: Sequence[int], positions: Sequence[int]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What send_into() is to set: the first tokens and parts, and the others cleared. rows: of
-        a plan whose rows are all VERIFY, and that has room; tokens, positions: of each of its
-        tokens."""
-        assert self.has_room(rows), "a verification that was not captured"
+        """Return the (tensor, values) pairs for send_into() that set the first tokens and parts,
+        and clear the others. rows: of a plan whose rows are all VERIFY, and for which has_room()
+        holds. tokens, positions: one for each token of the plan."""
+        assert self.has_room(rows), "no captured CUDA graph fits this verification"
         assert len(tokens) == len(positions) == rows.num_tokens
         values = {
             "input_ids": torch.tensor(tokens),
@@ -96,15 +95,15 @@ class VerifyRows:
             values[name] = filled(ends, self.max_parts + 1, int(ends[-1]))
         return [(getattr(self, name)[: len(each)], each) for name, each in values.items()]
 
-    # What a captured forward calls
+    # Calls of a captured forward
 
     def begin_step(self, num_tokens: int) -> None:
-        """All was said before."""
+        """Do nothing: values_of() describes all tokens of the verification."""
 
     def end_step(self, logits: torch.Tensor) -> None:
-        """What follows from logits is decided outside."""
+        """Do nothing: the logits are used outside of the graph."""
 
 
 def filled(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
-    """`values` [N], and `value` up to this length."""
+    """Return `values` [N], followed by `value` up to this length."""
     return torch.cat((values, values.new_full((length - len(values),), value)))

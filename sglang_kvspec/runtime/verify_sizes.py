@@ -1,19 +1,20 @@
-"""For which sizes a verification is captured, and which of these one takes."""
+"""Sizes for which verifications are captured, and the choice among them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# Products of a token more or less cost nearly the same as long as weights are read for longer than
-# that, which on a Hopper device is up to about 200 tokens. Beyond, launches no longer matter.
+# Token counts to capture. Up to about 200 tokens on a Hopper device, reading weights takes longer
+# than multiplying by them, so a few more tokens cost little. Beyond that, launches do not matter.
 TOKEN_COUNTS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320)
-# With five tokens more they take 6 and 19 % longer (cuBLAS, weights of 32B on an H200).
+# Most tokens of a cuBLAS tile: five tokens more take 6 and 19 % longer (weights of 32B on an H200).
 LAST_OF_TILES = (128, 160)
 
 
 class VerifySize(NamedTuple):
-    """Room of a captured verification: tokens of all requests together, and of any one of them."""
+    """Room of a captured verification: tokens of all requests together, and most tokens of one of
+    them."""
 
     num_tokens: int
     max_qo_len: int
@@ -22,13 +23,14 @@ class VerifySize(NamedTuple):
 def sizes_to_capture(
     max_rows: int, longest: int, query_counts: Iterable[int], num_piggyback: int = 0
 ) -> tuple[VerifySize, ...]:
-    """Ascending by max_qo_len and then num_tokens; find_size() finds one among them for every
-    verification of up to max_rows requests, with up to `longest` tokens each, that together with
-    the longest possible one has no more than the last of TOKEN_COUNTS.
+    """Return the sizes to capture, ascending by max_qo_len and then num_tokens.
 
-    query_counts: tokens of a request at which the attention's kernel changes; those that are not
-    below `longest` by more than one count as `longest`.
-    num_piggyback: rows of other requests in the same products.
+    find_size() finds one of them for every verification of up to max_rows requests, with up to
+    `longest` tokens each. This holds if the verification's tokens plus `longest` are at most the
+    last of TOKEN_COUNTS.
+
+    query_counts: tokens of a request at which the attention's kernel changes; counts from `longest`
+    - 1 on count as `longest`. num_piggyback: rows of other requests in the same products.
     """
     fitting = {count - num_piggyback for count in LAST_OF_TILES if count > num_piggyback}
     counts = sorted(fitting.union(TOKEN_COUNTS))
@@ -37,7 +39,8 @@ def sizes_to_capture(
     for max_qo_len in widest:
         below = 0
         for num_tokens in counts:
-            # One size more than what requests of this length can have: they may not fill it.
+            # Include the first size at or above the most tokens that requests of this length can
+            # have.
             if num_tokens >= max_qo_len and below < max_rows * max_qo_len:
                 sizes.append(VerifySize(num_tokens, max_qo_len))
             below = num_tokens
@@ -45,11 +48,11 @@ def sizes_to_capture(
 
 
 def find_size(sizes: Sequence[VerifySize], lengths: Sequence[int]) -> VerifySize | None:
-    """The first of `sizes`, ascending, for requests of these numbers of tokens; None where they
-    have no room in any."""
+    """Return the first of `sizes`, ascending, with room for requests of these numbers of tokens;
+    None if no size has room."""
     num_tokens, longest = sum(lengths), max(lengths)
     for size in sizes:
-        # A kernel whose launch is fixed by both numbers counts on so many rows at most.
+        # A launch that both numbers fix has room for at most this many rows.
         num_rows = size.num_tokens - size.max_qo_len + 1
         if (
             size.max_qo_len >= longest

@@ -1,4 +1,4 @@
-"""Bytes on a wire: anchors first, residuals behind, from a sender's pages into a receiver's."""
+"""KV pages on a wire, anchors before residuals, from a sender's memory into a receiver's."""
 
 from sglang_kvspec.transport.arrivals import (
     Arrival,

@@ -1,4 +1,4 @@
-"""Where arriving bytes go: into the memory of pages that expect them, once."""
+"""Incoming transfers: each arriving byte is written once, into the page that expects it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sglang_kvspec.transport.ranges import ByteRanges
 from sglang_kvspec.transport.segments import TransferShape
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 
-# A sender cuts a chunk in order; this many holes in one come from nothing that means well.
+# A sender cuts a chunk in order: only a broken or hostile one leaves this many holes.
 MAX_HOLES = 256
-# Transfers that are over, kept so that late frames are known for what they are.
+# Ended transfers that are remembered, so that their late frames are recognized.
 NUM_REMEMBERED = 4096
 
-# Stream, page's index, chunk.
+# (stream, page index, chunk)
 _Place = tuple[Stream, int, int]
 
 
@@ -27,14 +27,14 @@ class Destination(Protocol):
     """Memory that pages arrive in."""
 
     def view(self, stream: Stream, page: int, generation: int, chunk: int) -> memoryview | None:
-        """Writable room for the largest chunk of the stream, of which the first bytes are written;
-        None if the page is of another generation by now."""
+        """Return writable memory for the largest chunk of the stream; a shorter chunk fills its
+        first bytes. None if the page has another generation."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PageArrived:
-    """All chunks of a page's stream have arrived, of so many bytes each."""
+    """Event: all chunks of a page's stream have arrived. chunk_bytes: size of each."""
 
     transfer: int
     stream: Stream
@@ -48,7 +48,7 @@ class PageArrived:
 
 @dataclass(frozen=True, slots=True)
 class StreamArrived:
-    """All pages of a stream have arrived, after_s after they were expected."""
+    """Event: all pages of a stream have arrived. after_s: seconds since expect()."""
 
     transfer: int
     stream: Stream
@@ -57,7 +57,7 @@ class StreamArrived:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The transfer is over; no byte of it will be written any more."""
+    """Event: the transfer has failed. No byte of it will be written from now on."""
 
     transfer: int
     reason: str
@@ -67,7 +67,7 @@ Arrival = PageArrived | StreamArrived | TransferFailed
 
 
 class IncomingState(Enum):
-    """EMPTY: anchors are missing. DRAFTABLE: all anchors are there. COMPLETE: residuals too."""
+    """EMPTY: anchors are missing. DRAFTABLE: all anchors are here. COMPLETE: residuals, too."""
 
     EMPTY = 0
     DRAFTABLE = 1
@@ -98,10 +98,13 @@ class Incoming:
         }
         self._index = {page: index for index, (page, _) in enumerate(pages)}
         self._partial: dict[_Place, ByteRanges] = {}
-        # Chunks that are there, and their bytes.
+        # Chunks that have arrived, with their sizes in bytes.
         self._full: dict[_Place, int] = {}
         if len(pages) != shape.num_pages or len(self._index) != len(pages):
-            raise TransportError(f"transfer {transfer}: {len(pages)} pages, or one twice: {shape}")
+            raise TransportError(
+                f"transfer {transfer} needs {shape.num_pages} distinct pages, got {len(pages)}, "
+                f"{len(self._index)} distinct: {shape}"
+            )
 
     @property
     def state(self) -> IncomingState:
@@ -110,8 +113,8 @@ class Incoming:
         return IncomingState.DRAFTABLE if self.missing[Stream.RESIDUAL] else IncomingState.COMPLETE
 
     def write(self, frame: Data, payload: Buffer) -> tuple[int, PageArrived | None]:
-        """Copy what is new of a piece. Returns its bytes, and the event where a page's stream is
-        now complete. Raises FrameError, and has written nothing, for a wrong place."""
+        """Copy the new bytes of a piece. Return their number, and the event if a page's stream is
+        complete. Raises FrameError for a wrong place, before anything is written."""
         key = self._place(frame)
         if key in self._full:
             return 0, None
@@ -119,11 +122,11 @@ class Incoming:
         if target is None:
             raise FrameError(Drop.RECYCLED, f"page {frame.page} has been recycled")
         if len(target) < frame.size:
-            raise FrameError(Drop.NO_ROOM, f"{key} of {frame.size} bytes, room for {len(target)}")
+            raise FrameError(Drop.NO_ROOM, f"{key} has {frame.size} bytes, its place {len(target)}")
         if (ranges := self._partial.get(key)) is None:
             ranges = self._partial[key] = ByteRanges(frame.size)
         if len(ranges) >= MAX_HOLES:
-            raise FrameError(Drop.MISPLACED, f"{key} has {len(ranges)} holes")
+            raise FrameError(Drop.MISPLACED, f"{key} has {len(ranges)} holes, the limit")
         num_new, source = 0, memoryview(payload)
         for start, stop in ranges.add(frame.offset, frame.offset + frame.length):
             target[start:stop] = source[start - frame.offset : stop - frame.offset]
@@ -131,7 +134,7 @@ class Incoming:
         return num_new, self._fill(key) if ranges.is_full else None
 
     def _place(self, frame: Data) -> _Place:
-        """Which chunk a piece is of. Nothing that the frame says is believed."""
+        """Check every field of a frame. Return the chunk of its piece, or raise FrameError."""
         index = self._index.get(frame.page)
         if (
             index is None
@@ -139,24 +142,28 @@ class Incoming:
             or frame.chunk >= self.shape.num_chunks
         ):
             raise FrameError(
-                Drop.MISPLACED, f"{frame.stream.name} of page {frame.page}, chunk {frame.chunk}"
+                Drop.MISPLACED,
+                f"there is no {frame.stream.name} chunk {frame.chunk} of page {frame.page}",
             )
-        if frame.generation != self.pages[index][1]:
-            raise FrameError(Drop.STALE, f"page {frame.page}, generation {frame.generation}")
+        if frame.generation != (expected := self.pages[index][1]):
+            detail = f"page {frame.page} has generation {expected}, the frame {frame.generation}"
+            raise FrameError(Drop.STALE, detail)
         key = (frame.stream, index, frame.chunk)
         stop, limit = frame.offset + frame.length, self.shape.chunk_bytes(frame.stream)
         if not stop <= frame.size <= limit:
             raise FrameError(
-                Drop.MISPLACED, f"{key}: bytes up to {stop} of {frame.size}, limit {limit}"
+                Drop.MISPLACED, f"{key}: piece ends at {stop} of {frame.size} bytes, limit {limit}"
             )
         partial = self._partial.get(key)
         known = self._full.get(key) if partial is None else partial.size
         if known not in (None, frame.size):
-            raise FrameError(Drop.MISPLACED, f"{key} has {known} bytes, now {frame.size}")
+            raise FrameError(
+                Drop.MISPLACED, f"{key} has {known} bytes, the frame says {frame.size}"
+            )
         return key
 
     def _fill(self, key: _Place) -> PageArrived | None:
-        """A chunk has arrived. Returns the event if its page has."""
+        """Record that a chunk has arrived. Return the event if its page's stream is complete."""
         stream, index, _ = key
         self._full[key] = self._partial.pop(key).size
         self.missing[stream] -= 1
@@ -175,23 +182,23 @@ class Arrivals:
         self.counters = counters
         self.incoming: dict[int, Incoming] = {}
         self._events: list[Arrival] = []
-        # Why a transfer failed, None: it is complete. An acknowledgement or an Abort may be lost
-        # with its connection; then the sender sends again.
+        # Why a transfer failed; None if it is complete. An Ack or an Abort may be lost with its
+        # connection, and the sender then sends again.
         self._over: dict[int, str | None] = {}
 
     def expect(self, incoming: Incoming) -> None:
         if incoming.transfer in self.incoming:
-            raise TransportError(f"transfer {incoming.transfer} is expected already")
+            raise TransportError(f"transfer {incoming.transfer} is already expected")
         self.incoming[incoming.transfer] = incoming
 
     def write(self, frame: Data, payload: Buffer, now_s: float) -> bool:
-        """Returns whether anything was new. Raises FrameError for a frame to drop."""
+        """Write a piece. Return True if any byte was new. Raises FrameError for a frame to drop."""
         incoming = self.incoming.get(frame.transfer)
         if incoming is None and self._over.get(frame.transfer, "never heard of") is None:
             self.counters.streams[frame.stream].duplicate_bytes += frame.length
             return False
         if incoming is None:
-            raise FrameError(Drop.UNKNOWN, f"transfer {frame.transfer}")
+            raise FrameError(Drop.UNKNOWN, f"transfer {frame.transfer} is unknown")
         num_new, page = incoming.write(frame, payload)
         stream = self.counters.streams[frame.stream]
         stream.frames += 1
@@ -206,16 +213,16 @@ class Arrivals:
         return num_new > 0
 
     def fail(self, transfer: int, reason: str) -> None:
-        """Give a transfer up; nothing happens where it is over."""
+        """Fail a transfer. Does nothing if the transfer is not expected."""
         if self.incoming.pop(transfer, None) is not None:
             self.counters.failed += 1
             self._remember(transfer, reason)
             self._events.append(TransferFailed(transfer, reason))
 
     def reason_of(self, transfer: int) -> str:
-        """Why bytes of it are not wanted, for its sender."""
+        """Return why bytes of a transfer are not wanted, to tell its sender."""
         reason = self._over.get(transfer)
-        return "the receiver does not expect it" if reason is None else reason
+        return "the receiver does not expect the transfer" if reason is None else reason
 
     def take_events(self) -> list[Arrival]:
         events, self._events = self._events, []

@@ -1,4 +1,4 @@
-"""What a link did, for whoever exports it."""
+"""Counters of a link, for metrics and reports."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from sglang_kvspec.transport.wire import Drop
 
 @dataclass(slots=True)
 class StreamCounters:
-    """payload_bytes counts what was sent or written, resent_bytes what of it was sent again,
-    and duplicate_bytes what arrived though it was there. busy_s: time with bytes on their way."""
+    """Totals of one stream. payload_bytes: bytes sent or written. resent_bytes: those of them that
+    were sent again. duplicate_bytes: bytes that arrived again. busy_s: time with bytes in
+    flight."""
 
     frames: int = 0
     payload_bytes: int = 0
@@ -24,7 +25,7 @@ class StreamCounters:
 
 @dataclass(slots=True)
 class Durations:
-    """From a transfer's start to some point in it, over all transfers that got there."""
+    """Seconds from a transfer's start to a point in it, over transfers that reached the point."""
 
     count: int = 0
     total_s: float = 0.0
@@ -43,7 +44,7 @@ class Durations:
 
 @dataclass(slots=True)
 class LinkCounters:
-    """One end's totals. A receiver fills to_anchors and to_residuals, a sender busy_s."""
+    """Totals of one end. A receiver fills to_anchors and to_residuals, a sender busy times."""
 
     streams: dict[Stream, StreamCounters] = field(
         default_factory=lambda: {stream: StreamCounters() for stream in Stream}
@@ -60,8 +61,8 @@ class LinkCounters:
     since_s: float = 0.0
 
     def snapshot(self) -> LinkCounters:
-        """A copy that stays as it is. From another thread than the end's, what belongs together may
-        be a frame apart."""
+        """Return a copy. If it is taken on another thread than the end's, related counters may be a
+        frame apart."""
         return replace(
             self,
             streams={stream: replace(counters) for stream, counters in self.streams.items()},
@@ -71,12 +72,12 @@ class LinkCounters:
         )
 
     def link_use(self, now_s: float) -> float:
-        """Share of this end's life in which bytes were on their way."""
+        """Return the share of this end's life in which bytes were in flight."""
         return self.link_busy_s / (now_s - self.since_s) if now_s > self.since_s else 0.0
 
 
 def sum_of(ends: Sequence[LinkCounters]) -> LinkCounters:
-    """Totals of several ends, at least one."""
+    """Return the totals of several ends, at least one."""
     total = LinkCounters(since_s=min(end.since_s for end in ends))
     for end in ends:
         for stream, counted in end.streams.items():

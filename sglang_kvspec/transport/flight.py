@@ -1,4 +1,4 @@
-"""What one peer has been sent and has not acknowledged."""
+"""Pieces that were sent to one peer and are not acknowledged."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.transport.frames import ACK_SPAN, MAX_PIECE_BYTES, Stream
 from sglang_kvspec.transport.segments import Piece
 
-# Frames that may overtake one another before the slower one counts as lost.
+# Later frames that may be read before a missing one counts as lost.
 REORDER_FRAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class FlightLimits:
-    """residual_bytes bounds what an anchor can sit behind: residuals that are on their way to the
-    peer cannot be called back. total_bytes and frames bound both streams together. piece_bytes:
-    what a piece costs beside its bytes is shared by more of them in a long one; two must fit into
-    residual_bytes, or each waits until the one before it is acknowledged. anchor_piece_bytes: the
-    same for anchors, where it is not 0; nothing more urgent waits behind one."""
+    """Limits for one peer.
+
+    piece_bytes: longest piece. A long piece spreads its fixed cost over more bytes. Two pieces must
+    fit into residual_bytes, or each waits until the one before it is acknowledged.
+    anchor_piece_bytes: the same for anchors, unless it is 0; nothing more urgent waits behind an
+    anchor. residual_bytes: residuals in flight. They cannot be called back, so an anchor waits
+    behind this many bytes at most. total_bytes, frames: in flight, both streams together.
+    """
 
     piece_bytes: int = 488 << 10
     anchor_piece_bytes: int = 0
@@ -33,21 +36,21 @@ class FlightLimits:
             and self.residual_bytes + self.longest(Stream.ANCHOR) <= self.total_bytes < 1 << 31
             and 1 <= self.frames <= ACK_SPAN // 2
         ):
-            raise TransportError(f"limits that exclude one another: {self}")
+            raise TransportError(f"these limits exclude one another: {self}")
 
     def longest(self, stream: Stream) -> int:
-        """Bytes of the longest piece."""
+        """Return the bytes of the longest piece."""
         return (stream is Stream.ANCHOR and self.anchor_piece_bytes) or self.piece_bytes
 
 
 UNPACED = FlightLimits(anchor_piece_bytes=MAX_PIECE_BYTES)
-# On an emulated link, which lets a piece leave whole and then nothing for as long as that takes. It
-# is the link that is slow there, not what a piece costs.
+# For an emulated link, which lets a whole piece leave and then nothing for as long as that takes.
+# There the link limits the speed, not the fixed cost of pieces.
 PACED = FlightLimits(piece_bytes=240 << 10)
 
 
 class Flight:
-    """Pieces by sequence. The peer's credit can only narrow the limits of this end."""
+    """Pieces in flight by sequence. The peer's credit can only narrow the limits of this end."""
 
     def __init__(self, limits: FlightLimits) -> None:
         self._limits = limits
@@ -63,8 +66,8 @@ class Flight:
         return self.bytes_of[Stream.ANCHOR] + self.bytes_of[Stream.RESIDUAL]
 
     def fit(self, stream: Stream, wanted: int) -> int:
-        """How long the next piece of a stream may be that has `wanted` bytes left; 0: none now.
-        A peer with less credit than a piece gets one shorter piece at a time."""
+        """Return the length that the next piece of a stream may have, with `wanted` bytes left; 0
+        if none may go. A peer with less credit than a piece gets one shorter piece at a time."""
         limits, (anchors, residuals) = self._limits, self.bytes_of
         if len(self._pieces) >= limits.frames:
             return 0
@@ -85,10 +88,11 @@ class Flight:
         self.bytes_of[piece.stream] += piece.length
 
     def settle(self, highest: int, seen: bytes, echo: int) -> tuple[list[Piece], list[Piece]]:
-        """Take out what an Ack decides: (delivered, lost), each in the order it was sent.
+        """Remove the pieces that an Ack decides: (delivered, lost), each in sending order.
 
-        A connection keeps order, so what is missing below the highest sequence was damaged or went
-        down with a connection; the answer to a Ping is proof of that for all before the Ping.
+        A connection keeps order. A piece that is missing below the highest sequence was therefore
+        damaged, or lost with a connection. The answer to a Ping proves that for all frames before
+        the Ping.
         """
         bits = int.from_bytes(seen, "little")
         delivered, lost = [], []
@@ -105,7 +109,7 @@ class Flight:
         return delivered, lost
 
     def drain(self) -> list[Piece]:
-        """The connection is gone: everything, in the order it was sent."""
+        """Remove all pieces, in sending order, because the connection is lost."""
         pieces = list(self._pieces.values())
         self._pieces.clear()
         self.bytes_of = [0, 0]

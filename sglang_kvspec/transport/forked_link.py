@@ -1,4 +1,4 @@
-"""A sender's link to several receivers of a transfer, of which each has a part of every page."""
+"""A sender's link to several receivers of a transfer. Each has a part of every page."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sglang_kvspec.transport.sender import (
     TransferOpened,
 )
 
-# Transfers that were given up, kept so that whoever opens them late is told.
+# Aborted transfers that are remembered, so that a receiver that opens one late is told.
 NUM_REMEMBERED = 4096
-_OTHER_PARTS = "it is sent in another number of parts"
+_OTHER_PARTS = "the transfer is sent in another number of parts"
 
 
 class WholeLink(Protocol):
-    """A SenderLoop."""
+    """Link to receivers of whole pages: a SenderLoop."""
 
     def offer(self, key: SegmentKey, memory: memoryview) -> None: ...
 
@@ -31,8 +31,8 @@ class WholeLink(Protocol):
 
 @dataclass(slots=True)
 class _Transfer:
-    """begun: parts that were opened, or offered. opened: those that a receiver asked for. ended:
-    parts that are over. reason: why the first of them failed that did."""
+    """Transfer in parts. begun: parts that were opened or offered. opened: parts that a receiver
+    opened. ended: parts that have ended. reason: why the first failed part failed."""
 
     num_parts: int
     begun: set[int] = field(default_factory=set)
@@ -46,21 +46,21 @@ class _Transfer:
 
 
 class ForkedLink:
-    """A SenderLoop whose transfers may have a receiver for each chunk of a page. They are open when
-    all of these have opened them, and over when it is over with all; where one fails the others are
-    given up. Without an Open, a transfer is for one receiver.
+    """A SenderLoop whose transfers may have a receiver for each chunk of a page. A transfer is open
+    when all its receivers have opened it, and ends when all its parts have ended. If one part
+    fails, the others are aborted. A transfer that is offered before any Open has one receiver.
 
     Owned by one thread."""
 
     def __init__(self, link: WholeLink, harmless: Iterable[str] = ()) -> None:
-        """harmless: reasons to end one part for, while the others go on."""
+        """harmless: reasons for which one part may end while the others go on."""
         self._link, self._harmless = link, frozenset((None, *harmless))
         self._transfers: dict[int, _Transfer] = {}
         self._given_up: dict[int, str] = {}
         self._events: list[SendEvent] = []
 
     def offer(self, key: SegmentKey, memory: memoryview) -> None:
-        """As SenderLoop.offer, chunk i to receiver i."""
+        """Offer a chunk, like SenderLoop. Chunk i goes to receiver i if there are several."""
         transfer = self._transfers.get(key.transfer)
         if transfer is None:
             transfer = self._transfers[key.transfer] = _Transfer(num_parts=1)
@@ -73,7 +73,7 @@ class ForkedLink:
         self._link.offer(key._replace(transfer=number, chunk=0), memory)
 
     def abort(self, transfer: int, reason: str) -> None:
-        """As SenderLoop.abort, of all parts."""
+        """Abort all parts of a transfer."""
         self._remember(transfer, reason)
         known = self._transfers.get(transfer)
         if known is None:
@@ -111,12 +111,12 @@ class ForkedLink:
     def _note_ended(self, number: int, part: Part, reason: str | None) -> None:
         transfer = self._transfers.get(number)
         if transfer is None or transfer.num_parts != part.total:
-            # Of a receiver that was turned away.
+            # The part of a receiver that was turned away.
             return
         transfer.ended.add(part.place)
         if reason not in self._harmless and transfer.reason is None:
             transfer.reason = reason
-            of_others = f"another part of it failed: {reason}"
+            of_others = f"another part of the transfer failed: {reason}"
             self._remember(number, of_others)
             self._abort_parts(number, transfer, of_others)
         self._end_if_over(number, transfer, reason)
@@ -127,7 +127,7 @@ class ForkedLink:
             self._events.append(TransferEnded(number, transfer.reason or reason))
 
     def _abort_parts(self, number: int, transfer: _Transfer, reason: str) -> None:
-        """Also those that nobody has opened yet."""
+        """Abort the parts that have not ended, also those that no receiver has opened."""
         for place in set(range(transfer.num_parts)) - transfer.ended:
             self._link.abort(number_of(number, Part(place, transfer.num_parts)), reason)
 

@@ -1,4 +1,4 @@
-"""Every frame that may cross the wire, typed and bounded. How they become bytes: wire.py."""
+"""Frames of the KV transport, typed and bounded. wire.py converts them to bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PROTOCOL = 3
 MAX_PIECE_BYTES = 1 << 20
 MAX_PAGES = 1 << 15
 MAX_CHUNKS = 1 << 12
-# Sequences that an Ack speaks of, and that a replay is told apart within; far above the frames that
-# a sender may have in flight.
+# Sequences that an Ack covers and that a ReplayWindow remembers: far more than the frames that a
+# sender may have in flight.
 ACK_SPAN = 1024
 
 
@@ -23,7 +23,7 @@ class Stream(IntEnum):
     RESIDUAL = 1
 
 
-# An enum makes its members anew for each loop over it; this is for loops that run for each piece.
+# For loops that run for each piece: iterating over this tuple is faster than over the enum.
 STREAMS = tuple(Stream)
 
 Word = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -37,11 +37,13 @@ class _Frame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, g
 
 
 class Identity(_Frame, frozen=True):
-    """What two ends must agree on before a byte of KV crosses. tp_shape is (tensor-parallel ranks,
-    KV heads of a rank); rank is the sender's, or which one a receiver takes it for; part is which
-    of how many equal shares of the sender's KV heads a receiver has. `fingerprint` names the model
-    and the weights of a rank; `whole` names the model and the weights of all ranks together, alike
-    however many they are."""
+    """Properties of an end that the two ends compare before any KV crosses.
+
+    tp_shape: (tensor-parallel ranks, KV heads of a rank). rank: the sender's, or the one that a
+    receiver takes the sender for. part: (index, count): a receiver has share `index` of `count`
+    equal shares of the sender's KV heads. fingerprint: names the model and the weights of a rank.
+    whole: names the model and the weights of all ranks together, independent of their number.
+    """
 
     protocol: Count
     package: Name
@@ -71,14 +73,14 @@ class Welcome(_Frame, frozen=True):
 
 
 class Refuse(_Frame, frozen=True):
-    """The answer to a Hello that cannot be served; nonce 0 where the Hello could not be read."""
+    """The answer to a Hello that cannot be served; nonce 0 if the Hello could not be read."""
 
     nonce: Word
     reason: Reason
 
 
 class Bye(_Frame, frozen=True):
-    """The answer to a Ping of a session that this end does not know: greet again."""
+    """The answer to a frame of a session that the sender does not know: greet again."""
 
     session: Word
 
@@ -89,9 +91,9 @@ class Ping(_Frame, frozen=True):
 
 
 class Ack(_Frame, frozen=True):
-    """What has been read: `highest` is the highest sequence, bit i of `seen` (little endian) is
-    sequence highest - i. echo: sequence of the Ping that this answers, else 0. credit_bytes: what
-    the receiver of data lets be in flight; a sender of data says 0."""
+    """Either end to the other: sequences that were read. highest: the highest of them. seen: bit i,
+    little endian, is set if sequence highest - i was read. echo: sequence of the Ping that this Ack
+    answers, else 0. credit_bytes: bytes that a receiver allows in flight; a sender says 0."""
 
     session: Word
     sequence: Word
@@ -102,9 +104,9 @@ class Ack(_Frame, frozen=True):
 
 
 class Open(_Frame, frozen=True):
-    """Receiver to sender: send this transfer into these (page, generation). Repeating it is safe
-    and asks whether the transfer still lives. *_bytes: the most that one chunk of one page has.
-    Only the first num_residual_pages have residuals."""
+    """Receiver to sender: request for a transfer into `pages`, each (page, generation). A repeated
+    Open is safe and asks whether the transfer still exists. anchor_bytes, residual_bytes: largest
+    chunk of a page. Only the first num_residual_pages pages have residuals."""
 
     session: Word
     sequence: Word
@@ -117,7 +119,7 @@ class Open(_Frame, frozen=True):
 
 
 class Accept(_Frame, frozen=True):
-    """Sender to receiver: the Open was understood; data follows as it is offered."""
+    """Sender to receiver: the Open is accepted; data follows as it is offered."""
 
     session: Word
     sequence: Word
@@ -125,7 +127,7 @@ class Accept(_Frame, frozen=True):
 
 
 class Abort(_Frame, frozen=True):
-    """Either way: this transfer is over without being complete."""
+    """Either end to the other: this transfer has ended incomplete."""
 
     session: Word
     sequence: Word
@@ -135,8 +137,8 @@ class Abort(_Frame, frozen=True):
 
 class Data(_Frame, frozen=True):
     """Sender to receiver: `length` bytes of a chunk of a page, from `offset` on; the payload is the
-    message's second part. size: of the whole chunk, the same in all its pieces. A piece that is
-    sent again has a new sequence and the same place."""
+    message's second part. size: bytes of the whole chunk, the same in all its pieces. A piece
+    that is sent again has a new sequence and the same place."""
 
     session: Word
     sequence: Word

@@ -1,4 +1,4 @@
-"""Whether two ends may talk."""
+"""Comparison of two ends before they talk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_kvspec.transport.frames import Identity
 
 _WORDS = {
     "protocol": "transport protocol",
-    "package": "sglang-kvspec version",
+    "package": "versions of KV and packages",
     "codec": "--kvspec-codec",
     "target": "--kvspec-target",
     "page_size": "--page-size",
@@ -16,12 +16,12 @@ _WORDS = {
 
 
 def mismatch(here: Identity, there: Identity) -> str | None:
-    """One sentence on the first thing that differs, as the sender tells a receiver; None if
-    nothing does."""
+    """Return one sentence on the first difference, as the sender tells a receiver; None if there
+    is none."""
     for field, words in _WORDS.items():
         if (wrong := _differ(words, getattr(here, field), getattr(there, field))) is not None:
             return wrong
-    # Before the model: each rank has its own part of that.
+    # Sizes before the model: each rank has its own part of the model.
     if (wrong := _unfit_sizes(here, there)) is not None:
         return wrong
     if (wrong := _differ("tensor-parallel rank", here.rank, there.rank)) is not None:
@@ -32,11 +32,12 @@ def mismatch(here: Identity, there: Identity) -> str | None:
 
 
 def _unfit_sizes(here: Identity, there: Identity) -> str | None:
-    """A receiver has the KV heads of one rank of the sender, or of several, or a share of one's."""
+    """Return why the ranks of two ends do not fit, or None. A receiver may have the KV heads of one
+    or several ranks of the sender, or a share of one rank's."""
     (size, heads), (their_size, their_heads) = here.tp_shape, there.tp_shape
     told = (
-        f"sender has {size} ({heads} KV heads a rank), "
-        f"receiver {their_size} ({their_heads} KV heads a rank)"
+        f"sender has {size} ({heads} KV heads per rank), "
+        f"receiver {their_size} ({their_heads} KV heads per rank)"
     )
     if not (size and their_size) or max(size, their_size) % min(size, their_size):
         return f"--tp-size of one end must be a multiple of the other's: {told}"
@@ -56,5 +57,5 @@ def _differ(words: str, ours: Any, theirs: Any) -> str | None:
 
 def wrong_protocol(here: int, there: int) -> str:
     wrong = _differ(_WORDS["protocol"], here, there)
-    assert wrong is not None, "it was refused"
+    assert wrong is not None, "the protocols must differ"
     return wrong

@@ -1,4 +1,4 @@
-"""When memory that was sent may be used again."""
+"""Memory that was sent, and when it may be used again."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from sglang_kvspec.transport.segments import Segment, SegmentKey
 
 
 class Holds:
-    """A segment is released once nobody will send it any more and ZMQ no longer reads it."""
+    """Segments that are released once they will not be sent again and ZMQ is done with them."""
 
     def __init__(self) -> None:
         self._holds: dict[SegmentKey, list[Hold]] = {}
         self._retired: dict[SegmentKey, None] = {}
 
     def __len__(self) -> int:
-        """Segments that ZMQ may still read, or that may be sent."""
+        """Return how many segments ZMQ may still read, or are retired and not released."""
         return len(self._holds.keys() | self._retired.keys())
 
     def add(self, segment: Segment, hold: Hold) -> None:
-        """A piece of the segment was handed to ZMQ."""
+        """Record that a piece of the segment was handed to ZMQ."""
         held = [old for old in self._holds.get(segment.key, ()) if not old.done]
         self._holds[segment.key] = [*held, hold]
 
     def retire(self, segment: Segment) -> None:
-        """Nobody will send it any more."""
+        """Record that the segment will not be sent again."""
         self._retired[segment.key] = None
 
     def release(self) -> list[SegmentKey]:
-        """Segments whose memory is the caller's again, each once."""
+        """Return, once each, the segments whose memory the caller may use again."""
         free = [key for key in self._retired if all(h.done for h in self._holds.get(key, ()))]
         for key in free:
             del self._retired[key]

@@ -1,4 +1,4 @@
-"""Messages of a port as frames. Whatever is not one is counted, and that is all it does."""
+"""Messages of a port as frames. Messages that are no frames are counted and dropped."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def take_in(
     handle: Handler,
     wrong_protocol: Callable[[bytes, int], None] | None = None,
 ) -> int:
-    """Read what is there, up to a batch. `handle` may raise FrameError to have a frame counted as
-    dropped. Returns how many messages there were."""
+    """Read waiting messages, up to BATCH, and return their number. `handle` may raise FrameError to
+    have a frame counted as dropped."""
     return take_in_of(KV_WIRE, port, counters, handle, wrong_protocol)
 
 
@@ -33,7 +33,7 @@ def take_in_of(
     handle: Callable[[bytes, AnyFrame, Buffer | None], None],
     wrong_protocol: Callable[[bytes, int], None] | None = None,
 ) -> int:
-    """The same for frames of any protocol."""
+    """Read waiting messages of any protocol, as take_in() does for KV frames."""
     for num_read in range(BATCH):
         message = port.receive()
         if message is None:
@@ -49,4 +49,4 @@ def take_in_of(
 
 
 def unexpected(frame: Frame) -> FrameError:
-    return FrameError(Drop.FOREIGN, f"{type(frame).__name__} is not sent to this end")
+    return FrameError(Drop.FOREIGN, f"this end does not accept {type(frame).__name__}")

@@ -1,4 +1,4 @@
-"""Links to several senders, of which each has a part of every page."""
+"""Links to several senders as one link. Each sender has a part of every page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_kvspec.transport.session import LinkState
 
 
 class PartLink(Protocol):
-    """A ReceiverLoop."""
+    """Link to one sender: a ReceiverLoop."""
 
     @property
     def refusal(self) -> str | None: ...
@@ -48,20 +48,21 @@ class PartLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Where the chunks of one sender go, which knows of no others."""
+    """Destination of one sender, for which its chunk of each page is the only one."""
 
     destination: Destination
     chunk: int
 
     def view(self, stream: Stream, page: int, generation: int, chunk: int) -> memoryview | None:
-        assert chunk == 0, "of a shape with one"
+        assert chunk == 0, "the shape of one sender has one chunk"
         return self.destination.view(stream, page, generation, self.chunk)
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """due: of each part, streams that have not arrived; none where the part is over. sizes: of
-    pages that have arrived in some parts. failure: why it has failed in one."""
+    """Transfer in parts. due: for each part, streams that have not arrived; none if the part has
+    ended. sizes: bytes by part, of pages that have arrived in some parts. failure: why the first
+    part failed."""
 
     due: list[set[Stream]]
     sizes: dict[tuple[Stream, int], dict[int, int]] = field(default_factory=dict)
@@ -69,10 +70,10 @@ class _Transfer:
 
 
 class JoinedLink:
-    """A receiver's links as one, by the methods of a ReceiverLoop. Chunk i of a page comes from
-    link i, as that sender's only one. A page and a stream have arrived when all chunks have. A
-    transfer fails where one of its parts does: the others are cancelled, and it is told when no
-    part is under way any more. A link that has ended raises, and with it this.
+    """All links of a receiver as one, with the methods of a ReceiverLoop. Chunk i of a page comes
+    from link i, whose sender has no other chunk. A page or a stream has arrived when all chunks
+    have. If one part of a transfer fails, the others are cancelled, and TransferFailed follows when
+    no part is under way. Calls raise TransportError if one link has ended.
 
     Owned by one thread."""
 
@@ -87,7 +88,7 @@ class JoinedLink:
 
     @property
     def refusal(self) -> str | None:
-        """Of the first link that is refused."""
+        """Return why the first refused link is refused; None if none is."""
         return next((told for link in self.links if (told := link.refusal) is not None), None)
 
     @property
@@ -105,12 +106,12 @@ class JoinedLink:
         destination: Destination,
         timeout_s: float,
     ) -> None:
-        """As ReceiverLoop.expect, of a shape with as many chunks as there are links."""
+        """Expect a transfer on all links, like ReceiverLoop. shape: has one chunk for each link."""
         assert shape.num_chunks == self.num_parts
         if (refusal := self.refusal) is not None:
             raise HandshakeRefused(refusal)
         if transfer in self._transfers:
-            raise TransportError(f"transfer {transfer} is expected already")
+            raise TransportError(f"transfer {transfer} is already expected")
         streams = {stream for stream in Stream if shape.num_pages_of(stream)}
         joined = _Transfer([set(streams) for _ in self.links])
         self._transfers[transfer] = joined
@@ -125,7 +126,7 @@ class JoinedLink:
                 return
 
     def cancel(self, transfer: int, reason: str) -> None:
-        """As ReceiverLoop.cancel."""
+        """Cancel all parts of a transfer."""
         joined = self._transfers.get(transfer)
         if joined is not None:
             self._cancel_parts(transfer, joined, reason)
@@ -140,11 +141,11 @@ class JoinedLink:
         return events
 
     def counters(self) -> LinkCounters:
-        """Of all links together: a transfer counts in each."""
+        """Return the sums over all links. A transfer counts in each link."""
         return sum_of([link.counters() for link in self.links])
 
     def close(self) -> None:
-        """All of them. Raises TransportError if one had failed."""
+        """Close all links. Raises TransportError if one had failed."""
         errors: list[TransportError] = []
         for link in self.links:
             try:
@@ -183,7 +184,7 @@ class JoinedLink:
     def _fail(self, transfer: int, joined: _Transfer, reason: str) -> None:
         if joined.failure is None:
             joined.failure = reason
-            self._cancel_parts(transfer, joined, f"another part of it failed: {reason}")
+            self._cancel_parts(transfer, joined, f"another part of the transfer failed: {reason}")
         self._end_failed(transfer, joined)
 
     def _end_failed(self, transfer: int, joined: _Transfer) -> None:

@@ -1,4 +1,4 @@
-"""Who may connect: CURVE keys, and where they may be left out."""
+"""CURVE keys, which decide what may connect, and addresses that need none."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sglang_kvspec.core.errors import ConfigError, TransportError
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _KEY_CHARS = 40
 _ALLOWED_FOLDER = (
-    "allowed: a folder with certificates own.key_secret and peers/*.key, as "
-    "zmq.auth.create_certificates writes them"
+    "allowed: a folder with certificates own.key_secret and peers/*.key in the format of "
+    "zmq.auth.create_certificates"
 )
 
 
@@ -34,31 +34,35 @@ class CurveKeys:
         for key in (self.public, self.secret, *self.peers):
             if len(key) != _KEY_CHARS:
                 raise TransportError(
-                    f"a CURVE key is Z85 text of {_KEY_CHARS} characters, got {len(key)}"
+                    f"a CURVE key must be Z85 text of {_KEY_CHARS} characters, got {len(key)}"
                 )
             try:
                 z85.decode(key)
             except (KeyError, ValueError):
-                raise TransportError("a CURVE key is Z85 text, got other characters") from None
+                raise TransportError("a CURVE key must be Z85 text, got other characters") from None
         if not self.peers:
             raise TransportError("CURVE needs the public key of at least one peer")
 
     def apply(self, socket: zmq.Socket[bytes], *, is_server: bool) -> None:
         if not zmq.has("curve"):
-            raise TransportError("this libzmq was built without CURVE")
+            raise TransportError(
+                "CURVE keys need a libzmq with CURVE, this libzmq was built without"
+            )
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         if is_server:
             socket.curve_server = True
             socket.zap_domain = b"kvspec"
             return
         if len(self.peers) != 1:
-            raise TransportError(f"a receiver dials one sender, got {len(self.peers)} peer keys")
+            raise TransportError(
+                f"a receiver needs the key of one sender, got {len(self.peers)} peer keys"
+            )
         (socket.curve_serverkey,) = self.peers
 
 
 def load_keys(flag: str, folder: str) -> CurveKeys:
-    """own.key_secret and peers/*.key, as zmq.auth.create_certificates() writes them. Raises
-    ConfigError, which names the flag, for a folder without them."""
+    """Load own.key_secret and peers/*.key, as zmq.auth.create_certificates() writes them. Raises
+    ConfigError, which names `flag`, if they are missing or malformed."""
     own = Path(folder) / "own.key_secret"
     try:
         public, secret = zmq.auth.load_certificate(own)
@@ -68,8 +72,8 @@ def load_keys(flag: str, folder: str) -> CurveKeys:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag} {folder}: {error} ({_ALLOWED_FOLDER})") from None
     if secret is None or not peers:
-        lacking = f"no secret key in {own.name}" if secret is None else "no peers/*.key"
-        raise ConfigError(f"{flag} {folder}: {lacking} ({_ALLOWED_FOLDER})")
+        missing = f"no secret key in {own.name}" if secret is None else "no peers/*.key"
+        raise ConfigError(f"{flag} {folder}: {missing} ({_ALLOWED_FOLDER})")
     try:
         return CurveKeys(public, secret, frozenset(peers))
     except TransportError as error:
@@ -77,20 +81,20 @@ def load_keys(flag: str, folder: str) -> CurveKeys:
 
 
 def check_address(address: str, keys: CurveKeys | None, *, bind: bool) -> None:
-    """Raises TransportError for anything but TCP, and off this machine without keys."""
+    """Raise TransportError for an address that is not TCP, or off loopback without keys."""
     parts = urlsplit(address)
     if parts.scheme != "tcp" or not parts.hostname:
         raise TransportError(f"expected tcp://host:port, got {address!r}")
     if keys is None and not _is_loopback(parts.hostname):
         verb = "listen on" if bind else "connect to"
         raise TransportError(
-            f"refusing to {verb} {address} without CURVE keys: only loopback may go without"
+            f"cannot {verb} {address} without CURVE keys: only loopback addresses need none"
         )
 
 
 class Gatekeeper:
-    """Answers libzmq (ZAP, RFC 27) whether a CURVE client is one of the peers: without it every
-    client with the server's public key is let in."""
+    """Handler of libzmq's questions (ZAP, RFC 27) whether a CURVE client is one of the peers.
+    Without a handler, libzmq admits every client that has the server's public key."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
         self._allowed = {z85.decode(key) for key in keys.peers}
@@ -99,7 +103,7 @@ class Gatekeeper:
         self.socket.bind(_ZAP_ADDRESS)
 
     def serve(self) -> None:
-        """Answer what has been asked."""
+        """Answer the questions that are waiting."""
         while self.socket.poll(0):
             request = self.socket.recv_multipart()
             version, request_id = request[0], request[1]

@@ -1,4 +1,4 @@
-"""A thread that steps one end of a link, so that whoever uses it never waits for a socket."""
+"""A thread that steps one end of a link, so that callers never wait for a socket."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sglang_kvspec.transport.counters import LinkCounters
 
 Event = TypeVar("Event")
 
-# An end wakes up for calls and messages, and by itself for what is due.
+# Longest wait of a step. Calls, messages and the end's timers end it early.
 IDLE_S = 10.0
 CLOSE_S = 10.0
-# pyzmq lets go of the GIL at every message; a thread that computes in Python would then keep it for
-# 5 ms each time, which is Python's own interval. What that is worth: bench_transfer_loops.py.
+# pyzmq releases the GIL at every message. A thread that computes in Python would then keep it for
+# 5 ms each time, Python's own interval. bench_transfer_loops.py measures what that costs.
 SWITCH_INTERVAL_S = 0.0005
 
 
 class End(Protocol[Event]):
-    """A Sender or a Receiver."""
+    """End of a link: a Sender, a Receiver or a StoreClient."""
 
     counters: LinkCounters
 
@@ -34,15 +34,15 @@ class End(Protocol[Event]):
 
 
 class Loop(Generic[Event]):
-    """Owns an end and the thread that steps it. Calls may come from any thread and never wait for
-    the link. Once a step or a call has raised, or after close(), each of them raises
-    TransportError. Lowers the process's thread switch interval to SWITCH_INTERVAL_S."""
+    """Owner of an end and of the thread that steps it. Calls may come from any thread, and never
+    wait for the link. They raise TransportError after close(), or once the loop's thread has
+    failed. A loop lowers the process's thread switch interval to SWITCH_INTERVAL_S."""
 
     def __init__(
         self, end: End[Event], name: str, on_news: Callable[[], None] | None = None
     ) -> None:
-        """on_news: called, on the loop's thread, when there is something for take_events(), or the
-        loop has failed, for whoever waits for several loops at once. It must not call the loop."""
+        """on_news: called on the loop's thread when take_events() has something or the loop has
+        failed, for callers that wait for several loops at once. It must not call the loop."""
         self._end, self._name, self._on_news = end, name, on_news
         self._lock = threading.RLock()
         self._has_news = threading.Condition(self._lock)
@@ -51,13 +51,13 @@ class Loop(Generic[Event]):
         self._error: BaseException | None = None
         self._is_closed = False
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
-        # Whoever forgets to close a loop shall still be able to exit.
+        # A daemon, so that a process can exit although a loop was not closed.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def take_events(self, timeout_s: float = 0.0) -> list[Event]:
-        """What has happened since the last call. timeout_s: to wait for something to happen, for
-        those who have nothing else to do."""
+        """Return the events since the last call. timeout_s: longest wait for an event, for callers
+        that have nothing else to do."""
         with self._lock:
             self._has_news.wait_for(lambda: self._events or self._is_over, timeout_s)
             self._check()
@@ -65,13 +65,13 @@ class Loop(Generic[Event]):
         return events
 
     def counters(self) -> LinkCounters:
-        """A copy, of about now."""
+        """Return a copy of the counters. Related counters may be a frame apart."""
         self._check()
         return self._end.counters.snapshot()
 
     def close(self) -> None:
-        """End the thread and its sockets; what was asked for and not done yet is not done. Raises
-        TransportError if the loop had failed."""
+        """End the thread and its sockets. Queued calls that have not run are dropped. Raises
+        TransportError if the loop has failed or its thread does not end."""
         with self._lock:
             was_over, self._is_closed = self._is_over, True
             if not was_over:
@@ -105,7 +105,7 @@ class Loop(Generic[Event]):
             raise TransportError(f"the {self._name} is closed")
 
     def _post(self, call: Callable[[], None]) -> None:
-        """Have the loop's thread call something, soon and in order."""
+        """Queue `call` for the loop's thread, which runs calls soon and in order."""
         with self._lock:
             self._check()
             self._calls.append(call)
@@ -122,7 +122,7 @@ class Loop(Generic[Event]):
     def _run(self) -> None:
         self._guard(self._go_round)
         with self._lock:
-            # Whoever wakes the end up has done so, and nobody will any more: it may be closed.
+            # Once this lock is held, no call wakes the end any more, so the end may be closed.
             self._has_news.notify_all()
         self._guard(self._end.close)
         if self._error is not None and self._on_news is not None:
@@ -135,7 +135,7 @@ class Loop(Generic[Event]):
                 self._tell(events)
 
     def _do_calls(self) -> None:
-        # Apart from the round, so that memory in a call is not kept while an end waits.
+        # In a function of its own, so that its locals keep no call's memory while the end waits.
         with self._lock:
             calls, self._calls = self._calls, []
         for call in calls:
@@ -145,6 +145,6 @@ class Loop(Generic[Event]):
         try:
             body()
         except BaseException as error:
-            # Nobody sees it on this thread: the next call raises it.
+            # This thread cannot report the error: the next call raises it.
             with self._lock:
                 self._error = self._error or error

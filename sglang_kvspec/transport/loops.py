@@ -14,7 +14,7 @@ from sglang_kvspec.transport.session import LinkState
 
 
 class SenderLoop(Loop[SendEvent]):
-    """Takes a Sender over."""
+    """Owner of a Sender and of the thread that steps it."""
 
     def __init__(self, sender: Sender, on_news: Callable[[], None] | None = None) -> None:
         self._sender = sender
@@ -22,20 +22,20 @@ class SenderLoop(Loop[SendEvent]):
         super().__init__(sender, "sender's loop", on_news)
 
     def offer(self, key: SegmentKey, memory: memoryview) -> None:
-        """As Sender.offer, later. The loop keeps the memory until its SegmentReleased has been
-        taken: there is one for each offer, even if it came too late to be sent. What does not fit
-        its transfer ends it, with the reason in TransferEnded."""
+        """Queue a Sender.offer(). The loop keeps the memory until its SegmentReleased is taken.
+        Each offer has one, even an offer that came too late to be sent. A chunk that does not fit
+        ends its transfer, with the reason in TransferEnded."""
         view = memory.cast("B")
         if not len(view):
             raise TransportError(f"{key} has no bytes")
         with self._lock:
             if key in self._kept:
-                raise TransportError(f"{key} was offered before")
+                raise TransportError(f"{key} was already offered")
             self._post(lambda: self._offer(key, view))
             self._kept[key] = view
 
     def abort(self, transfer: int, reason: str) -> None:
-        """As Sender.abort, later."""
+        """Queue a Sender.abort()."""
         self._post(lambda: self._sender.abort(transfer, reason))
 
     def take_events(self, timeout_s: float = 0.0) -> list[SendEvent]:
@@ -57,9 +57,9 @@ class SenderLoop(Loop[SendEvent]):
 
 
 class ReceiverLoop(Loop[Arrival]):
-    """Takes a Receiver over. Each expected transfer has one last event: TransferFailed, or its last
-    StreamArrived. Until that has been taken, the loop may write into the transfer's pages and asks
-    its Destination for them, on its own thread."""
+    """Owner of a Receiver and of the thread that steps it. Each expected transfer has one last
+    event: TransferFailed, or its last StreamArrived. Until that event is taken, the loop's thread
+    may write into the transfer's pages, and asks its Destination for them."""
 
     def __init__(self, receiver: Receiver, on_news: Callable[[], None] | None = None) -> None:
         self._receiver = receiver
@@ -67,7 +67,7 @@ class ReceiverLoop(Loop[Arrival]):
 
     @property
     def refusal(self) -> str | None:
-        """Why the sender will not have this receiver, once it has said so."""
+        """Return why the sender refuses this receiver; None if it does not."""
         self._check()
         return self._receiver.refusal
 
@@ -84,16 +84,16 @@ class ReceiverLoop(Loop[Arrival]):
         destination: Destination,
         timeout_s: float = float("inf"),
     ) -> None:
-        """As Receiver.expect, later. What cannot be expected fails, with the reason in
-        TransferFailed; one that is expected already fails, too."""
+        """Queue a Receiver.expect(). A transfer that cannot be expected fails, with the reason in
+        TransferFailed. So does a transfer that is expected already."""
         if (refusal := self.refusal) is not None:
             raise HandshakeRefused(refusal)
         refs = tuple(pages)
         self._post(lambda: self._expect(transfer, refs, shape, destination, timeout_s))
 
     def cancel(self, transfer: int, reason: str) -> None:
-        """As Receiver.cancel, later: TransferFailed tells when, unless the transfer was complete
-        before."""
+        """Queue a Receiver.cancel(). TransferFailed tells when it is done, unless the transfer was
+        complete before."""
         self._post(lambda: self._receiver.cancel(transfer, reason))
 
     def _expect(

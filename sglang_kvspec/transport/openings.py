@@ -1,4 +1,4 @@
-"""How much receivers may have open: a sender keeps pages of every Open until its transfer ends."""
+"""Limits on open transfers: a sender keeps the page list of each until the transfer ends."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import Counter
 
 from sglang_kvspec.transport.outgoing import Outgoing
 
-# Of all receivers: 64 million tokens in pages of 64.
+# Limit over all receivers: 64 million tokens in pages of 64.
 MAX_OPEN_PAGES = 1 << 20
-# Of one receiver, in transfers of which nothing has been offered: nothing here speaks for those but
-# the receiver itself.
+# Limits for one receiver, over its transfers of which nothing has been offered: only the receiver
+# itself vouches for them.
 MAX_UNOFFERED_PAGES = 1 << 18
 MAX_UNOFFERED_TRANSFERS = 4096
 
 
 class Openings:
-    """Counts the open transfers of all receivers, and of each those that wait for an offer."""
+    """Counters of all open pages, and of each receiver's transfers that wait for an offer."""
 
     def __init__(self) -> None:
         self.num_pages = 0
@@ -23,16 +23,16 @@ class Openings:
         self._unoffered_transfers: Counter[bytes] = Counter()
 
     def refusal(self, peer: bytes, outgoing: Outgoing, num_pages: int) -> str | None:
-        """Why a receiver may not open one more transfer, of so many pages; None if it may."""
+        """Return why a receiver may not open a transfer of num_pages pages; None if it may."""
         if self.num_pages + num_pages > MAX_OPEN_PAGES:
             return f"the sender has {self.num_pages} pages open, limit {MAX_OPEN_PAGES}"
         if outgoing.is_offered:
             return None
         if self._unoffered_transfers[peer] >= MAX_UNOFFERED_TRANSFERS:
-            return f"the receiver has {MAX_UNOFFERED_TRANSFERS} transfers that wait, the limit"
+            return f"the receiver has {MAX_UNOFFERED_TRANSFERS} waiting transfers, the limit"
         pages = self._unoffered_pages[peer]
         if pages + num_pages > MAX_UNOFFERED_PAGES:
-            return f"the receiver has {pages} pages that wait, limit {MAX_UNOFFERED_PAGES}"
+            return f"the receiver has {pages} waiting pages, limit {MAX_UNOFFERED_PAGES}"
         return None
 
     def opened(self, outgoing: Outgoing) -> None:
@@ -41,7 +41,7 @@ class Openings:
             self._count_unoffered(outgoing, 1)
 
     def offered(self, outgoing: Outgoing) -> None:
-        """The first offer of a transfer comes after its Open."""
+        """Count the first offer of a transfer that is already open."""
         self._count_unoffered(outgoing, -1)
 
     def ended(self, outgoing: Outgoing) -> None:
@@ -59,12 +59,14 @@ class Openings:
 
 
 class LastAsked:
-    """Open transfers of which the sender has nothing to send, by when their receiver last asked. A
-    receiver repeats its Open while nothing comes: one that does not wants it no more, though its
-    Abort was lost, or it has restarted under its old name."""
+    """Times of the last Open of transfers of which the sender has nothing to send.
+
+    A receiver repeats its Open while nothing arrives. A receiver that does not repeat it has given
+    the transfer up, and its Abort was lost, or it has restarted under its old name.
+    """
 
     def __init__(self) -> None:
-        # The longest ago first.
+        # Oldest first.
         self._at_s: dict[int, float] = {}
 
     def asked(self, transfer: int, now_s: float) -> None:
@@ -72,11 +74,11 @@ class LastAsked:
         self._at_s[transfer] = now_s
 
     def forget(self, transfer: int) -> None:
-        """It is over, or something was offered: what comes of that will tell."""
+        """Stop watching a transfer that has ended, or of which something was offered."""
         self._at_s.pop(transfer, None)
 
     def take_stale(self, before_s: float) -> list[int]:
-        """Those that nobody has asked for since then; they are not told twice."""
+        """Return, once, the transfers whose last Open came at or before before_s."""
         stale = []
         for transfer, at_s in self._at_s.items():
             if at_s > before_s:

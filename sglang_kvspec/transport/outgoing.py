@@ -13,15 +13,15 @@ PageKey = tuple[int, int]
 
 
 class Outgoing:
-    """Segments that were offered and are not delivered. Sending waits for the receiver's Open,
-    which names peer, shape and pages; offers may come before it."""
+    """Segments of a transfer that were offered and are not delivered. Sending waits for the
+    receiver's Open, which names peer, shape and pages. Offers may come before the Open."""
 
     def __init__(self, transfer: int) -> None:
         self.transfer = transfer
         self.peer: bytes | None = None
         self.shape: TransferShape | None = None
         self.pages: Sequence[PageKey] = ()
-        # When each stream's queue last became non-empty by an offer.
+        # Time at which an offer last made each stream's queue non-empty.
         self.since_s = [0.0, 0.0]
         self.live: dict[SegmentKey, Segment] = {}
         self._offered: set[SegmentKey] = set()
@@ -31,7 +31,7 @@ class Outgoing:
 
     @property
     def is_offered(self) -> bool:
-        """Whether anything of it ever was."""
+        """Return True if any segment of the transfer was ever offered."""
         return bool(self._offered)
 
     @property
@@ -41,10 +41,12 @@ class Outgoing:
         return self._delivered == sum(self.shape.num_segments(stream) for stream in Stream)
 
     def open(self, peer: bytes, shape: TransferShape, pages: Sequence[PageKey]) -> str | None:
-        """Bind to a receiver. Returns why that cannot be, else None."""
+        """Bind the transfer to a receiver. Return None, or why that is impossible."""
         if self.shape is not None:
             same = (self.peer, self.shape, self.pages) == (peer, shape, pages)
-            return None if same else "it is open to another receiver, or into other pages"
+            if same:
+                return None
+            return "the transfer is already open to another receiver, or into other pages"
         for key, segment in self.live.items():
             if (wrong := _misfit(shape, key, len(segment.view))) is not None:
                 return wrong
@@ -54,7 +56,7 @@ class Outgoing:
     def offer(self, segment: Segment) -> None:
         key = segment.key
         if key in self._offered:
-            raise TransportError(f"{key} was offered before")
+            raise TransportError(f"{key} was already offered")
         if not len(segment.view):
             raise TransportError(f"{key} has no bytes")
         if self.shape is not None and (wrong := _misfit(self.shape, key, len(segment.view))):
@@ -67,14 +69,14 @@ class Outgoing:
         return bool(self._again[stream] or self._fresh[stream])
 
     def peek(self, stream: Stream) -> Piece:
-        """The longest piece that could go next: what was lost first, then what is fresh."""
+        """Return the longest piece that could go next. Lost pieces go before new ones."""
         if self._again[stream]:
             return self._again[stream][0]
         segment = self._fresh[stream][0]
         return Piece(segment, segment.cut, len(segment.view) - segment.cut)
 
     def take(self, piece: Piece) -> bool:
-        """The piece, a head of what peek() said, is being sent. Returns whether it is again."""
+        """Record that the head of peek()'s piece is sent. Return True if it was sent before."""
         again, fresh = self._again[piece.stream], self._fresh[piece.stream]
         if again:
             whole = again.popleft()
@@ -90,12 +92,12 @@ class Outgoing:
         return False
 
     def lose(self, pieces: Sequence[Piece]) -> None:
-        """Pieces to send again before anything fresh, in their order."""
+        """Queue lost pieces in their order, before all new ones."""
         for piece in reversed(pieces):
             self._again[piece.stream].appendleft(piece)
 
     def deliver(self, piece: Piece) -> bool:
-        """The peer has a piece. Returns whether that completes its segment."""
+        """Record that the peer has a piece. Return True if that completes its segment."""
         segment = piece.segment
         segment.undelivered -= piece.length
         assert segment.undelivered >= 0
@@ -109,6 +111,6 @@ class Outgoing:
 def _misfit(shape: TransferShape, key: SegmentKey, num_bytes: int) -> str | None:
     num_pages = shape.num_pages_of(key.stream)
     if not (0 <= key.page_index < num_pages and 0 <= key.chunk < shape.num_chunks):
-        return f"{key} lies outside {shape}"
+        return f"{key} is outside {shape}"
     limit = shape.chunk_bytes(key.stream)
     return None if num_bytes <= limit else f"{key} has {num_bytes} bytes, the limit is {limit}"

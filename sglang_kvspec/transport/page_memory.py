@@ -1,4 +1,4 @@
-"""Registered memory: pages of encoded KV in one buffer a stream."""
+"""Registered memory: pages of encoded KV in tensors, one for each stream and chunk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class PageMemory:
-    """Views of chunks in tensors that stay where they are. tensors[stream][chunk] is [num_pages,
-    ...] uint8 on the host, pinned or not, contiguous: RecordPool.layer() is one. is_current says
-    whether a page still is of a generation.
+    """Views of chunks in tensors that do not move.
+
+    tensors: tensors[stream][chunk] is [num_pages, ...] uint8, contiguous, on the host, pinned or
+    not: RecordPool.layer() is one. is_current: returns True if a page still has a generation.
     """
 
     def __init__(
@@ -30,17 +31,17 @@ class PageMemory:
         return self._views[stream][0][1]
 
     def view(self, stream: Stream, page: int, generation: int, chunk: int) -> memoryview | None:
-        """A Destination of a receiver; on the sender's side, what to offer."""
+        """Return a chunk to receive into, or to offer; None if the page has another generation."""
         if not self._is_current(page, generation):
             return None
         memory, size = self._views[stream][chunk]
         if not 0 <= page < len(memory) // size:
-            raise TransportError(f"page {page} of {len(memory) // size}")
+            raise TransportError(f"page {page} is outside the {len(memory) // size} pages")
         return memory[page * size : (page + 1) * size]
 
 
 def _rows(tensor: torch.Tensor) -> tuple[memoryview, int]:
-    # Late: a prefix server starts without torch.
+    # Imported late, because a prefix server starts without torch.
     import torch
 
     if tensor.dtype != torch.uint8 or tensor.device.type != "cpu" or not tensor.is_contiguous():

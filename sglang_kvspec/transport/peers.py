@@ -1,4 +1,4 @@
-"""The receivers of a sender: who may talk, in which session, and who has fallen silent."""
+"""Receivers of a sender: which are admitted, in which session, and which are silent."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MAX_PEERS = 256
 
 
 class Greeting(NamedTuple):
-    """What to answer a Hello; is_new: the peer starts from nothing in a new session."""
+    """Answer to a Hello. is_new: the peer starts from nothing in a new session."""
 
     answer: Welcome | Refuse
     is_new: bool
 
 
 class _Peer:
-    """session None: the peer has been silent for too long, and may yet come back."""
+    """One receiver. session: None if it has been silent for too long; it may still return."""
 
     def __init__(self, nonce: int, session: Session, part: Part) -> None:
         self.nonce, self.part = nonce, part
@@ -51,27 +51,27 @@ class Peers:
         return peer.session if peer is not None else None
 
     def part(self, name: bytes) -> Part:
-        """Which share of the sender's KV heads a peer has."""
+        """Return the share of the sender's KV heads that a peer has."""
         return self._peers[name].part
 
     def live(self) -> list[tuple[bytes, Session]]:
         return [(name, p.session) for name, p in self._peers.items() if p.session is not None]
 
     def admit(self, name: bytes, frame: SessionFrame, now_s: float) -> Session:
-        """The session of a frame. Raises FrameError where the peer has no such session."""
+        """Record a frame in its session; return the session. Raises FrameError if it has none."""
         peer = self._peers.get(name)
         if peer is None or peer.session is None:
-            raise FrameError(Drop.FOREIGN, f"session {frame.session} of nobody")
+            raise FrameError(Drop.FOREIGN, f"session {frame.session} is unknown")
         peer.session.admit(frame, now_s)
         peer.heard_s = now_s
         return peer.session
 
     def greet(self, name: bytes, hello: Hello, now_s: float) -> Greeting:
-        """Begin a session, or say again which: a Hello may be repeated."""
+        """Begin a session, repeat the answer to a repeated Hello, or refuse."""
         peer = self._peers.get(name)
         reason = mismatch(self._identity, hello.identity)
         if reason is None and peer is None and len(self._peers) >= MAX_PEERS:
-            reason = f"the sender serves {MAX_PEERS} receivers, and no more"
+            reason = f"the sender already serves {MAX_PEERS} receivers, the limit"
         if reason is not None:
             self._counters.refusals += 1
             return Greeting(Refuse(hello.nonce, reason), is_new=False)
@@ -90,7 +90,7 @@ class Peers:
         return Refuse(0, wrong_protocol(self._identity.protocol, theirs))
 
     def bye(self, name: bytes, frame: Frame) -> Bye | None:
-        """The answer to a session frame that belongs to no session of this peer."""
+        """Return the answer to a session frame of no session of this peer, else None."""
         session = self.session(name)
         if isinstance(frame, SessionFrame) and (
             session is None or session.session != frame.session
@@ -99,7 +99,7 @@ class Peers:
         return None
 
     def silence(self, now_s: float) -> list[bytes]:
-        """Peers that have fallen silent since the last call: their sessions are over."""
+        """End the sessions of peers that have fallen silent, and return these peers."""
         silent = [name for name, session in self.live() if session.is_silent(now_s)]
         for name in silent:
             self._counters.lost_sessions += 1
@@ -107,7 +107,7 @@ class Peers:
         return silent
 
     def forget_gone(self, now_s: float) -> list[tuple[bytes, float]]:
-        """Peers that did not come back, and for how long they have been silent."""
+        """Forget peers that did not return. Return each with its seconds of silence."""
         gone = [
             (name, now_s - peer.heard_s)
             for name, peer in self._peers.items()

@@ -1,4 +1,4 @@
-"""One ZMQ socket: messages in and out, never blocking, nothing but bounded queues."""
+"""One ZMQ socket: messages in and out, without blocking, in bounded queues."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.transport.keys import CurveKeys, Gatekeeper, check_address
 from sglang_kvspec.transport.wire import MAX_PART_BYTES, Buffer
 
-# Below this a copy is cheaper than telling when ZMQ is done with the memory.
+# Below this size, a copy is cheaper than watching when ZMQ is done with the memory.
 COPY_BELOW_BYTES = 128 << 10
-# Frames of one peer that ZMQ takes off the network before they are read here; honest senders are
-# held by credit long before.
+# Frames of one peer that ZMQ takes off the network before they are read here. Credit stops honest
+# senders long before that.
 MAX_WAITING_FRAMES = 64
-# More than a flight and the frames around it, so that credit, not this, is what holds a sender.
+# More than a flight and the frames around it, so that credit stops a sender before this limit.
 MAX_UNSENT_FRAMES = 1024
 SEALING_BYTES = 256
 _WAKES_READ = 4096
-# As numbers: to join two of pyzmq's flags costs as much as to send.
+# Plain integers, because combining two of pyzmq's flags costs as much as a send.
 _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Hold(Protocol):
-    """Whether ZMQ still reads the memory of something sent."""
+    """Handle of memory that was sent. done: ZMQ does not read it any more."""
 
     @property
     def done(self) -> bool: ...
@@ -43,12 +43,12 @@ _NO_HOLD = NoHold()
 
 
 class Lent:
-    """Memory that ZMQ reads: pyzmq refers to the view for as long. Cheaper than its trackers."""
+    """Memory that ZMQ reads. pyzmq refers to the view for as long. Cheaper than its trackers."""
 
     __slots__ = ("_view",)
 
     def __init__(self, view: memoryview) -> None:
-        """view: nobody but pyzmq keeps it."""
+        """view: must have no reference but that of pyzmq."""
         self._view = ref(view)
 
     @property
@@ -57,36 +57,36 @@ class Lent:
 
 
 class Port(Protocol):
-    """What the ends of a link need of a socket. A dialled port has one peer, b""."""
+    """Socket as the ends of a link need it. A dialled port has one peer, b""."""
 
     def send(self, peer: bytes, head: bytes, payload: memoryview | None = None) -> Hold | None:
-        """Hand over a message; None if that is impossible now, and then nothing was sent."""
+        """Hand over a message. Return None, with nothing sent, if that is impossible now."""
         ...
 
     def receive(self) -> tuple[bytes, list[Buffer]] | None:
-        """The next message, if one is there: at most three parts of it."""
+        """Return the peer and at most three parts of the next message, if there is one."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Until a message may be there, or wake() is called, or for timeout_s. Returns whether it
-        was for a message alone."""
+        """Wait for a message, for wake(), or for timeout_s. Return True if there may be a message
+        and wake() was not called."""
         ...
 
     def wake(self) -> None:
-        """From any thread: ends the wait that is under way, or else the next one."""
+        """End the wait that is under way, or else the next one. Any thread may call it."""
         ...
 
     def reset(self) -> None:
-        """Throw the connection and all that is unsent away, and dial anew."""
+        """Drop the connection and all unsent messages, and dial again."""
         ...
 
     def close(self) -> None: ...
 
 
 class ZmqPort:
-    """bind: a ROUTER for many peers; otherwise a DEALER with one. Owns its context, and with it the
-    one thread of ZMQ that moves the bytes. peer_gone_s: after which a connection that takes no
-    bytes is cut."""
+    """Port with a ZMQ context of its own, and with it the one thread of ZMQ that moves the bytes.
+    bind: a ROUTER for many peers; otherwise a DEALER with one. peer_gone_s: after which a
+    connection that takes no bytes is cut."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ZmqPort:
         self._dialled = None if bind else address
         self._keys, self._identity, self._peer_gone_s = keys, identity, peer_gone_s
         self._context = zmq.Context()
-        # libzmq asks for a gatekeeper when the socket is bound.
+        # Before the socket: libzmq looks for the gatekeeper when the socket is bound.
         self._gate = Gatekeeper(self._context, keys) if bind and keys is not None else None
         self._socket = self._open(zmq.ROUTER if bind else zmq.DEALER)
         self._waker, self._woken = socket.socketpair()
@@ -126,7 +126,7 @@ class ZmqPort:
                 socket.send(peer, _NOW_AND_MORE)
             socket.send(head, _NOW if payload is None else _NOW_AND_MORE)
         except zmq.ZMQError as error:
-            # A peer that is not connected, or full: what was refused is not sent in part.
+            # The peer is not connected, or its queue is full. No part of the message was sent.
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return None
             raise
@@ -165,12 +165,12 @@ class ZmqPort:
         return bool(ready) and not is_woken
 
     def wake(self) -> None:
-        # Full: more calls are waiting to be noticed than fit, so none needs another.
+        # If the socket is full, unread wake-ups wait in it, and one more is not needed.
         with suppress(BlockingIOError):
             self._waker.send(b"\0")
 
     def reset(self) -> None:
-        assert self._dialled is not None, "a bound port has no one connection"
+        assert self._dialled is not None, "only a connected port can be reset"
         self._socket.close(linger=0)
         self._socket = self._open(zmq.DEALER)
         self._poller = self._watch()
@@ -203,11 +203,11 @@ class ZmqPort:
         gone_ms = round(self._peer_gone_s * 1000)
         socket.heartbeat_ivl = max(1, gone_ms // 4)
         socket.heartbeat_timeout = gone_ms
-        # Unlike heartbeats, this also ends connections whose other side reads no more.
+        # Unlike heartbeats, this also ends connections whose peer has stopped reading.
         socket.setsockopt(zmq.TCP_MAXRT, gone_ms)
         if kind == zmq.ROUTER:
             socket.router_mandatory = True
-            # A peer that dials again takes its old name over.
+            # A peer that dials again takes over its old name.
             socket.router_handover = True
         else:
             socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000

@@ -1,4 +1,4 @@
-"""Which bytes of a chunk have arrived."""
+"""Bytes of a chunk that have arrived."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 
 class ByteRanges:
-    """Disjoint, sorted half-open ranges of [0, size). Adding says what was not covered before."""
+    """Disjoint, sorted, half-open ranges within [0, size)."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -21,7 +21,7 @@ class ByteRanges:
         return self.covered == self.size
 
     def add(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Cover [start, stop). Returns the parts of it that are new, in order."""
+        """Cover [start, stop). Return the parts of it that are new, in order."""
         assert 0 <= start < stop <= self.size, (start, stop, self.size)
         first = bisect_left(self._ranges, start, key=lambda held: held[1])
         last = first

@@ -1,4 +1,4 @@
-"""The end of a link that wants the KV: dials a sender and opens transfers into its own pages."""
+"""Receiving end of a link: dials a sender and opens transfers into its own pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_SESSION = (Data, Ping, Ack, Accept, Abort)
 
 @dataclass(slots=True)
 class _Request:
-    """The Open of a transfer: when it is due again, and when its receiver stops waiting."""
+    """Open of a transfer. open_at_s: when it is sent again. give_up_s: when the wait ends."""
 
     open_at_s: float
     give_up_s: float
@@ -79,37 +79,37 @@ class Receiver:
         destination: Destination,
         timeout_s: float = float("inf"),
     ) -> None:
-        """Open a transfer into (page, generation)s. Its events come out of step()."""
+        """Open a transfer into `pages`, each (page, generation). step() returns its events."""
         if self.refusal is not None:
             raise HandshakeRefused(self.refusal)
         now_s = self._clock()
         if not self._requests and self.state is LinkState.GREETING:
-            # Nobody minded the silence until now.
+            # Silence counts from here on: before, no transfer was expected.
             self._heard_s = now_s
         self._arrivals.expect(Incoming(transfer, shape, pages, destination, now_s))
         self._requests[transfer] = _Request(now_s, now_s + timeout_s)
         self._watch_at_s = now_s
 
     def cancel(self, transfer: int, reason: str) -> None:
-        """Nothing is written into the transfer's pages from now on. The sender is told why, in up
-        to 512 characters."""
+        """Cancel a transfer. Nothing is written into its pages from now on. The sender is told the
+        reason, in up to 512 characters."""
         self._fail(transfer, reason)
         self._tell_aborted(transfer, reason)
 
     def grant(self, credit_bytes: int) -> None:
-        """Let the sender have so many bytes on their way: 0 stops it, without ending anything."""
+        """Allow the sender credit_bytes in flight. 0 stops the sender without ending a transfer."""
         if not 0 <= credit_bytes < 1 << 31:
             raise TransportError(f"credit must be in [0, 2 GiB), got {credit_bytes}")
         self._credit_bytes = credit_bytes
         self._acknowledge(if_owed=False)
 
     def missing(self, transfer: int) -> tuple[int, int] | None:
-        """Chunks of (anchors, residuals) that have not arrived; None if the transfer is over."""
+        """Return the missing chunks of (anchors, residuals); None if no transfer is expected."""
         incoming = self._arrivals.incoming.get(transfer)
         return None if incoming is None else (incoming.missing[0], incoming.missing[1])
 
     def step(self, timeout_s: float = 0.0) -> list[Arrival]:
-        """Read, write, acknowledge, watch the time; wait for at most timeout_s if nothing comes."""
+        """Read, write, acknowledge, check timers; wait for at most timeout_s if nothing comes."""
         events = self._turn()
         end_s = self._clock() + timeout_s
         while timeout_s > 0 and not events:
@@ -119,7 +119,7 @@ class Receiver:
         return events
 
     def wake(self) -> None:
-        """From any thread: ends the wait of the step that is under way, or else of the next."""
+        """End the wait of the current step() or else of the next. Any thread may call it."""
         self._port.wake()
 
     @property
@@ -148,11 +148,11 @@ class Receiver:
             self._welcome(frame)
         elif isinstance(frame, Refuse):
             if self.state is not LinkState.GREETING or frame.nonce not in (0, self._nonce):
-                raise FrameError(Drop.FOREIGN, "a refusal of no Hello of this end")
+                raise FrameError(Drop.FOREIGN, "the refusal answers no Hello of this end")
             self._refused(frame.reason)
         elif isinstance(frame, Bye):
             if self._session is None or frame.session != self._session.session:
-                raise FrameError(Drop.FOREIGN, f"Bye to session {frame.session}")
+                raise FrameError(Drop.FOREIGN, f"the Bye is for session {frame.session}")
             self._lose_session()
         else:
             raise unexpected(frame)
@@ -161,7 +161,9 @@ class Receiver:
         self, frame: Data | Ping | Ack | Accept | Abort, payload: Buffer | None
     ) -> None:
         if self._session is None:
-            raise FrameError(Drop.FOREIGN, f"session {frame.session}, and this end has none")
+            raise FrameError(
+                Drop.FOREIGN, f"the frame has session {frame.session}, this end has no session"
+            )
         now_s = self._clock()
         self._session.admit(frame, now_s)
         self._heard_s = now_s
@@ -172,7 +174,7 @@ class Receiver:
             if frame.transfer in self._requests:
                 self._requests[frame.transfer].accepted = True
         elif isinstance(frame, Abort):
-            self._fail(frame.transfer, f"the sender ended it: {frame.reason}")
+            self._fail(frame.transfer, f"the sender ended the transfer: {frame.reason}")
 
     def _write(self, frame: Data, payload: Buffer, now_s: float) -> None:
         try:
@@ -188,7 +190,7 @@ class Receiver:
 
     def _welcome(self, frame: Welcome) -> None:
         if self.state is not LinkState.GREETING or frame.nonce != self._nonce:
-            raise FrameError(Drop.FOREIGN, f"Welcome to nonce {frame.nonce}")
+            raise FrameError(Drop.FOREIGN, f"no Hello of nonce {frame.nonce} awaits a Welcome")
         now_s = self._clock()
         self.state = LinkState.LIVE
         self._session = Session(frame.session, self._timing, now_s)
@@ -209,14 +211,14 @@ class Receiver:
             if self._session is None and silent_s >= self._timing.gone_s:
                 self._fail(transfer, f"the sender was silent for {silent_s:.1f} s")
             elif now_s >= request.give_up_s:
-                self.cancel(transfer, "it took longer than its receiver waits")
+                self.cancel(transfer, "the transfer took longer than its receiver waits")
             elif self._session is not None and now_s >= request.open_at_s:
                 self._open(transfer, request, now_s)
 
     def _greet(self, now_s: float) -> None:
         if now_s < self._hello_at_s:
             return
-        # A new nonce would make the sender throw away the session of a Welcome that is under way.
+        # A new nonce would make the sender drop the session of a Welcome that is under way.
         self._nonce = self._nonce or randbits(62) + 1
         hello = Hello(self._nonce, self._identity, self._credit_bytes)
         self._port.send(_SENDER, encode(hello))

@@ -1,4 +1,4 @@
-"""Which sequences of a session have been read."""
+"""Sequences of a session that have been read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _SPAN_MASK = (1 << ACK_SPAN) - 1
 
 
 class ReplayWindow:
-    """Remembers the last ACK_SPAN sequences up to the highest; anything older counts as seen."""
+    """Memory of the last ACK_SPAN sequences up to the highest; older ones count as seen."""
 
     def __init__(self) -> None:
         self.highest = 0
         self._seen = 0
 
     def admit(self, sequence: int) -> bool:
-        """Whether `sequence` (from 1 on) is new; from now on it is not."""
+        """Record that `sequence` (from 1 on) was read. Return True if it is new."""
         if sequence > self.highest:
             shift = min(sequence - self.highest, ACK_SPAN)
             self._seen = (self._seen << shift | 1) & _SPAN_MASK
@@ -28,5 +28,5 @@ class ReplayWindow:
         return True
 
     def bitmap(self) -> bytes:
-        """Bit i, little endian: sequence highest - i has been seen. For an Ack."""
+        """Return the bits of an Ack: bit i, little endian, is set if highest - i was read."""
         return self._seen.to_bytes((self._seen.bit_length() + 7) // 8, "little")

@@ -1,5 +1,5 @@
-"""What to send next. Knows neither sockets nor clocks: decides on what it is told, then is told
-what was done."""
+"""Choice of the piece to send next, without sockets or clocks. The caller reports what happens
+and what it has sent."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sglang_kvspec.transport.openings import Openings
 from sglang_kvspec.transport.outgoing import Outgoing
 from sglang_kvspec.transport.segments import Piece, Segment, SegmentKey, TransferShape
 
-# Transfers that are over, kept so that a late Open gets an answer.
+# Ended transfers that are remembered, so that a late Open gets an answer.
 NUM_REMEMBERED = 4096
 
 
 class Choice(NamedTuple):
-    """The piece to send next, where it goes at the receiver, and to whom."""
+    """Piece to send next, its receiver, and the page at the receiver where it goes."""
 
     peer: bytes
     piece: Piece
@@ -28,8 +28,8 @@ class Choice(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A transfer that is over; reason None: delivered. segments: what nobody will send any more,
-    though the socket may still hold parts of it."""
+    """Transfer that has ended. reason: None if it was delivered. segments: those that will not be
+    sent again, though the socket may still hold parts of them."""
 
     transfer: int
     peer: bytes | None
@@ -38,9 +38,9 @@ class Ended(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """What an Open came to. refusal: why its receiver cannot have the transfer. ended: what that
-    does to the transfer itself, where memory that was offered before does not fit. is_new: it is
-    open now and was not before."""
+    """Result of an Open. refusal: why its receiver cannot have the transfer. ended: the transfer,
+    if it ends because memory that was offered before does not fit. is_new: the Open has opened the
+    transfer."""
 
     refusal: str | None
     ended: Ended | None = None
@@ -48,8 +48,8 @@ class Opening(NamedTuple):
 
 
 class SendScheduler:
-    """Anchors of any transfer before residuals of every transfer; within a stream the transfer that
-    waits longest; only to peers that have credit."""
+    """Order of sending. Anchors of any transfer go before residuals of every transfer. Within a
+    stream, the transfer that has waited longest goes first. Only peers with credit are served."""
 
     def __init__(self, limits: FlightLimits) -> None:
         self.limits = limits
@@ -62,11 +62,11 @@ class SendScheduler:
         self._openings = Openings()
 
     def add_peer(self, peer: bytes, credit_bytes: int) -> None:
-        """A connection is live, perhaps again."""
+        """Add a peer whose connection is live, or update the credit of a known one."""
         self._flights.setdefault(peer, Flight(self.limits)).grant(credit_bytes)
 
     def suspend_peer(self, peer: bytes) -> None:
-        """A connection is gone: what was on its way goes again once the peer is back."""
+        """Remove a peer whose connection is lost, and queue its pieces in flight again."""
         if (flight := self._flights.pop(peer, None)) is not None:
             self._requeue(flight.drain())
 
@@ -74,12 +74,12 @@ class SendScheduler:
         return self._flights.get(peer)
 
     def in_flight(self, stream: Stream) -> int:
-        """Bytes on their way to all peers."""
+        """Return the bytes of a stream in flight to all peers."""
         return sum(flight.bytes_of[stream] for flight in self._flights.values())
 
     @property
     def is_idle(self) -> bool:
-        """No transfer, and nothing on its way."""
+        """Return True if there is no transfer and no piece in flight."""
         waiting = any(self._waiting) or any(len(flight) for flight in self._flights.values())
         return not (self._transfers or self._openings.num_pages or waiting)
 
@@ -91,7 +91,7 @@ class SendScheduler:
         return [t for t, outgoing in self._transfers.items() if outgoing.peer == peer]
 
     def offer(self, key: SegmentKey, view: memoryview, now_s: float) -> bool:
-        """A segment may be sent. False: its transfer is over and the memory was not taken."""
+        """Queue a segment. Return False, without taking its memory, if its transfer has ended."""
         if key.transfer in self._over:
             return False
         outgoing = self._transfers.get(key.transfer) or Outgoing(key.transfer)
@@ -106,7 +106,7 @@ class SendScheduler:
         return True
 
     def open(self, peer: bytes, frame: Open) -> Opening:
-        """A receiver wants a transfer."""
+        """Open a transfer for the receiver `peer`."""
         if frame.transfer in self._over:
             return Opening(self._over[frame.transfer])
         outgoing = self._transfers.get(frame.transfer) or Outgoing(frame.transfer)
@@ -127,8 +127,8 @@ class SendScheduler:
         return Opening(None, is_new=is_new)
 
     def choose(self, blocked: Collection[bytes] = ()) -> Choice | None:
-        """The next piece, to a peer that is not blocked; None if nothing waits that may go.
-        Changes nothing."""
+        """Return the next piece, for a peer that is not blocked; None if no piece may go. Does not
+        change any state."""
         for stream, waiting in zip(STREAMS, self._waiting, strict=True):
             if not waiting:
                 continue
@@ -148,7 +148,7 @@ class SendScheduler:
         return None
 
     def commit(self, choice: Choice, sequence: int) -> bool:
-        """The choice has been sent under `sequence`. Returns whether it was sent before."""
+        """Record that `choice` was sent under `sequence`. Return True if it was sent before."""
         piece = choice.piece
         _, stream, _, _ = key = piece.segment.key
         outgoing = self._transfers[key.transfer]
@@ -159,7 +159,7 @@ class SendScheduler:
         return again
 
     def acknowledge(self, peer: bytes, ack: Ack) -> tuple[list[Segment], list[Ended]]:
-        """Returns the segments that the peer now has, and the transfers that this completes."""
+        """Apply an Ack. Return the segments that it delivers, and the transfers that it ends."""
         delivered: list[Segment] = []
         ended: list[Ended] = []
         if (flight := self._flights.get(peer)) is None:
@@ -176,7 +176,8 @@ class SendScheduler:
         return delivered, ended
 
     def abort(self, transfer: int, reason: str) -> Ended | None:
-        """End a transfer that is not over. What is in flight stays counted there until settled."""
+        """End a transfer. Return None if none is under way. Its pieces in flight count until an Ack
+        decides about them."""
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
             self._remember(transfer, reason)
@@ -188,7 +189,7 @@ class SendScheduler:
             self._unwait(outgoing, stream)
         del self._transfers[outgoing.transfer]
         self._openings.ended(outgoing)
-        over = "it has been delivered" if reason is None else reason
+        over = "the transfer has been delivered" if reason is None else reason
         self._remember(outgoing.transfer, over)
         segments = tuple(outgoing.live.values())
         return Ended(outgoing.transfer, outgoing.peer, reason, segments)
@@ -206,7 +207,7 @@ class SendScheduler:
             if (outgoing := self._transfers.get(transfer)) is None:
                 continue
             outgoing.lose(own)
-            # They have waited since they were first queued.
+            # Lost pieces keep the waiting time of their stream.
             for stream in Stream:
                 self._wait(outgoing, stream)
 

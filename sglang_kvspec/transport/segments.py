@@ -1,4 +1,4 @@
-"""What is sent: chunks of pages in the caller's memory, cut into pieces."""
+"""Segments of a transfer: chunks of pages in the caller's memory, which are cut into pieces."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sglang_kvspec.transport.frames import MAX_CHUNKS, MAX_PAGES, Open, Stream
 
 @dataclass(frozen=True, slots=True)
 class TransferShape:
-    """Both ends' idea of a transfer: pages x chunks, and the most bytes that a chunk has in each
-    stream. A chunk is whatever lies in one piece in memory: a layer of a page, or all of them. Only
-    the first num_residual_pages (None: all) have residuals; none has where residual_bytes is 0."""
+    """Shape of a transfer at both ends: pages x chunks, and the most bytes of a chunk in each
+    stream. A chunk is contiguous memory: a layer of a page, or a whole page. Only the first
+    num_residual_pages pages (None: all) have residuals; none has if residual_bytes is 0."""
 
     num_pages: int
     num_chunks: int
@@ -42,11 +42,11 @@ class TransferShape:
         )
 
     def chunk_bytes(self, stream: Stream) -> int:
-        """The most that a chunk has."""
+        """Return the bytes of the largest chunk."""
         return self.anchor_bytes if stream is Stream.ANCHOR else self.residual_bytes
 
     def num_pages_of(self, stream: Stream) -> int:
-        """How many pages have something in a stream: the first ones."""
+        """Return how many pages have a record in a stream: the first ones of the transfer."""
         if not self.chunk_bytes(stream):
             return 0
         if stream is Stream.ANCHOR or self.num_residual_pages is None:
@@ -57,21 +57,21 @@ class TransferShape:
         return self.num_pages_of(stream) * self.num_chunks
 
 
-# Of a transfer's number on the wire.
+# Bits of a transfer's number on the wire, and of a part's place.
 _WIRE_BITS = 63
 _PLACE_BITS = 16
 
 
 class Part(NamedTuple):
-    """Which of how many equal shares of a sender's KV heads a receiver has."""
+    """Share `place` of `total` equal shares of a sender's KV heads, which one receiver has."""
 
     place: int
     total: int
 
 
 def number_of(transfer: int, part: Part) -> int:
-    """A sender's own number for a part of a transfer: receivers of several parts use one on the
-    wire. That of the whole is the one on the wire."""
+    """Return a sender's own number for a part of a transfer. On the wire, receivers of all parts
+    use one number, which is also the number of the whole, Part(0, 1)."""
     assert part.place < part.total <= 1 << _PLACE_BITS, part
     return transfer | (part.total - 1 << _PLACE_BITS | part.place) << _WIRE_BITS
 
@@ -82,13 +82,12 @@ def part_of(number: int) -> Part:
 
 
 def on_the_wire(number: int) -> int:
-    """The transfer that both ends know."""
+    """Return the number of a transfer on the wire, which both ends know."""
     return number & (1 << _WIRE_BITS) - 1
 
 
 class SegmentKey(NamedTuple):
-    """One chunk of one page in one stream of a transfer. page_index counts the transfer's
-    pages."""
+    """One chunk of one page in one stream of a transfer. page_index: among the transfer's pages."""
 
     transfer: int
     stream: Stream
@@ -110,7 +109,7 @@ class Segment:
 
 
 class Piece(NamedTuple):
-    """Part of a segment that fits a frame. It may be sent more than once, its place never moves."""
+    """Part of a segment that fits a frame. A piece may be sent again; its place never changes."""
 
     segment: Segment
     offset: int

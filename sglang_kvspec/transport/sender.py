@@ -1,4 +1,4 @@
-"""The end of a link that has the KV: listens, and sends what receivers open."""
+"""Sending end of a link: listens, and sends the transfers that receivers open."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from sglang_kvspec.transport.wire import Buffer, encode
 
 @dataclass(frozen=True, slots=True)
 class TransferOpened:
-    """A receiver has room for the transfer and waits for it, whether or not it was offered; or
-    num_parts of them, each for its chunk of every page."""
+    """Event: a receiver waits for the transfer, whether or not it was offered. num_parts: number of
+    these receivers, each for its chunk of every page."""
 
     transfer: int
     num_parts: int = 1
@@ -46,15 +46,15 @@ class TransferOpened:
 
 @dataclass(frozen=True, slots=True)
 class SegmentReleased:
-    """The segment's memory is the caller's again: delivered, or its transfer is over."""
+    """Event: the caller may reuse a segment's memory: delivered, or its transfer has ended."""
 
     key: SegmentKey
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """All memory of the transfer has been released. reason None: the receiver has all of it; what a
-    receiver says when it cancels comes here as it is."""
+    """Event: all memory of a transfer is released. reason: None if the receiver has all of it. The
+    reason of a receiver that cancels is unchanged."""
 
     transfer: int
     reason: str | None
@@ -65,9 +65,9 @@ _FROM_RECEIVER = (Ping, Ack, Open, Abort)
 
 
 class Sender:
-    """Owned by one thread, which calls step() again and again. Nothing here blocks but step(), for
-    as long as it is told. Numbers of transfers are segments.number_of() of those on the wire and of
-    the part that their receiver has."""
+    """Sender of KV, owned by one thread, which calls step() again and again. Only step() blocks,
+    for its timeout at most. Numbers of transfers are those of segments.number_of(), from the number
+    on the wire and the part that the receiver has."""
 
     def __init__(
         self,
@@ -92,27 +92,27 @@ class Sender:
         self._stepped_s = self._watch_at_s = clock()
 
     def offer(self, key: SegmentKey, memory: memoryview) -> bool:
-        """Send a chunk once its receiver wants it, anchors first. The memory must stay as it is
-        until SegmentReleased. False: the transfer is over, the memory was not taken. Raises
-        TransportError for what fits nowhere in an open transfer; what was offered before it was
-        opened ends it instead."""
+        """Send a chunk once its receiver has opened the transfer, anchors first. The memory may not
+        change until SegmentReleased. Return False, without taking the memory, if the transfer has
+        ended. Raises TransportError for a chunk that does not fit an open transfer; a chunk that
+        was offered before the Open ends the transfer instead."""
         taken = self.scheduler.offer(key, memory.cast("B"), self._clock())
         self._unreleased[key.transfer] += taken
         self._asked.forget(key.transfer)
         return taken
 
     def abort(self, transfer: int, reason: str) -> None:
-        """Give a transfer up, here and at its receiver. Its memory is released by events."""
+        """Abort a transfer, here and at its receiver. Events release its memory."""
         if (ended := self.scheduler.abort(transfer, reason)) is not None:
             self._end(ended)
             self._tell_aborted(ended.peer, transfer, reason)
 
     def is_open(self, transfer: int) -> bool:
-        """Whether a receiver has opened the transfer and it is not over."""
+        """Return True if a receiver has opened the transfer and it has not ended."""
         return self.scheduler.is_open(transfer)
 
     def step(self, timeout_s: float = 0.0) -> list[SendEvent]:
-        """Read, send, watch the time; wait for at most timeout_s if there is nothing to do."""
+        """Read, send, check timers; wait for at most timeout_s if there is nothing to do."""
         is_more = self._turn()
         end_s = self._clock() + timeout_s
         while timeout_s > 0 and not self._events:
@@ -123,12 +123,12 @@ class Sender:
         return events
 
     def wake(self) -> None:
-        """From any thread: ends the wait of the step that is under way, or else of the next."""
+        """End the wait of the current step() or else of the next. Any thread may call it."""
         self._port.wake()
 
     @property
     def is_idle(self) -> bool:
-        """No transfer, no memory of anyone's, nothing on its way."""
+        """Return True if there is no transfer, no unreleased memory and nothing in flight."""
         idle = not (self._unreleased or self._reasons or self._events or len(self._holds))
         return idle and self.scheduler.is_idle
 
@@ -136,7 +136,7 @@ class Sender:
         self._port.close()
 
     def _turn(self) -> bool:
-        """Returns whether there may be more to do at once."""
+        """Do what is due. Return True if there may be more to do at once."""
         num_read = take_in(self._port, self.counters, self._handle, self._refuse_protocol)
         num_sent = self._send_pieces()
         now_s = self._clock()
@@ -154,7 +154,7 @@ class Sender:
         return pause_s
 
     def _send_pieces(self) -> int:
-        """Until credit, the link or ZMQ has enough; not so long that nobody reads."""
+        """Send pieces while credit, the link and ZMQ allow, at most BATCH before the next read."""
         blocked: set[bytes] = set()
         for num_sent in range(BATCH):
             if self._link is not None and self._link.delay_s(self._clock()) > 0:
@@ -163,7 +163,7 @@ class Sender:
             if choice is None:
                 return num_sent
             if not self._send_piece(choice):
-                # The connection is down: acknowledgements or silence will tell what became of it.
+                # ZMQ takes nothing for this peer. Acks or silence will show whether it is lost.
                 blocked.add(choice.peer)
         return BATCH
 
@@ -251,9 +251,9 @@ class Sender:
         self._port.send(name, encode(self.peers.refuse_protocol(theirs)))
 
     def _watch(self, now_s: float) -> None:
-        # Twice: by then a receiver that was not heard has given its transfers up itself.
+        # Twice: by then, a receiver that was not heard has itself failed its transfers.
         for transfer in self._asked.take_stale(now_s - 2 * self._timing.gone_s):
-            self.abort(transfer, "its receiver has not asked for it any more")
+            self.abort(transfer, "the receiver no longer asks for the transfer")
         for name in self.peers.silence(now_s):
             self.scheduler.suspend_peer(name)
         for name, silent_s in self.peers.forget_gone(now_s):

@@ -1,5 +1,5 @@
-"""One end's half of a live connection: its sequences, what it has read, and how long it has heard
-nothing. Times are given, never taken."""
+"""One end's half of a live connection: its sequences, the sequences that it has read, and the
+silence of the peer. Callers pass the time; no clock is read here."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from sglang_kvspec.transport.frames import Ack, Ping, SessionFrame
 from sglang_kvspec.transport.replay import ReplayWindow
 from sglang_kvspec.transport.wire import Drop, FrameError
 
-# An end that has much to do looks this often at what is due.
+# Seconds between a busy end's looks at its timers.
 WATCH_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """heartbeat_s: between Pings of an idle connection. probe_s: between Pings while the peer owes
-    acknowledgements. silence_s: without a word for that long, the connection counts as lost.
-    gone_s: without a new connection for that long, so do its transfers. retry_s: between repeats
-    of a Hello, or of an Open that makes no progress."""
+    """Times of a link. heartbeat_s: between Pings of an idle connection. probe_s: between Pings
+    while the peer owes acknowledgements. silence_s: silence after which the connection counts as
+    lost. gone_s: silence after which its transfers fail, unless there is a new connection.
+    retry_s: between repeats of a Hello, or of an Open that is not accepted."""
 
     heartbeat_s: float = 0.5
     probe_s: float = 0.1
@@ -29,7 +29,8 @@ class Timing:
 
 
 class LinkState(Enum):
-    """Of a receiver. GREETING: no session, Hello is repeated. LIVE: in one. REFUSED: for good."""
+    """State of a receiver, or of a prefix server's client. GREETING: no session; the greeting is
+    repeated. LIVE: in a session. REFUSED: a receiver for good, a client until it asks again."""
 
     GREETING = 0
     LIVE = 1
@@ -48,19 +49,24 @@ class Session:
         self._echo = 0
 
     def stamp(self) -> int:
-        """Sequence of the next frame."""
+        """Take the sequence of the next frame."""
         self._last += 1
         return self._last
 
     def admit(self, frame: SessionFrame, now_s: float) -> None:
-        """Raises FrameError for a frame of another session, one that was read before, or an Ack of
-        what was never sent."""
+        """Record that a frame was read. Raises FrameError if it is of another session, was read
+        before, or is an Ack of frames that were never sent."""
         if frame.session != self.session:
-            raise FrameError(Drop.FOREIGN, f"session {frame.session}, expected {self.session}")
+            raise FrameError(
+                Drop.FOREIGN, f"the frame has session {frame.session}, expected {self.session}"
+            )
         if isinstance(frame, Ack) and max(frame.highest, frame.echo) > self._last:
-            raise FrameError(Drop.MALFORMED, f"an Ack of {frame.highest}, last sent {self._last}")
+            detail = f"the Ack is for frame {frame.highest}, last sent {self._last}"
+            raise FrameError(Drop.MALFORMED, detail)
         if not self._window.admit(frame.sequence):
-            raise FrameError(Drop.REPLAYED, f"sequence {frame.sequence}")
+            raise FrameError(
+                Drop.REPLAYED, f"sequence {frame.sequence} was read before or is too old"
+            )
         self.heard_s = now_s
         if isinstance(frame, Ping):
             self._echo = frame.sequence
@@ -70,7 +76,7 @@ class Session:
         return now_s - self.heard_s >= self._timing.silence_s
 
     def ping(self, now_s: float, *, awaits_ack: bool) -> Ping | None:
-        """The Ping that is due, if one is."""
+        """Return the Ping that is due; None if none is."""
         period_s = self._timing.probe_s if awaits_ack else self._timing.heartbeat_s
         if now_s - max(self._pinged_s, self.heard_s if awaits_ack else 0.0) < period_s:
             return None
@@ -78,7 +84,7 @@ class Session:
         return Ping(self.session, self.stamp())
 
     def ack(self, credit_bytes: int, *, if_owed: bool = True) -> Ack | None:
-        """What has been read, if the peer does not know it yet."""
+        """Return an Ack of all that was read; None if none is owed, unless if_owed is False."""
         if if_owed and not self._owes_ack:
             return None
         frame = Ack(

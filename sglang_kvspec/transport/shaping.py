@@ -1,4 +1,4 @@
-"""An emulated link: how fast bytes may leave."""
+"""Emulated link: limits how fast bytes leave."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from sglang_kvspec.core.errors import TransportError
 
 
 class TokenBucket:
-    """Lets bytes_per_s through on average and at most burst_bytes more than that at once.
+    """Limit of bytes_per_s on average, and at most burst_bytes more than that at once.
 
-    A frame may leave whenever the level is above zero and may take it below: what is sent never
-    exceeds rate x time + burst + one frame, and a waiting anchor never waits for tokens that it
-    must save up.
+    A frame may leave whenever the level is above zero, and may take the level below zero. The
+    bytes sent never exceed rate x time + burst + one frame. An anchor never waits to save up tokens
+    for its whole length.
     """
 
     def __init__(self, bytes_per_s: float, burst_bytes: int, now_s: float) -> None:
@@ -24,12 +24,12 @@ class TokenBucket:
         self._at_s = now_s
 
     def delay_s(self, now_s: float) -> float:
-        """How long until a frame may leave; 0 for now."""
+        """Return the seconds until a frame may leave; 0 if it may now."""
         self._refill(now_s)
         return 0.0 if self._level > 0 else (1 - self._level) / self.bytes_per_s
 
     def spend(self, num_bytes: int, now_s: float) -> None:
-        """Bytes have left."""
+        """Record that num_bytes have left."""
         self._refill(now_s)
         self._level -= num_bytes
 

@@ -1,8 +1,8 @@
-"""Frames to messages of one or two parts and back. Whatever is not a frame raises FrameError.
+"""Conversion of frames to messages of one or two parts, and back. FrameError for other messages.
 
 Part 0: magic, protocol, kind, checksum (16 bytes, little endian), then the frame in msgpack. Part
-1: the payload, of a frame that says its length. The checksum is XXH3 with 64 bits over everything
-but the magic: it finds damage, a forger is CURVE's business.
+1: the payload of a frame that has a length. The checksum is XXH3 with 64 bits over everything but
+the magic. It finds damage; CURVE protects against forgery.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ _PREFIX = Layout("<4sHHQ")
 
 
 class Drop(StrEnum):
-    """Why a frame was thrown away. VERSION: of another protocol. FOREIGN: of another session, or of
-    a kind that this end is not sent. REPLAYED: a sequence seen before, or too old to tell. STALE:
-    for another generation of the page. RECYCLED: the page was given away, so its transfer fails.
-    UNKNOWN: a transfer that is not expected. MISPLACED: outside what the transfer was to hold.
-    NO_ROOM: the destination has less room than it was to have, so the transfer fails."""
+    """Reasons to drop a frame. VERSION: of another protocol. FOREIGN: of another session, or of a
+    kind that is not sent to this end. REPLAYED: its sequence was read before, or is too old to
+    tell. STALE: for another generation of the page than was expected. RECYCLED: the page has a new
+    generation, so its transfer fails. UNKNOWN: its transfer, lookup or upload is not expected.
+    MISPLACED: outside the bounds of its transfer, lookup or upload. NO_ROOM: the destination is
+    too small, so the transfer fails; or too many pages wait at a prefix server."""
 
     MALFORMED = "malformed"
     OVERSIZED = "oversized"
@@ -64,8 +65,8 @@ class Drop(StrEnum):
 
 
 class FrameError(Exception):
-    """A message that must not be believed. hello_protocol: what an undamaged Hello of another
-    protocol speaks."""
+    """Frame to drop, or a message that is no frame. hello_protocol: protocol of an undamaged
+    greeting of another protocol."""
 
     def __init__(self, drop: Drop, detail: str, hello_protocol: int | None = None) -> None:
         super().__init__(f"{drop}: {detail}")
@@ -74,9 +75,9 @@ class FrameError(Exception):
 
 
 class Wire(Generic[AnyFrame]):
-    """The frames of one protocol. kinds: their types in the order of their numbers, the first one
-    a greeting. Magic, prefix, checksum and the numbers of greetings and refusals never change, so
-    that ends of two protocols can still tell each other so."""
+    """Encoder and decoder of one protocol. kinds: types of its frames in order of their numbers, a
+    greeting first. Magic, prefix, checksum and the numbers of greetings and refusals never
+    change, so that ends of two protocols can still refuse each other."""
 
     def __init__(
         self, magic: bytes, protocol: int, kinds: Sequence[type[AnyFrame]], max_head_bytes: int
@@ -89,45 +90,51 @@ class Wire(Generic[AnyFrame]):
         self._encode = Encoder().encode
 
     def encode(self, frame: AnyFrame, payload: Buffer | None = None) -> bytes:
-        """Part 0 of a frame's message; `payload`, where it has one, becomes part 1 as it is."""
+        """Return part 0 of a frame's message. The payload, if there is one, is part 1 unchanged."""
         kind = self._numbers[type(frame)]
         return self.seal(self.protocol, kind, self._encode(frame), payload)
 
     def seal(self, protocol: int, kind: int, body: bytes, payload: Buffer | None) -> bytes:
-        """Part 0 with the checksum that fits, whatever the body is."""
+        """Return part 0 with its checksum, for any body."""
         checksum = _checksum(protocol, kind, body, payload)
         return _PREFIX.pack(self.magic, protocol, kind, checksum) + body
 
     def decode(self, parts: Sequence[Buffer]) -> tuple[AnyFrame, Buffer | None]:
-        """The frame of a message and its payload, if any: a view of the part, not a copy."""
+        """Return the frame of a message, and its payload: part 1 itself, not a copy, or None."""
         if not 1 <= len(parts) <= 2:
-            raise FrameError(Drop.MALFORMED, f"{len(parts)} parts, expected 1 or 2")
+            raise FrameError(Drop.MALFORMED, f"the message has {len(parts)} parts, expected 1 or 2")
         head = memoryview(parts[0])
         payload = parts[1] if len(parts) == 2 else None
         if len(head) > self._max_head_bytes:
-            detail = f"head of {len(head)} bytes, limit {self._max_head_bytes}"
+            detail = f"the head has {len(head)} bytes, limit {self._max_head_bytes}"
             raise FrameError(Drop.OVERSIZED, detail)
         if payload is not None and len(payload) > MAX_PIECE_BYTES:
-            raise FrameError(Drop.OVERSIZED, f"payload of {len(payload)}, limit {MAX_PIECE_BYTES}")
+            detail = f"the payload has {len(payload)} bytes, limit {MAX_PIECE_BYTES}"
+            raise FrameError(Drop.OVERSIZED, detail)
         if len(head) < _PREFIX.size:
-            raise FrameError(Drop.MALFORMED, f"head of {len(head)} bytes, least {_PREFIX.size}")
+            detail = f"the head has {len(head)} bytes, minimum {_PREFIX.size}"
+            raise FrameError(Drop.MALFORMED, detail)
         magic, protocol, kind, checksum = _PREFIX.unpack_from(head)
         if magic != self.magic:
-            raise FrameError(Drop.MALFORMED, f"magic {magic!r}")
+            raise FrameError(Drop.MALFORMED, f"the magic is {magic!r}, expected {self.magic!r}")
         body = head[_PREFIX.size :]
         if _checksum(protocol, kind, body, payload) != checksum:
-            raise FrameError(Drop.CHECKSUM, f"kind {kind}, {len(body)} bytes")
+            raise FrameError(
+                Drop.CHECKSUM, f"a frame of kind {kind} with {len(body)} bytes is damaged"
+            )
         if protocol != self.protocol:
-            detail = f"protocol {protocol}, this end {self.protocol}"
+            detail = f"the frame has protocol {protocol}, this end {self.protocol}"
             raise FrameError(Drop.VERSION, detail, protocol if kind == 0 else None)
         if kind >= len(self._kinds) or (payload is not None) != self._has_payload[kind]:
-            raise FrameError(Drop.MALFORMED, f"kind {kind} in {len(parts)} parts")
+            raise FrameError(Drop.MALFORMED, f"no frame of kind {kind} has {len(parts)} parts")
         try:
             frame = self._decoders[kind].decode(body)
         except (DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError(Drop.MALFORMED, f"{self._kinds[kind].__name__}: {error}") from None
         if payload is not None and len(payload) != frame.length:
-            detail = f"{len(payload)} bytes of {type(frame).__name__}, which said otherwise"
+            detail = (
+                f"{type(frame).__name__} says {frame.length} bytes, its payload has {len(payload)}"
+            )
             raise FrameError(Drop.MALFORMED, detail)
         return frame, payload
 

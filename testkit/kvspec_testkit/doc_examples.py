@@ -12,10 +12,10 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def load_example(page: str) -> ModuleType:
-    """Return the example of a page in docs/contributing as one module: the block that begins with
-    a module's docstring, and blocks behind it that begin with a class.
+    """Return the example of a page in docs/contributing as one module.
 
-    Raises ValueError where the page has none.
+    The example is the block that begins with a module's docstring, and later blocks that begin with
+    a class. Raises ValueError if the page has no example.
     """
     blocks = _BLOCK.findall((CONTRIBUTING / page).read_text(encoding="utf-8"))
     parts: list[str] = []
@@ -23,10 +23,10 @@ def load_example(page: str) -> ModuleType:
         if block.startswith('"""') or (parts and block.startswith("class ")):
             parts.append(block)
     if not parts:
-        raise ValueError(f"{page} has no example")
+        raise ValueError(f"{page} has no Python block that begins with a docstring")
     name = f"example_of_{Path(page).stem.replace('-', '_')}"
     module = ModuleType(name)
-    # Dataclasses, and codecs' reference functions, are looked up by this name.
+    # Dataclasses and reference modules of codecs are looked up by this name.
     sys.modules[name] = module
     exec(compile("\n\n".join(parts), page, "exec"), module.__dict__)
     return module

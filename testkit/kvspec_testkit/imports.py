@@ -1,4 +1,4 @@
-"""Which modules of the project import which, by their syntax: nothing is imported."""
+"""Import graph of the project's modules, from their syntax: nothing is imported."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Imports = Mapping[str, frozenset[str]]
 
 
 def is_within(name: str, prefix: str) -> bool:
-    """Return whether a dotted name is `prefix` or lies below it."""
+    """Return True if a dotted name is `prefix` or is below it."""
     return name == prefix or name.startswith(prefix + ".")
 
 
 def module_files() -> dict[str, Path]:
-    """Dotted name of every module of the project, and its file."""
+    """Return the file of every module of the project, by dotted name."""
     files = {}
     for package, source_root in SOURCE_ROOTS.items():
         for path in sorted((source_root / package).rglob("*.py")):
@@ -35,8 +35,9 @@ def module_files() -> dict[str, Path]:
 
 
 def imported_names(source: str, module: str, *, is_package: bool) -> frozenset[str]:
-    """Dotted names that `source` imports anywhere in it: statements, relative or not, lazy or
-    for type checking only, and `import_module("literal")`. `from a import b` names a and a.b."""
+    """Return the dotted names that `source` imports anywhere: by statements, relative or not, lazy
+    or for type checking only, and by `import_module("literal")`. `from a import b` names a and a.b.
+    """
     names = set()
     for base, members in _import_statements(source, module, is_package=is_package):
         names |= {base, *(f"{base}.{member}" for member in members)}
@@ -46,7 +47,7 @@ def imported_names(source: str, module: str, *, is_package: bool) -> frozenset[s
 def _import_statements(
     source: str, module: str, *, is_package: bool
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield what every import names: (a, (b, c)) for `from a import b, c`, (a, ()) otherwise."""
+    """Yield the names of every import: (a, (b, c)) for `from a import b, c`, (a, ()) otherwise."""
     package = module if is_package else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -69,7 +70,7 @@ def _import_statements(
 def loaded_modules(
     source: str, module: str, modules: Collection[str], *, is_package: bool
 ) -> frozenset[str]:
-    """Return which of `modules` an import anywhere in `source` loads, besides the packages that
+    """Return those of `modules` that imports anywhere in `source` load, except the packages that
     hold `module` itself.
 
     `from a import b` loads a.b if that is a module. Importing a.b also runs a/__init__.py.
@@ -87,7 +88,7 @@ def loaded_modules(
 
 
 def import_graph() -> dict[str, frozenset[str]]:
-    """Every module of the project, and the modules of the project that it loads."""
+    """Return, for every module of the project, the modules of the project that it loads."""
     files = module_files()
     return {
         module: loaded_modules(
@@ -98,7 +99,7 @@ def import_graph() -> dict[str, frozenset[str]]:
 
 
 def find_cycle(graph: Imports) -> list[str]:
-    """Return modules of which each imports the next, and the last is the first; [] if none do."""
+    """Return a cycle of modules: each imports the next, and the last is the first. [] if none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -1,4 +1,4 @@
-"""The queries of the example dashboard, and the metrics that queries and alerts name."""
+"""Queries of the example dashboard, and the metrics that queries and alerts name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
-# Prometheus stores a colon or an underscore, by the format that it scrapes: queries match both.
+# Prometheus stores a colon or an underscore, depending on the scraped format. Queries match both.
 _METRIC = re.compile(r"sglang\.kvspec_(\w+)")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 LONGEST_SENTENCE = 40
 LONGEST_SUBJECT = 72
 # A docstring begins with a verb or a noun phrase, so that its first line says what the thing is.
-VAGUE_OPENINGS = ("Of", "It", "They", "What", "Whether")
+VAGUE_OPENINGS = ("Of", "It", "They", "What", "Whether", "That", "As")
 _PERSONS = re.compile(r"\b(who|whom|whoever|nobody|everybody)\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*_]*\s+")
 # Abbreviations whose point ends no sentence.

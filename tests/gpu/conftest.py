@@ -1,5 +1,5 @@
-"""These tests need a CUDA device. Elsewhere they are not even imported: that would import Triton
-before the kernels' tests can choose its interpreter."""
+"""Tests that need a CUDA device. On other machines these modules are not imported: an import would
+load Triton before the kernel tests can choose its interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeviceAttention over a GpuKVCache against ReferenceAttention over a ReferenceKVCache."""
+"""Tests of DeviceAttention over a GpuKVCache against ReferenceAttention over a ReferenceKVCache."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 8, 2, 128, 64
 NUM_PAGES, RECENT, MAX_STEPS = 100, 1, 8
 SCALE = HEAD_DIM**-0.5
-# Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16 and drafts from codes
-# with scales in fp16; a wrong page, slot or length gives errors of the order of 1.
+# Both sides round to bf16 (2^-9 relative). The GPU computes 8-bit pages in fp16 and drafts from
+# codes with scales in fp16. A wrong page, slot or length gives errors of the order of 1.
 TOLERANCE = 0.02
 
 
 class Pair:
-    """The same requests on both implementations. Page ids are shuffled on purpose."""
+    """The same requests on both implementations. Page ids are shuffled, so that a page id and its
+    place in a request differ."""
 
     def __init__(self, codec_name: str, target: str, *, in_order: bool = False) -> None:
         geometry = KVGeometry(LAYERS, KV_HEADS, HEAD_DIM, PAGE, torch.bfloat16)
@@ -63,14 +64,14 @@ class Pair:
         return torch.tensor(ids[: -(-num_tokens // PAGE)])
 
     def draw(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        # As a model's projection gives them: slices of one tensor.
+        # Slices of one tensor, as a model's projection gives them.
         width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
         both = torch.randn(num_tokens, width, generator=self.rng).bfloat16()
         sizes = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
         return tuple(part.unflatten(-1, (-1, HEAD_DIM)) for part in both.split(sizes, dim=-1))
 
     def forward(self, rows: dict[str, Row]) -> None:
-        """Run a target forward on both and compare every layer; commits all tokens."""
+        """Run a target forward on both, compare every layer, and commit all tokens."""
         plan = ForwardPlan(tuple(rows.values()))
         with self.reference.planned(plan), self.device.planned(plan):
             for layer in range(LAYERS):
@@ -81,7 +82,7 @@ class Pair:
         self.commit({name: row.end for name, row in rows.items()})
 
     def commit(self, ends: dict[str, int]) -> None:
-        """Requests advanced to these lengths."""
+        """Advance requests to these lengths, on both implementations."""
         for name, end in ends.items():
             for keeper in self.keepers:
                 keeper.commit(self.page_ids(name, end), self.committed.get(name, 0), end)
@@ -124,23 +125,23 @@ def test_prefill_and_verification(codec: str, target: str) -> None:
     in_order = target == "in order"
     pair = Pair(codec, "exact" if in_order else target, in_order=in_order)
     pair.prefill(a=200, b=64, c=1)
-    # Second chunks: from within a page, from a page's start, into the first page.
+    # Second chunks begin within a page (a), at a page's start (b), and in the first page (c).
     pair.prefill(a=300, b=128, c=40)
-    # a crosses a page, b starts one, c fills its first exactly.
+    # a crosses a page's end, b starts a page, and c fills its first page exactly.
     pair.verify(a=20, b=5, c=23)
     pair.verify(a=1, b=1, c=1)
     pair.verify(b=65)
 
 
 def test_more_parts_than_one_batch_of_the_int8_kernel() -> None:
-    """70 parts are attended to in batches of 64 and 6, in every layer again."""
+    """Attend to 70 parts, which the kernel takes in batches of 64 and 6 in every layer."""
     pair = Pair("uniform4", "int8")
     pair.prefill(a=69 * PAGE + 7)
     pair.verify(a=3)
 
 
 class Steps:
-    """Four rows of a pair's device, captured, and what single rows of the reference give."""
+    """Four captured rows on a pair's device, compared with single rows of the reference."""
 
     def __init__(self, pair: Pair, make_attention: str) -> None:
         self.pair = pair
@@ -168,7 +169,8 @@ class Steps:
         self.rows.end_step(torch.zeros(4, 10, device="cuda"))
 
     def run(self, rows: list[DraftRow], kind: RowKind, lens: dict[str, int]) -> None:
-        """Replay all steps of these rows, longest first, named as in lens, and compare."""
+        """Replay all steps of these rows, longest first, and compare. lens: number of steps by
+        request."""
         pair = self.pair
         self.rows.load(rows)
         self.attention.plan(rows)
@@ -193,11 +195,11 @@ class Steps:
 
 @CODECS
 def test_draft_steps_in_a_graph(codec: str) -> None:
-    """Steps replayed from one graph, with fewer requests than rows, against single draft rows."""
+    """Compare steps of one CUDA graph, with fewer requests than rows, with single draft rows."""
     pair = Pair(codec, "int8")
     pair.prefill(a=190, b=500, c=3)
     steps = Steps(pair, "make_draft_step")
-    # a crosses into a page that is opened for it.
+    # a crosses into the next page, which is opened for the steps.
     lens = {"b": 6, "a": 5, "c": 2}
     ids = {name: pair.page_ids(name, pair.committed[name] + n + 1) for name, n in lens.items()}
     kv = pair.device.kv
@@ -216,7 +218,8 @@ def test_draft_steps_in_a_graph(codec: str) -> None:
     ],
 )
 def test_target_steps_in_a_graph(codec: str, target: str, kind: str, in_order: bool) -> None:
-    """Rounds without drafts, over the ends of pages, against single rows; then a verification."""
+    """Compare rounds without drafts, which cross page ends, with single rows, and verify
+    afterwards."""
     pair = Pair(codec, target, in_order=in_order)
     pair.prefill(a=190, b=500, c=3)
     steps = Steps(pair, f"make_{kind}_step")
@@ -235,9 +238,9 @@ def test_target_steps_in_a_graph(codec: str, target: str, kind: str, in_order: b
     pair.verify(a=3, b=9, c=2)
 
 
-def test_in_order_prefill_verification_and_steps_give_the_same_bits() -> None:
-    """Tokens of one request, in one chunk, in two, verified together over a page's end and one by
-    one from a graph."""
+def test_deterministic_prefill_verification_and_steps_give_the_same_bits() -> None:
+    """Compute the tokens of one request in one chunk, in two chunks, in a verification over a
+    page's end, and one by one from a CUDA graph."""
     start, end, size = 2 * PAGE + 30, 3 * PAGE + 5, PAGE
     whole, parts = (Pair("uniform4", "exact", in_order=True) for _ in range(2))
     kv = parts.device.kv
@@ -266,7 +269,7 @@ def test_in_order_prefill_verification_and_steps_give_the_same_bits() -> None:
     verified = forward(parts, Row(RowKind.VERIFY, start, end - start, parts.page_ids("a", end)))
     for out, expected in zip(verified, want, strict=True):
         assert torch.equal(out, expected[start:])
-    # What was verified is rejected, and its tokens are taken again one by one.
+    # The verified tokens are rejected and computed again, one by one.
     rows = DraftRows(4, end - start, NUM_PAGES, PAGE, kv.device)
     steps = parts.device.make_target_step(rows, 4)
     inputs = [torch.zeros(LAYERS, 4, *part.shape[1:]).bfloat16().cuda() for part in drawn[0]]

@@ -1,6 +1,7 @@
 """Residuals in pinned host memory on a GPU's own streams: fences, and attention over a small cache.
 
-A kernel that only spins holds a stream up, so that what runs without its fence runs too early.
+A kernel that only spins delays a stream. Work that lacks its fence then runs too early, and the
+test sees it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from sglang_kvspec.kv.record_pool import RecordPool
 
 DEVICE = torch.device("cuda:0")
 LAYERS, HEADS, RECORD_BYTES = 4, 8, 32768
-# About 10 ms, many times what a page of 1 MiB takes.
+# About 10 ms, many times the copy of a page of 1 MiB.
 SPIN_CYCLES = 20_000_000
-# Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16; a wrong page, slot or
-# length gives errors of the order of 1.
+# Both sides round to bf16 (2^-9 relative). The GPU computes 8-bit pages in fp16. A wrong page, slot
+# or length gives errors of the order of 1.
 TOLERANCE = 0.02
 
 
@@ -32,14 +33,15 @@ def spin(stream: CudaStream) -> None:
 
 
 class DeafStream(CudaStream):
-    """A stream without fences."""
+    """Stream that ignores fences."""
 
     def wait(self, event: Event) -> None:
         pass
 
 
 class Rig:
-    """A cache of 3 slots and a store of 4 pages, all of whose bytes are 255 but page 3's, 33."""
+    """A cache of 3 slots and a store of 4 pages. All bytes are 255, except those of page 3 in the
+    store, which are 33."""
 
     def __init__(self, deaf: str | None = None) -> None:
         copy_streams = make_copy_streams(DEVICE)
@@ -104,7 +106,7 @@ def fetch_layers_into_a_slot_that_is_being_read(rig: Rig) -> list[tuple[torch.Te
 
 
 def write_a_slot_that_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, int]]:
-    """The page was freed and its slot given to another at once."""
+    """Write the slot of a page that was freed while its copy to the store had not run."""
     rig.cache.page(2).fill_(9)
     spin(rig.copy_streams.to_host)
     rig.copies.copy_out([(1, 2)])
@@ -114,7 +116,7 @@ def write_a_slot_that_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, 
 
 
 def fetch_what_is_being_copied_out(rig: Rig) -> list[tuple[torch.Tensor, int]]:
-    """Evicted and fetched again into another slot."""
+    """Fetch an evicted page into another slot while its copy to the store has not run."""
     rig.cache.page(0).fill_(11)
     spin(rig.copy_streams.to_host)
     rig.copies.copy_out([(2, 0)])
@@ -130,13 +132,13 @@ def fetch_into_a_slot_that_is_being_copied_out(rig: Rig) -> list[tuple[torch.Ten
     return [(rig.store.page(2), 12), (rig.cache.page(0), 33)]
 
 
-# With the stream that must wait.
+# Each case with the stream that must wait.
 FENCES: list[tuple[Callable[[Rig], list[tuple[torch.Tensor, int]]], str | None]] = [
     (copy_out_behind_the_encode, "to_host"),
     (fetch_into_a_slot_that_is_being_read, "to_device"),
     (read_behind_the_fetch, "main"),
     (read_layers_behind_their_fetch, "main"),
-    # Without this one the kernel would read indices that are not there yet, and fault.
+    # None: without this fence the kernel would fault, on indices that have not arrived.
     (fetch_layers_into_a_slot_that_is_being_read, None),
     (write_a_slot_that_is_being_copied_out, "main"),
     (fetch_what_is_being_copied_out, "to_device"),
@@ -153,8 +155,8 @@ def wrong(outcome: list[tuple[torch.Tensor, int]]) -> list[int]:
     ("act", "waiting"), FENCES, ids=lambda part: getattr(part, "__name__", str(part))
 )
 def test_a_fence(act: Callable[[Rig], list[tuple[torch.Tensor, int]]], waiting: str | None) -> None:
-    """It holds, and without it the same is seen to go wrong."""
-    # Compiles what it launches: a compilation would outlast the spin.
+    """Check that a fence holds, and that the contents are wrong without it."""
+    # Compile first: a compilation would outlast the spin.
     act(Rig())
     assert wrong(act(Rig())) == []
     if waiting is not None:
@@ -163,7 +165,7 @@ def test_a_fence(act: Callable[[Rig], list[tuple[torch.Tensor, int]]], waiting: 
 
 def test_the_cpu_waits_for_nothing() -> None:
     rig = Rig()
-    # Compiled and sized by the first call.
+    # The first call compiles, and allocates its buffers.
     rig.copies.main_waits(rig.copies.fetch_by_layer([(3, 0)]))
     torch.cuda.synchronize()
     spin(rig.copy_streams.main)
@@ -185,7 +187,7 @@ def test_the_store_is_pinned_and_no_larger_than_asked_for() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_pages_under_random_use(seed: int) -> None:
-    """Contents that were read are compared at the end, so that nothing waits in between."""
+    """Compare the contents at the end only, so that the CPU never waits in between."""
     rng, rig = random.Random(seed), Rig()
     copy_streams = (rig.copy_streams.main, rig.copy_streams.to_host, rig.copy_streams.to_device)
     content: dict[int, int] = {3: 33}
@@ -219,7 +221,7 @@ def test_pages_under_random_use(seed: int) -> None:
             page = rng.choice(sorted(slots))
             if page in arriving:
                 rig.copies.main_waits([arriving.pop(page)])
-            # One layer of it, as a kernel would.
+            # Read one layer of the page, as a kernel does.
             seen.append((rig.cache.layer(step % LAYERS)[slots[page]].clone(), content[page]))
         elif act in ("evict", "die") and slots:
             page = rng.choice(sorted(slots))
@@ -250,7 +252,8 @@ def make_pair(codec: str, target: str, cache_pages: int) -> AttentionPair:
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])
 @pytest.mark.parametrize("target", ["exact", "int8"])
 def test_attention_over_a_small_cache(codec: str, target: str) -> None:
-    """Requests come, verify by turns, and go; each forward finds the main stream held up."""
+    """Let requests arrive, verify in turns and leave, while a kernel delays the main stream before
+    each forward."""
     rng, pair = random.Random(1), make_pair(codec, target, cache_pages=12)
     for step in range(40):
         torch.cuda._sleep(SPIN_CYCLES // 10)

@@ -1,7 +1,7 @@
-"""Records of pages that leave a GPU's KV cache and land in it, beside kernels that are still busy.
+"""Records of pages that leave a GPU's KV cache and land in it, while kernels are still busy.
 
-A kernel that only spins holds the main stream up, so that what does not wait for it finds or leaves
-other bytes.
+A kernel that only spins delays the main stream. A copy that does not wait for that stream then
+reads or leaves other bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 DEVICE = torch.device("cuda:0")
 NUM_PAGES, NUM_KEPT = 24, 6
 GEOMETRY = KVGeometry(4, 8, 128, 64, torch.bfloat16)
-# About 10 ms, many times what a few pages take.
+# About 10 ms, many times the copy of a few pages.
 SPIN_CYCLES = 20_000_000
 KINDS = [(target, store) for target in ("exact", "int8") for store in (False, True)]
 
@@ -44,7 +44,7 @@ class Rig:
         return PageRecords(*(torch.randint_like(part, 256) for part in empty))
 
     def encode(self, pages: list[int], records: PageRecords | None = None) -> PageRecords:
-        """Behind a kernel that spins."""
+        """Write records into these pages behind a kernel that spins. Return the records."""
         records, kv = records or self.new_records(len(pages)), self.kv
         anchors, residuals = (part.to(DEVICE) for part in records)
         with kv.placed(encodes=pages):
@@ -58,7 +58,7 @@ class Rig:
         return records
 
     def found(self, pages: list[int]) -> PageRecords:
-        """Where kernels find these pages, once the main stream is there."""
+        """Return the records that kernels find in these pages, once the main stream has run."""
         kv = self.kv
         with kv.placed(pages, by_layer=True):
             ids = torch.tensor(pages, device=DEVICE)
@@ -85,11 +85,11 @@ def test_pages_leave_behind_what_still_writes_them(target: str, store: bool) -> 
 @pytest.mark.parametrize(("target", "store"), KINDS)
 def test_what_lands_is_found_and_leaves_again(target: str, store: bool) -> None:
     rig = Rig(target, store)
-    # More than the buffer holds at once.
+    # More pages than the buffer holds at once.
     pages = list(range(NUM_PAGES, NUM_PAGES - 14, -1))
     records = rig.new_records(len(pages))
     old = rig.encode(pages[:5])
-    # They are still being encoded when they are freed and others land there.
+    # These pages are freed, and new records land in them, while they are still being encoded.
     rig.kv.free_pages(pages[:5])
     copy_in(rig.kv, pages, records)
     assert same(rig.found(pages), records) == [True, True]
@@ -126,18 +126,18 @@ def test_landing_waits_for_nothing_and_leaving_is_pinned() -> None:
 
 @pytest.mark.parametrize(("target", "store"), KINDS)
 def test_kept_anchors_outlive_their_pages(target: str, store: bool) -> None:
-    """All of it is enqueued while a kernel still holds up the first encoding."""
-    # Before that kernels are compiled, which takes longer than the kernel that holds them up.
+    """Keep and restore anchors while a kernel still delays the first encoding."""
+    # Compile the kernels first: a compilation takes longer than the spin.
     _keep_and_restore(target, store)
     waited = not _keep_and_restore(target, store)
     assert store or not waited, "keeping or restoring waited for the GPU"
 
 
 def _keep_and_restore(target: str, store: bool) -> bool:
-    """Keep anchors and bring them back. Return whether the GPU was still held up at the end."""
+    """Keep anchors and restore them. Return whether the GPU was still spinning at the end."""
     rig = Rig(target, store)
     pages, slots = [7, 3, 12], [5, 0, 2]
-    # Pinned before the kernel spins, which the CPU is not to spend its time on then.
+    # Pin memory before the kernel spins: pinning takes CPU time, which would outlast the spin.
     records, others = (
         PageRecords(*(part.pin_memory() for part in rig.new_records(3))) for _ in range(2)
     )
@@ -147,7 +147,8 @@ def _keep_and_restore(target: str, store: bool) -> bool:
     end_of_spin.record()
     rig.kv.records.keep_anchors(pages, slots)
     rig.kv.free_pages(pages)
-    # Others come where they were, and back where others keep theirs.
+    # Other pages land where the first pages were. The kept anchors then land in new pages, and
+    # their slots are taken by the other pages.
     copy_in(rig.kv, pages, others)
     copy_in(rig.kv, [20, 21, 22], back, dict(enumerate(slots)))
     rig.kv.records.keep_anchors(pages, slots)

@@ -1,4 +1,4 @@
-"""Values for the device arrive while residuals are fetched, whatever is in front of them."""
+"""Values for the device arrive while residuals are fetched, and do not wait for those copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.transfers import MOST_BYTES, send_into, sent_together, to_device
 
 DEVICE = torch.device("cuda:0")
-# 2 MiB each, as of an 8B shape: 0.25 GiB together, about 5 ms.
+# Pages of an 8B shape: 2 MiB each, 0.25 GiB together, about 5 ms to copy.
 NUM_PAGES, LAYERS, HEADS, RECORD_BYTES = 128, 32, 8, 8192
 
 

@@ -1,5 +1,5 @@
-"""Pages that cross in one piece, from the KV cache of one GPU server to another's, as the baselines
-of --kvspec-transfer send them: bytes and values are those of the codecs on a CPU."""
+"""Pages that cross in one piece between the KV caches of two GPU servers, as the baselines of
+--kvspec-transfer send them. Bytes and values equal those of the codecs on a CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODES = ("full", "int8", "int4", "cachegen")
 
 
 def make_kv(store: bool) -> GpuKVCache:
-    """store: with a cache of fewer pages than cross."""
+    """Make a KV cache of one server. store: with a residual cache of fewer pages than cross."""
     codec = make_codec("uniform4", target="exact", page_size=64, head_dim=128, dtype=torch.bfloat16)
     cached, hosted = (20, NUM_PAGES) if store else (NUM_PAGES, 0)
     plan = CapacityPlan(NUM_PAGES, 4, cached, hosted, PageBytes(1, 1, 1), "test")
@@ -37,14 +37,14 @@ def make_kv(store: bool) -> GpuKVCache:
 
 
 def make_pages() -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of COUNT pages, on the CPU."""
+    """Return K and V of COUNT pages, on the CPU."""
     shape = (2, COUNT, GEOMETRY.num_layers, 64, GEOMETRY.num_kv_heads, 128)
     k, v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     return k * 3 + 1, v
 
 
 def expected_records(kv: GpuKVCache, k: torch.Tensor, v: torch.Tensor) -> PageRecords:
-    """What the codec makes of pages, on the CPU."""
+    """Return the records that the codec encodes from pages, on the CPU."""
     record = kv.codec.encode(k.flatten(0, 1), v.flatten(0, 1))
     shape = (len(k), GEOMETRY.num_layers)
     return PageRecords(record.anchor.unflatten(0, shape), record.residual.unflatten(0, shape))
@@ -53,7 +53,7 @@ def expected_records(kv: GpuKVCache, k: torch.Tensor, v: torch.Tensor) -> PageRe
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_pages_cross(monkeypatch: pytest.MonkeyPatch, mode: str, store: bool) -> None:
-    # Several portions.
+    # A small limit, so that the pages cross in several portions.
     monkeypatch.setattr(page_wire, "AT_ONCE_BYTES", 17 * GEOMETRY.plain_page_bytes)
     codec = make_wire_codec(mode, GEOMETRY)
     sender, receiver = make_kv(store), make_kv(store)
@@ -63,7 +63,7 @@ def test_pages_cross(monkeypatch: pytest.MonkeyPatch, mode: str, store: bool) ->
     payloads = [payload for (payload,) in parts]
     on_cpu = [codec.encode(*page) for page in zip(k, v, strict=True)]
     assert all(map(torch.equal, payloads, on_cpu))
-    # What was given to the GPU before is still under way when pages land.
+    # The GPU is still busy when pages land.
     torch.cuda._sleep(SPIN_CYCLES)
     WholeWire(receiver, codec, drafts=True).land(Stream.ANCHOR, LANDED, parts)
     decoded = [torch.stack(part) for part in zip(*map(codec.decode, payloads), strict=True)]
@@ -81,7 +81,7 @@ def test_landing_does_not_wait_for_the_gpu(mode: str) -> None:
     k, v = make_pages()
     payloads = [[payload] for payload in codec.encode_pages(k, v)]
     wire = WholeWire(kv, codec, drafts=True)
-    # The first time compiles, and takes memory.
+    # The first landing compiles, and allocates memory.
     wire.land(Stream.ANCHOR, LANDED, payloads)
     kv.free_pages(LANDED)
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """A target attention of another package: the exact target in plain torch, one request at a time.
 
-Its captured parts read indices on the CPU, which no CUDA graph can hold: they run where nothing is
-captured.
+The parts that are captured elsewhere read indices on the CPU, which a CUDA graph cannot hold. They
+run only where nothing is captured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 
 class PlainTorchAttention:
-    """TargetAttention of an fp32 softmax over past and tail together."""
+    """TargetAttention that computes an fp32 softmax over past and tail together."""
 
     target: ClassVar[Target] = "exact"
     is_deterministic: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class PlainTorchStep:
         self._kv, self._rows, self._every = kv, rows, torch.arange(batch + 1)
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
-        """Every run reads DraftRows."""
+        """Do nothing: every run reads DraftRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         past = (self._rows.past_indptr, self._rows.past_pages)
@@ -67,7 +67,8 @@ class PlainTorchStep:
 
 
 class PlainTorchVerifications:
-    """The only verification, too: it depends on no size."""
+    """Verifications of any size. The object is also the plan of each size, as nothing depends on
+    it."""
 
     def __init__(self, kv: GpuKVCache, rows: VerifyRows) -> None:
         self._kv, self._rows = kv, rows
@@ -80,7 +81,7 @@ class PlainTorchVerifications:
         return self
 
     def plan(self, rows: TargetRows) -> None:
-        """Every run reads VerifyRows."""
+        """Do nothing: every run reads VerifyRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         past = (self._rows.past_indptr, self._rows.past_pages)
@@ -95,7 +96,7 @@ def attend(
     past: tuple[torch.Tensor, torch.Tensor],
     tail: Tail,
 ) -> torch.Tensor:
-    """Attend from q [num_tokens, num_qo_heads, head_dim]. past: indptr and page ids. Returns a
+    """Attend from q [num_tokens, num_qo_heads, head_dim]. past: indptr and page ids. Return a
     tensor like q, 0 for tokens of no request."""
     out = torch.zeros_like(q)
     for i in range(len(qo_indptr) - 1):

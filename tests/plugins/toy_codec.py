@@ -1,7 +1,8 @@
 """A codec of another package, in one file: the mean of each channel, and a sign for each value.
 
-A server that has this folder on PYTHONPATH takes `--kvspec-codec toy`. Anchors have 1 bit a value;
-the target int8 adds the 8-bit error of each. The codec has no kernels, so it serves on a CPU.
+A server that has this folder on PYTHONPATH takes `--kvspec-codec toy`. Anchors have 1 bit a value.
+The target `int8` adds the 8-bit error of each value. The codec has no kernels, so it serves on a
+CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ LARGEST_CODE = 127
 
 @dataclass(frozen=True, slots=True)
 class ToySettings(CodecSpec):
-    """No parameters: a channel's metadata is of the whole page."""
+    """Settings of the codec, without parameters: a channel has one mean and size for the whole
+    page."""
 
     name: ClassVar[str] = "toy"
     reference: ClassVar[str] = __name__
@@ -58,7 +60,8 @@ def encode(
     anchor_layout: RecordLayout,
     residual_layout: RecordLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See kvspec_kernels.reference.codec.ReferenceCodec, as for the functions below."""
+    """Encode pages; see kvspec_kernels.reference.codec.ReferenceCodec, also for the functions
+    below."""
     leading = (k.shape[0], k.shape[2])
     anchors = anchor_layout.empty_records(leading, k.device)
     residuals = residual_layout.empty_records(leading, k.device) if residual_layout else None
@@ -103,7 +106,7 @@ def decode_refined(
 
 
 def _anchor(part: str, anchors: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
-    """Draft values [N, H, P, D] fp32 of a part."""
+    """Return the draft values [N, H, P, D] fp32 of a part."""
     mean, size = (
         layout[f"{part}_{name}"].view(anchors)[..., None, :].float() for name in ("mean", "size")
     )
@@ -117,7 +120,7 @@ def _pages(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _packed(flags: torch.Tensor) -> torch.Tensor:
-    """Flags [..., D] as uint8 [..., D / 8], lowest bit first."""
+    """Pack flags [..., D] as uint8 [..., D / 8], lowest bit first."""
     bits = torch.unflatten(flags, -1, (-1, 8)).to(torch.uint8)
     return (bits << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(-1).to(torch.uint8)
 

@@ -1,6 +1,7 @@
-"""A drafter of another package: the tokens that followed the last two tokens when they came last.
+"""A drafter of another package. It drafts the tokens that followed the last occurrence of the last
+two tokens.
 
-Prompt lookup, as far as a request's own output goes. It runs no model, so it costs nothing.
+This is prompt lookup, over a request's own output only. No model runs, so drafts cost nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ GRAM = 2
 
 
 class OutputLookup:
-    """Drafts for requests that need no distribution of a draft."""
+    """Drafter for requests that need no distribution of a draft: greedy and seeded ones."""
 
     def __init__(self, config: KVSpecConfig, vocab_size: int) -> None:
         pass
@@ -27,7 +28,7 @@ class OutputLookup:
 
 
 def _followers(tokens: list[int]) -> list[int]:
-    """Return what came after the last occurrence of the last GRAM tokens before the end."""
+    """Return the tokens that followed the last earlier occurrence of the last GRAM tokens."""
     gram = tokens[-GRAM:]
     for end in range(len(tokens) - 1, GRAM - 1, -1):
         if tokens[end - GRAM : end] == gram:

@@ -1,5 +1,5 @@
-"""A draft view of another package in which layers and KV heads read different pages: the first one,
-and two successive ones, which end at the newest page or one before it."""
+"""A draft view of another package in which layers and KV heads read different pages: the first
+page, and two successive pages, which end at the newest page or one before it."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.runtime.request_state import RequestState
 
 DRAFT_LEN = 4
-# Residual pages that the link is to move in a round, at most half of them before the verifications.
+# Residual pages that the link may move in a round, at most half of them before the verifications.
 ROUND_PAGES = 8
 
 
 class FixedLengths:
-    """Same plan on every rank, since no measured number goes into one."""
+    """Schedule that is the same on every rank, since no measured number goes into it."""
 
     piggybacks_sampled = False
     link_share = None

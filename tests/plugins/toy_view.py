@@ -1,5 +1,5 @@
-"""A draft view of another package: the first page, which draws much attention whatever the text
-says, and the newest ones."""
+"""A draft view of another package: the first page, which draws much attention with any text, and
+the newest pages."""
 
 from __future__ import annotations
 

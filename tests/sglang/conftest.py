@@ -1,4 +1,4 @@
-"""Fixtures around real servers. Files beside this one import the `harness` folder."""
+"""Fixtures around real servers. Files of this folder import the `harness` folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-# No package: a root called tests/sglang/__init__.py would shadow SGLang itself.
+# This folder is no package: a root with tests/sglang/__init__.py would shadow SGLang itself.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-# The fuzzer is a benchmark's, of which these tests run a short part.
+# The fuzzer belongs to the benchmarks; these tests run a short part of it.
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from harness.faults import fault_file_in
@@ -28,14 +28,15 @@ from harness.shard import WHOLE, Shard
 from harness.soak import CROWD_LENGTHS
 from harness.suite import Task, TokenIds
 
-# SGLang compiles a penalty when it is first used, which takes longer than all that it saves here.
-# Of tests alone: benchmarks measure servers as users start them.
+# SGLang compiles a penalty when it is first used, which takes longer than it saves in tests.
+# Benchmarks keep the compilation: they measure servers as users start them.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
-# For one test and the fixtures made for it: servers started one after the other, and the answers of
-# plain SGLang to all cases. A signal, not a thread, ends the test: fixtures then stop the servers.
+# Limit for one test and its fixtures: servers that start one after the other, and the answers of
+# plain SGLang to all cases. A signal, not a thread, ends the test, so that fixtures stop the
+# servers.
 SERVER_TEST = pytest.mark.timeout(1800, method="signal")
-# The full matrix takes hours in one test, and a soak test as long as it is told.
+# The full matrix takes hours in one test. A soak test takes as long as its option says.
 UNBOUNDED = pytest.mark.timeout(0)
 
 
@@ -63,7 +64,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the full matrix, hours long, to those who ask with `-m identity`; so with `-m soak`."""
+    """Deselect the full matrix, which takes hours, without `-m identity`, and soak tests without
+    `-m soak`."""
     unwanted = [name for name in ("identity", "soak") if name not in config.option.markexpr]
     left_out = [item for item in items if any(map(item.get_closest_marker, unwanted))]
     if left_out:
@@ -77,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test whose server has died says what that said last."""
+    """Add the end of the server's log to the report of a test whose server has died."""
     report = yield
     servers = getattr(item, "funcargs", {}).get("servers")
     if report.failed and servers is not None and (words := servers.last_words()):
@@ -87,7 +89,7 @@ def pytest_runtest_makereport(item: Any) -> Generator[None, pytest.TestReport, p
 
 @pytest.fixture(scope="session")
 def announce(request: pytest.FixtureRequest) -> Announce:
-    """Writes a line to the terminal at once, whatever pytest captures."""
+    """Return a function that writes a line to the terminal at once, past pytest's capture."""
     terminal = request.config.pluginmanager.getplugin("terminalreporter")
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
@@ -101,14 +103,15 @@ def announce(request: pytest.FixtureRequest) -> Announce:
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory, announce: Announce) -> Iterator[ServerSwitch]:
-    """The servers alive at a time. A test that starts its own must call release() first."""
+    """Servers that are alive at a time. A test that starts its own servers must call release()
+    first."""
     with ServerSwitch(tmp_path_factory.mktemp("servers"), announce) as switch:
         yield switch
 
 
 @pytest.fixture(scope="session")
 def plain_answers(servers: ServerSwitch) -> dict[str, Any]:
-    """Answers of plain SGLang to every case, or the error it gives."""
+    """Answers of plain SGLang to every case, or the errors that it gives."""
     url = servers.use(PLAIN).base_url
     return {name: answer_to(name, url) for name in CASES}
 
@@ -117,19 +120,19 @@ def plain_answers(servers: ServerSwitch) -> dict[str, Any]:
     scope="module", params=["staggered", pytest.param("rounds", marks=pytest.mark.identity)]
 )
 def soak_schedule(request: pytest.FixtureRequest) -> str:
-    """Of a module, so that tests on one server follow each other."""
+    """Schedule of a module's server, so that tests on one server follow each other."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def soak_fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the server that soak tests share."""
+    """KVSPEC_FAULT_FILE of the server that soak tests share."""
     return fault_file_in(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="session")
 def prefix_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the same server, for prefixes on disk."""
+    """Folder for prefixes on disk of the server that soak tests share."""
     return tmp_path_factory.mktemp("prefixes")
 
 
@@ -137,7 +140,7 @@ def prefix_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def crowd_answers(
     request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
 ) -> list[tuple[Task, TokenIds]]:
-    """A crowd of tasks, each with the answer of plain SGLang, alone on its server."""
+    """Tasks of a crowd, each with the answer that plain SGLang gives to it alone."""
     workload = Workload(DEMO_MODEL, CROWD_LENGTHS, max_new_tokens=32)
     cache = request.config.getoption("--reference-cache")
     reference = PlainReference(servers, workload, (PREFIX_HITS,), announce, cache)
@@ -148,7 +151,7 @@ def crowd_answers(
 
 @pytest.fixture(scope="session")
 def seeded_answers(servers: ServerSwitch, plain_answers: dict[str, Any]) -> dict[int, list[int]]:
-    """What seeds give on one rank, alone."""
+    """Answers to each seed on one rank, one request at a time."""
     url = servers.use(KVSPEC).base_url
     return {seed: sample(url, seed) for seed in SEEDS}
 
@@ -170,7 +173,7 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
     announce: Announce,
 ) -> Iterator[Pair]:
-    """A prefill and a decode server as the module's PAIR says."""
+    """A prefill and a decode server as the module's PAIR specifies them."""
     servers.release()
     with running_pair(request.module.PAIR, tmp_path_factory.mktemp("pair"), announce) as running:
         yield running

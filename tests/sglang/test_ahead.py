@@ -1,6 +1,6 @@
-"""Rounds begun ahead of SGLang, and tokens taken without drafting, answer what plain SGLang does.
+"""Pre-launched rounds, and tokens taken without drafts, give the answers of plain SGLang.
 
-A CPU does here at once what a GPU does beside its main stream; faults/kvspec_ahead.py says how.
+A CPU runs the work of a GPU's side streams at once here; see faults/kvspec_ahead.py.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from harness.feature_answers import KVSPEC, PLAIN, answer_to, assert_same, repor
 from harness.features import CASES, LONG_PROMPT, PROMPT, essence, events, generate, post
 from harness.models import DEMO_MODEL
 from harness.references import PlainReference, Setting, UndraftedReference, Workload
-from harness.scenarios import CHUNKED_RETRACTION, STAGGERED, retract_every
+from harness.scenarios import CHUNKED_RETRACTION, STAGGERED
 from harness.servers import Announce, ServerSwitch
 
 pytestmark = pytest.mark.server
 
 AHEAD = fault_environment(KVSPEC_AHEAD_SEED=5)
 NO_STORE = "--kvspec-host-gb=0"
-# A round is many tokens, and a tenth of the others' iterations.
+# Retract every 7 iterations: a round emits many tokens, so iterations are about a tenth as many.
 HARSH = replace(
     CHUNKED_RETRACTION,
-    environment=(*CHUNKED_RETRACTION.environment, *retract_every(7)),
+    environment=(*CHUNKED_RETRACTION.environment, ("SGLANG_TEST_RETRACT_INTERVAL", "7")),
 )
 SERVER = HARSH.server(
     replace(
@@ -39,16 +39,17 @@ SERVER = HARSH.server(
         environment=AHEAD,
     )
 )
-# The cache of this one has room for the residuals of few requests, so that others draft meanwhile.
+# This server's cache has room for the residuals of few requests, so that other requests draft
+# meanwhile.
 SMALL_CACHE = fault_environment(KVSPEC_AHEAD_SEED=5, KVSPEC_CACHE_PAGES=10)
 HOSTED = HARSH.server(replace(KVSPEC, environment=SMALL_CACHE))
 
-# Around a page's end, so that answers begin at every place of it.
+# Lengths around a page's end, so that answers begin at every place of a page.
 LENGTHS = (61, 62, 63, 64, 65, 66, 127, 128, 300, 513, 1500)
 WORKLOAD = Workload(DEMO_MODEL, LENGTHS, max_new_tokens=80)
 WORKLOAD_INT8 = Workload(DEMO_MODEL, (61, 64, 127, 300, 700), max_new_tokens=80)
 
-# What takes part in a crowd; each is asked alone of a plain server, too.
+# Requests of a crowd. Each is also sent alone to a plain server.
 Ask = Callable[[str], Any]
 SAMPLED = {"temperature": 0.9, "sampling_seed": 3, "max_new_tokens": 40}
 
@@ -92,19 +93,20 @@ def plain_asks(servers: ServerSwitch) -> dict[str, Any]:
     return {name: as_json(ask(url)) for name, ask in ASKS.items()}
 
 
-# No round begins ahead while one of these runs.
+# Requests that prevent pre-launched rounds while they run.
 SPECIAL = ("penalty", "grammar", "logprobs", "sampled")
 
 
-# Where few run, rounds are often left to those who drafted nothing in them, and plans to others.
+# With few concurrent requests, a pre-launched round often loses all requests that drafted in it, or
+# its plan all requests that were to verify.
 @pytest.mark.parametrize(("seed", "concurrent"), [(4, 6), (5, 3)])
-def test_whoever_joins_or_leaves_while_residuals_move(
+def test_requests_join_and_leave_while_residuals_move(
     servers: ServerSwitch, plain_asks: dict[str, Any], seed: int, concurrent: int
 ) -> None:
     _answers_as_asked_alone(servers.use(HOSTED).base_url, plain_asks, seed, concurrent)
 
 
-def test_plans_met_batches_that_had_changed(servers: ServerSwitch) -> None:
+def test_plans_meet_changed_batches(servers: ServerSwitch) -> None:
     report = report_of(servers.use(HOSTED).base_url)
     fates = report["ahead"]
     for fate in ("planned", "planned for some who left", "planned again"):
@@ -116,13 +118,13 @@ def test_plans_met_batches_that_had_changed(servers: ServerSwitch) -> None:
     ("seed", "concurrent"),
     [(0, 10), pytest.param(1, 6, marks=pytest.mark.identity), (2, 4), (3, 2)],
 )
-def test_whoever_joins_or_leaves(
+def test_requests_join_and_leave(
     servers: ServerSwitch, plain_asks: dict[str, Any], seed: int, concurrent: int
 ) -> None:
     url = servers.use(SERVER).base_url
     _answers_as_asked_alone(url, plain_asks, seed, concurrent)
     report = report_of(url)
-    # Where residuals stay all verify at once.
+    # Where residuals stay in the cache, all requests verify at once.
     assert not report["counters"]["drafted_piggyback"]
     assert not [fate for fate in report["ahead"] if fate.startswith("planned")]
 
@@ -156,7 +158,7 @@ def _answers_as_asked_alone(
             assert_same(answer, plain_asks[name], name)
 
 
-def test_rounds_met_batches_that_had_changed(servers: ServerSwitch) -> None:
+def test_rounds_meet_changed_batches(servers: ServerSwitch) -> None:
     fates = report_of(servers.use(SERVER).base_url)["ahead"]
     for made in ("drafted", "plain"):
         assert fates.get(f"{made} same"), fates
@@ -166,7 +168,7 @@ def test_rounds_met_batches_that_had_changed(servers: ServerSwitch) -> None:
 
 
 def test_new_weights_while_requests_wait(servers: ServerSwitch, plain_asks: dict[str, Any]) -> None:
-    """The same weights again, so that the answer may not change."""
+    """Load the same weights again, so that the answer must not change."""
     url = servers.use(SERVER).base_url
     params = {"temperature": 0, "max_new_tokens": 150, "ignore_eos": True}
     last: dict[str, Any] = {}
@@ -191,7 +193,7 @@ def test_nothing_stays_behind(servers: ServerSwitch) -> None:
     assert report["pools"]["window_pages_used"] == 0
 
 
-def test_drafts_are_what_is_reported_as_drafts(servers: ServerSwitch) -> None:
+def test_only_drafts_are_reported_as_drafts(servers: ServerSwitch) -> None:
     url = servers.use(SERVER).base_url
     meta = generate(url, max_new_tokens=200, ignore_eos=True)["meta_info"]
     report = meta["kvspec"]

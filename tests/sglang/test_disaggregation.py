@@ -1,4 +1,4 @@
-"""A prefill and a decode server answer together what plain SGLang does alone."""
+"""A prefill and a decode server together give the answers of plain SGLang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.features import CASES, generate
 from harness.models import DEMO_MODEL
 from harness.pair import Pair, PairClient, PairSpec, wait_until
 from harness.references import PlainReference, Workload
-from harness.scenarios import STRICT_CHECKS, retract_every
+from harness.scenarios import STRICT_CHECKS
 from harness.servers import START_TIMEOUT_S, Announce
 from harness.soak import Soak
 from harness.suite import Suite, run_one_by_one
@@ -33,25 +33,27 @@ SLOW_LINK = "--kvspec-link-gbps=0.006"
 LENGTHS = (64, 127, 1500, 300, 192, 1025, 65, 700)
 WORKLOAD = Workload(DEMO_MODEL, LENGTHS, max_new_tokens=48)
 FAMILIES = True
-# Two servers that check their memory at every step. One retracts, often: short answers take few
+# The decode server retracts a request at every second step that has several. Short answers take few
 # steps together.
+RETRACT_OFTEN = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
+# Two servers that check their memory at every step.
 PAIR = PairSpec(
     DEMO_MODEL,
     (POOL, "--chunked-prefill-size=512", CHAT_TEMPLATE),
     prefill=(SLOW_LINK,),
-    environment=dict(STRICT_CHECKS.environment + retract_every(2)),
+    environment=dict(STRICT_CHECKS.environment) | RETRACT_OFTEN,
 )
-# What users do to one server; but for what the door refuses, or has no path for.
+# Cases of one server, except those that the door refuses or has no path for.
 REFUSED = ("logprobs", "several_samples", "prompt_only", "logprobs_of_no_token")
 WITHOUT_PATH = ("cached_prefix", "session", "pause_and_continue")
-# Many prompts, each with a second of residuals on the slow link.
+# Cases with many prompts, each with a second of residuals on the slow link.
 LONG = ("stop_string_at_length_limit", "stop_token_at_length_limit")
 SAME = [name for name in CASES if name not in (*REFUSED, *WITHOUT_PATH, *LONG)]
 
 
 @pytest.fixture(scope="module")
 def url(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a door to both servers."""
+    """URL of a door to both servers."""
     log_path = tmp_path_factory.mktemp("door") / "door.log"
     with open_door(pair, log_path, START_TIMEOUT_S) as door_url:
         yield door_url
@@ -74,7 +76,8 @@ def test_one_at_a_time(client: PairClient, reference: PlainReference) -> None:
     seconds = transfer["seconds"]
     assert transfer["mode"] == "split"
     assert 0 < seconds["anchors"] < seconds["residuals"] <= seconds["first_verification"]
-    # It drafted while residuals were on their way; how many depends on the machine.
+    # The request drafted while its residuals were on the link. How many drafts there are depends on
+    # the machine.
     drafts = transfer["drafts_s"]
     assert len(drafts) <= MOST_AUTO_DRAFTS
     assert sum(at < seconds["residuals"] for at in drafts) > 4
@@ -104,8 +107,7 @@ def test_all_at_once(client: PairClient, reference: PlainReference, announce: An
 def test_requests_that_come_and_go(
     client: PairClient, reference: PlainReference, announce: Announce
 ) -> None:
-    """Some are aborted and some hang up, wherever their KV is; nothing stays behind on either
-    side."""
+    """Abort requests or hang up, wherever their KV is. No page stays allocated on either server."""
     suite: Suite = reference.suite
     answers = [(task, reference.answer(task)) for task in suite.prompts]
     soak = Soak(client, answers, concurrent=8, seed=3)
@@ -120,7 +122,8 @@ def test_requests_that_come_and_go(
 
 @pytest.fixture(scope="module")
 def answers(url: str) -> Iterator[dict[str, Future[Any]]]:
-    """To every case; cases are asked side by side, the requests of each one after the other."""
+    """Answers to every case. Cases run side by side, and the requests of one case one after the
+    other."""
     with ThreadPoolExecutor(len(SAME)) as pool:
         yield {name: pool.submit(answer_to, name, url) for name in SAME}
 
@@ -153,7 +156,7 @@ def test_seeds_give_what_they_give_on_one_server(
 
 
 def test_other_prompts_of_the_same_length_fail(client: PairClient) -> None:
-    """Also where they part on a page that was sent before the last."""
+    """Check prompts that differ on the last page, and on a page that was sent before."""
     for place in (0, 99):
         body = {"sampling_params": {"max_new_tokens": 4}, **client.room()}
         prompt, other = list(range(20, 120)), list(range(20, 120))
@@ -163,19 +166,22 @@ def test_other_prompts_of_the_same_length_fail(client: PairClient) -> None:
             f"{client.base_url}/generate", json={**body, "input_ids": other}, timeout=60
         )
         assert reply.status_code == 500
-        assert "was given another prompt of the same length" in reply.text
+        assert "computed another prompt of the same length" in reply.text
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"bootstrap_host": None}, "bootstrap_host is missing"),
-        ({"session_params": {"id": "unknown"}}, "session_params cannot be served"),
-        ({"sampling_params": {"n": 2}}, "n > 1 needs a transfer for each sample"),
-        ({"return_logprob": True, "token_ids_logprob": [5]}, "token_ids_logprob cannot be had"),
+        ({"session_params": {"id": "unknown"}}, "session_params cannot be combined"),
+        ({"sampling_params": {"n": 2}}, "n > 1 cannot be combined"),
+        (
+            {"return_logprob": True, "token_ids_logprob": [5]},
+            "token_ids_logprob cannot be combined",
+        ),
         (
             {"return_logprob": True, "sampling_params": {"max_new_tokens": 0}},
-            "has no token to describe",
+            "return_logprob with max_new_tokens 0 cannot be combined",
         ),
         ({"return_logprob": True, "top_logprobs_num": 129}, "top_logprobs_num must be at most 128"),
     ],
@@ -184,7 +190,7 @@ def test_other_prompts_of_the_same_length_fail(client: PairClient) -> None:
 def test_refuses_what_it_cannot_serve(
     client: PairClient, fields: dict[str, Any], words: str
 ) -> None:
-    """On either server, whoever sent it there. Most of it would end SGLang's own."""
+    """Send each request to either server. Most of them would end a server of plain SGLang."""
     body = {"input_ids": [20, 21, 22], **client.room(), **fields}
     for server in (client, client.prefill):
         reply = requests.post(f"{server.base_url}/generate", json=body, timeout=60)
@@ -220,7 +226,8 @@ def test_either_server_and_the_door_survive_generated_requests(
 
 
 def test_a_decode_server_that_works_in_rounds(pair: Pair, reference: PlainReference) -> None:
-    """As a GPU's does. The last test of this module, whose servers are others afterwards."""
+    """Run the schedule of a GPU. The test is the last of this module, since it restarts the decode
+    server."""
     pair.restart_decode("--kvspec-schedule=rounds")
     client, tasks = pair.client, reference.suite.prompts
 
@@ -230,14 +237,14 @@ def test_a_decode_server_that_works_in_rounds(pair: Pair, reference: PlainRefere
             answers = list(zip(tasks, outputs, strict=True))
         reference.check(answers)
         client.flush_cache()
-        # One that was retracted does not know any more how its KV came.
+        # A retracted request has lost the times of its transfer.
         return [
             read_transfer_report(output.meta)
             for task, output in answers
             if len(task.input_ids) > 64 and not output.num_retractions
         ]
 
-    # Where a slow machine had most of them retracted, there are too few to compare.
+    # On a slow machine most requests may be retracted, which leaves too few to compare.
     crowds = (ask_all() for _ in range(5))
     reports = next((reports for reports in crowds if len(reports) > 2), [])
     assert reports, "five times nearly all were retracted"

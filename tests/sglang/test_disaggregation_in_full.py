@@ -1,5 +1,5 @@
-"""Forty prompts through a prefill and a decode server, however they arrive and however slow the
-link is: minutes that CI does not have."""
+"""Forty prompts through a prefill and a decode server, with all arrivals and with a slow link. The
+run takes minutes, which CI does not have."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = [pytest.mark.server, pytest.mark.identity]
 
 POOL = "--max-total-tokens=65536"
 NEW_TOKENS = 128
-# From 1K to as long as the model takes with its answer and its drafts.
+# From 1K to the longest prompt that the model takes with its answer and drafts.
 LENGTHS = tuple(sorted({round(1024 * (8000 / 1024) ** (i / 39)) for i in range(40)}))
 WORKLOAD = Workload(DEMO_MODEL, LENGTHS, NEW_TOKENS)
-# With 100 MB/s the residuals of 2K tokens would come while 32 tokens are drafted.
+# At 100 MB/s the residuals of 2K tokens would arrive while 32 tokens are drafted.
 SLOW_GBPS = 0.001
 SLOW_WORKLOAD = Workload(DEMO_MODEL, tuple(range(1024, 2049, 146)), NEW_TOKENS)
-SETTING = "apart-split-uniform4"
+SETTING = "split-uniform4"
 FAMILIES = True
 PAIR = PairSpec(DEMO_MODEL, (POOL,))
 
@@ -108,7 +108,7 @@ def test_a_link_of_a_hundredth_of_the_speed(
     identity_report: IdentityReport,
     announce: Announce,
 ) -> None:
-    """All of them at once: their residuals wait for each other, too."""
+    """Send all prompts at once, so that their residuals also wait for each other."""
     reference = PlainReference(servers, SLOW_WORKLOAD, (), announce)
     progress = Progress("slow link", announce)
     servers.release()

@@ -1,5 +1,6 @@
-"""A prefill server finds prompts' prefixes on a prefix server, where another one has published
-them, and sends them on: minutes that CI does not have."""
+"""A prefill server finds prefixes of prompts on a prefix server, where another prefill server has
+published them, and sends them to the decode server. The run takes minutes, which CI does not
+have."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
 pytestmark = [pytest.mark.server, pytest.mark.identity]
 
 PAGE_SIZE = 64
-# Full pages and a rest; a full page more than SGLang may take from a cache; less than a page.
+# Full pages and a rest; one full page more than SGLang may take from a cache; less than a page.
 LENGTHS = (40, 640, 1000, 1001, 1500, 2048)
 WORKLOAD = Workload(DEMO_MODEL, LENGTHS, max_new_tokens=64)
 FAMILIES = False
@@ -29,7 +30,7 @@ FAMILIES = False
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def num_ranks(request: pytest.FixtureRequest) -> int:
-    """Of either server."""
+    """Number of ranks of each server."""
     return int(request.param)
 
 
@@ -37,7 +38,7 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 def store(
     num_ranks: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrefixServerProcess]:
-    """Of this pair alone."""
+    """Prefix server of this pair alone."""
     with PrefixServerProcess(tmp_path_factory.mktemp("prefixes")) as store:
         yield store
 
@@ -51,7 +52,7 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
     announce: Announce,
 ) -> Iterator[Pair]:
-    """Of servers whose residuals come late."""
+    """Two servers with a slow link, so that residuals arrive late."""
     servers.release()
     spec = PairSpec(
         DEMO_MODEL,
@@ -92,7 +93,7 @@ def test_what_one_prefill_server_computed_another_finds(
     assert hits["remote"] == full * PAGE_SIZE
     assert hits["resident"] == hits["host"] == hits["disk"] == 0
     assert_nothing_left(pair.client)
-    # Without the store prompts are computed.
+    # Without the store, prompts are computed.
     store.kill()
     wait_until(lambda: not remote_of(pair)["is_live"], "the store's death noticed")
     reference.check(run_staggered(pair.client, tasks, lambda: None))

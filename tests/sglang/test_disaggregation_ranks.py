@@ -1,7 +1,7 @@
-"""A prefill and a decode server of two ranks each answer together what plain SGLang does alone.
+"""A prefill and a decode server of two ranks each give the answers of plain SGLang.
 
-The second rank's link is half as fast as the first's, so that on the decode server KV has always
-arrived on one rank alone for a while; and what goes wrong there goes wrong on both.
+The second rank's link is half as fast as the first's, so that on the decode server KV always
+arrives on one rank first. A fault on one rank must fail the request on both.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ def test_an_abort_while_residuals_are_on_their_way(pair: Pair, reference: PlainR
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("lost_residuals", "another rank of this server could not receive its part"),
-        ("lost_anchors", "another rank of this server gave it up"),
-        # Of which server decides who hears of it first.
+        ("lost_residuals", "another rank of this server failed to receive its part"),
+        ("lost_anchors", "another rank of this server cancelled the request"),
+        # Either server may report this first.
         ("lost_departure", "another rank of"),
     ],
 )
-def test_what_one_rank_loses_all_give_up(
+def test_all_ranks_abort_a_transfer_that_one_rank_lost(
     pair: Pair, reference: PlainReference, fault_file: Path, fault: str, reason: str
 ) -> None:
-    """One request; the others are answered right."""
+    """Lose one request on one rank. Both ranks must fail it, and answer the others right."""
     fault_file.with_suffix(".fired").unlink(missing_ok=True)
     fault_file.write_text(f"{SLOW_RANK} {fault}")
     try:
@@ -95,7 +95,8 @@ def test_what_one_rank_loses_all_give_up(
 def test_a_decode_server_of_another_size_in_its_place(
     pair: Pair, reference: PlainReference
 ) -> None:
-    """More of such: test_disaggregation_sizes.py."""
+    """Replace the decode server by one of another size; test_disaggregation_sizes.py has more such
+    cases."""
     pair.restart_decode("--tp-size=1")
     ask_all_at_once(pair, reference)
     pair.restart_decode()
@@ -106,7 +107,8 @@ ROUNDS = replace(SPEC, decode=("--kvspec-schedule=rounds",))
 IN_ONE_PIECE = replace(SPEC, arguments=(*FLAGS, "--kvspec-transfer=full"))
 
 
-# Where the cache of residuals holds a part of them, who verifies is planned by what is in it.
+# With a residual cache that holds a part of the residuals, the plan of verifications depends on its
+# content.
 @pytest.mark.parametrize(
     ("spec", "settings"),
     [

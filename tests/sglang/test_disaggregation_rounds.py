@@ -1,5 +1,5 @@
-"""A decode server that drafts and verifies in rounds, as a GPU does, and what comes late to it: a
-crowd of requests, for each kind of rounds. CI has one such server, in test_disaggregation.py."""
+"""A decode server that works in rounds, as a GPU does, while KV arrives late. One crowd of requests
+for each kind of rounds; CI has one such server, in test_disaggregation.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvspec_testkit.servers.transfer_report import TransferReport, read_transfer
 pytestmark = [pytest.mark.server, pytest.mark.identity]
 
 POOL = "--max-total-tokens=24576"
-# A second for the residuals of 1000 tokens.
+# About a second for the residuals of 1000 tokens.
 SLOW_LINK = "--kvspec-link-gbps=0.006"
 ROUNDS = "--kvspec-schedule=rounds"
 WORKLOAD = Workload(DEMO_MODEL, (127, 1025, 65, 300, 700, 190), max_new_tokens=48)
@@ -36,23 +36,24 @@ RETRACTING = PairSpec(
     decode=(ROUNDS,),
     environment=dict(STRICT_CHECKS.environment + FORCED_RETRACTION.environment),
 )
-# Residuals go into a store, of which the cache holds a part, and rounds are planned by that.
+# Residuals go into a store of which the cache holds a part, and rounds are planned by that part.
 SMALL_CACHE = replace(
     RETRACTING,
     environment={**RETRACTING.environment, **dict(fault_environment(KVSPEC_CACHE_PAGES=20))},
 )
-# Rounds begun before SGLang hears of the last one; tokens without drafts: faults/kvspec_ahead.py.
+# Pre-launched rounds, and tokens without drafts: see faults/kvspec_ahead.py.
 AHEAD = replace(
     RETRACTING,
     decode=(ROUNDS, "--kvspec-host-gb=0"),
     environment={**RETRACTING.environment, **dict(fault_environment(KVSPEC_AHEAD_SEED=7))},
 )
-# What has come in one piece is drafted on and verified, as KV of a prompt computed here.
+# KV that arrives in one piece is drafted on and verified as KV that was computed here.
 IN_ONE_PIECE = replace(RETRACTING, arguments=(*RETRACTING.arguments, "--kvspec-transfer=full"))
 
 
 def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[TransferReport]:
-    """Raises AssertionError for an answer that is not plain SGLang's."""
+    """Send all prompts at once. Raises AssertionError for an answer that differs from plain
+    SGLang's."""
     tasks, client = reference.suite.prompts, pair.client
 
     def send(task: Task) -> Output:
@@ -64,7 +65,7 @@ def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[TransferRepor
     mismatches = compare(answers, [reference.answer(task) for task in tasks])
     assert not mismatches, "\n".join(map(str, mismatches))
     assert_nothing_left(client)
-    # One that was retracted does not know any more how its KV came.
+    # A retracted request has lost the times of its transfer.
     kept = [output for output in outputs if not output.num_retractions]
     reports = [read_transfer_report(output.meta) for output in kept]
     for report, output in zip(reports, kept, strict=True):
@@ -80,7 +81,7 @@ def test_requests_that_come_and_go(
     tmp_path_factory: pytest.TempPathFactory,
     announce: Announce,
 ) -> None:
-    """Some are aborted, some hang up and some are retracted, wherever their KV is."""
+    """Abort, hang up and retract requests, wherever their KV is."""
     answers = [(task, reference.answer(task)) for task in reference.suite.prompts]
     servers.release()
     with running_pair(spec, tmp_path_factory.mktemp("pair"), announce) as pair:

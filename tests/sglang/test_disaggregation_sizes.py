@@ -1,8 +1,8 @@
-"""A prefill server of two ranks and a decode server of one, or the other way round, answer together
-what plain SGLang does.
+"""A prefill server of two ranks and a decode server of one, or the reverse, give the answers of
+plain SGLang.
 
-The second rank of a prefill server has a link half as fast as the first's, so that of every page
-half of the KV heads have always arrived alone for a while.
+The second rank of a prefill server has a link half as fast as the first's, so that half of a page's
+KV heads always arrive first.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def test_an_abort_while_residuals_are_on_their_way(pair: Pair, reference: PlainR
 def test_what_one_rank_gives_up_fails_as_a_whole(
     pair: Pair, reference: PlainReference, fault_file: Path, fault: str
 ) -> None:
-    """On the server that has two. One request, of those whose residuals take a while; the others
-    are answered right."""
+    """Abort one request on one rank of the server that has two. The request fails as a whole, and
+    the others are answered right. Only requests whose residuals take a while are sent."""
     is_prefills = fault == "lost_departure"
     if (pair.client.kvspec_report()["ranks"] == 1) is not is_prefills:
         pytest.skip("that server has one rank")
@@ -102,7 +102,8 @@ def test_what_one_rank_gives_up_fails_as_a_whole(
 
 
 def test_links_to_one_rank_that_are_cut(pair: Pair, reference: PlainReference) -> None:
-    """The last one, by another name of this machine: the decode server has other links to that."""
+    """Cut the links to the last rank. Requests use another host name, for which the decode server
+    opens other links."""
     rank = pair.client.prefill.kvspec_report()["ranks"] - 1
     direct = registered(pair, rank)
     proxy = Proxy(direct)

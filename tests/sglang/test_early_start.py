@@ -1,5 +1,5 @@
-"""A request starts on the anchors of its prefix while residuals are on their way from a prefix
-server, and its answer is plain SGLang's; so it is where they do not come."""
+"""A request starts on the anchors of its prefix while residuals are on the link from a prefix
+server. Its answer is plain SGLang's, also where residuals do not arrive."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.server
 POOL = "--max-total-tokens=8192"
 WAIT = "--kvspec-prefix-wait-ms=20000"
 NUM_TASKS = 6
-# A prompt of these has some 3 MB of residuals, and a seventh of that of anchors.
+# Each of these prompts has about 3 MB of residuals, and a seventh of that of anchors.
 SLOW_BYTES_PER_S = 2e6
 DAMAGED_EVERY = 1_300_000
 PATIENCE_S = 60.0
-# As servers work on a CPU, and in rounds that begin before SGLang hears of the last, as on a GPU.
+# Schedules of a CPU, and pre-launched rounds as on a GPU.
 AHEAD = fault_environment(KVSPEC_AHEAD_SEED=11)
 SERVERS = {
     "ahead": (("--kvspec-schedule=rounds", "--kvspec-host-gb=0"), AHEAD),
@@ -45,7 +45,7 @@ FIRST, *OTHERS = SERVERS
 
 @pytest.fixture(scope="module")
 def expected(crowd_answers: Pairs) -> Pairs:
-    """Long prompts without a common page, with plain SGLang's answers."""
+    """Long prompts that have no page in common, with plain SGLang's answers."""
     return longest_apart(crowd_answers, NUM_TASKS)
 
 
@@ -82,14 +82,15 @@ def spec(proxy: Proxy, request: pytest.FixtureRequest) -> ServerSpec:
 def client(
     servers: ServerSwitch, spec: ServerSpec, proxy: Proxy, expected: Pairs
 ) -> GenerateClient:
-    """Of a server that has published all prompts and holds none of them, over a slow link."""
+    """Client of a server that has published all prompts and holds none of them, over a slow
+    link."""
     client = servers.use(spec)
     proxy.bytes_per_s = None
     wait_until(lambda: report_of(client)["is_live"])
     run_one_by_one(client, tasks_of(expected), lambda: None)
     wait_until(lambda: not report_of(client)["waiting_bytes"])
     client.flush_cache()
-    # On a busy machine a link may be lost that is only starved.
+    # On a busy machine a link may be lost only because it gets no CPU time.
     wait_until(lambda: report_of(client)["is_live"])
     proxy.bytes_per_s = SLOW_BYTES_PER_S
     return client
@@ -107,7 +108,7 @@ def report_of(client: GenerateClient) -> dict[str, Any]:
 
 
 class Counted:
-    """What a server has counted since."""
+    """Counters of a server since the object was made."""
 
     def __init__(self, client: GenerateClient) -> None:
         self._client = client
@@ -140,7 +141,7 @@ def test_requests_draft_while_residuals_are_on_their_way(
     assert all("prefill_finished_time" in output.meta for _, output in answers)
     assert counted["drafts_on_anchors"] == sum(drafts)
     assert (counted["early"], counted["returned"]) == (NUM_TASKS, 0)
-    # What has come is in the KV cache.
+    # The pages that arrived are in the KV cache.
     hits_then = check(run_one_by_one(client, tasks_of(expected), lambda: None), expected)
     assert hits_then["resident"] == hits["remote"]
     assert metric(client, "drafts", 'read="anchors"') == sum(drafts)
@@ -155,7 +156,9 @@ def test_all_at_once(client: GenerateClient, expected: Pairs) -> None:
     assert hits["remote"] + hits["resident"] == sum(full_tokens(task) for task, _ in expected)
 
 
-def test_of_requests_with_one_prefix_one_starts(client: GenerateClient, expected: Pairs) -> None:
+def test_one_of_several_requests_with_one_prefix_starts_early(
+    client: GenerateClient, expected: Pairs
+) -> None:
     counted = Counted(client)
     hits = ask_all_at_once(client, expected[:1] * 3)
     assert counted["early"] == 1
@@ -222,10 +225,10 @@ def test_a_request_that_is_aborted_leaves_nothing(client: GenerateClient, expect
 def test_damaged_residuals_are_computed_again(
     client: GenerateClient, folder: Path, expected: Pairs
 ) -> None:
-    # Of several ranks, and of other servers, too.
+    # The files of all ranks, and of earlier servers of this module.
     for records in folder.rglob("residuals.data"):
         content = bytearray(records.read_bytes())
-        # In two or more pages of each prompt, not in the first of all.
+        # The interval damages two or more pages of each prompt, but not always the first.
         for place in range(0, len(content), DAMAGED_EVERY):
             content[place] ^= 1
         records.write_bytes(content)

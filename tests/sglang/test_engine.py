@@ -33,7 +33,7 @@ def test_engine_serves_with_keyword_arguments(servers: ServerSwitch) -> None:
     assert max(len(answer["meta_info"]["kvspec"]["accept_histogram"]) - 1, 0) <= 9
     config = report["config"]
     assert (config["codec"], config["target"], config["draft_len"]) == ("uniform4", "int8", 9)
-    # Without a host store every residual has its place in KV memory, and nothing is fetched.
+    # Without a host store every residual has a place in KV memory, and nothing is fetched.
     pools = report["pools"]
     assert (pools["residual_store_pages"], pools["residual_cache_pages"]) == (0, 64)
     assert report["bytes_fetched"] == report["bytes_streamed"] == 0

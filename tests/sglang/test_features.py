@@ -1,4 +1,4 @@
-"""Everything a user of SGLang does gives the same answer with --kvspec as without."""
+"""Every use of SGLang gives the same answer with --kvspec as without."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_drafts_were_accepted_and_reported(url: str) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_usage_says_what_became_of_drafts(url: str, path: str, n: int) -> None:
+def test_usage_counts_accepted_and_rejected_drafts(url: str, path: str, n: int) -> None:
     prompt: dict[str, Any] = {"prompt": LONG_PROMPT}
     if "chat" in path:
         prompt = {"messages": [{"role": "user", "content": LONG_PROMPT}]}
@@ -130,7 +130,7 @@ def test_refuses_what_it_cannot_serve(url: str, field: str, value: Any) -> None:
 
 NOTHING = {"ebnf": "root ::= root", "max_new_tokens": 8}
 GENERATE, DETOKENIZE = "/generate", "/v1/detokenize"
-# Each would end a plain server's scheduler, or be answered with status 500.
+# Each of these would end the scheduler of a plain server, or be answered with status 500.
 HOSTILE: dict[str, tuple[str, Any, str]] = {
     "top logprobs beyond the vocabulary": (
         *(GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 100_000}),
@@ -188,8 +188,10 @@ def test_hostile_requests_are_refused(name: str, url: str, valid_answer: dict[st
     assert essence(generate(url, max_new_tokens=8)) == valid_answer
 
 
-def test_a_request_without_a_choice_ends_alone(url: str, valid_answer: dict[str, Any]) -> None:
-    """A grammar that allows nothing fails beside a stream, which goes on."""
+def test_a_request_without_an_allowed_token_fails_alone(
+    url: str, valid_answer: dict[str, Any]
+) -> None:
+    """A request whose grammar allows no token fails, while a stream beside it continues."""
     body = {"text": LONG_PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 200}}
     whole = essence(post(url, "/generate", body))
     chunks, refused = [], None
@@ -215,7 +217,8 @@ def test_a_paced_stream_brings_tokens_one_by_one(url: str) -> None:
     sizes = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
     steps = [after - before for before, after in pairwise([0, *sizes])]
     assert all(step > 0 for step in steps)
-    # Tokens that the end of a round releases share a chunk, and on a busy machine some others.
+    # Tokens that are released at the end of a round share a chunk; on a busy machine some others
+    # do, too.
     assert len(steps) > 2 * whole["meta_info"]["kvspec"]["verified"]
     assert steps.count(1) > len(steps) / 2
 
@@ -250,7 +253,7 @@ def test_the_dashboard_shows_the_server(url: str, tmp_path: Path) -> None:
     generate(url, max_new_tokens=60, ignore_eos=True)
     queries = dashboard_queries()
     filled = [query for query in queries if query.row in dashboard.FILLED]
-    # These have a sample once a request was retracted, and once residuals were fetched.
+    # These panels have samples only after a retraction, or after residuals were fetched.
     unseen = ("Retracted requests", "Speed of the link")
     filled = [query for query in filled if query.panel not in unseen]
     assert filled
@@ -285,7 +288,7 @@ def test_hooks_log_one_line(servers: ServerSwitch, url: str) -> None:
 def test_profile_is_written(url: str, tmp_path: Path) -> None:
     profile = {"output_dir": str(tmp_path), "num_steps": 2, "profile_id": "two"}
     requests.post(f"{url}/start_profile", json=profile, timeout=60).raise_for_status()
-    # Complete before the third iteration.
+    # The answer may be complete before the third iteration.
     generate(url, max_new_tokens=64)
     assert [path.name for path in tmp_path.iterdir()] == ["two-TP-0.trace.json.gz"]
 

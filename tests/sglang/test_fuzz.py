@@ -1,4 +1,5 @@
-"""Generated requests, valid and not, leave a server and the answers beside them as they were."""
+"""Generated requests, valid and invalid, do not change a server or the answers to other
+requests."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.server
 
 # `make fuzz` sends twenty times as many, to servers of every setting and role.
 NUM_REQUESTS = 500
-# Tokens that demo-5m knows.
+# Tokens in the vocabulary of demo-5m.
 VOCAB_SIZE = 4096
 
 

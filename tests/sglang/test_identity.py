@@ -1,6 +1,6 @@
-"""The real server with --kvspec answers what it must, token by token, however requests arrive.
+"""The real server with --kvspec gives the right answers, token by token, however requests arrive.
 
-The `exact` target is compared with plain SGLang, the `int8` target with the same server and
+The `exact` target is compared with plain SGLang, and the `int8` target with the same server and
 drafting off. A sample runs with the other tests; `make identity` runs the full matrix.
 """
 
@@ -13,7 +13,7 @@ import pytest
 from harness import scenarios
 from harness.comparison import compare
 from harness.identity_report import IdentityReport, ScenarioResult
-from harness.models import DEMO_MODEL, EVAL_MODEL
+from harness.models import DEMO_MODEL, EVAL_MODEL, chat_model
 from harness.progress import Progress
 from harness.prompts import prompt_lengths
 from harness.references import (
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.server
 UNIFORM4, LOG4 = Setting("exact", "uniform4"), Setting("exact", "log4")
 UNIFORM4_INT8 = Setting("int8", "uniform4")
 UNIFORM4_ROUNDS = Setting("exact", "uniform4", "rounds")
-# The settings of the full matrix, by target. The first of each is the default of a server.
+# Settings of the full matrix, by target. The first of each target is the default of a server.
 FULL_EXACT = (UNIFORM4_ROUNDS, UNIFORM4, Setting("exact", "log4", "rounds"))
 FULL_INT8 = (
     Setting("int8", "uniform4", "rounds"),
@@ -40,15 +40,20 @@ FULL_INT8 = (
     Setting("int8", "log4", "rounds"),
 )
 
-# One short of a page and one long among them; eight, so that all can be in flight at once.
+# Eight lengths, so that all requests can run at once. One is a token short of two pages, and one is
+# long.
 SAMPLE_LENGTHS = (127, 1500, 300, 5200, 192, 350, 200, 1025)
 SAMPLE = Workload(DEMO_MODEL, SAMPLE_LENGTHS, max_new_tokens=80)
-# Shorter: with drafting off every token reads the whole target, which is the slow half here.
+# A shorter workload: the reference drafts nothing and reads the whole target for every token, which
+# takes most of the time.
 SAMPLE_INT8 = Workload(DEMO_MODEL, (127, 700, 300, 192), max_new_tokens=80)
 SAMPLE_SCENARIOS = (scenarios.STRICT_CHECKS, scenarios.STRICT_PREFIX_HITS)
 SAMPLE_INT8_SCENARIOS = (scenarios.ALONE, scenarios.STAGGERED)
 
 FULL_NEW_TOKENS = 256
+# A real chat model with 8K tokens of context.
+CHAT_LENGTHS = (127, 1025, 2600, 7600)
+CHAT_SCENARIOS = (scenarios.ALONE, scenarios.STAGGERED, scenarios.PREFIX_HITS)
 REPEATABLE = tuple(scenario for scenario in scenarios.FULL_MATRIX if scenario.repeatable)
 
 Check = Callable[[Workload, Setting, Scenario], None]
@@ -58,13 +63,13 @@ Check = Callable[[Workload, Setting, Scenario], None]
 def reference_of(
     request: pytest.FixtureRequest, servers: ServerSwitch, announce: Announce
 ) -> Callable[[Workload, Setting], Reference]:
-    """The reference of a workload and a setting, computed once."""
+    """Return the reference of a workload and a setting, computed once."""
     cache_folder = request.config.getoption("--reference-cache")
     known: dict[tuple[Workload, Setting | None], Reference] = {}
 
     def get(workload: Workload, setting: Setting) -> Reference:
         if setting.target == "exact":
-            # Plain SGLang knows no codec: one reference serves them all.
+            # Plain SGLang has no codec, so one reference serves all settings.
             if (workload, None) not in known:
                 wanted = (*scenarios.FULL_MATRIX, *SAMPLE_SCENARIOS)
                 wanted = _asked_for(request.session.items, wanted, workload.model)
@@ -86,7 +91,8 @@ def reference_of(
 def _asked_for(
     items: Sequence[pytest.Item], wanted: Sequence[Scenario], model: Path, *settings: Setting
 ) -> tuple[Scenario, ...]:
-    """Those of `wanted` that tests of this session run on a model, if given in a setting."""
+    """Return those of `wanted` that tests of this session run on a model, and in these settings if
+    any are given."""
     asked = set()
     for item in items:
         callspec = getattr(item, "callspec", None)
@@ -105,7 +111,7 @@ def assert_identical(
     reference_of: Callable[[Workload, Setting], Reference],
     identity_report: IdentityReport,
 ) -> Check:
-    """Runs a scenario on the drafting server, compares, records, and fails on any difference."""
+    """Run a scenario on the drafting server, compare, record, and fail on any difference."""
 
     def check(workload: Workload, setting: Setting, scenario: Scenario) -> None:
         if not workload.model.exists():
@@ -144,7 +150,7 @@ def test_exact(assert_identical: Check, scenario: Scenario) -> None:
     assert_identical(SAMPLE, UNIFORM4, scenario)
 
 
-# The only server in CI with the other codec.
+# The only server in CI with codec log4.
 def test_exact_log4(assert_identical: Check) -> None:
     assert_identical(SAMPLE, LOG4, scenarios.STRICT_CHECKS)
 
@@ -154,7 +160,7 @@ def test_exact_log4_retracted_in_small_chunks(assert_identical: Check) -> None:
     assert_identical(SAMPLE, LOG4, scenarios.CHUNKED_RETRACTION)
 
 
-# CI sees rounds on two ranks, and begun ahead.
+# CI tests rounds on two ranks, and pre-launched rounds, elsewhere.
 @pytest.mark.identity
 def test_exact_in_rounds(assert_identical: Check) -> None:
     assert_identical(SAMPLE, UNIFORM4_ROUNDS, scenarios.CHUNKED_RETRACTION)
@@ -166,8 +172,8 @@ def test_int8(assert_identical: Check, scenario: Scenario) -> None:
 
 
 def full_workload(model: Path, setting: Setting, shard: Shard) -> Workload:
-    """All prompts for the default setting on the small model, every second for its other settings,
-    and every fourth on the large model, which takes six times as long."""
+    """Return all prompts for the default setting on the small model, every second for its other
+    settings, and every fourth on the large model, which takes six times as long."""
     every = 4 if model == EVAL_MODEL else 1 if setting in (FULL_EXACT[0], FULL_INT8[0]) else 2
     return Workload(model, prompt_lengths()[::every], FULL_NEW_TOKENS, shard)
 
@@ -195,3 +201,12 @@ def test_int8_in_full(
     assert_identical: Check, shard: Shard, model: Path, setting: Setting, scenario: Scenario
 ) -> None:
     assert_identical(full_workload(model, setting, shard), setting, scenario)
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("scenario", CHAT_SCENARIOS, ids=lambda s: s.name)
+@pytest.mark.parametrize("setting", FULL_EXACT[:2], ids=str)
+def test_exact_with_a_chat_model(
+    assert_identical: Check, setting: Setting, scenario: Scenario
+) -> None:
+    assert_identical(Workload(chat_model(), CHAT_LENGTHS, max_new_tokens=96), setting, scenario)

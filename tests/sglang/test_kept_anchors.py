@@ -1,5 +1,5 @@
-"""Residuals of a fifth of what the prefix cache is to hold: anchors of the rest stay in KV memory,
-and a hit takes them from there while residuals come from host memory or disk."""
+"""Residuals have room for a fifth of the prefixes that the cache is to hold. Anchors of the rest
+stay in KV memory, and a hit uses them while residuals come from host memory or disk."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from harness.suite import Task, run_one_by_one
 pytestmark = pytest.mark.server
 
 PAGE_SIZE = 64
-# Of 201 pages in all.
+# Prompts of 201 pages together.
 LENGTHS = (300, 1500, 700, 1025, 1400, 1290, 900, 1600, 450, 1150, 1350, 1235)
 WORKLOAD = Workload(DEMO_MODEL, LENGTHS, max_new_tokens=24)
 NUM_STORED = 40
 RESIDUAL_BYTES = 6144 * PAGE_SIZE
-# The host store is what runs out, not the KV memory.
+# The host store is the limit, not the KV memory.
 STORE = f"--kvspec-host-gb={(NUM_STORED + 0.5) * RESIDUAL_BYTES / 2**30}"
-# Of some of the prefixes; the others come from disk.
+# Host memory for some of the prefixes; the others come from disk.
 HOST = "--kvspec-prefix-host-gb=0.03"
 KEPT = "--kvspec-prefix-hbm-fraction=0.1"
 FEW_KEPT = "--kvspec-prefix-hbm-fraction=0.002"
@@ -57,7 +57,7 @@ def reference(servers: ServerSwitch, announce: Announce) -> PlainReference:
 
 
 def ask(client: GenerateClient, tasks: Sequence[Task], reference: PlainReference) -> list[Output]:
-    """Answers to the tasks, one by one, each as plain SGLang gives it."""
+    """Return the answers to the tasks, sent one by one, and check each against plain SGLang's."""
     answers = []
     for task in tasks:
         answer = client.generate(task.input_ids, task.max_new_tokens)
@@ -100,7 +100,7 @@ def test_anchors_stay_where_residuals_must_go(
     again = [*ask(client, tasks[::-1], reference), *ask(client, tasks, reference)]
     hits, kept = hits_of(again), kept_of(again)
     assert min(hits[tier] for tier in ("resident", "host", "disk")) >= PAGE_SIZE
-    # What is not resident has its anchors in KV memory, all of it.
+    # All pages that are not resident have their anchors in KV memory.
     assert kept == Counter({tier: hits[tier] for tier in ("host", "disk")})
     for answer, task in zip(again, [*tasks[::-1], *tasks], strict=True):
         assert answer.cached_len == (len(task.input_ids) - 1) // PAGE_SIZE * PAGE_SIZE
@@ -131,7 +131,7 @@ def test_residuals_that_changed_are_computed_again(
     assert hits_of(after)["disk"] == 0
     assert hits_of(after)["host"] == kept_of(after)["host"] > 0
     assert hits_of(after).total() < hits_of(before).total()
-    # What was computed again is kept again.
+    # Pages that were computed again are kept again.
     wait_until_spilled(client)
     again = ask(client, tasks, reference)
     assert kept_of(again)["disk"] > 0
@@ -163,8 +163,8 @@ def spoil_all(folder: Path) -> None:
 def test_plain_answers_under_pressure(
     servers: ServerSwitch, tmp_path: Path, announce: Announce, schedule: str
 ) -> None:
-    """Families of prompts, all at once, with retractions, over and over. Not all anchors find a
-    slot."""
+    """Send families of prompts repeatedly and all at once, with retractions. There are too few
+    slots for all anchors."""
     workload = Workload(DEMO_MODEL, (127, 1500, 300, 2600, 192, 350, 200, 1025), max_new_tokens=80)
     reference = PlainReference(servers, workload, (STRICT_FAMILIES,), announce)
     setting = Setting("exact", "uniform4", schedule)
@@ -181,7 +181,7 @@ def test_plain_answers_under_pressure(
         assert not mismatches, mismatches
     kept = client.kvspec_report()["prefix_tiers"]["kept_anchors"]
     announce(f"{schedule}: {kept}")
-    # How many slots that share is, and so whether any page makes room, depends on the machine.
+    # The number of slots, and so whether any page is evicted, depends on the machine.
     assert kept["counters"]["reused"] > 0
     assert kept["pages"] <= kept["slots"]
 
@@ -191,7 +191,7 @@ def test_plain_answers_under_pressure(
 def test_int8_answers_do_not_depend_on_kept_anchors(
     servers: ServerSwitch, tmp_path: Path, codec: str
 ) -> None:
-    """Anchors are half of what this target reads."""
+    """Anchors are half of the bytes that this target reads."""
     arguments = ("--max-total-tokens=2560", f"--kvspec-prefix-dir={tmp_path}", KEPT)
     client = servers.use(Setting("int8", codec).server(DEMO_MODEL, *arguments))
     prompts = cut_prompts(DEMO_MODEL, LENGTHS[:5])

@@ -15,7 +15,7 @@ from sglang_kvspec.runtime.spec_sampler import VerifyResult
 
 
 def make_batch(*lengths: int, **fields: Any) -> SimpleNamespace:
-    """A batch of requests of these max_new_tokens."""
+    """Return a batch of requests with these max_new_tokens."""
     reqs = [SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=n)) for n in lengths]
     defaults = {"top_logprobs_nums": [2, 0], "token_ids_logprobs": [None, [3, 1]]}
     return SimpleNamespace(reqs=reqs, **{**defaults, **fields})
@@ -42,7 +42,7 @@ def test_prefill_has_one_number_a_request() -> None:
     )
 
 
-# A stride of 1 is what --kvspec-draft-len 0 gives.
+# --kvspec-draft-len 0 gives a stride of 1.
 @pytest.mark.parametrize("stride", [1, 3])
 def test_decode_has_a_row_a_request(stride: int) -> None:
     output = filled(stride, [3], None)

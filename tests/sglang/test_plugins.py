@@ -1,4 +1,4 @@
-"""Plug-ins of other packages in a real server; tests/plugins has them, each in one file."""
+"""Plug-ins of other packages in a real server. tests/plugins has one file for each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_kvspec.core.registry import forget_entries
 
 pytestmark = pytest.mark.server
 
-# The last token of a page, the first one, and prompts of several pages.
+# Lengths that end a page, that begin one, and of several pages.
 WORKLOAD = Workload(DEMO_MODEL, (128, 193, 700, 1500), max_new_tokens=64)
 FAMILIES = False
 
@@ -33,15 +33,15 @@ def test_a_codec_of_another_package_serves_losslessly(
     reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
     report = client.kvspec_report()
     assert report["config"]["codec"] == "toy"
-    # Drafts were made on its anchors: a sign for each value, and 64 bits of metadata a channel and
-    # page.
+    # Drafts read the codec's anchors: a sign for each value, and 64 bits of metadata for each
+    # channel and page.
     assert report["anchor_bits_per_element"] == 2
     assert report["counters"]["drafted"] > report["counters"]["accepted"] > 0
 
 
 def served_with(servers: ServerSwitch, *flags: str) -> GenerateClient:
-    """A server of demo-5m that finds the plug-ins, in rounds unless flags say otherwise, in the
-    default codec."""
+    """Return a client of a server of demo-5m that finds the plug-ins. Without other flags it works
+    in rounds, with the default codec."""
     spec = Setting("exact", "uniform4", "rounds").server(DEMO_MODEL, *flags)
     return servers.use(replace(spec, environment=(("PYTHONPATH", python_path_with(PLUGINS)),)))
 
@@ -97,7 +97,7 @@ def test_anchors_of_two_bits_serve_losslessly(
 
 @pytest.fixture
 def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In this process too."""
+    """Install the plug-ins in this process, too."""
     monkeypatch.syspath_prepend(str(PLUGINS))
     forget_entries()
     yield

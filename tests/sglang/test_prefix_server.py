@@ -1,5 +1,5 @@
-"""Prefixes that another server computed come from a prefix server, and answers are plain SGLang's;
-so they are where it stalls, dies and comes back."""
+"""Prefixes that another server computed come from a prefix server. Answers are plain SGLang's, also
+where the prefix server stalls, dies and restarts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
 pytestmark = pytest.mark.server
 
 POOL = "--max-total-tokens=8192"
-# A busy machine may take long for what a request waits for in vain only once.
+# A long limit for busy machines. Requests wait that long in vain only once.
 WAIT = "--kvspec-prefix-wait-ms=20000"
 NUM_TASKS = 10
 
@@ -81,7 +81,7 @@ def test_a_fresh_server_finds_what_another_computed(
     wait_until_live(fresh, True)
     hits = check(run_staggered(fresh, tasks, lambda: None), expected)
     announce(f"prefix server: {published} pages published, hits {dict(hits)}")
-    # Each prompt's full pages were somewhere: in the store, or had come from there for another.
+    # All full pages were hit: in the store, or in the KV cache after a fetch for another prompt.
     assert hits["resident"] + hits["remote"] == sum(full_tokens(task) for task in tasks)
     assert hits["remote"] > 0
     counters = report_of(fresh)["counters"]
@@ -130,7 +130,7 @@ def test_other_weights_have_no_use_for_the_store(client: GenerateClient, expecte
     assert reply.json()["success"], reply.text
     before = report_of(client)
     assert before["is_stale"]
-    # The same weights, as it happens.
+    # The test loads the same weights, so answers do not change.
     hits = check(run_one_by_one(client, tasks_of(expected), lambda: None), expected)
     assert hits["remote"] == 0
     after = report_of(client)["counters"]

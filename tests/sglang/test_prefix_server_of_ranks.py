@@ -1,5 +1,5 @@
-"""Two ranks are two clients of a prefix server: what comes to one of them alone comes to neither,
-and answers are plain SGLang's."""
+"""Two ranks are two clients of a prefix server. A page that arrives on one rank alone is used by
+neither, and answers are plain SGLang's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
 
 pytestmark = [pytest.mark.server, pytest.mark.identity]
 
-# A busy machine may take long for what a request waits for in vain only once.
+# A long limit for busy machines. Requests wait that long in vain only once.
 WAIT = "--kvspec-prefix-wait-ms=20000"
 NUM_TASKS = 6
 
 
 @pytest.fixture(scope="module")
 def expected(crowd_answers: Pairs) -> Pairs:
-    """With plain SGLang's answers."""
+    """Prompts with plain SGLang's answers."""
     return longest_apart(crowd_answers, NUM_TASKS)
 
 
@@ -48,7 +48,8 @@ def report_of(client: GenerateClient) -> dict[str, Any]:
 
 
 def wait_until_found(client: GenerateClient, pairs: Pairs) -> None:
-    """Both ranks have a link: of the second one /server_info says nothing."""
+    """Wait until both ranks have a link, shown by a hit: /server_info does not report the second
+    rank's."""
     hits: Counter[str] = Counter()
     while not hits["remote"]:
         client.flush_cache()
@@ -78,7 +79,7 @@ def test_two_ranks_find_what_two_others_computed(
     ask(client, expected)
     num_pages = sum(full_tokens(task) for task, _ in expected) // 64
     while min(pages := pages_on_disk(folder), default=0) < num_pages or len(pages) < 2:
-        # A rank that had no link when they were finished publishes them now.
+        # A rank that had no link when the prompts finished publishes them this time.
         ask(client, expected)
     servers.kill()
 

@@ -1,4 +1,4 @@
-"""Prefixes come back from host memory and from disk, and nothing about the answers changes."""
+"""Prefixes are loaded from host memory and from disk, and answers do not change."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from harness.suite import Answers, Suite, run_one_by_one
 
 pytestmark = pytest.mark.server
 
-# Together half as much again as the pool holds.
+# Together one and a half times the pool.
 LENGTHS = (300, 1500, 700, 1025)
 POOL = "--max-total-tokens=2560"
-# Not all of them, and fewer residuals than anchors.
+# Room for some of the pages, and for fewer residuals than anchors.
 HOST = "--kvspec-prefix-host-gb=0.012"
 NUM_TOKENS = 24
 PAGE_SIZE = 64
@@ -50,7 +50,7 @@ def start(servers: ServerSwitch, folder: Path) -> StartServer:
 
 @pytest.fixture(scope="module")
 def cold(start: StartServer) -> list[Output]:
-    """Answers to prompts that no tier knows; that these are right, other tests show."""
+    """Answers to prompts that no tier holds. Other tests show that these answers are right."""
     client = start()
     answers = ask(client)
     assert total_hits(answers) == Counter()
@@ -63,7 +63,7 @@ def ask(client: GenerateClient) -> list[Output]:
 
 
 def total_hits(answers: Sequence[Output]) -> Counter[str]:
-    """Every cached token is said to have been in one tier."""
+    """Return the hit tokens by tier, and check that every cached token counts in one tier."""
     for answer in answers:
         assert sum(answer.hit_tokens.values()) == answer.cached_len
     return sum((Counter(answer.hit_tokens) for answer in answers), Counter())
@@ -88,7 +88,7 @@ def test_hits_from_every_tier(start: StartServer, cold: list[Output]) -> None:
     assert repeated.output_ids == cold[-1].output_ids
     hits = total_hits([*again, repeated])
     assert min(hits[tier] for tier in ("resident", "host", "disk")) >= PAGE_SIZE
-    # Nothing was computed twice.
+    # No full page was computed twice.
     for answer, length in zip(again, LENGTHS, strict=True):
         assert answer.cached_len == (length - 1) // PAGE_SIZE * PAGE_SIZE
     report = client.kvspec_report()
@@ -106,10 +106,10 @@ def test_after_a_kill_and_with_damaged_pages(
     wait_until_spilled(client)
     other = cut_prompts(DEMO_MODEL, (*LENGTHS, 1300))[-1]
     unspilled = client.generate(other.input_ids, NUM_TOKENS)
-    # Its pages are on their way to disk.
+    # Its pages have not all been written to disk.
     servers.kill()
-    # In the order in which prompts were spilled: the first prompt's first page, and one in the
-    # middle of the second.
+    # Records lie in the order of spilling: damage the first page of the first prompt, and one in
+    # the middle of the second prompt.
     page_bytes = spoil(folder, "residuals.data", 0), spoil(folder, "anchors.data", 20)
     assert page_bytes[0] > page_bytes[1]
     client = start()
@@ -126,7 +126,8 @@ def test_after_a_kill_and_with_damaged_pages(
 
 
 def pages_of(answer: Output, length: int) -> int:
-    """That are full once the answer is there: its last token is never fed back."""
+    """Return the number of pages that are full after the answer. Its last token is never fed
+    back."""
     return (length + len(answer.output_ids) - 1) // PAGE_SIZE
 
 
@@ -158,7 +159,7 @@ def test_an_update_of_weights_ends_the_use_of_the_disk(
     before = client.kvspec_report()["prefix_tiers"]["disk"]
     assert before["is_stale"]
     again = ask(client)
-    # The same weights, as it happens.
+    # The test loads the same weights, so answers do not change.
     assert tokens_of(again) == tokens_of(cold)
     assert total_hits(again)["disk"] == 0
     after = client.kvspec_report()["prefix_tiers"]["disk"]
@@ -173,10 +174,12 @@ WORKLOAD = Workload(DEMO_MODEL, (127, 1500, 300, 2600, 192, 350, 200, 1025), max
 def test_plain_answers_under_pressure_and_after_restarts(
     servers: ServerSwitch, tmp_path: Path, announce: Announce, schedule: str
 ) -> None:
-    """Families of prompts, all at once, with retractions, in a pool that holds a part of them."""
+    """Send families of prompts, all at once, with retractions, in a pool that holds a part of
+    them."""
     reference = PlainReference(servers, WORKLOAD, (STRICT_FAMILIES,), announce)
     setting = Setting("exact", "uniform4", schedule)
-    # Requests come round in a circle: a tier of less than what is between two hits has none.
+    # Requests repeat in the same order, so a tier smaller than the pages between two uses has no
+    # hit.
     host = "--kvspec-prefix-host-gb=0.05"
     arguments = ("--max-total-tokens=4096", host, f"--kvspec-prefix-dir={tmp_path}")
     spec = STRICT_CHECKS.server(FORCED_RETRACTION.server(setting.server(DEMO_MODEL, *arguments)))

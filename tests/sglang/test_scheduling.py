@@ -1,4 +1,5 @@
-"""What SGLang's scheduler is told: who may start, who gives way, and how long a request may be."""
+"""Decisions for SGLang's scheduler: which requests start, which are retracted, and the longest
+request."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_request(
     num_prompt: int, *, max_new: int = 32, finished: bool = False, prefix: int = 0
 ) -> SimpleNamespace:
-    """One that runs, or, with no pages yet, one that waits."""
+    """Make a running request or, before it has pages, a waiting one."""
     return SimpleNamespace(
         finished=lambda: finished,
         kv=SimpleNamespace(kv_allocated_len=num_prompt),
@@ -42,7 +43,8 @@ def make_request(
 
 
 class Adder:
-    """Of a pool with `free` free pages and `cached` ones, of which locking takes `own`."""
+    """SGLang's PrefillAdder over a pool of `free` free pages and `cached` ones. Locking the
+    request's prefix takes `own` of the cached pages."""
 
     page_size = PAGE
 
@@ -68,7 +70,7 @@ class Adder:
         self._is_locked = False
 
     def add(self, req: Any, *args: Any) -> AddReqResult:
-        """SGLang's own, which takes everybody."""
+        """Admit every request, as SGLang's own method does."""
         self.can_run_list.append(req)
         return AddReqResult.CONTINUE
 
@@ -79,28 +81,29 @@ class Adder:
         return result is AddReqResult.CONTINUE
 
 
-def test_a_request_starts_where_everybody_has_pages_for_what_comes() -> None:
-    # A running one of 100 tokens in two pages may come to need 100 + 32 + 64: two more. The new one
-    # of 300 needs seven.
+def test_a_request_starts_where_all_requests_have_pages_to_grow() -> None:
+    # A running request of 100 tokens in two pages may grow to 100 + 32 + 64: two more pages. The
+    # new request of 300 tokens needs seven.
     for free, fits in ((9, True), (8, False)):
         assert Adder([make_request(100)], free=free).offer(make_request(300)) is fits
 
 
 def test_what_is_cached_counts_unless_the_request_itself_uses_it() -> None:
     running, new = [make_request(100)], make_request(300, prefix=128)
-    # Seven pages, of which two are cached: it needs five, and the other two.
+    # The new request has seven pages, of which two are cached. It needs five, and the running
+    # request needs two.
     assert Adder(running, free=3, cached=6, own=2).offer(new)
     assert not Adder(running, free=3, cached=5, own=2).offer(new)
 
 
-def test_those_that_start_with_it_count_and_those_that_have_finished_do_not() -> None:
+def test_requests_that_start_together_count_and_finished_ones_do_not() -> None:
     together = Adder([], free=13)
     assert together.offer(make_request(300))
     assert not together.offer(make_request(300))
     assert Adder([make_request(1000, finished=True)], free=0).offer(make_request(300))
 
 
-def test_the_first_one_starts_whatever_it_needs() -> None:
+def test_the_first_request_always_starts() -> None:
     assert Adder([], free=1).offer(make_request(10_000))
 
 
@@ -154,7 +157,9 @@ STORED, RESIDENT, FETCHING = (
     ],
     ids=["far first", "on its way is near", "priority counts more"],
 )
-def test_who_gives_way(first: Any, second: Any, priority: int, victim: int) -> None:
+def test_the_farthest_request_of_the_lowest_priority_is_retracted(
+    first: Any, second: Any, priority: int, victim: int
+) -> None:
     reqs = [make_running(priority, (1, 2)), make_running(0, (3, 4))]
     states = dict(zip((1, 2, 3, 4), (*first, *second), strict=True))
     batch = Batch(reqs, states, is_full=True)
@@ -163,7 +168,7 @@ def test_who_gives_way(first: Any, second: Any, priority: int, victim: int) -> N
     assert batch.pool.pressure.report()["retracted"] == {"memory": 1, "priority": 0, "test": 0}
 
 
-def test_a_retraction_that_nobody_needs_is_one_for_a_test() -> None:
+def test_a_retraction_without_need_counts_as_one_for_a_test() -> None:
     batch = Batch([make_running()], dict.fromkeys((1, 2), STORED), is_full=False)
     scheduling.retract(lambda batch, args: (batch.reqs, 0.5, []), batch, None)
     assert batch.pool.pressure.report()["retracted"] == {"memory": 0, "priority": 0, "test": 1}
@@ -175,10 +180,10 @@ def test_the_order_is_sglangs_own_for_others() -> None:
 
 def test_no_request_is_longer_than_the_pool_holds_with_its_drafts() -> None:
     rest = ("seed", "cpu", None, 8, 9, 10)
-    # Pool, prefill, running, queued, then the longest request and prompt.
+    # Order: pool, prefill, running, queued, then the longest request and prompt.
     info = (4096, 1, 2, 3, 4095, 4090, *rest)
     assert scheduling.shorten_requests(info) == (4096, 1, 2, 3, 4030, 4025, *rest)
     limited_by_context = (4096, 1, 2, 3, 2047, 2042, *rest)
     assert scheduling.shorten_requests(limited_by_context) == limited_by_context
-    with pytest.raises(ConfigError, match=r"a pool of 64 tokens .*--kvspec-host-gb"):
+    with pytest.raises(ConfigError, match=r"a KV pool of 64 tokens .*--kvspec-host-gb"):
         scheduling.shorten_requests((64, 1, 2, 3, 63, 58, *rest))

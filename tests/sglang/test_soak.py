@@ -1,7 +1,7 @@
-"""More requests than their residuals have room for, and traffic that never lets up: every answer
-is plain SGLang's, and nothing stays behind.
+"""More requests than their residuals have room for, and continuous traffic: every answer is plain
+SGLang's, and no page stays allocated.
 
-A short version runs with the other tests; `make soak` goes on for half an hour.
+A short version runs with the other tests; `make soak` runs for half an hour.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.suite import Task, TokenIds
 
 pytestmark = pytest.mark.server
 
-# Residuals of all running requests need at least so many times the cache.
+# Residuals of all running requests need at least this many times the cache.
 OVERCOMMIT = 5
 SEED = 7
 
@@ -55,14 +55,15 @@ def test_a_crowd_whose_residuals_exceed_the_cache(soak: Soak, announce: Announce
 
 
 def check_pressure(soak: Soak, announce: Announce) -> None:
-    """Who has no room in the store waits, although SGLang alone would give more than there is."""
+    """Check that requests without room in the store waited, where SGLang alone would have admitted
+    them."""
     state = soak.report()
     announce(f"speeds: {state['speeds']}, pressure: {state['pressure']}")
     assert state["pools"]["limited_by"] == "host memory"
     pressure, speeds = state["pressure"], state["speeds"]
     assert pressure["most_waiting_for_pages"] >= CROWD_SIZE // 4
     assert pressure["waiting_for_pages"] == 0
-    # All of them were forced.
+    # All retractions were forced.
     assert pressure["retracted"]["test"] > 0
     assert pressure["retracted"]["memory"] == pressure["out_of_memory"] == 0
     assert speeds["link_observations"] > 0

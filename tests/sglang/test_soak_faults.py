@@ -1,7 +1,7 @@
-"""Priorities where requests wait, copies that stall and pages that change in the store: answers are
-plain SGLang's or an error, and nothing stays behind.
+"""Priorities among waiting requests, copies that stall and pages that change in the store: answers
+are plain SGLang's or an error, and no page stays allocated.
 
-Beside test_soak.py, whose server it shares.
+Shares its server with test_soak.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.server
 
 Answers = list[tuple[Task, TokenIds]]
 
-NOT_AS_WRITTEN = "not in the residual store as it was written"
+IS_CORRUPT = "of the residual store is corrupt"
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def check(soak: Soak) -> None:
 def test_a_high_priority_overtakes_those_that_wait(
     client: GenerateClient, crowd_answers: Answers
 ) -> None:
-    # The longest, so that the last of them wait for long.
+    # The longest prompts, so that the last requests wait for long.
     tasks = sorted(crowd_answers, key=lambda pair: -len(pair[0].input_ids))[:48]
     finished: list[int] = []
     lock = threading.Lock()
@@ -77,14 +77,14 @@ def test_a_high_priority_overtakes_those_that_wait(
     with ThreadPoolExecutor(len(tasks)) as pool:
         low = [pool.submit(ask, index, 0) for index in range(1, len(tasks))]
         while report(client)["pressure"]["waiting_for_pages"] < 8:
-            assert not all(future.done() for future in low), "nobody had to wait"
+            assert not all(future.done() for future in low), "no request had to wait"
         high = pool.submit(ask, 0, 10)
         outputs = [future.result() for future in (high, *low)]
     assert outputs == [answer for _, answer in tasks]
     assert finished.index(0) < len(tasks) - 5, f"it came {finished.index(0) + 1}th"
 
 
-def test_copies_that_stall_delay_nobody_for_good(
+def test_stalled_copies_delay_no_request_for_good(
     soak: Soak, client: GenerateClient, fault: Callable[[str], None], crowd_answers: Answers
 ) -> None:
     def waits_of(tasks: list[Task]) -> int:
@@ -96,12 +96,12 @@ def test_copies_that_stall_delay_nobody_for_good(
     calm = waits_of(tasks)
     client.flush_cache()
     fault("stalled_copy")
-    # No copy ends before all of them have their answers.
+    # No copy ends before all requests have their answers.
     stalled = waits_of(tasks)
     num_fetching = report(client)["page_states"]["FETCHING"]
     fault("none")
     check(soak)
-    # The fault was there: fetches had not ended, or requests waited for them.
+    # The fault had an effect: fetches had not ended, or requests waited for them.
     assert num_fetching or stalled > calm
 
 
@@ -114,13 +114,13 @@ def test_a_page_that_changed_in_the_store_fails_its_requests_alone(
     fault("none")
     failed = [result for result in results if isinstance(result, str)]
     assert 0 < len(failed) < len(results)
-    assert all("500" in error and NOT_AS_WRITTEN in error for error in failed), failed
+    assert all("500" in error and IS_CORRUPT in error for error in failed), failed
     for (task, right), result in zip(some, results, strict=True):
         assert isinstance(result, str) or result == right, task.name
     counters = report(client)["counters"]
     assert counters["requests_with_corrupt_residuals"] >= len(failed)
     soak.look_for_leaks()
-    # What is cached from then stays wrong and is noticed, until it is flushed.
+    # Pages that were cached under the fault stay corrupt, and are noticed, until a flush.
     client.flush_cache()
     soak.send([task for task, _ in some])
     check(soak)
@@ -129,8 +129,8 @@ def test_a_page_that_changed_in_the_store_fails_its_requests_alone(
 def answers_or_errors(
     client: GenerateClient, answers: Sequence[tuple[Task, TokenIds]]
 ) -> list[TokenIds | str]:
-    """All at once, every other one streamed. A stream that fails must have sent right tokens until
-    then."""
+    """Send all tasks at once, every other one streamed, and return answers or errors. A stream that
+    fails must have sent right tokens."""
 
     def ask(index: int) -> TokenIds | str:
         task, right = answers[index]

@@ -47,7 +47,7 @@ def _plugins() -> Iterator[None]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """The one line a command line with these flags is refused with."""
+    """Return the one line with which a command line with these flags is refused."""
     with pytest.raises(SystemExit) as stop:
         prepare_server_args([*BASE, *flags])
     assert stop.value.code == 2
@@ -58,7 +58,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def early_refusal_of(*arguments: str) -> str | None:
-    """The line that the same command line is refused with while SGLang is being imported."""
+    """Return the line with which the same command line is refused while SGLang is being
+    imported."""
     try:
         check_arguments(arguments)
     except ConfigError as error:
@@ -67,7 +68,7 @@ def early_refusal_of(*arguments: str) -> str | None:
 
 
 def certificates(folder: Path, *peers: str) -> str:
-    """A folder of keys as --kvspec-transfer-keys takes it."""
+    """Make a folder of keys in the form that --kvspec-transfer-keys takes."""
     (folder / "peers").mkdir()
     create_certificates(folder, "own")
     for peer in peers:
@@ -233,14 +234,14 @@ def test_bad_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: lis
     line = refusal(capsys, "--kvspec", *flags.split())
     for part in expected:
         assert part in line
-    # A check while SGLang is being imported says the same, or leaves it to this one.
+    # The check during SGLang's import gives the same line, or leaves the refusal to this check.
     assert early_refusal_of(*BASE, "--kvspec", *flags.split()) in (None, line)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("kvspec: 'yes'", "--kvspec must stand alone or with true or false, got 'yes'"),
+        ("kvspec: 'yes'", "--kvspec must be true or false, or have no value, got 'yes'"),
         ("kvspec: 1", "got '1'"),
         ("kvspec: 'off'", "got 'off'"),
         ("kvspec:", "got 'None'"),
@@ -303,7 +304,7 @@ def test_a_wrong_debug_switch_is_refused(
     monkeypatch.setenv("SGLANG_KVSPEC_DEBUG", value)
     line = refusal(capsys, "--kvspec")
     assert f"SGLANG_KVSPEC_DEBUG must be one of 1, true, 0, false, got {value!r}" in line
-    # A plain server has no use for it.
+    # A plain server ignores the variable.
     prepare_server_args([*BASE])
 
 
@@ -415,7 +416,7 @@ def test_models_it_cannot_serve(tmp_path: Path, kind: str) -> None:
         (
             {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64},
             "bfloat16",
-            "query heads a KV head 32 .*1 to 16",
+            "query heads per KV head 32 .*1 to 16",
         ),
     ],
 )
@@ -436,7 +437,7 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config | heads))
     wide = model_config_of({"model_path": str(tmp_path), "dtype": "bfloat16"})
-    # Ranks of a GPU share a KV head; each has half of the query heads that attend to it.
+    # Ranks of a GPU server may share a KV head; each has half of the query heads that attend to it.
     check_model(KVSpecConfig(), wide, 64, on_gpu=True, num_ranks=2)
     with pytest.raises(ConfigError, match=r"--tp-size 2 .*32 heads and 1 KV heads"):
         check_model(KVSpecConfig(), wide, 64, num_ranks=2)
@@ -471,7 +472,7 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
             (9, 0),
             r"--kvspec-target-attention int8 .*--kvspec-target exact \(allowed: int8\)",
         ),
-        ({}, {}, (8, 0), "this one has 8.0"),
+        ({}, {}, (8, 0), "this GPU has 8.0"),
     ],
 )
 def test_what_a_gpu_cannot_serve_yet(
@@ -496,7 +497,7 @@ def test_what_a_gpu_cannot_serve_yet(
     check_gpu_flags(KVSpecConfig(prefix_server="tcp://127.0.0.1:5", prefix_host_gb=1), {})
 
 
-def test_which_prefix_cache_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_cache_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     without, with_tiers = KVSpecConfig(), KVSpecConfig(prefix_host_gb=1, host_gb=1)
     for on_cpu, expected in ((True, ("kvspec", "kvspec")), (False, (None, "kvspec"))):
         monkeypatch.setattr(activation, "cpu_platform_is_active", lambda is_so=on_cpu: is_so)
@@ -558,7 +559,7 @@ def test_help_lists_the_flags_as_one_group() -> None:
 @pytest.mark.server
 def test_the_launcher_prints_one_line_and_exits_2() -> None:
     launchers = ([sys.executable, "-m", "sglang.launch_server"], _serve_command())
-    # Side by side: each imports for seconds, on one core.
+    # Run the commands side by side: each imports for seconds, on one core.
     runs = [
         subprocess.Popen(
             [*launcher, *BASE, "--kvspec", "--kvspec-codec", "zip"],

@@ -1,6 +1,7 @@
-"""The identity checks have teeth: each deliberate fault makes a comparison fail.
+"""The identity checks work: each deliberate fault makes a comparison fail.
 
-Compares KVSpec with itself, sound and broken; that sound equals plain is what the other tests show.
+The tests compare KVSpec without and with a fault. Other tests show that KVSpec without faults
+equals plain SGLang.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(servers: ServerSwitch, fault_file: Path) -> GenerateClient:
     spec = ServerSpec(
         DEMO_MODEL,
-        # Few pages, so that each is soon reused.
+        # Few pages, so that each is reused soon.
         ("--max-total-tokens=4096", "--kvspec", "--kvspec-residual-hbm-fraction=0"),
         fault_environment(KVSPEC_FAULT_FILE=fault_file),
     )
@@ -43,7 +44,8 @@ def sound(client: GenerateClient) -> list[tuple[int, ...]]:
 
 
 def _answers(client: GenerateClient, *, reverse: bool = False) -> list[tuple[int, ...]]:
-    """Outputs of the prompts in order; `reverse` asks in the other order, for other pages."""
+    """Return the outputs of the prompts in order. `reverse`: send them in reverse order, so that
+    they get other pages."""
     client.flush_cache()
     prompts = list(cut_prompts(DEMO_MODEL, LENGTHS))
     asked = reversed(prompts) if reverse else prompts

@@ -1,7 +1,7 @@
-"""Two ranks answer what one does, and do what the first decides.
+"""Two ranks give the answers of one rank, and use the decisions of rank 0.
 
-On every rank but the first a fault makes each choice another one: tokens, acceptance, how many to
-draft. So answers are right only where the first rank's choices reach the others.
+On the other rank a fault changes each choice: tokens, acceptance and draft lengths. Answers are
+therefore right only if rank 0's choices replace the other rank's.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ pytestmark = pytest.mark.server
 
 Url = Callable[[str], str]
 
-# Requests side by side; grammars, penalties, log-probabilities and prefixes; the rest is with
-# `make identity`.
+# Requests side by side, grammars, penalties, log-probabilities and prefixes. `make identity` runs
+# all cases.
 SAMPLE = (
     "batch_of_prompts",
     "regex_constraint",
     "logprobs_with_stop_and_penalty",
     "cached_prefix",
 )
-# Less than the tokens asked for need: what fits is what each rank has of it.
+# Less than the token limit needs. The number of pages follows from each rank's share of this
+# memory.
 HOST_GB = 0.125
-# Ranks agree on each prompt's prefix then; test_tiers_of_ranks.py is about what they find.
+# With this flag ranks agree on each prompt's prefix. test_tiers_of_ranks.py tests the result.
 PREFIXES = "--kvspec-prefix-host-gb=0.02"
-# Each schedule is a server more.
+# Each schedule needs another server.
 schedules = pytest.mark.parametrize(
     "schedule", [pytest.param("staggered", marks=pytest.mark.identity), "rounds"]
 )
@@ -54,7 +55,8 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url_of(servers: ServerSwitch, seeded_answers: dict[int, list[int]], fault_file: Path) -> Url:
-    """The server of a schedule, once the answers to compare with are known."""
+    """Return a function that starts the server of a schedule. The answers to compare with are
+    computed first."""
     environment = STRICT_CHECKS.environment + fault_environment(KVSPEC_FAULT_FILE=fault_file)
 
     def use(schedule: str) -> str:
@@ -80,7 +82,8 @@ def test_two_ranks_answer_like_one(
     assert {seed: sample(url, seed) for seed in SEEDS} == seeded_answers
     texts = [LONG_PROMPT + f"_{index}" for index in range(3)]
     params = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 24, "ignore_eos": True}
-    # Each rank has a generator of its own here; nothing to compare with, but ranks stay together.
+    # Each rank has a random generator of its own, so there is no reference; the ranks must stay in
+    # step.
     answers = post(url, "/generate", {"text": texts, "sampling_params": params})
     assert [len(answer["output_ids"]) for answer in answers] == [24] * 3
     assert fault_file.with_suffix(".fired").exists(), "the other rank was right by itself"
@@ -91,9 +94,10 @@ def test_two_ranks_answer_like_one(
     page_bytes = pools["bytes_per_token_residual"] * pools["page_size"]
     assert pools["limited_by"] == "host memory"
     assert pools["num_pages"] == HOST_GB * 2**30 / 2 // page_bytes
-    # How much `auto` drafts follows from what a busy machine takes: it may be too little to err.
+    # The lengths of `auto` drafts follow measured times. On a busy machine there may be too few
+    # drafts for a rejection.
     assert 0 < report["counters"]["accepted"] <= report["counters"]["drafted"]
-    # Ranks that each counted would count everything twice.
+    # If each rank counted, all counts would be doubled.
     counted = re.search(
         r"^sglang:kvspec_verifications_total\{.*\} (\S+)$",
         requests.get(f"{url}/metrics", timeout=60).text,
@@ -114,12 +118,12 @@ def test_ranks_divide_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_compute_all_logits_themselves_are_refused() -> None:
     for num_ranks, gathers in ((1, False), (2, True)):
         check_logits(SimpleNamespace(do_tensor_parallel_all_gather=gathers), num_ranks)
-    with pytest.raises(UnsupportedError, match="logits that each of 2 ranks computes"):
+    with pytest.raises(UnsupportedError, match="logits that its 2 ranks do not gather"):
         check_logits(SimpleNamespace(do_tensor_parallel_all_gather=False), 2)
 
 
 def plain_bytes_per_token(model: Path) -> int:
-    """Of the demo model's KV cache in float32, over all ranks."""
+    """Return the bytes per token of the demo model's KV cache in float32, over all ranks."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)

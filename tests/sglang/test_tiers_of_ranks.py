@@ -1,5 +1,5 @@
-"""Two ranks, each with tiers of its own below the prefix cache: what one of them lacks all compute
-again, and answers are plain SGLang's."""
+"""Two ranks, each with tiers of its own below the prefix cache. A page that one rank lacks is
+computed by both, and answers are plain SGLang's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from harness.servers import Announce, ServerSpec, ServerSwitch
 
 pytestmark = [pytest.mark.server, pytest.mark.identity]
 
-# Less than half of the prompts, and host memory for some of the rest.
+# A pool for less than half of the prompts, and host memory for some of the rest.
 POOL = "--max-total-tokens=1536"
 HOST = "--kvspec-prefix-host-gb=0.008"
 NUM_TASKS, NUM_LATER = 4, 1
@@ -33,7 +33,7 @@ NUM_CROWD = 12
 
 @pytest.fixture(scope="module")
 def expected(crowd_answers: Pairs) -> Pairs:
-    """With plain SGLang's answers."""
+    """Prompts with plain SGLang's answers."""
     return longest_apart(crowd_answers, NUM_TASKS + NUM_LATER)
 
 
@@ -54,7 +54,8 @@ def server(fault_file: Path, folder: Path, *flags: str) -> ServerSpec:
 
 
 def wait_until_spilled(client: GenerateClient, folder: Path, is_same: bool = True) -> list[int]:
-    """Pages on disk by rank, once nothing is on its way there. is_same: on all ranks."""
+    """Return the pages on disk by rank, once no writes are pending. is_same: wait until all ranks
+    have as many."""
     while client.kvspec_report()["prefix_tiers"]["disk"]["waiting_bytes"]:
         pass
     while True:
@@ -75,7 +76,7 @@ def test_what_one_rank_lacks_no_rank_uses(
     assert [sum(tiers.values()) for tiers in each] == [full_tokens(task) for task, _ in first]
     assert min(hits["host"], hits["disk"]) >= PAGE_SIZE
 
-    # The third page of the first prompt, of the other rank's heads alone.
+    # Damage the third page of the first prompt, for the other rank's heads alone.
     spoil(folder, "residuals.data", 2, rank=1)
     client.flush_cache()
     _, each = ask(client, first)
@@ -91,7 +92,7 @@ def test_what_one_rank_lacks_no_rank_uses(
     client.flush_cache()
     assert not ask(client, later)[0]
     fault_file.write_text("none")
-    # Finished again, the other rank keeps them, too.
+    # The other rank stores the pages when the prompts finish again.
     ask(client, later)
     assert wait_until_spilled(client, folder) == [mine, mine]
     client.flush_cache()
@@ -120,8 +121,8 @@ def test_plain_answers_under_pressure_and_after_restarts(
     announce: Announce,
     schedule: str,
 ) -> None:
-    """All at once, with retractions, in a pool that holds a part of them; one rank's tiers refuse
-    or lose one page of eight all the time."""
+    """Send prompts all at once, with retractions, in a pool that holds a part of them. The tiers of
+    one rank refuse or lose one page in eight."""
     expected = sorted(crowd_answers, key=lambda pair: -len(pair[0].input_ids))[:NUM_CROWD]
     fault_file.write_text("tiers_drift")
     spec = FORCED_RETRACTION.server(

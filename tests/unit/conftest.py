@@ -1,4 +1,4 @@
-"""What the unit tests share: one light, repeatable hypothesis profile and small KV caches."""
+"""Parts that unit tests share: one light, repeatable hypothesis profile and small KV caches."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 
-# Without a CUDA device kernels run in Triton's interpreter. An environment variable chooses
-# it when triton is imported, so that is done before any test module is. It must not reach the
-# servers that other tests start.
+# Without a CUDA device kernels run in Triton's interpreter. An environment variable selects the
+# interpreter when triton is imported, so the kernels are imported here, before any test module. The
+# variable must not reach the servers that other tests start.
 KERNELS = (
     "kvspec_kernels.ops.attention",
-    "kvspec_kernels.ops.ordered_attention",
+    "kvspec_kernels.ops.deterministic_attention",
     "kvspec_kernels.ops.encode",
     "kvspec_kernels.ops.append",
     "kvspec_kernels.ops.copy_rows",
@@ -41,7 +41,7 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
         patch.setenv("TRITON_INTERPRET", "1")
         for name in KERNELS:
             importlib.import_module(name)
-        # Triton imports it at the first launch, and it looks at the variable, too.
+        # Triton imports this module at the first launch, and the module reads the variable, too.
         importlib.import_module("triton.experimental.gluon")
 
 # Generated cases are the same in every run; `--hypothesis-profile=explore` looks for new ones.
@@ -56,14 +56,15 @@ settings.register_profile(
 settings.register_profile(
     "explore", settings.get_profile("unit"), derandomize=False, max_examples=1000
 )
-# Hypothesis starts with "ci" where it sees a CI server.
+# Hypothesis starts with the profile "ci" on a CI server.
 if settings.get_current_profile_name() in ("default", "ci"):
     settings.load_profile("unit")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small tensors are slower on many threads, and CI runners are shared."""
+    """Run torch on one thread: small tensors are slower on many threads, and CI runners are
+    shared."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -72,9 +73,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_kv() -> Callable[..., ReferenceKVCache]:
-    """Builds a ReferenceKVCache of a few small pages whose memory starts as NaN and 0xFF bytes.
+    """Return a function that builds a ReferenceKVCache of a few small pages. Its memory starts as
+    NaN and 0xFF bytes.
 
-    cache_pages None holds every page; store False keeps residuals in the cache alone.
+    cache_pages: None holds every page. store: False keeps residuals in the cache alone.
     """
 
     def make(
@@ -87,9 +89,10 @@ def make_kv() -> Callable[..., ReferenceKVCache]:
 
 @pytest.fixture(scope="session")
 def make_device_kv() -> Callable[..., Any]:
-    """Builds a GpuKVCache of a few small pages that encodes nothing, options as for make_kv: its
-    `encodings` lists (layer, window slots, pages) of what it was to encode. encodes: instead, by
-    the codec in plain torch. copy_streams: what copies to its store run in."""
+    """Return a function that builds a GpuKVCache of a few small pages, with options as for make_kv.
+    The cache encodes nothing: its `encodings` lists (layer, window slots, pages) of each call.
+    encodes: encode by the codec in plain torch instead. copy_streams: streams of the copies to its
+    store."""
     from sglang_kvspec.kv.gpu_cache import GpuKVCache
 
     class EncodingKV(GpuKVCache):
@@ -192,8 +195,8 @@ def _parts(
 
 @pytest.fixture
 def encoded(make_kv: Callable[..., ReferenceKVCache]) -> Callable[..., ReferenceKVCache]:
-    """Builds a KV cache whose pages 1..num_encoded are encoded, the first ones resident. Options
-    as for make_kv."""
+    """Return a function that builds a KV cache whose pages 1..num_encoded are encoded, the first
+    ones resident. Options are as for make_kv."""
 
     def make(num_encoded: int, **options: Any) -> ReferenceKVCache:
         kv = make_kv(**options)
@@ -209,7 +212,7 @@ def encoded(make_kv: Callable[..., ReferenceKVCache]) -> Callable[..., Reference
 
 @pytest.fixture
 def run_machine(make_kv: Callable[..., ReferenceKVCache]) -> Callable[..., None]:
-    """Runs a state machine that is made of make_kv."""
+    """Return a function that runs a state machine, which is made from make_kv."""
 
     def run(machine: Callable[..., Any], steps: int, **options: Any) -> None:
         run_state_machine_as_test(

@@ -1,8 +1,8 @@
-"""Records the calls of steady rounds, inside the scheduler process of a real server.
+"""Recording of the calls of steady rounds, inside the scheduler process of a real server.
 
-A server that has this folder on PYTHONPATH loads it as an SGLang plugin. KVSPEC_ROUND_TRACE holds
-the settings as JSON (see Settings); without the variable nothing is recorded. The worker and the
-model are SGLang's own objects, found through Scheduler, so a tree may name its classes as it likes.
+A server that has this folder on PYTHONPATH loads it as an SGLang plug-in. KVSPEC_ROUND_TRACE holds
+the settings as JSON (see Settings). Without the variable, nothing is recorded. The worker and the
+model are found through SGLang's Scheduler, so class names of the traced tree do not matter.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _LIBRARY = -1
 
 @dataclass(frozen=True)
 class Settings:
-    """tree: checkout whose code is traced. out: file of the result. A round counts when it decodes
-    for `requests` requests; the first `warm_up` of these are not recorded, the next `rounds` are.
+    """Settings of a trace. tree: checkout whose code is traced. out: file of the result.
+
+    A round counts if it decodes `requests` requests. The first `warm_up` of these rounds are not
+    recorded, the next `rounds` are.
     """
 
     tree: str
@@ -34,12 +36,12 @@ class Settings:
 
 
 class CallRecorder:
-    """Calls of functions whose files lie below `roots`, from start() to stop().
+    """Recorder of calls of functions whose files lie below `roots`, from start() to stop().
 
     calls: [caller, callee, through_library, in_model] of every such call, in order. Functions are
     numbered as in `functions`: [file, qualified name, first line]. The caller is the innermost
-    function of `roots` on the stack, -1 for none; through_library is 1 where frames of other files
-    lie between the two. in_model is 1 below a function that model_forward() has wrapped.
+    function of `roots` on the stack, -1 for none. through_library is 1 if frames of other files lie
+    between the two. in_model is 1 below a function that model_forward() has wrapped.
     """
 
     def __init__(self, roots: Sequence[Path], base: Path) -> None:
@@ -50,7 +52,8 @@ class CallRecorder:
         self.calls: list[tuple[int, int, int, int]] = []
         self.model_forwards = 0
         self._model_depth = 0
-        # For every frame since start(): its function or _LIBRARY, and the innermost function.
+        # For every frame since start(): its function or _LIBRARY, and the innermost function of
+        # `roots`.
         self._stack: list[tuple[int, int]] = []
 
     def start(self) -> None:
@@ -62,7 +65,7 @@ class CallRecorder:
         sys.setprofile(None)
 
     def model_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `forward` so that calls below it are known to be inside the model."""
+        """Wrap `forward`, so that calls below it are marked as inside the model."""
 
         @functools.wraps(forward)
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +103,7 @@ class CallRecorder:
 
 
 class RoundTrace:
-    """Records whole rounds of one worker, and writes them once there are enough."""
+    """Recorder of whole rounds of one worker, which writes them once it has enough."""
 
     def __init__(self, settings: Settings, recorder: CallRecorder) -> None:
         self._settings = settings
@@ -141,7 +144,7 @@ class RoundTrace:
 
 
 def register() -> None:
-    """Trace the worker of this process's scheduler, if there is one and it is to be traced."""
+    """Trace the worker of this process's scheduler if KVSPEC_ROUND_TRACE is set."""
     if "KVSPEC_ROUND_TRACE" not in os.environ:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

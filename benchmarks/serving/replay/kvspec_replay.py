@@ -1,8 +1,8 @@
-"""Accepts as many drafts as a measured curve says, inside a real server with meaningless weights.
+"""Replay of a measured acceptance curve inside a real server, whose weights may be dummies.
 
-A server that has this folder on PYTHONPATH loads it as an SGLang plugin. KVSPEC_REPLAY_CURVE names
-a JSON file: `survival`, the probability that at least j drafts are accepted, for j = 1, 2, ...;
-without it nothing is replaced. All requests must be greedy.
+A server that has this folder on PYTHONPATH loads it as an SGLang plug-in. KVSPEC_REPLAY_CURVE names
+a JSON file. Its `survival` is the probability that at least j drafts are accepted, for j = 1, 2,
+... Without the variable, nothing is replaced. All requests must be greedy.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 
 class Replay:
-    """Draws how many drafts each verification keeps, independently of one another.
+    """Random accept lengths, drawn independently for each verification.
 
-    Seeded, so that the ranks of a tensor-parallel server, which verify in one order, agree.
+    The seed makes the ranks of a tensor-parallel server agree: all verify in the same order.
     """
 
     def __init__(self, survival: Sequence[float], seed: int) -> None:
@@ -28,14 +28,15 @@ class Replay:
         self._random = random.Random(seed)
 
     def accept_matching(self, drafts: Sequence[int], targets: Sequence[int]) -> list[int]:
-        """In place of runtime/acceptance.py's: the first drafts, and the target's next token."""
+        """Return the first drafts, and the target's next token. Replaces the function of the same
+        name in runtime/acceptance.py."""
         drawn = bisect_left(self._falling, -self._random.random())
         num_accepted = min(drawn, len(drafts))
         return [*drafts[:num_accepted], targets[num_accepted]]
 
 
 def register() -> None:
-    """Put the replay in place where a curve is named and this process serves KVSpec."""
+    """Install the replay if a curve is named and this process serves KVSpec."""
     if "KVSPEC_REPLAY_CURVE" not in os.environ or "SGLANG_KVSPEC" not in os.environ:
         return
     from sglang_kvspec.runtime import spec_sampler

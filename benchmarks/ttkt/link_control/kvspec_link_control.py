@@ -1,8 +1,8 @@
-"""Lets a benchmark change the emulated link of a prefill server while it runs: starting one for
-each speed would take longer than all that is measured.
+"""Control of a prefill server's emulated link while the server runs.
 
-A server that has this folder on PYTHONPATH loads it as an SGLang plugin. The file named by
-KVSPEC_LINK_FILE holds the GB/s that its `--kvspec-link-gbps` stands for from then on.
+Starting a server for each speed would take longer than the measurement. A server that has this
+folder on PYTHONPATH loads it as an SGLang plug-in. The file named by KVSPEC_LINK_FILE holds the
+GB/s that replace the server's `--kvspec-link-gbps`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def register() -> None:
     refill = TokenBucket._refill
 
     def controlled(bucket: Any, now_s: float) -> None:
-        # At the old speed until now.
+        # Refill at the old speed up to this moment.
         refill(bucket, now_s)
         bucket.bytes_per_s = float(path.read_text(encoding="ascii")) * 1e9
 

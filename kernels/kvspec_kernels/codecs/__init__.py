@@ -1,4 +1,4 @@
-"""Codecs, each declared once and without torch: parameters, layouts, and what kernels ask."""
+"""Declarations of codecs, without torch: parameters, layouts and kernel constants."""
 
 from kvspec_kernels.codecs.fields import FieldSpec, FormatError
 from kvspec_kernels.codecs.spec import CodecSpec

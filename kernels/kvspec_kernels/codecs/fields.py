@@ -1,4 +1,4 @@
-"""Fields of a record, their bytes, and the sizes that have records: plain numbers, no torch."""
+"""Fields of a record, their bytes, and the allowed page and head sizes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE_STEP = 32
 MAX_PAGE_SIZE = 256
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
 RECORD_ALIGNMENT = 16
-# Tokens and channels of a tile of codes.
+# Tokens, and channels, of a tile of codes.
 TILE = 16
 
 DTypeName = Literal["uint8", "int8", "int16", "bfloat16", "float16", "float32"]
@@ -25,12 +25,13 @@ ITEM_BYTES: dict[DTypeName, int] = {
 
 
 class FormatError(ValueError):
-    """A page size, head size or dtype that no record layout exists for; names what is allowed."""
+    """Page size, head size, dtype or parameter without a record layout. The message names what is
+    allowed."""
 
 
 class FieldSpec(NamedTuple):
-    """One array inside a record. Fields lie one behind the other; each must start at a multiple of
-    its item's bytes."""
+    """One array inside a record. Fields follow one another without gaps. Each must start at a
+    multiple of its item's bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +43,7 @@ class FieldSpec(NamedTuple):
 
 
 def record_bytes(fields: Iterable[FieldSpec]) -> int:
-    """Bytes of a record of these fields, with the padding at its end."""
+    """Return the bytes of a record of these fields, with the padding at its end."""
     return -(-sum(field.nbytes for field in fields) // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
@@ -59,12 +60,13 @@ def check_sizes(page_size: int, head_dim: int, anchor_bits: int = 4) -> None:
             f"{MAX_HEAD_DIM}, got {head_dim}"
         )
     if anchor_bits == 2 and head_dim % 32:
-        # Tiles of K lie in pairs along the head.
+        # A pair of tiles of K spans 32 channels.
         raise FormatError(f"head size must be a multiple of 32 for anchor_bits 2, got {head_dim}")
 
 
 def num_chunks(page_size: int, chunk: int, name: str) -> int:
-    """Chunks of a page. Raises FormatError, naming the parameter, unless they fill it."""
+    """Return the number of chunks of a page. Raises FormatError, with the name of the parameter,
+    unless chunks fill the page."""
     if chunk < 1 or page_size % chunk:
         allowed = [c for c in (16, 32, 64, 128, 256) if page_size % c == 0]
         raise FormatError(
@@ -74,13 +76,13 @@ def num_chunks(page_size: int, chunk: int, name: str) -> int:
 
 
 def code_bytes(page_size: int, head_dim: int, bits: int) -> tuple[int]:
-    """Shape of a field that holds a code of `bits` for each element of K or of V."""
+    """Return the shape of a field that holds a code of `bits` for each element of K or of V."""
     return (page_size * head_dim * bits // 8,)
 
 
 def eight_bit_corrections(page_size: int, head_dim: int, anchor_bits: int) -> tuple[FieldSpec, ...]:
-    """Fields that upgrade anchor codes of 4 or 2 bits to 8: corrections of 4 bits, and what the
-    anchor leaves out of a code of 4."""
+    """Return fields that upgrade anchor codes to 8 bits: 4-bit corrections, and for 2-bit anchors
+    the two low bits of the 4-bit code."""
     widths = {"codes": 4} if anchor_bits == 4 else {"codes": 4, "rest": 4 - anchor_bits}
     return tuple(
         FieldSpec(f"{part}_{name}", code_bytes(page_size, head_dim, bits), "uint8")
@@ -90,6 +92,6 @@ def eight_bit_corrections(page_size: int, head_dim: int, anchor_bits: int) -> tu
 
 
 def exact_fields(page_size: int, head_dim: int, kv_dtype: DTypeName) -> tuple[FieldSpec, ...]:
-    """Fields of the residual record that holds every bit of K and V."""
+    """Return the fields of the residual record that holds every bit of K and V."""
     values = (page_size, head_dim)
     return (FieldSpec("k_bits", values, kv_dtype), FieldSpec("v_bits", values, kv_dtype))

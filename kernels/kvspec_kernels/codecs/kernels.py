@@ -1,4 +1,4 @@
-"""Facts about a codec that Triton and CUDA kernels are specialised by."""
+"""Constants of a codec for which Triton and CUDA kernels are compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # Number format of a draft's products. fp16: codes become fp16 numbers. int8: codes stay
-# integers, and what they are multiplied with becomes integers too (HACK, section 4).
+# integers, and the other operand of products is rounded to integers (HACK, section 4).
 Arithmetic = Literal["fp16", "int8"]
 # Tokens that share the metadata of a channel of K, and of V.
 Chunks = tuple[int, int]
@@ -15,12 +15,12 @@ Chunks = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TritonEncode:
-    """The codec's part of jit/encode.py.
+    """Codec-specific part of jit/encode.py.
 
     encode_k, encode_v: @triton.jit functions that write the K part and the V part of a page's
-    records, as "module:function"; arguments as log4_k and log4_v in jit/records.py. metadata: names
-    of the two fields besides the codes, without k_ or v_, in the order of FIELDS. law: LAW of
-    jit/encode_log4.py, else empty. thread_elements: values that a thread holds.
+    records, as "module:function". They take the arguments of log4_k and log4_v in jit/records.py.
+    metadata: names of the two fields besides the codes, without k_ or v_, in the order of FIELDS.
+    law: LAW of jit/encode_log4.py, else empty. thread_elements: values that a thread holds.
     """
 
     encode_k: str
@@ -33,11 +33,11 @@ class TritonEncode:
 
 @dataclass(frozen=True, slots=True)
 class TritonDecode:
-    """The codec's part of jit/pages.py.
+    """Codec-specific part of jit/pages.py.
 
-    function: @triton.jit function that decodes tokens of a record, as "module:function"; arguments
-    and results as decode_log4 in jit/log4.py. offset: name of the field that is added to a code
-    times its scale, without k_ or v_.
+    function: @triton.jit function that decodes tokens of a record, as "module:function", with the
+    arguments and results of decode_log4 in jit/log4.py. offset: name of the field that is added to
+    a code times its scale, without k_ or v_.
     """
 
     function: str
@@ -49,9 +49,9 @@ class TritonDecode:
 class CudaEncode:
     """Constants of cuda/encode.cu.
 
-    defines: the codec's own. first_metadata: name of the field behind the codes, without k_ or v_.
-    entry_bytes: shared memory for each channel or token with metadata of its own.
-    per_token: whether V's metadata belong to tokens.
+    defines: the codec's own. first_metadata: name of the field after the codes, without k_ or v_.
+    entry_bytes: bytes of shared memory for each channel or token with its own metadata.
+    per_token: True if V's metadata belongs to tokens.
     """
 
     defines: Mapping[str, int]
@@ -65,8 +65,8 @@ class CudaEncode:
 class CudaAttention:
     """Constants of cuda/draft_attention.cu and cuda/verify_attention.cu.
 
-    defines: the codec's own. arithmetics: what drafts can be computed in, fp16 before int8.
-    verifies: whether verify_attention.cu restores the codec's 8-bit values.
+    defines: the codec's own. arithmetics: number formats for drafts, fp16 before int8.
+    verifies: True if verify_attention.cu restores the codec's 8-bit values.
     """
 
     defines: Mapping[str, int]

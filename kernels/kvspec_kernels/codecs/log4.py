@@ -1,4 +1,4 @@
-"""The log codec (Lynx, Algorithm 1), declared."""
+"""Declaration of the log codec (Lynx, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from kvspec_kernels.codecs.spec import CodecSpec
 Centre = Literal["midrange", "mean"]
 Levels = Literal["linear", "interval", "corner"]
 
-# Tokens of a pair of V's tiles.
+# Tokens that a pair of V's tiles spans.
 PAIR_STEP = 32
-# Where the law's steep or flat ends are out of reach of arithmetic in fp32.
+# Beyond these bounds, fp32 arithmetic cannot evaluate the steep or flat end of the law.
 MAX_ALPHA = 64.0
 MIN_ALPHA_OF_LOGARITHM = 0.05
-# Added to the law before rounding: more than its error in fp32 (6e-4), far less than one step.
+# The kernel adds this to the law before rounding. It exceeds the law's error in fp32 (6e-4) and is
+# far less than one step.
 PUSH = 2e-3
-# On one H200 at page 64, head 128 encoding is 1.3 times as fast as with half as many.
+# Twice the elements of uniform4: 1.3 times as fast as 64 (H200, page 64, head 128).
 THREAD_ELEMENTS = 128
-# Bytes of shared memory: 16 prepared and 2 unused, and 3 of metadata.
+# Bytes of shared memory: 16 of prepared values, 2 unused, 3 of metadata.
 ENTRY_BYTES = 21
 
 
@@ -40,11 +41,12 @@ class Log4Settings(CodecSpec):
     alpha: curvature of the companding law; at 0, its limit, the law is linear.
     top: integer that the largest magnitude of a chunk maps to, 105..120.
     centre: what the encoder subtracts before it takes magnitudes.
-    levels: what an anchor magnitude m decodes to: (16 m + 1) / top, which fits a `linear` law
-        (small alpha) and costs a GPU one instruction for two codes; the `corner` value of 16 m, as
-        in the paper; or the middle of its `interval`, where `last_level` places the last level
-        instead, 0 at the lower edge and 1 at the upper edge of its interval.
-    anchor_bits: bits of an anchor code; 2 take the law of alpha 0 and `linear` levels.
+    levels: value that an anchor magnitude m decodes to. `linear`: (16 m + 1) / top, which fits a
+        small alpha and costs a GPU one instruction for two codes. `corner`: the value of 16 m, as
+        in the paper. `interval`: the middle of m's interval, except for the last magnitude.
+    last_level: place of the last `interval` level, from 0 at the lower edge of its interval to 1 at
+        the upper edge.
+    anchor_bits: bits of an anchor code. 2 needs alpha 0 and `linear` levels.
     """
 
     name: ClassVar[str] = "log4"
@@ -64,7 +66,7 @@ class Log4Settings(CodecSpec):
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < math.inf:
             raise FormatError(f"alpha must be at least 0 and finite, got {self.alpha}")
-        # 121 and more need a fourth magnitude bit, 104 and less leave the eighth level unused.
+        # 121 and more need a fourth magnitude bit; 104 and less leave the eighth level unused.
         if not 105 <= self.top <= 120:
             raise FormatError(f"top must be an integer from 105 to 120, got {self.top}")
         if self.centre not in ("midrange", "mean"):
@@ -84,7 +86,7 @@ class Log4Settings(CodecSpec):
 
     @classmethod
     def for_page(cls, page_size: int, anchor_bits: int = 4) -> Self:
-        """The default settings, with V chunks that divide the page."""
+        """Return the default settings, with V chunks that divide the page."""
         return cls(v_chunk=64 if page_size % 64 == 0 else 32, anchor_bits=anchor_bits)
 
     def anchor_fields(self, page_size: int, head_dim: int) -> tuple[FieldSpec, ...]:
@@ -108,13 +110,14 @@ class Log4Settings(CodecSpec):
     def triton_encode(self) -> TritonEncode:
         if self.centre != "midrange":
             raise FormatError(
-                "kernels take the centre midrange only: a mean depends on the order of summation"
+                "kernels need centre midrange, got "
+                f"{self.centre}: a mean depends on the order of summation"
             )
         if self.alpha > MAX_ALPHA:
-            raise FormatError(f"kernels take alpha up to {MAX_ALPHA}, got {self.alpha}")
+            raise FormatError(f"kernels need alpha up to {MAX_ALPHA}, got {self.alpha}")
         if self.anchor_bits == 2 and self.v_chunk % PAIR_STEP:
             raise FormatError(
-                f"kernels take v_chunk in multiples of {PAIR_STEP} for anchor_bits 2, "
+                f"kernels need v_chunk in multiples of {PAIR_STEP} for anchor_bits 2, "
                 f"got {self.v_chunk}"
             )
         chunks = (self.k_chunk, self.v_chunk)
@@ -133,7 +136,7 @@ class Log4Settings(CodecSpec):
         if self.alpha < MIN_ALPHA_OF_LOGARITHM:
             return ()
         slope = self.top / math.log2(1 + self.alpha)
-        # At the far end, where it counts least, this lifts the law by PUSH.
+        # This lifts the law by PUSH at the far end, where the lift is smallest.
         return (self.alpha, 1 + PUSH * (1 + self.alpha) * math.log(2) / slope, slope)
 
     def triton_decode(self, page_size: int) -> TritonDecode:
@@ -142,7 +145,8 @@ class Log4Settings(CodecSpec):
         )
 
     def cuda_encode(self, page_size: int) -> CudaEncode | None:
-        """The default settings, whatever `top` and what only decoders look at."""
+        """Return constants for the default settings, with any `top` and any settings that only
+        decoders use. Return None for other settings."""
         usual = self.for_page(page_size)
         same = replace(self, top=usual.top, levels=usual.levels, last_level=usual.last_level)
         if same != usual:
@@ -157,9 +161,9 @@ class Log4Settings(CodecSpec):
             return None
         return CudaAttention(
             defines={"LOG4": 1, "TOP": self.top},
-            # 4-bit codes became bytes by a table of 8 magnitudes and a sign when that was tried,
-            # which took 1.2 to 1.4 times as long as fp16.
+            # 4-bit codes become int8 through a table of 8 magnitudes and a sign, which takes 1.2 to
+            # 1.4 times as long as fp16.
             arithmetics=("int8",) if self.anchor_bits == 2 else ("fp16",),
-            # The linear law's 8-bit codes are proportional to values.
+            # Only the linear law has 8-bit codes proportional to values, as the kernel needs.
             verifies=self.alpha == 0 and self.v_chunk % 64 == 0,
         )

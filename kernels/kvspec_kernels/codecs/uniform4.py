@@ -1,4 +1,4 @@
-"""The uniform codec (QuantSpec, section 4.2), declared."""
+"""Declaration of the uniform codec (QuantSpec, section 4.2)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvspec_kernels.codecs.fields import (
 from kvspec_kernels.codecs.kernels import CudaAttention, CudaEncode, TritonDecode, TritonEncode
 from kvspec_kernels.codecs.spec import CodecSpec
 
-# On one H200 at page 64, head 128 twice as many are no faster.
+# 128 are no faster (H200, page 64, head 128).
 THREAD_ELEMENTS = 64
-# Bytes of shared memory: 16 prepared, 2 unused, 4 of metadata, and a number for corrections.
+# Bytes of shared memory: 16 of prepared values, 2 unused, 4 of metadata, 4 for corrections.
 ENTRY_BYTES = 26
 # Tokens of two tiles.
 PAIR_STEP = 32
@@ -28,7 +28,7 @@ PAIR_STEP = 32
 class Uniform4Settings(CodecSpec):
     """Parameters of the uniform codec.
 
-    k_group: tokens that share one scale and zero per channel of K; V's share them per token.
+    k_group: tokens that share one scale and zero per channel of K. V has one pair per token.
     anchor_bits: bits of an anchor code.
     """
 
@@ -46,7 +46,7 @@ class Uniform4Settings(CodecSpec):
 
     @classmethod
     def for_page(cls, page_size: int, anchor_bits: int = 4) -> Self:
-        """The default settings, with K groups that divide the page."""
+        """Return the default settings, with K groups that divide the page."""
         return cls(k_group=64 if page_size % 64 == 0 else 32, anchor_bits=anchor_bits)
 
     def anchor_fields(self, page_size: int, head_dim: int) -> tuple[FieldSpec, ...]:
@@ -65,7 +65,7 @@ class Uniform4Settings(CodecSpec):
         return eight_bit_corrections(page_size, head_dim, self.anchor_bits)
 
     def triton_encode(self) -> TritonEncode:
-        # V has no chunks; the kernel takes a tile's tokens at a time.
+        # V has no chunks: the kernel takes the tokens of one tile at a time.
         chunks = (self.k_group, TILE)
         return TritonEncode(
             "kvspec_kernels.jit.records:uniform4_k",
@@ -84,7 +84,7 @@ class Uniform4Settings(CodecSpec):
     def cuda_encode(self, page_size: int) -> CudaEncode | None:
         if self != self.for_page(page_size):
             return None
-        # V has no chunks; the kernel loads as many tokens together.
+        # V has no chunks: the kernel loads as many tokens at a time as for K.
         chunks = (self.k_group, self.k_group)
         return CudaEncode({"LOG4": 0, "TOP": 0}, "scale", chunks, ENTRY_BYTES, per_token=True)
 

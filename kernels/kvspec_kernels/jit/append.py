@@ -1,4 +1,4 @@
-"""The newest tokens into the recent window."""
+"""Triton kernel that writes the newest tokens into the recent window."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def append_kernel(
     stride_head,
     HEAD_DIM: tl.constexpr,
 ):
-    """One row, head and part a program: grid (rows * 2 * num_heads,).
+    """Write one row, head and part a program: grid (rows * 2 * num_heads,).
 
-    Tokens and window are pairs of channels, their strides in pairs.
+    Tokens and window are pairs of channels; their strides count pairs.
     """
     pid = tl.program_id(0)
     head = pid % num_heads

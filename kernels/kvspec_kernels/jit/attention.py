@@ -1,6 +1,6 @@
 """Attention over encoded pages, split over work items (`work_items.py`), and the merge of the
-parts. Semantics: `reference/attention.py`. This is the portable path: every code is fetched where
-it lies, without the register layout that formats.py draws for CUDA kernels."""
+parts. Semantics: `reference/attention.py`. This portable path loads every code separately. The
+register order of codes in formats.py serves CUDA kernels only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvspec_kernels.jit.pages import load_encoded, load_exact, load_rows
 from kvspec_kernels.jit.rounding import rounded
 from kvspec_kernels.jit.work_items import find_item, split_batch
 
-# Kernels are not compiled anew for another batch.
+# Not specialised, so that another batch size needs no other kernel.
 SIZES = ("batch_size", "num_items", "num_rows")
 
 
@@ -19,11 +19,11 @@ SIZES = ("batch_size", "num_items", "num_rows")
 def attend(
     q, k, v, visible, scale_log2, acc, top, total, DTYPE: tl.constexpr, INTERPRET: tl.constexpr
 ):
-    """One step of the online softmax: operands q [M, D], k [D, N], v [N, D], visible [M, N]."""
+    """Take one step of the online softmax. q [M, D], k [D, N], v [N, D], visible [M, N]."""
     scores = tl.dot(q, k, input_precision="ieee") * scale_log2
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    # Rows that have seen nothing yet: -inf minus -inf would be NaN.
+    # For rows that have seen no token yet, -inf minus -inf would be NaN.
     finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - finite_top[:, None])
     shrink = tl.exp2(top - finite_top)
@@ -93,12 +93,13 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """One work item, KV head and block of BLOCK_M rows (query tokens times query heads of the
-    KV head) into partial_out [num_items, NUM_KV_HEADS, num_rows, HEAD_DIM] fp32 and partial_lse.
+    """Attend for one work item, KV head and block of BLOCK_M rows (query tokens times query heads
+    of the KV head). Writes partial_out [num_items, NUM_KV_HEADS, num_rows, HEAD_DIM] fp32 and
+    partial_lse.
 
-    Pointers to the tail and to qo_indptr may be None: no tail, one query token a request.
-    LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page. DECODE: as in
-    `pages.py`; K_CODES to V_RESIDUAL: byte offsets of fields.
+    Pointers to the tail are None if there is no tail. qo_indptr_ptr is None if every request has
+    one query token. LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
+    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields.
     """
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
@@ -275,8 +276,8 @@ def merge_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Merge the items of one query token and KV head into out and lse, BLOCK_S at a time. Tokens
-    of no request, or of one without anything to see, become 0 and -inf."""
+    """Merge the items of one query token and KV head into out and lse, BLOCK_S at a time. Query
+    tokens that belong to no request, or see no token, become 0 and -inf."""
     token = tl.program_id(0)
     pid_head = tl.program_id(1)
     requests = tl.arange(0, BLOCK_B)

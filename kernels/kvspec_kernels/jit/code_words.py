@@ -1,7 +1,7 @@
-"""Words of codes into the fields of records.
+"""Store words of codes in the fields of records.
 
-Words are int32 [columns, rows, chunks], at the positions of `page_pairs.py`, whose pairs are of
-channels. Here pairs are of tiles, as in formats.py.
+Words are int32 [columns, rows, chunks], at the positions of `page_pairs.py`. Pairs there are pairs
+of channels. Pairs here are pairs of tiles, as in formats.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def store_k(
     ANCHOR_BITS: tl.constexpr,
     WITH_CORRECTIONS: tl.constexpr,
 ):
-    """K's words of codes, as the codecs make them for ANCHOR_BITS, and WITH_CORRECTIONS of
-    corrections."""
+    """Store K's words of codes, as the codecs make them for ANCHOR_BITS, and words of corrections
+    if WITH_CORRECTIONS."""
     offsets = _k_word_offsets(chunk, row, col, CHUNK, HEAD_DIM // 4, TILE_GROUP)
     if ANCHOR_BITS == 4:
         tl.store(codes_ptr + offsets, codes, mask=mask)
@@ -58,7 +58,7 @@ def store_v(
     ANCHOR_BITS: tl.constexpr,
     WITH_CORRECTIONS: tl.constexpr,
 ):
-    """V's likewise; codes, corrections: of h = 0 and h = 1."""
+    """Store V's words likewise. codes, corrections: words of h = 0 and of h = 1."""
     if ANCHOR_BITS == 4:
         _store_v_words(
             codes_ptr,
@@ -103,7 +103,7 @@ def store_v(
 
 @triton.jit
 def _word_offsets(tile, lane, TILE_GROUP: tl.constexpr):
-    """Where in a field of codes the word of a lane of a tile lies, in words."""
+    """Return the offsets, in words, of a lane's words of a tile in a field of codes."""
     return (tile // TILE_GROUP) * (32 * TILE_GROUP) + lane * TILE_GROUP + tile % TILE_GROUP
 
 
@@ -116,7 +116,7 @@ def _k_word_offsets(
     NUM_COLS: tl.constexpr,
     TILE_GROUP: tl.constexpr,
 ):
-    """_word_offsets of K's positions; a warp that stores there fills whole sectors."""
+    """Return _word_offsets of K's positions. A warp that stores there fills whole sectors."""
     tile = (chunk * (CHUNK // 16) + row // 8) * (NUM_COLS // 4) + col // 4
     return _word_offsets(tile, 4 * (row % 8) + col % 4, TILE_GROUP)
 
@@ -135,12 +135,12 @@ def _store_v_words(
     HEAD_DIM: tl.constexpr,
     TILE_GROUP: tl.constexpr,
 ):
-    """V's words of h = 0 and h = 1, each [columns, rows, chunks] int32, in stored order."""
+    """Store V's words of h = 0 and h = 1, each [columns, rows, chunks] int32, in stored order."""
     COL_TILES: tl.constexpr = PAGE_SIZE // 16
     ROW_TILES: tl.constexpr = HEAD_DIM // 16
     TILES: tl.constexpr = COL_TILES * ROW_TILES
     if words0.numel == TILES * 16:
-        # Stored as they lie in registers, every 4 bytes would go to a sector of its own.
+        # Reorder first: in register order, every 4 bytes would go to another sector.
         split = tl.join(words0, words1).reshape(ROW_TILES, 4, CHUNK // 16, 4, PAGE_SIZE // CHUNK, 2)
         by_tile = split.permute(0, 4, 2, 1, 5, 3)
         tiles = by_tile.reshape(TILES // TILE_GROUP, TILE_GROUP, 32)
@@ -163,8 +163,8 @@ def _store_k_pairs(
     HEAD_DIM: tl.constexpr,
     WITH_REST: tl.constexpr,
 ):
-    """K's words of codes in the order of their values into pairs of tiles: the halves of the codes
-    in two fields, the rest only WITH_REST."""
+    """Store K's words of codes, numbered in the order of values, as pairs of tiles. The halves of
+    the codes go to two fields, the rest only if WITH_REST."""
     CHUNKS: tl.constexpr = PAGE_SIZE // CHUNK
     ROWS: tl.constexpr = next_power_of_2(CHUNK // 16)
     PAIRS: tl.constexpr = next_power_of_2(HEAD_DIM // 32)
@@ -184,7 +184,8 @@ def _store_v_pairs(
     HEAD_DIM: tl.constexpr,
     WITH_REST: tl.constexpr,
 ):
-    """V's words of h = 0 and h = 1 likewise. CHUNK is a multiple of 32: no pair straddles two."""
+    """Store V's words of h = 0 and h = 1 likewise. CHUNK is a multiple of 32, so that no pair
+    straddles two chunks."""
     CHUNKS: tl.constexpr = PAGE_SIZE // CHUNK
     ROWS: tl.constexpr = next_power_of_2(HEAD_DIM // 16)
     PAIRS: tl.constexpr = next_power_of_2(CHUNK // 32)
@@ -204,13 +205,13 @@ def _store_pairs(
     INNER: tl.constexpr,
     WITH_REST: tl.constexpr,
 ):
-    """Words by pair, lane and tile of the pair. Pairs are OUTER * MIDDLE * INNER, each padded to
-    a power of two."""
+    """Store words [..., 2] by pair, lane and tile of the pair. There are OUTER * MIDDLE * INNER
+    pairs; by_tile has each of these sizes padded to a power of two."""
     PAIRS: tl.constexpr = OUTER * MIDDLE * INNER
     GROUP: tl.constexpr = 4 if PAIRS % 4 == 0 else 2
     PADDED: tl.constexpr = by_tile.numel // 64
     if PADDED == PAIRS:
-        # In stored order, for the sake of whole sectors.
+        # Bring words into the order of the field, to fill whole sectors.
         tiles = by_tile.reshape(PAIRS // GROUP, GROUP, 32, 2).permute(0, 2, 1, 3)
         left, right = tl.split(tiles.reshape(PAIRS * 32, 2))
         offsets = tl.arange(0, PAIRS * 32)

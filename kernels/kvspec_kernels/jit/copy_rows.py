@@ -1,4 +1,4 @@
-"""Triton kernel that copies rows of bytes, from host memory too."""
+"""Triton kernel that copies rows of bytes, also from host memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-# Compiled once, however many pages come.
+# Compiled once, for any number of pages.
 @triton.jit(do_not_specialize=["num_blocks"])
 def copy_rows_kernel(
     target_ptr,
@@ -20,8 +20,8 @@ def copy_rows_kernel(
     stride_source,
     BLOCK: tl.constexpr,
 ):
-    """Words of rows source_rows to rows target_rows. Grid: any number of programs, which share the
-    blocks."""
+    """Copy words of rows source_rows to rows target_rows. Grid: any number of programs, which share
+    the blocks."""
     pid = tl.program_id(0)
     for block in range(pid, num_blocks, tl.num_programs(0)):
         row = block // blocks_a_row

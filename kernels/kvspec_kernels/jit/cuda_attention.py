@@ -1,5 +1,5 @@
-"""Launches cuda/draft_attention.cu and cuda/draft_join.cu: the Hopper back end of draft
-attention, over pages and the tail behind them."""
+"""Launch cuda/draft_attention.cu and cuda/draft_join.cu: the Hopper back end of draft
+attention, over pages and the tail."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvspec_kernels.jit.tail import tail_arguments
 
 LOG2_E = 1.4426950408889634
 MULTIPROCESSOR_REGISTERS = 65536
-# A Hopper multiprocessor's shared memory, of which each block takes 1 KB for itself.
+# Shared memory of a Hopper multiprocessor, and the part of it that CUDA reserves for each block.
 MULTIPROCESSOR_SHARED = 228 * 1024
 BLOCK_RESERVED = 1024
 HEAD_DIMS = (64, 96, 128, 256)
-# Of a query row, that a warp joins at a time; more warps are for more.
+# Parts of a query row that a warp joins at a time. Rows with more parts get more warps.
 PARTS_AT_ONCE = 8
 MOST_JOIN_WARPS = 8
 MAX_GROUP = 16
-# Channels of its queries that a lane holds while a warp attends to the tail, all heads together.
+# Query channels, over all heads, that a lane holds while its warp attends to the tail.
 TAIL_CHANNELS = 16
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a kernel is compiled for."""
+    """Codec, sizes and number formats for which a kernel is compiled."""
 
     settings: CodecSpec
     page_size: int
@@ -44,23 +44,24 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads a warp attends for."""
+        """Query heads for which a warp attends."""
         return self.num_qo_heads // self.num_kv_heads // self.head_split
 
     @property
     def head_split(self) -> int:
-        """How often each KV head is read: twice where one reading's registers would spill."""
+        """Number of times that each KV head is read: twice if registers would spill otherwise."""
         group = self.num_qo_heads // self.num_kv_heads
         return 2 if self.head_dim > 128 and group > 8 and group % 2 == 0 else 1
 
 
 def draft_supported(shape: AttentionShape, device: torch.device) -> bool:
-    """Whether the CUDA back end drafts for this shape."""
+    """Return True if the CUDA back end drafts for this shape."""
     return supported(shape, device) and shape.arithmetic in arithmetics(shape.settings)
 
 
 def supported(shape: AttentionShape, device: torch.device) -> bool:
-    """What drafting and verifying need alike; bulk copies need compute capability 9.0."""
+    """Return True if the conditions of both draft and verify attention hold. Their bulk copies need
+    compute capability 9.0."""
     group = shape.num_qo_heads // shape.num_kv_heads
     return (
         device.type == "cuda"
@@ -73,22 +74,22 @@ def supported(shape: AttentionShape, device: torch.device) -> bool:
 
 
 def arithmetics(settings: CodecSpec) -> tuple[Arithmetic, ...]:
-    """Return what a codec's anchors can be attended to in, fp16 before int8."""
+    """Return the number formats of draft attention over a codec's anchors, fp16 before int8."""
     codec = settings.cuda_attention()
     return () if codec is None else codec.arithmetics
 
 
-# Output [batch, num_qo_heads, head_dim], like the query, and log-sum-exp [batch, num_qo_heads] in
-# fp32, to base 2; both contiguous.
+# Output [batch, num_qo_heads, head_dim], like the query, and base-2 log-sum-exp
+# [batch, num_qo_heads] in fp32; both contiguous.
 State = tuple[torch.Tensor, torch.Tensor]
 
 
 class DraftKernel:
-    """Draft attention of one shape on one device, for as many requests as leave about as many parts
-    of each as join_warps are for. Holds no state besides the compiled code."""
+    """Draft attention of one shape on one device, and the join of its parts by join_warps warps a
+    query row. Holds no state besides the compiled code."""
 
     def __init__(self, shape: AttentionShape, join_warps: int, device: torch.device) -> None:
-        """join_warps: as join_warps() has it."""
+        """join_warps: a result of join_warps()."""
         self.shape = shape
         self._plan = occupancy(shape)
         (self._draft,) = nvrtc.load(
@@ -98,17 +99,17 @@ class DraftKernel:
         self._join_warps = join_warps
         defines = draft_join_defines(shape, join_warps)
         (self._join,) = nvrtc.load("draft_join.cu", ("draft_join",), defines, device)
-        # Blocks that share the pages.
+        # Number of blocks that share the pages.
         self.grid = num_blocks(self._plan.blocks, device)
         self._num_kv_heads = shape.num_kv_heads * shape.head_split
 
     @property
     def tail_parts(self) -> int:
-        """Blocks that a request's tail takes of a KV head."""
+        """Blocks for a request's tail and one KV head."""
         return -(-self.shape.group // tail_heads(self.shape))
 
     def workspace_bytes(self, batch: int) -> int:
-        """Partial outputs and states: two for each block, however many requests."""
+        """Return the bytes of partial outputs and states: two for each block, for any batch."""
         return self._part_bytes(self.shape.head_dim + 2)
 
     def attend(
@@ -124,8 +125,8 @@ class DraftKernel:
         past: State,
         recent: State,
     ) -> None:
-        """Enqueue on the current stream; writes `workspace`, rows of `past` and, where there is a
-        tail, all of `recent`, for join().
+        """Enqueue attention on the current stream. Writes `workspace`, rows of `past` and, if there
+        is a tail, all of `recent`; join() reads them.
 
         q: [batch, num_qo_heads, head_dim], the last dimension contiguous; anchors: [pages,
         num_kv_heads, record] uint8; indptr [batch + 1], indices, last_page_len [batch] int32 on the
@@ -166,8 +167,8 @@ class DraftKernel:
         recent: State | None,
         out: State,
     ) -> None:
-        """Enqueue on the current stream, behind attend() of the same indptr, workspace and past:
-        `out` of these and `recent`, None where there was no tail."""
+        """Enqueue the join on the current stream, after attend() with the same indptr, workspace
+        and past. Writes `out`. recent: None if there was no tail."""
         batch = len(indptr) - 1
         none = (ctypes.c_void_p(), ctypes.c_void_p())
         self._join.launch(
@@ -191,18 +192,18 @@ class DraftKernel:
 
 
 def num_blocks(blocks: int, device: torch.device) -> int:
-    """Blocks of a launch, of which a multiprocessor holds so many."""
+    """Return the blocks of a launch. blocks: number of blocks that a multiprocessor holds."""
     return torch.cuda.get_device_properties(device).multi_processor_count * blocks
 
 
 def join_warps(parts: float) -> int:
-    """Warps that share a query row's parts, of which there are about so many."""
+    """Return the warps that share the parts of a query row. parts: about how many parts it has."""
     wanted = int(-(-parts // PARTS_AT_ONCE))
     return min(1 << max(wanted - 1, 0).bit_length(), MOST_JOIN_WARPS)
 
 
 def draft_kernel(shape: AttentionShape, batch: int, device: torch.device) -> DraftKernel:
-    """The kernel of a shape and number of requests."""
+    """Return the kernel of a shape and number of requests."""
     heads = batch * shape.num_kv_heads * shape.head_split
     parts = num_blocks(occupancy(shape).blocks, device) / heads
     return _draft_kernel(shape, join_warps(parts), device)
@@ -210,12 +211,12 @@ def draft_kernel(shape: AttentionShape, batch: int, device: torch.device) -> Dra
 
 @functools.lru_cache(maxsize=64)
 def _draft_kernel(shape: AttentionShape, join_warps: int, device: torch.device) -> DraftKernel:
-    """Compiled once a process and device."""
+    """Return the kernel, compiled once for each process and device."""
     return DraftKernel(shape, join_warps, device)
 
 
 def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
-    """The constants that cuda/draft_attention.cu is compiled with."""
+    """Return the constants that cuda/draft_attention.cu is compiled with."""
     plan = occupancy(shape)
     return record_defines(shape) | {
         "INT8": int(shape.arithmetic == "int8"),
@@ -230,13 +231,13 @@ def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
 
 
 def draft_join_defines(shape: AttentionShape, join_warps: int) -> dict[str, int | str]:
-    """The constants that cuda/draft_join.cu is compiled with."""
+    """Return the constants that cuda/draft_join.cu is compiled with."""
     own = {"GROUP": shape.group, "WARPS": occupancy(shape).warps}
     return row_join_defines(shape, join_warps) | own
 
 
 def row_join_defines(shape: AttentionShape, join_warps: int) -> dict[str, int | str]:
-    """What cuda/join_rows.cuh needs."""
+    """Return the constants of cuda/join_rows.cuh."""
     return {
         "HEAD_DIM": shape.head_dim,
         "JOIN_WARPS": join_warps,
@@ -246,12 +247,12 @@ def row_join_defines(shape: AttentionShape, join_warps: int) -> dict[str, int | 
 
 
 def record_defines(shape: AttentionShape) -> dict[str, int | str]:
-    """What both kernels know of a record."""
+    """Return the constants of a record that draft and verify kernels share."""
     layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     k_bytes = layout["v_codes"].offset
     codec = shape.settings.cuda_attention()
     assert codec is not None, f"cuda/draft_attention.cu does not cover {shape.settings}"
-    # Metadata of a token are alone in their row, those of channels one row a chunk.
+    # Metadata per token is one row. Metadata per channel has one row for each chunk.
     v_scale = layout["v_scale"].shape
     return {
         **codec.defines,
@@ -269,7 +270,8 @@ def record_defines(shape: AttentionShape) -> dict[str, int | str]:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Blocks a multiprocessor, their warps, and halves of a page (K or V) in a warp's ring."""
+    """Blocks of a multiprocessor, warps of a block, halves of pages (K or V) in a warp's ring, and
+    shared memory of a block."""
 
     blocks: int
     warps: int
@@ -278,17 +280,18 @@ class Occupancy:
 
 
 def occupancy(shape: AttentionShape) -> Occupancy:
-    """As many warps as registers and shared memory allow."""
+    """Return the occupancy that registers and shared memory allow: most warps a block first, then
+    most blocks, then most halves."""
     columns = _column_tiles(shape)
-    # Output, folded query, scores and probabilities, and what the rest was seen to take.
+    # Registers: output, folded query, scores and probabilities, and 80 for all else, as measured.
     if shape.arithmetic == "int8":
         each = shape.head_dim * 3 // 8 + shape.page_size * 3 // 16
     else:
         each = shape.head_dim * 3 // 8 + shape.page_size * 3 // 8
     registers = 80 + columns * each
     by_registers = MULTIPROCESSOR_REGISTERS // (32 * (-(-min(registers, 255) // 8) * 8))
-    # Three halves are the least that keeps a fetch going while either half is being read; more
-    # blocks are worth more than a fourth.
+    # Three halves are the least that keep a fetch going while the warp reads either half. More
+    # blocks gain more speed than a fourth half.
     for warps in (4, 2, 1):
         for blocks in range(by_registers // warps, 0, -1):
             for halves in (4, 3):
@@ -299,8 +302,8 @@ def occupancy(shape: AttentionShape) -> Occupancy:
 
 
 def shared_bytes(shape: AttentionShape, warps: int, halves: int) -> int:
-    """Shared memory of a block: query, and rings with a barrier each half, in whose place the
-    warps' states are afterwards. Blocks of the tail have theirs where the query is."""
+    """Return the bytes of shared memory of a block: query, rings and a barrier for each half. The
+    warps' states later replace the rings, or in blocks of the tail the query."""
     layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     k_bytes = layout["v_codes"].offset
     half = max(k_bytes, layout.nbytes - k_bytes)
@@ -311,11 +314,12 @@ def shared_bytes(shape: AttentionShape, warps: int, halves: int) -> int:
 
 
 def tail_heads(shape: AttentionShape) -> int:
-    """Query heads that a block attends for to the tail."""
+    """Return the number of query heads of one block of the tail."""
     return min(shape.group, TAIL_CHANNELS * 32 // shape.head_dim)
 
 
 def _column_tiles(shape: AttentionShape) -> int:
-    """Products' right operands of 8 columns: a head has one, or two for INT8."""
+    """Return the number of right operands, each of 8 columns. A query head takes one column, or two
+    in INT8."""
     heads = 4 if shape.arithmetic == "int8" else 8
     return -(-shape.group // heads)

@@ -1,4 +1,4 @@
-"""Launches cuda/encode.cu: the Hopper back end of encoding, for 4-bit anchors."""
+"""Launch cuda/encode.cu: the Hopper back end of encoding, for 4-bit anchors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kvspec_kernels.jit.cuda_attention import (
 )
 
 HEAD_DIM_STEP = 32
-# Values a thread encodes, where a block has warps enough.
+# Values that a thread encodes, unless MAX_WARPS gives it more.
 THREAD_ELEMENTS = 64
 MAX_WARPS = 16
-# Enough without spilling, and 8 blocks of 4 warps a multiprocessor.
+# Nothing spills, and a multiprocessor holds 8 blocks of 4 warps.
 THREAD_REGISTERS = 64
 
 
 @dataclass(frozen=True)
 class EncodeShape:
-    """What a kernel is compiled for."""
+    """Codec, target, sizes and dtype for which a kernel is compiled."""
 
     settings: CodecSpec
     target: Target
@@ -40,7 +40,7 @@ class EncodeShape:
 
 @functools.lru_cache(maxsize=64)
 def supported(shape: EncodeShape, device: torch.device) -> bool:
-    """Whether the kernel covers this shape. Asked for every layer of every prefill."""
+    """Return True if the kernel covers this shape. Cached: every layer of every prefill asks."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -51,8 +51,8 @@ def supported(shape: EncodeShape, device: torch.device) -> bool:
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all rows of tensors whose last dimension is contiguous start at multiples of 16
-    bytes, as the kernel loads and stores them."""
+    """Return True if all rows start at multiples of 16 bytes, as the kernel needs. The tensors'
+    last dimension must be contiguous."""
     return all(
         tensor.data_ptr() % RECORD_ALIGNMENT == 0
         and all(s * tensor.itemsize % RECORD_ALIGNMENT == 0 for s in tensor.stride()[:-1])
@@ -61,7 +61,7 @@ def aligned(*tensors: torch.Tensor) -> bool:
 
 
 class EncodeKernel:
-    """Encoding of one shape on one device. Holds no state besides the compiled code."""
+    """Encode kernel of one shape on one device. Holds no state besides the compiled code."""
 
     def __init__(self, shape: EncodeShape, device: torch.device) -> None:
         self._shared_bytes = shared_bytes(shape)
@@ -79,8 +79,8 @@ class EncodeKernel:
         residuals: torch.Tensor,
         residual_slots: torch.Tensor,
     ) -> None:
-        """Enqueue on the current stream; arguments as in `ops/encode.py`, of which k, v, anchors
-        and residuals are `aligned`."""
+        """Enqueue on the current stream. Arguments are those of `ops/encode.py`; k, v, anchors and
+        residuals must be `aligned`."""
         num_heads = k.shape[2]
         indices = (source, anchor_slots, residual_slots)
         wide = sum((index.dtype == torch.int64) << bit for bit, index in enumerate(indices))
@@ -105,12 +105,12 @@ class EncodeKernel:
 
 @functools.lru_cache(maxsize=64)
 def encode_kernel(shape: EncodeShape, device: torch.device) -> EncodeKernel:
-    """The kernel of a shape, compiled once a process and device."""
+    """Return the kernel of a shape, compiled once for each process and device."""
     return EncodeKernel(shape, device)
 
 
 def encode_defines(shape: EncodeShape) -> dict[str, int | str]:
-    """The constants that cuda/encode.cu is compiled with."""
+    """Return the constants that cuda/encode.cu is compiled with."""
     layout = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     codec = _codec(shape)
     needed = shared_bytes(shape)
@@ -138,19 +138,19 @@ def encode_defines(shape: EncodeShape) -> dict[str, int | str]:
 
 
 def num_warps(shape: EncodeShape) -> int:
-    """Of a block, which encodes K or V of a page and head."""
+    """Return the warps of a block, which encodes K or V of one page and head."""
     warps = -(-shape.page_size * shape.head_dim // (32 * THREAD_ELEMENTS))
     return min(warps, MAX_WARPS)
 
 
 def shared_bytes(shape: EncodeShape) -> int:
-    """Shared memory of a block: the values, what is prepared for each channel or token, metadata
-    and maxima."""
+    """Return the bytes of shared memory of a block: values, prepared numbers and metadata of each
+    channel or token, and maxima."""
     codec = _codec(shape)
     tokens = shape.page_size if codec.per_token else 0
     entries = max(tokens, shape.page_size // min(codec.chunks) * shape.head_dim)
     values = shape.page_size * (2 * shape.head_dim + 16)
-    # A maximum per warp of log4, and the arrays of one that a codec has no use for.
+    # One maximum per warp for log4, and room for the one-element arrays that a codec does not use.
     return -(-(values + entries * codec.entry_bytes + 4 * MAX_WARPS + 16) // 16) * 16
 
 

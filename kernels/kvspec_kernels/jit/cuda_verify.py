@@ -1,4 +1,4 @@
-"""Launches cuda/verify_attention.cu, and cuda/verify_join.cu where few requests leave many rows to
+"""Launch cuda/verify_attention.cu, and cuda/verify_join.cu if few requests leave many rows to
 join: the Hopper back end of attention over 8-bit pages."""
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from kvspec_kernels.jit.cuda_attention import (
 from kvspec_kernels.jit.tail import tail_arguments
 
 WARPS = 4
-# Parts of pages (K or V) in a block's ring: two pages.
+# Halves of pages (K or V) in a block's ring, which holds two pages.
 HALVES = 4
 MAX_BATCH = 1024
-# Columns of 8 queries a block handles at once, and blocks a multiprocessor then holds.
+# Blocks of a multiprocessor, by columns of 8 queries that a block handles at once.
 BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 3, 16: 2}
-# Parts of a request and KV head that its last block joins: one after the other while all other
-# multiprocessors are idle. From here on a second kernel, which takes time to start, is quicker.
+# Most parts of a request and KV head that its last block joins. That block joins them in turn while
+# other multiprocessors are idle. For more parts a second kernel is faster, despite its launch.
 MOST_JOINED = 10
-# And of rows that it reads of all these parts together.
+# Most rows of these parts, all together, that the last block reads.
 MOST_ROWS_JOINED = 320
 
 
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
-    """Return whether the CUDA back end covers this shape: whole steps of 64 tokens and channels,
+    """Return True if the CUDA back end covers this shape: whole steps of 64 tokens and channels,
     and 8-bit values that the kernel restores."""
     codec = shape.settings.cuda_attention()
     return (
         codec is not None
         and codec.verifies
         and supported(shape, device)
-        # Warpgroup products are Hopper's alone.
+        # Only Hopper has warpgroup products.
         and torch.cuda.get_device_capability(device)[0] == 9
         and shape.page_size % 64 == 0
         and shape.head_dim % 64 == 0
@@ -55,20 +55,22 @@ def verify_supported(shape: AttentionShape, device: torch.device, batch: int) ->
 
 
 class VerifyKernel:
-    """Attention over 8-bit pages of one shape and a largest number of queries a request."""
+    """Attention over 8-bit pages, for one shape and up to max_qo_len query tokens a request."""
 
     def __init__(
         self, shape: AttentionShape, max_qo_len: int, device: torch.device, join_warps: int
     ) -> None:
-        """join_warps: of a second kernel that joins what blocks leave of a request, 0 where their
-        last one does."""
+        """join_warps: warps of a second kernel that joins the parts of a request; 0 if the
+        request's last block joins them."""
         self.shape = shape
         queries = max_qo_len * _group(shape)
         self._columns, self._blocks = columns_and_blocks(shape, queries)
         self._max_column_blocks = -(-queries // (8 * self._columns))
         self._shared = _shared_bytes(shape, self._columns)
         names = ("verify_attention",)
-        defines = verify_defines(shape, self._columns, self._blocks, joins_apart=bool(join_warps))
+        defines = verify_defines(
+            shape, self._columns, self._blocks, joins_separately=bool(join_warps)
+        )
         (self._verify,) = nvrtc.load("verify_attention.cu", names, defines, device)
         self._verify.allow_shared_memory(self._shared)
         self._join: nvrtc.Kernel | None = None
@@ -79,13 +81,13 @@ class VerifyKernel:
         self.grid = num_blocks(self._blocks, device)
 
     def counter_bytes(self, batch: int) -> int:
-        """Bytes at the start of the workspace: counters of the arrived parts, which must be zero
-        before the first run, and, where these are joined apart, who has which. Kernels of one batch
-        and max_qo_len may share a workspace, whoever joins."""
+        """Return the bytes at the start of the workspace: counters of arrived parts, and the work
+        units of requests for a second kernel. Counters must be zero before the first run. Kernels
+        of one batch and max_qo_len may share a workspace, with or without a second kernel."""
         return self._shares_from(batch) + _int_bytes(batch + 2)
 
     def workspace_bytes(self, batch: int) -> int:
-        """What counter_bytes() is of, then partial outputs and states, two for each block."""
+        """Return counter_bytes() plus partial outputs and states, two for each block."""
         return self.counter_bytes(batch) + self._part_bytes(self.shape.head_dim + 2)
 
     def run(
@@ -104,12 +106,12 @@ class VerifyKernel:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Enqueue on the current stream; writes `out` and `lse`, uses `workspace`.
+        """Enqueue on the current stream. Writes `out` and `lse`, and uses `workspace`.
 
-        q, out: [num_tokens, num_qo_heads, head_dim], the last dimension contiguous and `out` whole;
-        lse: [num_tokens, num_qo_heads] fp32, base 2; anchors [pages, num_kv_heads, record] and
-        residuals [slots, num_kv_heads, record] uint8; the rest int32 on the device. tail: the
-        tensors of ops/attention_plan.py's Tail, of which pages are `tail_aligned`, or None.
+        q, out: [num_tokens, num_qo_heads, head_dim], the last dimension contiguous, all of `out`
+        contiguous; lse: [num_tokens, num_qo_heads] fp32, base 2; anchors [pages, num_kv_heads,
+        record] and residuals [slots, num_kv_heads, record] uint8; the rest int32 on the device.
+        tail: the tensors of ops/attention_plan.py's Tail, with `tail_aligned` windows, or None.
         """
         batch = len(indptr) - 1
         out_from = self.counter_bytes(batch)
@@ -170,7 +172,7 @@ class VerifyKernel:
 
 
 def tail_aligned(window_k: torch.Tensor) -> bool:
-    """Whether pairs of 16-bit values of K can be loaded at once."""
+    """Return True if pairs of 16-bit values of K can be loaded at once."""
     return window_k.data_ptr() % 4 == 0 and all(s % 2 == 0 for s in window_k.stride()[:3])
 
 
@@ -180,32 +182,32 @@ def verify_kernel(
     batch: int,
     device: torch.device,
     *,
-    may_join_apart: bool,
+    may_join_separately: bool,
 ) -> VerifyKernel:
-    """The kernel of a shape and likely number of requests."""
-    if not may_join_apart:
+    """Return the kernel of a shape and likely number of requests."""
+    if not may_join_separately:
         return _verify_kernel(shape, max_qo_len, device, 0)
     queries = max_qo_len * _group(shape)
     columns, blocks = columns_and_blocks(shape, queries)
     column_blocks = -(-queries // (8 * columns))
     parts = num_blocks(blocks, device) / (batch * shape.num_kv_heads * column_blocks)
     rows = parts * min(queries, 8 * columns)
-    joins_apart = parts > MOST_JOINED or (parts > 1 and rows > MOST_ROWS_JOINED)
-    return _verify_kernel(shape, max_qo_len, device, join_warps(parts) if joins_apart else 0)
+    joins_separately = parts > MOST_JOINED or (parts > 1 and rows > MOST_ROWS_JOINED)
+    return _verify_kernel(shape, max_qo_len, device, join_warps(parts) if joins_separately else 0)
 
 
 @functools.lru_cache(maxsize=64)
 def _verify_kernel(
     shape: AttentionShape, max_qo_len: int, device: torch.device, join_warps: int
 ) -> VerifyKernel:
-    """Its code is shared by all of a number of columns."""
+    """Return the kernel, loaded once. Kernels with equally many columns share compiled code."""
     return VerifyKernel(shape, max_qo_len, device, join_warps)
 
 
 def verify_defines(
-    shape: AttentionShape, columns: int, blocks: int, *, joins_apart: bool = False
+    shape: AttentionShape, columns: int, blocks: int, *, joins_separately: bool = False
 ) -> dict[str, int | str]:
-    """The constants that cuda/verify_attention.cu is compiled with."""
+    """Return the constants that cuda/verify_attention.cu is compiled with."""
     return record_defines(shape) | {
         "GROUP": _group(shape),
         "COLUMNS": columns,
@@ -213,27 +215,28 @@ def verify_defines(
         "BLOCKS": blocks,
         "RESIDUAL_BYTES": _residual_bytes(shape),
         "MAX_BATCH": MAX_BATCH,
-        "JOIN_APART": int(joins_apart),
+        "JOIN_SEPARATELY": int(joins_separately),
     }
 
 
 def join_defines(shape: AttentionShape, columns: int, join_warps: int) -> dict[str, int | str]:
-    """The constants that cuda/verify_join.cu is compiled with."""
+    """Return the constants that cuda/verify_join.cu is compiled with."""
     return row_join_defines(shape, join_warps) | {"GROUP": _group(shape), "COLUMNS": columns}
 
 
 def _int_bytes(count: int) -> int:
-    """Of so many integers, so that vectors may follow."""
+    """Return the bytes of `count` integers, a multiple of 16 so that vectors may follow."""
     return -(-count * 4 // 16) * 16
 
 
 def _group(shape: AttentionShape) -> int:
-    """Query heads of a KV head."""
+    """Return the number of query heads of a KV head."""
     return shape.num_qo_heads // shape.num_kv_heads
 
 
 def columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:
-    """Columns of 8 that hold the queries at once, as far as registers and memory go."""
+    """Return the columns of 8 queries that a block handles at once, as registers and memory allow,
+    and the blocks of a multiprocessor."""
     most = 4 if shape.head_dim > 128 else 16
     columns = next(c for c in (1, 2, 4, 8, 16) if 8 * c >= queries or c == most)
     while _shared_bytes(shape, columns) + BLOCK_RESERVED > MULTIPROCESSOR_SHARED:
@@ -248,7 +251,7 @@ def _residual_bytes(shape: AttentionShape) -> int:
 
 
 def _shared_bytes(shape: AttentionShape, columns: int) -> int:
-    """As cuda/verify_attention.cu lays its memory out."""
+    """Return the bytes of shared memory, in the layout of cuda/verify_attention.cu."""
     anchor = anchor_layout(shape.settings, shape.page_size, shape.head_dim)
     tiles = shape.head_dim // 16
     page = anchor.nbytes + _residual_bytes(shape)

@@ -1,4 +1,4 @@
-"""Encoding of a layer's pages: a program takes K or V of one page and head."""
+"""Triton kernel that encodes a layer's pages: a program takes K or V of one page and head."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def _encode_part(
     EXACT: tl.constexpr,
     LAW: tl.constexpr,
 ):
-    """Write one part of the two records; arguments as in `records.py`. ENCODE: its function."""
+    """Write one part of the two records. Arguments are those of `records.py`. ENCODE: the
+    codec's function for the part."""
     if EXACT:
-        # First, so that the reads below, which take half sectors, hit the L1.
+        # Copy first: the reads below take half sectors, and then hit the L1 cache.
         bits_ptr = part_ptr.to(page_ptr.dtype)
         page_pairs.copy_page(page_ptr, bits_ptr, stride_token, HEAD_DIM // 2, PAGE_SIZE)
     ENCODE(
@@ -85,15 +86,16 @@ def encode_kernel(
     V_FIELDS: tl.constexpr,
     LAW: tl.constexpr,
 ):
-    """One page, head and part a program: grid (entries * 2 * num_heads,).
+    """Encode one page, head and part a program: grid (entries * 2 * num_heads,).
 
-    one: 1, unknown to the compiler, which would otherwise give every thread 16 contiguous bytes: a
-    thread with fewer channels and more tokens prepares less metadata.
+    one: 1, but unknown to the compiler, which would otherwise give every thread 16 contiguous
+    bytes. A thread with fewer channels and more tokens prepares less metadata.
 
     k_ptr, v_ptr: pairs of channels, int32 or int64; strides in pairs. anchors_ptr, residuals_ptr:
-    int32; strides in words. PART_WORDS: of the residual record. ENCODE_K, ENCODE_V: the codec's
-    functions for a part, with the arguments of `records.py`. EXACT: the target, else int8. K_CHUNK
-    to V_FIELDS: CHUNK and FIELDS of `records.py`. LAW: of `encode_log4.py`, else empty.
+    int32; strides in words. PART_WORDS: words of one part of the residual record. ENCODE_K,
+    ENCODE_V: the codec's functions for a part, with the arguments of `records.py`. EXACT: True for
+    the target exact, False for int8. K_CHUNK to V_FIELDS: CHUNK and FIELDS of `records.py`. LAW: as
+    in `encode_log4.py`, else empty.
     """
     pid = tl.program_id(0)
     entry = pid // (2 * num_heads)

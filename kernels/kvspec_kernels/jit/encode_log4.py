@@ -1,4 +1,4 @@
-"""Encoding by the log codec, as reference/log4.py does it, bit for bit."""
+"""Encoding by the log codec, with the bits of reference/log4.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LARGEST_OFFSET = tl.constexpr(255)
 
 @triton.jit
 def centre_and_reach(low, high):
-    """Of a chunk: the centre's fp32 bits as stored, and the leading 12 bits of the smallest scale
-    that no value exceeds."""
+    """Return, for a chunk, the centre's fp32 bits as stored, and the leading 12 bits of the
+    smallest scale that no value exceeds."""
     bits = arithmetic.to_bf16_bits(arithmetic.clamp_to_bf16(low * 0.5 + high * 0.5))
     centre = bits.to(tl.float32, bitcast=True)
     reach = tl.maximum(high - centre, centre - low).to(tl.int32, bitcast=True)
@@ -28,15 +28,15 @@ def centre_and_reach(low, high):
 
 @triton.jit
 def scale_base(reach0, reach1, reach2, reach3):
-    """The base of a record, a scalar int32, of all its reaches."""
+    """Return the base of a record, a scalar int32, from all its reaches."""
     largest = tl.maximum(tl.maximum(reach0, reach1), tl.maximum(reach2, reach3))
     return tl.maximum(tl.max(tl.max(tl.max(largest, 2), 1), 0) - LARGEST_OFFSET, 0)
 
 
 @triton.jit
 def metadata(low, high):
-    """Of four tensors of chunks: centres' fp32 bits, 8-bit scale offsets, the base, and what
-    `quantise` takes per chunk, all but the base in fours."""
+    """Return, for four tensors of chunks: centres' fp32 bits, 8-bit scale offsets, the base, and
+    norms for `words`. All but the base are tuples of four."""
     c0, r0 = centre_and_reach(low[0], high[0])
     c1, r1 = centre_and_reach(low[1], high[1])
     c2, r2 = centre_and_reach(low[2], high[2])
@@ -58,12 +58,12 @@ def _prepare(centre_bits, reach, base):
 
 @triton.jit
 def _integer(magnitude, edges_ptr, LAW: tl.constexpr):
-    """MAGIC + the number of integer edges <= magnitude in [0, 1].
+    """Return MAGIC + the number of integer edges <= magnitude in [0, 1].
 
-    edges_ptr: fp32 [128], a number below all edges, the edges in order, infinities. LAW: (top,) of
-    the linear law, which has no edges: the number is top * x, rounded. Else (alpha, 1 pushed up,
-    slope), so that slope * log2(pushed + alpha * x) rounds to the number wanted or to one more, and
-    one comparison settles it; or empty, for a binary search.
+    edges_ptr: fp32 [128], a number below all edges, the edges in order, infinities. LAW: (top,) for
+    the linear law, which has no edges; the number is then top * magnitude, rounded. (alpha, a
+    little more than 1, slope) otherwise: slope * log2(LAW[1] + alpha * magnitude) rounds to the
+    number or to one more, and one comparison decides. Empty: a binary search.
     """
     if len(LAW) == 1:
         return magnitude * LAW[0] + arithmetic.MAGIC
@@ -77,7 +77,7 @@ def _integer(magnitude, edges_ptr, LAW: tl.constexpr):
     else:
         warped = arithmetic.log2_roughly(tl.fma(magnitude, LAW[0], LAW[1]))
         guess = tl.fma(warped, LAW[2], arithmetic.MAGIC)
-        # Unsigned, so that one multiply-add makes the address.
+        # With an unsigned index, one multiply-add makes the address.
         index = guess.to(tl.uint32, bitcast=True).to(tl.int64)
         edge = tl.load((edges_ptr - arithmetic.MAGIC_BITS) + index)
         return guess - tl.where(magnitude < edge, 1.0, 0.0)
@@ -85,7 +85,7 @@ def _integer(magnitude, edges_ptr, LAW: tl.constexpr):
 
 @triton.jit
 def _element(x, norm, edges_ptr, LAW: tl.constexpr):
-    """MAGIC + the integer of a value, and a number with its sign."""
+    """Return MAGIC + the integer of a value, and the centred value, whose sign the code takes."""
     centred = arithmetic.difference(x, norm)
     magnitude = arithmetic.quotient_to_one(tl.abs(centred), norm)
     return _integer(magnitude, edges_ptr, LAW), centred
@@ -93,23 +93,24 @@ def _element(x, norm, edges_ptr, LAW: tl.constexpr):
 
 @triton.jit
 def _four_bytes(a, b, c, d):
-    """MAGIC + integers 0 to 127 as the bytes of an int32."""
+    """Return four integers 0 to 127, each given as MAGIC + integer, as the bytes of an int32."""
     low = arithmetic.integer_of(a) + (arithmetic.integer_of(b) << 8)
     return low + ((arithmetic.integer_of(c) << 16) + (arithmetic.integer_of(d) << 24))
 
 
 @triton.jit
 def _in_order(integers, signs):
-    """Codes in the order of their values, four bytes of an int32, of the bytes of `_four_bytes` and
-    `sign_bytes`: 8 + m, or 7 - m if negative."""
+    """Return four codes, numbered in the order of values, as the bytes of an int32: 8 + m, or 7 - m
+    if negative. integers: from `_four_bytes`; signs: from `sign_bytes`."""
     magnitudes = ((integers + 0x07070707) >> 4) & 0x07070707
     return magnitudes ^ 0x08080808 ^ (((signs >> 7) & 0x01010101) * 15)
 
 
 @triton.jit
 def words(x, norms, edges_ptr, ANCHOR_BITS: tl.constexpr, LAW: tl.constexpr):
-    """One word per position of 8 values and their chunks' metadata: (codes, corrections), int32.
-    Codes are those of 4-bit anchors, or for 2 bits in the order of their values, by halves."""
+    """Return (codes, corrections), int32: one word per position, from 8 values x and their chunks'
+    norms. Codes are those of 4-bit anchors. For 2 bits they are numbered in the order of values,
+    even codes in nibbles 0 to 3 and odd codes in nibbles 4 to 7."""
     i0, s0 = _element(x[0], norms[0], edges_ptr, LAW)
     i1, s1 = _element(x[1], norms[1], edges_ptr, LAW)
     i2, s2 = _element(x[2], norms[2], edges_ptr, LAW)
@@ -118,8 +119,8 @@ def words(x, norms, edges_ptr, ANCHOR_BITS: tl.constexpr, LAW: tl.constexpr):
     i5, s5 = _element(x[5], norms[5], edges_ptr, LAW)
     i6, s6 = _element(x[6], norms[6], edges_ptr, LAW)
     i7, s7 = _element(x[7], norms[7], edges_ptr, LAW)
-    # Where an anchor word has its magnitudes: in low nibbles those of 2, 7, 3, 6, in high ones
-    # those of 0, 5, 1, 4. Its signs are in low nibbles 6, 2, 7, 3 and in high ones 4, 0, 5, 1.
+    # An anchor word has magnitudes 2, 7, 3, 6 in low nibbles and 0, 5, 1, 4 in high nibbles. Signs
+    # 6, 2, 7, 3 are in low nibbles and 4, 0, 5, 1 in high nibbles.
     low = _four_bytes(i2, i7, i3, i6)
     high = _four_bytes(i0, i5, i1, i4)
     if ANCHOR_BITS == 4:

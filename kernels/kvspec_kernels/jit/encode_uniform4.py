@@ -1,4 +1,4 @@
-"""Encoding by the uniform codec, as reference/uniform4.py does it, bit for bit."""
+"""Encoding by the uniform codec, with the bits of reference/uniform4.py."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from kvspec_kernels.jit import arithmetic
 
 @triton.jit
 def _scale_and_zero(low, high):
-    """Scale and zero of a group as stored: fp32 bits of bf16 values; and what `words` takes."""
+    """Return scale and zero of a group as stored (fp32 bits of bf16 values), and the numbers that
+    `words` takes."""
     zero_bits = arithmetic.to_bf16_bits(arithmetic.clamp_to_bf16(low))
     zero = zero_bits.to(tl.float32, bitcast=True)
     span = arithmetic.fifteenth(high) - arithmetic.fifteenth(zero)
     scale_bits = arithmetic.to_bf16_bits(tl.maximum(span, 0.0))
     scale = scale_bits.to(tl.float32, bitcast=True)
     norm = arithmetic.normalised(zero, scale)
-    # Codes are multiplied by the scale itself, which may be 0 where the divisor is 1.
+    # `words` multiplies codes by the scale itself, which is 0 where the divisor may be 1.
     return scale_bits, zero_bits, (norm, tl.where(scale > 0.0, norm[2], 0.0))
 
 
 @triton.jit
 def metadata(low, high):
-    """Of four tensors of groups: fp32 bits of scales and of zeros, and what `words` takes."""
+    """Return, for four tensors of groups: fp32 bits of scales and of zeros, and the numbers that
+    `words` takes."""
     s0, z0, p0 = _scale_and_zero(low[0], high[0])
     s1, z1, p1 = _scale_and_zero(low[1], high[1])
     s2, z2, p2 = _scale_and_zero(low[2], high[2])
@@ -33,14 +35,14 @@ def metadata(low, high):
 
 @triton.jit
 def _element(x, prepared, SHIFT: tl.constexpr, WITH_CORRECTIONS: tl.constexpr):
-    """The code and the correction + 8 of a value, each at bit SHIFT of an int32."""
+    """Return the code and the correction + 8 of a value, each at bit SHIFT of an int32."""
     norm, minus_scale = prepared
     ratio = arithmetic.quotient(arithmetic.difference(x, norm), norm)
     rounded = tl.minimum(tl.maximum(ratio, 0.0), 15.0) + arithmetic.MAGIC
     code = arithmetic.integer_of(rounded) << SHIFT
     if not WITH_CORRECTIONS:
         return code, code
-    # A code times a scale has 12 bits, so that this product needs no rounding of its own.
+    # A code times a scale has at most 12 bits: the product is exact, fused or not.
     minus_anchor = tl.fma(rounded - arithmetic.MAGIC, minus_scale, norm[1])
     ratio = arithmetic.quotient(tl.fma(x, norm[0], minus_anchor), norm)
     clamped = tl.minimum(tl.maximum(ratio, -0.5), 0.4375)
@@ -50,8 +52,8 @@ def _element(x, prepared, SHIFT: tl.constexpr, WITH_CORRECTIONS: tl.constexpr):
 
 @triton.jit
 def words(x, prepared, WITH_CORRECTIONS: tl.constexpr):
-    """One word per position of 8 values and their groups' metadata: (codes, corrections), int32.
-    Corrections are meaningless unless asked for."""
+    """Return (codes, corrections), int32: one word per position, from 8 values x and their groups'
+    metadata. Corrections are meaningless unless WITH_CORRECTIONS."""
     c0, l0 = _element(x[0], prepared[0], 0, WITH_CORRECTIONS)
     c1, l1 = _element(x[1], prepared[1], 16, WITH_CORRECTIONS)
     c2, l2 = _element(x[2], prepared[2], 4, WITH_CORRECTIONS)
@@ -61,6 +63,6 @@ def words(x, prepared, WITH_CORRECTIONS: tl.constexpr):
     c6, l6 = _element(x[6], prepared[6], 12, WITH_CORRECTIONS)
     c7, l7 = _element(x[7], prepared[7], 28, WITH_CORRECTIONS)
     codes = ((c0 + c1) + (c2 + c3)) + ((c4 + c5) + (c6 + c7))
-    # Nibbles of l + 8 become two's complement by their highest bit.
+    # Flipping the highest bit of each nibble turns l + 8 into two's complement.
     corrections = (((l0 + l1) + (l2 + l3)) + ((l4 + l5) + (l6 + l7))) ^ -2004318072
     return codes, corrections

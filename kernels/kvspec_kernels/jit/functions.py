@@ -1,4 +1,4 @@
-"""Finds the Triton functions that a codec declares by name."""
+"""Find the Triton functions that a codec declares by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvspec_kernels.codecs.fields import FormatError
 @cache
 def kernel_function(name: str) -> Any:
     """Import the @triton.jit function `name`, written as "module:function". A kernel takes it as a
-    constexpr argument, so that it is compiled in place. Raises FormatError where there is none."""
+    constexpr argument, which compiles it in place. Raises FormatError if it cannot be imported."""
     module, _, function = name.partition(":")
     try:
         return getattr(import_module(module), function)

@@ -1,4 +1,4 @@
-"""Decodes log4 codes inside a kernel; the formulas are those of `reference/log4.py`."""
+"""Decode log4 codes inside a kernel, with the formulas of `reference/log4.py`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def decode_log4(
     SCALE: tl.constexpr,
     CORRECTIONS: tl.constexpr,
 ):
-    """Values fp32 of `tokens` and `channels` (int32 positions that broadcast against each other)
-    of a record; 0 where mask_channels is false.
+    """Return fp32 values of `tokens` and `channels` (int32 positions that broadcast against each
+    other) of a record; 0 where mask_channels is false.
 
-    PART: 0 for K, 1 for V. chunk: which row of metadata, a scalar or like tokens. CODES, OFFSET,
+    PART: 0 for K, 1 for V. chunk: row of metadata, a scalar or shaped like tokens. CODES, OFFSET,
     SCALE, CORRECTIONS: byte offsets of the part's fields. table_ptr: the codec's code_values.
     """
     if PART == 0:
@@ -47,8 +47,8 @@ def decode_log4(
     if ANCHOR_BITS == 4:
         words_ptr = (anchor_ptr + CODES).to(tl.pointer_type(tl.int32))
         packed = tl.load(words_ptr + word, mask=mask_channels, other=0)
-        # Code 2 r + h: its sign is bit 15 - 4 r + 16 h, its magnitude the 3 bits from bit
-        # (4 - 4 r + 16 h) mod 32 on. Arithmetic shifts, whose copies of bit 31 are masked out.
+        # The sign of code 2 r + h is bit 15 - 4 r + 16 h. Its magnitude is the 3 bits from bit
+        # (4 - 4 r + 16 h) mod 32 on. Shifts are arithmetic; the masks drop the copies of bit 31.
         place_in_word = ((code & 1) << 4) - ((code >> 1) << 2)
         sign = packed >> (place_in_word + 15) & 1
         index = (packed >> (place_in_word + 4 & 31) & 7) | sign << 3
@@ -71,7 +71,7 @@ def decode_log4(
     if REFINED:
         words_ptr = (residual_ptr + CORRECTIONS).to(tl.pointer_type(tl.int32))
         corrections = tl.load(words_ptr + word, mask=mask_channels, other=0)
-        # Even codes fill nibbles 0 to 3, odd ones 4 to 7.
+        # Even codes fill nibbles 0 to 3, odd codes nibbles 4 to 7.
         nibble = (code >> 1) + ((code & 1) << 2)
         index |= (corrections >> (nibble << 2) & 15) << 4
     value = tl.load(table_ptr + index)

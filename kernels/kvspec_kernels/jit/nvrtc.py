@@ -1,5 +1,5 @@
-"""CUDA C++ kernels compiled at run time: NVRTC and the driver through cuda-bindings, both of which
-PyTorch for CUDA brings along. No compiler has to be installed."""
+"""CUDA C++ kernels compiled at run time: NVRTC and the driver through cuda-bindings. PyTorch for
+CUDA brings both, so that no compiler has to be installed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SOURCES = Path(__file__).parent / "cuda"
 
 
 class CudaError(RuntimeError):
-    """NVRTC or the driver refused; holds its log or error name."""
+    """Failure of NVRTC or of the driver. The message has its log or error name."""
 
 
 class Compiled(NamedTuple):
-    """Machine code, and what the compiler said of it."""
+    """Machine code, and the compiler's log."""
 
     code: bytes
     log: str
@@ -29,13 +29,13 @@ class Compiled(NamedTuple):
 def compile_cubin(
     source: str, defines: tuple[tuple[str, int | str], ...], architecture: str
 ) -> Compiled:
-    """cuda/`source` for an architecture such as "sm_90a". Needs no GPU."""
+    """Compile cuda/`source` for an architecture such as "sm_90a". Needs no GPU."""
     from cuda.bindings import nvrtc
 
     text = (SOURCES / source).read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     options = [f"--gpu-architecture={architecture}", "--std=c++17", f"--include-path={SOURCES}"]
-    # For lambdas with template parameters.
+    # Lambdas with template parameters need this option.
     options.append("--device-as-default-execution-space")
     options += [f"-D{name}={value}" for name, value in defines]
     result, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
@@ -85,11 +85,12 @@ class Kernel:
 def load(
     source: str, names: Sequence[str], defines: Mapping[str, int | str], device: torch.device
 ) -> tuple[Kernel, ...]:
-    """Kernels `names` of cuda/`source`, compiled for `device` and loaded there, once a process."""
+    """Return kernels `names` of cuda/`source`, compiled for `device` and loaded there once a
+    process."""
     return _load(source, tuple(names), tuple(sorted(defines.items())), device)
 
 
-# What is loaded stays on the device, so nothing may be loaded twice.
+# Loaded code stays on the device, so nothing may be loaded twice.
 @functools.cache
 def _load(
     source: str,
@@ -112,8 +113,8 @@ def _load(
 
 
 def _read(size: int, write: Callable[[bytes], tuple[Any, ...]]) -> bytes:
-    """What `write` writes into so many bytes, the last of which may be a zero."""
-    # Python has every object of a single byte once, for all who have that byte.
+    """Return the `size` bytes that `write` fills, or b"" for at most one byte, the final zero."""
+    # Python shares one object among all equal bytes of length 1, so none may be written to.
     if size <= 1:
         return b""
     memory = bytes(size)
@@ -122,7 +123,7 @@ def _read(size: int, write: Callable[[bytes], tuple[Any, ...]]) -> bytes:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """The value of a cuda-bindings call. Raises CudaError when its status is not success."""
+    """Return the value of a cuda-bindings call. Raises CudaError if its status is not success."""
     status, *values = answer
     if int(status) != 0:
         raise CudaError(f"{type(status).__name__}: {status.name}")

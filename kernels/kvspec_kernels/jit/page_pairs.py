@@ -2,17 +2,17 @@
 
 A *pair* is two neighbouring channels: an int32 of two 16-bit values or an int64 of two fp32 values.
 Tensors of pairs are [columns, rows, chunks], because Triton gives neighbouring threads to the first
-dimension where it sees nothing contiguous; a position of such a tensor stands for the 32 elements
-of 4 words (K) or of 4 words (V), and the ones that differ by 8 tokens, 8 channels or the place in a
-pair are separate tensors. With the numbers of formats.py, where a tile of K has tokens
-16 r + 8 b + g and channels 16 c + 8 d + 2 t + e, and a tile of V channels 16 a + 8 b + 2 u + h and
-tokens 16 c + 8 d + 2 t + e:
+dimension where it sees nothing contiguous. A position of such a tensor stands for the 8 elements of
+one word (K) or the 16 elements of two words (V). The pairs of a position are in separate tensors.
+With the numbers of formats.py, a tile of K has tokens 16 r + 8 b + g and channels
+16 c + 8 d + 2 t + e. A tile of V has channels 16 a + 8 b + 2 u + h and tokens 16 c + 8 d + 2 t + e.
+Then:
 
     K: row = (r, g), column = (c, t); pairs[b, d], halves e; code 4 d + 2 b + e of a word
     V: row = (c, t), column = (a, u); pairs[d, e, b], halves h; code 4 d + 2 b + e of word h
 
-Sizes that are no powers of two are padded. Padded positions repeat the last valid one, which leaves
-minima and maxima as they are, and only stores are masked.
+Sizes that are no powers of two are padded. Padded positions repeat the last valid position, which
+does not change minima and maxima, so that only stores need masks.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvspec_kernels.jit.sizes import next_power_of_2
 
 @triton.jit
 def positions(NUM_CHUNKS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr):
-    """Indices chunk, row and column, and masks of what is no padding: positions, chunks' columns
-    and rows. All are [columns, rows, chunks] up to broadcasting."""
+    """Return indices chunk, row and column, and masks that are false for padding: of positions, of
+    chunks and columns, of chunks and rows. All are [columns, rows, chunks] up to broadcasting."""
     col = tl.arange(0, next_power_of_2(NUM_COLS))[:, None, None]
     row = tl.arange(0, next_power_of_2(NUM_ROWS))[None, :, None]
     chunk = tl.arange(0, next_power_of_2(NUM_CHUNKS))[None, None, :]
     mask_chunk = (chunk < NUM_CHUNKS) & (col < NUM_COLS)
     mask_row = (chunk < NUM_CHUNKS) & (row < NUM_ROWS)
     mask = mask_chunk & mask_row
-    # Only where needed: the compiler sees no contiguous columns behind a minimum.
+    # Take minima only if needed: they hide from the compiler that columns are contiguous.
     if chunk.numel != NUM_CHUNKS:
         chunk = tl.minimum(chunk, NUM_CHUNKS - 1)
     if row.numel != NUM_ROWS:
@@ -46,7 +46,7 @@ def positions(NUM_CHUNKS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_COLS: tl.con
 
 @triton.jit
 def half_of(pairs, HALF: tl.constexpr, KV_DTYPE: tl.constexpr):
-    """The first (HALF 0) or second channel of pairs, as fp32."""
+    """Return the first (HALF 0) or second channel of pairs, as fp32."""
     if KV_DTYPE == "fp32":
         return (pairs >> (32 * HALF)).to(tl.int32).to(tl.float32, bitcast=True)
     elif KV_DTYPE == "fp16":
@@ -59,7 +59,8 @@ def half_of(pairs, HALF: tl.constexpr, KV_DTYPE: tl.constexpr):
 
 @triton.jit
 def load_k(page_ptr, token, pair, stride_token: tl.constexpr, KV_DTYPE: tl.constexpr):
-    """K in fp32: codes 0 to 7 of a word. token, pair: of b = d = e = 0."""
+    """Load K in fp32, one tensor for each of codes 0 to 7 of a word. token, pair: those of
+    b = d = e = 0."""
     ptr = page_ptr + (token * stride_token + pair)
     p00 = tl.load(ptr)
     p01 = tl.load(ptr + 4)
@@ -79,7 +80,7 @@ def load_k(page_ptr, token, pair, stride_token: tl.constexpr, KV_DTYPE: tl.const
 
 @triton.jit
 def load_v(page_ptr, token, pair, stride_token: tl.constexpr, KV_DTYPE: tl.constexpr):
-    """V in fp32: codes 0 to 7 of the word of h = 0, then of h = 1. token, pair: as in load_k."""
+    """Load V in fp32: codes 0 to 7 of the word of h = 0, then of h = 1. token, pair: see load_k."""
     ptr = page_ptr + (token * stride_token + pair)
     p0 = tl.load(ptr)
     p1 = tl.load(ptr + stride_token)
@@ -125,8 +126,8 @@ def most(a, b, c, d):
 
 @triton.jit
 def ranges(low, high, AXIS: tl.constexpr):
-    """Minima of four tensors and maxima of four along AXIS, which stays with size 1. One reduction
-    for all eight, because each costs a trip through shared memory."""
+    """Return the minima of four tensors and the maxima of four along AXIS, which keeps size 1. One
+    reduction serves all eight, because each costs a trip through shared memory."""
     n0, n1 = arithmetic.negative(high[0]), arithmetic.negative(high[1])
     n2, n3 = arithmetic.negative(high[2]), arithmetic.negative(high[3])
     lows = tl.join(tl.join(low[0], low[2]), tl.join(low[1], low[3]))
@@ -151,7 +152,7 @@ def copy_page(
     TOKEN_PAIRS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """The raw bits of a page part [tokens, channels] into a record, row-major."""
+    """Copy the raw bits of a page part [tokens, channels] into a record, row-major."""
     for start in tl.static_range(0, PAGE_SIZE, 32):
         index = tl.arange(0, 32 * next_power_of_2(TOKEN_PAIRS))
         mask = index < 32 * TOKEN_PAIRS

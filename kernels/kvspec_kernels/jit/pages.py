@@ -1,4 +1,4 @@
-"""Loads BLOCK_N tokens of a page of one KV head as matrix operands: K transposed [BLOCK_D, BLOCK_N]
+"""Load BLOCK_N tokens of a page of one KV head as matrix operands: K transposed [BLOCK_D, BLOCK_N]
 and V [BLOCK_N, BLOCK_D], in DTYPE, zero outside of the masks."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def load_rows(
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Tokens in full precision, a row each."""
+    """Load tokens in full precision, one row each."""
     mask_d = offs_d < HEAD_DIM
     k = tl.load(
         k_ptr + offs_token[None, :] * stride_k_token + offs_d[:, None],
@@ -50,7 +50,7 @@ def load_exact(
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Tokens of a residual record of the exact target."""
+    """Load tokens of a residual record of the exact target."""
     return load_rows(
         (residual_ptr + K_BITS).to(tl.pointer_type(DTYPE)),
         (residual_ptr + V_BITS).to(tl.pointer_type(DTYPE)),
@@ -93,7 +93,7 @@ def load_encoded(
     INTERPRET: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Tokens first .. first + BLOCK_N - 1 of an anchor record, with corrections where REFINED.
+    """Load tokens first .. first + BLOCK_N - 1 of an anchor record, with corrections if REFINED.
 
     DECODE: the codec's function, with the arguments and results of `decode_log4`.
     """
@@ -101,7 +101,7 @@ def load_encoded(
     mask_d = offs_d < HEAD_DIM
     k_chunk = first // K_CHUNK
     v_chunk = first // V_CHUNK
-    # A block that spans several chunks looks its metadata up token by token.
+    # A block that spans several chunks needs the chunk of each token.
     if K_CHUNK % BLOCK_N != 0:
         k_chunk = offs_token[None, :] // K_CHUNK
     if V_CHUNK % BLOCK_N != 0:
@@ -144,7 +144,7 @@ def load_encoded(
     )
     # Metadata of tokens that were never written may be NaN, and a weight of 0 times NaN is NaN.
     v = tl.where(mask_token[:, None], v, 0.0)
-    # Values that round to infinity in DTYPE are clamped, as the reference decoders do.
+    # Clamp values that would round to infinity in DTYPE, as the reference decoders do.
     k = tl.minimum(tl.maximum(k, -FINITE_MAX), FINITE_MAX)
     v = tl.minimum(tl.maximum(v, -FINITE_MAX), FINITE_MAX)
     return rounded(k, DTYPE, INTERPRET), rounded(v, DTYPE, INTERPRET)

@@ -1,12 +1,12 @@
-"""The K part or the V part of one page and head, as fields of its two records.
+"""Encode the K part or the V part of one page and head as fields of its two records.
 
 Arguments that the functions share: page_ptr, pairs of the page's first token (`page_pairs.py`);
-anchor_ptr, int32, where the anchor record starts; corrections_ptr, int32, where the part's
-corrections go in the residual record; FIELDS, the offsets in the anchor record, in words, of the
-part's codes and of its two arrays of metadata; edges_ptr and LAW, of the codec's law
-(`encode_log4.py`), unused by a uniform codec; one, the number 1 (see `encode.py`); CHUNK, tokens
-that share metadata. Corrections, and behind them the rest of codes whose anchors have 2 bits, are
-written only for the target int8.
+anchor_ptr, int32, start of the anchor record; corrections_ptr, int32, start of the part's
+corrections in the residual record; FIELDS, offsets in the anchor record, in words, of the part's
+codes and of its two arrays of metadata; edges_ptr and LAW, the codec's law (`encode_log4.py`),
+unused by a uniform codec; one, the number 1 (see `encode.py`); CHUNK, tokens that share metadata.
+Corrections are written only for the target int8. With 2-bit anchors, the rest of the codes follows
+the corrections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvspec_kernels.jit import arithmetic, code_words, encode_log4, encode_unifo
 
 @triton.jit
 def _ranges_of_k(x):
-    """Over the rows, of channels (d, e)."""
+    """Return the ranges over rows of channels (d, e)."""
     low = (
         tl.minimum(x[0], x[2]),
         tl.minimum(x[1], x[3]),
@@ -37,7 +37,7 @@ def _ranges_of_k(x):
 
 @triton.jit
 def _ranges_of_v_channels(x, y):
-    """Over the rows, of channels (h, b); x and y have h = 0 and h = 1."""
+    """Return the ranges over rows of channels (h, b). x, y: values of h = 0 and h = 1."""
     low = (
         page_pairs.least(x[0], x[1], x[4], x[5]),
         page_pairs.least(x[2], x[3], x[6], x[7]),
@@ -55,7 +55,7 @@ def _ranges_of_v_channels(x, y):
 
 @triton.jit
 def _ranges_of_v_tokens(x, y):
-    """Over the columns, of tokens (d, e)."""
+    """Return the ranges over columns of tokens (d, e). x, y: values of h = 0 and h = 1."""
     low = (
         page_pairs.least(x[0], x[2], y[0], y[2]),
         page_pairs.least(x[1], x[3], y[1], y[3]),
@@ -73,7 +73,7 @@ def _ranges_of_v_tokens(x, y):
 
 @triton.jit
 def _store_k_metadata(ptr, bits, chunk, col, mask, NUM_COLS: tl.constexpr):
-    """bf16 metadata of channels (d, e), as fp32 bits."""
+    """Store bf16 metadata of channels (d, e), given as fp32 bits."""
     index = chunk * (2 * NUM_COLS) + 2 * (col % 4 * (NUM_COLS // 4) + col // 4)
     tl.store(ptr + index, arithmetic.bf16_pair(bits[0], bits[1]), mask=mask)
     tl.store(ptr + index + 1, arithmetic.bf16_pair(bits[2], bits[3]), mask=mask)
@@ -263,7 +263,7 @@ def uniform4_v(
     COL_TILES: tl.constexpr = PAGE_SIZE // 16
     chunk, row, col, mask, _, mask_row = page_pairs.positions(1, PAGE_SIZE // 4, HEAD_DIM // 4)
     token = row // 4 * 16 + row % 4 * 2
-    # Without `one`: metadata belong to tokens here, so a thread takes many channels of few tokens.
+    # Without `one`: metadata belongs to tokens, so a thread should take many channels, few tokens.
     x, y = page_pairs.load_v(page_ptr, token, col // 4 * 8 + col % 4, stride_token, KV_DTYPE)
     low, high = _ranges_of_v_tokens(x, y)
     scale, zero, p = encode_uniform4.metadata(low, high)

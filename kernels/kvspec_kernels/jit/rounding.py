@@ -1,4 +1,4 @@
-"""Conversions that round to nearest even, in the interpreter too."""
+"""Conversions that round to nearest even, also in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """fp32 x in DTYPE. In the interpreter, whose bf16 conversion truncates and whose bf16 products
-    multiply bit patterns, the rounded value stays in fp32."""
+    """Round fp32 x to DTYPE. In the interpreter the rounded value stays in fp32, because bf16
+    conversions truncate there and bf16 products multiply bit patterns."""
     if not INTERPRET:
         return x.to(DTYPE)
     elif tl.bfloat16 == DTYPE:
@@ -22,7 +22,8 @@ def rounded(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def operand(x, INTERPRET: tl.constexpr):
-    """x for a product; in the interpreter, whose bf16 products multiply bit patterns, in fp32."""
+    """Return x as an operand. In the interpreter it becomes fp32, because bf16 products multiply
+    bit patterns there."""
     if INTERPRET:
         return x.to(tl.float32)
     else:

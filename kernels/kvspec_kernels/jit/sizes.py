@@ -1,4 +1,4 @@
-"""Sizes that kernels compute while they are compiled."""
+"""Sizes that kernels compute at compile time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import triton
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def next_power_of_2(n: int) -> int:
-    """The least power of two >= n, n > 0. Triton's own is no longer callable from kernels once
-    SGLang is imported, which puts a plain function in its place."""
+    """Return the least power of two >= n, n > 0. SGLang replaces Triton's own function by a plain
+    function, which kernels cannot call."""
     return 1 << (n - 1).bit_length()

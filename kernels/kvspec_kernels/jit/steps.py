@@ -1,4 +1,4 @@
-"""Triton kernels around a captured decode step: where its tokens go, and what comes after them."""
+"""Triton kernels of ops/steps.py, before and after the model in a captured decode step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def begin_step_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Grid: programs of BLOCK_B rows each."""
+    """Run ops/steps.py's begin_step(). Grid: programs of BLOCK_B rows each."""
     row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask = row < batch
     length = tl.load(tail_lens_ptr + row, mask=mask, other=0)
     grows = mask & (length < tl.load(limits_ptr + row, mask=mask, other=0))
-    # A full tail points past its own slots, maybe past all.
+    # A full tail points past its own slots, perhaps past the slots of all tails.
     place = tl.load(tail_indptr_ptr + row, mask=mask, other=0) + length // PAGE_SIZE
     slot = tl.load(tail_slots_ptr + place, mask=grows & (place < num_tail_slots), other=-1)
     tl.store(slots_ptr + row, slot, mask=mask)
@@ -33,11 +33,11 @@ def begin_step_kernel(
 
 
 @triton.jit(do_not_specialize=["vocab", "part"])
-def likeliest_kernel(
+def argmax_kernel(
     logits_ptr, values_ptr, indices_ptr, stride_logits, vocab, part, BLOCK: tl.constexpr
 ):
-    """The largest of `part` logits of a row, and the first index that has it. Grid: (rows, parts).
-    values, indices: [rows, parts]. NaN counts as infinite."""
+    """Find the largest of `part` logits of a row, and the first index that has it. Grid: (rows,
+    parts). values, indices: [rows, parts]. NaN counts as infinite."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = split * part
     end = tl.minimum(begin + part, vocab)
@@ -72,7 +72,8 @@ def end_step_kernel(
     PARTS: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """One program, as all rows are of the step that it then counts."""
+    """Run the rest of ops/steps.py's StepEnd. Grid: one program, because step may grow only after
+    all rows have read it."""
     step = tl.load(step_ptr)
     parts = tl.arange(0, PARTS)
     for first in range(0, batch, BLOCK_B):
@@ -81,7 +82,7 @@ def end_step_kernel(
         place = row[:, None] * PARTS + parts[None, :]
         value = tl.load(values_ptr + place, mask=mask[:, None], other=float("-inf"))
         index = tl.load(indices_ptr + place, mask=mask[:, None], other=0)
-        # The first part of those that have the largest value: its index is the smallest.
+        # On a tie take the first part, whose index is the smallest.
         best = tl.max(value, axis=1)
         index = tl.where(value == best[:, None], index, 0x7FFFFFFF)
         chosen = tl.min(index, axis=1).to(tl.int64)
@@ -92,6 +93,6 @@ def end_step_kernel(
         moves = length < tl.load(limits_ptr + row, mask=mask, other=0)
         position = tl.load(positions_ptr + row, mask=mask, other=0)
         tl.store(positions_ptr + row, position + moves.to(tl.int64), mask=mask)
-    # Every warp has read it.
+    # Wait until every warp has read step.
     tl.debug_barrier()
     tl.store(step_ptr, step + 1)

@@ -1,4 +1,4 @@
-"""What kernels are told of the full-precision tokens after a request's encoded pages."""
+"""Kernel arguments for the full-precision tokens after a request's encoded pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class TailArguments(ctypes.Structure):
-    """As cuda/tail.cuh has it."""
+    """Kernel argument with the layout of Tail in cuda/tail.cuh."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("k", "v")]
@@ -23,7 +23,7 @@ class TailArguments(ctypes.Structure):
 
 
 def tail_arguments(tail: Sequence[torch.Tensor] | None) -> TailArguments:
-    """What a kernel is given of ops/attention_plan.py's Tail."""
+    """Return the kernel argument for ops/attention_plan.py's Tail; None becomes all zeros."""
     if tail is None:
         return TailArguments()
     k, v, *index = tail

@@ -1,4 +1,4 @@
-"""Decodes uniform4 codes inside a kernel; the formulas are those of `reference/uniform4.py`."""
+"""Decode uniform4 codes inside a kernel, with the formulas of `reference/uniform4.py`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def decode_uniform4(
     SCALE: tl.constexpr,
     CORRECTIONS: tl.constexpr,
 ):
-    """Values fp32 of `tokens` and `channels`; arguments as in decode_log4, of which the table is
-    None. V, whose metadata belongs to tokens, needs no chunk."""
+    """Return fp32 values of `tokens` and `channels`. Arguments are those of decode_log4; table_ptr
+    is None. V, whose metadata belongs to tokens, needs no chunk."""
     if PART == 0:
         word, code = locate_code(tokens, channels, PAGE_SIZE, HEAD_DIM)
         place = chunk * HEAD_DIM + locate_column(channels, HEAD_DIM)
@@ -45,7 +45,7 @@ def decode_uniform4(
         word, code = locate_code(channels, tokens, HEAD_DIM, PAGE_SIZE)
         place = locate_row(tokens, PAGE_SIZE)
         mask_place = place >= 0
-    # Even codes fill nibbles 0 to 3, odd ones 4 to 7.
+    # Even codes fill nibbles 0 to 3, odd codes nibbles 4 to 7.
     shift = ((code >> 1) << 2) + ((code & 1) << 4)
     if ANCHOR_BITS == 4:
         words_ptr = (anchor_ptr + CODES).to(tl.pointer_type(tl.int32))

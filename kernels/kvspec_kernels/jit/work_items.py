@@ -1,8 +1,8 @@
-"""Splits the tokens of a batch into equal work items, on the device.
+"""Split the tokens of a batch into equal work items, on the device.
 
 A request's past and tail are cut into units of BLOCK_N tokens. With U units in all, an item is
-ceil(U / (num_items - batch_size)) units of one request, so that there are at most num_items of
-them however long each request is: launches depend on num_items alone. Items are numbered request
+ceil(U / (num_items - batch_size)) units of one request. There are then at most num_items items for
+any lengths of requests, so that launches depend on num_items alone. Items are numbered request
 after request.
 """
 
@@ -22,8 +22,8 @@ def num_units(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(past_len, tail_len, units of the past, units of the tail) of requests, a scalar or a
-    vector."""
+    """Return (past_len, tail_len, units of the past, units of the tail) of requests. requests: a
+    scalar or a vector."""
     begin = tl.load(indptr_ptr + requests, mask=mask, other=0)
     end = tl.load(indptr_ptr + requests + 1, mask=mask, other=0)
     last_page_len = tl.load(last_page_len_ptr + requests, mask=mask, other=0)
@@ -46,7 +46,7 @@ def split_batch(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """(units of an item, items of each request [BLOCK_B])."""
+    """Return (units of an item, items of each request [BLOCK_B])."""
     requests = tl.arange(0, BLOCK_B)
     _, _, past_units, tail_units = num_units(
         requests,
@@ -75,9 +75,8 @@ def find_item(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """(request, first unit, end of units, past_len, tail_len, units of the past) of an item. The
-    request is batch_size where there are fewer items; the rest then means
-    nothing."""
+    """Return (request, first unit, end of units, past_len, tail_len, units of the past) of an item.
+    If there is no such item, the request is batch_size and the rest is meaningless."""
     item_units, items = split_batch(
         batch_size,
         num_items,

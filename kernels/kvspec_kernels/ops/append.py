@@ -1,4 +1,4 @@
-"""The newest tokens of a forward into the recent window."""
+"""Write the newest tokens of a forward into the recent window."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def append(
     slots: torch.Tensor,
     offsets: torch.Tensor,
 ) -> None:
-    """Write row b's token to (slots[b], offsets[b]) of the window, in place. Neither waits for the
-    device nor allocates.
+    """Write row b's token to (slots[b], offsets[b]) of the window, in place. Does not wait for the
+    device, and allocates nothing.
 
     k_new, v_new: [B, H, D], equal strides, the last dimension contiguous.
     window_k, window_v: [W, P, H, D] of the same dtype, written; see `encode_pages` for strides.
-    slots, offsets: [B] int32 or int64. A slot of -1 is a row without a token: nothing is written.
+    slots, offsets: [B] int32 or int64. A row with slot -1 has no token: nothing is written.
     Raises ValueError for tensors that do not fit. Indices are not checked on the device.
     """
     encoding.check_pages(window_k, window_v, "window_k and window_v")

@@ -1,10 +1,11 @@
 """Draft and verify attention over encoded pages, with the interface of FlashInfer's wrappers:
 plan() once for a batch shape, then run() for every layer and step.
 
-plan() keeps the index tensors and reads none of them: kernels do, on the device, in every run. So
-a CUDA graph captured around run() stays right when indptr, indices, last_page_len, qo_indptr and
-the tail's index tensors are updated in place. With `out` and `lse` given, run() neither allocates
-nor waits for the device. Layout NHD; log-sum-exps to base 2, as `flashinfer.merge_state` takes.
+plan() keeps the index tensors without reading them. Kernels read them on the device in every run.
+A CUDA graph captured around run() therefore stays valid when indptr, indices, last_page_len,
+qo_indptr and the tail's index tensors are updated in place. With `out` and `lse` given, run()
+allocates nothing and does not wait for the device. Layout NHD. Log-sum-exps are to base 2, as
+`flashinfer.merge_state` takes them.
 
     attention = DraftAttention(torch.empty(workspace_nbytes(...), dtype=torch.uint8, device="cuda"))
     attention.plan(indptr, indices, last_page_len, 32, 8, 128, 64,
@@ -31,7 +32,7 @@ Backend = Literal["auto", "cuda", "triton"]
 
 
 class BackendAttention(Protocol):
-    """A plan made ready by a back end."""
+    """Back end that is set up for one plan."""
 
     def __init__(self, plan: AttentionPlan, workspace: torch.Tensor) -> None: ...
 
@@ -49,11 +50,11 @@ class BackendAttention(Protocol):
 
 
 def _backend_class(backend: Backend, plan: AttentionPlan) -> type[BackendAttention]:
-    """The one place where a back end is chosen."""
+    """Return the back end for a plan. No other function chooses one."""
     if backend == "auto":
         backend = "cuda" if CudaAttention.covers(plan) else "triton"
     if backend == "triton" and plan.arithmetic == "int8":
-        raise ValueError("arithmetic 'int8' needs the back end 'cuda' and a plan that it covers")
+        raise ValueError("arithmetic 'int8' needs back end 'cuda' and a plan that 'cuda' covers")
     return CudaAttention if backend == "cuda" else TritonAttention
 
 
@@ -73,8 +74,10 @@ def workspace_nbytes(
     backend: Backend = "auto",
     arithmetic: Arithmetic = "auto",
 ) -> int:
-    """Bytes of workspace that a plan of these sizes needs; lengths do not matter. source: what the
-    queries attend to, "anchor" for DraftAttention, VerifyAttention's target otherwise."""
+    """Return the bytes of workspace that a plan of these sizes needs, for any lengths.
+
+    source: "anchor" for DraftAttention, the target for VerifyAttention.
+    """
     index = torch.empty(batch_size + 1, dtype=torch.int32, device=device)
     plan = _make_plan(
         index,
@@ -95,10 +98,10 @@ def workspace_nbytes(
 
 
 class _Attention:
-    """What drafting and verifying share."""
+    """Code that draft and verify attention share."""
 
     def __init__(self, workspace: torch.Tensor, backend: Backend = "auto") -> None:
-        """workspace: uint8, one dimension, contiguous, at a multiple of 16 bytes; one run at a
+        """workspace: uint8, one dimension, contiguous, at a multiple of 16 bytes. Only one run at a
         time may use it."""
         if workspace.dtype != torch.uint8 or workspace.ndim != 1 or not workspace.is_contiguous():
             raise ValueError(
@@ -137,7 +140,7 @@ class _Attention:
         lse: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._plan is None or self._ready is None:
-            raise RuntimeError("run() before plan()")
+            raise RuntimeError("run() was called before plan()")
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if lse is None:
@@ -149,7 +152,7 @@ class _Attention:
 
 
 class DraftAttention(_Attention):
-    """One query token a request over anchor pages and, optionally, a full-precision tail."""
+    """Attention of one query token a request over anchors and, if given, a full-precision tail."""
 
     def plan(
         self,
@@ -168,15 +171,15 @@ class DraftAttention(_Attention):
         arithmetic: Arithmetic = "auto",
     ) -> None:
         """Set batch and model. Request b's past is pages indices[indptr[b] : indptr[b + 1]], the
-        last filled up to last_page_len[b]; no page means no past.
+        last filled up to last_page_len[b]. A request without pages has no past.
 
-        indptr [batch_size + 1], indices and last_page_len [batch_size]: int32, contiguous. Where KV
-        heads read different pages, indices are [num_indices, num_kv_heads], with heads contiguous,
-        and -1 where a head has no page. Only the Triton back end takes these.
+        indptr [batch_size + 1], indices and last_page_len [batch_size]: int32, contiguous. If KV
+        heads read different pages, indices are [num_indices, num_kv_heads], with heads contiguous
+        and -1 where a head has no page. Only the Triton back end takes such indices.
         q_dtype: bf16, fp16 or fp32, also the KV dtype of a tail. sm_scale: 1 / sqrt(head_dim)
-        unless given. num_sms: multiprocessors to fill, all of the device's unless given.
-        arithmetic: whether pages are attended to in fp16 or in int8, on the codes themselves
-        (HACK, section 4), which the CUDA back end can.
+        unless given. num_sms: multiprocessors to fill, by default all of the device.
+        arithmetic: number format of products over pages, "fp16" or "int8" (integer draft attention:
+        HACK, section 4). Only the CUDA back end has "int8".
         """
         self._set_plan(
             _make_plan(
@@ -204,16 +207,19 @@ class DraftAttention(_Attention):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of q [batch_size, num_qo_heads, head_dim] over anchors
-        [num_pages, num_kv_heads, nbytes] uint8: (out like q, lse [batch_size, num_qo_heads] fp32).
-        Every value of `out` and `lse` is written: 0 and -inf for a request without tokens.
+        """Attend from q [batch_size, num_qo_heads, head_dim] to anchors
+        [num_pages, num_kv_heads, nbytes] uint8. Returns (out like q, lse
+        [batch_size, num_qo_heads] fp32). Every value of `out` and `lse` is written: 0 and -inf for
+        a request without tokens.
         """
         return self._run(q, Records(anchors=anchors), tail, out, lse)
 
 
 class VerifyAttention(_Attention):
-    """Several query tokens a request over pages at target precision; where a tail is given they
-    are its last tokens, and causal within it."""
+    """Attention of several query tokens a request over pages at the target precision.
+
+    If a tail is given, the query tokens are its last tokens, and attention in it is causal.
+    """
 
     def plan(
         self,
@@ -233,13 +239,15 @@ class VerifyAttention(_Attention):
         kv_dtype: torch.dtype | None = None,
         sm_scale: float | None = None,
         num_sms: int | None = None,
-        may_join_apart: bool = True,
+        may_join_separately: bool = True,
         expected_batch: int | None = None,
     ) -> None:
-        """As DraftAttention.plan. Request b has query tokens qo_indptr[b] .. qo_indptr[b + 1], at
-        most max_qo_len; qo_indptr [batch_size + 1] int32. kv_dtype must be q_dtype, the default.
-        may_join_apart: False where batch sizes vary and nothing may be compiled for a new one.
-        expected_batch: requests that runs are likely to have, where not all of them; for speed.
+        """Set batch and model; see DraftAttention.plan for the other arguments.
+
+        qo_indptr: [batch_size + 1] int32; request b has query tokens qo_indptr[b] ..
+        qo_indptr[b + 1], at most max_qo_len. kv_dtype must be q_dtype, its default.
+        may_join_separately: False if batch sizes vary and a new size must not compile a kernel.
+        expected_batch: likely number of requests of a run, by default batch_size; affects speed.
         """
         if kv_dtype not in (None, q_dtype):
             raise ValueError(f"kv_dtype must be {q_dtype}, like q_dtype, got {kv_dtype}")
@@ -261,7 +269,7 @@ class VerifyAttention(_Attention):
                 num_sms=num_sms,
                 qo_indptr=qo_indptr,
                 max_qo_len=max_qo_len,
-                may_join_apart=may_join_apart,
+                may_join_separately=may_join_separately,
                 expected_batch=expected_batch,
             )
         )
@@ -276,10 +284,10 @@ class VerifyAttention(_Attention):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of q [num_tokens, num_qo_heads, head_dim]: (out like q, lse
+        """Attend from q [num_tokens, num_qo_heads, head_dim]. Returns (out like q, lse
         [num_tokens, num_qo_heads] fp32).
 
-        anchors [num_pages, num_kv_heads, nbytes] uint8, unused for the exact target; residuals
+        anchors: [num_pages, num_kv_heads, nbytes] uint8, unused for the exact target. residuals:
         [num_slots, num_kv_heads, nbytes] uint8, page i's at residual_slots[i] (int32
         [num_pages]). Tokens from qo_indptr[-1] on belong to no request and get 0 and -inf.
         """
@@ -304,7 +312,7 @@ def _make_plan(
     qo_indptr: torch.Tensor | None = None,
     max_qo_len: int = 1,
     arithmetic: Arithmetic = "auto",
-    may_join_apart: bool = True,
+    may_join_separately: bool = True,
     expected_batch: int | None = None,
 ) -> AttentionPlan:
     device = indptr.device
@@ -327,6 +335,6 @@ def _make_plan(
         max_qo_len=max_qo_len,
         num_sms=num_sms,
         arithmetic=arithmetic,
-        may_join_apart=may_join_apart,
+        may_join_separately=may_join_separately,
         expected_batch=expected_batch,
     )

@@ -1,4 +1,4 @@
-"""What a back end of the attention wrappers is given, and the checks that come before it."""
+"""Input of a back end of the attention wrappers, and the checks before it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvspec_kernels.codecs.spec import CodecSpec
 from kvspec_kernels.formats import RecordLayout, Target, anchor_layout, residual_layout
 
 Source = Literal["anchor", "int8", "exact"]
-# In what a draft's products are computed; auto takes what is faster. Verifying is always in fp16.
+# Number format of a draft's products; auto takes the faster one. Verifications always take fp16.
 Arithmetic = Literal["auto", "fp16", "int8"]
 
 MAX_GROUP = 16
@@ -25,9 +25,9 @@ class Tail(NamedTuple):
     """Full-precision tokens after the encoded past, in the KV dtype.
 
     window_k, window_v: [num_slots, page_size, num_kv_heads, head_dim], the last dimension
-    contiguous. Request b's pages are indices[indptr[b] : indptr[b + 1]], of which the first
-    lens[b] tokens count; its query tokens are the last of them. indptr [batch_size + 1], indices
-    and lens [batch_size] are int32, contiguous.
+    contiguous. Request b's tail is the first lens[b] tokens of pages
+    indices[indptr[b] : indptr[b + 1]], the last of which are its query tokens.
+    indptr [batch_size + 1], indices and lens [batch_size] are int32, contiguous.
     """
 
     window_k: torch.Tensor
@@ -39,7 +39,8 @@ class Tail(NamedTuple):
 
 class Records(NamedTuple):
     """Encoded pages of a layer: anchors [num_pages, H, nbytes], residuals [num_slots, H, nbytes],
-    both uint8, and residual_slots [num_pages] int32. A source uses those it needs."""
+    both uint8, and residual_slots [num_pages] int32. A source may leave out tensors
+    that it does not use."""
 
     anchors: torch.Tensor | None = None
     residuals: torch.Tensor | None = None
@@ -48,10 +49,10 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """All that is known before a run. The index tensors are read on the device by every run.
+    """Everything that is known before a run. Every run reads the index tensors on the device.
 
-    qo_indptr is None where every request has one query token. indices [num_indices], or of the
-    source "anchor" [num_indices, num_kv_heads], where -1 stands for no page.
+    qo_indptr: None if every request has one query token. indices: [num_indices], or for the source
+    "anchor" also [num_indices, num_kv_heads], where -1 means no page.
     """
 
     indptr: torch.Tensor
@@ -69,10 +70,10 @@ class AttentionPlan:
     max_qo_len: int
     num_sms: int
     arithmetic: Arithmetic = "auto"
-    # Whether a kernel of its own may join what blocks leave of a request, which is a choice by the
-    # likely number of requests and their tokens. Without it the code does not depend on the number.
-    may_join_apart: bool = True
-    # Requests that a run is likely to have, where there is room for more; None: batch_size.
+    # Allows a separate kernel to join the partial results of a request's blocks, if the likely
+    # numbers of requests and tokens favour it. If False, compiled code does not depend on them.
+    may_join_separately: bool = True
+    # Likely number of requests of a run, at most batch_size; None: batch_size.
     expected_batch: int | None = None
 
     def __post_init__(self) -> None:
@@ -107,13 +108,13 @@ class AttentionPlan:
         check_index("last_page_len", self.last_page_len, self.device, self.batch_size)
         if self.qo_indptr is not None:
             check_index("qo_indptr", self.qo_indptr, self.device, self.batch_size + 1)
-        # Both raise FormatError, a ValueError, for sizes that no record has.
+        # Both raise FormatError, a ValueError, for sizes without a record layout.
         assert self.anchor_layout.nbytes
         assert self.source == "anchor" or self.residual_layout.nbytes
 
     @property
     def has_lists_by_head(self) -> bool:
-        """Whether KV heads of a draft read pages of their own."""
+        """True if each KV head of a draft reads its own list of pages."""
         return self.source == "anchor" and self.indices.ndim == 2
 
     @property
@@ -158,7 +159,7 @@ class AttentionPlan:
         if self.source != "anchor":
             self._check_records("residuals", records.residuals, self.residual_layout.nbytes)
             if records.residual_slots is None:
-                raise ValueError("residual_slots must be given")
+                raise ValueError(f"residual_slots must be given for the {self.source} source")
             check_index("residual_slots", records.residual_slots, self.device)
         if tail is not None:
             page = (self.page_size, self.num_kv_heads, self.head_dim)
@@ -176,7 +177,7 @@ class AttentionPlan:
         strides = records.stride()
         if records.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in strides[:-1]):
             raise ValueError(
-                f"{name} must start at and have strides of multiples of {ALIGNMENT} bytes, "
+                f"{name} must have a start and strides at multiples of {ALIGNMENT} bytes, "
                 f"got strides {strides}"
             )
 
@@ -188,8 +189,8 @@ def check_tensor(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise ValueError unless `tensor` is so, contiguous in its last dimension. None in `shape`
-    stands for any size."""
+    """Raise ValueError unless `tensor` has this shape, dtype and device and is contiguous in its
+    last dimension. None in `shape` means any size."""
     fits = tensor.ndim == len(shape) and all(
         want in (None, got) for got, want in zip(tensor.shape, shape, strict=True)
     )

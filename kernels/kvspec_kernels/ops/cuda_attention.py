@@ -1,4 +1,4 @@
-"""The Hopper back end: CUDA kernels over encoded pages and the tail behind them."""
+"""The Hopper back end: CUDA kernels over encoded pages and the tail."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ ALIGNMENT = 256
 
 
 class CudaAttention:
-    """Runs a plan. `workspace` holds counters and partial states of the CUDA kernel and, for
-    drafts, the states of past and tail before they are joined."""
+    """Back end that runs one plan. `workspace` holds counters and partial states of the CUDA kernel
+    and, for drafts, the states of past and tail before they are joined."""
 
     def __init__(self, plan: AttentionPlan, workspace: torch.Tensor) -> None:
         if not self.covers(plan):
             raise ValueError(
                 "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head "
-                "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels; to draft, "
-                "one list of pages for all heads, arithmetic int8 from 2-bit anchors and fp16 from "
-                "log4's 4-bit ones; to verify, target int8, pages and heads that are multiples of "
-                "64, and for log4 alpha 0"
+                "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels. Drafts also "
+                "need one list of pages for all heads, arithmetic int8 for 2-bit anchors, and fp16 "
+                "for 4-bit anchors of log4. Verifications also need target int8, page and head "
+                "sizes in multiples of 64, and alpha 0 for log4"
             )
         self._plan = plan
         self._kernel = _kernel(plan)
         sizes = self._sizes(plan)
         scratch, *states = torch.split(workspace[: sum(sizes)], sizes)
         self._scratch = scratch
-        # Of past and tail, which are joined, and of results that go elsewhere.
+        # Drafts have states of past and tail, to be joined. The last state is for results whose
+        # out or lse is not contiguous.
         half = len(states) // 2
         self._outs = [part.view(plan.q_dtype) for part in states[:half]]
         self._lses = [part.view(torch.float32) for part in states[half:]]
         if isinstance(self._kernel, VerifyKernel):
-            # The kernel leaves counters as it finds them.
+            # The kernel needs zeroed counters, and leaves them zeroed.
             scratch[: self._kernel.counter_bytes(plan.batch_size)].zero_()
 
     @staticmethod
     def covers(plan: AttentionPlan) -> bool:
-        """Whether the CUDA kernels can run this plan."""
+        """Return True if the CUDA kernels can run this plan."""
         if plan.source == "anchor":
             return not plan.has_lists_by_head and draft_supported(_shape(plan), plan.device)
         return plan.source == "int8" and verify_supported(
@@ -67,8 +68,8 @@ class CudaAttention:
 
     @staticmethod
     def _sizes(plan: AttentionPlan) -> list[int]:
-        """Bytes of: kernel scratch, outputs, and as many lses: the last is only for results that
-        are not whole."""
+        """Return the bytes of: kernel scratch, outputs, and as many lses. The last of each is used
+        only if the caller's out or lse is not contiguous."""
         rows = plan.batch_size * plan.max_qo_len * plan.num_qo_heads
         out, lse = rows * plan.head_dim * plan.q_dtype.itemsize, rows * 4
         is_draft = plan.source == "anchor"
@@ -91,7 +92,7 @@ class CudaAttention:
         """Write `out` and `lse`; the arguments were checked against the plan."""
         rows = self._plan.batch_size * self._plan.max_qo_len
         if len(q) > rows:
-            # Tokens that can belong to no request.
+            # Tokens past `rows` cannot belong to a request.
             out[rows:].zero_()
             lse[rows:].fill_(-math.inf)
             q, out, lse = q[:rows], out[:rows], lse[:rows]
@@ -106,7 +107,7 @@ class CudaAttention:
             lse.copy_(target[1])
 
     def _state(self, index: int, q: torch.Tensor) -> State:
-        """An output like q and its lse, in the workspace."""
+        """Return an output like q, and its lse, in the workspace."""
         rows = len(q) * self._plan.num_qo_heads
         out = self._outs[index][: rows * self._plan.head_dim].view(q.shape)
         return out, self._lses[index][:rows].view(q.shape[:2])
@@ -134,7 +135,7 @@ class CudaAttention:
     def _verify(
         self, kernel: VerifyKernel, q: torch.Tensor, records: Records, tail: Tail | None, out: State
     ) -> None:
-        """Pages and the tail."""
+        """Attend to pages and the tail."""
         plan = self._plan
         assert records.anchors is not None
         assert records.residuals is not None
@@ -142,7 +143,7 @@ class CudaAttention:
         assert plan.qo_indptr is not None
         if tail is not None and not tail_aligned(tail.window_k):
             raise ValueError(
-                "tail.window_k must start at and have strides of multiples of 4 bytes, "
+                "tail.window_k must have a start and strides at multiples of 4 bytes, "
                 f"got strides {tail.window_k.stride()}"
             )
         pages = (records.anchors, records.residuals, records.residual_slots)
@@ -163,14 +164,14 @@ def _shape(plan: AttentionPlan) -> AttentionShape:
 
 
 def _arithmetic(plan: AttentionPlan) -> Arithmetic:
-    """The one asked for, or the faster one as measured (kernels/README.md)."""
+    """Return the number format of the plan, or for "auto" the faster one (kernels/README.md)."""
     if plan.source != "anchor":
         return "fp16"
     if plan.arithmetic != "auto":
         return plan.arithmetic
-    # In int8 a head takes two columns of a product, in fp16 one of eight.
+    # A query head takes two of a product's eight columns in int8, and one in fp16.
     prefers_int8 = plan.group <= 4 and plan.head_dim >= 128
-    # None are possible where the back end does not cover the codec's parameters.
+    # arithmetics() is empty if the back end does not cover the codec's parameters.
     possible = arithmetics(plan.settings) or ("fp16",)
     return possible[-1 if prefers_int8 else 0]
 
@@ -179,4 +180,6 @@ def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:
     if plan.source == "anchor":
         return draft_kernel(_shape(plan), plan.batch_size, plan.device)
     sizes = (plan.max_qo_len, plan.expected_batch or plan.batch_size)
-    return verify_kernel(_shape(plan), *sizes, plan.device, may_join_apart=plan.may_join_apart)
+    return verify_kernel(
+        _shape(plan), *sizes, plan.device, may_join_separately=plan.may_join_separately
+    )

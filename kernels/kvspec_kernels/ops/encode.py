@@ -1,4 +1,4 @@
-"""Pages into anchor and residual records, all pages and heads of a layer in one launch."""
+"""Encode pages into anchor and residual records: all pages and heads of a layer in one launch."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ def encode_pages(
     """Encode pages `source` of k, v into `anchors` and `residuals`, in place.
 
     Bytes are those of reference/log4.py and reference/uniform4.py, and for the target exact of
-    reference/exact.py, but for codes of no meaning: of pages with NaN or infinities, and in
-    uniform4 of groups whose range is wider than fp32 holds. Exact residuals always hold every bit.
-    Neither waits for the device nor allocates, but at the first call with given settings and sizes,
-    which makes a small table or compiles: capture into a CUDA graph after a first run.
+    reference/exact.py. Only meaningless codes may differ: of pages with NaN or infinities, and in
+    uniform4 of groups whose range exceeds fp32. Exact residuals always hold every bit. Does not
+    wait for the device, and allocates nothing, except at the first call with given settings and
+    sizes. That call makes a small table or compiles: capture a CUDA graph after it.
 
     k, v: [S, P, H, D] bf16, fp16 or fp32, equal strides, the last dimension contiguous.
     source: [N] int32 or int64, pages of k and v; an entry of -1 is skipped.
-    anchors: [A, H, anchor bytes] uint8; anchor_slots: [N], where entries go. Slots of entries that
-        are not skipped must be valid and distinct: nothing on the device checks them.
+    anchors: [A, H, anchor bytes] uint8; anchor_slots: [N], the slot of each entry. Slots of entries
+        that are not skipped must be valid and distinct: the device does not check them.
     residuals, residual_slots: likewise, [R, H, residual bytes] and [N].
-    backend: "cuda" needs what `cuda_covers` asks for; "auto" takes it where it can, else "triton".
-    Raises FormatError for sizes and settings that have no records or no kernel, ValueError for
-    tensors that do not fit and for what the back end does not cover.
+    backend: "cuda" has the conditions of `cuda_covers`; "auto" takes "cuda" if they hold, else
+        "triton".
+    Raises FormatError for sizes and settings without records or a kernel. Raises ValueError for
+    tensors that do not fit, and for tensors or settings that the back end does not cover.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be auto, cuda or triton, got {backend!r}")
@@ -80,9 +81,12 @@ def cuda_covers(
     settings: CodecSpec,
     target: Target,
 ) -> bool:
-    """Whether the CUDA kernel can encode these pages into these pools: compute capability 9.0, bf16
-    or fp16, a head size that is a multiple of 32, the default settings of a codec (but for `top`
-    and what only decoders look at), and rows that start at multiples of 16 bytes."""
+    """Return True if the CUDA kernel can encode these pages into these pools.
+
+    Conditions: compute capability 9.0; bf16 or fp16; a head size that is a multiple of 32; default
+    settings, except for `top` and settings that only decoders use; rows that start at multiples of
+    16 bytes.
+    """
     shape = cuda_encode.EncodeShape(settings, target, k.shape[1], k.shape[3], k.dtype)
     return cuda_encode.supported(shape, k.device) and cuda_encode.aligned(k, v, anchors, residuals)
 

@@ -17,7 +17,7 @@ from kvspec_kernels.reference import fragments
 from kvspec_kernels.reference.codec import kernel_reference_of
 
 KV_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# Two channels as one integer: what the kernels load.
+# Kernels load two channels as one integer.
 PAIR_DTYPES = {2: torch.int32, 4: torch.int64}
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -39,17 +39,18 @@ class EncodeConstants:
 def encode_constants(
     settings: CodecSpec, target: Target, page_size: int, head_dim: int, dtype: torch.dtype
 ) -> EncodeConstants:
-    """Raises FormatError for what no layout or no kernel exists for."""
+    """Return the constants for these settings and sizes. Raises FormatError if no layout or kernel
+    exists for them."""
     anchor_layout = formats.anchor_layout(settings, page_size, head_dim)
     residual_layout = formats.residual_layout(settings, target, page_size, head_dim, dtype)
     for layout in (anchor_layout, residual_layout):
-        # Nothing else clears padding.
+        # Kernels do not clear padding, so there must be none.
         assert layout.fields[-1].offset + layout.fields[-1].nbytes == layout.nbytes
     exact = target == "exact"
     encode = settings.triton_encode()
     if any(chunk % CHUNK_STEP for chunk in encode.chunks):
         raise FormatError(
-            f"kernels take chunks of multiples of {CHUNK_STEP} tokens, got {encode.chunks}"
+            f"kernels need chunks in multiples of {CHUNK_STEP} tokens, got {encode.chunks}"
         )
     padded = math.prod(1 << (size - 1).bit_length() for size in (page_size, head_dim))
     launch = {
@@ -68,7 +69,7 @@ def encode_constants(
         "V_FIELDS": _word_offsets(anchor_layout, "v", encode.metadata),
         "LAW": encode.law,
         "num_warps": min(max(padded // (32 * encode.thread_elements), 1), MAX_WARPS),
-        # The references round products before they add.
+        # The references round a product before they add it.
         "enable_fp_fusion": False,
     }
     return EncodeConstants(anchor_layout, residual_layout, launch)
@@ -76,8 +77,8 @@ def encode_constants(
 
 @functools.lru_cache(maxsize=64)
 def integer_edges(settings: CodecSpec, device: torch.device) -> torch.Tensor:
-    """fp32 [128] on the device: 0, which no value is below, the law's edges, then infinities; zeros
-    for a codec without a law. Built once, by the first call."""
+    """Return fp32 [128] on the device: 0, a lower bound of all magnitudes, then the law's edges,
+    then infinities. All zeros for a codec without a law. The first call builds it."""
     edges = torch.zeros(EDGE_SLOTS)
     of_law = kernel_reference_of(settings).integer_edges(settings)
     if of_law:
@@ -87,11 +88,11 @@ def integer_edges(settings: CodecSpec, device: torch.device) -> torch.Tensor:
 
 
 def check_pages(k: torch.Tensor, v: torch.Tensor, names: str) -> None:
-    """ValueError unless k, v are [S, P, H, D] alike, with tokens that can be read as pairs."""
+    """Raise ValueError unless k, v are [S, P, H, D], agree, and can be read as pairs."""
     if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
         raise ValueError(
-            f"{names} must be [pages, page size, heads, head size] and agree, got {_of(k)} and "
-            f"{_of(v)}"
+            f"{names} must be [pages, page size, heads, head size] of equal shape, dtype and "
+            f"device, got {_of(k)} and {_of(v)}"
         )
     if k.dtype not in KV_DTYPES:
         raise ValueError(f"{names} must be fp32, bf16 or fp16, got {k.dtype}")
@@ -104,7 +105,8 @@ def check_pages(k: torch.Tensor, v: torch.Tensor, names: str) -> None:
 
 
 def check_tokens(k: torch.Tensor, v: torch.Tensor, window: torch.Tensor) -> None:
-    """ValueError unless k, v are tokens [B, H, D] of the window's dtype and device, alike."""
+    """Raise ValueError unless k, v are tokens [B, H, D] of the window's dtype and device, and
+    agree."""
     for name, tokens in (("k_new", k), ("v_new", v)):
         same = tokens.dtype == window.dtype and tokens.device == window.device
         if tokens.ndim != 3 or tokens.shape[1:] != window.shape[2:] or not same:
@@ -113,13 +115,16 @@ def check_tokens(k: torch.Tensor, v: torch.Tensor, window: torch.Tensor) -> None
                 f"{window.device}, got {_of(tokens)}"
             )
     if k.shape != v.shape or k.stride() != v.stride():
-        raise ValueError(f"k_new and v_new must agree, got {_of(k)} and {_of(v)}")
+        raise ValueError(
+            "k_new and v_new must have equal shapes and strides, got "
+            f"{_of(k)} {k.stride()} and {_of(v)} {v.stride()}"
+        )
     if k.stride(2) != 1 or any(stride % 2 for stride in k.stride()[:2]):
         raise ValueError(f"k_new must have contiguous heads and even strides, got {k.stride()}")
 
 
 def check_records(records: torch.Tensor, layout: RecordLayout, heads: int, name: str) -> None:
-    """ValueError unless records are a pool [slots, heads, nbytes] uint8 of the layout."""
+    """Raise ValueError unless records are a pool [slots, heads, nbytes] uint8 of the layout."""
     if records.dtype != torch.uint8 or records.shape[1:] != (heads, layout.nbytes):
         raise ValueError(
             f"{name} must be uint8 [slots, {heads}, {layout.nbytes}], got {_of(records)}"
@@ -132,7 +137,7 @@ def check_records(records: torch.Tensor, layout: RecordLayout, heads: int, name:
 
 
 def check_indices(length: int, **indices: torch.Tensor) -> None:
-    """ValueError unless all indices are contiguous [length] int32 or int64."""
+    """Raise ValueError unless all indices are contiguous [length] int32 or int64."""
     for name, index in indices.items():
         if index.shape != (length,) or index.dtype not in INDEX_DTYPES or not index.is_contiguous():
             raise ValueError(
@@ -147,7 +152,7 @@ def check_devices(device: torch.device, **tensors: torch.Tensor) -> None:
 
 
 def pairs(pages: torch.Tensor) -> torch.Tensor:
-    """A view of [..., D] values as [..., D / 2] integers."""
+    """Return a view of [..., D] values as [..., D / 2] integers."""
     return pages.view(PAIR_DTYPES[pages.dtype.itemsize])
 
 

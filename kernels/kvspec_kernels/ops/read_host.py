@@ -1,4 +1,4 @@
-"""Few bytes from pinned host memory, past the copy engine."""
+"""Copy a few bytes from pinned host memory, without the copy engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WORD_BYTES = 4
 MAX_PARTS = 16
 DEFINES = {"KVSPEC_PARTS": MAX_PARTS}
 BLOCK_THREADS = 256
-# Of a part; more would take multiprocessors from others without being quicker.
+# Blocks of one part. More would occupy multiprocessors without being faster.
 MAX_BLOCKS = 32
 
 
 class _Parts(ctypes.Structure):
-    """As in cuda/read_host.cu."""
+    """Kernel argument with the layout of Parts in cuda/read_host.cu."""
 
     _fields_ = (
         ("target", ctypes.c_void_p * MAX_PARTS),
@@ -37,32 +37,35 @@ def _kernel(device: torch.device) -> nvrtc.Kernel:
 
 
 def read_host(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """target[...] = source for each (target, source), in place, on the current stream of the
-    targets' device. The CPU does not wait: no source must be changed before the device has read it.
+    """Copy each source into its target, in place, on the current stream of the targets' device. The
+    CPU does not wait: do not change a source before the device has read it.
 
-    target: contiguous, all on one CUDA device. source: pinned and contiguous, of as many bytes as
-    its target. Both begin at multiples of 4 bytes and are of such a number. Raises ValueError for
-    others.
+    parts: pairs (target, source). target: contiguous, all on one CUDA device. source: pinned and
+    contiguous, of as many bytes as its target. Both begin at multiples of 4 bytes, and their size
+    is a multiple of 4 bytes. Raises ValueError for other tensors.
     """
-    # PyTorch calls no empty tensor pinned.
+    # PyTorch never reports an empty tensor as pinned.
     some = [(target, source) for target, source in parts if target.nbytes or source.nbytes]
     if not some:
         return
     device = some[0][0].device
     for target, source in some:
         if target.device.type != "cuda" or not source.is_pinned():
-            raise ValueError(f"target must be on a GPU and source pinned: {target.device}")
+            raise ValueError(
+                f"target must be on a GPU and source pinned, got target on {target.device} and "
+                f"source on {source.device}, pinned: {source.is_pinned()}"
+            )
         if target.device != device:
-            raise ValueError(f"targets must be on one device, not on {device} and {target.device}")
+            raise ValueError(f"targets must be on one device, got {device} and {target.device}")
         if not (target.is_contiguous() and source.is_contiguous()):
             raise ValueError("target and source must be contiguous")
         if target.nbytes != source.nbytes or target.nbytes % WORD_BYTES:
             raise ValueError(
-                f"target and source must be of as many bytes, whole words of {WORD_BYTES}, not "
-                f"{target.nbytes} and {source.nbytes}"
+                f"target and source must have equal sizes, in whole words of {WORD_BYTES} bytes, "
+                f"got {target.nbytes} and {source.nbytes} bytes"
             )
         if target.data_ptr() % WORD_BYTES or source.data_ptr() % WORD_BYTES:
-            raise ValueError(f"target and source must begin at multiples of {WORD_BYTES} bytes")
+            raise ValueError(f"target and source must start at multiples of {WORD_BYTES} bytes")
     with torch.cuda.device(device):
         for first in range(0, len(some), MAX_PARTS):
             _launch(some[first : first + MAX_PARTS])

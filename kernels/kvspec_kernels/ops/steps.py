@@ -1,15 +1,15 @@
-"""What a captured decode step does before and after the model, in three launches."""
+"""Work of a captured decode step before and after the model, in three launches."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from kvspec_kernels.jit.steps import begin_step_kernel, end_step_kernel, likeliest_kernel
+from kvspec_kernels.jit.steps import argmax_kernel, begin_step_kernel, end_step_kernel
 
-# Of a row's logits, that as many programs look through, and how many a part has at least.
+# Parts of a row's logits, one for each program, and the least number of logits of a part.
 LOGIT_PARTS, LEAST_LOGITS = 32, 1024
-# That a program takes at a time.
+# Logits, and rows, that a program takes at a time.
 MOST_LOGITS, MOST_ROWS = 4096, 64
 
 
@@ -22,12 +22,12 @@ def begin_step(
     offsets: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Make room for one more token in the tails of rows that have fewer tokens there than their
-    limits: slots and offsets become its place, and tail_lens grow. Others get the slot -1.
+    """Make room for one more token in each tail that is shorter than its row's limit. slots and
+    offsets become the token's place, and tail_lens grow by one. Other rows get the slot -1.
 
     tail_indptr [batch + 1], tail_slots [any], tail_lens, limits, slots, offsets [batch]: int32,
-    contiguous, on one device; the tail of row b is pages tail_slots[tail_indptr[b] :]. Writes the
-    last two and tail_lens in place; neither waits for the device nor allocates.
+    contiguous, on one device. The tail of row b is pages tail_slots[tail_indptr[b] :]. Writes
+    slots, offsets and tail_lens in place. Does not wait for the device, and allocates nothing.
     """
     batch = len(tail_lens)
     if batch == 0:
@@ -49,7 +49,7 @@ def begin_step(
 
 
 class StepEnd:
-    """Memory for end_step() of up to max_batch rows, whose addresses never change."""
+    """End of a step of up to max_batch rows, with buffers whose addresses never change."""
 
     def __init__(self, max_batch: int, device: torch.device) -> None:
         shape = (max_batch, LOGIT_PARTS)
@@ -66,13 +66,14 @@ class StepEnd:
         drafts: torch.Tensor,
         step: torch.Tensor,
     ) -> None:
-        """Note the most likely tokens, of several the first, in drafts[step] and input_ids; move
-        the positions of rows that have not reached their limits; count the step.
+        """Write each row's most likely token, the first of a tie, to drafts[step] and input_ids.
+        Advance the positions of rows below their limits, and add one to step.
 
         logits: [batch, vocab] of any floating dtype, rows contiguous; NaN counts as infinite.
         tail_lens, limits: [batch] int32. input_ids, positions: [batch] int64. drafts: [max_steps,
-        at least batch] int64; nothing is noted beyond it. step: [1] int64. Writes the last four in
-        place; neither waits for the device nor allocates.
+        at least batch] int64; steps from max_steps on are not written. step: [1] int64. Writes
+        input_ids, positions, drafts and step in place. Does not wait for the device, and allocates
+        nothing.
         """
         batch, vocab = logits.shape
         if batch == 0:
@@ -81,7 +82,7 @@ class StepEnd:
         assert logits.stride(1) == 1, "rows of logits must be contiguous"
         parts = min(triton.next_power_of_2(triton.cdiv(vocab, LEAST_LOGITS)), LOGIT_PARTS)
         part = triton.cdiv(vocab, parts)
-        likeliest_kernel[(batch, parts)](
+        argmax_kernel[(batch, parts)](
             logits,
             self._values,
             self._indices,

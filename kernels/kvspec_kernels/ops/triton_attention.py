@@ -15,13 +15,13 @@ from kvspec_kernels.jit.functions import kernel_function
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
 from kvspec_kernels.reference.codec import kernel_reference_of
 
-# Programs that a multiprocessor is given at a time. More are quicker where they keep less in
-# registers (H200, a query token of 16 requests of 1024: exact 30 us with three and 35 with two; of
-# 4096: anchors 179 and 147).
+# Programs per multiprocessor. More are faster for a source that needs fewer registers. An H200 with
+# one query token of 16 requests takes, with three and with two: exact, 1024 tokens: 30 us and
+# 35 us; anchor, 4096 tokens: 179 us and 147 us.
 PROGRAMS_PER_SM: dict[Source, int] = {"anchor": 2, "int8": 3, "exact": 3}
 # Values of partial outputs that a program of the merge loads at a time.
 MERGE_TILE = 8192
-# Pipelined loads would go through shared memory, of which smaller devices have 100 KB.
+# More stages would pipeline loads through shared memory, of which smaller devices have 100 KB.
 NUM_STAGES = 1
 INTERPRETED = not isinstance(attention_kernel, triton.runtime.JITFunction)
 TRITON_DTYPES = {
@@ -33,7 +33,7 @@ TRITON_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Sizes of a launch: they follow from the plan, never from lengths."""
+    """Sizes of a launch. They depend on the plan, never on lengths."""
 
     block_m: int
     block_n: int
@@ -51,7 +51,7 @@ class Launch:
         block_d = max(16, triton.next_power_of_2(plan.head_dim))
         wide = block_d > 128
         rows = plan.max_qo_len * plan.group
-        # Accumulators are 64 registers a thread at most.
+        # Accumulators take at most 64 registers a thread.
         block_m = min(max(16, triton.next_power_of_2(rows)), 32 if wide else 64)
         num_blocks = -(-rows // block_m)
         programs = PROGRAMS_PER_SM[plan.source] * plan.num_sms
@@ -66,13 +66,13 @@ class Launch:
 
 
 class TritonAttention:
-    """Runs a plan; `workspace` holds the partial states in fp32."""
+    """Back end that runs one plan. `workspace` holds the partial states in fp32."""
 
     def __init__(self, plan: AttentionPlan, workspace: torch.Tensor) -> None:
         if not INTERPRETED and plan.device.type != "cuda":
             raise ValueError(
-                f"indptr must be on a CUDA device, got {plan.device}; on a CPU the kernels run in "
-                "Triton's interpreter (TRITON_INTERPRET=1 before triton is imported)"
+                f"indptr must be on a CUDA device, got {plan.device}: to run the kernels on a CPU, "
+                "set TRITON_INTERPRET=1 before triton is imported"
             )
         self._plan = plan
         sizes = Launch.of(plan)
@@ -81,7 +81,7 @@ class TritonAttention:
         num_values = num_states * plan.head_dim
         self._attention_grid = (sizes.num_items, plan.num_kv_heads, sizes.num_blocks)
         self._num_warps = 8 if sizes.block_d > 128 else 4
-        # What both kernels are given.
+        # Arguments of both kernels.
         self._shared = {
             "partial_out_ptr": states[:num_values],
             "partial_lse_ptr": states[num_values:],
@@ -129,7 +129,7 @@ class TritonAttention:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Write `out` and `lse`; the arguments were checked against the plan."""
+        """Write `out` and `lse`. The arguments are already checked against the plan."""
         anchors, residuals, residual_slots = records
         tail_k, tail_v, *tail_index = tail or (None,) * 5
         tail_lens = tail_index[-1]
@@ -166,7 +166,7 @@ class TritonAttention:
 
 
 def _strides(name: str, dimensions: tuple[str, ...], tensor: torch.Tensor | None) -> dict[str, int]:
-    """Kernel arguments stride_<name>_<dimension>; 0 where there is no tensor."""
+    """Return kernel arguments stride_<name>_<dimension>, all 0 if there is no tensor."""
     return {
         f"stride_{name}_{dimension}": 0 if tensor is None else tensor.stride(index)
         for index, dimension in enumerate(dimensions)
@@ -174,8 +174,8 @@ def _strides(name: str, dimensions: tuple[str, ...], tensor: torch.Tensor | None
 
 
 def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
-    """Return what a code, with its correction if there is one, decodes to; None where the kernel
-    computes it."""
+    """Return the table of values of codes, or of codes with corrections for int8. None for exact,
+    and where the kernel computes values."""
     if plan.source == "exact":
         return None
     reference = kernel_reference_of(plan.settings)
@@ -183,7 +183,7 @@ def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
 
 
 def _record_constants(plan: AttentionPlan) -> dict[str, Any]:
-    """Decoding function, bits of a code, chunk sizes and byte offsets of the fields."""
+    """Return the decoding function, bits of a code, chunk sizes and byte offsets of the fields."""
     anchor, residual = plan.anchor_layout, plan.residual_layout
     decode = plan.settings.triton_decode(plan.page_size)
     upgrade = "bits" if plan.source == "exact" else "codes"

@@ -1,9 +1,9 @@
-"""Attention over encoded pages in plain torch: what the kernels must compute.
+"""Attention over encoded pages in plain torch: the specification of the kernels.
 
-A request attends to a past of encoded pages, all of it visible to every query token, and to a tail
-in full precision, whose last tokens are the query tokens themselves: query i of n sees
+A request attends to a past of encoded pages and to a full-precision tail. Every query token sees
+all of the past. The last tokens of the tail are the query tokens themselves: query i of n sees
 `tail_len - n + i + 1` tail tokens. Log-sum-exps are to base 2 and of the scaled scores, as in
-FlashInfer: lse = log2(sum over visible tokens of 2^(score * log2 e)); with no visible token the
+FlashInfer: lse = log2(sum over visible tokens of 2^(score * log2 e)). Without a visible token the
 output is 0 and the lse -inf.
 """
 
@@ -25,7 +25,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PageReader:
-    """Decodes pages of one layer; `source` names the precision.
+    """Decoder of one layer's pages. `source` names the precision.
 
     anchors [num_pages, H, nbytes] uint8; residuals [num_slots, H, nbytes] uint8, page i's at slot
     residual_slots[i].
@@ -41,7 +41,7 @@ class PageReader:
     residual_slots: torch.Tensor | None = None
 
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> KV:
-        """(k, v), each [len(pages) * P, H, D] `dtype`."""
+        """Return (k, v), each [len(pages) * P, H, D] `dtype`."""
         k, v = self._decode(pages.long(), dtype)
         return k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
 
@@ -73,7 +73,7 @@ class WindowTail:
     lens: torch.Tensor
 
     def read(self, request: int, dtype: torch.dtype) -> KV:
-        """(k, v), each [lens[request], H, D] `dtype`."""
+        """Return (k, v), each [lens[request], H, D] `dtype`."""
         begin, end = self.indptr[request : request + 2].tolist()
         pages, num_tokens = self.indices[begin:end].long(), int(self.lens[request])
         k, v = (part[pages].flatten(0, 1)[:num_tokens].to(dtype) for part in (self.k, self.v))
@@ -92,7 +92,7 @@ def paged_attention(
     tail: WindowTail | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries q [num_tokens, num_qo_heads, D] of several requests: new tensors
+    """Attend from queries q [num_tokens, num_qo_heads, D] of several requests. Returns new tensors
     out [num_tokens, num_qo_heads, D] and lse [num_tokens, num_qo_heads], both in fp32.
 
     Request b has queries qo_indptr[b] .. qo_indptr[b + 1] and past pages
@@ -122,16 +122,18 @@ def paged_attention(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seen: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries q [n, num_qo_heads, D] over the first num_seen[i] of k, v [T, H, D], all in one
-    dtype, which the products and weights are rounded to: (out [n, num_qo_heads, D], lse
-    [n, num_qo_heads] fp32)."""
+    """Attend from query i of q [n, num_qo_heads, D] to the first num_seen[i] of k, v [T, H, D].
+
+    q, k and v have one dtype; products and weights are rounded to it. Returns (out
+    [n, num_qo_heads, D], lse [n, num_qo_heads] fp32).
+    """
     group = q.shape[1] // k.shape[1]
     keys, values = (part.repeat_interleave(group, dim=1).movedim(0, 1) for part in (k, v))
     scores = (q.movedim(0, 1) @ keys.transpose(1, 2)) * scale
     hidden = torch.arange(len(k), device=q.device) >= num_seen[:, None]
     scores.masked_fill_(hidden, -math.inf)
     lse = torch.logsumexp(scores.float(), dim=-1) / math.log(2)
-    # A query that sees nothing has weights of NaN.
+    # The weights of a query without visible tokens are NaN.
     weights = scores.softmax(-1).nan_to_num(0.0)
     return (weights @ values).movedim(1, 0), lse.movedim(1, 0)
 
@@ -139,9 +141,11 @@ def attend(
 def merge_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of tokens, from that over each: out
-    [..., D] and base-2 lse [...], in fp32. Of a set without tokens (lse -inf) only the lse
-    counts."""
+    """Merge attention over two disjoint sets of tokens into attention over their union.
+
+    Returns out [..., D] and base-2 lse [...], both fp32. The output of a set without tokens
+    (lse -inf) is ignored.
+    """
     top = torch.maximum(lse_a, lse_b).float()
     finite_top = torch.where(top == -math.inf, 0.0, top)
     weight_a, weight_b = (torch.exp2(lse.float() - finite_top) for lse in (lse_a, lse_b))

@@ -1,4 +1,4 @@
-"""The module that a codec names as its `reference`: what it holds, and how it is found."""
+"""Protocols of the module that a codec names as its `reference`, and its lookup."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class ReferenceCodec(Protocol):
-    """Encodes and decodes records in plain torch, on any device. settings: the CodecSpec; layouts:
-    as formats.anchor_layout and formats.residual_layout make them of it."""
+    """Functions that encode and decode records in plain torch, on any device.
+
+    settings: the CodecSpec. layouts: made from it by formats.anchor_layout and residual_layout.
+    """
 
     def encode(
         self,
@@ -26,14 +28,14 @@ class ReferenceCodec(Protocol):
         anchor_layout: RecordLayout,
         residual_layout: RecordLayout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8, and residual records of
-        the target int8 where their layout is given. Unused bytes are zero."""
+        """Encode pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8, and into
+        residual records of the target int8 if their layout is given. Unused bytes are zero."""
         ...
 
     def decode_anchor(
         self, anchors: torch.Tensor, settings: Any, layout: RecordLayout, dtype: torch.dtype
     ) -> KV:
-        """Anchor records [N, H, nbytes] into new pages (k, v) [N, P, H, D] `dtype`."""
+        """Decode anchor records [N, H, nbytes] into new pages (k, v) [N, P, H, D] `dtype`."""
         ...
 
     def decode_refined(
@@ -45,7 +47,7 @@ class ReferenceCodec(Protocol):
         residual_layout: RecordLayout,
         dtype: torch.dtype,
     ) -> KV:
-        """Anchor and int8 residual records into new pages (k, v) [N, P, H, D] `dtype`."""
+        """Decode anchor and int8 residual records into new pages (k, v) [N, P, H, D] `dtype`."""
         ...
 
 
@@ -61,32 +63,33 @@ class IntegerPart:
 
 
 class KernelReference(ReferenceCodec, Protocol):
-    """Reference of a codec that has kernels, for them and their tests."""
+    """Reference of a codec that has kernels. The kernels and their tests use it."""
 
     def integer_edges(self, settings: Any) -> list[float]:
-        """Where magnitudes go up by one integer, for jit/encode.py; none for a uniform codec."""
+        """Return the magnitudes at which the integer code grows by one, for jit/encode.py. Empty
+        for a uniform codec."""
         ...
 
     def code_values(
         self, settings: Any, device: torch.device, *, refined: bool
     ) -> torch.Tensor | None:
-        """Values of anchor codes, or of these with their corrections, in units of the scale: a
-        table for jit/pages.py. None where it computes them."""
+        """Return a table for jit/pages.py: values of anchor codes, or of codes with corrections if
+        `refined`, in units of the scale. None if the kernel computes them."""
         ...
 
     def integer_part(
         self, name: str, anchors: torch.Tensor, settings: Any, layout: RecordLayout
     ) -> IntegerPart:
-        """Part "k" or "v" of anchor records [N, H, nbytes], for drafts on codes."""
+        """Return part "k" or "v" of anchor records [N, H, nbytes], for integer draft attention."""
         ...
 
 
 def reference_of(spec: CodecSpec) -> ReferenceCodec:
-    """The reference of a codec."""
+    """Return the reference module of a codec."""
     return cast("ReferenceCodec", import_module(spec.reference))
 
 
 def kernel_reference_of(spec: CodecSpec) -> KernelReference:
-    """The reference of a codec that has kernels."""
-    assert spec.has_kernels, f"the codec {spec.name} has reference functions alone"
+    """Return the reference module of a codec that has kernels."""
+    assert spec.has_kernels, f"the codec {spec.name} has no kernels, only reference functions"
     return cast("KernelReference", import_module(spec.reference))

@@ -1,18 +1,18 @@
 """The a-law of the log codec as tables: thresholds for encoding, values for decoding.
 
 Source: Lynx, section 4.1 and Algorithm 1, lines 10-18. A magnitude x in [0, 1] (units of the
-chunk's scale) becomes the integer I = round(top * ln(1 + a x) / ln(1 + a)), and I becomes
+chunk's scale) becomes the integer I = round(top * ln(1 + a x) / ln(1 + a)). I becomes
 m = (I + 7) >> 4 (the anchor) and 16 m - I (the correction).
 
-Tables are evaluated in double precision and rounded to fp32 once. Encoding by comparison with
-thresholds instead of evaluating a logarithm makes codes equal on every device, whatever its log.
-The linear law (alpha 0) has no logarithm: I is the fp32 product top * x, rounded half to even.
+Tables are evaluated in double precision and rounded to fp32 once. The encoder compares with
+thresholds instead of evaluating a logarithm, so that codes are equal on every device. The linear
+law (alpha 0) has no logarithm: I is the fp32 product top * x, rounded half to even.
 
-Two deviations from Algorithm 1, both needed to keep either half in 4 bits:
-- `top` is at most 120 where the paper has 127: (127 + 7) >> 4 = 8 does not fit three bits. With
+Two deviations from Algorithm 1, both needed to keep anchor and correction in 4 bits:
+- `top` is at most 120. The paper has 127, but (127 + 7) >> 4 = 8 does not fit three bits. With
   I <= 120, m is in 0..7 and I in [16 m - 7, 16 m + 8], so the correction is in [-8, 7].
-- the anchor decodes to a level inside its interval rather than to 16 m, which is near the lower
-  edge: the eight levels and two signs then give 16 distinct values (0 and -0 differ).
+- The anchor decodes to a level inside its interval rather than to 16 m, which is near the lower
+  edge. The eight levels and two signs then give 16 distinct values (0 and -0 differ).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAGNITUDES = 8
 
 @dataclass(frozen=True)
 class Tables:
-    """All fp32 on one device.
+    """Tables of one law, all fp32 on one device.
 
     magnitude_edges [7]: the anchor magnitude is the number of edges <= x.
     integer_edges [top]: I is the number of edges <= x.
@@ -47,7 +47,7 @@ class Tables:
 
 @functools.lru_cache(maxsize=32)
 def tables(settings: Log4Settings, device: torch.device) -> Tables:
-    """The tables of `settings`, built once per device."""
+    """Return the tables of `settings`. They are built once per device."""
     integer_edges = [expand(i - 0.5, settings) for i in range(1, settings.top + 1)]
     refined = [refined_value(byte & 15, byte >> 4, settings) for byte in range(256)]
     as_fp32 = functools.partial(torch.tensor, dtype=torch.float32, device=device)
@@ -60,7 +60,7 @@ def tables(settings: Log4Settings, device: torch.device) -> Tables:
 
 
 def expand(integer: float, settings: Log4Settings) -> float:
-    """Inverse of the law: the magnitude in units of the scale that maps to `integer`."""
+    """Return the magnitude, in units of the scale, that the law maps to `integer`."""
     a = settings.alpha
     if a == 0:
         return integer / settings.top
@@ -68,10 +68,10 @@ def expand(integer: float, settings: Log4Settings) -> float:
 
 
 def magnitude_levels(settings: Log4Settings) -> list[float]:
-    """What the eight anchor magnitudes decode to, in units of the scale.
+    """Return the values of the eight anchor magnitudes, in units of the scale.
 
-    The middle of an interval is within 1% of the mean of the values in it, measured on K and V of
-    a trained model, except for the last: every chunk has values at its very end.
+    On K and V of a trained model, the middle of an interval is within 1% of the mean of its values.
+    The last interval is an exception: every chunk has values at its upper end.
     """
     if settings.levels == "linear":
         return [(16 * m + 1) / settings.top for m in range(MAGNITUDES)]
@@ -84,8 +84,8 @@ def magnitude_levels(settings: Log4Settings) -> list[float]:
 
 
 def signed_levels(settings: Log4Settings) -> list[float]:
-    """What the 16 anchor codes decode to; 8..15 are negative, magnitude 0 included. The 4 of 2-bit
-    anchors are in order."""
+    """Return the values of the 16 anchor codes, or of the 4 codes of 2-bit anchors in ascending
+    order. Codes 8..15 are negative, including the code of magnitude 0."""
     if settings.anchor_bits == 2:
         return [(2 * code - 3) * TWO_BIT_STEP / settings.top for code in range(4)]
     levels = magnitude_levels(settings)
@@ -93,9 +93,9 @@ def signed_levels(settings: Log4Settings) -> list[float]:
 
 
 def refined_value(anchor: int, correction: int, settings: Log4Settings) -> float:
-    """Value of an anchor code and a correction nibble together, in units of the scale.
+    """Return the value of an anchor code with a correction nibble, in units of the scale.
 
-    Pairs that no encoder produces decode too: integers below 0 count as 0.
+    Pairs that no encoder produces are decoded too: integers below 0 count as 0.
     """
     negative = anchor >= 8
     magnitude = anchor & 7

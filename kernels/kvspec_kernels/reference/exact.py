@@ -1,7 +1,7 @@
 """The exact residual: raw bits of K and V in the model's KV dtype.
 
-Nothing is computed, so NaN, infinities, -0.0 and denormals survive, and a record written on one
-device gives the same bits on any other. The anchor is not needed to decode it.
+Nothing is computed: NaN, infinities, -0.0 and denormals survive, and every device decodes the same
+bits. Decoding needs no anchor.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from kvspec_kernels.formats import RecordLayout
 
 
 def encode(k: torch.Tensor, v: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
-    """Pages k, v [N, P, H, D] in the layout's dtype into residual records [N, H, nbytes] uint8."""
+    """Encode pages k, v [N, P, H, D] of the layout's dtype into residual records [N, H, nbytes]
+    uint8."""
     records = layout.empty_records((k.shape[0], k.shape[2]), k.device)
     for name, pages in (("k_bits", k), ("v_bits", v)):
         field = layout[name]
         assert pages.dtype == field.dtype, (pages.dtype, field.dtype)
-        # Copied as integers: a float copy may quieten signalling NaNs.
+        # Copy as integers: a float copy may quieten signalling NaNs.
         bits = _bits(field.dtype)
         field.view(records).view(bits).copy_(pages.view(bits).transpose(1, 2))
     return records
 
 
 def decode(records: torch.Tensor, layout: RecordLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Residual records [N, H, nbytes] into new pages (k, v) [N, P, H, D]."""
+    """Decode residual records [N, H, nbytes] into new pages (k, v) [N, P, H, D]."""
     pages = []
     for name in ("k_bits", "v_bits"):
         field = layout[name]

@@ -1,15 +1,17 @@
-"""Draft attention on the codes themselves (HACK, section 4), in plain torch: what
-cuda/draft_int8.cuh computes, and how it rounds.
+"""Integer draft attention (HACK, section 4) in plain torch: the specification of
+cuda/draft_int8.cuh, rounding included.
 
 A value is offset + scale * (code - zero), its code a small integer. K's scales are folded into the
-query and V's into the probabilities (log4, whose V has them per channel, applies them to the sums);
-both are rounded to integers of 12 bits, in steps of a power of two for each page. Products of these
-with codes are exact, and so is zero times the sum of the rounded numbers, which is taken off them
-(summation elimination). Offsets meet the query and the probabilities unrounded. The tail stays out
-of this: it is in full precision (requantisation elimination).
+query and V's into the probabilities; log4, whose V has scales per channel, applies them to the
+sums. Query and probabilities are then rounded to integers of 12 bits, in steps of a power of two
+for each page. Their products with codes are exact. Zero times the sum of the rounded numbers is
+exact too, and is subtracted from the products (summation elimination). K's offsets are multiplied
+with the unrounded query. V's offsets are multiplied with the unrounded probabilities in uniform4,
+and with the rounded ones in log4. Attention to the tail stays in full precision (requantisation
+elimination).
 
-HACK rounds to 8 bits. Here two 8-bit numbers stand for one: the nearest integer, and 16 times what
-that leaves. In the tests' cases outputs then err by 0.2 to 0.3 %, with 8 bits alone by 3 to 4 %.
+HACK rounds to 8 bits. Here two 8-bit numbers represent one: the nearest integer, and 16 times the
+remainder. In the tests' cases outputs err by 0.2 to 0.3 %, with 8 bits alone by 3 to 4 %.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from kvspec_kernels.formats import RecordLayout
 from kvspec_kernels.reference.codec import IntegerPart, kernel_reference_of
 
 LOG2_E = 1 / math.log(2)
-# Numbers are rounded to 127 at most, and then to sixteenths.
+# Rounded numbers are at most 127 steps; the remainder is rounded to sixteenths of a step.
 LARGEST, FINER = 128, 16
-# Finer steps of the query than this are not worth it: scores are in units of log2.
+# Finer steps of the query would change scores, which are in units of log2, too little to matter.
 LEAST_QUERY_STEP = 2.0**-15
 
 
 def parts_of(
     anchors: torch.Tensor, settings: CodecSpec, layout: RecordLayout
 ) -> tuple[IntegerPart, IntegerPart]:
-    """(k, v) of anchor records [N, H, nbytes]."""
+    """Return the integer parts (k, v) of anchor records [N, H, nbytes]."""
     reference = kernel_reference_of(settings)
     return (
         reference.integer_part("k", anchors, settings, layout),
@@ -48,8 +50,11 @@ def attend(
     layout: RecordLayout,
     sm_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query token q [num_qo_heads, D] over the first num_tokens >= 1 of a request's pages,
-    anchors [N, H, nbytes]: out [num_qo_heads, D] and base-2 lse [num_qo_heads], fp64."""
+    """Attend from one query token q [num_qo_heads, D] to the first num_tokens >= 1 tokens of a
+    request's pages, anchors [N, H, nbytes].
+
+    Returns out [num_qo_heads, D] and base-2 lse [num_qo_heads], both fp64.
+    """
     k, v = parts_of(anchors, settings, layout)
     num_pages, heads, page_size, head_dim = k.codes.shape
     queries = q.view(heads, -1, head_dim)
@@ -66,8 +71,8 @@ def attend(
 
 
 def rounded(values: torch.Tensor, dims: tuple[int, ...], least_step: float = 0.0) -> torch.Tensor:
-    """Values in whole sixteenths of a step, a power of two that leaves the largest of `dims` at 64
-    to 127 steps."""
+    """Round values to whole sixteenths of a step. The step is the power of two at which the largest
+    magnitude over `dims` is 64 to 127 steps, and at least least_step."""
     most = values.abs().amax(dims, keepdim=True) * (1 + 2.0**-7)
     exponent = torch.frexp(torch.where(most > 0, most, 1.0)).exponent
     step = torch.ldexp(torch.ones_like(most), exponent) / LARGEST
@@ -78,11 +83,11 @@ def rounded(values: torch.Tensor, dims: tuple[int, ...], least_step: float = 0.0
 
 
 def _scores(queries: torch.Tensor, k: IntegerPart, scale_log2: float) -> torch.Tensor:
-    """Scores in units of log2, [N, H, group, P] fp64."""
-    # As the kernel has them in registers.
+    """Return scores in units of log2, [N, H, group, P] fp64."""
+    # The kernel has query and scales in registers as fp16.
     scaled = (queries.float() * scale_log2).half()
     scales = k.scale.float().half()
-    # [N, H, group, chunks, D]: tokens of a chunk share their scales.
+    # [N, H, group, chunks, D]: the tokens of a chunk share scales.
     folded = (scaled[None, :, :, None] * scales[:, :, None]).double()
     integers = rounded(folded, (-1,), LEAST_QUERY_STEP)
     num_chunks = scales.shape[2]
@@ -93,10 +98,10 @@ def _scores(queries: torch.Tensor, k: IntegerPart, scale_log2: float) -> torch.T
 
 
 def _weighed(weights: torch.Tensor, v: IntegerPart) -> torch.Tensor:
-    """Sums of V over all tokens [H, group, D], of weights [N, H, group, P]."""
+    """Return the sums of V over all tokens, [H, group, D], by weights [N, H, group, P]."""
     codes = v.codes - v.zero
     if v.scale.shape[-1] == 1:
-        # Per token. Those that are not there may have scales of NaN.
+        # Metadata is per token. Scales of tokens past the context may be NaN.
         scale, offset = (part[..., 0][:, :, None] for part in (v.scale, v.offset))
         folded = torch.where(weights > 0, weights * scale, 0.0)
         shift = torch.where(weights > 0, weights * offset, 0.0).sum((0, 3))

@@ -1,19 +1,21 @@
-"""Log-quantised anchors and corrections (Lynx, Algorithm 1): plain torch, the kernels' reference.
+"""Log-quantised anchors and corrections (Lynx, Algorithm 1) in plain torch: the specification of
+the kernels.
 
 Per channel and chunk of tokens: subtract a centre, divide by a scale, quantise magnitude and sign
 (`companding.py`). Anchor value: centre + scale * level[code]. Refined (int8) value: centre +
 scale * sign * ((1 + a)^(I / top) - 1) / a, with I = 16 m - correction. Products are rounded to
-fp32 before the sum, never fused, and results are clamped to the finite range of the KV dtype.
-Anchors of 2 bits hold half of the same code, numbered in the order of values (`formats.py`).
+fp32 before the sum, never fused. Results are clamped to the finite range of the KV dtype. Anchors
+of 2 bits hold half of the same code, numbered in the order of values (`formats.py`).
 
 Deviations from Algorithm 1, besides those of `companding.py`:
-- Stage 1 (page-level normalisation) is left out: it is undone by stage 2, whose centre and scale
-  are those of the raw values here.
-- The sign is that of the centred value; line 12 takes it before centring, where all are positive.
+- Stage 1 (page-level normalisation) is left out, because stage 2 undoes it. Centre and scale here
+  are those of the raw values.
+- The sign is that of the centred value. Line 12 takes the sign before centring, where all values
+  are positive.
 - Centres are bf16 and scales 12-bit floats rounded up (`formats.py`). Codes are chosen against
   the metadata as stored, so that the corrections also repair its rounding.
-- The centre may be the middle of the range (the default): it needs the smallest scale, and it is
-  the same on every device, which a sum is not.
+- The centre is the middle of the range by default: it needs the smallest scale. The middle is also
+  the same on every device, unlike a sum.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def encode(
     anchor_layout: RecordLayout,
     residual_layout: RecordLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8, and residual records of
-    4-bit corrections when their layout is given."""
+    """Encode pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8, and into residual
+    records of 4-bit corrections if their layout is given."""
     leading = (k.shape[0], k.shape[2])
     anchors = anchor_layout.empty_records(leading, k.device)
     residuals = residual_layout.empty_records(leading, k.device) if residual_layout else None
@@ -73,7 +75,7 @@ def encode(
 def decode_anchor(
     anchors: torch.Tensor, settings: Log4Settings, layout: RecordLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor records [N, H, nbytes] into pages (k, v) [N, P, H, D] `dtype`."""
+    """Decode anchor records [N, H, nbytes] into pages (k, v) [N, P, H, D] `dtype`."""
     law = tables(settings, anchors.device)
 
     def part(name: str) -> torch.Tensor:
@@ -95,7 +97,7 @@ def decode_refined(
     residual_layout: RecordLayout,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor and correction records into 8-bit pages (k, v) [N, P, H, D] `dtype`."""
+    """Decode anchor and correction records into 8-bit pages (k, v) [N, P, H, D] `dtype`."""
     law = tables(settings, anchors.device)
 
     def part(name: str) -> torch.Tensor:
@@ -145,40 +147,40 @@ def integer_part(
 
 
 def in_order(codes: torch.Tensor) -> torch.Tensor:
-    """Codes 0..15 of a magnitude in bits 0-2 and a sign in bit 3, numbered in the order of their
-    values instead: 8 + m, or 7 - m if negative."""
+    """Renumber codes 0..15, magnitude m in bits 0-2 and sign in bit 3, in the order of their
+    values: 8 + m, or 7 - m if negative."""
     return codes ^ torch.where(codes < 8, 8, 15).to(codes.dtype)
 
 
 def from_order(codes: torch.Tensor) -> torch.Tensor:
-    """Inverse of in_order."""
+    """Invert in_order."""
     return codes ^ torch.where(codes < 8, 15, 8).to(codes.dtype)
 
 
 def _metadata(
     chunks: torch.Tensor, settings: Log4Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Metadata as stored, of chunks [N, R, C, H, D] fp32.
+    """Return the metadata of chunks [N, R, C, H, D] fp32, as stored.
 
-    Returns centre and scale [N, R, 1, H, D] fp32 as a decoder will see them, base [N, H] int16 and
+    Returns centre and scale [N, R, 1, H, D] fp32 as a decoder reads them, base [N, H] int16 and
     offset [N, R, 1, H, D] uint8.
     """
     low, high = chunks.amin(2, keepdim=True), chunks.amax(2, keepdim=True)
-    # Halved and divided first: the sum of two values near the dtype's maximum overflows.
+    # Halve and divide before summing: the sum of two values near the dtype's maximum overflows.
     if settings.centre == "midrange":
         centre = low / 2 + high / 2
     else:
         centre = (chunks / chunks.shape[2]).sum(2, keepdim=True)
     limit = torch.finfo(torch.bfloat16).max
-    # Of zeros either may be the lower; + 0.0 leaves only the positive one.
+    # amin may return 0.0 or -0.0; + 0.0 turns both into 0.0.
     centre = centre.clamp(-limit, limit).bfloat16().float() + 0.0
     reach = torch.maximum(high - centre, centre - low)
     bits = reach.view(torch.int32).clamp(0, LARGEST_FP32)
     rounded_up = (bits + ((1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT).clamp_max(LARGEST_SCALE)
     base = (rounded_up.amax((1, 2, 4)) - LARGEST_OFFSET).clamp_min(0)
     base_of_chunk = base[:, None, None, :, None]
-    # A chunk whose scale is 2^-16 of the record's largest keeps that floor: its error is then
-    # far below the step of the others.
+    # Scales below 2^-16 of the record's largest are raised to that floor. The error of such a chunk
+    # is still far below the step of the others.
     offset = (rounded_up - base_of_chunk).clamp_min(0)
     scale = (base_of_chunk + offset << SCALE_SHIFT).view(torch.float32)
     return centre, scale, base.to(torch.int16), offset.to(torch.uint8)
@@ -192,19 +194,22 @@ def _quantise(
     settings: Log4Settings,
     with_corrections: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Anchor codes [N, P, H, D] uint8, the magnitude in bits 0-2 and the sign in bit 3 (so that -0
-    has a code of its own), and if wanted corrections in -8..7 int32."""
+    """Return anchor codes [N, P, H, D] uint8, and corrections in -8..7 int32 if with_corrections.
+
+    A code has its magnitude in bits 0-2 and its sign in bit 3, so that -0 has its own code.
+    """
     centred = chunks - centre
     # A zero scale means that every value equals the centre.
     magnitude = centred.abs() / torch.where(scale > 0, scale, 1.0)
     corrections = None
     if settings.alpha == 0:
-        # The linear law is a product that rounds alike everywhere; its tables serve decoding only.
+        # The linear law is a product, which rounds alike on every device. Only decoding uses its
+        # tables.
         integer = (magnitude * settings.top).round().clamp_max(settings.top).nan_to_num(0.0).int()
         anchor = (integer + 7 >> 4).to(torch.uint8)
     else:
         anchor = torch.zeros(magnitude.shape, dtype=torch.uint8, device=magnitude.device)
-        # Seven comparisons are an order of magnitude faster than a bisection per element.
+        # Seven comparisons are ten times as fast as a bisection per element.
         for edge in law.magnitude_edges:
             anchor += magnitude >= edge
         if with_corrections:
@@ -222,7 +227,7 @@ def _scaled(
     layout: RecordLayout,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """centre + scale * values as pages [N, P, H, D] `dtype`, of values in stored order
+    """Return centre + scale * values as pages [N, P, H, D] `dtype`. words: values in stored order
     [N, H, words, 8] fp32."""
     part = {"k": 0, "v": 1}[name]
     base = layout["scale_base"].view(anchors)[..., part].int()[..., None, None]
@@ -231,11 +236,11 @@ def _scaled(
     centre = fragments.LOAD[name](layout[f"{name}_centre"].view(anchors)).float()
     page_size = words.shape[-2] * fragments.WORD_CODES // centre.shape[-1]
     values = fragments.codes_from_words(words, name, page_size)
-    # [N, H, chunks, tokens of a chunk, D], a view.
+    # A view [N, H, chunks, tokens of a chunk, D].
     by_chunk = torch.unflatten(values, 2, (centre.shape[2], -1))
     by_chunk.mul_(scale[..., None, :]).add_(centre[..., None, :])
     limit = torch.finfo(dtype).max
-    # Looked at per chunk, because a clamp of every value would cost as much as the sum.
+    # Check per chunk: clamping every value would cost as much as the sum.
     if bool((centre.abs() + scale > limit).any()):
         values.clamp_(-limit, limit)
     return values.transpose(1, 2).to(dtype).contiguous()

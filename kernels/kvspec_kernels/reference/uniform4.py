@@ -1,15 +1,16 @@
-"""Uniform 4-bit anchors and corrections (QuantSpec, section 4.2): plain torch, the reference.
+"""Uniform 4-bit anchors and corrections (QuantSpec, section 4.2) in plain torch: the specification
+of the kernels.
 
 Asymmetric codes u in 0..15 with scale s and zero z: K per channel over a group of tokens, V per
 token over the head. The correction l in -8..7 is the symmetric 4-bit code of the anchor's error in
-steps of s / 16. Anchor value: u s + z; refined (int8) value: (16 u + l) (s / 16) + z, the paper's
+steps of s / 16. Anchor value: u s + z. Refined (int8) value: (16 u + l) (s / 16) + z, the paper's
 8-bit form of u s + l s / 16 + z, whose factors are exact in fp32. Products are rounded to fp32
-before the sum, and results are clamped to the finite range of the KV dtype. Anchors of 2 bits hold
+before the sum. Results are clamped to the finite range of the KV dtype. Anchors of 2 bits hold
 u >> 2 and decode to (4 (u >> 2) + 1.5) s + z; the rest of u is in the residual.
 
-s and z are bf16, and codes are chosen against the rounded ones; where rounding moved s or z, the
-outermost values are clipped to codes 0 and 15 and the correction takes up what it can. A group
-whose range is wider than fp32 holds decodes to finite values of no further meaning.
+s and z are bf16, and codes are chosen against the rounded s and z. Where rounding moved them, the
+outermost values are clipped to codes 0 and 15, and the correction reduces the error as far as its
+range allows. A group whose range exceeds fp32 decodes to finite but meaningless values.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def encode(
     anchor_layout: RecordLayout,
     residual_layout: RecordLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8, and residual records of
-    4-bit corrections when their layout is given."""
+    """Encode pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8, and into residual
+    records of 4-bit corrections if their layout is given."""
     leading = (k.shape[0], k.shape[2])
     anchors = anchor_layout.empty_records(leading, k.device)
     residuals = residual_layout.empty_records(leading, k.device) if residual_layout else None
@@ -64,7 +65,7 @@ def encode(
 def decode_anchor(
     anchors: torch.Tensor, settings: Uniform4Settings, layout: RecordLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor records [N, H, nbytes] into pages (k, v) [N, P, H, D] `dtype`."""
+    """Decode anchor records [N, H, nbytes] into pages (k, v) [N, P, H, D] `dtype`."""
     table = nibbles.pair_table(torch.arange(16, dtype=torch.float32, device=anchors.device))
 
     def part(name: str) -> torch.Tensor:
@@ -86,7 +87,7 @@ def decode_refined(
     residual_layout: RecordLayout,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor and correction records into 8-bit pages (k, v) [N, P, H, D] `dtype`."""
+    """Decode anchor and correction records into 8-bit pages (k, v) [N, P, H, D] `dtype`."""
 
     def part(name: str) -> torch.Tensor:
         packed = fragments.packed_words(anchors, name, anchor_layout)
@@ -135,28 +136,28 @@ def integer_part(
 
 
 def _grouped(pages: torch.Tensor, part: str, layout: RecordLayout) -> tuple[torch.Tensor, int]:
-    """Pages [N, P, H, D] so that one dimension, also returned, runs over a quantisation group:
-    K as [N, groups, tokens, H, D], V unchanged."""
+    """Return pages [N, P, H, D] reshaped so that one dimension runs over a quantisation group, and
+    that dimension. K becomes [N, groups, tokens, H, D]; V is unchanged."""
     if part == "v":
         return pages, 3
     return torch.unflatten(pages, 1, (layout["k_scale"].shape[0], -1)), 2
 
 
 def _metadata(groups: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero as stored, bf16 values in fp32, with `dim` reduced to 1."""
+    """Return scale and zero as stored, bf16 values in fp32, with `dim` reduced to 1."""
     low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
     limit = torch.finfo(torch.bfloat16).max
-    # Of zeros either may be the lower; + 0.0 leaves only the positive one.
+    # amin may return 0.0 or -0.0; + 0.0 turns both into 0.0.
     zero = low.clamp(-limit, limit).bfloat16().float() + 0.0
-    # Divided first: the range of values near the dtype's maximum overflows. By a tensor, because
-    # torch on a GPU multiplies by the rounded reciprocal of a number.
+    # Divide before subtracting: the range of values near the dtype's maximum overflows. Divide by a
+    # tensor: by a number, torch on a GPU multiplies with its rounded reciprocal.
     steps = torch.full_like(low, CODES - 1)
     scale = (high / steps - zero / steps).clamp_min(0)
     return scale.bfloat16().float() + 0.0, zero
 
 
 def _words(codes: torch.Tensor, shape: torch.Size, part: str) -> torch.Tensor:
-    """Codes in float as int32 words [N, H, words, 8] of pages of `shape` [N, P, H, D]."""
+    """Return float codes as int32 words [N, H, words, 8]. shape: that of the pages [N, P, H, D]."""
     integers = codes.nan_to_num(0.0).to(torch.int32).view(shape)
     return fragments.codes_to_words(integers, part)
 
@@ -169,7 +170,7 @@ def _scaled(
     layout: RecordLayout,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """codes * (scale * step) + zero as pages [N, P, H, D] `dtype`, of codes in stored
+    """Return codes * (scale * step) + zero as pages [N, P, H, D] `dtype`. words: codes in stored
     order [N, H, words, 8] fp32."""
     scale = fragments.LOAD[name](layout[f"{name}_scale"].view(anchors)).float() * step
     zero = fragments.LOAD[name](layout[f"{name}_zero"].view(anchors)).float()

@@ -1,4 +1,4 @@
-"""Choices of flags, to which KVSpec adds its backends."""
+"""The parser of the command line, and choices of flags, to which KVSpec adds its backends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from sglang.srt.server_args import (
     add_deterministic_attention_backend_choices,
     add_disagg_transfer_backend_choices,
     add_radix_supported_deterministic_attention_backend_choices,
+    prepare_server_args,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "add_deterministic_attention_backend_choices",
     "add_disagg_transfer_backend_choices",
     "add_radix_supported_deterministic_attention_backend_choices",
+    "prepare_server_args",
 ]

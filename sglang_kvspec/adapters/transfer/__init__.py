@@ -1,1 +1,1 @@
-"""SGLang's prefill and decode servers on our transport."""
+"""SGLang's prefill and decode servers on KVSpec's transport."""

@@ -1,4 +1,4 @@
-"""Makes `kvspec` one of SGLang's KV transfer backends, whose list is closed."""
+"""Registration of `kvspec` among SGLang's KV transfer backends, whose list is closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEMBER = "KVSPEC"
 
 
 def register() -> None:
-    """Make the name known to SGLang's enum, once a process."""
+    """Add `kvspec` to SGLang's enum of backends, once a process."""
     if _MEMBER in TransferBackend._member_map_:
         return
     # An Enum cannot be extended; this is what its metaclass does for a member.
@@ -32,7 +32,8 @@ def register() -> None:
 def kv_class(
     original: Callable[..., Any], transfer_backend: TransferBackend, class_type: KVClassType
 ) -> Any:
-    """disaggregation.utils.get_kv_class, which knows our backend too."""
+    """Return KVSpec's class for its backend, and what disaggregation.utils.get_kv_class returns for
+    all others."""
     if transfer_backend is not TransferBackend(TRANSFER_BACKEND):
         return original(transfer_backend, class_type)
     from sglang_kvspec.adapters.compat.transfer import CommonKVBootstrapServer, KVArgs
@@ -51,12 +52,12 @@ def kv_class(
 def _make_manager(
     kv_args: Any, mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False
 ) -> Any:
-    """SGLang makes one for the scheduler of each side, once its pools are there."""
+    """Make the KV manager of this side. SGLang calls this for the scheduler once it has pools."""
     from sglang_kvspec.adapters.transfer.decode import DecodeManager
     from sglang_kvspec.adapters.transfer.peers import serving
     from sglang_kvspec.adapters.transfer.prefill import PrefillManager
 
-    assert not is_mla_backend, "models with MLA are refused at the start"
+    assert not is_mla_backend, "models with MLA must be refused at the start"
     manager = PrefillManager if mode is DisaggregationMode.PREFILL else DecodeManager
     made = manager(kv_args, server_args, serving())
     serving().manager = made

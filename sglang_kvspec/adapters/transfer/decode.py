@@ -31,13 +31,13 @@ from sglang_kvspec.transport.counters import LinkCounters
 
 logger = logging.getLogger(__name__)
 
-# How long a request waits for a link to its prefill server, which may be starting anew.
+# Seconds that a request waits for a link to its prefill server, which may be restarting.
 CONNECT_TIMEOUT_S = 20.0
 
 
 class DecodeManager:
-    """Owns a link to every prefill server, by the address of its bootstrap server: to those of its
-    ranks that have this rank's KV heads."""
+    """SGLang's KV manager of a decode rank. Owns a link to every prefill server, by the address of
+    its bootstrap server. A link joins those ranks of the server that have this rank's KV heads."""
 
     def __init__(self, kv_args: Any, server_args: Any, serving: Serving) -> None:
         self.kv_args = kv_args
@@ -46,8 +46,9 @@ class DecodeManager:
         self._keys = serving.keys()
         if self._keys is not None and len(self._keys.peers) != 1:
             raise ConfigError(
-                f"--kvspec-transfer-keys {serving.config.transfer_keys}: a decode server knows its "
-                f"prefill servers by one key, which they share, got {len(self._keys.peers)}"
+                f"--kvspec-transfer-keys {serving.config.transfer_keys}: peers/*.key must hold "
+                "one key on a decode server, which all prefill servers share, got "
+                f"{len(self._keys.peers)}"
             )
         self.arrivals = Arrivals(
             serving.kv,
@@ -65,19 +66,19 @@ class DecodeManager:
             is_used=self.arrivals.is_used,
             on_gone=self.arrivals.fail_all_of,
         )
-        # Why nothing is asked for any more.
+        # Why requests are refused from now on; None while they are not.
         self.refusal: str | None = None
-        # SGLang looks up here what is known of a prefill server.
+        # SGLang looks up prefill servers in this table.
         self.prefill_info_table = _AsManyRanks(serving)
         if serving.config.is_lossy:
             logger.warning(
-                "KVSpec: KV arrives by --kvspec-transfer %s, which loses some of it: answers are "
-                "not those of full precision, and are not verified",
+                "KVSpec: --kvspec-transfer %s is lossy: answers may differ from those of full "
+                "precision, and are not verified",
                 serving.config.transfer,
             )
 
     def register_to_bootstrap(self) -> None:
-        """Prefill servers do."""
+        """Do nothing: only prefill servers register."""
 
     def report(self) -> dict[str, Any]:
         return {addr: link_report(loop) for addr, loop in self.links.by_address().items()}
@@ -86,7 +87,7 @@ class DecodeManager:
         return live_counters(self.links.loops())
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """What a prefill server is, it says in the handshake."""
+        """Return True: a prefill server describes itself in the handshake."""
         return True
 
     def pump(self) -> None:
@@ -94,7 +95,7 @@ class DecodeManager:
             try:
                 self.arrivals.pump(loop)
             except TransportError as error:
-                # Its thread is over: the next request dials anew.
+                # The loop's thread has ended: the next request dials again.
                 logger.error("KVSpec: %s", error)
                 self.links.drop(loop, str(error))
 
@@ -104,7 +105,7 @@ class DecodeManager:
                 dialled.enter_context(self._dial_rank(address, rank, answer.part))
                 for rank, address in enumerate(answer.addresses, answer.first_rank)
             ]
-            # Where one cannot be dialled the others are closed.
+            # All dials worked: keep the loops open. After a failed dial, the stack closes them.
             dialled.pop_all()
         return JoinedLink(loops)
 
@@ -114,30 +115,30 @@ class DecodeManager:
         return ReceiverLoop(receiver, on_news=self._serving.news.set)
 
     def weights_will_change(self) -> None:
-        """KV of two sets of weights must not meet in one request."""
+        """Fail all transfers: KV of two sets of weights must not meet in one request."""
         self.refusal = WEIGHTS_CHANGED.format("decode")
         self.arrivals.fail_all(self.refusal)
 
     def is_token(self, first: bytes) -> bool:
-        """Whether SGLang's metadata of a first token names one: what is outside the vocabulary
-        would end the server."""
+        """Return True if SGLang's metadata of a first token names a token of the vocabulary. Any
+        other number would end the server."""
         token = int.from_bytes(first[:4], sys.byteorder, signed=True)
         return 0 <= token < int(self._serving.model_config.vocab_size)
 
     @staticmethod
     def is_of_room(last: bytes, room: int) -> bool:
-        """Whether SGLang's metadata is of this room: where one rank finds another, SGLang has that
+        """Return True if SGLang's metadata belongs to this room. SGLang's own check would make one
         rank alone give the request up."""
         return int.from_bytes(last[:8], sys.byteorder) == room
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
-        """SGLang's `pause_generation(mode="retract")` would have prompts computed again."""
-        kv_receiver.give_up("KVSpec's decode servers cannot have KV computed again")
+        """Refuse what SGLang's `pause_generation(mode="retract")` asks for: to compute KV again."""
+        kv_receiver.give_up("a decode server of KVSpec cannot recompute KV")
 
 
 class _AsManyRanks:
-    """Says of every prefill server that it has as many ranks as this one, which SGLang wants to
-    know: who sends what is settled by its directory and the handshake."""
+    """Table that tells SGLang that every prefill server has as many ranks as this server. SGLang
+    wants to know, but the directory and the handshake decide which ranks send."""
 
     def __init__(self, serving: Serving) -> None:
         self._info = PrefillServerInfo(
@@ -155,15 +156,15 @@ class _AsManyRanks:
 
 
 class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
-    """One request's KV on its way from a prefill server, as SGLang asks for it. Over once all
-    anchors are there; residuals come later, and the worker knows of them."""
+    """SGLang's receiver of one request's KV from a prefill server. Done once all anchors have
+    arrived. Residuals may come later, and the worker waits for them."""
 
     require_staging = False
 
     def __init__(
         self, mgr: DecodeManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
-        assert bootstrap_room is not None, "SGLang gives every request a room"
+        assert bootstrap_room is not None, "SGLang must give every request a bootstrap room"
         self.kv_mgr = mgr
         self._address, self._room = bootstrap_addr, bootstrap_room
         self.conclude_state: int | None = None
@@ -188,7 +189,7 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """Pages of the whole prompt have been allocated: have it sent."""
+        """Ask for the KV of a prompt, now that SGLang has allocated pages for all of it."""
         assert self._link is not None
         assert not decode_prefix_len, "a decode server keeps no prefixes"
         self._aux_index = aux_index
@@ -211,7 +212,7 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
             return KVPoll.WaitingForInput
         self.kv_mgr.pump()
         arrivals = self.kv_mgr.arrivals
-        # Also of one that has succeeded, and waits for other ranks.
+        # Checked after success, too: the request may still wait for other ranks.
         if (failure := arrivals.failure(self._room)) is not None:
             self.give_up(failure)
             return KVPoll.Failed
@@ -221,7 +222,7 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
             return KVPoll.Transferring
         fields = arrivals.fields(self._room)
         if not self.kv_mgr.is_token(fields[0]):
-            self.give_up("the prefill server names a first token that is none")
+            self.give_up("the prefill server sent a first token outside the vocabulary")
             return KVPoll.Failed
         if not self.kv_mgr.is_of_room(fields[-1], self._room):
             self.give_up("the prefill server sent a first token of another request")
@@ -232,7 +233,7 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         return KVPoll.Success
 
     def _find_link(self) -> int:
-        """Without waiting for it."""
+        """Look for a link to the prefill server, without a wait. Return the state of the poll."""
         if self._begun_s is None:
             return KVPoll.Bootstrapping
         links = self.kv_mgr.links
@@ -259,11 +260,13 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         raise failed(self._room, self._failure)
 
     def clear(self) -> None:
-        """SGLang takes the request over, if it succeeded on all ranks, or has ended it."""
+        """Land the anchors of a request that has succeeded, or forget one that has failed. SGLang
+        calls this when it takes over a request that succeeded on all ranks, or has ended one."""
         if self.conclude_state == KVPoll.Success:
             self.kv_mgr.arrivals.land_anchors(self._room)
         elif self._is_expected:
-            self.kv_mgr.arrivals.drop(self._room, self._failure or "the decode server gave it up")
+            reason = self._failure or "the decode server cancelled the request"
+            self.kv_mgr.arrivals.drop(self._room, reason)
 
     def abort(self) -> None:
         self.give_up("Aborted by AbortReq.")

@@ -1,4 +1,4 @@
-"""What the worker of a decode server does about KV that is still on its way."""
+"""Treatment of KV that is still on its way, by the worker of a decode server."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
-# How long an iteration in which nobody can go on waits for something to arrive; new requests of
-# users wait as long.
+# Seconds that an iteration waits for arrivals while no request can continue. New requests of users
+# wait that long, too.
 NEWS_WAIT_S = 0.005
 
 
 class Decoding:
-    """Beside every iteration of a decode server's worker."""
+    """Landing of KV, and counting of drafts, beside the iterations of a decode server's worker."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        # Tokens whose drafting began while residuals of their requests were on their way.
+        # Drafts that were begun while residuals of their requests were on their way.
         self.drafts_on_anchors = 0
 
     @property
@@ -38,33 +38,36 @@ class Decoding:
         return arrivals
 
     def receive(self, reqs: Sequence[Any]) -> None:
-        """Let what has arrived land, on all ranks alike, and fail requests whose residuals will not
+        """Land what has arrived, the same on all ranks, and fail requests whose residuals will not
         come."""
         self._serving.manager.pump()
         arrivals = self._arrivals
-        # Whose KV is complete they know already, and the same of all requests.
-        rooms = [req.bootstrap_room for req in reqs if arrivals.is_lacking(req.bootstrap_room)]
+        # Only late requests: all ranks know already, and alike, which requests are complete.
+        rooms = [req.bootstrap_room for req in reqs if arrivals.is_pending(req.bootstrap_room)]
         arrivals.land_together(rooms)
         for req in reqs:
             reason = arrivals.failure(req.bootstrap_room)
             if reason is not None and req.to_finish is None:
-                message = f"its KV could not be received, and so its tokens not verified: {reason}"
+                message = (
+                    "KV of the request could not be received, so its tokens cannot be verified: "
+                    f"{reason}"
+                )
                 logger.error("%s (request %s)", message, req.rid)
                 fail(req, message)
 
     def wait(self) -> None:
-        """Nobody can go on before something arrives."""
+        """Wait for news of a link, NEWS_WAIT_S at most: no request can continue without."""
         self._serving.wait_for_news(NEWS_WAIT_S)
 
-    def is_lacking(self, state: RequestState) -> bool:
-        """Whether residuals of a request are still on their way."""
-        return state.room is not None and self._arrivals.is_lacking(state.room)
+    def is_pending(self, state: RequestState) -> bool:
+        """Return True if residuals of a request are still on their way."""
+        return state.room is not None and self._arrivals.is_pending(state.room)
 
     def note_drafts(
         self, state: RequestState, ages_s: Sequence[float] = (0.0,), *, on_anchors: bool
     ) -> None:
-        """A request has made more drafts. ages_s: how long ago, each, the oldest first. on_anchors:
-        when they were begun, is_lacking() held."""
+        """Note drafts of a request. ages_s: seconds since each was made, the oldest draft first.
+        on_anchors: is_pending() held when they were begun."""
         if state.timeline is not None:
             now = time.time()
             for age_s in ages_s:
@@ -82,13 +85,14 @@ class Decoding:
 
 
 def admit(batch: Any) -> KVSpecDraftInput:
-    """States of requests that SGLang adds to the running batch."""
+    """Return the states of requests that SGLang adds to the running batch. Fails those that must
+    not run. Raises CapacityError if the recent window is full."""
     arrivals: Arrivals = serving().manager.arrivals
-    # A request that left may still be drafting in a slot of the window that a tail is put into.
+    # Wait for running rounds: a request that has left may still draft in a tail's window slot.
     serving().join_rounds()
     page_size = batch.token_to_kv_pool_allocator.page_size
     wrongs = [why_not(req, arrivals, page_size) for req in batch.reqs]
-    wrongs = agree(serving().ranks, batch.reqs, wrongs)
+    wrongs = shared_refusals(serving().ranks, batch.reqs, wrongs)
     states = []
     for req, committed_len, wrong in zip(
         batch.reqs, batch.seq_lens_cpu.tolist(), wrongs, strict=True
@@ -111,32 +115,39 @@ def admit(batch: Any) -> KVSpecDraftInput:
 
 
 def why_not(req: Any, arrivals: Arrivals, page_size: int) -> str | None:
-    """Why a request must not run; None if it may. SGLang's warm-up, whose answers mean nothing,
-    sends a few tokens whose KV comes from nowhere: whoever says that host asks for the same."""
+    """Return why a request must not run; None if it may.
+
+    SGLang's warm-up sends a few tokens with FAKE_BOOTSTRAP_HOST. No KV comes for them, and their
+    answers mean nothing. Any client that names this host gets such an answer.
+    """
     if req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
         if (failure := arrivals.failure(req.bootstrap_room)) is not None:
-            return f"its KV could not be received: {failure}"
+            return f"KV of the request could not be received: {failure}"
         return arrivals.wrong_prompt(req.bootstrap_room, req.origin_input_ids)
     if len(req.origin_input_ids) < page_size:
         return None
-    return f"bootstrap_host {FAKE_BOOTSTRAP_HOST} is for warm-ups of less than {page_size} tokens"
+    return (
+        f"bootstrap_host {FAKE_BOOTSTRAP_HOST} is only for warm-ups of up to {page_size - 1} tokens"
+    )
 
 
-def agree(ranks: Ranks, reqs: Sequence[Any], wrongs: Sequence[str | None]) -> list[str | None]:
-    """Why requests that are about to run must not, by what any rank knows; each begins with the
-    same token on all. wrongs: by what this one knows."""
+def shared_refusals(
+    ranks: Ranks, reqs: Sequence[Any], wrongs: Sequence[str | None]
+) -> list[str | None]:
+    """Return why requests that are about to run must not, by what any rank knows; None for each
+    that may. Its first token is the same on all ranks. wrongs: by what this rank knows."""
     if ranks.size == 1 or not reqs:
         return list(wrongs)
     tokens = [req.output_ids[-1] for req in reqs]
     mine = [*(wrong is None for wrong in wrongs), *tokens, *(-token for token in tokens)]
-    agreed = ranks.least([int(value) for value in mine], about=[req.rid for req in reqs])
-    are_right, least, most = (agreed[i * len(reqs) : (i + 1) * len(reqs)] for i in range(3))
+    common = ranks.least([int(value) for value in mine], about=[req.rid for req in reqs])
+    are_right, least, most = (common[i * len(reqs) : (i + 1) * len(reqs)] for i in range(3))
     found = []
     for wrong, is_right, low, high in zip(wrongs, are_right, least, most, strict=True):
         if wrong is None and not is_right:
             wrong = ON_ANOTHER_RANK
         elif wrong is None and low != -high:
-            wrong = "the prefill server's ranks name different first tokens"
+            wrong = "the ranks of the prefill server sent different first tokens"
         found.append(wrong)
     return found
 
@@ -148,6 +159,7 @@ def keep_retracted(pages: list[int], num_tokens: int) -> RetractedKV:
 
 
 def wait_when_idle(scheduler: Any) -> None:
-    """No batch runs. SGLang itself sleeps where it has nothing to wait for either."""
+    """Wait for news of a link while no batch runs. Do nothing on a fully idle server: SGLang itself
+    sleeps there."""
     if scheduler.server_args.disaggregation_mode != "null" and not scheduler.is_fully_idle():
         serving().wait_for_news(NEWS_WAIT_S)

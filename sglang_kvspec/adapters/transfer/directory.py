@@ -1,4 +1,4 @@
-"""Where prefill servers send from, as their bootstrap servers tell."""
+"""Addresses from which prefill servers send, asked of their bootstrap servers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import requests
 
 QUERY_TIMEOUT_S = 2.0
-# A prefill server that is not there is asked for at most so often.
+# Seconds between two queries for a prefill server that is not there.
 QUERY_PERIOD_S = 1.0
-# Whoever sends requests names the servers: so many may be silent at once.
+# Most queries at once. Clients name the servers in their requests, and all of them may be silent.
 MAX_QUERIES = 16
 MAX_REPLY_BYTES = 1 << 16
 
 
 class Answer(NamedTuple):
-    """addresses: to dial, of ranks first_rank and those that follow it; none where they are not
-    known, and trouble says why. part: which of how many equal shares of their KV heads is wanted of
-    each."""
+    """Ranks of a prefill server to dial. addresses: of first_rank and the ranks after it; empty if
+    they are not known, and trouble says why. part: number and count of the equal shares of their KV
+    heads, of which each rank sends one."""
 
     addresses: tuple[str, ...]
     first_rank: int = 0
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 class Asker(NamedTuple):
-    """Rank `rank` of `size` of a decode server, with so many KV heads."""
+    """Rank `rank` of the `size` ranks of a decode server, with num_kv_heads KV heads."""
 
     rank: int = 0
     size: int = 1
@@ -38,9 +38,9 @@ class Asker(NamedTuple):
 
 
 def query_route(bootstrap_addr: str, asker: Asker) -> Answer:
-    """Ask a bootstrap server where those ranks of its server send from that have the asker's KV
-    heads. Takes QUERY_TIMEOUT_S, or twice that, for the number of ranks and for each of them.
-    Raises what may go wrong on the way."""
+    """Ask a bootstrap server for the addresses of those ranks that have the asker's KV heads. One
+    query asks for the number of ranks, and one for each rank. A query takes QUERY_TIMEOUT_S, or
+    twice that, at most. Raises the errors of the connection and of malformed answers."""
     try:
         num_ranks = size_in(_get_route(bootstrap_addr, -1, -1))
         ranks = ranks_for(asker, num_ranks)
@@ -51,8 +51,8 @@ def query_route(bootstrap_addr: str, asker: Asker) -> Answer:
 
 
 def ranks_for(asker: Asker, num_ranks: int) -> range:
-    """Those of a prefill server of so many ranks that have the asker's KV heads. Where the numbers
-    do not fit, one that will refuse it in words."""
+    """Return those of a prefill server's num_ranks ranks that have the asker's KV heads. If the
+    numbers do not fit, return one rank, which refuses the asker with a reason."""
     each, rest = divmod(num_ranks, asker.size)
     if rest or each > asker.num_kv_heads:
         first = asker.rank * num_ranks // asker.size
@@ -61,18 +61,18 @@ def ranks_for(asker: Asker, num_ranks: int) -> range:
 
 
 def part_for(asker: Asker, num_ranks: int) -> tuple[int, int]:
-    """Which of how many shares of a rank's KV heads the asker has, where there are fewer of
-    those."""
+    """Return which share of a prefill rank's KV heads the asker has, and of how many shares. (0, 1)
+    unless the decode server has more ranks."""
     count, rest = divmod(asker.size, num_ranks)
     return (0, 1) if rest or not count else (asker.rank % count, count)
 
 
 class _NoRoute(Exception):
-    """A bootstrap server that says nothing of use, and what it says."""
+    """Useless answer of a bootstrap server. The message says what it was."""
 
 
 def _get_route(bootstrap_addr: str, others: int, rank: int) -> Any:
-    """What it says of a rank or, where both numbers are -1, of its server."""
+    """Return what a bootstrap server says of a rank, or of its server if both numbers are -1."""
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_pp_rank")
     deadline_s = time.monotonic() + QUERY_TIMEOUT_S
     with requests.get(
@@ -86,30 +86,30 @@ def _get_route(bootstrap_addr: str, others: int, rank: int) -> Any:
         for part in reply.iter_content(4096):
             body += part
             if len(body) > MAX_REPLY_BYTES or time.monotonic() > deadline_s:
-                raise _NoRoute("its answer is too long, or comes too slowly")
+                raise _NoRoute("the bootstrap server's answer is too long or too slow")
     if reply.status_code != 200:
-        raise _NoRoute(f"it answers {reply.status_code}: {body[:200]!r}")
+        raise _NoRoute(f"the bootstrap server answered {reply.status_code}: {body[:200]!r}")
     return json.loads(body)
 
 
 def size_in(found: Any) -> int:
-    """Raises ValueError for an answer that names no number of ranks."""
+    """Return the number of ranks in an answer. Raises ValueError if there is none."""
     size = found.get("attn_tp_size") if type(found) is dict else None
     if type(size) is not int or size < 1:
-        raise ValueError(f"it names no number of ranks: {found!r:.200}")
+        raise ValueError(f"the bootstrap server named no number of ranks: {found!r:.200}")
     return size
 
 
 def address_in(found: Any) -> str:
-    """Raises ValueError for an answer that names no address."""
+    """Return the address in an answer. Raises ValueError if there is none."""
     host, port = (found.get("rank_ip"), found.get("rank_port")) if type(found) is dict else (0, 0)
     if type(host) is not str or type(port) is not int or not 0 < port < 1 << 16:
-        raise ValueError(f"it names no address: {found!r:.200}")
+        raise ValueError(f"the bootstrap server named no address: {found!r:.200}")
     return f"tcp://{host}:{port}"
 
 
 class Directory:
-    """Asks on threads of its own: a server that is silent holds nobody up."""
+    """Queries of bootstrap servers on threads of their own: no call waits for a silent server."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class Directory:
         self._answers: dict[str, Answer] = {}
 
     def ask(self, bootstrap_addr: str) -> None:
-        """Have a server asked, unless that is under way, was done a moment ago, or too many others
-        are."""
+        """Start a query of a server, unless one is under way or less than QUERY_PERIOD_S old, or
+        MAX_QUERIES are under way."""
         now_s = self._clock()
         with self._lock:
             asked = {a: s for a, s in self._asked_s.items() if now_s - s < QUERY_PERIOD_S}
@@ -140,7 +140,7 @@ class Directory:
         threading.Thread(target=self._run, args=(bootstrap_addr,), daemon=True).start()
 
     def take(self, bootstrap_addr: str) -> Answer | None:
-        """What a server said that was asked; None where it has said nothing since the last call."""
+        """Return a server's answer; None if it has not answered since the last call."""
         with self._lock:
             return self._answers.pop(bootstrap_addr, None)
 
@@ -148,7 +148,7 @@ class Directory:
         try:
             answer = self._query(bootstrap_addr)
         except Exception as error:
-            # Nothing that a stranger answers ends more than the question.
+            # Whatever an unknown server answers must end this query only.
             answer = Answer((), trouble=f"{type(error).__name__}: {error}")
         with self._lock:
             self._asking.discard(bootstrap_addr)

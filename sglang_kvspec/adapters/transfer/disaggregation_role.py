@@ -1,4 +1,4 @@
-"""What a worker has to do with transfers, on either side: joining, counting, telling."""
+"""The worker's part in transfers on a prefill or decode server: setup, reports and notices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sglang_kvspec.runtime.ranks import Ranks
 
 
 class DisaggregationRole:
-    """Of a prefill or a decode server. decoding: what the latter does beside its iterations."""
+    """Role of a prefill or a decode server. decoding: treatment of late KV on a decode server; None
+    on a prefill server."""
 
     def __init__(
         self,
@@ -36,25 +37,25 @@ class DisaggregationRole:
             self._metrics = TransferMetrics(server_args.served_model_name)
 
     def write_behind(self, join: Callable[[], None]) -> None:
-        """join: makes what writes from now on wait for rounds that run beside the scheduler."""
+        """Set join, which makes later writes wait for rounds that run beside the scheduler."""
         self._serving.join_rounds = join
 
     def publish(self) -> None:
-        """Once an iteration."""
+        """Export the metrics of transfers. Called once an iteration."""
         if self._metrics is not None:
             drafts = 0 if self.decoding is None else self.decoding.drafts_on_anchors
             self._metrics.publish(self._serving.manager.link_counters, drafts)
 
     def report(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Return the transfer section of /server_info."""
         links = {"links": self._serving.manager.report()}
         if self.decoding is None:
             return links
         return links | {"drafts_on_anchors": self.decoding.drafts_on_anchors}
 
     def note_prefill(self, reqs: Sequence[Any]) -> None:
-        """Tell the links of prompts that are complete with a forward, and withhold KV of requests
-        that failed in it."""
+        """Note prompts that are complete with a forward, and withhold KV of requests that failed in
+        it."""
         for req in reqs:
             if req.inflight_middle_chunks <= 0:
                 self.note_prompt(req)
@@ -62,12 +63,12 @@ class DisaggregationRole:
                 self.withhold(req)
 
     def note_prompt(self, req: Any) -> None:
-        """The prompt of a prefill server's request is complete with this forward."""
+        """Note that a request's prompt is complete with this forward, on a prefill server."""
         self._serving.manager.departures.note_prompt(req.bootstrap_room, req.origin_input_ids)
 
     def withhold(self, req: Any) -> None:
-        """What was computed of a request that failed while it was prefilled is not the KV that its
-        decode server asked for."""
+        """Abort the transfer of a request that failed while it was prefilled: what was computed is
+        not the KV that its decode server asked for."""
         self._serving.manager.departures.abort(req.bootstrap_room, req.to_finish.message)
 
     def weights_will_change(self) -> None:

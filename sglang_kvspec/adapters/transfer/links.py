@@ -14,24 +14,25 @@ from sglang_kvspec.transport import LinkState
 
 logger = logging.getLogger(__name__)
 
-# A link that nobody has had a use for is closed: servers come and go.
+# Seconds after which an unused link is closed: servers come and go.
 IDLE_S = 120.0
+_NO_ANSWER = "its bootstrap server has not answered yet"
 
 
 @dataclass(slots=True)
 class _Link:
-    """answer: where the server listens, all ranks of it that are dialled. loop: None while nobody
-    knows. trouble: why there is no link."""
+    """Link to one prefill server. answer: addresses of all its ranks that are dialled. loop: None
+    while there is no link. trouble: why there is none."""
 
     used_s: float
     answer: Answer | None = None
     loop: Any = None
     dialled_s: float = 0.0
-    trouble: str = "it has not answered yet"
+    trouble: str = _NO_ANSWER
 
 
 class PrefillLinks:
-    """Owned by the scheduler's thread; no call waits for a server."""
+    """Links to prefill servers. Owned by the scheduler's thread; no call waits for a server."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class PrefillLinks:
         on_gone: Callable[[Any, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """dial: makes a JoinedLink. is_used: whether transfers of a loop are under way. on_gone:
-        nothing more will come of a loop, and why."""
+        """dial: makes a JoinedLink. is_used: True for a loop with transfers under way. on_gone:
+        called with a loop from which nothing more will come, and why."""
         self._directory, self._dial, self._clock = directory, dial, clock
         self._is_used, self._on_gone = is_used, on_gone
         self._links: dict[str, _Link] = {}
@@ -52,12 +53,12 @@ class PrefillLinks:
         return [link.loop for link in self._links.values() if link.loop is not None]
 
     def by_address(self) -> dict[str, Any]:
-        """Loops by the address of their bootstrap server."""
+        """Return the loops by the address of their bootstrap server."""
         return {addr: link.loop for addr, link in self._links.items() if link.loop is not None}
 
     def live(self, bootstrap_addr: str) -> Any | None:
-        """A link that works; None while there is none, and asking again may help. Raises
-        TransportError where it will not: the server refuses this one, or must not be dialled."""
+        """Return a link that works; None while there is none, and asking again may help. Raises
+        TransportError if it will not: the server refuses this one, or must not be dialled."""
         now_s = self._clock()
         link = self._links.get(bootstrap_addr)
         if link is None:
@@ -73,12 +74,12 @@ class PrefillLinks:
         return None
 
     def trouble(self, bootstrap_addr: str) -> str:
-        """Why live() says None."""
+        """Return why live() returns None."""
         link = self._links.get(bootstrap_addr)
-        return "it has not answered yet" if link is None else link.trouble
+        return _NO_ANSWER if link is None else link.trouble
 
     def drop(self, loop: Any, reason: str) -> None:
-        """A loop has ended, or is to be closed."""
+        """Forget and close a loop, which may have ended already."""
         for link in self._links.values():
             if link.loop is loop:
                 link.loop, link.answer, link.trouble = None, None, reason
@@ -86,10 +87,10 @@ class PrefillLinks:
         try:
             loop.close()
         except TransportError as error:
-            logger.error("KVSpec: a link to a prefill server did not end well: %s", error)
+            logger.error("KVSpec: cannot close a link to a prefill server: %s", error)
 
     def _state(self, link: _Link) -> LinkState | None:
-        """None where there is no loop (any more)."""
+        """Return the state of a link; None if it has no loop, or its loop has ended."""
         if link.loop is None:
             return None
         try:
@@ -100,8 +101,8 @@ class PrefillLinks:
         return state
 
     def _follow(self, bootstrap_addr: str, link: _Link, *, is_refused: bool) -> None:
-        """Dial where the server is now, once it is known: it may have been started anew, and listen
-        elsewhere."""
+        """Dial the server's address once the directory knows it: the server may have restarted and
+        listen elsewhere."""
         answer = self._directory.take(bootstrap_addr)
         if answer is None:
             self._directory.ask(bootstrap_addr)
@@ -113,14 +114,17 @@ class PrefillLinks:
             return
         if link.loop is not None:
             assert link.answer is not None
-            self.drop(link.loop, f"the prefill server at {_told(link.answer)} is gone")
+            self.drop(link.loop, f"the prefill server no longer listens at {_told(link.answer)}")
         try:
             loop = self._dial(answer)
         except ValueError as error:
-            raise TransportError(f"{bootstrap_addr} names {_told(answer)}: {error}") from None
+            raise TransportError(
+                f"bootstrap server {bootstrap_addr} named {_told(answer)}: {error}"
+            ) from None
         link.answer, link.loop, link.dialled_s = answer, loop, self._clock()
         link.trouble = (
-            f"nothing that knows this server's keys, if it has any, greets from {_told(answer)}"
+            f"no prefill server answers at {_told(answer)}; if --kvspec-transfer-keys is set, "
+            "check the keys of both servers"
         )
 
     def _close_unused(self, now_s: float) -> None:
@@ -128,7 +132,7 @@ class PrefillLinks:
             if now_s - link.used_s < IDLE_S or (link.loop and self._is_used(link.loop)):
                 continue
             if link.loop is not None:
-                self.drop(link.loop, "nobody had a use for this link")
+                self.drop(link.loop, "the link was idle")
             self._directory.take(addr)
             del self._links[addr]
 

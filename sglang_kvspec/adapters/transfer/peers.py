@@ -1,4 +1,4 @@
-"""What both sides of a transfer know of the server they are in, and tell each other."""
+"""Facts about the server of this process, which both sides of a transfer use and exchange."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from sglang_kvspec.transport.keys import load_keys
 
 @dataclass(slots=True)
 class Serving:
-    """The server of this process, or one of its ranks. manager: SGLang's of this side, once there
-    is one. news: set whenever something has happened on a link. join_rounds: makes writes to the
-    recent window wait for rounds that run beside the main stream."""
+    """The server of this process, or one of its ranks. manager: SGLang's KV manager of this side,
+    None until it is made. news: set whenever something has happened on a link. join_rounds: makes
+    writes to the recent window wait for rounds that run beside the main stream."""
 
     config: KVSpecConfig
     pool: KVSpecPool
@@ -47,8 +47,9 @@ class Serving:
         return self.pool.kv
 
     def identity(self) -> Identity:
-        """Of this rank, whose part of the model is that of the same rank of a server of as many.
-        Reads all weights twice; all ranks do at once."""
+        """Return the identity of this rank. `fingerprint` covers its part of the model, which the
+        same rank of a server with as many ranks has; `whole` covers all parts. Reads all weights
+        twice. All ranks must call this at once."""
         geometry, settings = self.kv.geometry, self.kv.codec.settings
         config, whole = self.model_config, hash_of_all_ranks(self.model, self.ranks)
         return Identity(
@@ -75,35 +76,37 @@ class Serving:
         return HandoverFormat(self.kv.geometry, field_bytes, page.anchor + page.residual)
 
     def keys(self) -> CurveKeys | None:
-        """Raises ConfigError for a folder without them."""
+        """Return the keys for transfers; None without --kvspec-transfer-keys. Raises ConfigError
+        for a folder without keys."""
         folder = self.config.transfer_keys
         return None if folder is None else load_keys("--kvspec-transfer-keys", folder)
 
     def wait_for_news(self, timeout_s: float) -> None:
-        """Until something has happened on a link since the last call."""
+        """Wait until something has happened on a link since the last call, timeout_s at most."""
         self.news.wait(timeout_s)
         self.news.clear()
 
 
-# After an update of weights.
+# Reason of all refusals after an update of weights, with the role of the server.
 WEIGHTS_CHANGED = (
-    "the weights of the {} server were updated after it shook hands: restart it to have KV "
-    "transferred again"
+    "the weights of the {0} server were updated after the handshake: restart the {0} server to "
+    "transfer KV again"
 )
 _MAX_ROOM = (1 << 63) - 1
-_ON_ANOTHER_RANK = "another rank of this server gave it up, and says why in its log"
+_ON_ANOTHER_RANK = "another rank of this server cancelled the request: see the log of that rank"
 
 
 def wrong_room(room: Any) -> str | None:
-    """Why a request cannot be transferred in this room, which is a stranger's choice. SGLang waits
-    for ever in room 0."""
+    """Return why a request cannot be transferred in this room, which a client chose; None if it
+    can. SGLang waits for ever in room 0."""
     if type(room) is int and 0 < room <= _MAX_ROOM:
         return None
     return f"bootstrap_room must be in [1, 2^63), got {room!r:.40}"
 
 
 def failed(room: int, reason: str | None) -> KVTransferError:
-    """Of a request that SGLang ends on all ranks. reason: None where this one knows of none."""
+    """Return the error of a request that SGLang ends on all ranks. reason: None if this rank knows
+    of none."""
     if reason is None:
         return KVTransferError(room, _ON_ANOTHER_RANK, is_from_another_rank=True)
     return KVTransferError(room, reason)
@@ -118,12 +121,12 @@ def install(serving: Serving) -> None:
 
 
 def serving() -> Serving:
-    assert _serving, "SGLang made a transfer manager before the pools"
+    assert _serving, "SGLang must make the pools before a transfer manager"
     return _serving[0]
 
 
 def read_fields(kv_args: Any, index: int) -> tuple[bytes, ...]:
-    """SGLang's metadata of a request, of which it gives addresses only."""
+    """Read SGLang's metadata of a request, of which SGLang gives addresses only."""
     import ctypes
 
     return tuple(
@@ -133,11 +136,11 @@ def read_fields(kv_args: Any, index: int) -> tuple[bytes, ...]:
 
 
 def write_fields(kv_args: Any, index: int, fields: tuple[bytes, ...]) -> None:
-    """Put the metadata that another server read where this one's SGLang looks for it."""
+    """Write metadata that another server read to where this server's SGLang looks for it."""
     import ctypes
 
     for address, size, value in zip(
         kv_args.aux_data_ptrs, kv_args.aux_item_lens, fields, strict=True
     ):
-        assert len(value) == size, "a handover's fields are checked where it is read"
+        assert len(value) == size, "fields of a handover must be checked when the handover is read"
         ctypes.memmove(address + index * size, value, size)

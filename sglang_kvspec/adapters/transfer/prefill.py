@@ -27,13 +27,13 @@ from sglang_kvspec.transport.counters import LinkCounters
 
 logger = logging.getLogger(__name__)
 
-# What a link of a given speed lets through at once after it was idle.
+# Bytes that a link of a given speed lets through at once after it was idle.
 BURST_BYTES = 256 << 10
 _REGISTER_TIMEOUT_S = 30.0
 
 
 class PrefillManager:
-    """Owns the port that this rank's KV leaves by."""
+    """SGLang's KV manager of a prefill rank. Owns the port from which this rank's KV is sent."""
 
     def __init__(self, kv_args: Any, server_args: Any, serving: Serving) -> None:
         self.kv_args = kv_args
@@ -56,15 +56,15 @@ class PrefillManager:
         serving.pool.freed_listeners.append(self.departures.release)
         self.bootstrap_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
         self.page_size = serving.kv.geometry.page_size
-        # Why nothing is sent any more.
+        # Why nothing is sent from now on; None while KV is sent.
         self.refusal: str | None = None
         self._register(server_args, ranks)
 
     def register_to_bootstrap(self) -> None:
-        """Done when it was made."""
+        """Do nothing: the constructor has registered this rank."""
 
     def weights_will_change(self) -> None:
-        """KV of two sets of weights must not meet in one request."""
+        """Abort all transfers: KV of two sets of weights must not meet in one request."""
         self.refusal = WEIGHTS_CHANGED.format("prefill")
         self.departures.abort_all(self.refusal)
 
@@ -76,7 +76,7 @@ class PrefillManager:
 
     def _register(self, server_args: Any, ranks: Ranks) -> None:
         """Tell SGLang's bootstrap server, which runs in another process of this server, where
-        decode servers find this rank's port. Raises TransportError where it cannot be told."""
+        decode servers find this rank's port. Raises TransportError if that fails."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server_args.host, server_args.host)
         url = f"http://{host}:{server_args.disaggregation_bootstrap_port}/route"
         rank_host, _, rank_port = self.address.removeprefix("tcp://").rpartition(":")
@@ -106,12 +106,12 @@ class PrefillManager:
             except requests.RequestException as error:
                 if time.monotonic() > deadline:
                     raise TransportError(f"cannot register with {url}: {error}") from None
-                # Its process starts while this one loads the model.
+                # The bootstrap server's process starts while this one loads the model.
                 time.sleep(0.2)
 
 
 class KVSpecSender(BaseKVSender):  # type: ignore[misc]
-    """One request's KV on its way to a decode server, as SGLang asks for it."""
+    """SGLang's sender of one request's KV to a decode server."""
 
     def __init__(
         self,
@@ -141,15 +141,15 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
             self._failure = str(error)
             return
         self._owns_room = True
-        # SGLang drops a request that is aborted before it is computed, and tells nobody.
+        # SGLang does not tell the sender when it drops a request that is aborted before it runs.
         self._dropped = weakref.finalize(self, departures.forget, self._room)
         self._dropped.atexit = False
         if refusal is not None:
             departures.abort(self._room, refusal)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """num_kv_indices: pages that will be sent; aux_index: where SGLang puts the request's
-        metadata."""
+        """Set num_kv_indices, the pages that will be sent, and aux_index, where SGLang puts the
+        request's metadata."""
         self._num_pages, self._aux_index = num_kv_indices, aux_index
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
@@ -161,12 +161,12 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        """The next pages of the prompt. Its last page goes with SGLang's metadata, and is the only
-        one that may be partial."""
+        """Send the next pages of the prompt. Its last page goes with SGLang's metadata, and is the
+        only one that may be partial."""
         if self._failure is not None:
             return
         departures, pages = self.kv_mgr.departures, [int(page) for page in kv_indices]
-        # Counted here: a request that has ended on this rank alone is the same to SGLang.
+        # Counted here: SGLang also hands over pages of a request that ended on this rank alone.
         self._num_given += len(pages)
         if self._num_given < self._num_pages:
             departures.send(self._room, pages)
@@ -191,7 +191,9 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
             elif departure.is_open:
                 return KVPoll.WaitingForInput
             elif waited_s > self.kv_mgr.bootstrap_timeout_s:
-                self._failure = f"no decode server asked for its KV in {waited_s:.0f} s"
+                self._failure = (
+                    f"no decode server asked for the KV of the request in {waited_s:.0f} s"
+                )
             else:
                 return KVPoll.Bootstrapping
         return KVPoll.Failed
@@ -201,8 +203,8 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
             transfer_latency_s=departure.took_s, transfer_total_bytes=departure.num_bytes
         )
         if not departure.num_sent:
-            # Its decode server is done with it before anything was computed here.
-            self._failure = "its decode server needs it no more"
+            # The decode server ended the request before anything was computed here.
+            self._failure = "the decode server no longer needs the KV of the request"
             return KVPoll.Failed
         return KVPoll.Success
 
@@ -212,9 +214,9 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
     def failure_exception(self) -> None:
         error = failed(self._room, self._failure)
         if error.is_from_another_rank and self._owns_room:
-            # Here nothing was wrong: the receiver is to hear why it ends nevertheless.
+            # This rank had no failure: tell the receiver why the request ends nevertheless.
             self.kv_mgr.departures.abort(
-                self._room, "another rank of the prefill server gave it up"
+                self._room, "another rank of the prefill server cancelled the request"
             )
         self.clear()
         raise error
@@ -227,4 +229,4 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         self._failure = self._failure or "Aborted by AbortReq."
         if self._owns_room:
-            self.kv_mgr.departures.abort(self._room, "the prefill server gave it up")
+            self.kv_mgr.departures.abort(self._room, "the prefill server cancelled the request")

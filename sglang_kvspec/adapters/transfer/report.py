@@ -1,4 +1,4 @@
-"""What a link did, for /server_info and metrics."""
+"""Totals of links, for /server_info and metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from sglang_kvspec.transport.counters import Durations, LinkCounters
 
 
 def link_report(loop: SenderLoop | ReceiverLoop) -> dict[str, Any]:
-    """Totals since the link's end was made; times in seconds. Of one that has ended, why."""
+    """Return totals since this end of a link was made, times in seconds. If its loop has ended,
+    return only why."""
     counters = _counters_or_end(loop)
     if isinstance(counters, str):
         return {"ended": counters}
@@ -38,13 +39,13 @@ def link_report(loop: SenderLoop | ReceiverLoop) -> dict[str, Any]:
 
 
 def live_counters(loops: Iterable[SenderLoop | ReceiverLoop]) -> list[LinkCounters]:
-    """Of those that have not ended."""
+    """Return the counters of the loops that have not ended."""
     found = map(_counters_or_end, loops)
     return [counters for counters in found if isinstance(counters, LinkCounters)]
 
 
 def _counters_or_end(loop: SenderLoop | ReceiverLoop) -> LinkCounters | str:
-    """Why a loop has ended, if it has."""
+    """Return the counters of a loop, or why it has ended."""
     try:
         return loop.counters()
     except TransportError as error:

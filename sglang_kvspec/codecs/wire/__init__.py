@@ -1,4 +1,4 @@
-"""What a page of KV becomes on the wire in the baseline modes of --kvspec-transfer; README.md."""
+"""Codecs of KV pages for the baseline modes of --kvspec-transfer; see README.md."""
 
 from sglang_kvspec.codecs.wire.base import KV, PageGeometry, WireCodec
 from sglang_kvspec.codecs.wire.registry import WireCodecName, make_wire_codec

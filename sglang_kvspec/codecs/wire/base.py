@@ -1,4 +1,4 @@
-"""The interface between wire codecs and whoever sends or receives pages."""
+"""The interface between wire codecs and the code that sends or receives pages."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class PageGeometry(Protocol):
 
 
 def page_shape(geometry: PageGeometry) -> tuple[int, int, int, int]:
-    """[num_layers, page_size, num_kv_heads, head_dim]: K of a page, or V."""
+    """Return [num_layers, page_size, num_kv_heads, head_dim], the shape of a page's K or V."""
     return geometry.num_layers, geometry.page_size, geometry.num_kv_heads, geometry.head_dim
 
 
 def page_elements(geometry: PageGeometry) -> int:
-    """Numbers in K of a page, or in V."""
+    """Return the number of elements in a page's K or V."""
     return math.prod(page_shape(geometry))
 
 
 class WireCodec(Protocol):
-    """Turns a page of KV into bytes that stand for themselves, and back. Holds no state.
+    """Stateless codec between a page of KV and self-contained bytes.
 
     k, v: [num_layers, page_size, num_kv_heads, head_dim] on the CPU in the model's KV dtype, of any
-    strides. Every token of a page is encoded: whoever sends a page that is not full yet fills the
+    strides. Every token of a page is encoded. The sender of a page that is not full yet fills the
     rest with numbers, best with copies of its last token.
     """
 
@@ -53,26 +53,26 @@ class WireCodec(Protocol):
 
     @property
     def max_page_bytes(self) -> int:
-        """No encoded page is longer. All are exactly as long, but for `cachegen`."""
+        """Most bytes of an encoded page. Every page has exactly as many, except in `cachegen`."""
         ...
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One page as contiguous uint8 [nbytes]. Equal pages give equal bytes. Raises CodecError
-        for tensors of another shape or dtype and, but for `full`, for NaN and inf."""
+        """Return one page as contiguous uint8 [nbytes]. Equal pages give equal bytes. Raises
+        CodecError for tensors of another shape or dtype and, except in `full`, for NaN and inf."""
         ...
 
     def decode(self, payload: torch.Tensor) -> KV:
-        """What a decode server computes with: fresh, contiguous (k, v) in the KV dtype, finite
-        unless the codec is `full`. Raises CodecError for bytes that cannot be read as a page of
-        this geometry, in a time and memory that depend on the geometry alone."""
+        """Return the (k, v) that a decode server computes with: fresh, contiguous, in the KV dtype,
+        finite unless the codec is `full`. Raises CodecError for bytes that cannot be read as a page
+        of this geometry. Time and memory depend on the geometry alone."""
         ...
 
     def encode_pages(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """encode() of N pages at once, k and v [N, num_layers, page_size, num_kv_heads, head_dim]
-        on any device: there as far as the codec can, which the CPU waits for."""
+        """Encode N pages at once, k and v [N, num_layers, page_size, num_kv_heads, head_dim] on any
+        device. The codec works on that device as far as it can, and the CPU waits for it."""
         ...
 
     def decode_pages(self, payloads: Sequence[torch.Tensor], device: torch.device) -> KV:
-        """decode() of N pages at once, at least one: (k, v), each [N, num_layers, page_size,
-        num_kv_heads, head_dim], of equal strides, on the device, which nobody waits for."""
+        """Decode N pages at once, at least one. Return (k, v), each [N, num_layers, page_size,
+        num_kv_heads, head_dim], of equal strides, on the device. The CPU does not wait for it."""
         ...

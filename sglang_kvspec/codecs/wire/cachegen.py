@@ -23,8 +23,8 @@ from sglang_kvspec.core.errors import CodecError
 
 ANCHOR_EVERY = 10
 # Bin widths of the first, the middle and the last third of the layers, in units of the root mean
-# square of a layer's differences: deeper layers forgive more. The widest at which answers stay the
-# same about as long as with `int4` (README.md).
+# square of a layer's differences. Deeper layers tolerate wider bins. These are the widest bins at
+# which answers stay the same about as long as with `int4` (README.md).
 BINS = (0.25, 0.5, 0.75)
 # Sums of squares of larger differences could overflow fp32.
 MAX_MAGNITUDE = 2.0**48
@@ -34,15 +34,16 @@ MAX_MAGNITUDE = 2.0**48
 class CacheGenWireCodec:
     """base.WireCodec after CacheGen.
 
-    Of every ANCHOR_EVERY tokens the first is an anchor token, kept as 8-bit integers with a scale
-    per head. Other tokens are differences from the decoded anchor token before them, in bins of
-    one width per layer and part (K, V): an integer in units of the width. Integers are coded with
-    a model per channel (symbols.py) or, where that would take more, as bytes. The paper's models
-    are measured once for an LLM; here a class per channel travels with the page.
+    The first of every ANCHOR_EVERY tokens is an anchor token, kept as 8-bit integers with a scale
+    per head. The other tokens are differences from the decoded anchor token before them, as
+    integers in units of a bin width. There is one width per layer and part (K, V). Integers are
+    coded with a model per channel (symbols.py), or as bytes where the models save nothing. The
+    paper measures its models once for an LLM; here a class per channel travels with the page.
 
-    A bin is `bins` of the root mean square of its layer's differences wide, or more: as its anchor
-    tokens' mean scale, and so that 127 bins reach the largest difference. No error exceeds half a
-    bin, or half a scale in an anchor token. Refuses magnitudes above MAX_MAGNITUDE.
+    A bin is at least `bins` times the root mean square of its layer's differences wide. It is at
+    least the mean scale of the anchor tokens wide, and 127 bins reach the largest difference. No
+    error exceeds half a bin, or half a scale in an anchor token. encode() raises CodecError for
+    magnitudes above MAX_MAGNITUDE.
     """
 
     name: ClassVar[str] = "cachegen"
@@ -87,7 +88,7 @@ class CacheGenWireCodec:
         by_channel = _symbols_of(record, len(others))
         layers, tokens, heads, channels = page_shape(self.geometry)
         rounded = torch.from_numpy(by_channel).view(2, layers, heads, channels, len(others))
-        # Forged scales reach beyond fp32, and of two infinities the sum may be no number.
+        # Forged scales may exceed fp32, and the sum of two infinities may be NaN.
         most = torch.finfo(torch.float32).max
         anchors = (record.anchor_codes.float() * record.anchor_scale).clamp_(-most, most)
         delta = rounded.permute(0, 1, 4, 2, 3).float() * record.step
@@ -98,7 +99,7 @@ class CacheGenWireCodec:
         return k, v
 
     def encode_pages(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """One by one, on the CPU: so does the entropy coder."""
+        """Encode pages one by one on the CPU, where the entropy coder runs."""
         check_pages(self.geometry, k, v)
         return [self.encode(*page) for page in zip(k.cpu(), v.cpu(), strict=True)]
 
@@ -108,20 +109,20 @@ class CacheGenWireCodec:
         return _sent(k, device), _sent(v, device)
 
     def _other_tokens(self) -> torch.Tensor:
-        """Positions in the page of all but the anchor tokens."""
+        """Return the positions in the page of all but the anchor tokens."""
         tokens = torch.arange(self.geometry.page_size)
         return tokens[tokens % ANCHOR_EVERY != 0]
 
     def _steps(self, delta: torch.Tensor, anchor_scale: torch.Tensor) -> torch.Tensor:
-        """Bin widths [2, num_layers, 1, 1, 1] for differences delta [2, num_layers, ...] from
-        anchor tokens of these scales [2, num_layers, ...]."""
+        """Return the bin widths [2, num_layers, 1, 1, 1] for differences delta [2, num_layers, ...]
+        from anchor tokens of scales anchor_scale [2, num_layers, ...]."""
         layers = self.geometry.num_layers
         thirds = torch.arange(layers) * len(self.bins) // layers
         bins = torch.tensor(self.bins)[thirds].view(1, layers, 1, 1, 1)
         rms = delta.square().mean((2, 3, 4), keepdim=True).sqrt_()
         largest = delta.abs().amax((2, 3, 4), keepdim=True)
         step = torch.maximum(bins * rms, largest / symbols.MAX_SYMBOL)
-        # Finer bins would code what the anchor tokens' own rounding left in the differences.
+        # Finer bins would only code the rounding errors of the anchor tokens.
         return torch.maximum(step, anchor_scale.mean((2, 3, 4), keepdim=True))
 
 
@@ -132,7 +133,7 @@ def _sent(pages: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _divisor(step: torch.Tensor) -> torch.Tensor:
-    """`step`, and 1 where it is 0 because all that it divides is."""
+    """Return `step`, with 1 in place of 0: all values that a step of 0 divides are 0, too."""
     return torch.where(step > 0, step, 1.0)
 
 
@@ -144,14 +145,16 @@ def _shorter(by_channel: symbols.Symbols, classes: symbols.Classes) -> tuple[Cod
 
 
 def _symbols_of(record: DeltaRecord, per_channel: int) -> symbols.Symbols:
-    """Symbols [num_channels, per_channel] of a record. Raises CodecError if it holds another
-    number of them."""
+    """Return the symbols [num_channels, per_channel] of a record. Raises CodecError if the record
+    holds another number of symbols."""
     if record.coding is Coding.ENTROPY:
         if len(record.body) % 4:
-            raise CodecError(f"coded symbols come in words of 4 bytes, got {len(record.body)}")
+            raise CodecError(
+                f"coded symbols must be whole words of 4 bytes, got {len(record.body)} bytes"
+            )
         words = np.frombuffer(record.body, "<u4").astype(np.uint32)
         return symbols.decode(words, record.classes, per_channel)
     expected = record.classes.size * per_channel
     if len(record.body) != expected:
-        raise CodecError(f"{expected} symbols take as many bytes, got {len(record.body)}")
+        raise CodecError(f"{expected} symbols must take {expected} bytes, got {len(record.body)}")
     return np.frombuffer(bytearray(record.body), np.int8).reshape(-1, per_channel)

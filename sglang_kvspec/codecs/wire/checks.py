@@ -1,4 +1,4 @@
-"""What every wire codec checks about the tensors it is handed."""
+"""Checks of the tensors that a wire codec is given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_page(geometry: PageGeometry, k: torch.Tensor, v: torch.Tensor) -> None
 
 
 def check_pages(geometry: PageGeometry, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise CodecError unless both are as many pages of the geometry, on one device."""
+    """Raise CodecError unless k and v are equally many pages of the geometry, on one device."""
     for part, pages in (("K", k), ("V", v)):
         if tuple(pages.shape) != (len(k), *page_shape(geometry)):
             raise CodecError(
@@ -42,9 +42,9 @@ def check_pages(geometry: PageGeometry, k: torch.Tensor, v: torch.Tensor) -> Non
 
 
 def check_magnitudes(codec: str, part: str, page: torch.Tensor, limit: float) -> None:
-    """Raise CodecError for NaN and for magnitudes above `limit`, which may be the dtype's own, in
-    a page or several."""
-    # A NaN is not below anything.
+    """Raise CodecError for NaN and for magnitudes above `limit`, in one page or several. limit: may
+    be the largest number of the dtype."""
+    # `<=` is False for NaN.
     bad = ~(page.abs() <= limit)
     if bool(bad.any()):
         where = bad.nonzero()[0].tolist()
@@ -55,9 +55,9 @@ def check_magnitudes(codec: str, part: str, page: torch.Tensor, limit: float) ->
 
 
 def owned_payload(codec: str, payload: torch.Tensor, least: int, most: int) -> torch.Tensor:
-    """A contiguous copy of `payload`, whose memory may start anywhere and be written to again.
-    Raises CodecError unless it is uint8 [nbytes] on the CPU and of at least `least`, at most `most`
-    bytes."""
+    """Return a contiguous copy of `payload`, whose own memory may be unaligned and may be
+    overwritten. Raises CodecError unless `payload` is uint8 [nbytes] on the CPU, of `least` to
+    `most` bytes."""
     _check_payload(codec, payload, least, most)
     return payload.clone(memory_format=torch.contiguous_format)
 
@@ -65,7 +65,8 @@ def owned_payload(codec: str, payload: torch.Tensor, least: int, most: int) -> t
 def owned_payloads(
     codec: str, payloads: Sequence[torch.Tensor], nbytes: int, device: torch.device
 ) -> torch.Tensor:
-    """Such a copy [N, nbytes] of payloads of equal sizes, pinned where it is to go to a GPU."""
+    """Return a copy [N, nbytes] of payloads of nbytes each, pinned if `device` is a GPU. Raises
+    CodecError as owned_payload() does."""
     for payload in payloads:
         _check_payload(codec, payload, nbytes, nbytes)
     is_pinned = device.type == "cuda"
@@ -81,4 +82,4 @@ def _check_payload(codec: str, payload: torch.Tensor, least: int, most: int) -> 
         )
     if not least <= payload.numel() <= most:
         allowed = f"{least}" if least == most else f"from {least} to {most}"
-        raise CodecError(f"a page of {codec} has {allowed} bytes, got {payload.numel()}")
+        raise CodecError(f"a page of {codec} must have {allowed} bytes, got {payload.numel()}")

@@ -1,4 +1,4 @@
-"""The bytes of a `cachegen` record: a header, fields of fixed size, and symbols to its end.
+"""Byte layout of a `cachegen` record: a header, fields of fixed size, and symbols to its end.
 
     checksum      u64   XXH3-64 of all that follows
     nbytes        u32   of the whole record
@@ -11,8 +11,8 @@
     classes       [2, layers, heads, channels / 2]            nibbles, low one first
     symbols       [2, layers, heads, channels, other tokens]
 
-All little endian. The checksum finds damage; a record forged along with it is bounded by the
-checks here and in symbols.py.
+All numbers are little endian. The checksum finds damage. The checks here and in symbols.py bound
+what a forged record with a valid checksum can do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_kvspec.codecs.wire.fields import lay_out
 from sglang_kvspec.codecs.wire.symbols import Classes
 from sglang_kvspec.core.errors import CodecError
 
-# Raised by one whenever bytes change meaning, the models of symbols.py included.
+# Raise this by one whenever bytes change meaning, the models of symbols.py included.
 VERSION = 1
 _HEADER = struct.Struct("<QIHBB")
 _CHECKSUM_BYTES = 8
@@ -45,9 +45,9 @@ class Coding(enum.IntEnum):
 
 @dataclass(frozen=True)
 class DeltaRecord:
-    """step: [2, layers, 1, 1, 1] fp32. anchor_scale: [2, layers, anchor tokens, heads, 1] fp32.
-    anchor_codes: [..., channels] int8. classes: of all channels in record order. body: symbols as
-    `coding` writes them."""
+    """Fields of a record. step: [2, layers, 1, 1, 1] fp32. anchor_scale: [2, layers, anchor tokens,
+    heads, 1] fp32. anchor_codes: [..., channels] int8. classes: of all channels in record order.
+    body: symbols as `coding` writes them."""
 
     step: torch.Tensor
     anchor_scale: torch.Tensor
@@ -59,7 +59,7 @@ class DeltaRecord:
 
 @dataclass(frozen=True)
 class DeltaRecordFormat:
-    """Reads and writes records of one geometry whose anchor tokens are anchor_every apart."""
+    """Reader and writer of records of one geometry whose anchor tokens are anchor_every apart."""
 
     geometry: PageGeometry
     anchor_every: int
@@ -84,13 +84,14 @@ class DeltaRecordFormat:
 
     @property
     def max_bytes(self) -> int:
-        """With a byte a symbol; symbols are coded only where that is less."""
+        """Bytes of a record with one byte a symbol. Entropy coding is used only where it takes
+        less."""
         layers, tokens, heads, channels = page_shape(self.geometry)
         others = tokens - -(-tokens // self.anchor_every)
         return self.layout.nbytes + 2 * layers * heads * channels * others
 
     def write(self, record: DeltaRecord) -> torch.Tensor:
-        """`record` as uint8 [nbytes]."""
+        """Return `record` as uint8 [nbytes]."""
         nbytes = self.layout.nbytes + len(record.body)
         payload = torch.empty(nbytes, dtype=torch.uint8)
         for name in ("step", "anchor_scale", "anchor_codes"):
@@ -105,18 +106,20 @@ class DeltaRecordFormat:
         return payload
 
     def read(self, payload: torch.Tensor) -> DeltaRecord:
-        """The record in contiguous `payload` of at least min_bytes, whose memory the result
-        shares. Raises CodecError unless header and fields are sound."""
+        """Return the record in contiguous `payload` of at least min_bytes. The result shares its
+        memory. Raises CodecError unless header and fields are valid."""
         raw = payload.numpy()
         checksum, nbytes, version, coding, zero = _HEADER.unpack_from(raw.data)
         if nbytes != raw.size:
-            raise CodecError(f"a cachegen record says that it has {nbytes} bytes, got {raw.size}")
+            raise CodecError(
+                f"the header of a cachegen record states {nbytes} bytes, got {raw.size} bytes"
+            )
         if checksum != _checksum(raw):
-            raise CodecError("a cachegen record's checksum does not fit its bytes")
+            raise CodecError("the checksum of a cachegen record does not match its bytes")
         if version != VERSION or coding not in list(Coding) or zero != 0:
             raise CodecError(
-                f"cachegen records are of version {VERSION}, coding 0 or 1 and a zero, "
-                f"got {version}, {coding} and {zero}"
+                f"a cachegen record must have version {VERSION}, coding 0 or 1, and 0 as last "
+                f"header field, got {version}, {coding} and {zero}"
             )
         step = self.layout["step"].view(payload)
         scale = self.layout["anchor_scale"].view(payload).float()

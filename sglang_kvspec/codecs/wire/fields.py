@@ -8,7 +8,8 @@ from kvspec_kernels.formats import Field, RecordLayout
 
 
 def lay_out(*specs: tuple[str, tuple[int, ...], torch.dtype]) -> RecordLayout:
-    """Fields (name, shape, dtype) in this order and without gaps, so wider dtypes come first."""
+    """Lay out fields (name, shape, dtype) in this order and without gaps. Wider dtypes must come
+    first, so that every field is aligned."""
     fields: list[Field] = []
     offset = 0
     for name, shape, dtype in specs:

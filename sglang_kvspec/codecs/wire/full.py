@@ -1,4 +1,4 @@
-"""The bytes themselves."""
+"""Wire codec `full`: the raw bytes of a page."""
 
 from __future__ import annotations
 

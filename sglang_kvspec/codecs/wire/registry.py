@@ -1,4 +1,4 @@
-"""Wire codecs by the names that --kvspec-transfer takes, but for `split`, which is no codec."""
+"""Wire codecs by the names that --kvspec-transfer takes, except `split`, which is no wire codec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WireCodecName = Literal["full", "int8", "int4", "cachegen"]
 
 
 def make_wire_codec(name: WireCodecName, geometry: PageGeometry) -> WireCodec:
-    """The wire codec `name` for pages of `geometry`.
+    """Make the wire codec `name` for pages of `geometry`.
 
     Raises ConfigError naming the flag or model property, its value and what is allowed.
     """
@@ -31,7 +31,7 @@ def make_wire_codec(name: WireCodecName, geometry: PageGeometry) -> WireCodec:
         case "cachegen":
             return CacheGenWireCodec(geometry)
     raise ConfigError(
-        f"--kvspec-transfer by pages must be one of {', '.join(get_args(WireCodecName))}, "
+        f"--kvspec-transfer of whole pages must be one of {', '.join(get_args(WireCodecName))}, "
         f"got {name!r}"
     )
 

@@ -1,9 +1,9 @@
 """Entropy coding of small integers: asymmetric numeral systems with a model for every channel.
 
-The models are discretised normal distributions around 0, a ladder of NUM_CLASSES widths; which
-one codes a channel is its class. Coder and decoder must have identical models on any machine, so
-these are tables of integers: a probability in units of 2^-20, and at least one unit. Computed
-values are so far from where their rounding would change (a thousandth of a unit) that no
+The models are discretised normal distributions around 0, with NUM_CLASSES widths. The class of a
+channel is the number of its model. Coder and decoder must have identical models on any machine. So
+models are tables of integers: probabilities in units of 2^-20, each at least one unit. Computed
+values are at least a thousandth of a unit from where their rounding would change. So no
 implementation of erfc can make another table.
 """
 
@@ -35,18 +35,18 @@ def class_width(number: int) -> float:
 
 
 def nearest_classes(rms: npt.NDArray[np.float32]) -> Classes:
-    """The class of the nearest width, as a ratio, for channels whose symbols have these root mean
-    squares before they were rounded to integers."""
+    """Return the class of the nearest width, as a ratio, for each channel. rms: root mean square of
+    each channel's symbols before they were rounded to integers."""
     steps = 2 * np.log2(np.maximum(rms, FIRST_WIDTH) / FIRST_WIDTH)
     classes: Classes = np.minimum(np.rint(steps), NUM_CLASSES - 1).astype(np.uint8)
     return classes
 
 
 def encode(symbols: Symbols, classes: Classes) -> Words:
-    """Words that hold symbols [num_channels, n] from -MAX_SYMBOL to MAX_SYMBOL, of channels of
-    classes [num_channels]."""
+    """Return the words that hold symbols [num_channels, n] from -MAX_SYMBOL to MAX_SYMBOL. classes:
+    class of each channel, [num_channels]."""
     coder = constriction.stream.stack.AnsCoder()
-    # A stack: what goes on last comes off first.
+    # The coder is a stack: the class that is encoded last is decoded first.
     for number in reversed(range(NUM_CLASSES)):
         members = symbols[classes == number].astype(np.int32).ravel() + MAX_SYMBOL
         coder.encode_reverse(members, _model(number))
@@ -55,10 +55,11 @@ def encode(symbols: Symbols, classes: Classes) -> Words:
 
 
 def decode(words: Words, classes: Classes, per_channel: int) -> Symbols:
-    """The symbols [num_channels, per_channel] in `words`. Takes time by their number, not by what
-    the words say. Raises CodecError where they cannot hold as many symbols of these classes."""
+    """Return the symbols [num_channels, per_channel] in `words`. The time depends on their number,
+    not on the words. Raises CodecError where the words cannot hold as many symbols of these
+    classes."""
     if words.size and words[-1] == 0:
-        raise CodecError("coded symbols never end in a word of zero")
+        raise CodecError("coded symbols must not end in a word of zero")
     coder = constriction.stream.stack.AnsCoder(words)
     symbols = np.empty((classes.size, per_channel), np.int8)
     for number in range(NUM_CLASSES):
@@ -66,8 +67,8 @@ def decode(words: Words, classes: Classes, per_channel: int) -> Symbols:
         num_channels = int(members.sum())
         decoded = coder.decode(_model(number), num_channels * per_channel) - MAX_SYMBOL
         symbols[members] = decoded.reshape(num_channels, per_channel)
-    # Decoding undoes encoding step by step, so it must end where encoding began. Only words that
-    # end in symbols of -MAX_SYMBOL could leave some of those out: they cost nothing there.
+    # Decoding undoes encoding step by step, so it must end where encoding began: empty. The check
+    # misses only symbols of -MAX_SYMBOL that are absent at the end, where they cost nothing.
     if not coder.is_empty():
         raise CodecError(f"{words.size} words do not hold {symbols.size} coded symbols")
     return symbols
@@ -76,7 +77,7 @@ def decode(words: Words, classes: Classes, per_channel: int) -> Symbols:
 def probability_units(number: int) -> list[float]:
     """Unrounded probabilities, in units, of the symbols from -MAX_SYMBOL to MAX_SYMBOL."""
     width = class_width(number) * math.sqrt(2)
-    # beyond[m]: the tail above m + 1/2. Small tails keep their digits, unlike 1 - small ones.
+    # beyond[m]: the tail above m + 1/2. Small tails keep their digits, which 1 - tail would lose.
     beyond = [math.erfc((m + 0.5) / width) / 2 for m in range(MAX_SYMBOL + 1)]
     side = [above - further for above, further in pairwise(beyond)]
     centre = 1 - 2 * beyond[0]

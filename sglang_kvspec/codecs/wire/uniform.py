@@ -1,4 +1,4 @@
-"""Uniform integers with scale and zero point."""
+"""Wire codecs `int8` and `int4`: uniform integers with scale and zero point."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from sglang_kvspec.codecs.wire.fields import lay_out
 from sglang_kvspec.codecs.wire.rounding import bf16_at_least, bf16_at_most
 from sglang_kvspec.core.errors import CodecError
 
-# The numbers that share a scale and a zero point run along this dimension of a part of a page:
-# a channel of K over the page's tokens, a token of V over the head's channels.
+# Dimension of K or V along which elements share a scale and a zero point: a channel of K over the
+# page's tokens, a token of V over the head's channels.
 GROUP_DIM = {"k": -3, "v": -1}
 
 
@@ -31,11 +31,11 @@ class UniformWireCodec:
     """base.WireCodec of `int8` and `int4`: codes u = round((x - zero) / scale) from 0 to
     2^bits - 1, which decode to u scale + zero.
 
-    scale and zero are bf16, the zero rounded down and then the scale up, so that no value is cut
-    off and every error is at most half a scale and the KV dtype's own rounding. (Where a group's
-    range or an end of it is more than bf16 or fp32 holds, decoded values are finite, no more.)
+    scale and zero are bf16. The zero is rounded down, then the scale up. So no value is cut off,
+    and no error exceeds half a scale plus the KV dtype's own rounding. Where a group's range, or an
+    end of it, exceeds bf16 or fp32, decoded values are finite, but their errors have no bound.
     A payload holds k_scale, k_zero, v_scale, v_zero, k_codes, v_codes of all layers, in the order
-    of a page; of two 4-bit codes the first is the low nibble.
+    of a page. Of two 4-bit codes the first is the low nibble.
     """
 
     geometry: PageGeometry
@@ -91,7 +91,7 @@ class UniformWireCodec:
     def _encode_part(self, part: str, x: torch.Tensor, payload: torch.Tensor) -> None:
         low, high = x.aminmax(dim=GROUP_DIM[part], keepdim=True)
         zero = bf16_at_most(low)
-        # By a tensor: torch on a GPU multiplies by the rounded reciprocal of a number.
+        # Divide by a tensor: for a number, torch on a GPU multiplies by its rounded reciprocal.
         scale = bf16_at_least((high - zero) / torch.full_like(low, self._top))
         # A zero scale means that every value of the group equals the zero point.
         step = torch.where(scale > 0, scale, 1.0)
@@ -102,13 +102,14 @@ class UniformWireCodec:
         self.layout[f"{part}_codes"].view(payload).copy_(packed)
 
     def _check_metadata(self, part: str, payload: torch.Tensor) -> None:
-        """On the CPU: to ask a device would be to wait for it."""
+        """Raise CodecError unless scales and zero points are valid. This runs on the CPU, because
+        asking a device would mean waiting for it."""
         scale = self.layout[f"{part}_scale"].view(payload)
         zero = self.layout[f"{part}_zero"].view(payload)
         if not bool((scale.isfinite() & (scale >= 0) & zero.isfinite()).all()):
             raise CodecError(
-                f"{self.name} scales and zero points of {part.upper()} must be finite and scales "
-                "not negative"
+                f"{self.name} scales and zero points of {part.upper()} must be finite, and scales "
+                "must not be negative"
             )
 
     def _decode_part(self, part: str, payload: torch.Tensor) -> torch.Tensor:

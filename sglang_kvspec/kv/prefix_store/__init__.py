@@ -1,4 +1,4 @@
-"""Encoded prefixes on disk: what survives a restart, and what several servers may share."""
+"""Encoded prefixes on disk, which survive a restart, and which several servers may share."""
 
 from sglang_kvspec.kv.prefix_store.budget import StoreLimits
 from sglang_kvspec.kv.prefix_store.identity import StoreIdentity

@@ -1,4 +1,4 @@
-"""What a prefix store may take: bytes on disk, bytes in its queue, bytes written a second."""
+"""Limits of a prefix store: bytes on disk, bytes in its queue, bytes written a second."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sglang_kvspec.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """disk_bytes bounds all files of the store together. residual_share: how many of the pages
-    have room for their residual, from 0 to 1. write_bytes_per_s: None for no limit."""
+    """Limits of a store. disk_bytes: for all its files together. residual_share: share of the pages
+    that have room for their residual, from 0 to 1. write_bytes_per_s: None for no limit."""
 
     disk_bytes: int
     residual_share: float = 1.0
@@ -23,13 +23,16 @@ class StoreLimits:
         if not 0 <= self.residual_share <= 1:
             raise ConfigError(f"residual_share must be from 0 to 1, got {self.residual_share}")
         if self.queue_bytes < 1 or self.write_burst_bytes < 1:
-            raise ConfigError("queue_bytes and write_burst_bytes must be at least 1")
+            raise ConfigError(
+                "queue_bytes and write_burst_bytes must be at least 1, got "
+                f"{self.queue_bytes} and {self.write_burst_bytes}"
+            )
         if self.write_bytes_per_s is not None and not self.write_bytes_per_s > 0:
             raise ConfigError(f"write_bytes_per_s must be above 0, got {self.write_bytes_per_s}")
 
     def slots(self, anchor_bytes: int, residual_bytes: int, fixed_bytes: int) -> tuple[int, int]:
-        """Numbers of anchor and of residual slots that fit, their entries' bytes included in
-        theirs. Raises ConfigError if not even one page does."""
+        """Return the numbers of anchor and of residual slots that fit. anchor_bytes and
+        residual_bytes include the entry of a record. Raises ConfigError if no page fits."""
         page_bytes = anchor_bytes + residual_bytes * self.residual_share
         num_anchors = int((self.disk_bytes - fixed_bytes) / page_bytes)
         if num_anchors < 1:
@@ -41,9 +44,9 @@ class StoreLimits:
 
 
 class TokenBucket:
-    """Bytes a second, on average; up to `burst_bytes` more at once after a pause.
+    """Limit of bytes a second, on average. After a pause, `burst_bytes` may be taken at once.
 
-    A page larger than the burst goes out when the bucket is not in debt, and leaves it in debt.
+    A page larger than the burst may be taken when the bucket is not in debt, and leaves it in debt.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class TokenBucket:
         self._filled_at = clock()
 
     def delay_s(self) -> float:
-        """Seconds until something may be taken; 0 for now."""
+        """Return the seconds until bytes may be taken; 0 if they may be taken now."""
         if self._rate is None:
             return 0.0
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Putting one page on disk: room for it, its records, then its place in the catalogue."""
+"""Writes of one page to disk: make room, write its records, then list it in the catalogue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_kvspec.kv.prefix_store.write_health import WriteHealth
 
 
 class PagePut(NamedTuple):
-    """A page that is to be stored, in memory that nobody changes until it is."""
+    """Page to be stored. Its memory must not change until the page is stored."""
 
     link: PageLink
     anchor: Bytes
@@ -27,10 +27,10 @@ class PagePut(NamedTuple):
 
 
 class Committer:
-    """Used by one thread. A page whose write fails is not stored, and that is all."""
+    """Writer of single pages, used by one thread. A page whose write fails is not stored."""
 
     def __init__(self, state: StoreState, health: WriteHealth | None = None) -> None:
-        """health: of the disk; None for a store in memory."""
+        """health: logs failures of the disk; None for a store in memory."""
         self._state, self._health = state, health
 
     def commit(self, put: PagePut) -> None:
@@ -51,8 +51,9 @@ class Committer:
             self._store(Tier.RESIDUAL, put, stamp)
 
     def _needs_anchor(self, put: PagePut, stamp: int) -> bool:
-        """Also where another version is stored without residual: equal tokens may have been
-        computed in other batches, and a residual only fits the anchor it was encoded with."""
+        """Return True if the anchor must be written, also if another version of it is stored
+        without residual. Equal tokens may have been computed in other batches, and a residual
+        only fits the anchor it was encoded with."""
         held = self._state.catalogue.held(Tier.ANCHOR, put.link.key)
         if held is None:
             return True
@@ -60,7 +61,8 @@ class Committer:
         return differs and self._takes_residual(put.link, held.checksum)
 
     def _takes_residual(self, link: PageLink, stamp: int) -> bool:
-        """Whether the page lacks one and those before it do not: with a gap it is of no use."""
+        """Return True if the page lacks a residual and its parent has one: after a gap, a residual
+        is of no use."""
         catalogue = self._state.catalogue
         anchor = catalogue.held(Tier.ANCHOR, link.key)
         if anchor is None or anchor.checksum != stamp or catalogue.has(Tier.RESIDUAL, link.key):
@@ -89,13 +91,13 @@ class Committer:
                 self._health.note_failure(error)
             with state.lock:
                 state.counters.write_errors += 1
-            # The entry may be the part that was written.
+            # The entry may have been written, whole or in part, so clear it.
             state.vacate([place])
             return False
         if self._health is not None:
             self._health.note_success()
         with state.lock:
-            # A reader may have found the anchor damaged meanwhile.
+            # A reader may have found the anchor damaged meanwhile, and forgotten it.
             is_wanted = tier is Tier.ANCHOR or self._takes_residual(link, stamp)
             if is_wanted:
                 vacated = state.catalogue.forget(tier, link.key)

@@ -10,17 +10,18 @@ from typing import Protocol
 
 Bytes = bytes | bytearray | memoryview
 
-# The kernel takes no more buffers in one call; a short read of larger ones is continued.
+# Most buffers that the kernel takes in one call. A short read is continued in another call.
 MAX_BUFFERS = 1024
 
 
 class StoreFile(Protocol):
-    """What a store asks of a file. All raise OSError."""
+    """File of a store. All methods raise OSError."""
 
     def size(self) -> int: ...
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill the buffers in turn from `offset` on; fewer bytes only at the end of the file."""
+        """Fill the buffers in turn from `offset` on. Return the number of bytes read, which is less
+        than their size only at the end of the file."""
         ...
 
     def write(self, offset: int, content: Bytes) -> None: ...
@@ -36,11 +37,11 @@ OpenFile = Callable[[Path, bool], StoreFile]
 
 
 class DiskFile:
-    """StoreFile. No mapping: a bad block is an OSError here and would be a SIGBUS there."""
+    """StoreFile on disk. It is not mapped: a bad block is an OSError here, and a SIGBUS there."""
 
     def __init__(self, path: Path, writable: bool) -> None:
         access = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
-        # Not to wait for the other end, should somebody have put a pipe here.
+        # O_NONBLOCK: if the path is a pipe, do not wait for its other end.
         self._fd = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)

@@ -1,17 +1,17 @@
-"""Bytes of a store's index files: what is in which slot of the data file beside it.
+"""Byte layout of a store's index files. An entry describes one slot of the data file.
 
     index file                         entry of slot i, at HEADER_BYTES + i * entry bytes
     +-----------------+-----------+    +----------+------------------------------------+--------+
     | magic           | 8 bytes   |    | check    | xxh3 of the rest, seeded with slot | uint64 |
     | store version   | uint32    |    |          | and identity; 0 and all else 0:    |        |
     | entry bytes     | uint32    |    |          | the slot is free                   |        |
-    | record bytes    | uint64    |    | sequence | of writing, store-wide             | uint64 |
+    | record bytes    | uint64    |    | sequence | order of writing, store-wide       | uint64 |
     | identity digest | 32 bytes  |    | checksum | xxh3 of the record                 | uint64 |
-    | check           | uint64    |    | key      | of the page                        | 32     |
+    | check           | uint64    |    | key      | key of the page                    | 32     |
     | entries         |           |    | meta     | by tier, see below                 |        |
     +-----------------+-----------+    +----------+------------------------------------+--------+
 
-Meta of an anchor: pages before it in its chain (uint64), parent's key (32), tokens (int64 each).
+Meta of an anchor: number of pages before it (uint64), parent's key (32), tokens (int64 each).
 Meta of a residual: checksum of the anchor that it was encoded with (uint64). All little-endian.
 """
 
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 
 class EntryFormat:
-    """Entries of one tier of one store: others' do not pass for its own."""
+    """Format of the entries of one tier of one store. Entries of other stores fail its check."""
 
     def __init__(self, identity: StoreIdentity, meta_bytes: int, record_bytes: int) -> None:
         self.record_bytes = record_bytes
@@ -73,7 +73,7 @@ class EntryFormat:
         return _CHECK.pack(self._check(slot, body)) + body
 
     def unpack(self, slot: int, raw: bytes) -> Entry | None:
-        """The slot's entry, or None: free, torn or not of this store."""
+        """Return the slot's entry, or None if it is free, torn or not of this store."""
         (check,) = _CHECK.unpack_from(raw)
         body = raw[_CHECK.size :]
         if raw == self.free or check != self._check(slot, body):

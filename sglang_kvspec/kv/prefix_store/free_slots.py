@@ -1,4 +1,4 @@
-"""Slots of a slab that hold nothing, handed out so that a prefix's pages become neighbours."""
+"""Free slots of a slab, handed out so that the pages of a prefix become neighbours."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 
 class FreeSlots:
-    """The free ones of slots 0..num_slots-1, at the cost of those that were ever used."""
+    """Free slots among 0..num_slots-1. Memory grows only with slots that were ever used."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         # Slots from here on were never used.
         self._fresh = 0
         self._returned: set[int] = set()
-        # Every returned slot, among others that have been taken since.
+        # Heap of every returned slot, and of slots that were taken again.
         self._lowest: list[int] = []
 
     def __len__(self) -> int:
@@ -31,7 +31,8 @@ class FreeSlots:
         self._returned.remove(slot)
 
     def take_near(self, neighbour: int | None) -> int | None:
-        """The slot after `neighbour` if it is free, else the lowest free one, else None."""
+        """Take the slot after `neighbour` if it is free, else the lowest free slot. None if none is
+        free."""
         slot: int | None = None
         if neighbour is not None and neighbour + 1 in self:
             slot = neighbour + 1
@@ -54,8 +55,8 @@ class FreeSlots:
 
 
 def neighbour_runs(slots: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Positions in `slots`, grouped so that each group's slots follow one another upwards; at
-    most `most` in a group."""
+    """Yield groups of at most `most` positions in `slots`. The slots of a group follow one another
+    upwards."""
     run: list[int] = []
     for position in sorted(range(len(slots)), key=slots.__getitem__):
         if run and (len(run) == most or slots[position] != slots[run[-1]] + 1):

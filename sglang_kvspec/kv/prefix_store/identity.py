@@ -1,4 +1,4 @@
-"""What a prefix store's records were made for; a store belongs to exactly one of these."""
+"""Identity of a prefix store: the model and the settings that its records were made for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvspec_kernels.format_version import FORMAT_VERSION
 from sglang_kvspec.core.errors import PrefixStoreError
 
 if TYPE_CHECKING:
-    # They import torch, without which a prefix server starts.
+    # These modules import torch, but a prefix server starts without it.
     from sglang_kvspec.codecs.base import Codec
     from sglang_kvspec.kv.geometry import KVGeometry
 
@@ -24,8 +24,8 @@ IDENTITY_FILE = "identity.json"
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """model: a fingerprint of the weights, not a path. shard: which part of the model's KV heads
-    and layers these are, "rank/size" under tensor parallelism."""
+    """Model and settings of a store. model: a fingerprint of the weights, not a path. shard: the
+    part of the model's KV heads and layers, "rank/size" under tensor parallelism."""
 
     model: str
     shard: str
@@ -68,14 +68,14 @@ class StoreIdentity:
 
     @property
     def folder_name(self) -> str:
-        """A name for the store's folder, where several live side by side."""
+        """Name of the store's folder, where several stores lie side by side."""
         name = f"{self.codec}-{self.target}-{self.digest.hex()[:16]}"
         rank, size = self.shard.split("/")
         return name if size == "1" else f"{name}-rank{rank}of{size}"
 
 
 def write_identity(directory: Path, identity: StoreIdentity) -> None:
-    """Put the identity in `directory`; a crash leaves all of it or none."""
+    """Write the identity to `directory`. A crash leaves all of it or none."""
     draft = directory / f"{IDENTITY_FILE}.tmp"
     with draft.open("w", encoding="utf-8") as file:
         json.dump(asdict(identity), file, indent=2)
@@ -85,7 +85,8 @@ def write_identity(directory: Path, identity: StoreIdentity) -> None:
 
 
 def check_identity(directory: Path, identity: StoreIdentity) -> bool:
-    """Whether `directory` has an identity. Raises PrefixStoreError if it is not `identity`."""
+    """Return True if `directory` has this identity, False if it has none. Raises PrefixStoreError
+    if it has another one, or if its identity cannot be read."""
     path = directory / IDENTITY_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -98,7 +99,7 @@ def check_identity(directory: Path, identity: StoreIdentity) -> bool:
     reason = _difference(found, identity)
     if reason is not None:
         raise PrefixStoreError(
-            f"prefix store {directory} was written for another {reason}; choose another folder"
+            f"prefix store {directory} does not fit this server: {reason}; choose another folder"
         )
     return True
 
@@ -106,10 +107,10 @@ def check_identity(directory: Path, identity: StoreIdentity) -> bool:
 def _difference(found: Any, identity: StoreIdentity) -> str | None:
     wanted = asdict(identity)
     if not isinstance(found, dict):
-        return "kind of store: its identity is no JSON object"
+        return f"{IDENTITY_FILE} is not a JSON object"
     # In the order of the fields, so that the most telling difference is named.
     for name in (field.name for field in fields(StoreIdentity)):
         if found.get(name) != wanted[name]:
-            return f"{name}: {found.get(name)!r}, here it is {wanted[name]!r}"
+            return f"the store has {name} {found.get(name)!r}, this server {wanted[name]!r}"
     extra = sorted(set(found) - set(wanted))
-    return f"store version: it also states {extra[0]!r}" if extra else None
+    return f"{IDENTITY_FILE} has the unknown field {extra[0]!r}" if extra else None

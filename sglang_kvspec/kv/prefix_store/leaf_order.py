@@ -1,4 +1,4 @@
-"""Which page of a forest to evict: the leaf that was used longest ago."""
+"""Order of eviction in a forest of pages: the least recently used leaf first."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import defaultdict
 
 class LeafOrder:
     """Keys with their parents, and when each was last used. A key's parent need not be here: it
-    may have been lost, and may come back."""
+    may have been lost, and may be added again."""
 
     def __init__(self) -> None:
         self._parents: dict[bytes, bytes] = {}
         self._used: dict[bytes, int] = {}
-        # Of those that have any.
+        # Only keys that have children.
         self._num_children: defaultdict[bytes, int] = defaultdict(int)
-        # (last use, key) of every leaf, among outdated pairs.
+        # Heap of (last use, key): one pair for every leaf, and outdated pairs.
         self._heap: list[tuple[int, bytes]] = []
 
     def __len__(self) -> int:
@@ -28,7 +28,7 @@ class LeafOrder:
         self.touch(key, now)
 
     def touch(self, key: bytes, now: int) -> None:
-        """The page was used. `now` never decreases from call to call."""
+        """Mark the page as used at `now`, which never decreases from call to call."""
         self._used[key] = now
         if key not in self._num_children:
             self._offer(key)
@@ -43,7 +43,7 @@ class LeafOrder:
                 self._offer(parent)
 
     def oldest_leaf(self, protected: bytes) -> bytes | None:
-        """The leaf to evict; never `protected`, the parent of the page that is to come."""
+        """Return the leaf to evict, or None. Never `protected`, the parent of the new page."""
         spared = None
         while self._heap:
             used, key = self._heap[0]

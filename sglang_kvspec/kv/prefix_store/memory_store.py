@@ -1,4 +1,4 @@
-"""A prefix store in memory: what it holds, evicts and pairs is as on disk, and ends with us."""
+"""Prefix store in host memory. It evicts and pairs records as on disk. A restart loses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_kvspec.kv.prefix_store.state import StoreState
 
 
 class MemoryFile:
-    """StoreFile of at most num_bytes. Memory is touched as it is written."""
+    """StoreFile in memory, of at most num_bytes. Memory is touched only as it is written."""
 
     def __init__(self, num_bytes: int) -> None:
         self._content = np.zeros(num_bytes, dtype=np.uint8)
@@ -52,22 +52,23 @@ class MemoryFile:
 
 
 class MemoryStore(PrefixReader):
-    """Written and read by one thread."""
+    """Prefix store in host memory, written and read by one thread."""
 
     def __init__(self, state: StoreState) -> None:
         super().__init__(state, lambda: None)
         self._committer = Committer(state)
 
     def put(self, link: PageLink, anchor: Bytes, residual: Bytes) -> bool:
-        """Keep a copy of a page's records, all layers and heads. False: there is no room even for
-        its anchor, or the page before it is not here; put the pages of a prefix in order."""
+        """Keep a copy of a page's records, all layers and heads. Return False if there is no room
+        even for its anchor, or if the page before it is not stored. Put the pages of a prefix in
+        order."""
         self._committer.commit(PagePut(link, anchor, residual))
         with self._state.lock:
             return self._state.catalogue.page(link) is not None
 
 
 def open_memory_store(identity: StoreIdentity, limits: StoreLimits) -> MemoryStore:
-    """An empty store of limits.disk_bytes of memory. Raises ConfigError if not a page fits."""
+    """Open an empty store of limits.disk_bytes of memory. Raises ConfigError if no page fits."""
     layouts = EntryFormat.of_anchors(identity), EntryFormat.of_residuals(identity)
     num_slots = limits.slots(
         anchor_bytes=layouts[0].record_bytes + layouts[0].nbytes,

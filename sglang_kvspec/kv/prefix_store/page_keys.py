@@ -1,4 +1,4 @@
-"""Names of prefix pages: a chain of hashes, with the tokens beside it to check them by."""
+"""Keys of prefix pages: a chain of hashes, and beside each key the tokens to check it by."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TOKEN_BYTES = 8
 
 
 class PageLink(NamedTuple):
-    """One full page of a prefix: `position` pages stand before it. tokens: its ids as little-endian
-    int64, compared wherever a key is found, so that a collision of keys is a miss."""
+    """One full page of a prefix. position: number of pages before it. tokens: its token ids as
+    little-endian int64, compared wherever a key is found, so that a collision of keys is a miss."""
 
     key: bytes
     parent: bytes
@@ -23,8 +23,8 @@ class PageLink(NamedTuple):
 
 
 class StoredPage(NamedTuple):
-    """A page as it was when it was looked up. stamp: checksum of its anchor record; an anchor and
-    a residual that were not encoded together never pass for a pair."""
+    """A page as it was when it was looked up. stamp: checksum of its anchor record, so that an
+    anchor and a residual that were not encoded together never pass for a pair."""
 
     key: bytes
     stamp: int
@@ -33,9 +33,9 @@ class StoredPage(NamedTuple):
 def chain_links(
     tokens: Sequence[int], page_size: int, namespace: bytes = b""
 ) -> Iterator[PageLink]:
-    """Links of the full pages of `tokens`, first page first; a partial last page has none.
+    """Return the links of the full pages of `tokens`, in order; a partial last page has none.
 
-    namespace separates prefixes whose KV differs for equal tokens: a LoRA's name, a cache salt.
+    namespace: separates prefixes whose KV differs for equal tokens: a LoRA's name, a cache salt.
     """
     num_pages = len(tokens) // page_size
     ids = np.asarray(tokens[: num_pages * page_size], dtype="<i8").tobytes()
@@ -43,8 +43,8 @@ def chain_links(
 
 
 def extend_chain(parent: bytes, position: int, tokens: bytes, page_size: int) -> Iterator[PageLink]:
-    """Links of the pages that `tokens`, ids as in PageLink, fill after `parent`, the first one
-    after `position` pages."""
+    """Yield the links of the pages that `tokens`, ids as in PageLink, fill after `parent`. Before
+    the first of them are `position` pages."""
     page_bytes = page_size * TOKEN_BYTES
     for start in range(0, len(tokens) - page_bytes + 1, page_bytes):
         own = tokens[start : start + page_bytes]
@@ -54,5 +54,5 @@ def extend_chain(parent: bytes, position: int, tokens: bytes, page_size: int) ->
 
 
 def _digest(purpose: bytes, content: bytes) -> bytes:
-    # Wide enough that nobody finds two namespaces of one key, which no comparison would catch.
+    # Wide enough that no two namespaces with one key can be found: no comparison would catch them.
     return hashlib.blake2b(content, digest_size=KEY_BYTES, person=purpose).digest()

@@ -1,4 +1,4 @@
-"""Finding prefixes in a store and reading their records."""
+"""Lookups of prefixes in a store, and reads of their records."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sglang_kvspec.kv.prefix_store.state import StoreCounters, StoreState
 
 
 class PrefixHit(NamedTuple):
-    """pages: the longest prefix whose anchors are stored. num_complete: how many of them, from the
-    first on, have their residuals too."""
+    """Result of a lookup. pages: the longest prefix whose anchors are stored. num_complete: how
+    many of these pages, from the first on, have their residuals too."""
 
     pages: list[StoredPage]
     num_complete: int
 
 
 class PrefixReader:
-    """A store as it was when it was opened, which another process may be writing. Everything but
+    """Store as it was when it was opened; another process may be writing it. All methods but
     `close` may be called from any thread."""
 
     def __init__(self, state: StoreState, close_files: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class PrefixReader:
 
     @property
     def counters(self) -> StoreCounters:
-        """As they are now: a copy."""
+        """Copy of the present counters."""
         with self._state.lock:
             return replace(self._state.counters)
 
@@ -47,7 +47,7 @@ class PrefixReader:
             return self._state.catalogue.num_held(Tier.RESIDUAL)
 
     def lookup(self, tokens: Sequence[int], namespace: bytes = b"") -> PrefixHit:
-        """The longest stored prefix of `tokens`, counted as used."""
+        """Return the longest stored prefix of `tokens`, and count it as used."""
         return self.lookup_links(chain_links(tokens, self._state.identity.page_size, namespace))
 
     def lookup_links(self, links: Iterable[PageLink]) -> PrefixHit:
@@ -67,11 +67,12 @@ class PrefixReader:
 
     def read_anchors(self, pages: Sequence[StoredPage], out: Sequence[memoryview]) -> list[bool]:
         """Read the anchors of pages[i], all layers and heads, into out[i] of anchor_page_bytes.
-        False where there is none any more, or only a damaged one; out[i] is then zero."""
+        Return False for a page whose anchors are gone, damaged or unreadable; out[i] is then
+        zero."""
         return self._read(Tier.ANCHOR, pages, out)
 
     def read_residuals(self, pages: Sequence[StoredPage], out: Sequence[memoryview]) -> list[bool]:
-        """Likewise the residuals: those that were encoded together with the looked-up anchors."""
+        """Read residuals likewise: those that were encoded together with the looked-up anchors."""
         return self._read(Tier.RESIDUAL, pages, out)
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class PrefixReader:
         return done
 
     def _drop(self, tier: Tier, key: bytes, held: Held) -> None:
-        """The record did not match: it was replaced while being read, or it is damaged."""
+        """Forget a record that did not match: it was replaced while being read, or is damaged."""
         state = self._state
         replaced = not state.writable and self._entry_has_changed(tier, key, held)
         with state.lock:

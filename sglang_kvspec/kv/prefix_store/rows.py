@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 def page_rows(pages: torch.Tensor) -> list[memoryview]:
-    """The bytes of each page of `pages` [N, ...] uint8 on the CPU, pinned or not, sharing its
-    memory. Every page must be contiguous: [N, num_layers, num_kv_heads, record_bytes]."""
-    # Late: a prefix server starts without torch.
+    """Return the bytes of each page of `pages` [N, num_layers, num_kv_heads, record_bytes] uint8 on
+    the CPU, pinned or not, sharing its memory. Raises ValueError if a page is not contiguous."""
+    # Late import: a prefix server starts without torch.
     import torch
 
     if pages.device.type != "cpu" or pages.dtype != torch.uint8:

@@ -1,4 +1,4 @@
-"""Records of one size in numbered slots of a file, with an index file that says which is where."""
+"""Records of one size in numbered slots of a file, with an index file that lists them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from sglang_kvspec.kv.prefix_store.free_slots import neighbour_runs
 
 
 class Slab:
-    """A record counts from the moment its entry is whole. Nothing here checks records: the entry
-    holds the checksum that whoever reads must compare, and that makes every order of writing safe.
+    """Records and entries of one tier. A record counts from the moment its entry is whole. A slab
+    does not check records: a reader must compare them with the checksum in the entry. That makes
+    every order of writing safe.
     """
 
     def __init__(self, data: StoreFile, index: StoreFile, layout: EntryFormat) -> None:
@@ -31,19 +32,19 @@ class Slab:
         self._index.write(0, self._layout.header)
 
     def shrink_to(self, num_slots: int) -> None:
-        """Cut off whatever lies in higher slots."""
+        """Cut off slots from num_slots on."""
         if self._index.size() > self._layout.offset(num_slots):
             self._index.truncate(self._layout.offset(num_slots))
         if self._data.size() > num_slots * self._layout.record_bytes:
             self._data.truncate(num_slots * self._layout.record_bytes)
 
     def num_slots(self) -> int:
-        """Slots that have an entry, free or not."""
+        """Return the number of slots that have an entry, free or not."""
         return max(0, self._index.size() - HEADER_BYTES) // self._layout.nbytes
 
     def load_index(self) -> Iterator[tuple[int, Entry | None]]:
-        """Read the index; yield the slots that are not free with their entries, the oldest first.
-        None for an entry that was being written when the writer died, or is right now."""
+        """Read the index. Yield the slots that are not free with their entries, the oldest first.
+        None for an entry that was being written when its writer died, or is being written."""
         found = np.zeros((self.num_slots(), self._layout.nbytes), dtype=np.uint8)
         self._index.read_into(HEADER_BYTES, [found.reshape(-1).data])
         written = np.flatnonzero(found.any(axis=1))
@@ -57,7 +58,7 @@ class Slab:
         return self._layout.unpack(slot, bytes(raw))
 
     def write(self, slot: int, entry: Entry, record: Bytes) -> None:
-        """Raises OSError; the slot then holds no record."""
+        """Write a record and its entry. Raises OSError; the slot then holds no record."""
         assert len(record) == self._layout.record_bytes
         self._data.write(slot * self._layout.record_bytes, record)
         self._index.write(self._layout.offset(slot), self._layout.pack(slot, entry))
@@ -66,8 +67,8 @@ class Slab:
         self._index.write(self._layout.offset(slot), self._layout.free)
 
     def read(self, slots: Sequence[int], rows: Sequence[memoryview]) -> list[OSError | None]:
-        """Read the record of slots[i] into rows[i], neighbours in one go, whatever is there. A row
-        beyond the end of the file is left as it is."""
+        """Read the record of slots[i] into rows[i] unchecked, neighbours in one call. A row beyond
+        the end of the file is left as it is. Return the error of each row, or None."""
         failures: list[OSError | None] = [None] * len(slots)
         for run in neighbour_runs(slots, MAX_BUFFERS):
             offset = slots[run[0]] * self._layout.record_bytes

@@ -1,4 +1,4 @@
-"""What the reading and the writing side of an open store share, and how it follows its files."""
+"""State that the reader and the writer of an open store share, loaded from its index files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from sglang_kvspec.kv.prefix_store.slab import Slab
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Since the store was opened. refused: not queued, the queue was full or closed. orphans: not
-    written, the page before them is not in the store. no_room: not written, nothing could go.
-    damaged: records whose checksum was wrong, removed. stale: looked up, gone before they were
-    read. torn: entries that a dying writer left; unpaired: residuals whose anchor is gone."""
+    """Counts since the store was opened. refused: pages not queued: the queue was full or closed.
+    orphans: pages not written: the page before them is not in the store. no_room: records not
+    written: none could be evicted. damaged: records with a wrong checksum, removed. stale: records
+    that were looked up, but were gone before they were read. torn: entries that a dying writer
+    left. unpaired: residuals whose anchor is gone."""
 
     anchors_written: int = 0
     residuals_written: int = 0
@@ -39,7 +40,8 @@ class StoreCounters:
 
 @dataclass(slots=True)
 class StoreState:
-    """`lock` guards catalogue and counters and is never held while files are read or written."""
+    """State of an open store. `lock` guards catalogue and counters. It is never held while files
+    are read or written."""
 
     identity: StoreIdentity
     catalogue: Catalogue
@@ -47,13 +49,13 @@ class StoreState:
     writable: bool
     counters: StoreCounters = field(default_factory=StoreCounters)
     lock: Lock = field(default_factory=Lock)
-    # The next record's; larger than that of any record in the store.
+    # Sequence of the next record, larger than that of any record in the store.
     sequence: int = 1
 
     def load(self) -> None:
-        """Fill the empty catalogue with what the index files say. Raises OSError."""
-        # Residuals first: another process may be writing, and a residual that was read before its
-        # anchor was would be taken for a leftover.
+        """Fill the empty catalogue from the index files. Raises OSError."""
+        # Residuals first: another process may be writing. With anchors first, a page written in
+        # between would show its residual without its anchor, and be taken for a leftover.
         residuals = self.slabs[Tier.RESIDUAL].load_index()
         anchors = self.slabs[Tier.ANCHOR].load_index()
         with self.lock:
@@ -61,7 +63,7 @@ class StoreState:
         self._clear(useless)
 
     def vacate(self, places: Sequence[Place]) -> None:
-        """Free slots that the catalogue has just forgotten."""
+        """Clear and free slots that the catalogue has just forgotten."""
         self._clear(places)
         with self.lock:
             self.catalogue.release(places)
@@ -73,12 +75,12 @@ class StoreState:
             try:
                 self.slabs[place.tier].clear(place.slot)
             except OSError:
-                # Whatever overwrites the record will not match the entry that stays.
+                # The entry stays, but a record that overwrites this one will not match it.
                 with self.lock:
                     self.counters.write_errors += 1
 
     def _add(self, tier: Tier, written: Iterable[tuple[int, Entry | None]]) -> list[Place]:
-        """Returns slots whose record is of no use."""
+        """Add written entries to the catalogue. Return the slots whose record is of no use."""
         useless = []
         for slot, entry in written:
             if entry is None:
@@ -92,7 +94,7 @@ class StoreState:
                 useless.append(place)
                 continue
             if self.catalogue.has(tier, entry.key):
-                # A crash of the whole machine may bring back what had been replaced.
+                # A crash of the whole machine may bring back a record that had been replaced.
                 older = self.catalogue.forget(tier, entry.key)
                 self.catalogue.release(older)
                 useless.extend(older)

@@ -1,11 +1,11 @@
-"""Opening a prefix store, for one process to write and any number to read.
+"""Prefix stores on disk, opened by one process for writing and by any number for reading.
 
-A store is a folder of six files: identity.json, writer.lock, and for anchors and residuals each a
-.data file of records and an .index file of what they are. Files of other names are left alone.
+A store is a folder of six files: identity.json, writer.lock, and two files each for anchors and
+residuals: .data with records and .index with their entries. Files of other names are left alone.
 
-Nothing depends on the order in which bytes reach the disk. A record counts only with a whole entry
-(its own checksum) whose checksum the record matches when it is read, so a writer that is killed at
-any byte loses the page it was writing. Power that fails loses what was not flushed.
+Bytes may reach the disk in any order. A record counts only if its entry is whole, by the entry's
+own checksum, and if a read record matches the checksum in the entry. So a writer that is killed at
+any byte loses only the page it was writing. A power failure loses pages that were not flushed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sglang_kvspec.kv.prefix_store.committer import Committer
 from sglang_kvspec.kv.prefix_store.disk_file import Bytes, DiskFile, OpenFile, StoreFile
 from sglang_kvspec.kv.prefix_store.entries import HEADER_BYTES, EntryFormat
 from sglang_kvspec.kv.prefix_store.identity import (
+    IDENTITY_FILE,
     StoreIdentity,
     check_identity,
     write_identity,
@@ -34,12 +35,12 @@ from sglang_kvspec.kv.prefix_store.write_queue import WriteQueue
 from sglang_kvspec.kv.prefix_store.writer_lock import WriterLock
 
 SLAB_NAMES = ("anchors", "residuals")
-# Readers follow a writer's slots however many there are.
+# Readers have no limit of slots: the writer has one.
 _UNBOUNDED = 1 << 62
 
 
 class PrefixStore(PrefixReader):
-    """A store that this process writes. Only `close` needs all other calls to have returned."""
+    """Store that this process writes. All other calls must have returned before `close`."""
 
     def __init__(
         self, state: StoreState, close_files: Callable[[], None], queue: WriteQueue
@@ -50,9 +51,9 @@ class PrefixStore(PrefixReader):
     def put(self, link: PageLink, anchor: Bytes, residual: Bytes | None = None) -> bool:
         """Store a copy of a page's records, all layers and heads. Never waits for the disk.
 
-        True: it is there, or will be unless writing fails. False: the queue is full, or the page
-        before it is not in the store; put the pages of a prefix in order. A page whose residual
-        was evicted gets it back by being put again.
+        Return True if the page is stored, or will be unless writing fails. Return False if the
+        queue is full or closed, or if the page before it is neither stored nor queued. Put the
+        pages of a prefix in order. To store an evicted residual again, put its page again.
         """
         identity, catalogue = self._state.identity, self._state.catalogue
         anchor = _record("anchor", anchor, identity.anchor_page_bytes)
@@ -76,26 +77,27 @@ class PrefixStore(PrefixReader):
 
     @property
     def waiting_bytes(self) -> int:
-        """Of pages that were put and are not on disk yet."""
+        """Bytes of pages that were put and are not on disk yet."""
         return self._queue.waiting_bytes
 
     def write_due(self) -> float | None:
-        """Without a thread: write what may be written now; see WriteQueue."""
+        """Write the pages that may be written now, in a store without a thread; see WriteQueue."""
         return self._queue.write_due()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was put is on disk, to survive even a power failure."""
+        """Wait until all pages that were put are on disk, safe even from a power failure. Return
+        False if that takes longer than timeout_s, or fails."""
         return self._queue.flush(timeout_s) and self._sync()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Drop what is still queued (`flush` first to keep it) and let other processes write."""
+        """Drop queued pages (`flush` first to keep them) and let other processes write."""
         if self._closed:
             return
         if self._queue.close(timeout_s):
             self._sync()
             super().close()
         else:
-            # The disk hangs in a write: its file numbers must not come to mean other files.
+            # The disk hangs in a write: its file descriptors must not be reused for other files.
             self._closed = True
 
     def _sync(self) -> bool:
@@ -118,8 +120,9 @@ def open_store(
     open_file: OpenFile = DiskFile,
     threaded: bool = True,
 ) -> PrefixStore:
-    """Open a store for writing, made anew if there is none. Raises PrefixStoreError if the folder
-    belongs to another identity, is being written or cannot be; ConfigError on limits too small."""
+    """Open a store for writing; make one if there is none. Raises PrefixStoreError if the folder
+    belongs to another identity, is written by another process, or cannot be written. Raises
+    ConfigError if the limits are too small."""
     layouts = _layouts(identity)
     num_slots = limits.slots(
         anchor_bytes=layouts[0].record_bytes + layouts[0].nbytes,
@@ -128,7 +131,10 @@ def open_store(
     )
     page_bytes = identity.anchor_page_bytes + identity.residual_page_bytes
     if limits.queue_bytes < page_bytes:
-        raise ConfigError(f"queue_bytes must hold a page of {page_bytes}, got {limits.queue_bytes}")
+        raise ConfigError(
+            f"queue_bytes must be at least the {page_bytes} bytes of a page, got "
+            f"{limits.queue_bytes}"
+        )
     opened: list[Callable[[], None]] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -147,7 +153,7 @@ def open_store(
     except BaseException as error:
         _close_all(opened)
         if isinstance(error, OSError):
-            raise PrefixStoreError(f"prefix store {directory}: cannot write it: {error}") from error
+            raise PrefixStoreError(f"cannot write to prefix store {directory}: {error}") from error
         raise
     bucket = TokenBucket(limits.write_bytes_per_s, limits.write_burst_bytes, clock)
     committer = Committer(state, WriteHealth(directory, clock))
@@ -160,8 +166,8 @@ def open_store(
 def open_reader(
     directory: Path, identity: StoreIdentity, *, open_file: OpenFile = DiskFile
 ) -> PrefixReader:
-    """Open a store for reading, written by another process or none. Raises PrefixStoreError if
-    there is none of this identity or its index cannot be read."""
+    """Open a store for reading, while another process may write it. Raises PrefixStoreError if
+    there is no store of this identity, or if its index cannot be read."""
     opened: list[Callable[[], None]] = []
     try:
         if not check_identity(directory, identity):
@@ -171,14 +177,14 @@ def open_reader(
             if not slab.has_header():
                 raise PrefixStoreError(
                     f"prefix store {directory}: {name}.index is damaged or of another version; "
-                    "opening the store for writing starts a new one"
+                    "open the store for writing to start a new index"
                 )
         state = StoreState(identity, Catalogue(_UNBOUNDED, _UNBOUNDED), slabs, writable=False)
         state.load()
     except BaseException as error:
         _close_all(opened)
         if isinstance(error, OSError):
-            raise PrefixStoreError(f"prefix store {directory}: cannot read it: {error}") from error
+            raise PrefixStoreError(f"cannot read prefix store {directory}: {error}") from error
         raise
     return PrefixReader(state, lambda: _close_all(opened))
 
@@ -212,13 +218,13 @@ def _refuse_foreign(directory: Path) -> None:
     foreign = sorted(ours & {path.name for path in directory.iterdir()})
     if foreign:
         raise PrefixStoreError(
-            f"{directory} holds {foreign[0]} but no identity of a prefix store; "
+            f"{directory} holds {foreign[0]} but no {IDENTITY_FILE} of a prefix store; "
             "choose another folder"
         )
 
 
 def _close_all(opened: list[Callable[[], None]]) -> None:
-    # The lock was taken first and goes last.
+    # The lock was taken first and is released last.
     while opened:
         opened.pop()()
 

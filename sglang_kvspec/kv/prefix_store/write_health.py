@@ -9,13 +9,13 @@ from time import monotonic
 
 logger = logging.getLogger(__name__)
 
-# Seconds without a failure after which a disk counts as mended: a full one may still take small
-# writes between those that fail.
+# Seconds without a failure after which a disk counts as mended: a full disk may still take small
+# writes between failures.
 MENDED_S = 60.0
 
 
 class WriteHealth:
-    """Owned by the thread that writes."""
+    """Health of a store's disk, used only by the thread that writes."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = monotonic) -> None:
         self._directory, self._clock = directory, clock
@@ -24,8 +24,8 @@ class WriteHealth:
     def note_failure(self, error: OSError) -> None:
         if self._failed_s is None:
             logger.warning(
-                "KVSpec: cannot write to the prefix store %s: %s. New prefixes are not kept, so "
-                "that prompts are computed again: this costs speed and changes no output",
+                "KVSpec: cannot write to the prefix store %s: %s. New prefixes are not kept: their "
+                "prompts are computed again, which costs speed and changes no output",
                 self._directory,
                 error.strerror or error,
             )
@@ -35,4 +35,4 @@ class WriteHealth:
         if self._failed_s is None or self._clock() - self._failed_s < MENDED_S:
             return
         self._failed_s = None
-        logger.info("KVSpec: new prefixes are kept in the store %s again", self._directory)
+        logger.info("KVSpec: the prefix store %s keeps new prefixes again", self._directory)

@@ -1,4 +1,4 @@
-"""Pages on their way to disk: bounded, at a bounded speed, and never in the way of the caller."""
+"""Queue of pages on their way to disk, bounded in bytes and in speed. No put waits for the disk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class WriteQueue:
-    """Commits pages in the order in which they came: on a thread of its own once `start`ed, else
-    whenever `write_due` is called."""
+    """Queue that commits pages in the order in which they came: on a thread of its own after
+    `start`, else whenever `write_due` is called."""
 
     def __init__(
         self, commit: Callable[[PagePut], None], max_bytes: int, bucket: TokenBucket
@@ -25,9 +25,9 @@ class WriteQueue:
         self._commit = commit
         self._max_bytes = max_bytes
         self._bucket = bucket
-        # The first one may be half on disk.
+        # The first page may be partly on disk.
         self._waiting: deque[PagePut] = deque()
-        # (key, with a residual) of those that wait.
+        # Number of waiting pages by (key, has a residual).
         self._pending: Counter[tuple[bytes, bool]] = Counter()
         self._num_bytes = 0
         self._changed = Condition()
@@ -48,8 +48,8 @@ class WriteQueue:
             return (key, True) in self._pending or (key, False) in self._pending
 
     def put(self, link: PageLink, anchor: Bytes, residual: Bytes | None) -> bool:
-        """Queue a copy of a page, unless as much of it waits already. False if the queue is full
-        or closed."""
+        """Queue a copy of a page, unless as much of it waits already. Return False if the queue is
+        full or closed."""
         num_bytes = len(anchor) + len(residual or b"")
         with self._changed:
             if self._is_closed:
@@ -68,8 +68,8 @@ class WriteQueue:
         return True
 
     def write_due(self) -> float | None:
-        """Commit what may be written now. Returns the seconds until more may be, None if nothing
-        waits or the queue was closed."""
+        """Commit the pages that may be written now. Return the seconds until more may be written;
+        None if no page waits or the queue was closed."""
         while True:
             with self._changed:
                 if self._is_closed or not self._waiting:
@@ -86,14 +86,14 @@ class WriteQueue:
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing waits; False if that takes too long."""
+        """Wait until the queue is empty. Return False if that takes longer than timeout_s."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self._waiting, timeout_s)
             return not self._waiting
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more pages, drop those that wait, finish the one that is being written. False if
-        that takes too long: files must then stay open."""
+        """Take no more pages, drop waiting pages, and finish the page that is being written. Return
+        False if that takes longer than timeout_s: files must then stay open."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -112,7 +112,9 @@ class WriteQueue:
                     if delay_s is not None or not self._waiting:
                         self._changed.wait(delay_s)
         except Exception:
-            logger.exception("The prefix store writes no more")
+            logger.exception(
+                "KVSpec: the prefix store has stopped writing: new prefixes are not kept"
+            )
             with self._changed:
                 self._is_closed = True
                 self._waiting.clear()

@@ -1,4 +1,4 @@
-"""One writing process a store, for as long as that process lives."""
+"""Lock that allows one writing process per store, for as long as that process lives."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ LOCK_FILE = "writer.lock"
 
 
 class WriterLock:
-    """flock on a file that is never deleted: the kernel lets go when the process dies."""
+    """flock on a file that is never deleted. The kernel releases it when the process dies."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises PrefixStoreError if another process writes, OSError if the file cannot be."""
+        """Take the lock. Raises PrefixStoreError if another process has it, OSError if the file
+        cannot be opened or locked."""
         self._fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -24,7 +25,7 @@ class WriterLock:
             os.close(self._fd)
             raise PrefixStoreError(
                 f"prefix store {directory} is being written by process {owner or 'unknown'}; "
-                "only one may, others can open it for reading"
+                "stop that process or choose another folder"
             ) from None
         except OSError:
             os.close(self._fd)

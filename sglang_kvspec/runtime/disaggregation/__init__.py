@@ -1,1 +1,1 @@
-"""KV of a request that one server computes and another decodes on (Lynx section 4)."""
+"""Disaggregation: KV that one server computes and another server decodes on (Lynx section 4)."""

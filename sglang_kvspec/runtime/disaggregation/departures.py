@@ -1,4 +1,4 @@
-"""KV on its way out: pages of requests that were computed here and are decoded elsewhere."""
+"""Outgoing KV: pages of requests that this server computes and another server decodes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from sglang_kvspec.transport import (
     TransferOpened,
 )
 
-# Why a receiver ends a transfer whose request is over: nobody has to hear of it.
+# Reason that a receiver gives when its request is over. The sender does not count it as a failure.
 NOT_NEEDED = "the receiver needs no more of it"
-FREED = "its KV was freed before it was sent"
-# A request that never came here; whoever opened its transfer has given up long before.
+FREED = "the KV was freed before the transfer ended"
+# Most open rooms without a request here. Receivers of requests that never come give up long before
+# this limit.
 MAX_UNCLAIMED = 4096
 
 
 class SendingLink(Protocol):
-    """What departures need of the thread that sends. Chunk i of a page goes to the i-th of those
-    receivers of which TransferOpened says how many there are."""
+    """Interface of the thread that sends, as far as departures need it. Chunk i of a page goes to
+    the i-th receiver; TransferOpened gives the number of receivers."""
 
     def offer(self, key: SegmentKey, memory: memoryview) -> None: ...
 
@@ -48,9 +49,10 @@ class SendingLink(Protocol):
 
 @dataclass(slots=True)
 class Departure:
-    """One request. prompt: digest of its token ids, once they are computed; prefill_ended_at: when
-    they were. num_sent: pages that went to the outbox or the link. num_parts: receivers, each of an
-    equal share of the KV heads. ended: why it is over, "" for well, None while it is not."""
+    """Outgoing transfer of one request. prompt: digest of its token ids, once they are computed.
+    prefill_ended_at: time at which the last of them was. num_sent: pages that went to the outbox or
+    the link. num_parts: receivers, each of an equal share of the KV heads. ended: why the transfer
+    is over, "" for success, None while it runs."""
 
     prompt: bytes | None = None
     prefill_ended_at: float = 0.0
@@ -64,9 +66,9 @@ class Departure:
 
 
 class Departures:
-    """Owned by the scheduler's thread. Rooms are SGLang's bootstrap rooms, and the transport's
-    transfer numbers. SGLang keeps a request's pages until its transfer has ended: they lie there
-    until there is room for them in the outbox."""
+    """Outgoing transfers of a prefill server, owned by the scheduler's thread. Rooms are SGLang's
+    bootstrap rooms, and the transport's transfer numbers. SGLang keeps a request's pages until its
+    transfer has ended, so pages wait in the KV cache until the outbox has room."""
 
     def __init__(
         self,
@@ -78,19 +80,19 @@ class Departures:
         *,
         ready_bytes: int = READY_BYTES,
     ) -> None:
-        """ready_bytes: of each stream, that lie in host memory for the link at most, beside a
-        portion and a last page of each request (Outbox)."""
+        """ready_bytes: most bytes of each stream that wait for the link in host memory, beside one
+        portion and the last page of each request (Outbox)."""
         self._kv, self._link = kv, link
         self._handovers, self._clock = handovers, clock
         self.outbox = Outbox(wire, self._offer, ready_bytes)
         self._departures: dict[int, Departure] = {}
-        # Rooms that were opened before their request was here, and for how many receivers.
+        # Rooms that were opened before their request came here, with their numbers of receivers.
         self._unclaimed: dict[int, int] = {}
 
     def add(self, room: int) -> Departure:
-        """A request is to be sent. Raises ValueError for a room that is in use."""
+        """Register a request that is to be sent. Raises ValueError for a room that is in use."""
         if room in self._departures:
-            raise ValueError(f"bootstrap room {room} is in use")
+            raise ValueError(f"bootstrap room {room} is already in use: choose another")
         self.pump()
         departure = Departure(begun_s=self._clock())
         num_parts = self._unclaimed.pop(room, None)
@@ -103,15 +105,16 @@ class Departures:
         return self._departures[room]
 
     def note_prompt(self, room: int, token_ids: Sequence[int]) -> None:
-        """Say before the last send() of which tokens a request's KV is, as soon as all of it is
-        computed. Nothing happens where the room is unknown, as those of SGLang's warm-up are."""
+        """Record a request's prompt tokens and the time, as soon as all their KV is computed. Call
+        this before send_last(). An unknown room is ignored: SGLang's warm-up has such rooms."""
         departure = self._departures.get(room)
         if departure is not None:
             departure.prompt, departure.prefill_ended_at = digest_of(token_ids), self._clock()
 
     def send(self, room: int, pages: Sequence[int]) -> None:
-        """Send the next full pages of a request, unless it was given up. They are encoded in any
-        case: another rank may still send its part of them, and pools are to be alike."""
+        """Send the next full pages of a request, unless its transfer has ended. The pages are
+        encoded in any case: another rank may still send its part of them, and pools must be
+        alike."""
         departure = self._departures[room]
         self._kv.encode_committed(pages)
         if departure.ended is None:
@@ -121,10 +124,10 @@ class Departures:
     def send_last(
         self, room: int, pages: Sequence[int], num_tokens: int, fields: tuple[bytes, ...]
     ) -> None:
-        """Send the rest of a request's pages, of the last of which num_tokens are computed, and
-        what SGLang says of its first token (fields), before residuals. Where an equal prefix was
-        cached already, SGLang has put that one's page, encoded, in the place of what the last chunk
-        wrote."""
+        """Send the rest of a request's pages and the handover, ahead of residuals. num_tokens:
+        computed tokens on the last page. fields: SGLang's state of the first token. If an equal
+        prefix was cached, SGLang has put its page in place of the one that the last chunk wrote.
+        That page is encoded."""
         departure = self._departures[room]
         *full_pages, page = pages
         self._kv.encode_committed(full_pages)
@@ -135,7 +138,7 @@ class Departures:
         if departure.ended is not None:
             return
         tails, is_encoded = self._tails(page, num_tokens, departure.num_parts)
-        assert departure.prompt is not None, "its receiver is to know what was computed"
+        assert departure.prompt is not None, "the handover needs the digest of the prompt"
         ended_at = departure.prefill_ended_at
         handover = Handover(fields, departure.prompt, ended_at, num_tokens, is_encoded)
         for chunk, tail in enumerate(tails):
@@ -145,7 +148,7 @@ class Departures:
         self._pack()
 
     def pump(self) -> None:
-        """Take note of what has happened on the link, and give it what there is room for now."""
+        """Process the events of the link, and pack pages while the outbox has room."""
         for event in self._link.take_events():
             if isinstance(event, SegmentReleased):
                 self.outbox.released(event.key)
@@ -165,12 +168,12 @@ class Departures:
         self._pack()
 
     def release(self, pages: Iterable[int]) -> None:
-        """SGLang freed these pages: requests that were to send them cannot."""
+        """Abort the requests that have yet to send some of these pages, which SGLang freed."""
         for room in self.outbox.rooms_of(pages):
             self.abort(room, FREED)
 
     def abort(self, room: int, reason: str) -> None:
-        """Give a request up, here and at its receiver."""
+        """Cancel a request's transfer, here and at its receivers."""
         departure = self._departures.get(room)
         if departure is not None and departure.ended is None:
             departure.ended = reason
@@ -178,20 +181,20 @@ class Departures:
             self._link.abort(room, reason)
 
     def abort_all(self, reason: str) -> None:
-        """Nothing that is not complete may be used."""
+        """Cancel all transfers that have not ended: incomplete KV must not be used."""
         for room in self._departures:
             self.abort(room, reason)
 
     def forget(self, room: int) -> None:
-        """The request is over. A transfer that is not is given up."""
-        self.abort(room, "the request is over")
+        """Forget a request that is over, and cancel its transfer if that has not ended."""
+        self.abort(room, "the request has ended")
         self._departures.pop(room, None)
 
     def _tails(
         self, page: int, num_tokens: int, num_parts: int
     ) -> tuple[Sequence[torch.Tensor], bool]:
-        """Of a request's last page, what HandoverFormat takes of each part, and whether that is
-        records."""
+        """Return a request's last page as HandoverFormat takes it, a tensor for each part, and
+        whether these are records."""
         tail = self._kv.records.read_plain(page, num_tokens)
         if tail is not None:
             return tail.chunk(num_parts, dim=HEADS_OF_TAIL), False

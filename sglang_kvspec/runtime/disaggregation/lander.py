@@ -1,4 +1,4 @@
-"""Puts what has arrived of a request into the pools."""
+"""Landing: copies of arrived KV from a request's staging into the pools."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import torch
 
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.page_records import PageRecords, copy_in
-from sglang_kvspec.runtime.disaggregation.handover import HEADS_OF_TAIL, HandoverFormat, agreed
+from sglang_kvspec.runtime.disaggregation.handover import (
+    HEADS_OF_TAIL,
+    HandoverFormat,
+    common_handover,
+)
 from sglang_kvspec.runtime.disaggregation.landing import Landing
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import Stream
 
-# Of payloads that are copied together, unless a page is more: what a copy needs of memory beside
-# the staging and the pools. All of a request may land at once.
+# Most bytes of payloads copied together, unless one page is larger. This bounds the memory of a
+# copy beside the staging and the pools: all of a request may land at once.
 AT_ONCE_BYTES = 32 << 20
 
 
 class Lander:
-    """Methods change the landing, too. They raise KVSpecError for what is no KV of this server."""
+    """Copier from the staging of a Landing into the pools. Its methods update the landing. They
+    raise KVSpecError for bytes that are not KV of this server."""
 
     def __init__(
         self,
@@ -28,7 +33,8 @@ class Lander:
         handovers: HandoverFormat,
         keep_tail: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """keep_tail: takes a last page and its tokens, until the request runs."""
+        """keep_tail: called with a last page and its tokens, which it keeps until the request
+        runs."""
         self._kv, self._wire, self._handovers = kv, wire, handovers
         self._keep_tail = keep_tail
         sizes = {Stream.ANCHOR: wire.anchor_bytes, Stream.RESIDUAL: wire.residual_bytes}
@@ -37,24 +43,25 @@ class Lander:
     def check(
         self, landing: Landing, stream: Stream, index: int, chunk_bytes: Sequence[int]
     ) -> None:
-        """A page has arrived, or the handover: whether it can be one, by its size."""
+        """Check the size of a page that has arrived; raises TransportError. A handover passes: it
+        is checked when it is read."""
         if index < landing.num_pages:
             self._wire.check(stream, chunk_bytes)
 
     def read_handover(self, landing: Landing) -> None:
-        """If it is in the staging. Puts nothing into the pools."""
+        """Read the handover if it is in the staging. Puts nothing into the pools."""
         arrived = landing.arrived[Stream.ANCHOR]
         if landing.num_pages not in arrived:
             return
-        assert landing.staging is not None, "all of it had landed"
+        assert landing.staging is not None, "the whole transfer has landed already"
         chunk_bytes = arrived.pop(landing.num_pages)
         payloads = landing.staging.payloads(Stream.ANCHOR, landing.num_pages, chunk_bytes)
         of_part = self._handovers.of_part(len(payloads))
         handovers, tails = zip(*map(of_part.decode, payloads), strict=True)
-        landing.handover, landing.tails = agreed(handovers), list(tails)
+        landing.handover, landing.tails = common_handover(handovers), list(tails)
 
     def land_anchors(self, landing: Landing) -> None:
-        """Those in the staging, and the last page."""
+        """Land the anchors in the staging, and the last page."""
         tails, landing.tails = landing.tails, []
         if tails:
             assert landing.handover is not None
@@ -67,8 +74,8 @@ class Lander:
         self._land(landing, Stream.ANCHOR, sorted(landing.arrived[Stream.ANCHOR]))
 
     def land_residuals(self, landing: Landing, end: int | None = None) -> None:
-        """Those in the staging of pages whose anchors have landed; the others wait for them. end:
-        of the pages before this one only."""
+        """Land the residuals in the staging whose anchors have landed; the others wait for their
+        anchors. end: land residuals of pages before this index only; None for all."""
         assert landing.pages is not None
         known = [
             index
@@ -82,7 +89,7 @@ class Lander:
         count = self._pages_at_once[stream]
         for first in range(0, len(indices), count):
             part = indices[first : first + count]
-            assert staging is not None, "all of it had landed"
+            assert staging is not None, "the whole transfer has landed already"
             assert pages is not None
             payloads = [staging.payloads(stream, index, arrived[index]) for index in part]
             self._wire.land(stream, [pages[index] for index in part], payloads)

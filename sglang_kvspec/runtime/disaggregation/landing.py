@@ -1,4 +1,4 @@
-"""One request's KV on its way in: what has arrived of it, and where it goes."""
+"""Incoming KV of one request: what has arrived, and where it goes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from sglang_kvspec.transport import Arrival, Destination, Stream, TransferShape
 
 
 class ReceivingLink(Protocol):
-    """What arrivals need of the threads that receive from the ranks of one server. Chunk i of a
-    page is what the i-th of them sends: an equal share of its KV heads, in their order."""
+    """Interface of the threads that receive from the ranks of one server, as far as arrivals need
+    it. Chunk i of a page comes from the i-th of these ranks: an equal share of its KV heads, in
+    their order."""
 
     @property
     def num_parts(self) -> int: ...
@@ -35,13 +36,13 @@ class ReceivingLink(Protocol):
 
 class Staging:
     """Host memory that a transfer arrives in: full pages 0 .. n - 1 and, as page n, the handover,
-    each in num_parts chunks. Pages of the pools may be freed while bytes arrive, and this may
+    each in num_parts chunks. Pages of the pools may be freed while bytes arrive; the staging is
     not."""
 
     def __init__(
         self, num_pages: int, wire: PageWire, handover_bytes: int, num_parts: int = 1
     ) -> None:
-        """handover_bytes: of one part."""
+        """handover_bytes: most bytes of the handover of one part."""
         self._num_pages = num_pages
         self.num_residual_pages = num_pages if wire.residual_bytes else 0
         page_bytes = {stream: wire.part_bytes(stream, num_parts) for stream in Stream}
@@ -62,8 +63,8 @@ class Staging:
         return self._row(stream, page, chunk).numpy().data
 
     def payloads(self, stream: Stream, page: int, chunk_bytes: Sequence[int]) -> list[torch.Tensor]:
-        """What has arrived: of each chunk so many bytes, 1-D uint8, valid until the staging is
-        dropped."""
+        """Return the arrived bytes of each chunk of a page, 1-D uint8, valid until the staging is
+        dropped. chunk_bytes: number of bytes in each chunk."""
         return [self._row(stream, page, i)[:size] for i, size in enumerate(chunk_bytes)]
 
     def _row(self, stream: Stream, page: int, chunk: int) -> torch.Tensor:
@@ -73,10 +74,10 @@ class Staging:
 
 
 class Landing:
-    """pages: those of the pools, by index; None while the request has been set aside. last_page:
-    where its tail goes. arrived: pages of each stream that are in the staging only, with the bytes
-    of their chunks. missing: of each stream, pages that have not landed. tails: of the handover, a
-    part each, until the anchors land."""
+    """Incoming KV of one request. pages: page ids in the pools, by index; None while the request is
+    retracted. last_page: page that the tail goes to. arrived: by stream, pages that are in the
+    staging only, with the bytes of their chunks. missing: by stream, number of pages that have not
+    landed. tails: tails of the handover, one for each part, until the anchors land."""
 
     def __init__(
         self, room: int, link: ReceivingLink, pages: Sequence[int], staging: Staging
@@ -101,30 +102,32 @@ class Landing:
 
     @property
     def is_draftable(self) -> bool:
-        """All that drafting needs has landed, or can."""
+        """Return True if the handover is read, and all anchors have landed or are in the
+        staging."""
         num_arrived = len(self.arrived[Stream.ANCHOR])
         return self.handover is not None and num_arrived == self.missing[Stream.ANCHOR]
 
     @property
     def has_anchors_to_land(self) -> bool:
-        """All of them are here, and not all in the pools."""
+        """Return True if all anchors have arrived, and some of them or the tail have not landed."""
         return self.is_draftable and bool(self.tails or self.arrived[Stream.ANCHOR])
 
     def fail(self, reason: str) -> None:
-        """Nothing more comes. Anchors may land nevertheless, where other ranks let theirs."""
+        """Record that nothing more arrives. The staging stays if it has all anchors: they still
+        land if other ranks land theirs."""
         self.failure = reason
         if not self.has_anchors_to_land:
             self.staging = None
 
     @property
     def is_complete(self) -> bool:
-        """All of it has landed, but for the tail."""
+        """Return True if the handover is read and all full pages have landed."""
         return self.handover is not None and not any(self.missing.values())
 
     @property
     def num_ready_residuals(self) -> int:
-        """Pages from the first one on whose residuals have landed, or can. Of a request whose
-        residuals land in order."""
+        """Number of pages, from the first on, whose residuals have landed or can land. Valid for a
+        request whose residuals land in order."""
         arrived = self.arrived[Stream.RESIDUAL]
         end = self.num_residual_pages - self.missing[Stream.RESIDUAL]
         while end in arrived:
@@ -133,7 +136,7 @@ class Landing:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be written into its staging."""
+        """Return True if nothing more will be written into the staging."""
         last = Stream.RESIDUAL if self.num_residual_pages else Stream.ANCHOR
         return self.failure is not None or {Stream.ANCHOR, last} <= self.arrived_at.keys()
 
@@ -142,7 +145,7 @@ class Landing:
         return [*(self.pages or ()), self.last_page]
 
     def summary(self, mode: str) -> dict[str, Any]:
-        """For meta_info: seconds since the prefill ended, and bytes, by stream."""
+        """Return seconds since the prefill ended, and bytes, by stream, for meta_info."""
         assert self.handover is not None
         zero = self.handover.prefill_ended_at
 

@@ -1,4 +1,4 @@
-"""What links between prefill and decode servers did, for Prometheus."""
+"""Counters of the links between prefill and decode servers, for Prometheus."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 from sglang_kvspec.transport.counters import LinkCounters
 
-# Links have many counters, and iterations are short.
+# Least time between two exports: links have many counters, and iterations are short.
 PERIOD_S = 0.5
 
 
 class TransferMetrics:
-    """Publishes totals of all links of a server to prometheus_client's default registry, as
-    runtime.metrics.MetricsExporter does."""
+    """Exporter of the totals of all links of a server to prometheus_client's default registry, like
+    runtime.metrics.MetricsExporter."""
 
     def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: that of the links."""
-        # Late: prometheus_client fixes its storage when first imported.
+        """clock: clock of the links."""
+        # Import late: prometheus_client fixes its storage when it is first imported.
         from prometheus_client import Counter as PromCounter
         from prometheus_client import Gauge
 
@@ -28,22 +28,26 @@ class TransferMetrics:
         self._model_name, self._clock = model_name, clock
         self._due_s = clock()
         self._counters = {
-            "bytes": counter("bytes", "KV bytes that crossed", "stream"),
-            "resent": counter("resent_bytes", "KV bytes that were sent again", "stream"),
-            "busy": counter("busy_seconds", "Time with bytes on their way", "stream"),
-            "requests": counter("requests", "KV transfers that ended", "outcome"),
-            "dropped": counter("dropped_frames", "Frames that were not trusted", "reason"),
-            "arrived": counter("arrivals", "KV transfers of which all of a stream came", "stream"),
-            "waited": counter("arrival_seconds", "Time from asking until it came", "stream"),
+            "bytes": counter("bytes", "KV bytes transferred", "stream"),
+            "resent": counter("resent_bytes", "KV bytes sent again", "stream"),
+            "busy": counter("busy_seconds", "Seconds with bytes in flight", "stream"),
+            "requests": counter("requests", "Ended KV transfers", "outcome"),
+            "dropped": counter("dropped_frames", "Received frames that were dropped", "reason"),
+            "arrived": counter(
+                "arrivals", "KV transfers whose stream arrived completely", "stream"
+            ),
+            "waited": counter(
+                "arrival_seconds", "Seconds from request to complete arrival of a stream", "stream"
+            ),
         }
         self._drafts = PromCounter(
             "sglang:kvspec_drafts_on_anchors",
-            "Draft tokens made while residuals were on their way",
+            "Draft tokens made while residuals were in transfer",
             ["model_name"],
         )
         self._link_use = Gauge(
             "sglang:kvspec_transfer_link_use",
-            "Share of the links' life in which bytes were on their way",
+            "Share of the links' lifetime with bytes in flight",
             ["model_name"],
             multiprocess_mode="mostrecent",
         )
@@ -53,8 +57,8 @@ class TransferMetrics:
     def publish(
         self, counters_of_links: Callable[[], list[LinkCounters]], drafts_on_anchors: int
     ) -> None:
-        """Add what happened since the last call, some time ago at least. counters_of_links: asked
-        only then, since it copies them."""
+        """Export what happened since the last export, at most once in PERIOD_S. counters_of_links:
+        called only then, because it copies the counters."""
         now_s = self._clock()
         if now_s < self._due_s:
             return
@@ -64,7 +68,7 @@ class TransferMetrics:
         for link in links:
             now.update(_totals(link))
         for (name, label), value in now.items():
-            # A link that was closed takes its totals with it.
+            # Totals of a closed link are gone, so the sum may fall.
             risen = max(0.0, value - self._last[name, label])
             self._counters[name].labels(self._model_name, label).inc(risen)
         self._last = now

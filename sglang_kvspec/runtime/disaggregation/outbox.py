@@ -1,4 +1,4 @@
-"""Pages that wait for a link: host memory for some of them, the KV cache for the rest."""
+"""Outbox of pages that wait for a link: some in host memory, the rest in the KV cache."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sglang_kvspec.core.errors import CodecError
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire
 from sglang_kvspec.transport import SegmentKey, Stream
 
-# Of packed pages that the link has not taken, in each stream; beyond that a portion of each
-# request, so that none waits for receivers of others. Torch pins memory by powers of two, so that
-# beside a GPU this may take twice as much.
+# Most bytes of packed pages that wait for the link, in each stream. Each request may have one
+# portion beyond that, so that it does not wait for receivers of other requests. Torch pins memory
+# by powers of two, so that on a GPU server this may take twice as much.
 READY_BYTES = 256 << 20
-# That READY_BYTES is: pages are packed together, of which each time costs a wait for the device: so
-# many of them, and so few that the link does not wait long for the first.
+# Portions in READY_BYTES. Pages of a portion are packed together, because each packing waits for
+# the device. Larger portions would keep the link waiting for the first page.
 PORTIONS = 16
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """pages: those not packed yet, the first of which is the request's page `index`, and each of
-    which is sent in num_parts parts."""
+    """Pages of one request that are not packed yet. index: index of the first of them in the
+    request. num_parts: parts that each page is sent in."""
 
     room: int
     index: int
@@ -34,16 +34,16 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Portion:
-    """Packed together, and one piece of memory until all of it has been released."""
+    """Bytes of pages that were packed together, which count until all their parts are released."""
 
     num_bytes: int
     num_left: int
 
 
 class Outbox:
-    """Owned by whoever owns the KV cache. Streams do not wait for each other, and who came first is
-    packed first. What is added must stay as it is in the KV cache, until its room is dropped at the
-    latest."""
+    """Pages of all requests that wait for a link, owned by the owner of the KV cache. Streams do
+    not wait for each other; each packs pages in the order in which they were added. Added pages
+    must stay unchanged in the KV cache until they are packed, or their room is dropped."""
 
     def __init__(
         self,
@@ -51,30 +51,31 @@ class Outbox:
         offer: Callable[[SegmentKey, torch.Tensor], None],
         ready_bytes: int = READY_BYTES,
     ) -> None:
-        """offer: hands a packed page, or a part of it, to the link; released() follows for each."""
+        """offer: hands one part of a packed page to the link. Each part must be passed to
+        released() later."""
         self._wire, self._offer, self._ready_bytes = wire, offer, ready_bytes
         sizes = {Stream.ANCHOR: wire.anchor_bytes, Stream.RESIDUAL: wire.residual_bytes}
-        # Streams that there are, with the most that a page of them takes.
+        # Streams in use, with the most bytes of a page.
         self._page_bytes = {stream: size for stream, size in sizes.items() if size}
         self._waiting: dict[Stream, list[_Waiting]] = {stream: [] for stream in self._page_bytes}
         self._portions: dict[SegmentKey, _Portion] = {}
         self._num_ready = dict.fromkeys(self._page_bytes, 0)
-        # Parts of pages of each request and stream.
+        # Numbers of packed parts that are not released, by request and stream.
         self._ready_parts: Counter[tuple[int, Stream]] = Counter()
 
     @property
     def num_ready_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory that packed pages take."""
         return sum(self._num_ready.values())
 
     def add(self, room: int, index: int, pages: Sequence[int], num_parts: int = 1) -> None:
-        """A request's pages from `index` on are to be sent, each in so many parts."""
+        """Add a request's pages from `index` on, each to be sent in num_parts parts."""
         if pages:
             for waiting in self._waiting.values():
                 waiting.append(_Waiting(room, index, list(pages), num_parts))
 
     def released(self, key: SegmentKey) -> None:
-        """The link needs a part of a page no more. Nothing happens for what was not packed here."""
+        """Free a part of a page, which the link does not need any more. Other keys are ignored."""
         portion = self._portions.pop(key, None)
         if portion is not None:
             portion.num_left -= 1
@@ -85,8 +86,8 @@ class Outbox:
                 self._num_ready[key.stream] -= portion.num_bytes
 
     def pack(self, streams: Iterable[Stream] = Stream) -> dict[int, str]:
-        """Pack what there is room for in these streams. Returns rooms of which a page cannot be
-        carried, and why; they are dropped."""
+        """Pack pages of these streams while there is room. Returns the rooms with a page that the
+        wire cannot carry, and why; they are dropped."""
         spoiled: dict[int, str] = {}
         for stream in streams:
             for waiting in list(self._waiting.get(stream, ())):
@@ -98,7 +99,7 @@ class Outbox:
         return spoiled
 
     def _pack_what_fits(self, stream: Stream, waiting: _Waiting) -> None:
-        # It may be of a request that was dropped a moment ago.
+        # The request may have been dropped since pack() listed it.
         while waiting in self._waiting[stream]:
             count = self._room_for(stream, waiting)
             if not count:
@@ -108,7 +109,7 @@ class Outbox:
                 self._waiting[stream].remove(waiting)
 
     def _room_for(self, stream: Stream, waiting: _Waiting) -> int:
-        """Pages to be packed now: a portion, or the rest."""
+        """Return the number of pages to pack next: a portion, or the rest; 0 without room."""
         page_bytes = self._page_bytes[stream]
         portion = max(1, self._ready_bytes // PORTIONS // page_bytes)
         count = min(len(waiting.pages), portion)
@@ -118,7 +119,7 @@ class Outbox:
     def _pack(self, stream: Stream, waiting: _Waiting, count: int) -> None:
         payloads = self._wire.pack(stream, waiting.pages[:count], waiting.num_parts)
         if waiting not in self._waiting[stream]:
-            # Packing collects garbage, and with a sender that nobody holds its pages are dropped.
+            # Packing may collect garbage, and a sender that is collected drops its pages.
             return
         keyed = {
             SegmentKey(waiting.room, stream, index, chunk): part
@@ -135,12 +136,12 @@ class Outbox:
         del waiting.pages[:count]
 
     def drop(self, room: int) -> None:
-        """Pack no more of a request."""
+        """Remove the pages of a request that are not packed yet."""
         for waiting in self._waiting.values():
             waiting[:] = [entry for entry in waiting if entry.room != room]
 
     def rooms_of(self, pages: Iterable[int]) -> set[int]:
-        """Requests of which some of these pages are still to be packed."""
+        """Return the requests that have yet to pack some of these pages."""
         gone = set(pages)
         return {
             entry.room

@@ -1,4 +1,4 @@
-"""How full pages cross between two servers: split into anchors and residuals, or in one piece."""
+"""Wires of full pages between two servers: split into anchors and residuals, or whole."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.page_records import PageRecords
 from sglang_kvspec.transport import Stream
 
-# Of plain KV that a codec works on at a time, unless a single page is more: beside that it needs
-# CODEC_WORK times as much of the device.
+# Most bytes of plain KV that a codec works on at a time, unless one page is larger. Beside them,
+# the codec needs CODEC_WORK times as much device memory.
 AT_ONCE_BYTES = 32 << 20
 CODEC_WORK = 8
 
 
 class PageWire(Protocol):
-    """Pages of one KV cache as bytes. *_bytes: bounds of a page in each stream; residual_bytes 0:
-    there is no second stream. A page may go in parts, each with an equal share of its KV heads, in
-    their order, to receivers that have no others, and come in parts from such senders."""
+    """Wire of one KV cache's pages as bytes. *_bytes: bounds of a page in each stream;
+    residual_bytes is 0 without a second stream. A page may go to several receivers, or come from
+    several senders, in parts. Each part has an equal share of the KV heads, in their order."""
 
     anchor_bytes: int
     residual_bytes: int
@@ -30,29 +30,30 @@ class PageWire(Protocol):
     def pack(
         self, stream: Stream, pages: Sequence[int], num_parts: int = 1
     ) -> list[list[torch.Tensor]]:
-        """What is sent of encoded pages in a stream that is there, of each its parts: 1-D uint8 on
-        the CPU. Raises CodecError for what the wire cannot carry."""
+        """Return encoded pages as bytes of an existing stream, each page as a list of its parts:
+        1-D uint8 on the CPU. Raises CodecError for pages that the wire cannot carry."""
         ...
 
     def part_bytes(self, stream: Stream, num_parts: int) -> int:
-        """Bound of one of so many parts of a page."""
+        """Return the bound of one of num_parts parts of a page."""
         ...
 
     def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
-        """Raises TransportError where the parts of a page cannot have so many bytes."""
+        """Check the sizes in bytes of a page's parts. Raises TransportError for impossible
+        sizes."""
         ...
 
     def land(
         self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        """Put what has arrived of pages into the KV cache, of each its parts, as many of every
-        page: ANCHOR first, into free pages, which drafts may read from then on; RESIDUAL makes them
-        complete. Raises TransportError for payloads that are no page's."""
+        """Write arrived pages into the KV cache. payloads: the parts of each page, as many for
+        every page. ANCHOR comes first, into free pages, which drafts may read from then on.
+        RESIDUAL makes them complete. Raises TransportError for payloads that are not pages."""
         ...
 
 
 class SplitWire:
-    """Anchors as they are, and residuals behind them (Lynx section 4.2)."""
+    """Wire of anchors as they are, with residuals behind them (Lynx section 4.2)."""
 
     def __init__(self, kv: PagedKVCache) -> None:
         self._kv = kv
@@ -81,7 +82,9 @@ class SplitWire:
     def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
         size = self.part_bytes(stream, len(part_sizes))
         if set(part_sizes) != {size}:
-            raise TransportError(f"a page, or a part of it, of another size than {size} bytes")
+            raise TransportError(
+                f"the parts of a page have {list(part_sizes)} bytes, expected {size} each"
+            )
 
     def land(
         self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
@@ -89,7 +92,7 @@ class SplitWire:
         is_anchor = stream is Stream.ANCHOR
         for parts in payloads:
             self.check(stream, [part.numel() for part in parts])
-        # What goes to a GPU from pinned memory nobody waits for.
+        # A copy from pinned memory to a GPU does not block the CPU.
         is_pinned = self._kv.device.type == "cuda"
         records = torch.empty(
             (len(pages), *self._shape(stream)), dtype=torch.uint8, pin_memory=is_pinned
@@ -110,21 +113,21 @@ class SplitWire:
         return self._anchor_shape if stream is Stream.ANCHOR else self._residual_shape
 
     def _part_shape(self, stream: Stream, num_parts: int) -> torch.Size:
-        """[num_layers, KV heads of a part, record_bytes]."""
+        """Return [num_layers, KV heads of a part, record_bytes]."""
         layers, heads, record_bytes = self._shape(stream)
-        assert heads % num_parts == 0, "the handshake lets nobody else in"
+        assert heads % num_parts == 0, "the parts of a transfer must divide the KV heads"
         return torch.Size((layers, heads // num_parts, record_bytes))
 
 
 class WholeWire:
-    """Pages in one piece, as the baselines send them: what arrives is encoded anew, so that what
-    decoding reads at the target precision is what the codec of the wire gives back. Where nobody
-    drafts nobody reads anchors, and there are none."""
+    """Wire of pages in one piece, as the baselines send them. Arrived pages are encoded again, so
+    that the target precision is what the wire's codec gives back. Without drafts, anchors are not
+    read and not written."""
 
     residual_bytes = 0
 
     def __init__(self, kv: PagedKVCache, codec: WireCodec, *, drafts: bool) -> None:
-        assert kv.codec.target == "exact", "another target would lose what the wire did not"
+        assert kv.codec.target == "exact", "only target exact adds no loss to that of the wire"
         self._kv, self._codec, self._drafts = kv, codec, drafts
         self._part_codecs = {1: codec}
         self.anchor_bytes = codec.max_page_bytes
@@ -133,7 +136,7 @@ class WholeWire:
     def pack(
         self, stream: Stream, pages: Sequence[int], num_parts: int = 1
     ) -> list[list[torch.Tensor]]:
-        assert stream is Stream.ANCHOR, "a page in one piece has no residual"
+        assert stream is Stream.ANCHOR, "a page in one piece has no residual stream"
         codec = self._codec_of(num_parts)
         payloads: list[list[torch.Tensor]] = []
         for portion in self._portions(len(pages)):
@@ -148,12 +151,12 @@ class WholeWire:
         return self._codec_of(num_parts).max_page_bytes if stream is Stream.ANCHOR else 0
 
     def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
-        """Sizes vary with what is coded: decoding finds out."""
+        """Accept all sizes: they vary with the coded values, and decoding finds errors."""
 
     def land(
         self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        assert stream is Stream.ANCHOR, "a page in one piece has no residual"
+        assert stream is Stream.ANCHOR, "a page in one piece has no residual stream"
         for part in self._portions(len(pages)):
             k, v = self._decode(payloads[part])
             self._kv.write_whole(pages[part], k, v, anchors=self._drafts)
@@ -167,7 +170,7 @@ class WholeWire:
         return k, v
 
     def _codec_of(self, num_parts: int) -> WireCodec:
-        """Of one of so many parts of a page."""
+        """Return the codec of one of num_parts parts of a page."""
         if num_parts not in self._part_codecs:
             name = cast("WireCodecName", self._codec.name)
             geometry = self._kv.geometry.part(num_parts)

@@ -1,4 +1,4 @@
-"""When each token of a request was first computed: TTKT (Lynx section 6) needs to know it."""
+"""Times at which each token of a request was first computed, for TTKT (Lynx section 6)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of a request: how fast it begins is what counts, and SGLang sends the list with every chunk.
+# Most timed tokens of a request. TTKT needs the first ones, and SGLang sends the list with every
+# chunk.
 MAX_TIMED_TOKENS = 256
-# What the summaries travel as in SGLang's results.
+# Name of the summaries in SGLang's results.
 TRANSFER_CARRIER = "kvspec_transfer"
 
 
 @dataclass(slots=True)
 class Timeline:
-    """Times in seconds since the request's prefill ended, on the other server's clock.
+    """Token times of a request, in seconds since its prefill ended, on the prefill server's clock.
 
-    token_s: of the first output tokens, MAX_TIMED_TOKENS at most: when each was drafted, if that
-    draft was kept, or verified. The very first was computed by the prefill. summaries: an entry a
-    token, of which the second, or a later one, is what is known of the KV transfer.
+    token_s: times of the first output tokens, at most MAX_TIMED_TOKENS. A token's time is that of
+    its draft if the target kept that draft, else that of its verification. The prefill computed the
+    first token. summaries: one entry a token, as SGLang sends them; the second entry, or a later
+    one, is the summary of the KV transfer.
     """
 
     prefill_ended_at: float
@@ -31,18 +33,19 @@ class Timeline:
         return len(self.summaries) > 1
 
     def note_draft(self, at: float) -> None:
-        """at: seconds since the epoch."""
+        """Record a draft. at: seconds since the epoch."""
         self._drafts_s.append(at - self.prefill_ended_at)
 
     def note_verification(self, at: float, num_emitted: int) -> None:
-        """All drafts but the first num_emitted - 1 were thrown away, and one token added."""
+        """Record a verification, which kept the first num_emitted - 1 drafts and added one token.
+        at: seconds since the epoch."""
         times = [*self._drafts_s[: num_emitted - 1], at - self.prefill_ended_at]
         self.token_s += times[: MAX_TIMED_TOKENS - len(self.token_s)]
         self._drafts_s.clear()
 
     def tell(self, at: float, num_emitted: int, transfer: Mapping[str, Any]) -> None:
-        """The first verification, before it is noted. transfer: what is known of the request's KV
-        transfer; its "seconds" are since the prefill ended, too."""
+        """Add the summary of the KV transfer at the first verification, before note_verification().
+        transfer: Landing.summary(), whose "seconds" are also since the prefill ended."""
         self.summaries.append(
             {
                 **transfer,

@@ -1,4 +1,4 @@
-"""Prefixes that a prefix server keeps for several servers."""
+"""Prefixes that a prefix server stores for several servers."""
 
 from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
 from sglang_kvspec.runtime.remote_prefixes.early_starts import EarlyStarts

@@ -1,4 +1,4 @@
-"""What a server and its prefix server did for each other."""
+"""Counters of lookups at a prefix server, and of publishing to it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RemoteCounters:
-    """Since the server started. lookups: prompts that were asked for; hits: of them, those of which
-    the store had a page; expired: those that went on without waiting for the rest of what was
-    asked; unasked: prompts with pages to ask for while there was no link, no room or no hope;
-    early: requests that started on anchors; returned: of them, those whose residuals did not come;
-    drafts_on_anchors: tokens drafted by them while residuals were on their way.
-    pages_published are in the store; pages_unkept were sent and are not; pages_dropped were not
-    sent, since more waited than the bandwidth allows."""
+    """Totals since the server started. lookups: lookups of prompts; hits: lookups of which the
+    store had a page; expired: lookups whose request went on without waiting for the rest. unasked:
+    prompts with missing pages that were not looked up: no link, no room, or an open circuit
+    breaker. early: requests that started on anchors; returned: early requests whose residuals did
+    not arrive; drafts_on_anchors: tokens that early requests drafted before their residuals
+    arrived. pages_published: pages put into the store; pages_unkept: pages sent but not stored;
+    pages_dropped: pages not sent, because more waited than the bandwidth allows."""
 
     lookups: int = 0
     hits: int = 0

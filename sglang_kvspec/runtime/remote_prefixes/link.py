@@ -1,4 +1,4 @@
-"""What is asked of a link to a prefix server."""
+"""Protocol of a link to a prefix server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_kvspec.transport.prefixes import Chain, StoreEvent
 
 
 class StoreLink(Protocol):
-    """A StoreLoop."""
+    """Link to a prefix server, as StoreLoop implements it."""
 
     @property
     def is_live(self) -> bool: ...
@@ -37,7 +37,8 @@ class StoreLink(Protocol):
 
 
 def link_report(link: StoreLink) -> dict[str, Any]:
-    """What a link did, for /server_info. Raises TransportError where it is over."""
+    """Return the counters of a link, for /server_info. Raises TransportError if the link is
+    over."""
     counters = link.counters()
     return {
         "denial": link.denial,

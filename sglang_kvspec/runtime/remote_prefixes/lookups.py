@@ -1,4 +1,5 @@
-"""Requests that wait for pages of their prompts, and what has come of them. Times are given."""
+"""Requests that wait for pages of their prompts, and pages that have arrived. Callers pass the
+time."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from sglang_kvspec.kv.prefix_store import PageLink
 
 
 class LandedAnchor(NamedTuple):
-    """Of a page whose residual may come later."""
+    """Anchor of a page whose residual may arrive later."""
 
     link: PageLink
     anchor: bytearray
@@ -24,7 +25,7 @@ class LandedPage(NamedTuple):
 
 @dataclass(slots=True)
 class Lookup:
-    """One question to the store. Requests with the same first page that they lack share it."""
+    """Lookup in the store. Requests whose first missing page is the same share a lookup."""
 
     number: int
     links: Sequence[PageLink]
@@ -41,24 +42,26 @@ class _Waiting:
 
 
 class Dropped(NamedTuple):
-    """A lookup that is nobody's any more, before its end; is_late: it took all its time."""
+    """Lookup that lost its last request before it ended. is_late: the request waited until its
+    limit."""
 
     lookup: Lookup
     is_late: bool
 
 
 class Lookups:
-    """By request. What a lookup brought is kept until the last of its requests is forgotten."""
+    """Lookups by request. Pages of a lookup are kept until the last of its requests is
+    forgotten."""
 
     def __init__(self, max_pages: int) -> None:
-        """max_pages: in all lookups together, whether they have landed or not."""
+        """max_pages: most pages in all lookups together, whether they have landed or not."""
         self._max_pages = max_pages
         self._waiting: dict[str, _Waiting | None] = {}
         self._lookups: dict[int, Lookup] = {}
         self._last_number = 0
 
     def __contains__(self, rid: str) -> bool:
-        """Whether it was decided what to ask for a request."""
+        """Return True if a lookup for the request was begun, joined or skipped."""
         return rid in self._waiting
 
     @property
@@ -70,11 +73,12 @@ class Lookups:
         return list(self._waiting)
 
     def skip(self, rid: str) -> None:
-        """Nothing is asked for this request."""
+        """Record that nothing is looked up for this request."""
         self._waiting[rid] = None
 
     def join(self, rid: str, links: Sequence[PageLink], until_s: float) -> bool:
-        """Wait for what another request is asking for; False where none asks for such pages."""
+        """Wait for another request's lookup that begins with the same page. Returns False without
+        one."""
         for lookup in self._lookups.values():
             if not lookup.is_over and lookup.links[0] == links[0]:
                 lookup.rids.add(rid)
@@ -83,7 +87,7 @@ class Lookups:
         return False
 
     def begin(self, rid: str, links: Sequence[PageLink], until_s: float) -> Lookup | None:
-        """Of as many pages as there is room for; None where there is none."""
+        """Begin a lookup of as many pages as there is room for. Returns None without room."""
         room = self._max_pages - sum(len(lookup.links) for lookup in self._lookups.values())
         if room < 1:
             return None
@@ -97,13 +101,13 @@ class Lookups:
         return self._lookups.get(number)
 
     def is_awaited(self, rid: str, now_s: float) -> bool:
-        """Whether more may come for a request before its time is up."""
+        """Return True if more pages may arrive for a request before its time is up."""
         waiting = self._waiting.get(rid)
         return waiting is not None and not waiting.lookup.is_over and now_s < waiting.until_s
 
     def is_anchored(self, rid: str, besides: Collection[str] = ()) -> bool:
-        """Whether all anchors that were asked for a request, and for none of the others, have come
-        before their residuals."""
+        """Return True if all anchors of a request's lookup have arrived, the lookup has not ended,
+        and no request in `besides` shares it."""
         waiting = self._waiting.get(rid)
         if waiting is None or waiting.lookup.is_over:
             return False
@@ -125,7 +129,8 @@ class Lookups:
         return None
 
     def forget(self, rid: str, now_s: float) -> Dropped | None:
-        """A request has started, or is gone. Returns a lookup that goes with it."""
+        """Forget a request that has started or is gone. Returns the lookup that is dropped with it,
+        if that has not ended."""
         waiting = self._waiting.pop(rid, None)
         if waiting is None:
             return None

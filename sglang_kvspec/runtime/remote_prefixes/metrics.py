@@ -1,4 +1,4 @@
-"""What a server and its prefix server did for each other, for Prometheus."""
+"""Counters of lookups at a prefix server, and of publishing to it, for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# The link has many counters, and iterations are short.
+# Least time between two exports: the link has many counters, and iterations are short.
 PERIOD_S = 0.5
 
 
 class RemoteMetrics:
-    """Publishes totals to prometheus_client's default registry, as runtime.metrics.MetricsExporter
-    does."""
+    """Exporter of totals to prometheus_client's default registry, like
+    runtime.metrics.MetricsExporter."""
 
     def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        # Late: prometheus_client fixes its storage when first imported.
+        # Import late: prometheus_client fixes its storage when it is first imported.
         from prometheus_client import Counter as PromCounter
         from prometheus_client import Gauge
 
@@ -26,23 +26,23 @@ class RemoteMetrics:
         self._model_name, self._clock = model_name, clock
         self._due_s = clock()
         self._counters = {
-            "lookups": counter("lookups", "Prompts by what became of asking for them", "outcome"),
-            "pages": counter("pages", "Pages by what became of them", "outcome"),
-            "bytes": counter("bytes", "Bytes of records that crossed", "direction"),
-            "drafts": counter("drafts", "Draft tokens while records were on their way", "read"),
-            "dropped": counter("dropped_frames", "Frames that were not trusted", "reason"),
+            "lookups": counter("lookups", "Prompts by outcome of their lookup", "outcome"),
+            "pages": counter("pages", "Pages by outcome of their lookup or upload", "outcome"),
+            "bytes": counter("bytes", "Record bytes transferred", "direction"),
+            "drafts": counter("drafts", "Draft tokens made while records were in transfer", "read"),
+            "dropped": counter("dropped_frames", "Received frames that were dropped", "reason"),
         }
         self._is_live = Gauge(
             "sglang:kvspec_prefix_server_is_live",
-            "Whether there is a link to the prefix server",
+            "1 while the link to the prefix server is live, else 0",
             ["model_name"],
             multiprocess_mode="mostrecent",
         )
         self._last: Counter[tuple[str, str]] = Counter()
 
     def publish(self, make_report: Callable[[], dict[str, Any]]) -> None:
-        """Add what happened since the last call, some time ago at least. make_report: that of
-        RemotePrefixes, asked only then."""
+        """Export what happened since the last export, at most once in PERIOD_S. make_report:
+        RemotePrefixes.report, called only then."""
         now_s = self._clock()
         if now_s < self._due_s:
             return
@@ -65,7 +65,7 @@ def _totals(report: dict[str, Any]) -> Counter[tuple[str, str]]:
     totals["drafts", "anchors"] = counters["drafts_on_anchors"]
     for outcome in ("found", "fetched", "published", "unkept", "dropped"):
         totals["pages", outcome] = counters[f"pages_{outcome}"]
-    # A link that has failed says no more what it did.
+    # The report of a failed link has no counters.
     if "fetched_bytes" in report:
         totals["bytes", "fetched"] = sum(report["fetched_bytes"].values())
         totals["bytes", "published"] = report["published_bytes"]

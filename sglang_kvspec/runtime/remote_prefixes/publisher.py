@@ -1,4 +1,4 @@
-"""Which pages are worth publishing, and how many may wait for it."""
+"""Publishing: the pages that a store does not have yet, and how many may wait."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from sglang_kvspec.kv.prefix_store import PageLink
 
-# Pages known to be in the store; of those that are forgotten some are published again.
+# Most pages remembered as stored. A forgotten page may be published again.
 _MAX_KNOWN = 1 << 16
 
 
 class Publisher:
     def __init__(self, queue_bytes: int) -> None:
         self._queue_bytes = queue_bytes
-        # In the order of their last mention.
+        # Keys of stored pages, in the order of their last mention.
         self._known: dict[bytes, None] = {}
         self._uploads: dict[int, tuple[bytes, int]] = {}
         self._pending: set[bytes] = set()
@@ -21,7 +21,8 @@ class Publisher:
         self.waiting_bytes = 0
 
     def num_known(self, links: Sequence[PageLink]) -> int:
-        """How many of these pages, from the first on, are in the store, or on their way there."""
+        """Return how many of these pages, from the first on, are in the store or on their way
+        there."""
         known, pending = self._known, self._pending
         there = (link.key in known or link.key in pending for link in links)
         return next((i for i, is_there in enumerate(there) if not is_there), len(links))
@@ -30,7 +31,7 @@ class Publisher:
         return link.key in self._known or link.key in self._pending
 
     def begin(self, link: PageLink, num_bytes: int) -> int | None:
-        """The number of a new upload; None where too much waits already."""
+        """Return the number of a new upload; None if too many bytes wait already."""
         if self.waiting_bytes + num_bytes > self._queue_bytes:
             return None
         self._last_number += 1
@@ -47,7 +48,7 @@ class Publisher:
             self.learn([key])
 
     def learn(self, keys: Iterable[bytes]) -> None:
-        """The store has these pages."""
+        """Record that the store has these pages."""
         for key in keys:
             self._known.pop(key, None)
             self._known[key] = None
@@ -55,6 +56,6 @@ class Publisher:
             del self._known[next(iter(self._known))]
 
     def unlearn(self, keys: Iterable[bytes]) -> None:
-        """The store does not have these pages, or no more."""
+        """Record that the store does not have these pages."""
         for key in keys:
             self._known.pop(key, None)

@@ -1,4 +1,4 @@
-"""The tier of the prefix cache that is another process's: asked ahead, never waited for."""
+"""Remote tier of the prefix cache, on a prefix server: looked up ahead, never waited for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.kv.prefix_store import PageLink
+from sglang_kvspec.runtime.remote_prefixes.circuit_breaker import CircuitBreaker
 from sglang_kvspec.runtime.remote_prefixes.counters import RemoteCounters
 from sglang_kvspec.runtime.remote_prefixes.link import StoreLink, link_report
 from sglang_kvspec.runtime.remote_prefixes.lookups import (
@@ -21,7 +22,6 @@ from sglang_kvspec.runtime.remote_prefixes.lookups import (
     Lookups,
 )
 from sglang_kvspec.runtime.remote_prefixes.publisher import Publisher
-from sglang_kvspec.runtime.remote_prefixes.trust import Trust
 from sglang_kvspec.transport.prefixes import (
     AnchorFetched,
     Chain,
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class RemotePrefixes:
-    """Owned by the scheduler's thread, which is never held up: a request is asked for when it is
-    first seen in the queue, stays there until its pages have come or wait_s have passed, and finds
-    what has come among the tiers. A store that makes a request wait for nothing is not asked for a
-    while; one that is lost is not asked until it is back."""
+    """Remote tier of the prefix cache, owned by the scheduler's thread, which it never blocks. A
+    request's pages are looked up when it is first seen in the queue. The request stays there until
+    they have arrived or wait_s have passed, then loads them as from any tier. A circuit breaker
+    stops lookups after a request has waited in vain. Without a link there are no lookups."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class RemotePrefixes:
         news: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """page_bytes: of an anchor and a residual. landing_bytes: of pages that were asked for and
-        whose requests have not started. queue_bytes: of pages that wait to be published; 0 for a
-        server that publishes nothing. news: set by the link whenever there is something to take."""
+        """page_bytes: bytes of an anchor and a residual. landing_bytes: most bytes of pages looked
+        up for requests that have not started. queue_bytes: most bytes of pages that wait to be
+        published; 0 publishes nothing. news: set by the link whenever there are events to take."""
         self._link, self._wait_s, self._clock = link, wait_s, clock
         self._news = news or threading.Event()
         self._lookups = Lookups(max(1, landing_bytes // page_bytes))
         self._publisher = Publisher(max(queue_bytes, page_bytes)) if queue_bytes else None
-        self._trust = Trust()
+        self._breaker = CircuitBreaker()
         self._is_stale = False
         self._failure: str | None = None
         self.counters = RemoteCounters()
@@ -71,8 +71,8 @@ class RemotePrefixes:
 
     @property
     def would_ask(self) -> bool:
-        """Whether a request that comes now would be asked for."""
-        return self._is_usable and self._trust.allows(self._clock())
+        """Return True if pages of a new request would be looked up."""
+        return self._is_usable and self._breaker.allows(self._clock())
 
     def ask(
         self,
@@ -82,9 +82,9 @@ class RemotePrefixes:
         *,
         anchors_first: bool = False,
     ) -> None:
-        """A request that lacks these pages of its prompt has come: have them fetched. others_ask:
-        whether all other ranks would ask, without which nothing is asked that is not yet.
-        anchors_first: it may start before their residuals are here."""
+        """Look up the pages that a new request is missing. others_ask: all other ranks would look
+        them up; if not, only a lookup under way is joined. anchors_first: the request may start
+        before its residuals are here."""
         if not links:
             self._lookups.skip(rid)
             return
@@ -106,17 +106,17 @@ class RemotePrefixes:
         self._tell(seek, lookup.number, _chain(lookup.links), keys)
 
     def is_awaited(self, rid: str) -> bool:
-        """Whether a request had better wait a little longer."""
+        """Return True if a request should wait longer for pages."""
         self.pump()
         return self._lookups.is_awaited(rid, self._clock())
 
     def is_anchored(self, rid: str, besides: Collection[str] = ()) -> bool:
-        """Whether a request that is awaited could draft on what has come: all anchors that were
-        asked for it, and for none of the requests `besides`."""
+        """Return True if an awaited request could draft on what has arrived. That needs all anchors
+        of its lookup, which no request in `besides` may share."""
         return not self._is_stale and self._lookups.is_anchored(rid, besides)
 
     def retain(self, rids: Collection[str]) -> None:
-        """Other requests than these have started, or are gone."""
+        """Forget all requests but these: the others have started, or are gone."""
         now_s = self._clock()
         for rid in self._lookups.rids:
             dropped = None if rid in rids else self._lookups.forget(rid, now_s)
@@ -124,16 +124,17 @@ class RemotePrefixes:
                 continue
             self.counters.expired += dropped.is_late
             if dropped.is_late and not dropped.lookup.landed:
-                self._trust.disappoint(now_s)
+                self._breaker.record_failure(now_s)
             if self._failure is None:
                 self._tell(self._link.cancel, dropped.lookup.number)
 
     def wait_for_news(self, timeout_s: float) -> None:
-        """For who has nothing else to do: until something has come since the last call."""
+        """Block an idle caller until something has arrived since the last call, or timeout_s have
+        passed."""
         self._news.wait(timeout_s)
         self._news.clear()
 
-    # A tier
+    # Methods of a RemoteTier
 
     def num_landed(self, links: Sequence[PageLink]) -> int:
         self.pump()
@@ -147,7 +148,8 @@ class RemotePrefixes:
         return True
 
     def anchor_of(self, link: PageLink) -> bytearray | None:
-        """Of a page whose residual may not have come."""
+        """Return the anchor of a page whose residual may not have arrived; None if it is not
+        here."""
         return None if self._is_stale else self._lookups.find_anchor(link)
 
     def first_to_publish(self, links: Sequence[PageLink]) -> int:
@@ -170,7 +172,7 @@ class RemotePrefixes:
         return True
 
     def find(self, link: PageLink) -> LandedPage | None:
-        """A page that has come here, whole."""
+        """Return a page of which both parts have arrived; None if it is not here."""
         return None if self._is_stale else self._lookups.find(link)
 
     # The link
@@ -192,7 +194,7 @@ class RemotePrefixes:
             self._fail(error)
 
     def pump(self) -> None:
-        """Take note of what has come."""
+        """Process the events of the link."""
         if self._failure is not None:
             return
         try:
@@ -220,7 +222,7 @@ class RemotePrefixes:
             link = lookup.links[event.page]
             lookup.landed[link.key] = LandedPage(link, event.anchor, event.residual)
             self.counters.pages_fetched += 1
-            self._trust.please()
+            self._breaker.record_success()
         elif isinstance(event, LookupEnded):
             lookup.is_over = True
             self.counters.hits += event.num_found > 0
@@ -238,8 +240,10 @@ class RemotePrefixes:
         self._publisher.unlearn(keys[ended.num_found :])
 
     def _fail(self, error: TransportError) -> None:
-        """Its thread is over; the server goes on without."""
-        logger.error("KVSpec: %s; prompts are computed without the prefix server", error)
+        """Give up the link, whose thread has ended. The server continues without it."""
+        logger.error(
+            "KVSpec: %s; until a restart, prompts are computed without the prefix server", error
+        )
         self._failure = str(error)
         for rid in self._lookups.rids:
             self._lookups.forget(rid, self._clock())
@@ -248,8 +252,8 @@ class RemotePrefixes:
     # Control plane
 
     def weights_will_change(self) -> None:
-        """What the store has was computed with other weights; and so was what waits to be
-        published, but that is what it says."""
+        """Stop using the store, whose pages belong to the old weights. Pages that wait to be
+        published belong to them too, and are published as such."""
         self._is_stale = True
 
     def close(self) -> None:
@@ -258,7 +262,7 @@ class RemotePrefixes:
             self._link.close()
 
     def report(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Return state and counters, for /server_info."""
         self.pump()
         report: dict[str, Any] = {
             "is_live": self._is_usable,

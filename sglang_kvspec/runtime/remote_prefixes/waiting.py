@@ -1,8 +1,8 @@
-"""Requests that wait for pages from a prefix server: alike on all ranks of a server.
+"""Requests that wait for pages from a prefix server, alike on all ranks of a server.
 
-Each rank asks for its own heads, and trusts and waits by its own clock. A request is asked for
-where all of them would ask, from the first page on that one of them lacks, and starts once none of
-them would have it wait longer.
+Each rank looks up its own heads, with its own clock and circuit breaker. Pages are looked up if all
+ranks would do so, from the first page on that any rank is missing. A request starts once no rank
+would have it wait longer.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from sglang_kvspec.kv.prefix_store import PageLink
-from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes.remote import RemotePrefixes
 
 
 class WaitingRequests:
-    """All ranks must make the same calls with the same requests, in the same order."""
+    """Requests that wait for pages. All ranks must make the same calls with the same requests, in
+    the same order."""
 
-    def __init__(self, remote: RemotePrefixes, agreed: AgreedPrefixes, ranks: Ranks) -> None:
-        self._remote, self._agreed, self._ranks = remote, agreed, ranks
-        # Nobody waits for them any more, and nobody will.
+    def __init__(self, remote: RemotePrefixes, common: CommonPrefixes, ranks: Ranks) -> None:
+        self._remote, self._common, self._ranks = remote, common, ranks
+        # Requests that will not wait any more.
         self._settled: set[str] = set()
-        # What was asked for them is not all that they lack.
+        # Requests that cannot start on the anchors that were looked up.
         self._need_whole_pages: set[str] = set()
 
     def has_asked(self, rid: str) -> bool:
@@ -31,9 +32,9 @@ class WaitingRequests:
     def ask(
         self, wanted: Mapping[str, Sequence[PageLink]], anchors_first: Collection[str] = ()
     ) -> None:
-        """Requests have come into the queue; of their prompts the KV cache lacks these pages. Has
-        those fetched that no tier has. anchors_first: of requests that may start on anchors. At
-        most one message."""
+        """Look up pages for requests that are new in the queue. wanted: pages of each prompt that
+        the KV cache is missing; pages that a local tier has are not looked up. anchors_first:
+        requests that may start on anchors. Sends at most one message."""
         asking = {rid: links for rid, links in wanted.items() if links}
         for rid in wanted:
             if rid not in asking:
@@ -41,39 +42,40 @@ class WaitingRequests:
                 self._settled.add(rid)
         if not asking:
             return
-        nums, all_ask = self._agreed.num_local(list(asking.values()), self._remote.would_ask)
+        nums, all_ask = self._common.num_local(list(asking.values()), self._remote.would_ask)
         for (rid, links), num in zip(asking.items(), nums, strict=True):
             comes_first = rid in anchors_first
             self._remote.ask(rid, links[num:], others_ask=all_ask, anchors_first=comes_first)
 
     def awaited(self, rids: Sequence[str]) -> set[str]:
-        """Of these requests, which were asked for, those that had better wait a little longer. At
-        most one message: none where none of them still waits."""
+        """Return those of these requests that should wait longer for pages. All have been passed to
+        ask(). Sends at most one message, none if no request waits."""
         open_rids = [rid for rid in rids if rid not in self._settled]
         if not open_rids:
             return set()
         done = [int(not self._remote.is_awaited(rid)) for rid in open_rids]
-        agreed = self._ranks.least(done, about=open_rids)
-        waiting = {rid for rid, is_done in zip(open_rids, agreed, strict=True) if not is_done}
+        common = self._ranks.least(done, about=open_rids)
+        waiting = {rid for rid, is_done in zip(open_rids, common, strict=True) if not is_done}
         self._settled.update(rid for rid in open_rids if rid not in waiting)
         return waiting
 
     def anchored(self, rids: Sequence[str], besides: Collection[str]) -> set[str]:
-        """Of these requests, which are awaited, those of which all anchors that were asked for have
-        come, on every rank, and for none of the requests `besides`. At most one message."""
+        """Return those of these awaited requests whose anchors have all arrived, on every rank. A
+        lookup shared with one of the requests `besides` does not count. Sends at most one
+        message."""
         asking = [rid for rid in rids if rid not in self._need_whole_pages]
         if not asking:
             return set()
         mine = [int(self._remote.is_anchored(rid, besides)) for rid in asking]
-        agreed = self._ranks.least(mine, about=("anchored", asking))
-        return {rid for rid, is_anchored in zip(asking, agreed, strict=True) if is_anchored}
+        common = self._ranks.least(mine, about=("anchored", asking))
+        return {rid for rid, is_anchored in zip(asking, common, strict=True) if is_anchored}
 
     def await_whole_pages(self, rid: str) -> None:
-        """Anchors are of no use for this request: it is not anchored() from now on."""
+        """Exclude a request from anchored(): it cannot start on anchors."""
         self._need_whole_pages.add(rid)
 
     def retain(self, rids: Collection[str]) -> None:
-        """Other requests than these have started, or are gone."""
+        """Forget all requests but these: the others have started, or are gone."""
         self._settled.intersection_update(rids)
         self._need_whole_pages.intersection_update(rids)
         self._remote.retain(rids)

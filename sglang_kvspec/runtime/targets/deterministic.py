@@ -1,4 +1,4 @@
-"""The exact target in one order of arithmetic: for SGLang's deterministic inference.
+"""Deterministic attention at the `exact` target, for SGLang's deterministic inference.
 
 Prefill, verification and single steps give the same bits, so that drafting changes no token.
 """
@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from kvspec_kernels.ops.attention import Tail
-from kvspec_kernels.ops.ordered_attention import Past, ordered_attention
+from kvspec_kernels.ops.deterministic_attention import Past, deterministic_attention
 from sglang_kvspec.core.config import Target
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.target_rows import TargetRows
@@ -23,13 +23,13 @@ from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 
 class DeterministicAttention:
-    """TargetAttention whose kernel goes through past and tail in one order, never split."""
+    """TargetAttention whose kernel reads past and tail in one fixed order and never splits them."""
 
     target: ClassVar[Target] = "exact"
     is_deterministic: ClassVar[bool] = True
     splits_by_page: ClassVar[bool] = False
     short_steps_differ: ClassVar[bool] = False
-    # Query rows of a program.
+    # Query rows of one program of the kernel.
     query_tiles: ClassVar[tuple[int, ...]] = (64,)
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
@@ -44,7 +44,7 @@ class DeterministicAttention:
 
     def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
         index = self._index
-        return ordered_attention(
+        return deterministic_attention(
             q,
             past_of(self._kv, layer, index["past_indptr"], index["past_pages"]),
             Tail(*tail, index["tail_indptr"], index["tail_slots"], index["tail_lens"]),
@@ -70,12 +70,12 @@ class DeterministicStep:
         self._every = torch.arange(batch + 1, dtype=torch.int32, device=kv.device)
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
-        """The kernel reads all it needs from DraftRows."""
+        """Do nothing: the kernel reads all it needs from DraftRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         begins = self._rows.past_indptr[: self._batch + 1]
         past = past_of(self._kv, layer, begins, self._rows.past_pages)
-        return ordered_attention(q, past, tail, self._every, 1)
+        return deterministic_attention(q, past, tail, self._every, 1)
 
 
 class DeterministicVerification:
@@ -86,14 +86,14 @@ class DeterministicVerification:
         self.num_parts = rows.max_parts
 
     def plan(self, rows: TargetRows) -> None:
-        """The kernel reads all it needs from VerifyRows."""
+        """Do nothing: the kernel reads all it needs from VerifyRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         rows = self._rows
         past = past_of(self._kv, layer, rows.past_indptr, rows.past_pages)
         # The kernel writes only the rows of tokens that exist.
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        return ordered_attention(q, past, tail, rows.qo_indptr, self._size.max_qo_len, out)
+        return deterministic_attention(q, past, tail, rows.qo_indptr, self._size.max_qo_len, out)
 
 
 class DeterministicVerifications:
@@ -110,6 +110,6 @@ class DeterministicVerifications:
 
 
 def past_of(kv: GpuKVCache, layer: int, indptr: torch.Tensor, pages: torch.Tensor) -> Past:
-    """Return request b's encoded pages[indptr[b] : indptr[b + 1]] where they lie. int32 on the
-    device."""
+    """Return the past of each request b, read in place: encoded pages[indptr[b] : indptr[b + 1]].
+    indptr, pages: int32 on the device."""
     return Past(*kv.exact_pages(layer), kv.residual_slots, indptr, pages)

@@ -1,4 +1,4 @@
-"""The exact target on a GPU: FlashInfer over the raw bits that are the exact residual."""
+"""Target `exact` on a GPU: FlashInfer over the raw bits in exact residuals."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from sglang_kvspec.runtime.targets.record_step import RecordStep
 from sglang_kvspec.runtime.verify_rows import VerifyRows, filled
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 
-# Query tokens of a request from which on FA3 is quicker: it does not split contexts over
-# multiprocessors, which few tokens need, and multiplies faster.
+# Query tokens of a request from which on FA3 is faster. FA3 multiplies faster, but does not split
+# contexts over multiprocessors, which few tokens need.
 MANY_QUERIES = 128
 
-# For FlashInfer's plans of graphs, of which one is in use at a time: some thousand numbers.
+# Bytes of FlashInfer's plan for a graph: some thousand numbers. One plan is in use at a time.
 PLAN_BYTES = 2**21
 
 
 class ExactTargetAttention:
-    """TargetAttention over past pages where they lie in the residual cache. The tail is a second
-    attention, and both are merged."""
+    """TargetAttention that reads past pages in place from the residual cache. The tail is a second
+    attention, and both results are merged."""
 
     target: ClassVar[Target] = "exact"
     is_deterministic: ClassVar[bool] = False
     splits_by_page: ClassVar[bool] = False
-    # Short contexts take less time to read than three kernels take to start.
+    # Starting three kernels takes longer than reading a short context.
     short_steps_differ: ClassVar[bool] = True
     query_tiles: ClassVar[tuple[int, ...]] = TILES[:-1]
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
         self._kv, self._num_qo_heads = kv, num_qo_heads
         pages = self._pages = FlashInferPages(kv, num_qo_heads)
-        # For the tail of a step.
+        # Stream for the tail of a step.
         self._side = SideStream(kv.device)
         self._few = (pages.make_wrapper("HND"), pages.make_wrapper("NHD"))
         self._many = (pages.make_wrapper("HND", backend="fa3"), pages.make_ragged_wrapper())
@@ -82,8 +82,8 @@ class ExactTargetAttention:
 
 
 class ExactStep:
-    """StepAttention of FlashInfer over the exact residuals of past pages, and of our draft kernel
-    over the tail."""
+    """StepAttention that reads exact residuals of past pages by FlashInfer, and the tail by
+    KVSpec's draft kernel."""
 
     def __init__(
         self,
@@ -93,7 +93,8 @@ class ExactStep:
         rows: DraftRows,
         batch: int,
     ) -> None:
-        """tail: planned over the tails of the first `batch` rows. side: where the tail runs."""
+        """tail: planned over the tails of the first `batch` rows. side: stream that the tail runs
+        on."""
         self._pages, self._tail, self._side, self._batch = pages, tail, side, batch
         self._every = torch.arange(batch + 1, dtype=torch.int32)
 
@@ -116,7 +117,7 @@ class ExactStep:
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         kv = self._pages.kv
-        # Neither fills the device on its own where requests are few.
+        # Neither attention alone fills the device if requests are few.
         with self._side:
             recent = self._tail.run(q, kv.anchors.layer(layer), tail)
         past = self._past.run(q, kv.exact_pages(layer), return_lse=True)
@@ -125,10 +126,10 @@ class ExactStep:
 
 
 class PlanBuffers:
-    """Buffers that FlashInfer's wrappers of graphs share, no two of which are replayed at once."""
+    """Buffers that the FlashInfer wrappers of all graphs share. No two wrappers run at once."""
 
     def __init__(self, pages: FlashInferPages, max_parts: int, max_pages: int) -> None:
-        """max_pages: of all parts together."""
+        """max_pages: most pages of all parts together."""
         device = pages.kv.device
 
         def ints(count: int) -> torch.Tensor:
@@ -164,14 +165,14 @@ class ExactVerification:
         past: PlanBuffers,
         tail: PlanBuffers,
     ) -> None:
-        """past, tail: buffers of the pages that each of both reads."""
+        """past, tail: plan buffers of the attention over past pages, and of that over the tail."""
         self._pages = pages
         self.num_parts = pages.num_captured_parts(size, rows.max_rows)
         self._past = past.make_wrapper("HND", self.num_parts)
         self._tail = tail.make_wrapper("NHD", self.num_parts)
         self._index = torch.arange(size.num_tokens, device=pages.kv.device)
         self._qo_indptr = rows.qo_indptr
-        # The first plan fixes what launches are made for.
+        # The first plan fixes the sizes of the captured launches.
         full = torch.arange(self.num_parts + 1, dtype=torch.int32)
         full[-1] = size.num_tokens
         nothing = torch.zeros(self.num_parts + 1, dtype=torch.int32)
@@ -216,7 +217,7 @@ class ExactVerification:
 
 
 class ExactVerifications:
-    """TargetVerifications of FlashInfer, on the workspace that eager forwards use, too."""
+    """TargetVerifications of FlashInfer, on the same workspace as eager forwards."""
 
     def __init__(self, pages: FlashInferPages, rows: VerifyRows) -> None:
         self._pages, self._rows = pages, rows

@@ -1,4 +1,4 @@
-"""FlashInfer over pages where they lie: its workspace, wrappers and plans."""
+"""FlashInfer over pages in place: its workspace, wrappers and plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 WORKSPACE_BYTES = 384 * 2**20
 
-# FlashInfer's kernels by their query rows: tokens times query heads of a KV head.
+# Query rows of FlashInfer's kernels: tokens times query heads of a KV head.
 TILES = (16, 64, 128)
 BLOCKS_OF_MULTIPROCESSOR = 2
 
@@ -23,12 +23,12 @@ State = tuple[torch.Tensor, torch.Tensor]
 class FlashInferPages:
     """FlashInfer's kernels for one rank, on one workspace, so that no two may run at once.
 
-    Past pages are read from the residual cache: exact records are FlashInfer's HND layout with
+    Past pages are read from the residual cache: exact records have FlashInfer's HND layout, with
     strides of their own. Window pages are NHD.
     """
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
-        # Late: FlashInfer asks for a GPU when it is imported.
+        # Import late: FlashInfer asks for a GPU when it is imported.
         import flashinfer
 
         self._flashinfer = flashinfer
@@ -47,7 +47,7 @@ class FlashInferPages:
         )
 
     def make_ragged_wrapper(self) -> Any:
-        """Make a wrapper of requests whose K and V lie one after the other, NHD."""
+        """Make a wrapper of requests whose K and V are concatenated, NHD."""
         return self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
             self.workspace, "NHD", backend="fa3"
         )
@@ -66,15 +66,15 @@ class FlashInferPages:
         slots: torch.Tensor,
         last: torch.Tensor,
     ) -> None:
-        """Let the tokens of request b, its newest, see window pages slots[begins[b] : begins[b +
-        1]] causally, of which the last has last[b] tokens. All int32 on the CPU."""
+        """Let the newest tokens of request b see window pages slots[begins[b] : begins[b + 1]]
+        causally. last[b]: tokens in the last of these pages. All tensors are int32 on the CPU."""
         wrapper.plan(qo_indptr, begins, slots, last, *self._heads, causal=True, **self._dtypes)
 
     def plan_past(
         self, wrapper: Any, qo_indptr: torch.Tensor, begins: torch.Tensor, pages: torch.Tensor
     ) -> None:
-        """Let every token of request b see all of pages[begins[b] : begins[b + 1]]. All on the CPU;
-        qo_indptr, begins: [batch_size + 1] int32."""
+        """Let every token of request b see all of pages[begins[b] : begins[b + 1]]. All tensors are
+        on the CPU; qo_indptr, begins: [batch_size + 1] int32."""
         wrapper.plan(
             qo_indptr,
             begins,
@@ -86,13 +86,14 @@ class FlashInferPages:
         )
 
     def merge(self, past: State, recent: State) -> torch.Tensor:
-        """Return the attention output [num_tokens, num_qo_heads, head_dim] over both."""
+        """Return the attention output [num_tokens, num_qo_heads, head_dim] over past and recent
+        tokens."""
         return self._flashinfer.merge_state(*past, *recent)[0]  # type: ignore[no-any-return]
 
     # Launches that are fixed before a graph is captured
 
     def num_captured_parts(self, size: VerifySize, max_rows: int) -> int:
-        """Return how many requests a captured verification has room for, some of which never come.
+        """Return how many requests a captured verification has room for; a replay may have fewer.
 
         FlashInfer chooses its kernel by the tokens that one request has if all others have one.
         """
@@ -100,7 +101,7 @@ class FlashInferPages:
         return most if self._tile(size.max_qo_len) < TILES[-1] else min(most, max_rows)
 
     def has_room(self, size: VerifySize, num_parts: int) -> bool:
-        """Return whether the workspace holds the outputs of parts of contexts before they are
+        """Return True if the workspace holds the outputs of parts of contexts before they are
         merged."""
         num_heads, num_kv_heads, head_dim, _ = self._heads
         tile = self._tile(size.num_tokens - num_parts + 1)

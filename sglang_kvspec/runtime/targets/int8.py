@@ -1,4 +1,4 @@
-"""The int8 target on a GPU: our kernel over anchors and corrections."""
+"""Target `int8` on a GPU: KVSpec's kernel over anchors and corrections."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 
 class Int8TargetAttention:
-    """TargetAttention of VerifyAttention over anchors and corrections, in batches."""
+    """TargetAttention of VerifyAttention over anchors and corrections, up to PARTS_OF_A_CALL parts
+    a call."""
 
     target: ClassVar[Target] = "int8"
     is_deterministic: ClassVar[bool] = False
     splits_by_page: ClassVar[bool] = True
     short_steps_differ: ClassVar[bool] = False
-    # Query rows that a block of the kernel handles at once, columns of 8.
+    # Query rows that a block of the kernel handles at once, in columns of 8.
     query_tiles: ClassVar[tuple[int, ...]] = (16, 32, 64, 128)
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
@@ -42,8 +43,9 @@ class Int8TargetAttention:
                 f"{geometry.page_size}"
             )
         self._kv, self._num_qo_heads = kv, num_qo_heads
-        # One for full batches and one for the rest: where the counters of one size end, the scratch
-        # of another begins, and the kernel relies on finding its counters as it left them.
+        # One workspace for full batches and one for the rest. The kernel relies on its counters
+        # being as it left them, but the scratch of another size begins where the counters of this
+        # one end.
         self._workspaces = [torch.zeros(0, dtype=torch.uint8, device=kv.device) for _ in range(2)]
         self._batches: list[tuple[slice, VerifyAttention, tuple[torch.Tensor, ...]]] = []
 
@@ -118,7 +120,7 @@ class Int8TargetAttention:
 
 
 class Int8Verification:
-    """CapturedTarget of our kernel over anchors and corrections."""
+    """CapturedTarget of KVSpec's kernel over anchors and corrections."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Int8Verification:
         size: VerifySize,
         workspace: torch.Tensor,
     ) -> None:
-        """workspace: of target_workspace_nbytes() for rows.max_parts, zeroed; only verifications
+        """workspace: zeroed, of target_workspace_nbytes() for rows.max_parts. Only verifications
         with this max_qo_len may share it."""
         self._kv, self.num_parts = kv, rows.max_parts
         self._attention = planned_target(
@@ -144,7 +146,7 @@ class Int8Verification:
         )
 
     def plan(self, rows: TargetRows) -> None:
-        """The kernel reads all it needs from VerifyRows."""
+        """Do nothing: the kernel reads all it needs from VerifyRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         kv = self._kv
@@ -153,12 +155,12 @@ class Int8Verification:
 
 
 class Int8Verifications:
-    """TargetVerifications of our kernel, with a workspace for each max_qo_len."""
+    """TargetVerifications of KVSpec's kernel, with a workspace for each max_qo_len."""
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int, rows: VerifyRows) -> None:
         self._kv, self._num_qo_heads, self._rows = kv, num_qo_heads, rows
-        # By max_qo_len: where the counters of one end, the scratch of another begins, and the
-        # kernel relies on finding its counters as it left them.
+        # Workspaces by max_qo_len. The kernel relies on its counters being as it left them, but the
+        # scratch of another max_qo_len begins where the counters of this one end.
         self._workspaces: dict[int, torch.Tensor] = {}
 
     def has_room(self, size: VerifySize) -> bool:

@@ -1,4 +1,4 @@
-"""Attention of a captured step over records, by one kernel."""
+"""Attention of a captured step over records, in one kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_kvspec.runtime.record_attention import (
 class RecordStep:
     """StepAttention of VerifyAttention, one token a request, over records of the codec's target.
 
-    The int8 target takes this step. The exact target takes this step for contexts so short that
+    The `int8` target always uses this step. The `exact` target uses it for contexts so short that
     starting three kernels takes longer than reading the records.
     """
 
@@ -53,7 +53,7 @@ class RecordStep:
         )
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
-        """The kernel reads all it needs from DraftRows."""
+        """Do nothing: the kernel reads all it needs from DraftRows."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
         kv = self._kv

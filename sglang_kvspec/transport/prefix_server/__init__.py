@@ -1,4 +1,4 @@
-"""A store of encoded prefixes that several servers share: one process, one folder.
+"""Prefix server: a process that stores encoded prefixes of several servers in one folder.
 
-Sits above the rest of transport/: it puts pools' prefix stores on a wire.
+Unlike the rest of transport/, it may import kv/: it puts prefix stores on a wire.
 """

@@ -24,7 +24,7 @@ from sglang_kvspec.transport.prefix_server.shelves import Shelves
 GIB = 2**30
 DEFAULT_PORT = 30500
 MAX_PORT = 65535
-# A server that is told to end waits this long for what is on its way to disk.
+# Seconds that a closing prefix server waits for pages on their way to disk.
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     except KVSpecError as error:
         print(f"sglang-kvspec: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(f"prefixes of {args.dir} on {port.address}", flush=True)
+    print(f"serving the prefixes in {args.dir} on {port.address}", flush=True)
     _serve(PrefixServer(port, shelves), shelves)
 
 
@@ -48,7 +48,7 @@ def _open_shelves(args: argparse.Namespace) -> Shelves:
         return Shelves(args.dir, int(args.gb * GIB), args.models)
     except PrefixStoreError as error:
         raise ConfigError(
-            f"--dir {error} (allowed: a folder to write to, of no other prefix server)"
+            f"--dir {args.dir}: {error} (allowed: a writable folder of no other prefix server)"
         ) from None
 
 
@@ -58,12 +58,12 @@ def _listen(host: str, port: int, keys: CurveKeys | None) -> ZmqPort:
     except TransportError as error:
         raise ConfigError(
             f"--host {host} --port {port}: {error} (allowed: an address of this machine and a "
-            "free port; off loopback --keys is needed)"
+            "free port; an address off loopback requires --keys)"
         ) from None
 
 
 def _serve(server: PrefixServer, shelves: Shelves) -> None:
-    """Until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C, then print totals and close."""
     is_over = False
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -85,31 +85,33 @@ def _serve(server: PrefixServer, shelves: Shelves) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_kvspec.transport.prefix_server",
-        description="Keep encoded prefixes on disk for servers that were started with "
-        "--kvspec-prefix-server.",
+        description="Store encoded prefixes on disk for servers with --kvspec-prefix-server.",
     )
-    parser.add_argument("--dir", type=Path, required=True, help="folder that keeps them")
+    parser.add_argument("--dir", type=Path, required=True, help="folder of the stored prefixes")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (%(default)s)")
     parser.add_argument(
-        "--port", type=_port, default=DEFAULT_PORT, help="0 chooses a free one (%(default)s)"
+        "--port",
+        type=_port,
+        default=DEFAULT_PORT,
+        help="port to listen on; 0 chooses a free port (%(default)s)",
     )
     parser.add_argument(
         "--gb",
         type=_positive,
         default=DEFAULT_PREFIX_GB,
-        help="GiB on disk for each model and setting, and of several ranks for each (%(default)g)",
+        help="GiB of disk for each model and setting; with several ranks, for each (%(default)g)",
     )
     parser.add_argument(
         "--models",
         type=_count,
         default=8,
-        help="models and settings that are kept, at most; each rank counts (%(default)s)",
+        help="maximum number of stored models and settings; each rank counts (%(default)s)",
     )
     parser.add_argument(
         "--keys",
         metavar="DIR",
-        help="folder with this end's CURVE certificate, own.key_secret, and those of the servers "
-        "that may connect, peers/*.key; needed off loopback",
+        help="folder with this end's CURVE certificate (own.key_secret) and the certificates of "
+        "the servers that may connect (peers/*.key); required for an address off loopback",
     )
     return parser
 
@@ -118,9 +120,9 @@ def _positive(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not 0 < number <= MAX_HOST_GB:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {MAX_HOST_GB:g}")
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most {MAX_HOST_GB:g}")
     return number
 
 
@@ -132,7 +134,7 @@ def _count(text: str) -> int:
 
 def _port(text: str) -> int:
     if not (text.isdecimal() and int(text) <= MAX_PORT):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port (allowed: 0 to {MAX_PORT})")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (allowed: 0 to {MAX_PORT})")
     return int(text)
 
 

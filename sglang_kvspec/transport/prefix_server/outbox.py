@@ -1,4 +1,4 @@
-"""Records that one server has asked for, read when it is their turn and sent piece by piece."""
+"""Records that one server has asked for. Each is read at its turn and sent piece by piece."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sglang_kvspec.transport.prefixes.frames import (
 )
 from sglang_kvspec.transport.wire import Drop, FrameError
 
-# Handed to ZMQ and not on the network yet, of one server.
+# Bytes for one server that were handed to ZMQ and are not on the network yet.
 MAX_UNSENT_BYTES = 4 << 20
-# Asked for and not sent yet, in both streams; honest servers ask for a window at a time.
+# Pages asked for and not sent yet, in both streams. Honest servers ask for a window at a time.
 MAX_WAITING_PAGES = 4096
 
 
@@ -30,7 +30,7 @@ class _Job(NamedTuple):
 
 
 class _Sending:
-    """A record on its way, or the news that there is none."""
+    """Record that is being sent, or the news that there is none."""
 
     def __init__(self, job: _Job, stream: Stream, record: memoryview | None) -> None:
         self._job, self._stream, self._record = job, stream, record
@@ -44,7 +44,7 @@ class _Sending:
         return Piece(session, lookup, self._stream, number, self._offset, len(piece)), piece
 
     def sent(self, num_bytes: int) -> bool:
-        """Whether that was all."""
+        """Record that num_bytes were sent. Return True if the record is complete."""
         self._offset += num_bytes
         return self._record is None or self._offset == len(self._record)
 
@@ -58,10 +58,11 @@ class Outbox:
         self._unsent: deque[tuple[Hold, int]] = deque()
 
     def ask(self, frame: Fetch) -> None:
-        """Raises FrameError for more than an honest server asks for."""
+        """Queue the pages of a Fetch. Raises FrameError if too many pages would wait."""
         num_waiting = sum(len(jobs) for jobs in self._jobs.values())
         if num_waiting + len(frame.pages) > MAX_WAITING_PAGES:
-            raise FrameError(Drop.NO_ROOM, f"{num_waiting} pages wait")
+            detail = f"{num_waiting} pages wait, {len(frame.pages)} more exceed {MAX_WAITING_PAGES}"
+            raise FrameError(Drop.NO_ROOM, detail)
         self._jobs[frame.stream].extend(
             _Job(frame.lookup, frame.first + i, StoredPage(*page))
             for i, page in enumerate(frame.pages)
@@ -72,13 +73,13 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether the network takes no more for now."""
+        """Return True if too many bytes for this server wait for the network."""
         while self._unsent and self._unsent[0][0].done:
             self._unsent.popleft()
         return sum(num_bytes for _, num_bytes in self._unsent) >= MAX_UNSENT_BYTES
 
     def next(self, stream: Stream) -> tuple[Piece | Gone, memoryview | None]:
-        """What is sent next, to be confirmed by sent()."""
+        """Return the frame and payload to send next, to be confirmed by sent()."""
         if stream not in self._current:
             job = self._jobs[stream].popleft()
             self._current[stream] = _Sending(job, stream, self._read(stream, job.page))

@@ -1,4 +1,4 @@
-"""Who uses a prefix server: in which session, which store, and what they are publishing."""
+"""Servers that use a prefix server: their sessions, stores and uploads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_kvspec.transport.prefixes.frames import (
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 
 MAX_PEERS = 256
-# Without a word for that long a server is forgotten; its links probe every half second.
+# Seconds of silence after which a server is forgotten. Its link probes every half second.
 GONE_S = 30.0
 
 
@@ -35,7 +35,7 @@ class _Upload:
 
 
 class Peer:
-    """A server that was let in."""
+    """Server that was admitted."""
 
     def __init__(self, greeting: Greet, store: PrefixStore, now_s: float) -> None:
         self.nonce, self.session = greeting.nonce, randbits(62)
@@ -47,28 +47,32 @@ class Peer:
     def seek(self, frame: Seek) -> Found:
         links = self._links(frame)
         if len(links) > MAX_SEEK_PAGES:
-            raise FrameError(Drop.OVERSIZED, f"{len(links)} pages, limit {MAX_SEEK_PAGES}")
+            detail = f"the lookup has {len(links)} pages, limit {MAX_SEEK_PAGES}"
+            raise FrameError(Drop.OVERSIZED, detail)
         hit = self._store.lookup_links(links)
         stamps = tuple(page.stamp for page in hit.pages)
         return Found(self.session, frame.lookup, stamps, hit.num_complete)
 
     def publish(self, frame: Publish) -> None:
-        """The last page's Parts must be complete: what was not is dropped."""
+        """Begin an upload. An upload whose Parts are incomplete is dropped."""
         self._upload = None
         links = self._links(frame)
         if len(links) != 1:
-            raise FrameError(Drop.MISPLACED, f"{len(links)} pages in one, expected 1")
+            raise FrameError(Drop.MISPLACED, f"the upload has {len(links)} pages, expected 1")
         num_bytes = self._layout.anchor_page_bytes + self._layout.residual_page_bytes
         self._upload = _Upload(frame.upload, links[0], num_bytes)
 
     def part(self, frame: Part, payload: Buffer) -> Kept | None:
-        """The answer to the last part of a page."""
+        """Take in a part of the upload. Return the answer if it is the last part."""
         upload, end = self._upload, frame.offset + len(payload)
         if upload is None or upload.number != frame.upload:
-            raise FrameError(Drop.UNKNOWN, f"upload {frame.upload}")
+            raise FrameError(Drop.UNKNOWN, f"upload {frame.upload} is unknown")
         if frame.offset != upload.num_arrived or end > len(upload.content):
             self._upload = None
-            raise FrameError(Drop.MISPLACED, f"{frame.offset} to {end}")
+            detail = (
+                f"upload {upload.number}: part from byte {frame.offset} to {end} is out of place"
+            )
+            raise FrameError(Drop.MISPLACED, detail)
         upload.content[frame.offset : end] = payload
         upload.num_arrived = end
         if end < len(upload.content):
@@ -82,32 +86,35 @@ class Peer:
     def _links(self, chain: Seek | Publish) -> list[PageLink]:
         page_bytes = self._layout.page_size * TOKEN_BYTES
         if len(chain.tokens) % page_bytes:
-            raise FrameError(Drop.MISPLACED, f"{len(chain.tokens)} bytes, pages of {page_bytes}")
+            detail = (
+                f"{len(chain.tokens)} bytes of tokens are not whole pages of {page_bytes} bytes"
+            )
+            raise FrameError(Drop.MISPLACED, detail)
         return list(
             extend_chain(chain.parent, chain.position, chain.tokens, self._layout.page_size)
         )
 
 
 class Peers:
-    """By the name that ZMQ routes by."""
+    """Peers by the name that ZMQ routes by."""
 
     def __init__(self, shelves: Shelves) -> None:
         self._shelves = shelves
         self._peers: dict[bytes, Peer] = {}
 
     def greet(self, name: bytes, frame: Greet, now_s: float) -> Peer:
-        """A greeting may be repeated. Raises PrefixStoreError with the reason to deny it."""
+        """Admit a server; a greeting may be repeated. Raises PrefixStoreError to deny it."""
         peer = self._peers.get(name)
         if peer is not None and peer.nonce == frame.nonce:
             return peer
         if peer is None and len(self._peers) >= MAX_PEERS:
-            raise PrefixStoreError(f"the prefix server has {MAX_PEERS} servers, and no more")
+            raise PrefixStoreError(f"the prefix server already has {MAX_PEERS} servers, the limit")
         peer = Peer(frame, self._shelves.open(frame.layout), now_s)
         self._peers[name] = peer
         return peer
 
     def of(self, name: bytes, session: int, now_s: float) -> Peer | None:
-        """Who is in this session."""
+        """Return the peer in this session, which was heard now; None if there is none."""
         peer = self._peers.get(name)
         if peer is None or peer.session != session:
             return None

@@ -1,4 +1,4 @@
-"""The end of the links that has the prefixes: listens, finds, sends, keeps."""
+"""Prefix server: listens, looks prefixes up, sends them and stores published ones."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ logger = logging.getLogger(__name__)
 
 # Pieces sent before frames are read again.
 _PIECES_AT_ONCE = 16
-# Nothing tells when ZMQ has room again.
+# Wait for room in ZMQ, which reports no event for it.
 _FULL_WAIT_S = 0.002
 
 
 @dataclass(slots=True)
 class ServerCounters:
-    """lookups: answered; pages: of them, found with residual; kept: pages that were published and
-    are in the store."""
+    """Totals. lookups: answered. pages_found: with residual, of these lookups. pages_gone: records
+    that were asked for and are not there. pages_kept: published pages that are in the store or its
+    queue."""
 
     lookups: int = 0
     pages_found: int = 0
@@ -54,8 +55,8 @@ class ServerCounters:
 
 
 class PrefixServer:
-    """Owned by one thread, which calls step() again and again. Anchors of any server go before
-    residuals of every server; servers take turns."""
+    """Prefix server, owned by one thread, which calls step() again and again. Anchors for any
+    server go before residuals for every server. Servers take turns."""
 
     def __init__(
         self, port: Port, shelves: Shelves, *, clock: Callable[[], float] = time.monotonic
@@ -63,13 +64,13 @@ class PrefixServer:
         self._port, self._clock = port, clock
         self._peers = Peers(shelves)
         self._turn = 0
-        # Reason of the last refusal that was logged; None once a server was let in.
+        # Reason of the last refusal that was logged; None once a server was admitted.
         self._refused: str | None = None
         self.link_counters = LinkCounters(since_s=clock())
         self.counters = ServerCounters()
 
     def step(self, timeout_s: float = 0.0) -> None:
-        """Wait for something to do, and do it. timeout_s: the longest wait."""
+        """Do what is due, or wait if nothing is. timeout_s: the longest wait."""
         num_read = take_in_of(
             STORE_WIRE, self._port, self.link_counters, self._handle, self._refuse_protocol
         )
@@ -80,13 +81,13 @@ class PrefixServer:
             self._port.wait(min(timeout_s, _FULL_WAIT_S) if is_full else timeout_s)
 
     def wake(self) -> None:
-        """From any thread: ends the wait of the present or the next step()."""
+        """End the wait of the current step() or else of the next. Any thread may call it."""
         self._port.wake()
 
     def close(self) -> None:
         self._port.close()
 
-    # In
+    # Incoming frames
 
     def _handle(self, name: bytes, frame: AnyStoreFrame, payload: Buffer | None) -> None:
         now_s = self._clock()
@@ -94,11 +95,11 @@ class PrefixServer:
             self._greet(name, frame, now_s)
             return
         if not isinstance(frame, FromServer):
-            raise FrameError(Drop.FOREIGN, f"{type(frame).__name__} is not sent to this end")
+            raise FrameError(Drop.FOREIGN, f"this end does not accept {type(frame).__name__}")
         peer = self._peers.of(name, frame.session, now_s)
         if peer is None:
             self._answer(name, Unknown(frame.session))
-            raise FrameError(Drop.FOREIGN, f"session {frame.session} of nobody")
+            raise FrameError(Drop.FOREIGN, f"session {frame.session} is unknown")
         self._serve(name, peer, frame, payload)
 
     def _greet(self, name: bytes, frame: Greet, now_s: float) -> None:
@@ -109,8 +110,8 @@ class PrefixServer:
             if str(error) != self._refused:
                 self._refused = str(error)
                 logger.warning(
-                    "KVSpec: refused a server, which computes its prompts without these prefixes "
-                    "(it loses speed and changes no output): %s",
+                    "KVSpec: refused a server (%s): that server computes its prompts without these "
+                    "prefixes, which costs speed and changes no output",
                     error,
                 )
             self._answer(name, Deny(frame.nonce, str(error)[:512]))
@@ -142,10 +143,10 @@ class PrefixServer:
         reason = f"the prefix server speaks protocol {STORE_PROTOCOL}, the server {theirs}"
         self._answer(name, Deny(0, reason))
 
-    # Out
+    # Outgoing frames
 
     def _answer(self, name: bytes, frame: AnyStoreFrame) -> None:
-        """Who takes no answer for now has none: it gives up by itself."""
+        """Send an answer, or drop it if ZMQ takes none now: the server then gives up by itself."""
         self._port.send(name, STORE_WIRE.encode(frame))
 
     def _send_pieces(self) -> int:
@@ -155,7 +156,7 @@ class PrefixServer:
         return _PIECES_AT_ONCE
 
     def _send_one(self, stream: Stream) -> bool:
-        """A piece of a stream to whoever is next."""
+        """Send a piece of a stream to the server whose turn it is. Return False if none may go."""
         peers = self._peers.items()
         for i in range(len(peers)):
             name, peer = peers[(self._turn + i) % len(peers)]

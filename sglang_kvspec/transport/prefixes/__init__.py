@@ -1,4 +1,4 @@
-"""A server's link to a store of prefixes: look up, fetch, publish."""
+"""A server's link to a prefix server: look up, fetch, publish."""
 
 from sglang_kvspec.transport.prefixes.client import StoreClient, StoreTiming
 from sglang_kvspec.transport.prefixes.events import (

@@ -1,4 +1,4 @@
-"""The end of a link that looks prefixes up, fetches them and publishes its own: dials a store."""
+"""Client of a prefix server: dials it, looks prefixes up, fetches them and publishes its own."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 logger = logging.getLogger(__name__)
 
 _STORE = b""
-# Frames of a published page handed over before this end reads again.
+# Frames of published pages that are sent before this end reads again.
 _PARTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTiming:
-    """probe_s: without a word for that long, the store is asked whether it is there. silence_s:
-    without one for that long, it counts as lost, and so does all that it was asked. retry_s:
-    between greetings; denied_s: after it would not have this server; absent_s: without an answer
-    to the first greeting for that long, the log says so."""
+    """Times of the link. probe_s: silence after which the prefix server is probed. silence_s:
+    silence after which the link counts as lost, with all lookups and uploads. retry_s: between
+    greetings. denied_s: from a denial to the next greeting. absent_s: time without a link, from the
+    start on, after which the log says so."""
 
     probe_s: float = 0.5
     silence_s: float = 1.5
@@ -58,7 +58,7 @@ class StoreTiming:
 
 
 class StoreClient:
-    """One link to one store. Owned by one thread, which calls step() again and again."""
+    """One link to one prefix server. Owned by one thread, which calls step() again and again."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class StoreClient:
         clock: Callable[[], float] = time.monotonic,
         address: str = "",
     ) -> None:
-        """bucket: the bandwidth that publishing may use. address: the store's, for the log."""
+        """bucket: bandwidth that publishing may use. address: the prefix server's, for the log."""
         self._port, self._layout, self._bucket, self._clock = port, layout, bucket, clock
         self._timing = timing or StoreTiming()
         self.counters = LinkCounters(since_s=clock())
         self.published_bytes = 0
         self.state = LinkState.GREETING
-        # Why the store would not have this server, the last time that it was asked.
+        # Why the prefix server denied this server; None once it has admitted it.
         self.denial: str | None = None
         self._session, self._nonce = 0, randbits(62)
         self._greet_at_s = self._heard_s = self._probed_s = clock()
@@ -87,29 +87,30 @@ class StoreClient:
     def seek(
         self, lookup: int, chain: Chain, keys: Sequence[bytes], *, anchors_first: bool = False
     ) -> None:
-        """Fetch what the store has of these pages. keys: theirs. anchors_first: where it has all of
-        them, those before all residuals. Ends at once without a store."""
+        """Fetch the pages of `chain` that the prefix server has. keys: keys of these pages.
+        anchors_first: if it has all pages, fetch all anchors before any residual. Without a link,
+        the lookup ends at once."""
         if self.state is not LinkState.LIVE:
-            self._events.append(LookupEnded(lookup, 0, "no link to the store"))
+            self._events.append(LookupEnded(lookup, 0, "no link to the prefix server"))
             return
         self._fetching.seek(lookup, keys, anchors_first=anchors_first)
         if not self._send(Seek(self._session, lookup, *chain)):
             self._fetching.cancel(lookup)
-            self._events.append(LookupEnded(lookup, 0, "the store takes no more lookups"))
+            self._events.append(LookupEnded(lookup, 0, "the prefix server takes no more lookups"))
 
     def cancel(self, lookup: int) -> None:
-        """Nothing more is told of it."""
+        """Cancel a lookup. It has no more events."""
         self._fetching.cancel(lookup)
 
     def publish(self, upload: int, chain: Chain, content: memoryview) -> None:
-        """chain: of one page; content: its anchor and, behind it, residual."""
+        """Publish one page. chain: of this page. content: its anchor, then its residual."""
         if self.state is LinkState.LIVE:
             self._publishing.add(upload, chain, content)
         else:
             self._events.append(PublishEnded(upload, is_kept=False))
 
     def step(self, timeout_s: float = 0.0) -> list[StoreEvent]:
-        """Wait for something to do, and do it. timeout_s: the longest wait."""
+        """Do what is due, or wait if nothing is; return the events. timeout_s: the longest wait."""
         num_read = take_in_of(STORE_WIRE, self._port, self.counters, self._handle, self._other)
         self._keep_up()
         is_sending = self._send_what_is_due()
@@ -119,7 +120,7 @@ class StoreClient:
         return events
 
     def wake(self) -> None:
-        """From any thread: ends the wait of the present or the next step()."""
+        """End the wait of the current step() or else of the next. Any thread may call it."""
         self._port.wake()
 
     def close(self) -> None:
@@ -131,13 +132,13 @@ class StoreClient:
         now_s = self._clock()
         if self.state is LinkState.LIVE:
             if now_s - self._heard_s >= self._timing.silence_s:
-                self._lose("the store has fallen silent")
+                self._lose("the prefix server does not answer")
             elif now_s - max(self._heard_s, self._probed_s) >= self._timing.probe_s:
                 self._probed_s = now_s
                 self._send(Probe(self._session))
             return
         if now_s - self.counters.since_s >= self._timing.absent_s:
-            self._log.note_loss("no answer since the start")
+            self._log.note_loss("no answer since this server started")
         if now_s >= self._greet_at_s:
             self._greet_at_s = now_s + self._timing.retry_s
             self._send(Greet(self._nonce, self._layout))
@@ -149,7 +150,7 @@ class StoreClient:
         self._nonce = randbits(62)
         self._events += self._fetching.end_all(reason)
         self._events += self._publishing.end_all()
-        # What was sent and not read yet is of no use to whoever comes up there next.
+        # Frames that were not read are of no use to the next prefix server at this address.
         self._port.reset()
 
     def _deny(self, reason: str) -> None:
@@ -179,7 +180,7 @@ class StoreClient:
             return False
         for fetch in self._fetching.next_fetches(self._session):
             if not self._send(fetch):
-                self._lose("the store takes no more frames")
+                self._lose("the prefix server takes no more frames")
                 return False
         for num_sent in range(_PARTS_AT_ONCE):
             if not self._send_part():
@@ -202,7 +203,7 @@ class StoreClient:
         return True
 
     def _other(self, _: bytes, theirs: int) -> None:
-        self._deny(f"it speaks protocol {theirs}, this server {STORE_PROTOCOL}")
+        self._deny(f"the prefix server speaks protocol {theirs}, this server {STORE_PROTOCOL}")
 
     def _handle(self, _: bytes, frame: AnyStoreFrame, payload: Buffer | None) -> None:
         if isinstance(frame, Admit | Deny):
@@ -210,9 +211,11 @@ class StoreClient:
             return
         session = getattr(frame, "session", None)
         if self.state is not LinkState.LIVE or session != self._session:
-            raise FrameError(Drop.FOREIGN, f"session {session}, expected {self._session}")
+            raise FrameError(
+                Drop.FOREIGN, f"the frame has session {session}, expected {self._session}"
+            )
         if isinstance(frame, Unknown):
-            self._lose("the store has started anew")
+            self._lose("the prefix server has restarted")
             return
         self._heard_s = self._clock()
         if isinstance(frame, Found):
@@ -227,11 +230,11 @@ class StoreClient:
         elif isinstance(frame, Kept):
             self._events += self._publishing.kept(frame)
         elif not isinstance(frame, Probe):
-            raise FrameError(Drop.FOREIGN, f"{type(frame).__name__} is not sent to this end")
+            raise FrameError(Drop.FOREIGN, f"this end does not accept {type(frame).__name__}")
 
     def _greeted(self, frame: Admit | Deny) -> None:
         if self.state is LinkState.LIVE or frame.nonce not in (0, self._nonce):
-            raise FrameError(Drop.FOREIGN, f"an answer to {frame.nonce}, which was not asked")
+            raise FrameError(Drop.FOREIGN, f"no greeting of nonce {frame.nonce} awaits an answer")
         if isinstance(frame, Deny):
             self._deny(frame.reason)
             return
@@ -248,15 +251,15 @@ class _StateLog:
 
     def __init__(self, address: str) -> None:
         self._name = f"the prefix server {address}".rstrip()
-        # "linked", "lost" or why the store refuses; None before the first line.
+        # "linked", "lost" or why the prefix server denies; None before the first line.
         self._said: str | None = None
 
     def note_link(self) -> None:
         if self._turns_to("linked"):
-            logger.info("KVSpec: linked to %s; its prefixes are used", self._name)
+            logger.info("KVSpec: linked to %s: prompts use its prefixes", self._name)
 
     def note_loss(self, reason: str) -> None:
-        # A store that refuses this server is not lost.
+        # A prefix server that denies this server is not lost.
         if self._said in (None, "linked") and self._turns_to("lost"):
             logger.warning("KVSpec: no link to %s (%s): %s", self._name, reason, self.LOSS)
 

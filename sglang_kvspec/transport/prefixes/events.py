@@ -1,4 +1,4 @@
-"""What a link to a store of prefixes tells its owner."""
+"""Events of a link to a prefix server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AnchorFetched:
-    """Of a lookup whose anchors come first: a page's anchor is here, the one that was looked up.
-    Its PageFetched follows once the residual is, too."""
+    """Event of a lookup with anchors first: a page's anchor has arrived and is the one that was
+    found. PageFetched follows with the residual."""
 
     lookup: int
     page: int
@@ -17,7 +17,7 @@ class AnchorFetched:
 
 @dataclass(frozen=True, slots=True)
 class PageFetched:
-    """A page of a lookup is here, whole: the anchor that was looked up, and its residual."""
+    """Event: a page of a lookup has arrived: the anchor that was found, and its residual."""
 
     lookup: int
     page: int
@@ -27,8 +27,8 @@ class PageFetched:
 
 @dataclass(frozen=True, slots=True)
 class LookupEnded:
-    """Nothing more comes of a lookup. num_found: pages that the store said it has, from the first
-    on. reason: why fewer were fetched, if so."""
+    """Event: a lookup has ended. num_found: pages with residuals that the prefix server has, from
+    the first on without a gap. reason: why fewer were fetched, else None."""
 
     lookup: int
     num_found: int
@@ -37,7 +37,7 @@ class LookupEnded:
 
 @dataclass(frozen=True, slots=True)
 class PublishEnded:
-    """A page was published, or will not be: its memory is free."""
+    """Event: an upload has ended and its memory is free. is_kept: the page is in the store."""
 
     upload: int
     is_kept: bool

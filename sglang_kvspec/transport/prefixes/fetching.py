@@ -1,4 +1,4 @@
-"""Lookups that are under way at a store, and what has come of them. No sockets, no clock."""
+"""Lookups at a prefix server, and the pages that have arrived. No sockets, no clock."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sglang_kvspec.transport.prefixes.frames import (
 )
 from sglang_kvspec.transport.wire import Buffer, Drop, FrameError
 
-# Asked for and not here yet, over all lookups; a page goes out in any case. A few pages of a large
-# model, so that the store reads one while another is on its way.
+# Bytes asked for and not arrived, over all lookups; one page is always allowed. A few pages of a
+# large model, so that the prefix server reads one page while another is on the link.
 FETCH_WINDOW_BYTES = 32 << 20
 
 FetchEvent = AnchorFetched | PageFetched | LookupEnded
 
 
 class _Page:
-    """Room for a page's two records, which arrive from their start on."""
+    """Memory for a page's two records, whose bytes arrive in order."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.records = tuple(bytearray(size) for size in sizes)
@@ -36,7 +36,8 @@ class _Page:
     def write(self, stream: Stream, offset: int, payload: Buffer) -> None:
         record, end = self.records[stream], offset + len(payload)
         if offset != self._filled[stream] or end > len(record):
-            raise FrameError(Drop.MISPLACED, f"{offset} to {end} of {len(record)} bytes")
+            detail = f"piece from byte {offset} to {end} of {len(record)} is out of place"
+            raise FrameError(Drop.MISPLACED, detail)
         record[offset:end] = payload
         self._filled[stream] = end
 
@@ -50,9 +51,9 @@ class _Page:
 
 @dataclass(slots=True)
 class _Lookup:
-    """end: number of the first page that is not wanted; None until the store has answered.
-    next_page: the first one nothing of which was asked for. anchored: pages whose anchors came
-    first, and whose residuals were not asked for."""
+    """One lookup. end: number of the first page that is not wanted; None until the prefix server
+    has answered. next_page: the first page of which nothing was asked for. anchored: pages whose
+    anchors have arrived, and whose residuals were not asked for."""
 
     keys: Sequence[bytes]
     anchors_first: bool
@@ -66,7 +67,7 @@ class _Lookup:
 
     @property
     def num_unasked(self) -> int:
-        """Pages of which nothing was asked for."""
+        """Return the number of pages of which nothing was asked for."""
         return max(0, (self.end or 0) - self.next_page)
 
     @property
@@ -85,29 +86,30 @@ class Fetching:
         return len(self._lookups)
 
     def seek(self, lookup: int, keys: Sequence[bytes], *, anchors_first: bool = False) -> None:
-        """The store was asked for pages of these keys. anchors_first: where it has all of them,
-        their anchors come before all residuals."""
-        assert lookup not in self._lookups, f"lookup {lookup} is under way"
+        """Add a lookup of pages with these keys. anchors_first: if the prefix server has all pages,
+        fetch all anchors before any residual."""
+        assert lookup not in self._lookups, f"lookup {lookup} is already under way"
         self._lookups[lookup] = _Lookup(keys, anchors_first)
 
     def cancel(self, lookup: int) -> None:
-        """What still comes of it is thrown away."""
+        """Drop a lookup, and all that still arrives for it."""
         self._lookups.pop(lookup, None)
 
     def found(self, frame: Found) -> list[FetchEvent]:
-        """Raises FrameError for an answer that was not asked for."""
+        """Apply the answer to a lookup. Raises FrameError for an answer that was not asked for."""
         asked = self._of(frame.lookup)
         num_stamps = len(frame.stamps)
         if asked.end is not None or not frame.num_complete <= num_stamps <= len(asked.keys):
-            raise FrameError(Drop.MISPLACED, f"{num_stamps} of {len(asked.keys)} pages")
+            detail = f"unexpected answer with {num_stamps} of {len(asked.keys)} pages"
+            raise FrameError(Drop.MISPLACED, detail)
         asked.stamps, asked.num_found = frame.stamps, frame.num_complete
         asked.end = frame.num_complete
         asked.anchors_first &= frame.num_complete == len(asked.keys)
         return self._ended(frame.lookup)
 
     def next_fetches(self, session: int) -> list[Fetch]:
-        """What to ask for now, in as few frames as may be, and no more than the window has room
-        for: first anchors of those that have them first, then of each page what lacks."""
+        """Return the Fetch frames that are due, few and within the window. First come anchors of
+        lookups with anchors first, then the missing records of each page."""
         room = self._window_pages - sum(len(each.on_their_way) for each in self._lookups.values())
         frames = []
         for number, asked in self._lookups.items():
@@ -129,7 +131,7 @@ class Fetching:
         return frames
 
     def _next_pages(self, asked: _Lookup, room: int) -> range:
-        """Pages of which nothing was asked for, and is now."""
+        """Take the next pages of which nothing was asked for, to ask for them now."""
         first = asked.next_page
         ids = range(first, first + min(room, MAX_FETCH_PAGES, asked.num_unasked))
         asked.on_their_way.update((i, _Page(self._sizes)) for i in ids)
@@ -138,7 +140,7 @@ class Fetching:
 
     @staticmethod
     def _next_anchored(asked: _Lookup, room: int) -> range:
-        """Pages of whose records only residuals lack, from the first one on, without a gap."""
+        """Take consecutive pages that lack only their residuals, from the first such page on."""
         first = min(asked.anchored, default=0)
         end = first
         while end in asked.anchored and end - first < min(room, MAX_FETCH_PAGES):
@@ -157,20 +159,22 @@ class Fetching:
         return [Fetch(session, number, stream, ids.start, pages) for stream in streams]
 
     def piece(self, frame: Piece, payload: Buffer) -> list[FetchEvent]:
-        """Raises FrameError for what was not asked for, or not now."""
+        """Write part of a record. Raises FrameError if it was not asked for, or not now."""
         asked = self._of(frame.lookup)
         page = asked.on_their_way.get(frame.page)
         if page is None:
-            raise FrameError(Drop.UNKNOWN, f"page {frame.page} of lookup {frame.lookup}")
+            detail = f"page {frame.page} of lookup {frame.lookup} is not being fetched"
+            raise FrameError(Drop.UNKNOWN, detail)
         comes_first = asked.anchors_first and frame.stream == Stream.ANCHOR
         if asked.anchors_first and comes_first == page.has(Stream.ANCHOR):
-            raise FrameError(Drop.UNKNOWN, f"that part of page {frame.page} was not asked for now")
+            detail = f"this stream of page {frame.page} is not being fetched now"
+            raise FrameError(Drop.UNKNOWN, detail)
         page.write(frame.stream, frame.offset, payload)
         if not (page.has(Stream.ANCHOR) if comes_first else page.is_complete):
             return []
         anchor, residual = page.records
         if xxh3_64_intdigest(anchor) != asked.stamps[frame.page]:
-            self._cut(asked, frame.page, "an anchor is not the one that was found")
+            self._cut(asked, frame.page, "an anchor is not the one that the lookup found")
             return self._ended(frame.lookup)
         del asked.on_their_way[frame.page]
         if comes_first:
@@ -180,15 +184,16 @@ class Fetching:
         return [fetched, *self._ended(frame.lookup)]
 
     def gone(self, frame: Gone) -> list[FetchEvent]:
-        """Raises FrameError for a page that was not asked for."""
+        """Cut a lookup at a missing page. Raises FrameError if the page was not asked for."""
         asked = self._of(frame.lookup)
         if frame.page not in asked.on_their_way:
-            raise FrameError(Drop.UNKNOWN, f"page {frame.page} of lookup {frame.lookup}")
-        self._cut(asked, frame.page, "a page was evicted, or damaged, while it was fetched")
+            detail = f"page {frame.page} of lookup {frame.lookup} is not being fetched"
+            raise FrameError(Drop.UNKNOWN, detail)
+        self._cut(asked, frame.page, "a page was evicted or damaged during the fetch")
         return self._ended(frame.lookup)
 
     def end_all(self, reason: str) -> list[FetchEvent]:
-        """The link is lost."""
+        """End all lookups, because the link is lost."""
         ended: list[FetchEvent] = [
             LookupEnded(number, asked.num_found, reason) for number, asked in self._lookups.items()
         ]
@@ -198,11 +203,11 @@ class Fetching:
     def _of(self, lookup: int) -> _Lookup:
         asked = self._lookups.get(lookup)
         if asked is None:
-            raise FrameError(Drop.UNKNOWN, f"lookup {lookup}")
+            raise FrameError(Drop.UNKNOWN, f"lookup {lookup} is unknown")
         return asked
 
     def _cut(self, asked: _Lookup, page: int, reason: str) -> None:
-        """What comes after a page that is not there is of no use."""
+        """End a lookup before `page`: pages behind a missing page are of no use."""
         asked.end, asked.reason = page, reason
         for pages in (asked.on_their_way, asked.anchored):
             for i in [i for i in pages if i >= page]:

@@ -1,7 +1,7 @@
-"""Frames between a server and a store of prefixes: ROUTER (store, listens), DEALER (server, dials).
+"""Frames between a server (DEALER, dials) and a prefix server, here "store" (ROUTER, listens).
 
-A page is named by a hash over the tokens of its prefix. The store computes names from the tokens
-that it is told, so that no page can be published under another's name.
+A page's key is a hash over the tokens of its prefix. The store computes keys from the tokens in a
+frame, so that no page can be published under another page's key.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from sglang_kvspec.transport.frames import MAX_PIECE_BYTES, Count, Name, Reason,
 from sglang_kvspec.transport.wire import Wire
 
 STORE_PROTOCOL = 1
-# Pieces are small beside a link's second, so that anchors overtake residuals soon.
+# A link sends many pieces a second, so that anchors soon overtake residuals.
 STORE_PIECE_BYTES = MAX_PIECE_BYTES // 4
 KEY_BYTES = 32
 TOKEN_BYTES = 8
 MAX_SEEK_TOKENS = 1 << 16
 MAX_SEEK_PAGES = 1 << 12
 MAX_FETCH_PAGES = 256
-# Of one page, anchor and residual together.
+# Limit of one page, anchor and residual together.
 MAX_PAGE_BYTES = 256 << 20
 MAX_STORE_HEAD_BYTES = 1 << 20
 
@@ -39,8 +39,9 @@ Length = Annotated[int, Meta(ge=1, le=MAX_PIECE_BYTES)]
 
 
 class Chain(NamedTuple):
-    """Consecutive full pages of a prefix: `position` pages stand before them, the last of which is
-    `parent`, or a root where there is none. tokens: all their ids, little-endian int64."""
+    """Consecutive full pages of a prefix. position: number of pages before them. parent: key of the
+    last page before them, or of a root if there is none. tokens: ids of all tokens of the pages,
+    little-endian int64."""
 
     parent: bytes
     position: int
@@ -52,7 +53,7 @@ class StoreFrame(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 
 
 class StoreLayout(StoreFrame, frozen=True):
-    """Whose KV it is, and what its records are: the fields of pools' StoreIdentity."""
+    """Model and records of a server: the fields of StoreIdentity in kv/prefix_store."""
 
     model: Name
     shard: Shard
@@ -85,7 +86,7 @@ class Admit(StoreFrame, frozen=True):
 
 
 class Deny(StoreFrame, frozen=True):
-    """The answer to a Greet that cannot be served; nonce 0 where the Greet could not be read."""
+    """The answer to a Greet that cannot be served; nonce 0 if the Greet could not be read."""
 
     nonce: Word
     reason: Reason
@@ -98,13 +99,13 @@ class Unknown(StoreFrame, frozen=True):
 
 
 class Probe(StoreFrame, frozen=True):
-    """Are you there? Answered with the same."""
+    """Server to store: are you there? The store answers with the same frame."""
 
     session: Word
 
 
 class Seek(StoreFrame, frozen=True):
-    """Server to store: how much is there of these pages?"""
+    """Server to store: which of these pages are there?"""
 
     session: Word
     lookup: Word
@@ -114,8 +115,9 @@ class Seek(StoreFrame, frozen=True):
 
 
 class Found(StoreFrame, frozen=True):
-    """The answer: checksums of the anchors that are there, from the first page on without a gap,
-    and how many of these pages have residuals, too."""
+    """Store to server: answer to a Seek. stamps: checksums of the anchors that are there, from the
+    first page on without a gap. num_complete: how many of these pages, from the first on, have
+    residuals, too."""
 
     session: Word
     lookup: Word
@@ -124,8 +126,8 @@ class Found(StoreFrame, frozen=True):
 
 
 class Fetch(StoreFrame, frozen=True):
-    """Server to store: send a stream of these (key, checksum of the anchor). first: number of the
-    first one among the lookup's pages."""
+    """Server to store: request for a stream of `pages`, each (key, checksum of the anchor). first:
+    number of the first one among the lookup's pages."""
 
     session: Word
     lookup: Word
@@ -154,7 +156,7 @@ class Gone(StoreFrame, frozen=True):
 
 
 class Publish(StoreFrame, frozen=True):
-    """Server to store: one page, whose anchor and, behind it, residual follow in Parts."""
+    """Server to store: one page to publish. Its anchor, then its residual, follow in Parts."""
 
     session: Word
     upload: Word
@@ -173,7 +175,7 @@ class Part(StoreFrame, frozen=True):
 
 
 class Kept(StoreFrame, frozen=True):
-    """Store to server: whether a published page is in the store, or on its way to its disk."""
+    """Store to server: answer to an upload. is_kept: the page is in the store or its queue."""
 
     session: Word
     upload: Word

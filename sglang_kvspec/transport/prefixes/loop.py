@@ -1,4 +1,4 @@
-"""A link to a store on a thread of its own."""
+"""A link to a prefix server, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_kvspec.transport.session import LinkState
 
 
 class StoreLoop(Loop[StoreEvent]):
-    """Takes a StoreClient over. What was asked through it is told by take_events()."""
+    """Owner of a StoreClient and of the thread that steps it. take_events() returns its events."""
 
     def __init__(self, client: StoreClient, on_news: Callable[[], None] | None = None) -> None:
         self._client = client
@@ -20,7 +20,7 @@ class StoreLoop(Loop[StoreEvent]):
 
     @property
     def is_live(self) -> bool:
-        """Whether there is any use in asking."""
+        """Return True if the prefix server can be asked; otherwise lookups end at once."""
         self._check()
         return self._client.state is LinkState.LIVE
 
@@ -35,7 +35,7 @@ class StoreLoop(Loop[StoreEvent]):
     def seek(
         self, lookup: int, chain: Chain, keys: Sequence[bytes], *, anchors_first: bool = False
     ) -> None:
-        """As StoreClient.seek, later; so are the following."""
+        """Queue a StoreClient.seek(). cancel() and publish() queue theirs, too."""
         self._post(lambda: self._client.seek(lookup, chain, keys, anchors_first=anchors_first))
 
     def cancel(self, lookup: int) -> None:

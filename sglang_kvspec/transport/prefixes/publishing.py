@@ -1,4 +1,4 @@
-"""Pages on their way to a store, in the order in which they were given. No sockets, no clock."""
+"""Pages on their way to a prefix server, in the order of add(). No sockets, no clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_kvspec.transport.prefixes.frames import (
 )
 from sglang_kvspec.transport.wire import Drop, FrameError
 
-# Sent and not answered yet: what a lookup can sit behind on its way to the store.
+# Unanswered bytes at which no new page starts: a lookup waits behind them on the link.
 PUBLISH_WINDOW_BYTES = 2 << 20
 
 Outgoing = tuple[Publish | Part, memoryview | None]
@@ -42,12 +42,12 @@ class Publishing:
         return len(self._waiting) + len(self._unanswered)
 
     def add(self, upload: int, chain: Chain, content: memoryview) -> None:
-        """content: a page's anchor and, behind it, residual."""
+        """Queue a page. content: its anchor, then its residual."""
         self._waiting.append(_Upload(upload, chain, content))
 
     def next_frame(self, session: int) -> Outgoing | None:
-        """What to send now, to be confirmed by sent(); None where nothing waits, or too much is
-        unanswered."""
+        """Return the frame to send now, to be confirmed by sent(); None if no page waits, or too
+        much is unanswered."""
         if not self._waiting:
             return None
         upload = self._waiting[0]
@@ -66,17 +66,17 @@ class Publishing:
             self._unanswered.append(self._waiting.popleft())
 
     def kept(self, frame: Kept) -> list[PublishEnded]:
-        """The store answers in order: what it passes over, it has not understood. Raises FrameError
-        for what it was not sent."""
+        """Apply an answer. The prefix server answers in order, so uploads that it passes over were
+        not kept. Raises FrameError for an upload that was not sent."""
         if all(upload.number != frame.upload for upload in self._unanswered):
-            raise FrameError(Drop.UNKNOWN, f"upload {frame.upload}")
+            raise FrameError(Drop.UNKNOWN, f"upload {frame.upload} awaits no answer")
         ended = []
         while (number := self._unanswered.popleft().number) != frame.upload:
             ended.append(PublishEnded(number, is_kept=False))
         return [*ended, PublishEnded(number, is_kept=frame.is_kept)]
 
     def end_all(self) -> list[PublishEnded]:
-        """The link is lost."""
+        """End all uploads, because the link is lost."""
         ended = [
             PublishEnded(upload.number, is_kept=False)
             for upload in (*self._unanswered, *self._waiting)

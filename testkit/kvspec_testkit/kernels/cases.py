@@ -17,16 +17,16 @@ from kvspec_kernels.reference import attention, exact, fragments
 from kvspec_kernels.reference.codec import reference_of
 
 POISON_BYTE = 0xFF
-# Bounds the memory of encoding to this many pages.
+# Pages that are encoded at a time, to bound memory.
 ENCODED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Paged inputs of one layer. Pages lie shuffled in pools that hold more than is needed; the
-    rest, and what follows the last token of a request, is NaN and bytes of 0xFF.
+    """Paged inputs of one layer. Pages are shuffled, in pools with spare pages. Spare pages, and
+    memory after the last token of a request, are NaN and bytes of 0xFF.
 
-    pages[b]: the pages that request b owns; indices holds those in use.
+    pages[b]: the pages that request b owns. indices: the pages in use.
     """
 
     q: torch.Tensor
@@ -50,7 +50,7 @@ class AttentionCase:
     def reference(
         self, dtype: torch.dtype, sm_scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of `reference/attention.py` computed in `dtype`, in fp32."""
+        """Return (out, lse) of `reference/attention.py`, computed in `dtype`, as fp32."""
         reader = attention.PageReader(
             self.settings,
             self.source,
@@ -74,8 +74,8 @@ class AttentionCase:
         )
 
     def shortened(self, lens: Sequence[int]) -> AttentionCase:
-        """The same pools and queries with pasts that end earlier, in new index tensors of the
-        same shapes."""
+        """Return a case with the same pools and queries, but pasts that end earlier. Its index
+        tensors are new and keep their shapes."""
         indptr, indices, last_page_len = page_table(self.pages, lens, self.page_size)
         padded = torch.zeros_like(self.indices)
         padded[: len(indices)] = indices
@@ -98,9 +98,9 @@ def make_case(
     pool_pages: int | None = None,
     seed: int = 0,
 ) -> AttentionCase:
-    """Requests of `lens` past tokens, one query token each unless q_lens says otherwise.
+    """Return a case of requests with `lens` past tokens and q_lens query tokens, by default one.
 
-    pool_pages: size of every pool, at least what is needed; pages in use are then the last ones.
+    pool_pages: size of every pool, more than the pages in use, which are the last of the pool.
     """
     device = torch.device(device)
     rng = torch.Generator(device).manual_seed(seed)
@@ -136,7 +136,8 @@ def make_case(
 def page_table(
     pages: Sequence[torch.Tensor], lens: Sequence[int], page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(indptr, indices, last_page_len) int32 of requests that use their first lens[b] tokens."""
+    """Return (indptr, indices, last_page_len) int32 of requests that use their first lens[b]
+    tokens."""
     device = pages[0].device
     counts = [-(-length // page_size) for length in lens]
     used = [owned[:count] for owned, count in zip(pages, counts, strict=True)]
@@ -149,14 +150,14 @@ def page_table(
 
 
 def results_for(case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of NaN, to be written over."""
+    """Return (out, lse) of NaN, to be overwritten."""
     lse = torch.full(case.q.shape[:2], torch.nan, dtype=torch.float32, device=case.q.device)
     return torch.full_like(case.q, torch.nan), lse
 
 
 @dataclass(frozen=True, slots=True)
 class _Pools:
-    """Allocates and fills the pools of a case."""
+    """Pools of a case: allocation and contents."""
 
     rng: torch.Generator
     page: tuple[int, int, int]
@@ -166,7 +167,7 @@ class _Pools:
     pool_pages: int | None
 
     def allocate(self, count: int) -> torch.Tensor:
-        """`count` shuffled ids of the upper end of a pool."""
+        """Return `count` shuffled ids from the upper end of a pool."""
         order = torch.randperm(count, generator=self.rng, device=self.rng.device)
         return order + self._size(count) - count
 
@@ -178,8 +179,8 @@ class _Pools:
     def encoded(
         self, pages: torch.Tensor, filled: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(anchors, residuals, residual_slots) with `pages` [N] written, of which the tokens
-        `filled` [N, P] count."""
+        """Return (anchors, residuals, residual_slots) with `pages` [N] written. filled: [N, P],
+        True for the tokens in use."""
         size, device = self._size(len(pages)), pages.device
         page_size, heads, head_dim = self.page
         target: Target = "exact" if self.source == "exact" else "int8"
@@ -213,7 +214,7 @@ class _Pools:
         reference = reference_of(self.settings)
         anchors, residuals = reference.encode(k, v, self.settings, anchor, codes)
         for field in anchor.fields:
-            # Metadata of tokens, of which some do not count.
+            # Poison the metadata of tokens that are not in use.
             if field.name.startswith("v_") and field.shape == filled.shape[1:]:
                 stored = field.view(anchors)
                 by_token = fragments.from_row_order(stored)
@@ -247,8 +248,8 @@ class _Pools:
         )
 
     def _values(self, num_pages: int, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages k, v in the KV dtype: K's channels about `means`, some of them wide, and a token
-        of V that is far larger than the others, as caches have them."""
+        """Return pages k, v in the KV dtype, with features of real caches. K's channels vary around
+        `means`, some of them widely. One token of V is far larger than the others."""
         device = self.rng.device
         shape = (num_pages, *self.page)
         k = torch.randn(shape, generator=self.rng, device=device)
@@ -260,7 +261,7 @@ class _Pools:
 
 
 def _filled(lens: Sequence[int], page_size: int, device: torch.device) -> torch.Tensor:
-    """Which tokens of all requests' pages [N, page_size] hold one."""
+    """Return [N, page_size] for the pages of all requests: True for tokens in use."""
     parts = [
         torch.arange(-(-length // page_size) * page_size, device=device) < length for length in lens
     ]
@@ -268,6 +269,6 @@ def _filled(lens: Sequence[int], page_size: int, device: torch.device) -> torch.
 
 
 def _offsets(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Running sums of counts with a leading 0, int32."""
+    """Return running sums of counts with a leading 0, int32."""
     sizes = torch.tensor([0, *counts], dtype=torch.int64, device=device)
     return sizes.cumsum(0).to(torch.int32)

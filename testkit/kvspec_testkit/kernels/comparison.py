@@ -1,4 +1,4 @@
-"""How results of the attention kernels are judged: as errors relative to those of torch."""
+"""Assertions on results of the attention kernels: their errors relative to those of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def largest(errors: torch.Tensor) -> torch.Tensor:
 
 
 def rms(errors: torch.Tensor) -> torch.Tensor:
-    """For few values: the largest of 10 differs by more than twice between samples."""
+    """Return the root mean square, for few values: the largest of 10 varies more than twofold."""
     return errors.double().square().mean().sqrt()
 
 
@@ -29,16 +29,18 @@ def assert_attention(
     baseline: torch.dtype | None = None,
     weights: torch.dtype = torch.float32,
 ) -> None:
-    """The errors of out and lse against the fp32 reference are at most `factor` times those of
-    the same computation in torch in `baseline`, the dtype of q unless given, plus a floor. For q
-    in fp32 the reference is in fp64.
+    """Assert that errors of out and lse against the fp32 reference are at most `factor` times those
+    of the same computation in torch in `baseline`, plus a floor.
 
-    Floor of out, relative to the largest output: half a unit in the last place of its dtype, for
-    the rounding that every result ends with, which may happen to be exact in the baseline; and
-    half a unit of fp32 times the largest lse, because a weight is 2 to the power of a number of
-    that size and inherits its absolute error. Floor of lse: 16 units in the last place of fp32,
-    for the order of summation and for the exp2 and log2 of a GPU, which err by 2 units each; and
-    what half a unit of `weights` makes of a logarithm, the dtype in which weights are summed up.
+    baseline: the dtype of q unless given. For q in fp32 the reference is in fp64. weights: the
+    dtype in which weights are summed.
+
+    Floor of out, relative to the largest output: half a unit in the last place of its dtype, plus
+    half a unit of fp32 times the largest lse. The first is for the final rounding, which may happen
+    to be exact in the baseline. The second is there because a weight is 2 to the power of a number
+    of that size, and inherits its absolute error. Floor of lse: 16 units in the last place of fp32,
+    plus the effect of half a unit of `weights` on a logarithm. The 16 units are for the order of
+    summation, and for exp2 and log2 of a GPU, which err by 2 units each.
     """
     dtype = case.q.dtype
     finer = torch.float64 if dtype == torch.float32 else torch.float32
@@ -69,15 +71,19 @@ def assert_within_reference(
     factor: float = 2.0,
     norm: Callable[[torch.Tensor], torch.Tensor] = largest,
 ) -> None:
-    """The error of `actual` in every group of rows is at most `factor` times that of `baseline`,
-    plus `floor`, both measured by `norm`. All [num_rows, ...]; rows: bounds of the groups, as in
-    qo_indptr. Infinities must be equal, and nothing may be NaN."""
+    """Assert that the error of `actual` in every group of rows is at most `factor` times that of
+    `baseline`, plus `floor`. norm: measure of errors. Tensors are [num_rows, ...]. rows: bounds of
+    the groups, as in qo_indptr. Infinities must be equal, and no value of `actual` may be NaN."""
     assert actual.shape == exact.shape == baseline.shape
     actual, exact, baseline = actual.float(), exact.float(), baseline.float()
-    assert not actual.isnan().any(), "NaN in the result"
-    assert torch.equal(actual.isinf(), exact.isinf()), "infinities differ"
+    assert not actual.isnan().any(), "the result has NaNs"
+    assert torch.equal(actual.isinf(), exact.isinf()), (
+        "the result has infinities at other places than the reference"
+    )
     finite = ~exact.isinf()
-    assert torch.equal(actual[~finite], exact[~finite]), "signs of infinities differ"
+    assert torch.equal(actual[~finite], exact[~finite]), (
+        "infinities of the result have other signs than the reference"
+    )
     for group, (begin, end) in enumerate(zip(rows[:-1].tolist(), rows[1:].tolist(), strict=True)):
         inside = finite[begin:end]
         if not inside.any():

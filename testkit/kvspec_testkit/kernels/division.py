@@ -1,4 +1,4 @@
-"""A kernel around the divisions of encoding, for tests of them alone."""
+"""Triton kernel that runs only the divisions of encoding, for their tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvspec_kernels.jit import arithmetic
 
 @triton.jit
 def divide_kernel(value_ptr, scale_ptr, ratio_ptr, clamped_ptr, fifteenth_ptr, BLOCK: tl.constexpr):
-    """Quotients by `jit/arithmetic.py` of fp32 values by scales, plain and clamped to [0, 1], and
-    fifteenths of values. Grid (elements / BLOCK,)."""
+    """Divide fp32 values by scales with `jit/arithmetic.py`, without and with a clamp to [0, 1],
+    and by fifteen. Grid (elements / BLOCK,)."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(value_ptr + index)
     norm = arithmetic.normalised(tl.zeros_like(value), tl.load(scale_ptr + index))

@@ -1,4 +1,4 @@
-"""Pages to encode, and the kernel's records beside those of the references."""
+"""Pages to encode, and comparisons of the kernels' records with those of the references."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ POISON = 0xA5
 def encode_by_reference(
     k: torch.Tensor, v: torch.Tensor, settings: CodecSpec, target: Target
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages k, v [N, P, H, D] as anchor and residual records [N, H, nbytes] uint8 on the CPU."""
+    """Encode pages k, v [N, P, H, D] into anchor and residual records [N, H, nbytes] uint8 on the
+    CPU."""
     k, v = k.cpu(), v.cpu()
     _, page_size, _, head_dim = k.shape
     anchor = anchor_layout(settings, page_size, head_dim)
@@ -31,7 +32,8 @@ def encode_by_reference(
 def make_pages(
     num: int, page_size: int, heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0
 ) -> Pages:
-    """K and V [num, P, H, D]: channel means far from zero, a large channel, an extreme token."""
+    """Return K and V [num, P, H, D] with channel means far from zero, large channels in K and an
+    extreme token in V."""
     rng = torch.Generator().manual_seed(seed)
     shape = (num, page_size, heads, head_dim)
     k = torch.randn(shape, generator=rng)
@@ -43,7 +45,7 @@ def make_pages(
 
 
 def poisoned(slots: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A pool of records like those of `like`, every byte POISON."""
+    """Return a pool of records with the shape of those of `like`, every byte POISON."""
     return torch.full((slots, *like.shape[1:]), POISON, dtype=torch.uint8, device=device)
 
 
@@ -57,7 +59,8 @@ def encode(
     index_dtype: torch.dtype = torch.int32,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, Pages]:
-    """Records of pages `source` in turn, from pools of one slot more, and that slot's bytes."""
+    """Encode pages `source` into pools with one spare slot. Returns anchor and residual records in
+    the order of `source`, and the spare slots' bytes."""
     want = encode_by_reference(k[:1], v[:1], settings, target)
     source = list(range(len(k))) if source is None else source
     count = len(source)
@@ -81,7 +84,8 @@ def assert_same_records(
     device: torch.device,
     backend: Backend = "auto",
 ) -> None:
-    """The kernel's records of pages k, v [N, P, H, D] are the reference's, and no others."""
+    """Assert that the kernel writes the reference's records of pages k, v [N, P, H, D], and writes
+    nothing else."""
     anchors, residuals, spare = encode(k, v, settings, target, device, backend=backend)
     want_anchors, want_residuals = encode_by_reference(k, v, settings, target)
     layout = anchor_layout(settings, k.shape[1], k.shape[3])

@@ -11,11 +11,11 @@ from triton.runtime import interpreter
 Values = tuple[torch.Tensor, ...]
 
 
-def teach_interpreter() -> None:
+def patch_interpreter() -> None:
     """Give the interpreter exact fused multiply-adds and the assembly of `jit/arithmetic.py`.
 
-    Where an instruction only approximates, its result here is off by as much as a GPU's may be, up
-    and down by turns. Any other assembly is still refused.
+    Results of approximate instructions are off by as much as a GPU's may be, some up and some down.
+    Any other assembly raises NotImplementedError.
     """
     builder = interpreter.InterpreterBuilder
     builder.create_fma = _create_fma
@@ -23,16 +23,16 @@ def teach_interpreter() -> None:
 
 
 def exact_fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c of fp32 tensors, rounded once."""
+    """Return a * b + c of fp32 tensors, rounded once."""
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
-    # The error of the sum (Knuth), which decides what fp64 itself had to round.
+    # Error of the sum (Knuth): tells whether fp64 had to round, and in which direction.
     part = total - product
     error = (product - (total - part)) + (addend - part)
     bits = total.view(torch.int64)
     step = torch.where((error > 0) == (total > 0), 1, -1)
     inexact = (error != 0) & error.isfinite() & (bits & 1 == 0)
-    # Rounded to odd, so that the second rounding, to fp32, comes out as the only one.
+    # Round to odd, so that the second rounding, to fp32, gives the result of a single one.
     return torch.where(inexact, bits + step, bits).view(torch.float64).float()
 
 
@@ -67,7 +67,7 @@ def _nudged(value: torch.Tensor) -> torch.Tensor:
     return (bits + 1 - 2 * (bits & 1)).view(torch.float32)
 
 
-# By a part of the assembly that names it.
+# Each instruction, by a part of its assembly.
 INSTRUCTIONS: dict[str, Callable[[Values], torch.Tensor]] = {
     "rcp.approx.ftz.f32": _reciprocal,
     "lg2.approx.ftz.f32": _logarithm,
@@ -87,7 +87,9 @@ def _create_inline_asm(
 ) -> Any:
     found = [run for name, run in INSTRUCTIONS.items() if name in assembly]
     if len(found) != 1:
-        raise NotImplementedError(f"the interpreter was not taught {assembly!r}")
+        raise NotImplementedError(
+            f"INSTRUCTIONS must have exactly one entry for {assembly!r}, found {len(found)}"
+        )
     result = found[0](_broadcast(*values))
     (dtype,) = types
     return _Results(interpreter.TensorHandle(result.numpy(), dtype.scalar))

@@ -1,7 +1,7 @@
-"""A codec that another package could have, with Triton functions of its own.
+"""A codec with Triton functions of its own, as another package could have.
 
-Its records have the fields of uniform4. Values decode to their negatives, and the kernel that
-encodes writes nothing but a mark into each part's codes.
+Its records have the fields of uniform4. Values decode to their negatives. The Triton encoder writes
+only a mark into each part's codes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _K_MARK, _V_MARK = tl.constexpr(K_MARK), tl.constexpr(V_MARK)
 
 @dataclass(frozen=True, slots=True)
 class NegatedSettings(CodecSpec):
-    """The parameters of uniform4 for pages of 64 tokens."""
+    """Declaration of the codec, with the parameters of uniform4 for pages of 64 tokens."""
 
     name: ClassVar[str] = "negated"
     reference: ClassVar[str] = __name__
@@ -82,7 +82,7 @@ def decode_negated(
     SCALE: tl.constexpr,
     CORRECTIONS: tl.constexpr,
 ):
-    """Values as decode_uniform4, negated; arguments as decode_log4."""
+    """Return the negated values of decode_uniform4. Arguments are those of decode_log4."""
     values = decode_uniform4(
         anchor_ptr,
         residual_ptr,
@@ -122,7 +122,7 @@ def mark_k(
     WITH_CORRECTIONS: tl.constexpr,
     LAW: tl.constexpr,
 ):
-    """Write a mark into K's codes; arguments as jit/records.py."""
+    """Write a mark into K's codes. Arguments are those of jit/records.py."""
     tl.store(anchor_ptr + FIELDS[0], _K_MARK)
 
 
@@ -144,11 +144,11 @@ def mark_v(
     WITH_CORRECTIONS: tl.constexpr,
     LAW: tl.constexpr,
 ):
-    """Write a mark into V's codes; arguments as jit/records.py."""
+    """Write a mark into V's codes. Arguments are those of jit/records.py."""
     tl.store(anchor_ptr + FIELDS[0], _V_MARK)
 
 
-# The reference, as kvspec_kernels.reference.codec.KernelReference.
+# Reference functions; see kvspec_kernels.reference.codec.KernelReference.
 
 
 def encode(

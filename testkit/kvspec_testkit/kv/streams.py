@@ -1,4 +1,4 @@
-"""A GPU's streams as queues whose order of progress a test chooses."""
+"""Model of a GPU's streams: queues whose progress a test controls."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ class ModelEvent:
         return self.is_over
 
     def synchronize(self) -> None:
-        """Other streams go on only where this one waits for them."""
+        """Run the event's stream until the event is over. Other streams run only while that stream
+        waits."""
         while not self.is_over:
             if not self.stream.step():
-                assert any([stream.step() for stream in self.stream.beside]), "it is never over"
+                progress = [stream.step() for stream in self.stream.beside]
+                assert any(progress), "the event never ends: no stream can run"
 
 
 class ModelStream:
-    """Nothing given to it happens before step(), which takes a second by its clock. `deaf_to`:
-    streams whose events it does not wait for, a fault."""
+    """Queue of work that only step() does, one piece in a second of the stream's clock.
+
+    deaf_to: streams whose events this stream ignores, as a fault.
+    """
 
     def __init__(self) -> None:
         self._work: deque[Work] = deque()
         self._now = 0.0
         self.deaf_to: tuple[ModelStream, ...] = ()
-        # All streams of the device, which go on while the CPU waits for this one.
+        # All streams of the device, which run while the CPU waits for this stream.
         self.beside: tuple[ModelStream, ...] = (self,)
 
     def do(self, action: Callable[[], object]) -> None:
@@ -83,7 +87,9 @@ class ModelStream:
     def seconds(self, begun: Event, done: Event) -> float:
         assert isinstance(begun, ModelEvent)
         assert isinstance(done, ModelEvent)
-        assert all(event.is_over for event in (begun, done)), "asked for before it is known"
+        assert all(event.is_over for event in (begun, done)), (
+            "seconds() needs two events that are over"
+        )
         return done.at - begun.at
 
     def wait(self, event: Event) -> None:
@@ -96,7 +102,7 @@ class ModelStream:
         return len(self._work)
 
     def step(self) -> bool:
-        """Do the next piece of work; False where there is none or it waits for another stream."""
+        """Do the next piece of work. Returns False if none is left or it must wait."""
         if not self._work or not self._work[0]():
             return False
         self._work.popleft()
@@ -116,16 +122,18 @@ class ModelStreams:
         return (self.main, self.to_host, self.to_device)
 
     def advance(self, which: Iterable[int]) -> None:
-        """These streams go on, by their place in `all`, a step each in this order."""
+        """Run one step of each of these streams, in this order. which: places in `all`."""
         for stream in which:
             self.all[stream].step()
 
     def exhaust(self, held: int | None = None) -> None:
-        """All streams, or all but this one, go on as far as they can."""
+        """Run all streams as far as they can go. held: place of a stream that does not run."""
         others = [stream for place, stream in enumerate(self.all) if place != held]
         while any([stream.step() for stream in others]):
             pass
 
     def drain(self) -> None:
         self.exhaust()
-        assert not any(stream.num_left for stream in self.all), "streams wait for each other"
+        assert not any(stream.num_left for stream in self.all), (
+            "work is left: streams wait for each other"
+        )

@@ -1,4 +1,4 @@
-"""Prefixes whose pages are made of one token each, and what a model would compute for them."""
+"""Toy prefixes, whose pages repeat one token each, and toy KV for their pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE_SIZE = 32
 
 
 def tokens_of(*pages: int) -> list[int]:
-    """A prompt whose page i is made of pages[i]."""
+    """Return a prompt whose page i repeats the token pages[i]."""
     return [page for page in pages for _ in range(PAGE_SIZE)]
 
 
@@ -22,8 +22,8 @@ def links_of(*pages: int) -> list[PageLink]:
 
 
 def kv_of(kv: PagedKVCache, link: PageLink, version: int = 0) -> torch.Tensor:
-    """What the model computes for a page: [2, num_layers, page_size, heads, head_dim]. Versions
-    differ as those of other batches do, but by enough to give other anchors."""
+    """Return the model's KV of a page: [2, num_layers, page_size, heads, head_dim]. Versions differ
+    as KV from different batches does, but enough to give different anchors."""
     g = kv.geometry
     seed = int.from_bytes(link.key[:6], "little")
     rng = torch.Generator().manual_seed(seed)
@@ -32,7 +32,7 @@ def kv_of(kv: PagedKVCache, link: PageLink, version: int = 0) -> torch.Tensor:
 
 
 def compute(kv: ReferenceKVCache, link: PageLink, page: int, version: int = 0) -> None:
-    """Encode a free page."""
+    """Encode the KV of `link` into a free page."""
     content = kv_of(kv, link, version)
     kv.begin_encode([page])
     for layer in range(kv.geometry.num_layers):
@@ -42,21 +42,21 @@ def compute(kv: ReferenceKVCache, link: PageLink, page: int, version: int = 0) -
 
 
 def target_of(kv: ReferenceKVCache, page: int) -> torch.Tensor:
-    """What the target sees of a page: [2, num_layers, page_size, heads, head_dim]."""
+    """Return a page as the target reads it: [2, num_layers, page_size, heads, head_dim]."""
     layers = range(kv.geometry.num_layers)
     read = [torch.stack(kv.read_target(i, torch.tensor([page]))) for i in layers]
     return torch.stack(read, dim=1)[:, :, 0]
 
 
 def draft_of(kv: ReferenceKVCache, page: int) -> torch.Tensor:
-    """Likewise a draft."""
+    """Return a page as drafts read it: [2, num_layers, page_size, heads, head_dim]."""
     layers = range(kv.geometry.num_layers)
     read = [torch.stack(kv.read_draft(i, torch.tensor([page]))) for i in layers]
     return torch.stack(read, dim=1)[:, :, 0]
 
 
 def holds(kv: ReferenceKVCache, page: int, link: PageLink, version: int = 0) -> bool:
-    """Whether target and draft see exactly what was computed for a page."""
+    """Return True if target and drafts read exactly the encoded KV of `link` from a page."""
     k, v = kv_of(kv, link, version)
     record = kv.codec.encode(k, v)
     anchor = torch.stack(kv.codec.decode_anchor(record.anchor))
@@ -65,11 +65,11 @@ def holds(kv: ReferenceKVCache, page: int, link: PageLink, version: int = 0) -> 
 
 
 def room(identity: StoreIdentity, num_anchors: int, num_residuals: int) -> StoreLimits:
-    """Limits of a store for so many pages."""
+    """Return the limits of a store for num_anchors anchors and num_residuals residuals."""
     anchors, residuals = EntryFormat.of_anchors(identity), EntryFormat.of_residuals(identity)
     anchor_bytes = anchors.record_bytes + anchors.nbytes
     residual_bytes = residuals.record_bytes + residuals.nbytes
     total = 2 * HEADER_BYTES + num_anchors * anchor_bytes + num_residuals * residual_bytes
-    # A little more than the share, or rounding takes the last slot away.
+    # Slightly more than the share, or rounding would take away the last slot.
     share = min(1.0, (num_residuals + 0.01) / num_anchors)
     return StoreLimits(disk_bytes=total + residual_bytes // 50, residual_share=share)

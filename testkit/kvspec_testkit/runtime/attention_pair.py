@@ -1,4 +1,4 @@
-"""The same requests on DeviceAttention and on ReferenceAttention, output by output."""
+"""Comparison of DeviceAttention with ReferenceAttention on the same requests, output by output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WINDOW_PAGES = 12
 
 class AttentionPair:
     """A GpuKVCache with a residual cache of cache_pages and a host store, and a ReferenceKVCache
-    that caches everything. Page ids are shuffled on purpose, and freed ones are used at once."""
+    that caches everything. Page ids are shuffled on purpose, and freed ids are reused first."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class AttentionPair:
         copy_streams: CopyStreams | None = None,
         attention: type[TargetAttention] | None = None,
     ) -> None:
-        """tolerance: of outputs, relative in the norm over a head. attention: at the target
-        precision; ours of this target unless given."""
+        """tolerance: largest relative error of outputs, in the norm over a head. attention: target
+        attention, by default the registered one of `target`."""
         codec = make_codec(
             codec_name,
             target=target,
@@ -71,7 +71,7 @@ class AttentionPair:
         self.committed: dict[str, int] = {}
 
     def prefill(self, **lengths: int) -> None:
-        """Append so many tokens to each request, and commit them."""
+        """Append lengths[name] tokens to each request, and commit them."""
         rows = {}
         for name, length in lengths.items():
             start = self.committed.get(name, 0)
@@ -80,11 +80,11 @@ class AttentionPair:
         self._forward(rows, lengths)
 
     def verify(self, accepted: dict[str, int] | None = None, **lengths: int) -> None:
-        """Verify so many tokens of each request, of which `accepted` are committed, or all."""
+        """Verify lengths[name] tokens of each request. Commit `accepted` of them, or all."""
         self._forward(self.verify_rows(lengths), lengths | (accepted or {}))
 
     def verify_rows(self, lengths: dict[str, int]) -> dict[str, Row]:
-        """Of so many tokens behind those that each request has."""
+        """Return rows of lengths[name] tokens after the committed tokens of each request."""
         rows = {}
         for name, length in lengths.items():
             start = self.committed[name]
@@ -98,8 +98,9 @@ class AttentionPair:
         seen: Mapping[str, torch.Tensor] | None = None,
         **lengths: int,
     ) -> None:
-        """Add so many drafts to each request, longest first, behind `done` that each has. rows: of
-        this batch size. seen: as Row.seen of some requests, with all pages of the window."""
+        """Add lengths[name] drafts to each request, longest first, after the `done` drafts that
+        each has. rows: DraftRows of this batch size. seen: Row.seen of some requests, with all
+        pages of the window."""
         seen = seen or {}
         ids = {
             name: self.page_ids(name, self.committed[name] + done + n + 1)
@@ -130,7 +131,7 @@ class AttentionPair:
         self.attention.end_captured()
 
     def free(self, *names: str) -> None:
-        """These requests are gone, and so are their pages."""
+        """Drop these requests, and free their pages."""
         for name in names:
             ids = self.pages.pop(name)
             del self.committed[name]
@@ -146,7 +147,7 @@ class AttentionPair:
         return torch.tensor(ids[:num_pages])
 
     def encoded(self, names: Iterable[str]) -> list[int]:
-        """Pages of requests that have residuals."""
+        """Return the encoded pages of requests."""
         return [page for name in names for page in self.pages[name] if self.kv.is_encoded(page)]
 
     def _forward(self, rows: dict[str, Row], committed: dict[str, int]) -> None:
@@ -157,7 +158,7 @@ class AttentionPair:
         self.commit(rows, committed)
 
     def commit(self, rows: dict[str, Row], committed: dict[str, int]) -> None:
-        """Of what a forward over these rows added, so many tokens stay."""
+        """Commit committed[name] of the tokens that a forward over these rows added."""
         for name, row in rows.items():
             end = row.start + committed[name]
             for keeper in self._keepers:
@@ -169,7 +170,8 @@ class AttentionPair:
             kv.check_integrity()
 
     def _attend(self, layer: int, num_tokens: int, num_real: int) -> None:
-        """Both sides on new tokens, of which the reference gets and is compared in the first."""
+        """Attend to num_tokens new tokens. The reference gets only the first num_real, and both
+        sides' outputs for these are compared."""
         scale = self.geometry.head_dim**-0.5
         q, k, v = self.draw(num_tokens)
         want = self.reference.forward(layer, q[:num_real], k[:num_real], v[:num_real], scale)
@@ -177,7 +179,7 @@ class AttentionPair:
         self.compare(self.attention.forward(layer, q, k, v, scale)[:num_real], want)
 
     def draw(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # As a model's projection gives them: slices of one tensor.
+        # Slices of one tensor, as from a model's projection.
         heads, kv_heads = self.num_qo_heads, self.geometry.num_kv_heads
         shape = (num_tokens, heads + 2 * kv_heads, self.geometry.head_dim)
         every = torch.randn(shape, generator=self._rng).to(self.geometry.dtype)
@@ -188,4 +190,6 @@ class AttentionPair:
         difference = (got.cpu().float() - want.float()).norm(dim=-1)
         error = difference / want.float().norm(dim=-1)
         worst = float(error.max())
-        assert worst < self.tolerance, f"relative error {worst:.3g} at {int(error.argmax())}"
+        assert worst < self.tolerance, (
+            f"relative error {worst:.3g} at {int(error.argmax())}, allowed {self.tolerance:.3g}"
+        )

@@ -1,5 +1,4 @@
-"""Steps over DraftRows at the target precision, as a CUDA graph holds them, beside the
-reference."""
+"""Captured steps over DraftRows at the target precision, compared with the reference."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from sglang_kvspec.runtime.step_attention import StepAttention
 
 
 class CapturedSteps:
-    """All layers of a pair's attention for one batch size: captured where there is a GPU, and run
-    from the same tensors where there is none."""
+    """All layers of a pair's attention for one batch size. Captured on a GPU; on a CPU run eagerly
+    from the same tensors."""
 
     def __init__(
         self,
@@ -26,7 +25,7 @@ class CapturedSteps:
         max_steps: int = 8,
         max_pages: int = 8,
     ) -> None:
-        """max_steps: of a round. max_pages: of a request."""
+        """max_steps: most steps of a round. max_pages: most pages of a request."""
         geometry, device = pair.geometry, pair.kv.device
         self._pair, self._batch = pair, batch
         self._rows = DraftRows(batch, max_steps, max_pages, geometry.page_size, device)
@@ -62,7 +61,7 @@ class CapturedSteps:
         pair.attention.end_captured()
 
     def advance(self, **lengths: int) -> None:
-        """Let each request take so many tokens, and commit them. Compares every step."""
+        """Let each request take lengths[name] tokens, and commit them. Compares every step."""
         pair = self._pair
         lens = dict(sorted(lengths.items(), key=lambda item: -item[1]))
         starts = {name: pair.committed[name] for name in lens}
@@ -77,7 +76,7 @@ class CapturedSteps:
         pair.commit(rows, lens)
 
     def _step(self, rows: list[Row]) -> None:
-        """Take one token of each of these rows, the first of the batch, on both sides."""
+        """Take one token of each of these rows, the first of the batch, and compare both sides."""
         pair = self._pair
         drawn = [pair.draw(self._batch) for _ in range(pair.geometry.num_layers)]
         for layer, parts in enumerate(drawn):

@@ -1,4 +1,4 @@
-"""Verifications over VerifyRows, as a CUDA graph holds them, beside the reference."""
+"""Captured verifications over VerifyRows, compared with the reference."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 
 class CapturedVerification:
-    """All layers of a pair's attention for one size: captured where there is a GPU, and run from
-    the same tensors where there is none."""
+    """All layers of a pair's attention for one size. Captured on a GPU; on a CPU run eagerly from
+    the same tensors."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class CapturedVerification:
         size: VerifySize,
         piggyback: PiggybackRows | None = None,
     ) -> None:
-        """piggyback: over `rows`, where other requests may draft in the same forward."""
+        """piggyback: rows made over `rows`, if other requests may draft in the same forward."""
         self._piggyback = piggyback
-        # Rows in front of the tokens that are verified.
+        # Number of draft rows in front of the verified tokens.
         self._front = 0
         if piggyback is not None:
             self._front = piggyback.drafts.max_batch
@@ -39,7 +39,7 @@ class CapturedVerification:
         heads = (pair.num_qo_heads, geometry.num_kv_heads, geometry.num_kv_heads)
         num_tokens = self._front + size.num_tokens
         shapes = [(geometry.num_layers, num_tokens, n, geometry.head_dim) for n in heads]
-        # What tokens have that nobody loaded.
+        # Tokens that no request loads keep this value.
         self._inputs = [
             torch.full(shape, 7.0, dtype=geometry.dtype, device=device) for shape in shapes
         ]
@@ -76,10 +76,10 @@ class CapturedVerification:
             self._graph.replay()
 
     def run_cleared(self) -> None:
-        """Without any token."""
+        """Run without any token to verify, and assert that all outputs of `rows` are 0."""
         self._rows.clear()
         self._replay()
-        assert not self._outs[:, self._front :].any(), "tokens of nobody are not 0"
+        assert not self._outs[:, self._front :].any(), "outputs of rows without a token are not 0"
 
     def verify(
         self,
@@ -87,8 +87,8 @@ class CapturedVerification:
         piggyback: dict[str, int] | None = None,
         **lengths: int,
     ) -> None:
-        """As AttentionPair.verify. piggyback: number of drafts that each of some other requests
-        has, behind which it drafts once."""
+        """Verify like AttentionPair.verify. piggyback: number of drafts that some other requests
+        have; each of these makes one piggyback draft after them."""
         pair = self._pair
         rows = pair.verify_rows(lengths)
         drafts = self._draft_rows(piggyback or {})
@@ -119,7 +119,7 @@ class CapturedVerification:
                 pair.compare(outs[front : front + count], want[:count])
                 if drafts:
                     pair.compare(outs[: len(drafts)], want[count:])
-        assert not self._outs[:, front + count :].any(), "tokens of nobody are not 0"
+        assert not self._outs[:, front + count :].any(), "outputs of rows without a token are not 0"
         pair.commit(rows, lengths | (accepted or {}))
 
     def _draft_rows(self, done: dict[str, int]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Stand-in for FlashInfer in plain torch, of what ExactTargetAttention asks it for."""
+"""Stand-in in plain torch for the parts of FlashInfer that ExactTargetAttention uses."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """layout: "HND", pages [slots, num_kv_heads, page_size, head_dim], or "NHD". buffers: what the
-    runs of a CUDA graph read, instead of what plan() was given."""
+    """Attention over paged KV. layout: "HND", pages [slots, num_kv_heads, page_size, head_dim], or
+    "NHD". buffers: tensors that runs of a CUDA graph read, instead of the arguments of plan()."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str, **buffers: Any) -> None:
         self._layout, self._buffers = layout, buffers
         self._max_rows: int | None = None
 
     def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
-        """Nothing is computed in either."""
+        """Do nothing: this class needs no workspace."""
 
     def plan(
         self,
@@ -42,8 +42,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._group, self._size, self._causal = num_qo_heads // num_kv_heads, page_size, causal
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, ...], return_lse: bool = False) -> Any:
-        """Outputs like q, and with return_lse their LSE [num_tokens, heads] in base 2. Of tokens
-        that the plan does not have they may be anything."""
+        """Return outputs like q, and with return_lse their base-2 LSE [num_tokens, heads]. Results
+        of tokens outside the plan are NaN: FlashInfer may return anything there."""
         qo, begins, indices, lasts = self._index
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
         out[: int(qo[-1])], lse[: int(qo[-1])] = 0, -torch.inf
@@ -57,15 +57,20 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return (out, lse) if return_lse else out
 
     def _fill(self, qo_indptr: torch.Tensor, *others: torch.Tensor) -> None:
-        """Tell later runs; the launches of a graph are made for the first plan's sizes."""
+        """Fill the buffers for later runs. Sizes may not exceed the first plan's, for which a graph
+        is captured."""
         num_rows = int(qo_indptr[-1])
         self._max_rows = num_rows if self._max_rows is None else self._max_rows
-        assert num_rows <= self._max_rows, "more tokens than the first plan had"
+        assert num_rows <= self._max_rows, (
+            f"{num_rows} tokens, at most {self._max_rows} of the first plan are allowed"
+        )
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
         self._index = tuple(self._buffers[f"{name}_buf"] for name in names)
         for name, values, place in zip(names, (qo_indptr, *others), self._index, strict=True):
             fixed = name != "paged_kv_indices"
-            assert len(values) == len(place) or not fixed, f"{name} has another batch size"
+            assert len(values) == len(place) or not fixed, (
+                f"{name} has {len(values)} entries, the first plan had {len(place)}"
+            )
             place[: len(values)].copy_(values)
 
     def _tokens(self, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -74,7 +79,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 
 class BatchPrefillWithRaggedKVCacheWrapper:
-    """Requests whose keys and values lie one after the other, as their queries do."""
+    """Attention of requests whose keys and values are concatenated, like their queries."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         assert layout == "NHD"
@@ -97,7 +102,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False
     ) -> Any:
-        """As the paged wrapper's."""
+        """Return outputs, and with return_lse their LSE, like the paged wrapper."""
         out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
         for begin, end in pairwise(self._ends):
             span = slice(begin, end)
@@ -120,7 +125,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> 
 def merge_state(
     one: torch.Tensor, one_lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> State:
-    """Attention over both, from attention over either."""
+    """Merge attention over two sets of tokens into attention over both."""
     lse = torch.logaddexp2(one_lse, other_lse)
     weights = (one_lse - lse).exp2()[..., None], (other_lse - lse).exp2()[..., None]
     merged = one.float() * weights[0] + other.float() * weights[1]

@@ -1,4 +1,4 @@
-"""What scripts have in common that are one of several ranks: python SCRIPT RANK SIZE RENDEZVOUS."""
+"""Helpers of scripts that run as one of several ranks: python SCRIPT RANK SIZE RENDEZVOUS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R", bound=Ranks)
 
 @contextmanager
 def this_rank(kind: type[R]) -> Iterator[R]:
-    """The rank that the command line names, joined with the others on the CPU."""
+    """Yield the rank that the command line names, joined with the others on the CPU."""
     rank, size, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dist.init_process_group(
         "gloo",
@@ -33,7 +33,7 @@ def this_rank(kind: type[R]) -> Iterator[R]:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """Why ranks disagree; "" where they do not."""
+    """Return the reason for which ranks disagree in a call, or "" if they agree."""
     try:
         call()
     except RanksDisagree as error:

@@ -1,4 +1,4 @@
-"""Requests that only their lengths matter of."""
+"""Request states for tests in which only lengths matter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_kvspec.runtime.sampling import SamplingParams
 def request_state(
     rid: str = "r", *, committed_len: int = 64, remaining: int = 100, num_drafts: int = 0
 ) -> RequestState:
-    """Greedy; all its tokens are 0."""
+    """Return a greedy request whose tokens are all 0."""
     return RequestState(
         rid=rid,
         committed_len=committed_len,

@@ -1,4 +1,4 @@
-"""A door before a prefill and a decode server."""
+"""A door in front of a prefill and a decode server."""
 
 from __future__ import annotations
 

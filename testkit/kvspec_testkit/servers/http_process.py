@@ -1,4 +1,4 @@
-"""A command that answers HTTP, in a process group of its own."""
+"""A command that answers HTTP, in its own process group."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _HEALTH_TIMEOUT_S = 30.0
 
 
 class ServerStartError(RuntimeError):
-    """The server died or did not become healthy in time; the message ends with its log."""
+    """Failure of a server to become healthy in time. The message ends with the server's log."""
 
 
 class HttpProcess:
-    """Starts, watches and stops one command. Use it as a context manager, or call stop().
+    """Process of one server command. Use it as a context manager, or call stop().
 
-    It serves at `base_url` and answers /health with 200 when it is ready. `environment` is laid
-    over the caller's. Standard output and error go to `log_path`, which is overwritten.
+    The command serves at `base_url` and answers /health with 200 when it is ready. `environment`
+    overrides the caller's. Standard output and error go to `log_path`, which is overwritten.
     """
 
-    # From asking the group to end until it is killed.
+    # Seconds between SIGTERM and SIGKILL.
     terminate_grace_s = 8.0
 
     def __init__(
@@ -64,7 +64,7 @@ class HttpProcess:
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        assert self._process is None, "a process starts once"
+        assert self._process is None, "start() was called twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -73,17 +73,17 @@ class HttpProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
-                # A group of its own: Ctrl-C reaches only us, and stop() reaches its children.
+                # With a separate group, Ctrl-C reaches only the caller, and stop() all children.
                 start_new_session=True,
             )
 
     def wait_healthy(
         self, timeout_s: float, on_wait: Callable[[float], None] | None = None
     ) -> float:
-        """Block until /health answers 200; return the seconds since this call.
+        """Block until /health answers 200. Returns the seconds since this call.
 
-        `on_wait(elapsed_s)` is called between polls. Raises ServerStartError, after stopping what
-        is left of the server, when the launcher exits or `timeout_s` pass.
+        `on_wait(elapsed_s)` is called between polls. If the launcher exits or `timeout_s` pass,
+        stops the server and raises ServerStartError.
         """
         started = time.monotonic()
         while True:
@@ -99,14 +99,14 @@ class HttpProcess:
             time.sleep(_POLL_S)
 
     def log_tail(self, lines: int = 40) -> str:
-        """The last lines of the server's log, empty before start()."""
+        """Return the last lines of the server's log, or "" before start()."""
         if not self.log_path.exists():
             return ""
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """End the whole process group: ask first, then kill. Safe to call more than once."""
+        """End the whole process group by SIGTERM, then SIGKILL. Safe to call more than once."""
         if self._process is not None:
             self.signal_group(signal.SIGTERM)
             try:
@@ -119,13 +119,13 @@ class HttpProcess:
                 self._process.wait()
 
     def kill(self) -> None:
-        """End the whole process group as a crash of the machine would, and reap it."""
-        assert self._process is not None, "the server was not started"
+        """Kill the whole process group, as a crash of the machine would, and reap the launcher."""
+        assert self._process is not None, "kill() was called before start()"
         self.signal_group(signal.SIGKILL)
         self._process.wait()
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to every process of the server that is left."""
+        """Send a signal to every process of the server that still runs."""
         assert self._process is not None
         try:
             os.killpg(self._process.pid, number)

@@ -12,12 +12,12 @@ _BLOCK = 3
 
 
 class PortLease:
-    """Two ports of this machine that no other lease names until this one is released.
+    """Two ports of this machine that no other lease names until this lease is released.
 
-    A server opens its ports seconds after they were chosen, so finding them free is not enough:
-    two servers on one rendezvous port wait for each other forever. A third port, bound here,
-    stands for both, and the system frees it when this process ends. Raises OSError where every
-    block is taken.
+    A server opens its ports seconds after they are chosen, so a check for free ports is not enough.
+    Two servers on one rendezvous port would wait for each other forever. The lease therefore binds
+    a third port, which stands for both. The system frees this port when the process ends. Raises
+    OSError if every block is taken.
     """
 
     def __init__(self) -> None:
@@ -33,24 +33,24 @@ class PortLease:
         raise OSError(f"no {_BLOCK} neighbouring ports are free from {_FIRST} to {_LAST}")
 
     def release(self) -> None:
-        """Safe to call more than once."""
+        """Release the ports. Safe to call more than once."""
         self._guard.close()
 
 
 def _blocks() -> Iterator[int]:
-    """First ports of all blocks, in an order that differs between processes."""
+    """Yield the first ports of all blocks, in an order that differs between processes."""
     blocks = list(range(_FIRST, _LAST, _BLOCK))
-    # Not the global generator, which tests seed alike in every process.
+    # Do not use the global generator: tests seed it alike in every process.
     random.SystemRandom().shuffle(blocks)
     yield from blocks
 
 
 def _bound(port: int) -> socket.socket | None:
-    """A socket that holds the port, None where another does."""
+    """Return a socket that holds the port, or None if another socket does."""
     guard = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         guard.bind(("127.0.0.1", port))
-        # Bound is not enough: two sockets that both allow reuse may bind, only one may listen.
+        # Binding is not enough: of two sockets that allow reuse, both may bind, one may listen.
         guard.listen(1)
     except OSError:
         guard.close()

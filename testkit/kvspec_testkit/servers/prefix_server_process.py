@@ -1,4 +1,4 @@
-"""A prefix server's process, for servers to share."""
+"""Process of a prefix server that servers share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _EXIT_S = 20.0
 
 
 class PrefixServerProcess:
-    """One `python -m sglang_kvspec.transport.prefix_server`. Keeps its port when it is started
-    again."""
+    """Process of `python -m sglang_kvspec.transport.prefix_server`. A restart keeps the port."""
 
     def __init__(
         self, folder: Path, environment: Mapping[str, str] | None = None, *, gb: float = 0.5
     ) -> None:
-        """environment: laid over the caller's. gb: GiB on disk."""
+        """environment: overrides the caller's. gb: GiB on disk."""
         self._folder, self._port, self._gb = folder, "0", gb
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
@@ -41,7 +40,7 @@ class PrefixServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Returns once it listens."""
+        """Start the server. Returns when the server listens."""
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "sglang_kvspec.transport.prefix_server"),
@@ -53,11 +52,11 @@ class PrefixServerProcess:
         )
         assert self._process.stdout is not None
         first = self._process.stdout.readline()
-        assert "tcp://" in first, f"the prefix server says {first!r}"
+        assert "tcp://" in first, f"the prefix server printed {first!r}, expected its address"
         self._port = first.strip().rpartition(":")[2]
 
     def stall(self) -> None:
-        """Its sockets stay, and nobody reads them."""
+        """Stop the process with SIGSTOP: its sockets stay open, but are not read."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 

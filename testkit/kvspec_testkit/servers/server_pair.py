@@ -11,11 +11,11 @@ from kvspec_testkit.servers.server_process import ServerProcess
 
 
 class ServerPair:
-    """Starts, watches and stops both. Use it as a context manager, or call stop().
+    """Prefill server and decode server. Use it as a context manager, or call stop().
 
-    `arguments` are those of both servers, model and --kvspec among them; what makes them a prefill
-    and a decode server that find each other is added, and then `prefill` and `decode`. Logs go to
-    log_folder, numbered in the order of starts.
+    `arguments`: arguments of both servers, with model and --kvspec. The flags of disaggregation are
+    added, then `prefill` or `decode`. Logs go to log_folder, numbered in the order in which servers
+    are made.
     """
 
     def __init__(
@@ -55,24 +55,26 @@ class ServerPair:
     def wait_healthy(
         self, timeout_s: float, on_wait: Callable[[float], None] | None = None
     ) -> None:
-        """Block until both are. Raises ServerStartError as ServerProcess.wait_healthy."""
+        """Block until both servers are healthy. Raises ServerStartError like
+        ServerProcess.wait_healthy."""
         for server in (self.prefill, self.decode):
             server.wait_healthy(timeout_s, on_wait)
 
     def replace_prefill(self) -> ServerProcess:
-        """Another prefill server, not started yet, in place of one that ended."""
+        """Stop the prefill server, and return its replacement, which is not started yet."""
         self.prefill.stop()
         self.prefill = self._make("prefill")
         return self.prefill
 
     def replace_decode(self, *arguments: str) -> ServerProcess:
-        """The same of the decode server. arguments: besides those it had, and stronger."""
+        """Stop the decode server, and return its replacement, which is not started yet. arguments:
+        added to those of the pair, and stronger."""
         self.decode.stop()
         self.decode = self._make("decode", *arguments)
         return self.decode
 
     def stop(self) -> None:
-        """Safe to call more than once."""
+        """Stop both servers and release their ports. Safe to call more than once."""
         self.prefill.stop()
         self.decode.stop()
         self._ports.release()

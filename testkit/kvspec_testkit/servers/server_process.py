@@ -1,4 +1,4 @@
-"""One `python -m sglang.launch_server` in a process group of its own."""
+"""Process of `python -m sglang.launch_server`, in its own process group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvspec_testkit.servers.port_lease import PortLease
 
 __all__ = ["CPU_ARGUMENTS", "CPU_ENVIRONMENT", "ServerProcess", "ServerStartError"]
 
-# Two SGLang processes with a thread pool each on a small machine slow one another down tenfold.
+# On a small machine, two SGLang processes with a thread pool each slow each other down tenfold.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-# fp32: bf16 near-ties flip with the shape of an attention call, plain or not.
+# fp32, because bf16 near-ties flip with the shape of an attention call, also without KVSpec.
 CPU_ARGUMENTS = (
     "--device=cpu",
     "--dtype=float32",
@@ -25,9 +25,9 @@ CPU_ARGUMENTS = (
 
 
 class ServerProcess(HttpProcess):
-    """`arguments` follow `python -m sglang.launch_server`; host and ports are added."""
+    """SGLang server. `arguments`: of `python -m sglang.launch_server`, without host and ports."""
 
-    # Its scheduler ends at once; then the launcher waits for 5 s to look for traces of a crash.
+    # The scheduler ends at once. The launcher then waits 5 s for traces of a crash.
     terminate_grace_s = 1.0
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a decode server's answer says of how its KV came, read from `meta_info`."""
+"""Transfer of a request's KV as a decode server reports it, read from `meta_info`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 
 
 class StreamSeconds(msgspec.Struct, frozen=True):
-    """Since the prefill ended; None for what had not happened when the answer was made, or never
-    does in a mode of transfer."""
+    """Times of events, in seconds since the prefill ended. None for an event that had not happened
+    when the answer was made, or that the mode of transfer does not have."""
 
     anchors: float | None
     residuals: float | None
@@ -23,9 +23,9 @@ class StreamBytes(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """meta_info["kvspec"]["transfer"]. prefill_ended_at: seconds since the epoch. drafts_s: when
-    each draft of the first verification was made, in seconds since then, of which the first
-    accepted_first were kept."""
+    """Content of meta_info["kvspec"]["transfer"]. prefill_ended_at: seconds since the epoch.
+    drafts_s: times of the first verification's drafts, in seconds since the prefill ended.
+    accepted_first: number of these drafts, from the first on, that were kept."""
 
     mode: str
     prefill_ended_at: float
@@ -36,11 +36,15 @@ class Transfer(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.accepted_first <= len(self.drafts_s):
-            raise ValueError(f"kept {self.accepted_first} of {len(self.drafts_s)} drafts")
+            raise ValueError(
+                f"accepted_first must be from 0 to {len(self.drafts_s)}, the number of drafts, "
+                f"got {self.accepted_first}"
+            )
 
     @property
     def drafts_before_residuals(self) -> int:
-        """Made while residuals were on their way: a plain transfer would have waited."""
+        """Number of drafts that were made before all residuals arrived. A plain transfer would
+        have waited in this time."""
         arrived = self.seconds.residuals
         return 0 if arrived is None else sum(at <= arrived for at in self.drafts_s)
 
@@ -50,18 +54,22 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """token_s: when each output token, or each of the first, was computed, as a draft that was
-    kept or by a verification; in seconds since the prefill ended."""
+    """Transfer of one request, and times of its tokens. token_s: when each output token, or each of
+    the first, was computed, by a kept draft or a verification; in seconds since the prefill ended.
+    """
 
     transfer: Transfer
     token_s: tuple[float, ...]
 
 
 def read_transfer_report(meta_info: Mapping[str, Any]) -> TransferReport:
-    """Raises ValueError that names the field where it is missing or is not what it should be."""
+    """Return the report in `meta_info`. Raises ValueError with the name of a missing or invalid
+    field."""
     kvspec = meta_info.get("kvspec")
     found = kvspec.get("transfer") if isinstance(kvspec, Mapping) else None
     if found is None:
-        raise ValueError("meta_info has no kvspec.transfer: no decode server made this answer")
+        raise ValueError(
+            "meta_info has no kvspec.transfer: the answer does not come from a decode server"
+        )
     fields = {"transfer": found, "token_s": meta_info.get("kvspec_token_s")}
     return msgspec.convert(fields, TransferReport)

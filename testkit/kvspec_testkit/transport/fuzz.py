@@ -1,4 +1,4 @@
-"""Messages that no honest end sends."""
+"""Damaged and forged messages, which no correct sender or receiver sends."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ SAMPLES: tuple[tuple[Frame, bytes | None], ...] = (
 
 
 def damaged_messages(seed: int) -> Iterator[list[bytes]]:
-    """Endless messages that differ from every frame's: bits flipped, bytes cut out, doubled or put
-    in, parts swapped, lost or added, other frames' tails, and noise. None may be decoded."""
+    """Yield endless messages that differ from those of all frames. Damages are flipped bits; cut,
+    doubled or inserted bytes; swapped, lost or added parts; tails of other frames; and noise. A
+    decoder must refuse every message."""
     random = Random(seed)
     originals = [
         [encode(frame, payload), *([payload] if payload else [])] for frame, payload in SAMPLES
@@ -56,7 +57,7 @@ def damaged_messages(seed: int) -> Iterator[list[bytes]]:
 
 
 def forged_messages(seed: int) -> Iterator[list[bytes]]:
-    """Endless messages whose checksum is right and whose body is noise in msgpack."""
+    """Yield endless messages with a right checksum and a body of noise in msgpack."""
     random = Random(seed)
     while True:
         body = [noise_value(random, 0) for _ in range(random.randrange(12))]

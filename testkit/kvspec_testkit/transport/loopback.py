@@ -26,7 +26,7 @@ DEADLINE_S = 20.0
 
 
 class LoopbackLink:
-    """A sender and, once connected, a receiver with one transfer into pages of their own."""
+    """A sender and, after dial(), a receiver, with one transfer between their own pages."""
 
     def __init__(self) -> None:
         self.source = Pages(4, SHAPE, seed=1)
@@ -79,7 +79,7 @@ class LoopbackLink:
             self.turn()
 
     def complete(self) -> None:
-        """Until both ends are done; then every byte must be there, and no memory held."""
+        """Run until both ends are done. Assert that all bytes arrived and no memory is held."""
         self.until(lambda: self.has_ended(None) and self.has_all(Stream.RESIDUAL))
         for stream in Stream:
             for chunk, tensor in enumerate(self.source.tensors[stream]):

@@ -1,4 +1,4 @@
-"""A network in memory between one sender and its receivers, with a clock of its own."""
+"""In-memory network between one sender and its receivers, with its own clock."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sglang_kvspec.transport.port import Hold
 from sglang_kvspec.transport.wire import Buffer
 
 SENDER = b"sender"
-# What a real socket would take before it says no.
+# Messages that a real socket would queue before it refuses more.
 MAX_QUEUED = 1024
 
 
 class Clock:
-    """Time that passes when told."""
+    """Clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -27,7 +27,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Chances per message: never to arrive, to arrive twice, behind later ones, or damaged."""
+    """Probabilities that a message is lost, arrives twice, out of order, or damaged."""
 
     lose: float = 0.0
     repeat: float = 0.0
@@ -40,7 +40,10 @@ NO_FAULTS = Faults()
 
 @dataclass(slots=True)
 class _Message:
-    """Memory is read when the message leaves, as with ZMQ: payload None by then."""
+    """Message in an outbox. Its payload's memory is read when the message leaves, as with ZMQ.
+
+    payload: None for a message of one part. done: True when the memory is no longer read.
+    """
 
     peer: bytes
     head: bytes
@@ -58,7 +61,7 @@ class Network:
         self.num_faults = 0
 
     def port(self, name: bytes) -> NetworkPort:
-        """The sender's port, or that of a receiver of this name."""
+        """Make the port of the sender, or of a receiver of this name."""
         self.ports[name] = NetworkPort(self, name)
         return self.ports[name]
 
@@ -67,7 +70,7 @@ class Network:
         return target is not None and len(self.ports[origin].outbox) < MAX_QUEUED
 
     def carry(self) -> int:
-        """Move everything that was sent to where it arrives, with faults. Returns messages."""
+        """Deliver all sent messages, with faults. Returns the number of messages."""
         moved = 0
         for origin, port in list(self.ports.items()):
             while port.outbox:
@@ -84,12 +87,12 @@ class Network:
         return moved
 
     def cut(self) -> None:
-        """Every connection breaks: what is under way in either direction is gone."""
+        """Break every connection: messages in flight are lost, in both directions."""
         for port in self.ports.values():
             port.drop_all()
 
     def unplug(self, name: bytes) -> None:
-        """An end dies: nothing reaches it, and sending to it is refused."""
+        """End a port's process: no message reaches it, and sending to it is refused."""
         self.ports.pop(name).drop_all()
 
     def _deliver(self, target: NetworkPort, origin: bytes, parts: list[bytes]) -> None:
@@ -106,7 +109,7 @@ class Network:
             target.inbox.append((origin, parts))
         if chance() < faults.delay:
             self.num_faults += 1
-            # Ahead of some that were sent before it.
+            # Move the message ahead of some that were sent before it.
             target.inbox.insert(self._random.randint(0, len(target.inbox)), target.inbox.pop())
 
     def _damage(self, parts: Sequence[bytes]) -> list[bytes]:
@@ -117,7 +120,7 @@ class Network:
 
 
 class NetworkPort:
-    """A Port of the network."""
+    """Port of the in-memory network."""
 
     def __init__(self, network: Network, name: bytes) -> None:
         self._network = network

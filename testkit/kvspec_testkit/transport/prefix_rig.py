@@ -1,4 +1,4 @@
-"""A prefix server and clients of it on a network in memory, with a clock of its own."""
+"""A prefix server and its clients on an in-memory network, with its own clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDENTITY = StoreIdentity(
     num_layers=1,
     num_kv_heads=1,
     head_dim=16,
-    # More than a piece, and no multiple of one.
+    # Larger than a piece, and no multiple of it.
     anchor_page_bytes=300_001,
     residual_page_bytes=700_003,
 )
@@ -35,7 +35,7 @@ TICK_S = 0.05
 
 
 def links_of(*pages: int) -> list[PageLink]:
-    """A prompt whose page i is made of pages[i]."""
+    """Return the links of a prompt whose page i repeats the token pages[i]."""
     return list(chain_links([page for page in pages for _ in range(PAGE_SIZE)], PAGE_SIZE))
 
 
@@ -68,7 +68,7 @@ class Rig:
         self.server = PrefixServer(port, self.shelves, clock=self.network.clock)
 
     def kill(self) -> None:
-        """The server's process ends; what was published has reached its disk."""
+        """End the server's process. Published pages have reached its disk."""
         self.shelves.close(5.0)
         self.network.unplug(SENDER)
 
@@ -111,13 +111,13 @@ class Rig:
         self.clients[name].seek(lookup, chain_of(links), keys)
 
     def settle(self) -> None:
-        """All that was published is on disk."""
+        """Run until all published pages are on disk."""
         self.run()
         for store in self.shelves.stores():
             assert store.flush(10.0)
 
     def take(self, name: str) -> list[StoreEvent]:
-        """What a client has told since the last call."""
+        """Return the events of a client since the last call."""
         events, self.events[name] = self.events[name], []
         return events
 

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can cut connections, damage bytes, be slow and stop reading."""
+"""A TCP proxy on loopback that can cut connections, damage bytes, slow down and stop reading."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from contextlib import suppress
 from random import Random
 
-# A damaged ZMTP greeting is not what is tried here: connections get through their handshake.
+# Spared so that connections get through their handshake: damage to ZMTP greetings is not tested.
 SPARED_BYTES = 4096
 _CHUNK_BYTES = 64 << 10
 
 
 class Proxy:
-    """Forwards to `target` (tcp://host:port). damage_every: of the bytes from the target to the
-    client, one in so many is flipped on average; 0 for none."""
+    """TCP proxy of `target` (tcp://host:port). damage_every: mean number of bytes from the target
+    to the client for each damaged byte; 0 for no damage."""
 
     def __init__(self, target: str, *, damage_every: int = 0, seed: int = 0) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
@@ -28,15 +28,15 @@ class Proxy:
         self.num_connections = 0
         self.num_damaged = 0
         self.num_forwarded = 0
-        # From the target to the client, of each connection; None for as fast as may be.
+        # Speed of each connection from the target to the client; None for no limit.
         self.bytes_per_s: float | None = None
-        # Cleared: nothing is read any more, and TCP pushes back.
+        # While cleared, the proxy stops reading, and TCP pushes back.
         self.flows = threading.Event()
         self.flows.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Break every connection, in the middle of whatever is under way."""
+        """Break every connection, even within a message."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:

@@ -1,4 +1,4 @@
-"""A sender, a receiver and their pages on a network in memory."""
+"""A sender, a receiver and their pages on an in-memory network."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ POISON = 0xA5
 
 
 class Pages:
-    """Pages of one end: `num_chunks` tensors a stream, and their generations. Each page's number is
-    its generation until it is recycled."""
+    """Pages of one end: `num_chunks` tensors for each stream, and generations. A page's generation
+    is its number until the page is recycled."""
 
     def __init__(self, num_pages: int, shape: TransferShape, seed: int | None) -> None:
         sizes = [shape.chunk_bytes(stream) for stream in Stream]
@@ -61,14 +61,13 @@ class Pages:
         return [(page, self.generations[page]) for page in pages]
 
     def poison(self, stream: Stream, page: int, chunk: int) -> None:
-        """Whoever still reads this memory will notice."""
+        """Overwrite the memory of a chunk with POISON, so that a late read is noticed."""
         self.tensors[stream][chunk][page] = POISON
 
 
 class Rig:
-    """Transfers whose sender's page i goes to a shuffled page of the receiver. Memory is poisoned
-    as soon as the sender releases it. vary: chunks are shorter than they may be, each by its own
-    amount."""
+    """Sender and receiver of transfers that move page i to a shuffled page of the receiver. Memory
+    is poisoned as soon as the sender releases it. vary: shorten each chunk by its own amount."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class Rig:
         self.receiver.expect(transfer, target.refs(order), self.shape, target.memory, timeout_s)
 
     def start(self, *transfers: int) -> None:
-        """Expect and offer all of them."""
+        """Expect and offer these transfers."""
         for transfer in transfers:
             self.expect(transfer)
             self.offer(transfer)
@@ -139,7 +138,7 @@ class Rig:
             self.sender.offer(key, view[: self.size_of(key)])
 
     def size_of(self, key: SegmentKey) -> int:
-        """Bytes of a chunk; the same whenever it is offered."""
+        """Return the bytes of a chunk, the same for every offer."""
         most = self.shape.chunk_bytes(key.stream)
         spread = 37 * key.page_index + 61 * key.chunk + 13 * key.transfer
         return most - spread % most if self.vary else most
@@ -178,7 +177,8 @@ class Rig:
         return {e.transfer: e.reason for e in self.arrived if isinstance(e, TransferFailed)}
 
     def check_arrived(self, transfer: int) -> None:
-        """Every byte is where it belongs, none is anywhere else, and each page was told once."""
+        """Assert that every byte is in its place, that no other byte changed, and that each page
+        was reported once."""
         source = Pages(self.shape.num_pages, self.shape, self.seed + transfer)
         target, order = self.targets[transfer], self.order[transfer]
         pages = []
@@ -202,13 +202,13 @@ class Rig:
         )
 
     def settle(self) -> None:
-        """A quiet second: acknowledgements of what was sent twice come in."""
+        """Run for a second without faults, so that acknowledgements of repeated messages arrive."""
         self.network.faults = NO_FAULTS
         for _ in range(500):
             self.tick()
 
     def check_complete(self) -> None:
-        """All that was expected is there, was written once, and neither end keeps anything."""
+        """Assert that all expected bytes arrived, were written once, and that no end keeps any."""
         assert self.is_over()
         assert self.failures() == {}
         for transfer in self.targets:
@@ -225,6 +225,6 @@ class Rig:
             assert written[stream].payload_bytes == expected
 
     def check_nothing_left(self) -> None:
-        """Neither end holds memory, bytes on their way or transfers."""
+        """Assert that neither end holds memory, bytes in flight or transfers."""
         assert self.sender.is_idle
         assert self.receiver.is_idle

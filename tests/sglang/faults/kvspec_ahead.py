@@ -1,13 +1,16 @@
-"""Lets a CPU server work in rounds as a GPU does: rounds begun before SGLang hears of the last one,
-and tokens taken without drafting.
+"""Plugin that lets a CPU server work in overlapped rounds, as a GPU server does: rounds are
+pre-launched before SGLang receives the tokens of the last one, and some take tokens without drafts.
 
 A server that has this folder on PYTHONPATH loads it as an SGLang plugin. KVSPEC_AHEAD_SEED switches
-it on and decides, round after round, how much every request drafts. What a GPU runs beside its main
-stream is done at once here, with one thing as late as it may be: what such a round wrote for
-requests that have left appears when the main stream next waits for it, as NaN, so that whoever took
-over their memory without waiting answers nonsense. So does whoever reads logits of a verification
-once the next steps are enqueued, which leave theirs in the same place. /server_info counts the
-rounds begun ahead, and those that went on before the last one's tokens were read.
+it on, and decides how much every request drafts in each round.
+
+A GPU runs these steps beside its main stream; here they run at once. Two faults of a GPU are
+imitated. Window slots that such a round wrote for requests that have left become NaN when the main
+stream next waits for the round. A new owner of the slot that did not wait answers nonsense. Logits
+of a verification are overwritten once the next steps are enqueued, as both use the same memory.
+
+/server_info counts the pre-launched rounds, and those that were extended before the tokens of the
+last one were read.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def register() -> None:
 
     def captured(parts: Any, most_piggyback: int) -> Captured:
         steps = ImmediateSteps(parts, sides)
-        # In place of VerifyGraphs.
+        # A stand-in for VerifyGraphs.
         return Captured(steps, EagerVerify(SharedLogits(parts.forward, steps)))
 
     def scheduler(parts: Any, *_: object) -> AnyLengths:
@@ -57,7 +60,7 @@ def register() -> None:
 
 
 class CountedOverlap:
-    """Overlapped rounds, and what became of each."""
+    """Overlapped rounds, with a count of each round's outcome."""
 
     def __init__(self, inner: Any, counts: Counter[str]) -> None:
         self._inner, self._counts = inner, counts
@@ -76,11 +79,11 @@ class CountedOverlap:
                     self._counts["planned again"] += 1
         return self._inner.take(batch)
 
-    def hold_up(self) -> None:
+    def interrupt(self) -> None:
         ahead = self._inner.ahead
         if ahead is not None and ahead.plan is not None:
             self._counts["planned again"] += 1
-        self._inner.hold_up()
+        self._inner.interrupt()
 
     def extend(self, batch: Any, started: Any) -> None:
         self._inner.extend(batch, started)
@@ -89,8 +92,8 @@ class CountedOverlap:
 
 
 class AnyLengths:
-    """In place of RoundScheduler: a third of the rounds without drafts, and the others as uneven as
-    they may be. Where residuals move, so is what the link has time for."""
+    """Stand-in for RoundScheduler. A third of the rounds have no drafts; in the others draft
+    lengths, and the link's budget where residuals move, are random."""
 
     link_share = None
     piggybacks_sampled = False
@@ -126,11 +129,12 @@ class AnyLengths:
 
 
 class LateSide:
-    """In place of SideStream."""
+    """Stand-in for SideStream, whose writes appear as late as they may."""
 
     def __init__(self, kv: Any) -> None:
         self._kv = kv
-        # Window slots that the last round wrote to, and those of them that others have by now.
+        # Window slots that the last round wrote to, and those of them that other pages have
+        # acquired since.
         self._written: set[int] = set()
         self._taken_over: set[int] = set()
         slots = kv.window.slots
@@ -161,7 +165,7 @@ class LateSide:
 
 
 class SharedLogits:
-    """Forward of a verification whose logits lie where the next steps leave theirs."""
+    """Forward of a verification whose logits are in the memory that the next steps write to."""
 
     def __init__(self, forward: Any, steps: ImmediateSteps) -> None:
         self._forward, self._steps = forward, steps
@@ -172,7 +176,8 @@ class SharedLogits:
 
 
 class ImmediateSteps:
-    """In place of CudaGraphDrafter: the same calls and results, from forwards of the model."""
+    """Stand-in for CudaGraphDrafter: the same calls and results, computed at once by eager
+    forwards."""
 
     empty_step_s = 1e-3
 
@@ -181,15 +186,15 @@ class ImmediateSteps:
 
         self._parts, self._sides = parts, sides
         self._eager = EagerDrafter(
-            parts.forward, parts.chooser, parts.ranks, parts.kv.geometry.page_size, parts.view
+            parts.forward, parts.sampler, parts.ranks, parts.kv.geometry.page_size, parts.view
         )
         # Logits of the last verification.
         self.shared = torch.empty(0)
-        # Where those who advanced last are by now, and their pages; in the order of the tokens'
+        # State, pages and handle of each request that advanced last, in the order of the tokens'
         # columns, as batches change.
         self._advanced: list[tuple[Any, torch.Tensor, Any]] = []
         self._batch: Any = None
-        # Drafts of the last round, which lie where steps leave theirs.
+        # Drafts of the last round, in the memory that later steps write to.
         self._drafted = torch.empty(0, dtype=torch.int64)
 
     def draft(self, batch: Any, lens: Sequence[int]) -> Any:
@@ -249,8 +254,8 @@ class ImmediateSteps:
     def _advance(
         self, counts: Sequence[int], order: Sequence[int]
     ) -> tuple[list[list[int]], torch.Tensor]:
-        """Tokens that each request takes at once, and the logits of the last step. The states of
-        self._batch go on with them."""
+        """Return the tokens that each request takes at once, and the logits of the last step.
+        Advance the states of self._batch by these tokens."""
         from sglang_kvspec.kv.forward_plan import Row, RowKind
 
         self.shared.fill_(float("nan"))
@@ -284,7 +289,7 @@ class ImmediateSteps:
 
 
 def _fate(started: Any, states: Sequence[Any]) -> str:
-    """drafted or plain, and what became of its batch meanwhile."""
+    """Return "plain" or "drafted", and how the batch has changed since the round started."""
     before, now = [id(state) for state in started.states], [id(state) for state in states]
     stayed = [state for state in before if state in now]
     fate = "moved"
@@ -305,6 +310,6 @@ def _fate_of_plan(before: Any, now: Any | None) -> str:
 
 
 def _columns(runs: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[steps, columns] int64, -1 past the end of a run."""
+    """Return [steps, columns] int64, -1 past the end of a run."""
     longest = max(map(len, runs))
     return torch.tensor([[*run, *[-1] * (longest - len(run))] for run in runs]).T.contiguous()

@@ -1,10 +1,11 @@
-"""Breaks KVSpec on purpose, inside a real server, to see that comparisons notice; or gives it the
-residual cache of a machine with little memory; or lets requests in for which there is no room.
+"""Plugin that breaks KVSpec on purpose inside a real server, to show that comparisons notice. It
+can also shrink the residual cache, as on a machine with little memory, or admit requests without
+room.
 
 A server that has this folder on PYTHONPATH loads it as an SGLang plugin. The file named by
-KVSPEC_FAULT_FILE lists the active faults, so that one server can show them all. KVSPEC_CACHE_PAGES
-is the most pages the residual cache may have, whatever memory there is. KVSPEC_HEADROOM_TOKENS is
-what running requests have room to add when another starts.
+KVSPEC_FAULT_FILE lists the active faults, so that one server can show all of them.
+KVSPEC_CACHE_PAGES limits the pages of the residual cache. KVSPEC_HEADROOM_TOKENS is the number of
+tokens that each running request must have room for when another request starts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _dice = random.Random(0)
 
 
 def register() -> None:
-    """Put every fault in place; each looks up at every call whether it is the active one."""
+    """Put every fault in place. Each call of a faulty function looks up whether its fault is
+    active."""
     if "SGLANG_KVSPEC" not in os.environ:
         return
     if "KVSPEC_CACHE_PAGES" in os.environ:
@@ -41,7 +43,7 @@ def register() -> None:
     from sglang_kvspec.runtime.disaggregation.departures import Departures
     from sglang_kvspec.runtime.ranks import Ranks
     from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
-    from sglang_kvspec.runtime.remote_prefixes.trust import Trust
+    from sglang_kvspec.runtime.remote_prefixes.circuit_breaker import CircuitBreaker
     from sglang_kvspec.runtime.request_state import RequestState
     from sglang_kvspec.transport import TokenBucket
 
@@ -51,25 +53,25 @@ def register() -> None:
     _replace(RequestState, "commit", "skipped_rollback", _commit_without_rollback)
     _replace(ReferenceKVCache, "read_target", "off_by_one_page", _read_the_page_before)
     _replace(ResidualCache, "write", "stale_residual", _write_first_generation_only)
-    # Faults of the machine, under which answers stay right or fail.
+    # Faults of the machine: under them answers stay right or fail.
     _replace(ResidualCache, "finish_fetches", "stalled_copy", _finish_nothing)
     _replace(ResidualCache, "write", "flipped_bit", _flip_a_bit)
-    # What the first rank decides must hold on all: the others now decide otherwise.
+    # All ranks must use what the first rank decides: here the other ranks decide otherwise.
     _replace(spec_sampler, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
     _replace(spec_sampler, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)
     _replace(rounds, "plan_round", "ranks_differ", _draft_nothing_on_other_ranks)
-    # What happens on one rank's link alone.
+    # Faults on the link of one rank alone.
     _replace(TokenBucket, "__init__", "slow_rank", _send_slowly_from_other_ranks)
     _replace(Arrivals, "is_draftable", "lost_anchors", _lose_one_that_waits_for_anchors)
     _replace(Arrivals, "land_together", "lost_residuals", _lose_one_that_waits_for_residuals)
     _replace(Departures, "send_last", "lost_departure", _give_one_up_at_the_end)
-    # What one rank lacks, or loses, must be lacking on all.
+    # A page that one rank lacks, or loses, must count as missing on all ranks.
     _replace(PrefixStore, "put", "disk_refuses_on_other_ranks", _refuse_on_other_ranks)
     for tier in (PrefixStore, MemoryStore):
         _replace(tier, "put", "tiers_drift", _refuse_some_on_other_ranks)
         _replace(tier, "read_residuals", "tiers_drift", _lose_some_on_other_ranks)
     _replace(RemotePrefixes, "read", "remote_fails_on_other_ranks", _refuse_on_other_ranks)
-    _replace(Trust, "allows", "other_ranks_distrust", _refuse_on_other_ranks)
+    _replace(CircuitBreaker, "allows", "other_ranks_distrust", _refuse_on_other_ranks)
     _replace(Ranks, "least", "ranks_do_not_agree", _keep_own_numbers)
 
 
@@ -81,7 +83,7 @@ def _shrink_cache(num_pages: int) -> None:
     def planned(*args: Any, **kwargs: Any) -> Any:
         plan = plan_capacity(*args, **kwargs)
         if not plan.host_pages:
-            # There would be nowhere else for the others.
+            # Without a store the residuals beyond the cache would have no place.
             return plan
         return replace(plan, cache_pages=min(plan.cache_pages, num_pages))
 
@@ -91,7 +93,7 @@ def _shrink_cache(num_pages: int) -> None:
 def _set_headroom(num_tokens: int) -> None:
     from sglang_kvspec.adapters import scheduling
 
-    scheduling.Intake = partial(scheduling.Intake, headroom_tokens=num_tokens)
+    scheduling.Admission = partial(scheduling.Admission, headroom_tokens=num_tokens)
 
 
 def _replace(owner: Any, name: str, fault: str, faulty: Callable[..., Any]) -> None:
@@ -109,14 +111,15 @@ def _sound(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _spoil_every_fifth_draft(original: Any, self: Any, state: Any, *args: Any) -> None:
-    """Not a fault of the verifier: sound verification must reject these."""
+    """Change every fifth draft. This is no fault of the verifier, which must reject these
+    drafts."""
     original(self, state, *args)
     if len(state.drafts) % 5 == 0:
         state.drafts[-1] = (state.drafts[-1] + 7) % 1000
 
 
 def _spoil_every_fifth_of_all(original: Any, self: Any, states: Any, *args: Any) -> None:
-    """The same for drafts of several requests at once."""
+    """Change every fifth draft of several requests at once."""
     original(self, states, *args)
     for state in states:
         if len(state.drafts) % 5 == 0:
@@ -128,7 +131,7 @@ def _accept_everything(original: Any, drafts: list[int], targets: list[int]) -> 
 
 
 def _commit_without_rollback(original: Any, state: Any, emitted: list[int]) -> None:
-    """Rejected drafts stay, as if they followed the new token."""
+    """Keep rejected drafts, as if they followed the new token."""
     rejected = state.drafts[len(emitted) - 1 :]
     original(state, emitted)
     state.pending = rejected[0] if rejected else state.pending
@@ -141,19 +144,19 @@ def _read_the_page_before(original: Any, kv: Any, layer: int, pages: torch.Tenso
 def _write_first_generation_only(
     original: Any, tiers: Any, layer: int, pages: torch.Tensor, records: torch.Tensor
 ) -> None:
-    """A reused page keeps the residual of the tokens it held before."""
+    """Keep the residual of a page's former tokens when the page is reused."""
     fresh = torch.tensor([tiers.table.ref(page).generation == 0 for page in pages.tolist()])
     original(tiers, layer, pages[fresh], records[fresh])
 
 
 def _finish_nothing(original: Any, tiers: Any) -> None:
-    """Copies that have begun do not end."""
+    """Never finish the copies that have begun."""
 
 
 def _flip_a_bit(
     original: Any, residuals: Any, layer: int, pages: torch.Tensor, records: torch.Tensor
 ) -> None:
-    """In the store, of the last layer of every page."""
+    """Flip a bit of the last layer of every page in the store."""
     original(residuals, layer, pages, records)
     store = residuals.store
     if layer == store.num_layers - 1:
@@ -161,7 +164,8 @@ def _flip_a_bit(
 
 
 def _is_another_rank() -> bool:
-    """Also leaves a sign, beside the file that names the faults, that one fired."""
+    """Return whether this rank is not the first. If so, create a file beside the fault file, as a
+    sign that a fault fired."""
     if torch.distributed.get_rank() == 0:
         return False
     Path(os.environ["KVSPEC_FAULT_FILE"]).with_suffix(".fired").touch()
@@ -223,7 +227,7 @@ def _refuse_some_on_other_ranks(original: Any, *args: Any) -> bool:
 
 
 def _lose_some_on_other_ranks(original: Any, *args: Any) -> list[bool]:
-    """As if their checksums were wrong."""
+    """Report some residuals as lost on other ranks, as if their checksums were wrong."""
     found: list[bool] = original(*args)
     return [good and _dice.random() < 7 / 8 for good in found] if _is_another_rank() else found
 

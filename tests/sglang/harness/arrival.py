@@ -1,4 +1,5 @@
-"""Concurrent requests whose arrival follows from one another's progress, not from a clock."""
+"""Concurrent requests whose arrival follows from the progress of earlier requests, not from a
+clock."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from harness.client import GenerateClient, Output
 from harness.suite import Answers, OnDone, Task
 
 CONCURRENT = 8
-# A request arrives when the one before it has streamed this many tokens: while it prefills,
-# between its first verifications, well into its answer. Small enough that many overlap although
-# a verification streams a whole draft at once.
+# A request arrives when the one before it has streamed this many tokens: while that one prefills,
+# between its first verifications, or well into its answer. The numbers are small enough that many
+# requests overlap, although a verification streams a whole draft at once.
 _ARRIVE_AFTER_TOKENS = (1, 2, 1, 4, 1, 1, 2, 1)
-# One that drafts, one that verifies and one that prefills.
+# One request that drafts, one that verifies and one that prefills.
 _MIN_OVERLAP = 3
 
 
 def run_staggered(client: GenerateClient, tasks: Sequence[Task], on_done: OnDone) -> Answers:
-    """Up to CONCURRENT requests at a time; answers in the order of `tasks`.
+    """Run up to CONCURRENT requests at a time. Return the answers in the order of `tasks`.
 
-    Raises AssertionError where hardly any overlapped, and whatever a request raised.
+    Raises AssertionError where too few requests overlapped, and whatever a request raised.
     """
     gates = [threading.Event() for _ in tasks]
     overlap = _Overlap()
@@ -51,7 +52,7 @@ def run_staggered(client: GenerateClient, tasks: Sequence[Task], on_done: OnDone
 
 
 class _Overlap:
-    """Most threads that were inside at once."""
+    """Count of the threads inside, and its peak."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Requests to one running server, in token ids."""
+"""Client of one running server, with prompts and answers in token ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLUSH_TIMEOUT_S = 30
 
 @dataclass(frozen=True)
 class Output:
-    """What the server answered to one request."""
+    """Answer of the server to one request."""
 
     output_ids: tuple[int, ...]
     meta: dict[str, Any]
@@ -30,7 +30,7 @@ class Output:
 
     @property
     def hit_tokens(self) -> dict[str, int]:
-        """Cached tokens of the prompt by the tier they were in."""
+        """Return the cached tokens of the prompt by tier."""
         return dict(self.meta["kvspec"]["hit_tokens"])
 
     @property
@@ -39,7 +39,8 @@ class Output:
 
 
 class GenerateClient:
-    """Greedy /generate requests that always run to `max_new_tokens`. Safe to share by threads."""
+    """Client for greedy /generate requests that always run to `max_new_tokens`. Threads may share
+    it."""
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
@@ -47,14 +48,14 @@ class GenerateClient:
     def generate(
         self, input_ids: Sequence[int], max_new_tokens: int, priority: int | None = None
     ) -> Output:
-        """One answer, whole. Raises requests.HTTPError on an error status."""
+        """Return one answer, received as a whole. Raises requests.HTTPError on an error status."""
         reply = self._post(input_ids, max_new_tokens, stream=False, priority=priority)
         return _output(reply.json())
 
     def stream(
         self, input_ids: Sequence[int], max_new_tokens: int, on_tokens: Callable[[int], None]
     ) -> Output:
-        """The same, streamed; `on_tokens(n)` is told of each n tokens that have arrived so far."""
+        """Return one streamed answer. `on_tokens(n)` is called with the number of tokens so far."""
         last: dict[str, Any] | None = None
         with self._post(input_ids, max_new_tokens, stream=True) as reply:
             for last in self._chunks(reply):
@@ -66,8 +67,9 @@ class GenerateClient:
     def cut_short(
         self, input_ids: Sequence[int], max_new_tokens: int, after: int, *, by_id: bool
     ) -> Output:
-        """What had arrived of an answer that is given up once `after` tokens have: by an abort of
-        its id, after which the stream ends by itself, or by hanging up."""
+        """Stop an answer once `after` tokens have arrived, and return the part that has arrived.
+        by_id: abort the request by its id, after which the stream ends by itself; otherwise hang
+        up."""
         rid, answer = uuid.uuid4().hex, Output((), {})
         with self._post(input_ids, max_new_tokens, stream=True, rid=rid) as reply:
             if after == 0 and by_id:
@@ -111,7 +113,7 @@ class GenerateClient:
         return dict(self.server_info()["internal_states"][0]["kvspec"])
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix, once running requests have ended."""
+        """Drop all cached prefixes, once running requests have ended."""
         reply = requests.post(
             f"{self.base_url}/flush_cache",
             params={"timeout": FLUSH_TIMEOUT_S},

@@ -1,4 +1,5 @@
-"""Token by token: what differs from the reference, and where first."""
+"""Comparison of answers with their references, token by token, with the first difference of
+each."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from harness.suite import Answers
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One answer that is not the reference's. position: index of the first differing token."""
+    """One answer that differs from its reference. position: index of the first differing token."""
 
     task: str
     position: int
@@ -27,8 +28,8 @@ _SHOWN_TOKENS = 4
 
 
 def compare(answers: Answers, references: list[tuple[int, ...]]) -> list[Mismatch]:
-    """Mismatches of answers[i] with references[i], which must be as many. An answer cut short or
-    running on differs at the end of the shorter one."""
+    """Return the mismatches of answers[i] with references[i], which must be as many. An answer of
+    another length differs at the end of the shorter one."""
     found = []
     for (task, output), expected in zip(answers, references, strict=True):
         if output.output_ids == expected:

@@ -1,4 +1,4 @@
-"""The server that a crowd of requests is too much for: little store, less cache."""
+"""Server with a small residual store and a smaller cache, overloaded by a crowd of requests."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from harness.servers import ServerSpec
 from harness.soak import CROWD_SIZE
 
 CACHE_PAGES = 16
-# 163 pages: a third of what a crowd asks for at once.
+# 163 pages: a third of what a crowd of requests needs at once.
 HOST_GB = 0.06
 
 
 def crowded_server(schedule: str, fault_file: Path, prefix_folder: Path) -> ServerSpec:
-    """It checks its memory at every step, and checksums of its store; retracts now and then; keeps
-    prefixes on the host and on disk, and the anchors of some; and has the faults that the file
-    names."""
+    """Return the spec of a server that checks its memory at every step and the checksums of its
+    store. The server retracts regularly, keeps prefixes in host memory and on disk and some of
+    their anchors in KV memory, and has the faults that the file names."""
     flags = (
         f"--max-running-requests={CROWD_SIZE}",
         f"--kvspec-host-gb={HOST_GB}",
-        # SGLang itself would let in whoever comes.
+        # With this setting SGLang's own rule would admit every request.
         "--schedule-conservativeness=0.05",
         "--enable-priority-scheduling",
         "--chunked-prefill-size=512",
         "--enable-metrics",
-        # After a flush prefixes are on disk only, and come back while others come and go.
+        # After a flush prefixes are on disk only, and are loaded while other requests run.
         "--kvspec-prefix-host-gb=0.1",
         "--kvspec-prefix-hbm-fraction=0.005",
         f"--kvspec-prefix-dir={prefix_folder}",
-        # So that answers take many rounds.
+        # Short drafts, so that answers take many rounds.
         *(("--kvspec-draft-len=4",) if schedule == "rounds" else ()),
     )
     environment = fault_environment(

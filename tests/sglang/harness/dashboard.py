@@ -1,4 +1,4 @@
-"""A Prometheus that scrapes a server, with the example's alerts."""
+"""A Prometheus process that scrapes a server, with the alerts of the example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import requests
 from kvspec_testkit.monitoring import MONITORING
 from kvspec_testkit.servers.port_lease import PortLease
 
-# Rows that every server fills; the others are about tiers and links that it may not have.
+# Rows that every server fills. The other rows show tiers and links, which a server may not have.
 FILLED = ("Drafting", "Memory and residuals", "Pressure")
 START_TIMEOUT_S = 60.0
 
@@ -55,14 +55,15 @@ def prometheus(server_url: str, folder: Path) -> Iterator[str]:
 
 
 def ask(url: str, query: str) -> list[dict[str, Any]]:
-    """Return the samples that a query finds. Raises AssertionError where Prometheus refuses it."""
+    """Return the samples that a query finds. Raises AssertionError where Prometheus refuses the
+    query."""
     reply = requests.get(f"{url}/api/v1/query", params={"query": query}, timeout=30).json()
     assert reply["status"] == "success", f"{query}: {reply.get('error')}"
     return list(reply["data"]["result"])
 
 
 def _await_scrapes(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until a counter has two samples, which a rate needs."""
+    """Wait until a counter has two samples, since a rate needs two."""
     deadline = time.monotonic() + START_TIMEOUT_S
     drafted = '{__name__=~"sglang.kvspec_drafted_tokens_total"}'
     count = f"count_over_time({drafted}[1m]) >= 2"

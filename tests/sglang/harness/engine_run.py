@@ -1,7 +1,7 @@
 """One question to one `sglang.Engine`, in a process of its own.
 
-An engine that shuts down kills every child of the process it runs in: in the tests' own it would
-take their servers along.
+An engine that shuts down kills every child of its process. In the process of the tests it would
+kill their servers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _TIMEOUT_S = 600.0
 
 
 def run_engine(options: dict[str, Any], question: dict[str, Any]) -> tuple[Any, Any]:
-    """What `Engine(**options).generate(**question)` answers, and its get_server_info().
+    """Return the result of `Engine(**options).generate(**question)`, and its get_server_info().
 
-    Raises AssertionError, with all it wrote, where the process fails.
+    Raises AssertionError, with all output, where the process fails.
     """
     ports = PortLease()
     own = {"port": ports.http, "nccl_port": ports.rendezvous}
@@ -53,6 +53,6 @@ def main() -> None:
     print(json.dumps(answers, default=str), flush=True)
 
 
-# Engines start their schedulers by importing this file anew.
+# An engine starts its schedulers by importing this file again.
 if __name__ == "__main__":
     main()

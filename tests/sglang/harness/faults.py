@@ -1,4 +1,4 @@
-"""The environment in which a server breaks on purpose."""
+"""Environment of a server that breaks on purpose."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ _FOLDER = Path(__file__).resolve().parent.parent / "faults"
 
 
 def fault_environment(**settings: object) -> tuple[tuple[str, str], ...]:
-    """Variables of a ServerSpec, settings among them, with which it loads faults/ as a plugin."""
+    """Return the environment of a ServerSpec that loads faults/ as a plugin, with these
+    settings."""
     given = [(name, str(value)) for name, value in settings.items()]
     return (*given, ("PYTHONPATH", python_path_with(_FOLDER)))
 
 
 def fault_file_in(folder: Path, active: str = "none") -> Path:
-    """A new KVSPEC_FAULT_FILE, which names the faults that are active."""
+    """Create a KVSPEC_FAULT_FILE, which names the active faults."""
     path = folder / "active"
     path.write_text(active)
     return path

@@ -1,4 +1,4 @@
-"""Servers that answer the cases of features.py, and what makes two answers the same."""
+"""Servers that answer the cases of features.py, and the comparison of two answers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SHARED = (
     "--enable-custom-logit-processor",
 )
 PLAIN = ServerSpec(DEMO_MODEL, _SHARED)
-# A residual cache far smaller than the prompts makes fetches, evictions and streamed reads happen.
+# A residual cache far smaller than the prompts causes fetches, evictions and streamed reads.
 KVSPEC = ServerSpec(DEMO_MODEL, (*_SHARED, "--kvspec", "--kvspec-residual-hbm-fraction=0.05"))
 KVSPEC_STAGGERED = ServerSpec(DEMO_MODEL, (*KVSPEC.arguments, "--kvspec-schedule=staggered"))
 
-# Emitted from logits that differ in the last bits: forward passes batch tokens differently.
+# Logits differ in the last bits, since forward passes batch tokens differently.
 LOGPROB_TOLERANCE = 2e-4
 
-# Of seeded answers.
+# Seeds of sampled answers.
 SEEDS = (1, 2)
 
 
 def answer_to(name: str, url: str) -> Any:
-    """A case's answer as JSON carries it."""
+    """Return a case's answer as JSON carries it."""
     return json.loads(json.dumps(CASES[name](url)))
 
 
@@ -44,13 +44,13 @@ def sample(url: str, seed: int) -> list[int]:
 
 
 def report_of(url: str) -> dict[str, Any]:
-    """The kvspec section of /server_info."""
+    """Return the kvspec section of /server_info."""
     info = requests.get(f"{url}/server_info", timeout=60).json()
     return info["internal_states"][0]["kvspec"]
 
 
 def assert_same(actual: Any, wanted: Any, where: str) -> None:
-    """Equal structure and values; floats within LOGPROB_TOLERANCE."""
+    """Check for equal structure and values, with floats within LOGPROB_TOLERANCE."""
     if isinstance(wanted, dict):
         assert actual.keys() == wanted.keys(), where
         for key, value in wanted.items():

@@ -1,7 +1,7 @@
-"""What a user of SGLang does to a server, as functions of its base URL.
+"""Uses of a server by an SGLang user, as functions of its base URL.
 
-Every case returns plain data; run on a plain server and on a KVSpec server, the data must be equal
-(log-probabilities within rounding). All cases are greedy or otherwise deterministic.
+Every case returns plain data. The data of a plain server and of a KVSpec server must be equal,
+log-probabilities within rounding. All cases are greedy or otherwise deterministic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Case = Callable[[str], Any]
 
 TIMEOUT_S = 300
 PROMPT = "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n\n"
-# Long enough for encoded pages, and with something to copy, so that drafts are accepted.
+# Long enough for encoded pages, and with text to copy, so that drafts are accepted.
 LONG_PROMPT = PROMPT * 24 + "    def read(self"
 
 CASES: dict[str, Case] = {}
@@ -35,14 +35,14 @@ def post(base_url: str, path: str, body: dict[str, Any]) -> Any:
 
 
 def generate(base_url: str, text: str = LONG_PROMPT, **options: Any) -> Any:
-    """/generate with sampling parameters as keywords; `request` holds other fields."""
+    """Post to /generate with sampling parameters as keywords. `request`: other fields."""
     request = options.pop("request", {})
     params = {"temperature": 0, "max_new_tokens": 80, **options}
     return post(base_url, "/generate", {"text": text, "sampling_params": params, **request})
 
 
 def events(base_url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Data of each server-sent event until [DONE]."""
+    """Yield the data of each server-sent event until [DONE]."""
     with requests.post(
         f"{base_url}{path}", json={**body, "stream": True}, stream=True, timeout=TIMEOUT_S
     ) as reply:
@@ -145,7 +145,7 @@ def logprobs(url: str) -> Any:
 
 
 def logprobs_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """Everything that an answer says of log-probabilities."""
+    """Return all fields of an answer about log-probabilities."""
     meta = answer["meta_info"]
     return {**essence(answer), **{key: meta[key] for key in meta if "logprobs" in key}}
 

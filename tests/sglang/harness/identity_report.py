@@ -13,7 +13,8 @@ from harness.shard import Shard
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """What one scenario on one server found. baseline: what answers were compared with."""
+    """Result of one scenario on one server. baseline: the reference that answers were compared
+    with."""
 
     model: str
     setting: str
@@ -31,7 +32,8 @@ class ScenarioResult:
 
 
 class IdentityReport:
-    """Collects results, and writes what there is after each, so that a run cut short counts."""
+    """Collect results, and write the report after each, so that an interrupted run leaves a
+    report."""
 
     def __init__(self, path: Path | None, *, settings: dict[str, Any], shard: Shard) -> None:
         self._path = path

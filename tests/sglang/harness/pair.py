@@ -1,4 +1,4 @@
-"""A prefill and a decode server side by side, asked as if they were one."""
+"""A prefill and a decode server side by side, used as if they were one server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from harness.servers import START_TIMEOUT_S, Announce
 from kvspec_testkit.servers.server_pair import ServerPair
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 
-# Between one look and the next at what ends by itself.
+# Seconds between two polls in wait_until().
 POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class PairSpec:
-    """arguments are both servers'; those of one side come after them."""
+    """Arguments of both servers, followed by those of one side."""
 
     model: Path
     arguments: tuple[str, ...] = ()
@@ -38,15 +38,15 @@ class PairSpec:
 
 
 class PairClient(GenerateClient):
-    """Posts every request to both servers, in one room, and answers what the decode server does;
-    reports are the decode server's. Safe to share by threads."""
+    """Client that posts every request to both servers, in one room, and returns the answers and
+    reports of the decode server. Threads may share it."""
 
     def __init__(self, pair: ServerPair, bootstrap_host: str = "127.0.0.1") -> None:
         super().__init__(pair.decode.base_url)
         self.prefill = GenerateClient(pair.prefill.base_url)
         self._bootstrap_host, self._bootstrap_port = bootstrap_host, pair.bootstrap_port
         self._rooms = random.SystemRandom()
-        # What the prefill server said to requests that failed there.
+        # Errors of the prefill server, for requests that failed there.
         self.prefill_errors: list[str] = []
 
     def flush_cache(self) -> None:
@@ -54,7 +54,7 @@ class PairClient(GenerateClient):
         self.prefill.flush_cache()
 
     def room(self) -> dict[str, Any]:
-        """Fields of a request that name a room of its own."""
+        """Return the fields of a request that name a new room."""
         return {
             "bootstrap_host": self._bootstrap_host,
             "bootstrap_port": self._bootstrap_port,
@@ -62,7 +62,8 @@ class PairClient(GenerateClient):
         }
 
     def prefill_only(self, body: dict[str, Any]) -> threading.Thread:
-        """Post to the prefill server, in the background; a door would do both at once."""
+        """Post to the prefill server in the background. A door would post to both servers at
+        once."""
 
         def post() -> None:
             try:
@@ -81,7 +82,7 @@ class PairClient(GenerateClient):
         return thread
 
     def decode_only(self, body: dict[str, Any]) -> None:
-        """Post to the decode server, in the background; nobody waits for its answer."""
+        """Post to the decode server in the background, and ignore its answer."""
 
         def post() -> None:
             with suppress(requests.RequestException):
@@ -100,15 +101,15 @@ class PairClient(GenerateClient):
 
 
 class Pair(ServerPair):
-    """Two servers and how to ask them."""
+    """Two servers, with clients for them."""
 
     @property
     def client(self) -> PairClient:
         return PairClient(self)
 
     def client_by(self, bootstrap_host: str) -> PairClient:
-        """Of requests that call the prefill server's machine by this name: a decode server has a
-        link to each name."""
+        """Return a client whose requests name the prefill server's machine by this host name. A
+        decode server has one link to each name."""
         return PairClient(self, bootstrap_host)
 
     @property
@@ -141,7 +142,8 @@ def running_pair(spec: PairSpec, log_folder: Path, announce: Announce) -> Iterat
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """For what ends on a server some iterations after its answer, and nobody is told of."""
+    """Wait for a state that a server reaches some iterations after its answer, without reporting
+    it."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"

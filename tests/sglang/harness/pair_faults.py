@@ -1,4 +1,4 @@
-"""What is asked of two servers while something goes wrong between them."""
+"""Requests to two servers while faults occur between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvspec_testkit.transport.proxy import Proxy
 
 
 class Round:
-    """Tasks that are asked at once, and what becomes of each."""
+    """Tasks that are sent at once, and the outcome of each."""
 
     def __init__(self, client: PairClient, tasks: Sequence[Task]) -> None:
         self._tasks = tasks
@@ -35,8 +35,8 @@ class Round:
         return sum(answer.done() for answer in self._answers)
 
     def finish(self, reference: PlainReference) -> list[str]:
-        """Raises AssertionError for an answer that is not plain SGLang's. Returns what the decode
-        server said of requests that failed."""
+        """Return the errors of the decode server for requests that failed. Raises AssertionError
+        for an answer that differs from plain SGLang's."""
         self._pool.shutdown()
         right: list[tuple[Task, Output]] = []
         errors: list[str] = []
@@ -54,7 +54,7 @@ class Round:
 
 
 def assert_nothing_left(client: PairClient) -> None:
-    """Both servers are healthy, and hold nothing of requests that are over."""
+    """Check that both servers are healthy, and hold no pages of finished requests."""
     for side in (client, client.prefill):
         requests.get(f"{side.base_url}/health", timeout=60).raise_for_status()
     wait_until(lambda: not _held(client.kvspec_report()), "the decode server holds nothing", 90)
@@ -70,7 +70,7 @@ def _held(report: dict[str, Any]) -> dict[str, int]:
 
 
 def lost_sessions(report: dict[str, Any]) -> int:
-    """Connections that the decode server has given up, over all its links."""
+    """Return the number of sessions that the decode server has lost, over all its links."""
     return sum(link["sessions"]["lost"] for link in report["transfer"]["links"].values())
 
 
@@ -89,7 +89,7 @@ def residuals_on_their_way(client: PairClient) -> bool:
 
 @contextmanager
 def stopped(server: ServerProcess) -> Iterator[None]:
-    """No process of the server runs meanwhile."""
+    """Stop all processes of the server inside the context."""
     server.signal_group(signal.SIGSTOP)
     try:
         yield
@@ -98,7 +98,7 @@ def stopped(server: ServerProcess) -> Iterator[None]:
 
 
 def register(pair: Pair, address: str, rank: int = 0) -> None:
-    """Have the bootstrap server say that a rank of its prefill server sends from `address`."""
+    """Tell the bootstrap server that a rank of its prefill server sends from `address`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     ranks = ("attn_tp", "attn_cp", "attn_dp", "pp", "system_dp")
     payload = dict.fromkeys((f"{name}_size" for name in ranks), 1)
@@ -120,7 +120,7 @@ def register(pair: Pair, address: str, rank: int = 0) -> None:
 
 
 def registered(pair: Pair, rank: int = 0) -> str:
-    """Where the bootstrap server says that a rank of its prefill server sends from."""
+    """Return the address from which a rank of the prefill server sends, by the bootstrap server."""
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_pp_rank")
     found = requests.get(
         f"{pair.bootstrap_url}/route",

@@ -1,4 +1,4 @@
-"""What a prefill and a decode server are asked of which one has several ranks, or both have."""
+"""Checks of a prefill and a decode server, of which one or both have several ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def with_faults(spec: PairSpec, fault_file: Path, **settings: object) -> PairSpe
 
 
 def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[tuple[Task, Output]]:
-    """Raises AssertionError for an answer that is not plain SGLang's."""
+    """Send all prompts at once. Raises AssertionError for an answer that differs from plain
+    SGLang's."""
     tasks, client = reference.suite.prompts, pair.client
     with ThreadPoolExecutor(len(tasks)) as pool:
         outputs = pool.map(lambda t: client.generate(t.input_ids, t.max_new_tokens), tasks)
@@ -41,7 +42,7 @@ def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[tuple[Task, O
 
 
 def answer_like_one(pair: Pair, reference: PlainReference) -> None:
-    """Alone and together, with drafts before residuals and with retractions."""
+    """Check answers alone and together, with drafts before residuals and with retractions."""
     client = pair.client
     alone = run_one_by_one(client, reference.suite.prompts[:2], lambda: None)
     reference.check(alone)
@@ -56,7 +57,7 @@ def answer_like_one(pair: Pair, reference: PlainReference) -> None:
 
 
 def abort_all(pair: Pair, reference: PlainReference) -> None:
-    """While residuals are on their way."""
+    """Abort all requests while their residuals are on the link."""
     client, tasks = pair.client, reference.suite.prompts
     with ThreadPoolExecutor(len(tasks)) as pool:
         cut = [pool.submit(client.generate, t.input_ids, t.max_new_tokens) for t in tasks]
@@ -64,7 +65,7 @@ def abort_all(pair: Pair, reference: PlainReference) -> None:
         requests.post(
             f"{client.base_url}/abort_request", json={"abort_all": True}, timeout=30
         ).raise_for_status()
-    # One that is cut short has either failed, or an answer that is right as far as it goes.
+    # An aborted request has either failed, or has the right tokens so far.
     outputs = [(t, c.result()) for t, c in zip(tasks, cut, strict=True) if c.exception() is None]
     lengths = [len(output.output_ids) for _, output in outputs]
     assert len(outputs) < len(tasks) or min(lengths) < RANKS_WORKLOAD.max_new_tokens
@@ -81,7 +82,7 @@ def come_and_go(
     folder: Path,
     announce: Announce,
 ) -> None:
-    """Some requests are aborted, some hang up and some are retracted, wherever their KV is."""
+    """Run a soak in which requests are aborted, hung up or retracted, wherever their KV is."""
     with running_pair(spec, folder, announce) as pair:
         ask_all_at_once(pair, reference)
         soak = Soak(pair.client, answers, concurrent=8, seed=3)

@@ -9,6 +9,7 @@ PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
 
 
 def python_path_with(folder: Path) -> str:
-    """PYTHONPATH of this process behind `folder`, whose .dist-info names its entry points."""
+    """Return the PYTHONPATH of this process behind `folder`, whose .dist-info names its entry
+    points."""
     paths = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return os.pathsep.join(filter(None, paths))

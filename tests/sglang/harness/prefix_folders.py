@@ -1,4 +1,4 @@
-"""The stores of a server's ranks below its --kvspec-prefix-dir, seen and damaged from outside."""
+"""Stores of a server's ranks in its --kvspec-prefix-dir, inspected and damaged from outside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_kvspec.kv.prefix_store import StoreIdentity, open_reader
 
 
 def stores_in(folder: Path) -> list[tuple[Path, StoreIdentity]]:
-    """One for each rank, by rank."""
+    """Return folder and identity of each rank's store, by rank."""
     found = [
         (path.parent, StoreIdentity(**json.loads(path.read_text())))
         for path in folder.rglob("identity.json")
@@ -18,7 +18,7 @@ def stores_in(folder: Path) -> list[tuple[Path, StoreIdentity]]:
 
 
 def pages_on_disk(folder: Path) -> list[int]:
-    """With both parts, by rank."""
+    """Return the number of pages on disk with both parts, by rank."""
     counts = []
     for path, identity in stores_in(folder):
         reader = open_reader(path, identity)
@@ -28,7 +28,7 @@ def pages_on_disk(folder: Path) -> list[int]:
 
 
 def spoil(folder: Path, name: str, record: int, rank: int = 0) -> int:
-    """Flip a bit of a record in a rank's file of this name; returns its bytes."""
+    """Flip a bit of a record in a rank's file of this name. Return the record's number of bytes."""
     path, identity = stores_in(folder)[rank]
     num_bytes = {
         "anchors.data": identity.anchor_page_bytes,

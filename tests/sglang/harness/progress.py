@@ -11,7 +11,8 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """Counts what is done and announces it now and then. done() may be called by any thread."""
+    """Count finished answers, and announce the count from time to time. done() may be called by any
+    thread."""
 
     def __init__(self, label: str, announce: Announce) -> None:
         self._label = label

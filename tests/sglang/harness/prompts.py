@@ -1,4 +1,5 @@
-"""Long, honest prompts: installed Python sources the reference models were not trained on."""
+"""Long prompts from real text: installed Python sources that the reference models were not trained
+on."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 
 PACKAGES = ("networkx", "aiohttp")
 
-# The last and the first token of a page, and of a few pages, are where off-by-ones live.
+# Lengths around the ends of one and of several pages, where off-by-one errors show.
 _PAGE_EDGES = (127, 128, 129, 191, 192, 193, 1023, 1024, 1025, 2048, 4096)
 _SPREAD_COUNT = 33
 _SHORTEST, _LONGEST = 100, 6000
@@ -19,23 +20,23 @@ _SHORTEST, _LONGEST = 100, 6000
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids from the start of one source file; `name` is the file, with its package."""
+    """Token ids from the start of one source file. `name`: the file, with its package."""
 
     name: str
     input_ids: tuple[int, ...]
 
 
 def prompt_lengths() -> tuple[int, ...]:
-    """44 lengths from 100 to 6000 tokens, in an order that mixes short and long."""
+    """Return 44 lengths from 100 to 6000 tokens, in an order that mixes short and long ones."""
     ratio = (_LONGEST / _SHORTEST) ** (1 / (_SPREAD_COUNT - 1))
     spread = [round(_SHORTEST * ratio**step) for step in range(_SPREAD_COUNT)]
     ordered = sorted([*spread, *_PAGE_EDGES])
-    # 17 and 44 have no common divisor: every entry comes once, neighbours are far apart.
+    # 17 and 44 have no common divisor, so every entry comes once, and neighbours are far apart.
     return tuple(ordered[step * 17 % len(ordered)] for step in range(len(ordered)))
 
 
 def cut_prompts(model_folder: Path, lengths: Sequence[int]) -> tuple[Prompt, ...]:
-    """One prompt of exactly lengths[i] tokens of the model's tokenizer each, from distinct files.
+    """Return one prompt for each of `lengths`, of exactly that many tokens, from distinct files.
 
     The same installed packages, tokenizer and lengths give the same prompts. Raises ValueError
     where the packages have too few long files.
@@ -46,7 +47,8 @@ def cut_prompts(model_folder: Path, lengths: Sequence[int]) -> tuple[Prompt, ...
     for name, token_ids in _tokenised_files(tokenizer):
         fitting = [place for place, length in open_places.items() if length <= len(token_ids)]
         if fitting:
-            # The longest that fits: long files are rarer than short ones.
+            # Take the longest remaining length that fits, since long files are rarer than short
+            # ones.
             place = max(fitting, key=lambda place: open_places[place])
             cut[place] = Prompt(name, tuple(token_ids[: open_places.pop(place)]))
         if not open_places:
@@ -58,7 +60,7 @@ def cut_prompts(model_folder: Path, lengths: Sequence[int]) -> tuple[Prompt, ...
 
 
 def _tokenised_files(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
-    """Source files as (name, token ids), the packages taking turns, each in path order."""
+    """Yield source files as (name, token ids). The packages take turns, each in path order."""
     folders = [_package_folder(name) for name in PACKAGES]
     files = [sorted(folder.rglob("*.py")) for folder in folders]
     for position in range(max(map(len, files))):

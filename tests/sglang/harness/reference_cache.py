@@ -1,4 +1,4 @@
-"""Reference answers on disk, so that several runs on one machine compute each of them once."""
+"""Reference answers on disk, so that several runs on one machine compute each of them only once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from harness.suite import Answers, OnDone, Task
 
 
 class ReferenceCache:
-    """Answers of one reference server, one file each; without a folder nothing is kept.
+    """Answers of one reference server, one file each. Without a folder nothing is stored.
 
-    Concurrent runs share the work: each takes tasks no other is at. The folder is for one commit
-    and one machine: nothing in it says what made it.
+    Concurrent runs share the work: each run computes tasks that no other run is computing. The
+    folder is for one commit and one machine, and does not record which.
     """
 
     def __init__(self, folder: Path | None, server: str) -> None:
@@ -29,12 +29,14 @@ class ReferenceCache:
     def answer(
         self, client: Callable[[], GenerateClient], tasks: Sequence[Task], on_done: OnDone
     ) -> Answers:
-        """Every task alone on the server, or as a run kept it; in the order of `tasks`.
+        """Return the answer to every task, computed alone on the server or read from the folder, in
+        the order of `tasks`.
 
-        client() starts the server where need be, so it is called only if an answer is missing.
+        client() starts the server if needed, so it is called only if an answer is missing.
         """
         outputs: dict[Task, Output] = {}
-        # First what no other run is at, then what others have finished, or left, meanwhile.
+        # First the tasks that no other run is computing, then those that other runs have finished
+        # or abandoned meanwhile.
         for waits in (False, True):
             for task in tasks:
                 if task in outputs:
@@ -48,7 +50,8 @@ class ReferenceCache:
     def _known_or_computed(
         self, client: Callable[[], GenerateClient], task: Task, *, waits: bool
     ) -> Output | None:
-        """Answer of one task. waits: for another run that computes it; otherwise None then."""
+        """Return the answer of one task. waits: wait for another run that computes the task;
+        without it return None in that case."""
         if self._folder is None:
             return client().generate(task.input_ids, task.max_new_tokens)
         key = json.dumps([self._server, task.input_ids, task.max_new_tokens])
@@ -65,8 +68,8 @@ class ReferenceCache:
 
 @contextmanager
 def _claimed(path: Path, *, waits: bool) -> Iterator[bool]:
-    """Yield whether this process holds the claim; the system drops those of a process that ended.
-    waits: until it does."""
+    """Yield whether this process holds the claim. The system drops the claims of a process that
+    ended. waits: wait until the claim is held."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as claim:
         try:

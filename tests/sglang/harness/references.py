@@ -1,4 +1,4 @@
-"""What an identity run compares with: plain SGLang, or the same server with drafting off."""
+"""References of an identity run: plain SGLang, or the same server with drafting off."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from harness.shard import WHOLE, Shard
 from harness.suite import Answers, Suite, Task, TokenIds, families_of, tasks_of
 
 _POOL = "--max-total-tokens=24576"
-# A prefill is then never cut by what happened to wait beside it, which the int8 target would show.
+# Whole prefills: a cut that depends on other requests would change answers at the int8 target.
 _WHOLE_PREFILLS = "--chunked-prefill-size=-1"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, prompts of which lengths it answers with how many tokens, and which of them."""
+    """A model, the lengths of its prompts, the length of answers, and the share of prompts to
+    run."""
 
     model: Path
     lengths: tuple[int, ...]
@@ -33,13 +34,13 @@ class Workload:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All prompts, also those of other shards."""
+        """Return all prompts, also those of other shards."""
         return tasks_of(cut_prompts(self.model, self.lengths), self.max_new_tokens)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What --kvspec is asked for."""
+    """Values of the --kvspec flags."""
 
     target: str
     codec: str
@@ -62,12 +63,13 @@ class Reference(Protocol):
     baseline: str
 
     def expected(self, scenario: Scenario, answers: Answers) -> list[TokenIds]:
-        """The right output for each of `answers`, in their order."""
+        """Return the right output for each of `answers`, in their order."""
         ...
 
 
 class PlainReference:
-    """SGLang without --kvspec, asked one request at a time: right for every `exact` scenario."""
+    """SGLang without --kvspec, one request at a time. These answers are right for every `exact`
+    scenario."""
 
     baseline = "plain SGLang, one request at a time"
 
@@ -105,16 +107,17 @@ class PlainReference:
         return self._output_of[task.input_ids][: task.max_new_tokens]
 
     def check(self, answers: Answers) -> None:
-        """Raises AssertionError for one that is not plain SGLang's."""
+        """Raise AssertionError if an answer differs from plain SGLang's."""
         mismatches = compare(answers, [self.answer(task) for task, _ in answers])
         assert not mismatches, "\n".join(map(str, mismatches))
 
 
 class UndraftedReference:
-    """The same server and the same scenario with `--kvspec-draft-len 0`: right for any target.
+    """The same server and scenario with `--kvspec-draft-len 0`. These answers are right for any
+    target.
 
-    Runs every scenario it will be asked for when it is built, so that servers change rarely. What
-    only checks the server, its environment, is left out: such scenarios share one run.
+    The constructor runs every scenario that will be needed, so that servers change rarely. Settings
+    that only check the server, its environment, are left out, so that such scenarios share one run.
     """
 
     baseline = "the same server with --kvspec-draft-len 0, same scenario"
@@ -153,8 +156,8 @@ class UndraftedReference:
 
 
 def _unchecked(scenario: Scenario) -> Scenario:
-    """What decides the answers of a repeatable scenario: the same for those that differ in name
-    and checks."""
+    """Return the part of a repeatable scenario that decides its answers. Scenarios that differ only
+    in name and checks share it."""
     assert scenario.repeatable, f"{scenario.name} has no answers of its own to compare with"
     return replace(ALONE, drive=scenario.drive, arguments=scenario.arguments)
 

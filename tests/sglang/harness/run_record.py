@@ -1,4 +1,4 @@
-"""What every result file of benchmarks/results begins with, and how one is written."""
+"""Head of every result file in benchmarks/results, and the writer of such files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_record(
     figures: Sequence[dict[str, Any]],
     **more: Any,
 ) -> None:
-    """Write a run's record at once, so that a reader never sees half of one."""
+    """Write a run's record atomically, so that a reader never sees a part of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "bench": bench,
@@ -46,7 +46,7 @@ def figure(name: str, value: float, unit: str, baseline: str | None = None) -> d
 
 
 def _commit() -> str:
-    """The commit this file is at, and whether tracked files differ from it."""
+    """Return the commit of this file, and whether tracked files differ from it."""
     here = Path(__file__).parent
     described = subprocess.run(
         (

@@ -1,4 +1,4 @@
-"""Ways to send a suite, the server each needs, and what must have happened there."""
+"""Ways to send a suite, the server that each needs, and the check of what happened there."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ Check = Callable[[Answers, Path], None]
 
 @dataclass(frozen=True)
 class Scenario:
-    """arguments and environment are added to the server's.
+    """A way to send a suite. arguments and environment are added to the server's.
 
-    check(answers, log) raises AssertionError unless what the scenario is about did happen.
-    repeatable: two servers that compute alike answer alike, whatever the timing. The int8 target
-    depends on where a prefill was cut, which retraction and concurrent chunks leave to chance.
+    check(answers, log) raises AssertionError unless the events that the scenario tests have
+    happened. repeatable: two servers that compute alike answer alike, whatever the timing. The int8
+    target depends on where a prefill was cut, and retraction and concurrent chunks make that
+    random.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Scenario:
 
     @property
     def with_families(self) -> bool:
-        """Whether it sends the suite's families, not its prompts."""
+        """Return whether the scenario sends the suite's families instead of its prompts."""
         return self.drive in (_families, _families_staggered)
 
     def server(self, base: ServerSpec) -> ServerSpec:
@@ -47,7 +48,7 @@ class Scenario:
         )
 
     def run(self, client: GenerateClient, suite: Suite, on_done: OnDone) -> Answers:
-        """Send the suite to a server whose cache holds nothing yet."""
+        """Flush the server's cache, then send the suite to it."""
         client.flush_cache()
         return self.drive(client, suite, on_done)
 
@@ -69,7 +70,7 @@ def _families_staggered(client: GenerateClient, suite: Suite, on_done: OnDone) -
 
 
 def _family_tasks(suite: Suite) -> list[Task]:
-    """Each follower at once after its leader: nothing is evicted in between."""
+    """Return each follower directly after its leader, so that nothing is evicted in between."""
     return [task for family in suite.families for task in (family.leader, family.follower)]
 
 
@@ -82,10 +83,10 @@ def _some_prefix_was_hit(answers: Answers, log_path: Path) -> None:
 
 
 def _prefixes_were_hit(answers: Answers, log_path: Path) -> None:
-    """Every full page that an earlier request of the family left behind is reused."""
+    """Check that every full page of an earlier request of the family was reused."""
     written: list[tuple[int, ...]] = []
     for task, output in answers:
-        # The last token is always computed: its logits are what is asked for.
+        # The last token is always computed, for its logits.
         longest = max((_common_len(task.input_ids[:-1], earlier) for earlier in written), default=0)
         expected = longest // PAGE_SIZE * PAGE_SIZE
         assert output.cached_len >= expected, f"{task.name}: {output.cached_len} of {expected}"
@@ -118,21 +119,14 @@ def _all_of(*checks: Check) -> Check:
     return check
 
 
-# Level 2 also logs every check, which is the proof that they ran; a failed one ends the server.
+# Level 2 also logs every check, which proves that the checks ran. A failed check ends the server.
 _STRICT = (
     ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "2"),
     ("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1"),
 )
-
-
-def retract_every(steps: int) -> tuple[tuple[str, str], ...]:
-    """Return the environment of a server that retracts a request every `steps` steps, if several
-    run then."""
-    return (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", str(steps)))
-
-
-# Not a divisor or multiple of a draft, so retraction meets every phase of one.
-_RETRACT_EVERY_37 = retract_every(37)
+# Neither a divisor nor a multiple of a draft length, so that retraction meets every phase of a
+# draft.
+_RETRACT_EVERY_37 = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "37"))
 _SMALL_CHUNKS = ("--chunked-prefill-size=256",)
 
 ALONE = Scenario("alone", _alone, _nothing_more)
@@ -153,7 +147,8 @@ FULL_POOL = Scenario(
     "full pool",
     _staggered,
     _requests_were_retracted,
-    # Hardly anything is reserved for answers at admission, so running requests collide.
+    # Almost no pages are reserved for answers at admission, so that running requests run out of
+    # pages.
     arguments=("--max-total-tokens=8192", "--schedule-conservativeness=0.05"),
     environment=fault_environment(KVSPEC_HEADROOM_TOKENS=0),
     repeatable=False,
@@ -181,7 +176,7 @@ CHUNKED_RETRACTION = Scenario(
     repeatable=False,
 )
 
-# Neighbours that need the same server share one process.
+# Successive scenarios that need the same server share one process.
 FULL_MATRIX = (
     ALONE,
     STAGGERED,

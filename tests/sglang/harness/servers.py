@@ -1,4 +1,4 @@
-"""Which server a test needs, and the servers that are alive at a time."""
+"""Specifications of servers that tests need, and the servers that are alive at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from harness.client import GenerateClient
 
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 
-# Imports take most of it, in three processes, of two servers of two ranks in eight, several times
-# over on a busy machine.
+# Most of this time is for imports, in three processes, or eight for two servers of two ranks. A
+# busy machine takes several times as long.
 START_TIMEOUT_S = 480.0
 
 Announce = Callable[[str], None]
@@ -22,9 +22,9 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """Command line and environment of a server; equal specs may share one process.
+    """Command line and environment of a server. Equal specs may share one process.
 
-    `arguments` come after those every CPU server needs, so they win over them.
+    `arguments` come after those that every CPU server needs, and so override them.
     """
 
     model: Path
@@ -52,10 +52,11 @@ class _Running:
 
 
 class ServerSwitch:
-    """Keeps at most one server with --kvspec alive, and one plain server, which other tests will
-    want to compare with again: it sleeps meanwhile.
+    """At most one live server with --kvspec, and one plain server. The plain server stays up, since
+    later tests compare with it again.
 
-    use(spec) returns a client of a healthy server of that spec, the running one where it fits.
+    use(spec) returns a client of a healthy server of that spec, and keeps the running one if its
+    spec is equal.
     """
 
     def __init__(self, log_folder: Path, announce: Announce) -> None:
@@ -80,12 +81,13 @@ class ServerSwitch:
 
     @property
     def log_path(self) -> Path:
-        """Log of the server with --kvspec."""
+        """Return the path of the log of the server with --kvspec."""
         assert self._tested is not None, "no server is in use"
         return self._tested.server.log_path
 
     def use(self, spec: ServerSpec) -> GenerateClient:
-        """Raises ServerStartError, with the end of the log, where the server does not come up."""
+        """Return a client of a server of this spec. Raises ServerStartError, with the end of the
+        log, where the server does not come up."""
         running = self._plain if spec.is_plain else self._tested
         if running is None or not running.is_alive or running.spec != spec:
             _stop(running)
@@ -97,7 +99,7 @@ class ServerSwitch:
         return GenerateClient(running.server.base_url)
 
     def last_words(self) -> str | None:
-        """The end of the log of a server that has ended by itself."""
+        """Return the end of the log of a server that has ended by itself, or None."""
         for running in (self._tested, self._plain):
             if running is not None and not running.is_alive:
                 return running.server.log_tail()
@@ -109,13 +111,14 @@ class ServerSwitch:
         self._tested = None
 
     def kill(self) -> None:
-        """End the server with --kvspec without a warning."""
+        """Kill the server with --kvspec."""
         assert self._tested is not None, "no server is in use"
         self._tested.server.kill()
         self._tested = None
 
     def _start(self, spec: ServerSpec) -> ServerProcess:
-        """A healthy server. One that does not come up has been stopped."""
+        """Start a server and wait until it is healthy. A server that does not come up is
+        stopped."""
         self._num_started += 1
         slug = re.sub(r"[^a-zA-Z0-9]+", "-", spec.label)[:80]
         server = ServerProcess(

@@ -1,4 +1,4 @@
-"""A share of the prompts, so that several processes can run one scenario."""
+"""A share of the prompts, so that several processes can run one scenario together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def of(self, entries: Sequence[T]) -> tuple[T, ...]:
-        """Every count-th entry: all shares together have each once."""
+        """Return every count-th entry. All shares together have each entry once."""
         return tuple(entries[self.index - 1 :: self.count])
 
 

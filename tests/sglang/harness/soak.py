@@ -1,4 +1,4 @@
-"""Random traffic: many requests at once, some of them cut short, round after round."""
+"""Random traffic: rounds of many concurrent requests, of which some are cut short."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from dataclasses import dataclass, field
 from harness.client import GenerateClient, Output
 from harness.suite import Task, TokenIds
 
-# Of prompts, each with a follower that shares a prefix with it; short ones are repeated.
+# Lengths of prompts. Each prompt has a follower that shares a prefix; short prompts are repeated.
 CROWD_LENGTHS = tuple(100 + 13 * i for i in range(32))
 CROWD_SIZE = 2 * len(CROWD_LENGTHS)
-# How long aborted requests may take to be gone, and how often to look at a server.
+# Seconds in which aborted requests must have ended, and seconds between polls.
 SETTLE_S, POLL_S = 60.0, 0.2
-# How requests end, by how many of a hundred: read whole, streamed whole, aborted by id, hung up.
+# Endings of requests, in percent: read whole, streamed whole, aborted by id, hung up.
 _ENDINGS = {"whole": 30, "streamed": 40, "aborted": 15, "hung up": 15}
 
 
 @dataclass(slots=True)
 class SoakResult:
-    """Counts of all rounds so far. mismatches and leaks are sentences. peak_encoded: most encoded
-    pages seen at once, of which the residual cache holds cache_pages at most. bytes_fetched: of
-    residuals into the cache, hits_from_disk: tokens of prompts, both since the server started."""
+    """Counts of all rounds so far. mismatches and leaks: sentences. peak_encoded: most encoded
+    pages at once, of which the residual cache holds at most cache_pages. bytes_fetched: bytes of
+    residuals fetched into the cache, hits_from_disk: tokens of prompts, both since the server
+    started."""
 
     requests: int = 0
     cut_short: int = 0
@@ -49,9 +50,10 @@ class SoakResult:
 
 
 class Soak:
-    """Sends rounds of tasks whose right answers are known, and looks for leaks in between.
+    """Rounds of tasks with known answers, and a search for leaks after each.
 
-    A seed decides tasks, their order and how each ends; threads decide how they overlap.
+    A seed decides the tasks, their order and how each ends. Threads decide how the requests
+    overlap.
     """
 
     def __init__(
@@ -71,11 +73,11 @@ class Soak:
         self.result = SoakResult()
 
     def send(self, tasks: Sequence[Task]) -> None:
-        """All at the same time and whole."""
+        """Send these tasks at the same time, each to its end."""
         self._round([(task, "streamed") for task in tasks])
 
     def crowd(self) -> None:
-        """Every task once, all at the same time and whole."""
+        """Send every task once, all at the same time, each to its end."""
         self.send(self._tasks)
 
     def random_round(self, num_requests: int) -> None:
@@ -125,11 +127,12 @@ class Soak:
         self.result.peak_encoded = max(self.result.peak_encoded, _encoded_pages(report))
 
     def look_for_leaks(self) -> None:
-        """Once nothing runs, cached prefixes are all that is there: as many encoded pages as SGLang
-        has handed out, and an empty window. Every other round they are forgotten, too."""
+        """Check that only cached prefixes remain once no request runs: as many encoded pages as
+        SGLang has allocated, and an empty window. Flush them in every second round."""
         deadline = time.monotonic() + SETTLE_S
         while (held := self._held()) and time.monotonic() < deadline:
-            # An abort takes effect some iterations after it was answered, and nobody is told.
+            # An abort takes effect some iterations after its answer, and the server does not report
+            # it.
             time.sleep(POLL_S)
         if held:
             self.result.leaks.append(f"after round {self.result.rounds}: {held}")
@@ -137,7 +140,8 @@ class Soak:
             self.client.flush_cache()
 
     def _held(self) -> str:
-        """What is in use although nothing runs; empty if nothing is."""
+        """Return a sentence about the memory that is in use although no request runs, or an empty
+        string."""
         report = self.report()
         states, pools = report["page_states"], report["pools"]
         allocated = pools["num_pages_allocated"]
@@ -159,7 +163,7 @@ def _encoded_pages(report: dict) -> int:
 
 
 class _Watch:
-    """Calls `look` every POLL_S in a thread of its own, and raises on exit what it raised."""
+    """Call `look` every POLL_S seconds in a thread, and raise its exception on exit."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look

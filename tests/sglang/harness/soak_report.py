@@ -9,7 +9,7 @@ from harness.soak import SoakResult
 
 
 def write_soak_report(path: Path, result: SoakResult, elapsed_s: float) -> None:
-    """What there is so far: a run cut short counts."""
+    """Write the figures so far, so that an interrupted run leaves a report."""
     settings = {
         "device": "cpu",
         "dtype": "float32",

@@ -1,4 +1,4 @@
-"""The requests of an identity run: prompts, and pairs of requests that share a prefix."""
+"""Requests of an identity run: prompts, and pairs of requests that share a prefix."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from harness.client import GenerateClient, Output
 from harness.prompts import Prompt
 
-# Enough for a few full pages on either side of the point where prompts part.
+# Enough for a few full pages before and after the point where two prompts differ.
 _RELATED_MIN_LEN = 384
 _SUFFIX_LEN = 48
 _CONTINUE_AFTER = 80
-# What a leader answers: a few drafts' worth, so that its follower arrives meanwhile where requests
-# are staggered; before a next turn, as much of the answer as that continues, and a little more.
+# Tokens of a leader's answer. 32 are a few drafts' worth, so that the follower of a staggered run
+# arrives meanwhile. Before a next turn the answer is a little longer than the part that the turn
+# continues.
 _LEADER_NEW_TOKENS = 32
 _CONTINUED_NEW_TOKENS = _CONTINUE_AFTER + 16
 
@@ -23,7 +24,7 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Task:
-    """One request; `name` is for people."""
+    """One request. `name`: for people to read."""
 
     name: str
     input_ids: TokenIds
@@ -37,9 +38,9 @@ Answers = list[tuple[Task, Output]]
 class Family:
     """A leader with a short answer, and a follower whose prompt shares a prefix with it.
 
-    A follower is the same prompt again; or one that parts from it after two thirds; or a next turn:
-    prompt, start of the answer and new text, so that a hit covers generated tokens. Long prompts
-    take turns among the three, short ones are repeated.
+    A follower is one of three: the same prompt; a prompt that differs after two thirds; or a next
+    turn of prompt, start of the answer and new text, so that a hit covers generated tokens. Long
+    prompts take turns among the three, and short ones are repeated.
     """
 
     leader: Task
@@ -48,14 +49,15 @@ class Family:
 
 @dataclass(frozen=True)
 class Suite:
-    """What the scenarios of one model send. No families where no scenario asks for them."""
+    """Requests of all scenarios of one model. Without scenarios that need families there are
+    none."""
 
     prompts: tuple[Task, ...]
     families: tuple[Family, ...] = ()
 
 
 def run_one_by_one(client: GenerateClient, tasks: Sequence[Task], on_done: OnDone) -> Answers:
-    """Every task alone on the server, in order."""
+    """Run every task alone on the server, in order."""
     answers = []
     for task in tasks:
         answers.append((task, client.generate(task.input_ids, task.max_new_tokens)))
@@ -73,7 +75,7 @@ def tasks_of(prompts: Sequence[Prompt], max_new_tokens: int) -> tuple[Task, ...]
 def families_of(
     tasks: Sequence[Task], answer_of: Mapping[TokenIds, TokenIds]
 ) -> tuple[Family, ...]:
-    """Families of those tasks whose reference answer is known: next turns need it.
+    """Return the families of the tasks whose reference answer is known, which next turns need.
 
     A family depends on all tasks, but not on which of them have an answer.
     """
@@ -83,7 +85,7 @@ def families_of(
         num_long += is_long
         if task.input_ids not in answer_of:
             continue
-        # The tail of another prompt: text like any, and a branch no other family shares.
+        # The tail of another prompt: ordinary text, and a branch that no other family shares.
         suffix = tasks[place - 1].input_ids[-_SUFFIX_LEN:]
         follow = _FOLLOWERS[num_long % len(_FOLLOWERS)] if is_long else _repeated
         new_tokens = _CONTINUED_NEW_TOKENS if follow is _next_turn else _LEADER_NEW_TOKENS

@@ -1,4 +1,5 @@
-"""SGLang's scheduler as the prefix cache sees it, with a KV cache that is not computed."""
+"""State machines that use the prefix cache as SGLang's scheduler does, with KV that is not computed
+by a model."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvspec_testkit.runtime.meeting import BOTH, Meeting, MeetingRanks
+from kvspec_testkit.runtime.rank_exchange import BOTH, ExchangingRanks, RankExchange
 from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
 from sglang_kvspec.adapters.pool import KVSpecPool
@@ -46,7 +47,7 @@ NUM_REQUESTS = 3
 
 
 class Request(SimpleNamespace):
-    """What the cache knows of SGLang's requests."""
+    """A request with the attributes that the prefix cache reads."""
 
     __hash__ = object.__hash__
 
@@ -55,16 +56,16 @@ class Request(SimpleNamespace):
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Requests of a few pages and a rest are admitted, cached, and finished or dropped, as
-    SGLang's scheduler does it. KV of a page is a function of its tokens and all before them."""
+    """Admit, cache, finish and drop requests of a few pages and a rest, as SGLang's scheduler does.
+    KV of a page is a function of its tokens and all tokens before them."""
 
-    # Pages of which a prompt is made, and how many tokens of another follow.
+    # Each prompt is made of pages with token 0 or 1, and a rest follows.
     prompts = st.lists(st.integers(0, 1), max_size=4).map(tuple)
     salts = st.sampled_from([None, "", "salt"])
 
     def __init__(self, make_kv, residual_share=0.4, num_kept=0, ranks=None):
-        """num_kept: pages whose anchors may stay in KV memory when they are evicted. ranks: whom
-        this is one of."""
+        """num_kept: pages whose anchors may stay in KV memory after an eviction. ranks: exchange
+        between this rank and the others, if there are any."""
         super().__init__()
         self.ranks = ranks
         self.num_kept = num_kept
@@ -122,7 +123,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.disk.close()
         shutil.rmtree(self.folder)
 
-    # What the scheduler does
+    # Actions of the scheduler
 
     @precondition(lambda self: len(self.running) < NUM_REQUESTS)
     @rule(prompt=prompts, rest=st.integers(1, SIZE), salt=salts)
@@ -182,7 +183,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.running.append(req)
 
     def prefill(self, req, row, cached):
-        """The newest full page stays in the window, as the rest does."""
+        """Write the KV of new pages. The newest full page and the rest stay in the window."""
         pages = (row[::SIZE] // SIZE).tolist()
         links = self.links(req)
         for i in range(cached // SIZE, len(pages)):
@@ -252,7 +253,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return torch.randn((2, SIZE, g.num_kv_heads, g.head_dim), generator=rng).to(g.dtype)
 
     def check_content(self, req, slots):
-        """Of the full pages of a request's first slots."""
+        """Check the full pages of a request's first slots."""
         pages = (slots[::SIZE] // SIZE)[: len(slots) // SIZE]
         if len(pages):
             k, v = self.kv.read_target(0, pages)
@@ -284,7 +285,7 @@ def prefix_cache_machine() -> type[PrefixCacheMachine]:
 
 
 def choosing(rank, which):
-    """In place of what hypothesis draws from."""
+    """Return a stand-in for hypothesis's data, which draws a given request."""
     return SimpleNamespace(draw=lambda _: rank.running[which % len(rank.running)])
 
 
@@ -294,28 +295,28 @@ class TwoRanks(RuleBasedStateMachine):
 
     def __init__(self, machine, make_kv):
         super().__init__()
-        self.meeting = Meeting()
-        # Host memory of the second rank has room for fewer residuals, and its memory for anchors.
+        self.rank_exchange = RankExchange()
+        # The second rank has less host memory for residuals, and kept anchors in KV memory.
         self.ranks = [
             machine(
                 make_kv,
                 residual_share=(1.0, 0.4)[rank],
                 num_kept=(0, 3)[rank],
-                ranks=MeetingRanks(rank, self.meeting),
+                ranks=ExchangingRanks(rank, self.rank_exchange),
             )
             for rank in BOTH
         ]
 
     def teardown(self):
-        self.meeting.close()
+        self.rank_exchange.close()
         for rank in self.ranks:
             rank.teardown()
 
     def do(self, act):
-        """The same on both ranks, at the same time."""
-        self.meeting.act(lambda rank: act(self.ranks[rank]))
+        """Do the same on both ranks, at the same time."""
+        self.rank_exchange.act(lambda rank: act(self.ranks[rank]))
 
-    # What the scheduler does on every rank
+    # Actions of the scheduler on every rank
 
     @precondition(lambda self: len(self.ranks[0].running) < NUM_REQUESTS)
     @rule(prompt=prompts, rest=st.integers(1, SIZE), salt=salts)
@@ -345,7 +346,7 @@ class TwoRanks(RuleBasedStateMachine):
     def die_and_start_again(self):
         self.do(lambda rank: rank.start_process())
 
-    # What happens to one of them
+    # Events on one rank
 
     @rule(rank=st.sampled_from(BOTH))
     def write(self, rank):
@@ -353,7 +354,7 @@ class TwoRanks(RuleBasedStateMachine):
 
     @rule(rank=st.sampled_from(BOTH))
     def refuse(self, rank):
-        """Its queue for the disk is full until it starts again."""
+        """Refuse all writes to the rank's disk until the rank starts again."""
         self.ranks[rank].disk.put = lambda *args: False
 
     @rule(rank=st.sampled_from(BOTH), record=st.integers(0, 7), part=st.integers(0, 1))

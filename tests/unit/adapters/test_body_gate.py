@@ -1,4 +1,4 @@
-"""BodyGate before an application that notes what reaches it."""
+"""BodyGate before an application that records what it receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def chunks(*parts):
 
 
 class Exchange:
-    """One connection through the gate: messages of the client, and what was made of them."""
+    """One connection through the gate: the client's messages, and what the application and the
+    client receive."""
 
     def __init__(self, path, messages, *, kind="http", method="POST", headers=JSON):
         self.scope = {"type": kind, "path": path, "method": method, "headers": headers}
@@ -167,7 +168,7 @@ def test_a_body_in_chunks_reaches_the_application_unchanged(path, parts):
 
 
 def test_a_body_is_not_gathered_where_its_first_byte_decides():
-    """Prompts may be large, and need not be held twice."""
+    """A large prompt need not be held twice."""
     parts = chunks(b'{"text": "', b"x" * 1000, b'"}')
     left = list(parts)
 
@@ -226,7 +227,7 @@ def test_an_application_sees_the_client_leave(path, before):
 
 
 def test_only_messages_of_the_body_are_held():
-    """A client that leaves later is seen by the application, which asks for it."""
+    """The application receives a later disconnect, since it asks for it."""
     messages = [*chunks(b"{}"), {"type": "http.disconnect"}]
     exchange = Exchange("/v1/score", messages)
     assert exchange.seen == messages

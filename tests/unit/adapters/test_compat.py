@@ -1,4 +1,4 @@
-"""Every name that adapters/compat takes from SGLang exists, and compat adds none of its own."""
+"""Every name that adapters/compat takes from SGLang exists, and compat adds no names."""
 
 from __future__ import annotations
 

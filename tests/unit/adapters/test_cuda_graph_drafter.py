@@ -1,4 +1,4 @@
-"""CudaGraphDrafter over steps that are not captured: which token each draft follows."""
+"""CudaGraphDrafter over steps that are not captured: the token that each draft follows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ PENALISED = SamplingParams(temperature=0, top_k=1, presence_penalty=0.1)
 
 
 class FakeGraphs:
-    """A step's most likely token is the number after the row's input. Notes what rows read."""
+    """Steps whose most likely token is the row's input plus 1. `seen` records the inputs of each
+    step."""
 
     def __init__(self, forward, attention, rows, make_attention, *, may_use_other_blas=False):
         self.rows, self.batch_sizes, self.seen = rows, [4], []
@@ -50,9 +51,9 @@ def make_drafter(make_device_kv, monkeypatch):
         max_running_requests=4,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8 * SIZE)),
     )
-    chooser = SpecSampler(0, torch.device("cpu"))
+    sampler = SpecSampler(0, torch.device("cpu"))
     return lambda view=None: cuda_graph_drafter.CudaGraphDrafter(
-        runner, None, attention, kv, MAX_STEPS, chooser, Ranks(), view
+        runner, None, attention, kv, MAX_STEPS, sampler, Ranks(), view
     )
 
 
@@ -82,13 +83,13 @@ def test_a_request_that_did_not_verify_drafts_on(drafter, params):
 
     draft(4, 2)
     assert (a.drafts, b.drafts) == ([6, 7, 8, 9], [21, 22])
-    # Only b verified: its new pending token alone remains.
+    # Only b verified, so it has its new pending token and no drafts.
     b.commit([21, 22, 33])
     before = len(drafter._drafts.seen)
     draft(2, 3)
     assert (a.drafts, b.drafts) == ([6, 7, 8, 9, 10, 11], [34, 35, 36])
     seen = drafter._drafts.seen[before:]
-    # b drafts longest and comes first; a drafts on from its last draft, in its second page.
+    # b drafts longest and comes first. a continues from its last draft, in its second page.
     assert [positions for _, positions, _ in seen] == [[6, 34], [7, 35], [8]]
     assert [tokens for tokens, _, _ in seen] == [[33, 9], [34, 10], [35]]
     slots = drafter._kv.window.slots
@@ -101,7 +102,7 @@ def test_a_request_that_did_not_verify_drafts_on(drafter, params):
 
 @pytest.mark.parametrize("length", [1, 3, 4, 9, SIZE])
 def test_the_end_of_a_prompt_is_read_in_few_steps(drafter, length):
-    """Each token has a place of its own, and sees encoded pages and the tokens before it."""
+    """Each token has its own place, and sees the encoded pages and the tokens before it."""
     *tail, pending = range(11, 11 + length)
     state = state_of(pending, 2 * SIZE + len(tail))
     state.tail = tail
@@ -126,15 +127,15 @@ def test_the_end_of_a_prompt_is_read_in_few_steps(drafter, length):
         ([11 + n for n in step], [2 * SIZE + n for n in step], [slot] * len(step)) for step in steps
     ]
     assert list(drafter._kv.window.slots) == [8]
-    # The request drafts on behind its first draft.
+    # The next draft step follows the first draft.
     state.drafts = [pending + 1]
     drafted = drafter.draft(batch_of([state], [[5, 3, 8, 6]]), [2])
     assert drafted.deliver() == {0: [pending + 2, pending + 3]}
     assert drafter._drafts.seen[-2][:2] == ([pending + 1], [2 * SIZE + length])
 
 
-def test_tokens_without_drafts_leave_out_late_requests(drafter):
-    """Residuals of a late request have yet to come, and it may have drafts."""
+def test_plain_steps_skip_late_requests(drafter):
+    """A late request lacks residuals, and may have drafts."""
     late, ready = state_of(5, 30), state_of(20, 3)
     late.drafts = [6, 7]
     made, _ = drafter.advance(batch_of([late, ready], [[7, 2], [9]]), 3, {0})
@@ -142,7 +143,7 @@ def test_tokens_without_drafts_leave_out_late_requests(drafter):
     assert list(drafter._kv.window.slots) == [9]
 
 
-def test_tokens_without_drafts_go_on_before_they_are_read(drafter):
+def test_plain_steps_are_extended_before_their_tokens_are_read(drafter):
     """The device continues alone, from its last token and position."""
     a, b = state_of(5, 2), state_of(20, 33)
     states = [a, b]
@@ -150,7 +151,7 @@ def test_tokens_without_drafts_go_on_before_they_are_read(drafter):
     made, _ = drafter.advance(batch, 4, ())
     more = drafter.advance_on(made, 3)
     again = drafter.advance_on(more, 2)
-    # Read only now.
+    # The CPU reads the tokens after all steps are enqueued.
     assert made.deliver() == {0: [6, 7, 8, 9], 1: [21, 22, 23, 24]}
     assert more.deliver() == {0: [10, 11, 12], 1: [25, 26, 27]}
     assert again.deliver() == {0: [13, 14], 1: [28, 29]}
@@ -167,7 +168,7 @@ def test_tokens_without_drafts_go_on_before_they_are_read(drafter):
 
 
 class FirstOrSecond:
-    """Layers and heads take turns at the first two pages."""
+    """View in which layers and heads alternate between the first two pages."""
 
     per_head = True
 
@@ -192,6 +193,6 @@ def test_layers_and_heads_draft_on_pages_of_their_own(make_drafter):
     assert torch.equal(rows.head_pages[0], torch.tensor([7, 2])[view.pages].int())
     assert (rows.head_pages[1] == 9).all()
     assert rows.past_indptr.tolist() == [0, 1, 2, 2, 2]
-    # Without drafts all read one list, at the target precision.
+    # Plain steps read all pages from one list, at the target precision.
     drafter.advance(batch, 1, ())
     assert rows.past_pages[:3].tolist() == [7, 2, 9]

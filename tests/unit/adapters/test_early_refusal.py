@@ -1,4 +1,4 @@
-"""Which command lines are checked while SGLang is being imported, and what is refused there."""
+"""Command lines that are checked while SGLang is being imported, and their refusals."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def test_command_lines_of_servers_are_checked(original, current):
 @pytest.mark.parametrize(
     ("original", "current"),
     [
-        # Spawned by a server: its command line is taken over.
+        # Processes that a server spawns, with the server's command line.
         (SPAWNED, ["/site/sglang/launch_server.py", *WRONG]),
         (SPAWNED, [SERVE, "serve", *WRONG]),
         (SPAWNED, ["-c", "--fork"]),
-        # Users of sglang.Engine, with flags of their own.
+        # Scripts that use sglang.Engine, with flags of their own.
         ([PYTHON, "mine.py", *WRONG], ["mine.py", *WRONG]),
         ([PYTHON, "-m", "mine", *WRONG], ["-m", *WRONG]),
         ([PYTHON, "-m", "pytest", *WRONG], ["/site/pytest/__main__.py", *WRONG]),
         ([PYTHON], [""]),
         ([PYTHON], []),
-        # SGLang's own commands that serve no language model.
+        # Commands of SGLang that serve no language model.
         ([PYTHON, SERVE, "generate", *WRONG], [SERVE, "generate", *WRONG]),
         ([PYTHON, "-m", "sglang.launch_server", *WRONG, "--help"], ["-m", *WRONG, "--help"]),
         (
@@ -68,13 +68,13 @@ def test_a_wrong_flag_ends_the_process_with_a_sentence(monkeypatch, capsys):
     ("arguments", "expected"),
     [
         ("--kvspec --kvspec-codec", "--kvspec-codec: expected one argument"),
-        ("--kvspec --kvspec-colour red", "--kvspec-colour is no flag .*--kvspec-codec"),
-        ("--kvspec --kvspec_codec log4", "--kvspec_codec is no flag .*--kvspec-codec"),
+        ("--kvspec --kvspec-colour red", "--kvspec-colour is not a flag .*--kvspec-codec"),
+        ("--kvspec --kvspec_codec log4", "--kvspec_codec is not a flag .*--kvspec-codec"),
         ("--kvspec --kvspec-cod zip", "--kvspec-codec must be one of"),
         ("--kvspec --kvspec-codec=zip", "--kvspec-codec must be one of"),
         ("--kvspec --kvspec-host-gb -1", "--kvspec-host-gb must be >= 0"),
         ("--kvspec-codec log4", "--kvspec-codec has no effect without --kvspec"),
-        ("--kvspec yes", "--kvspec must stand alone"),
+        ("--kvspec yes", "--kvspec must be true or false"),
         ("--kvspec --kvspec-prefix ours", "ambiguous option: --kvspec-prefix"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Who starts on anchors, and who must start anew: SGLang's queue and running batch."""
+"""Requests that start on anchors, and requests that must start again, in SGLang's queue and running
+batch."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from unittest.mock import Mock
 import pytest
 
 from sglang_kvspec.adapters import prefix_queue
-from sglang_kvspec.adapters.agreed_hits import Lacking
+from sglang_kvspec.adapters.common_hits import PrefixLookup
 from sglang_kvspec.adapters.early_start import may_start_early
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 
 
 class Waiting:
-    """In place of WaitingRequests: all wait, and have asked."""
+    """Stand-in for WaitingRequests, in which all requests wait and have been asked for."""
 
     def __init__(self):
         self.still, self.with_anchors = set("abcd"), set()
@@ -41,7 +42,7 @@ class Waiting:
 
 
 class Early:
-    """In place of EarlyStarts."""
+    """Stand-in for EarlyStarts."""
 
     def __init__(self):
         self.rids, self.lost, self.complete, self.num_returned = [], [], [], 0
@@ -55,16 +56,16 @@ class Early:
 
 class Cache(KVSpecRadixCache):
     def __init__(self):
-        self.waiting, self._agreed_hits, self.early = Waiting(), None, Early()
+        self.waiting, self._common_hits, self.early = Waiting(), None, Early()
         self.lacks_anchors, self.calls, self.was_loaded = set(), [], False
 
-    def lacking(self, req):
-        return Lacking(0, [req.rid])
+    def look_up(self, req):
+        return PrefixLookup(0, [req.rid])
 
     def could_start(self, links):
         return not self.lacks_anchors & set(links)
 
-    def keep_apart(self, req):
+    def detach(self, req):
         self.calls.append(("apart", req.rid, self._starting))
 
     def cancel_start(self):
@@ -76,7 +77,7 @@ class Cache(KVSpecRadixCache):
 
 
 class Batch:
-    """SGLang's running batch."""
+    """Stand-in for SGLang's running batch."""
 
     def __init__(self, reqs):
         self.reqs, self.released, self.batch_is_full = reqs, [], False
@@ -123,7 +124,8 @@ def rids(reqs):
 
 
 class Original:
-    """Scheduler.get_new_batch_prefill: starts whom it sees, or nobody."""
+    """Stand-in for Scheduler.get_new_batch_prefill, which starts all requests in the queue, or
+    none."""
 
     def __init__(self, *, starts=True):
         self.starts, self.seen = starts, []
@@ -144,14 +146,14 @@ def a_pass(scheduler, original=None, running=(), *, is_full=False):
     return original, batch
 
 
-def test_one_whose_anchors_are_here_is_admitted_alone(scheduler, cache):
+def test_a_request_whose_anchors_are_here_is_admitted_alone(scheduler, cache):
     cache.waiting.with_anchors = {"b", "c"}
     first = scheduler.waiting_queue[1]
     original, _ = a_pass(scheduler)
     assert original.seen == [(["b"], first)]
     assert cache.calls == [("apart", "b", None)]
     assert rids(scheduler.waiting_queue) == ["a", "c", "d"]
-    # Its residuals are to come still.
+    # Residuals of the request have not arrived yet.
     cache.early.rids = ["b"]
     a_pass(scheduler)
     assert rids(scheduler.waiting_queue) == ["a", "d"]
@@ -159,12 +161,12 @@ def test_one_whose_anchors_are_here_is_admitted_alone(scheduler, cache):
 
 
 @pytest.mark.parametrize("was_loaded", [False, True])
-def test_one_for_whom_there_is_no_room_goes_on_waiting_in_its_place(scheduler, cache, was_loaded):
+def test_a_request_without_room_keeps_its_place_in_the_queue(scheduler, cache, was_loaded):
     cache.waiting.with_anchors = {"b"}
     cache.was_loaded = was_loaded
     a_pass(scheduler, Original(starts=False))
     assert cache.calls == [("cancel", None)]
-    # It is not tried again and again.
+    # The request does not try to start early again.
     assert cache.waiting.need_whole_pages == ({"b"} if was_loaded else set())
     assert rids(scheduler.waiting_queue) == list("abcd")
     assert cache.waiting.retained == set("abcd")
@@ -173,10 +175,10 @@ def test_one_for_whom_there_is_no_room_goes_on_waiting_in_its_place(scheduler, c
 @pytest.mark.parametrize(
     "reason", ["others", "chunk", "full", "anchors", "shared", "tokens", "grammar"]
 )
-def test_nobody_starts_early_where(scheduler, cache, reason):
+def test_no_request_starts_early_where(scheduler, cache, reason):
     cache.waiting.with_anchors = {"b"}
     if reason == "others":
-        # Somebody may start who waits for nothing.
+        # Request d does not wait for pages, and may start.
         cache.waiting.still.discard("d")
     elif reason == "chunk":
         scheduler.chunked_req = object()
@@ -194,7 +196,7 @@ def test_nobody_starts_early_where(scheduler, cache, reason):
     assert not cache.calls
 
 
-def test_anchors_come_first_for_those_who_may_use_them(scheduler, cache):
+def test_anchors_come_first_for_requests_that_may_use_them(scheduler, cache):
     for req, change in zip(
         scheduler.waiting_queue, ("grammar", "return_logprob", "output_ids", "rid"), strict=True
     ):
@@ -204,7 +206,7 @@ def test_anchors_come_first_for_those_who_may_use_them(scheduler, cache):
     assert cache.waiting.asked_first == ["d"]
 
 
-def test_whose_residuals_have_come_is_cached_unless_it_has_left(scheduler, cache):
+def test_a_request_is_cached_once_its_residuals_are_here_unless_it_has_left(scheduler, cache):
     cache.early.rids = cache.early.complete = ["x", "y", "z"]
     gone = request("y", finished=lambda: True)
     ending = request("z", to_finish=object())
@@ -215,7 +217,7 @@ def test_whose_residuals_have_come_is_cached_unless_it_has_left(scheduler, cache
     assert not batch.released
 
 
-def test_whose_residuals_do_not_come_goes_back_to_the_queue(scheduler, cache):
+def test_a_request_whose_residuals_are_lost_returns_to_the_queue(scheduler, cache):
     cache.early.rids = cache.early.lost = ["x", "y", "z"]
     ending = request("z", to_finish=object())
     reqs = [request("x"), request("w"), request("y"), ending]
@@ -223,8 +225,8 @@ def test_whose_residuals_do_not_come_goes_back_to_the_queue(scheduler, cache):
     assert rids(batch.reqs) == ["w", "z"]
     assert batch.released == [("x", 4), ("y", 3)]
     assert not batch.batch_is_full
-    # It is in the queue in time for this pass.
+    # The requests return in time for this pass.
     assert original.seen == [(["x", "y"], None)]
     assert cache.early.num_returned == 2
-    # It does not start on the same anchors again.
+    # The requests do not start on the same anchors again.
     assert cache.waiting.need_whole_pages == {"x", "y"}

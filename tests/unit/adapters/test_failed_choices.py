@@ -1,4 +1,4 @@
-"""Requests whose next token cannot be chosen: only they fail, and with the status of the cause."""
+"""Only requests whose next token cannot be chosen fail, with the status of the cause."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_logits_of_a_chunk_that_is_not_the_last_do_not_matter():
 
 @pytest.fixture
 def run_round():
-    """Runs a round of KVSpecWorker in which the engine emits the given entries."""
+    """Run a round of KVSpecWorker in which the engine emits the given entries."""
 
     def run(reqs, emitted):
         worker = object.__new__(KVSpecWorker)
@@ -210,7 +210,7 @@ def run_round():
 
 
 @every_kind
-def test_a_round_fails_only_requests_that_cannot_go_on(kind, run_round):
+def test_a_round_fails_only_requests_without_a_token(kind, run_round):
     reqs = [make_request(rid, **kind) for rid in "abc"]
     result = run_round(reqs, [VerifyResult([2, 3], None), VerifyResult([], None), None])
     assert_failed(reqs[1], HTTPStatus.INTERNAL_SERVER_ERROR)

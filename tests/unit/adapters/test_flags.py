@@ -1,4 +1,4 @@
-"""The command line that argparse makes of the declared flags."""
+"""The command line that argparse builds from the declared flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flags import FLAGS, SWITCH
 
-# A good value other than the default, with the flags that it needs.
+# For each flag a valid value other than the default, with the flags that it needs.
 EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "target": ("int8", "int8", ""),
     "target_attention": ("exact", "exact", ""),
@@ -54,7 +54,7 @@ def test_each_flag_reaches_the_configuration(option: str) -> None:
     flag = f"--kvspec-{option.replace('_', '-')}"
     config = parsed("--kvspec", flag, text, *others.split())
     assert getattr(config, option) == value
-    # Keyword arguments of sglang.Engine come as values.
+    # Keyword arguments of sglang.Engine are values, not strings.
     needed = {PREFIX + name: getattr(config, name) for name in KVSpecConfig.__dataclass_fields__}
     assert parse_config({"kvspec": True} | needed) == config
 

@@ -1,4 +1,4 @@
-"""What is told of a prompt's hits beside what SGLang counts."""
+"""The report of a prompt's hits by tier, which adds to SGLang's counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_tokens_of_pages_that_were_loaded():
     assert hit_breakdown.tokens_of(req) == LoadedTokens(2 * SIZE, 4 * SIZE, SIZE)
 
 
-def test_no_more_is_told_than_sglang_counts():
+def test_no_more_is_reported_than_sglang_counts():
     req = request(host=SIZE, storage=SIZE)
     hit_breakdown.note(req, Loaded(9, 3, 2, kept_host=4, kept_disk=3), SIZE)
     assert hit_breakdown.tokens_of(req) == LoadedTokens(SIZE, SIZE, 0)
@@ -46,7 +46,7 @@ def test_a_retracted_request_has_been_counted():
 
 @pytest.mark.parametrize("remote", [0, 1])
 def test_what_an_answer_says(remote):
-    """From the scheduler's hook to that of the process that answers."""
+    """Carry the counts from the scheduler's hook to the hook of the process that answers."""
     req = request(host=2 * SIZE, storage=3 * SIZE)
     hit_breakdown.note(req, Loaded(5, 3 - remote, remote, kept_host=1, kept_disk=2), SIZE)
     for _ in range(remote):

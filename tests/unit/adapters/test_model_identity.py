@@ -20,7 +20,7 @@ from sglang_kvspec.runtime.ranks import Ranks
 
 @pytest.fixture
 def make_model():
-    """A small model in bf16, always with the same weights; one of them has no elements."""
+    """Make a small model in bf16, always with the same weights. One buffer has no elements."""
 
     def make() -> torch.nn.Module:
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ def test_arithmetic_differs(make_model):
     assert fingerprint(config(), make_model(), "another GPU") != before
 
 
-def test_what_rounds_otherwise_is_said(monkeypatch):
+def test_the_arithmetic_names_all_that_changes_rounding(monkeypatch):
     def said(device="cuda", deterministic=False):
         args = {"device": device, "enable_deterministic_inference": deterministic}
         return arithmetic_of(SimpleNamespace(**args, _kvspec=KVSpecConfig()))
@@ -113,8 +113,8 @@ def test_weights_that_trade_places_differ(make_model):
     assert hash_of_weights(model) != before
 
 
-def test_what_a_model_computes_for_itself_does_not_count(make_model):
-    """SGLang makes room in the table of positions for a server's drafts."""
+def test_buffers_that_a_model_computes_do_not_count(make_model):
+    """SGLang extends the table of positions for a server's drafts."""
     models = [make_model(), make_model()]
     for length, model in zip((16, 48), models, strict=True):
         model.register_buffer("cos_sin_cache", torch.zeros(length, 8), persistent=False)
@@ -122,7 +122,8 @@ def test_what_a_model_computes_for_itself_does_not_count(make_model):
 
 
 class Gathered:
-    """Ranks of which each has said what it has, in turn."""
+    """Stand-in for Ranks, which first records the values of each rank in turn, and then returns all
+    of them."""
 
     def __init__(self, *models: torch.nn.Module) -> None:
         self.said: list[list[int]] = []
@@ -130,7 +131,7 @@ class Gathered:
             hash_of_all_ranks(model, self)
         self.said_by_all = self.said
 
-    def everyones(self, mine: list[int], about: object) -> list[list[int]]:
+    def gather(self, mine: list[int], about: object) -> list[list[int]]:
         if not hasattr(self, "said_by_all"):
             self.said.append(mine)
             return [mine]
@@ -142,8 +143,8 @@ def hash_of(*ranks: torch.nn.Module) -> str:
 
 
 def shard(model: torch.nn.Module, dims: dict[str, int], size: int) -> list[torch.nn.Module]:
-    """As SGLang does: some weights along a dimension, others in full on every rank; what does not
-    divide is filled up with zeros."""
+    """Split weights as SGLang does: some along a dimension, padded with zeros, and others in full
+    on every rank."""
     made = []
     for rank in range(size):
         one = torch.nn.Module()

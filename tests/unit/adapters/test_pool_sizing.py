@@ -1,4 +1,4 @@
-"""How the memory of a GPU is divided with and without a host store."""
+"""Division of a GPU's memory with and without a host store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = PageBytes(plain=8 * 2**20, anchor=2 * 2**20, residual=8 * 2**20)
 
 @pytest.fixture
 def plan_on_gpu(monkeypatch):
-    """The plan of 40 GiB of KV memory for a context of 32768 tokens."""
+    """Return a function that plans 40 GiB of KV memory for a context of 32768 tokens."""
     geometry = SimpleNamespace(page_size=64)
     monkeypatch.setattr(pool_sizing, "geometry_of", lambda kvc: geometry)
     monkeypatch.setattr(pool_sizing, "codec_of", lambda kvc, config: None)
@@ -79,8 +79,8 @@ def test_the_store_limits_what_fits(plan_on_gpu):
 
 
 @pytest.mark.parametrize("options", [{"host_gb": 4}, {"host_gb": 400, "max_pages": 1000}])
-def test_a_store_that_brings_nothing_is_not_made(plan_on_gpu, options):
-    """Too small, or for pages that are all cached."""
+def test_a_store_without_benefit_is_not_made(plan_on_gpu, options):
+    """The store is too small, or would hold pages that are all cached."""
     plan = plan_on_gpu(**options)
     assert plan.host_pages == 0
     assert plan.num_pages == plan_on_gpu(max_pages=options.get("max_pages")).num_pages
@@ -95,7 +95,7 @@ def test_kept_anchors_come_out_of_the_kv_memory(plan_on_gpu, host_gb):
     assert 0.09 * 40 * GIB < made.kept_anchor_pages * PAGE.anchor < 0.1 * 40 * GIB
     assert without.kept_anchor_pages == 0
     if host_gb:
-        # The store limits pages still; the cache has less.
+        # The store still limits the pages, so the kept anchors shrink the cache.
         assert made.num_pages == without.num_pages
         assert made.cache_pages < without.cache_pages
     else:
@@ -115,7 +115,7 @@ def test_the_start_line_compares_with_plain_kv_where_kv_memory_limits(plan_on_gp
 
 def test_the_start_line_names_the_limit_that_the_user_set(plan_on_gpu):
     line = start_line(plan_on_gpu(max_pages=100))
-    assert "6400 tokens fit, the limit that --max-total-tokens sets; " in line
+    assert "6400 tokens fit, limited by --max-total-tokens; " in line
     assert "0." not in line.split(";")[0]
 
 
@@ -128,4 +128,4 @@ def test_the_start_line_names_a_window_that_takes_most_of_the_memory(plan_on_gpu
 
 def test_the_start_line_names_host_memory_that_is_too_small(plan_on_gpu):
     plan = replace(plan_on_gpu(host_gb=80), num_pages=100, host_pages=100)
-    assert "6400 tokens fit: host memory holds residuals of no more" in start_line(plan)
+    assert "6400 tokens fit, limited by host memory for residuals" in start_line(plan)

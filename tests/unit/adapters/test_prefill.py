@@ -1,4 +1,4 @@
-"""Prefill: its forward comes after the round that runs ahead."""
+"""A prefill interrupts the pre-launched round before its own forward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sglang_kvspec.adapters.prefill import Prefill
 
 
 class ForwardRuns(Exception):
-    """The forward of a prefill begins."""
+    """Raised when the forward of a prefill begins."""
 
 
-def test_a_prefill_holds_up_the_round_before_its_forward():
+def test_a_prefill_interrupts_the_round_before_its_forward():
     order = []
 
     def planned(plan, *, batch):
@@ -29,7 +29,7 @@ def test_a_prefill_holds_up_the_round_before_its_forward():
         config=SimpleNamespace(recent_pages=1),
         forward=SimpleNamespace(planned=planned),
     )
-    loop = SimpleNamespace(hold_up=lambda: order.append("hold up"))
+    loop = SimpleNamespace(interrupt=lambda: order.append("hold up"))
     batch = SimpleNamespace(reqs=[SimpleNamespace(rid="r")], prefix_lens=[0], extend_lens=[5])
     with pytest.raises(ForwardRuns):
         Prefill(parts, loop).run(batch)

@@ -1,4 +1,4 @@
-"""A decode server finds its prefill servers without waiting for them, and whatever they answer."""
+"""A decode server finds its prefill servers without blocking, whatever they answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDR, SERVER, OTHER = "10.0.0.1:8998", "tcp://10.0.0.1:1", "tcp://10.0.0.1:2"
 
 
 class Loop:
-    """As much of a ReceiverLoop as links look at."""
+    """Stand-in for ReceiverLoop, with the parts that links use."""
 
     def __init__(self, address: str) -> None:
         self.address, self.refusal = address, None
@@ -46,7 +46,7 @@ class Loop:
 
 
 class Town:
-    """A directory that answers at once, a clock, and everything that was dialled."""
+    """A directory that answers at once, a clock, and a record of all links that were dialled."""
 
     def __init__(self) -> None:
         self.now_s, self.where = 100.0, Answer((SERVER,))
@@ -101,7 +101,7 @@ def test_a_server_that_listens_elsewhere_now_is_dialled_there(town) -> None:
     old, new = town.dialled
     assert old.is_closed
     assert new.address == OTHER
-    assert town.gone == [(SERVER, f"the prefill server at {SERVER} is gone")]
+    assert town.gone == [(SERVER, f"the prefill server no longer listens at {SERVER}")]
 
 
 def test_a_server_with_another_number_of_ranks_is_dialled_anew(town) -> None:
@@ -124,7 +124,7 @@ def test_a_server_that_stalls_keeps_its_link(town) -> None:
 
 
 def test_a_link_whose_thread_ended_is_dialled_anew(town) -> None:
-    """Its transfers are told, though closing it raises."""
+    """Its transfers are reported as gone, although closing the link raises."""
     (loop,) = town.dialled
     loop.has_failed = True
     assert town.live() is None
@@ -149,7 +149,7 @@ def test_an_address_that_cannot_be_dialled_fails_its_requests(town) -> None:
         town.live()
 
 
-def test_links_that_nobody_uses_are_closed(town) -> None:
+def test_unused_links_are_closed(town) -> None:
     (loop,) = town.dialled
     town.used = {SERVER}
     town.now_s += IDLE_S
@@ -170,18 +170,18 @@ def test_links_that_nobody_uses_are_closed(town) -> None:
     ],
 )
 def test_garbage_is_no_address(found) -> None:
-    with pytest.raises(ValueError, match="names no address"):
+    with pytest.raises(ValueError, match="named no address"):
         address_in(found)
 
 
 @pytest.mark.parametrize("found", [None, [2], {}, *({"attn_tp_size": n} for n in (0, -1, "2"))])
 def test_garbage_is_no_number_of_ranks(found) -> None:
-    with pytest.raises(ValueError, match="names no number of ranks"):
+    with pytest.raises(ValueError, match="named no number of ranks"):
         size_in(found)
 
 
 def test_whatever_goes_wrong_is_an_answer() -> None:
-    """A scheduler must not die of what a stranger says, nor ask for ever."""
+    """An answer of a stranger must neither end a scheduler nor make it ask for ever."""
     told = threading.Semaphore(0)
 
     def query(addr: str) -> Answer:
@@ -195,7 +195,7 @@ def test_whatever_goes_wrong_is_an_answer() -> None:
     assert directory.take(ADDR) is None
 
 
-def test_a_silent_server_is_asked_once_at_a_time_and_holds_nobody_up() -> None:
+def test_a_silent_server_is_asked_once_at_a_time_and_blocks_no_caller() -> None:
     now_s, asked, told, goes_on = [0.0], [], threading.Semaphore(0), threading.Event()
 
     def query(addr: str) -> Answer:

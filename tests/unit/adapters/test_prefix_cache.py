@@ -1,4 +1,5 @@
-"""The prefix cache under random requests: every hit reads what its tokens were computed to."""
+"""The prefix cache under random requests: every hit reads the KV that was computed for its
+tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +19,7 @@ NUM_PAGES = 10
 
 
 @pytest.mark.parametrize("num_kept", [0, 4])
-def test_every_hit_reads_what_its_tokens_were_computed_to(
-    run_machine, prefix_cache_machine, num_kept
-):
+def test_every_hit_reads_the_kv_of_its_tokens(run_machine, prefix_cache_machine, num_kept):
     run_machine(partial(prefix_cache_machine, num_kept=num_kept), 30, max_examples=40)
 
 
@@ -55,7 +54,7 @@ def test_the_machine_finds(run_machine, prefix_cache_machine, monkeypatch, fault
 
 @pytest.mark.parametrize("num_kept", [0, 3])
 def test_tiers_below_the_tree_are_all_used(make_kv, prefix_cache_machine, num_kept):
-    """A scripted run, which shows that the machine reaches them."""
+    """A scripted run, which shows that the machine reaches all tiers."""
     machine = prefix_cache_machine(make_kv, residual_share=1.0, num_kept=num_kept)
     for expected in ("resident", "host", "disk"):
         machine.admit((0, 1, 0), 5, None)
@@ -70,7 +69,7 @@ def test_tiers_below_the_tree_are_all_used(make_kv, prefix_cache_machine, num_ke
         gained = {tier: machine.hits[tier] - before[tier] for tier in before}
         assert gained == dict.fromkeys(gained, 0) | {expected: 3 * SIZE}
         machine.finish(SimpleNamespace(draw=lambda _: machine.running[0]), True, False)
-    # A flush forgets anchors, too, so that what comes from disk after it comes whole.
+    # A flush also drops kept anchors, so a disk hit loads both parts.
     assert machine.kept_hits == num_kept * SIZE
     machine.teardown()
 
@@ -82,7 +81,8 @@ def test_pages_loaded_into_others_are_found(make_kv, prefix_cache_machine, monke
 
 
 def test_pages_are_copied_before_they_are_freed(make_kv, prefix_cache_machine, monkeypatch):
-    """Without a group a node's pages have lost their content by then, and nothing is kept."""
+    """Without a free group the pages of a node are freed, and lose their content, before the
+    copy."""
     monkeypatch.setattr(KVSpecAllocator, "free_group_begin", lambda allocator: None)
     with pytest.raises(AssertionError, match="host"):
         test_tiers_below_the_tree_are_all_used(make_kv, prefix_cache_machine, 0)
@@ -98,15 +98,15 @@ def test_a_retracted_request_finds_its_prefix_in_host_memory(make_kv, prefix_cac
     machine.teardown()
 
 
-def test_of_an_evicted_leaf_the_pages_above_it_are_not_kept(make_kv, prefix_cache_machine):
-    """They are in the tree still."""
+def test_pages_above_an_evicted_leaf_are_not_kept(make_kv, prefix_cache_machine):
+    """The pages above the leaf are still in the tree."""
     machine = prefix_cache_machine(make_kv, residual_share=1.0, num_kept=9)
     for prompt in ((0, 1, 0), (0, 1, 1)):
         machine.admit(prompt, 5, None)
         machine.finish(SimpleNamespace(draw=lambda _: machine.running[0]), True, False)
     machine.evict(1)
     assert machine.kept.report()["pages"] == 1
-    # A retracted request's own pages leave, not those that it found in the tree.
+    # A retracted request's own pages are evicted, but not those that it found in the tree.
     machine.admit((0, 1, 1, 1), 5, None)
     machine.finish(SimpleNamespace(draw=lambda _: machine.running[0]), False, False)
     assert machine.kept.report()["pages"] == 2

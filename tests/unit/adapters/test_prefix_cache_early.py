@@ -1,5 +1,5 @@
-"""The prefix cache where requests start on anchors, under random requests: nobody else reads their
-pages before residuals are here, and no page is lost."""
+"""The prefix cache under random requests of which some start on anchors. No other request reads
+their pages before residuals have arrived, and no page is lost."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NUM_REQUESTS = 3
 
 
 class Remote:
-    """Has every page's anchor. record_of: link -> (anchor, residual). whole: keys of pages whose
-    residuals have come."""
+    """Remote tier that has every page's anchor. record_of: link -> (anchor, residual). whole: keys
+    of pages whose residuals have arrived."""
 
     def __init__(self, record_of):
         self.record_of, self.whole, self.counters = record_of, set(), RemoteCounters()
@@ -40,7 +40,7 @@ class Remote:
     def is_awaited(self, rid):
         return True
 
-    # As a tier
+    # Methods of a prefix tier
 
     def num_landed(self, links):
         return next((i for i, link in enumerate(links) if link.key not in self.whole), len(links))
@@ -89,16 +89,16 @@ def early_machine(prefix_cache_machine):
 
         @contextmanager
         def in_pass(self, queue):
-            """Of a request that is about to be admitted."""
+            """Let the request that is about to be admitted start early, if the machine says so."""
             (req,) = queue()
             self.tree._starting = req if self.starts_early else None
             yield
 
         def check_content(self, req, slots):
             pages = (slots[::SIZE] // SIZE).tolist()
-            lacking = self.kv.residuals.table.pages_in(pages, ResidualState.IN_FLIGHT)
-            assert bool(lacking) == self.early.lacks_residuals(req.rid)
-            if not lacking:
+            pending = self.kv.residuals.table.pages_in(pages, ResidualState.IN_FLIGHT)
+            assert bool(pending) == self.early.has_pending_residuals(req.rid)
+            if not pending:
                 super().check_content(req, slots)
 
         def is_apart(self, req):
@@ -111,7 +111,7 @@ def early_machine(prefix_cache_machine):
             salt=prefix_cache_machine.salts,
         )
         def start(self, prompt, rest, salt):
-            """As any other, if its anchors are of no use."""
+            """Start a request on anchors, or as any other if there are no usable anchors."""
             if any(self.is_apart(req) for req in self.running):
                 return
             num_before = len(self.running)
@@ -121,7 +121,7 @@ def early_machine(prefix_cache_machine):
             if len(self.running) == num_before:
                 return
             req = self.running[-1]
-            self.tree.keep_apart(req)
+            self.tree.detach(req)
             req.set_extend_range = partial(self.set_extend_range, req)
             req.set_extend_range(len(req.prefix_indices), len(req.full_untruncated_fill_ids))
             req.get_fill_ids = lambda: req.full_untruncated_fill_ids[: req.extend_range.end]
@@ -133,8 +133,8 @@ def early_machine(prefix_cache_machine):
         @rule(num_pages=st.integers(1, 4))
         def residuals_come(self, num_pages):
             for req in filter(self.is_apart, self.running):
-                lacking = list(self.early._starts[req.rid].lacking.values())
-                self.remote.whole.update(link.key for link, _ in lacking[:num_pages])
+                pending = list(self.early._starts[req.rid].pending.values())
+                self.remote.whole.update(link.key for link, _ in pending[:num_pages])
             complete, lost = self.early.land()
             assert not lost
             for req in self.running:
@@ -156,12 +156,12 @@ def early_machine(prefix_cache_machine):
     return EarlyMachine
 
 
-def test_every_hit_reads_what_its_tokens_were_computed_to(run_machine, early_machine):
+def test_every_hit_reads_the_kv_of_its_tokens(run_machine, early_machine):
     run_machine(early_machine, 30, max_examples=40)
 
 
 def choosing(req):
-    """In place of what hypothesis draws from."""
+    """Return a stand-in for hypothesis's data, which draws a given request."""
     return SimpleNamespace(draw=lambda _: req)
 
 
@@ -169,7 +169,7 @@ def choosing(req):
 def test_pages_without_residuals_are_freed_with_their_request(make_kv, early_machine, is_insert):
     machine = early_machine(make_kv)
     machine.start((0, 1, 0), 5, None)
-    assert machine.early.lacks_residuals(machine.running[0].rid)
+    assert machine.early.has_pending_residuals(machine.running[0].rid)
     assert machine.tree.total_size() == 0
     machine.no_page_is_lost()
     machine.finish(choosing(machine.running[0]), is_insert, True)
@@ -202,8 +202,8 @@ def test_a_start_that_finds_no_room_leaves_nothing(make_kv, early_machine):
     machine = early_machine(make_kv)
     machine.start((0, 1, 0), 5, None)
     (req,) = machine.running
-    # SGLang has loaded its prefix and then not admitted it.
-    machine.tree._apart = (0, req.prefix_indices)
+    # SGLang has loaded the request's prefix and then not admitted the request.
+    machine.tree._detached = (0, req.prefix_indices)
     assert machine.tree.cancel_start()
     assert not machine.tree.cancel_start()
     assert machine.early.rids == []
@@ -212,11 +212,11 @@ def test_a_start_that_finds_no_room_leaves_nothing(make_kv, early_machine):
 
 
 def caches_them_at_once(monkeypatch):
-    monkeypatch.setattr(KVSpecRadixCache, "_lacks_residuals", lambda cache, req: False)
+    monkeypatch.setattr(KVSpecRadixCache, "_has_pending_residuals", lambda cache, req: False)
 
 
 def takes_them_to_be_in_the_tree(monkeypatch):
-    monkeypatch.setattr(KVSpecRadixCache, "keep_apart", lambda cache, req: None)
+    monkeypatch.setattr(KVSpecRadixCache, "detach", lambda cache, req: None)
 
 
 @pytest.mark.parametrize("fault", [caches_them_at_once, takes_them_to_be_in_the_tree])

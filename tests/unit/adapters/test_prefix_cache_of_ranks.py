@@ -1,5 +1,5 @@
-"""The prefix caches of two ranks under the same random requests: their tiers drift apart, and what
-SGLang sees of them does not."""
+"""The prefix caches of two ranks under the same random requests. The content of their tiers drifts
+apart, but SGLang sees the same hits on both."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import Phase
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvspec_testkit.runtime.meeting import BOTH
+from kvspec_testkit.runtime.rank_exchange import BOTH
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
-from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 
 SIZE = 32
 NUM_PAGES = 10
@@ -33,10 +33,10 @@ def test_ranks_whose_tiers_drift_stay_together(run_both):
 
 
 def test_the_machine_finds_ranks_that_look_up_alone(run_both, monkeypatch):
-    def num_loadable(agreed, wanted):
-        return [agreed._tiers.num_loadable(links) for links in wanted]
+    def num_loadable(common, wanted):
+        return [common._tiers.num_loadable(links) for links in wanted]
 
-    monkeypatch.setattr(AgreedPrefixes, "num_loadable", num_loadable)
+    monkeypatch.setattr(CommonPrefixes, "num_loadable", num_loadable)
     with pytest.raises(AssertionError):
         run_both(30, max_examples=400, phases=[Phase.generate])
 
@@ -49,7 +49,7 @@ def both(make_kv, two_ranks, prefix_cache_machine):
 
 
 def test_a_page_that_one_rank_cannot_read_is_computed_by_both(both):
-    """A scripted run, which shows that the machine gets there."""
+    """A scripted run, which shows that the machine reaches this case."""
     both.admit((0, 1, 0), 5, None)
     both.finish(0, True)
     for rank in BOTH:
@@ -59,23 +59,23 @@ def test_a_page_that_one_rank_cannot_read_is_computed_by_both(both):
     both.admit((0, 1, 0), 5, None)
     both.sglang_sees_the_same()
     both.every_rank_is_whole()
-    # Both parts of each were found, so that both ranks took pages for them and gave two back.
+    # Both ranks found three pages and took pages for them. They gave two back.
     assert [rank.hits["disk"] for rank in both.ranks] == [SIZE] * 2
     counters = [rank.disk.counters for rank in both.ranks]
     assert [each.damaged_anchors for each in counters] == [0, 1]
 
 
 def test_ranks_that_load_alone_are_found(both, monkeypatch):
-    def load(agreed, links, pages):
-        return agreed._tiers.load(links, pages)
+    def load(common, links, pages):
+        return common._tiers.load(links, pages)
 
-    monkeypatch.setattr(AgreedPrefixes, "load", load)
+    monkeypatch.setattr(CommonPrefixes, "load", load)
     with pytest.raises(AssertionError):
         test_a_page_that_one_rank_cannot_read_is_computed_by_both(both)
 
 
 def test_ranks_agree_on_many_requests_in_one_message(both):
-    """And on none where no page can be below the tree, or outside of the scheduler's pass."""
+    """No message is sent where no page can be below the tree, or outside the scheduler's pass."""
     both.admit((0, 1, 0), 5, None)
     both.finish(0, True)
     both.evict(NUM_PAGES)
@@ -95,10 +95,10 @@ def test_ranks_agree_on_many_requests_in_one_message(both):
             return [look_up(req) for req in [*requests, *requests]]
 
     def check(in_pass, expected, num_messages):
-        before, found = both.meeting.num_messages, {}
+        before, found = both.rank_exchange.num_messages, {}
         both.do(lambda rank: found.update({rank: looked_up(rank, in_pass)}))
         assert list(found.values()) == [expected] * 2
-        assert both.meeting.num_messages - before == num_messages
+        assert both.rank_exchange.num_messages - before == num_messages
 
     check(True, [2 * SIZE] * 36, num_messages=2)
     check(False, [0] * 18, num_messages=0)
@@ -134,11 +134,11 @@ def test_links_of_a_waiting_request_are_made_once(both, monkeypatch):
     a_pass(2)
     a_pass(0)
     for queue in waiting:
-        # Retracted, with a page more.
+        # The request was retracted, and has one more page.
         queue[0].output_ids.extend([5] * SIZE)
     a_pass(1)
     a_pass(1, queues=[[request_of([9] * 2 * SIZE + [7])] for _ in BOTH])
-    # Those that had left are as new.
+    # Requests that had left the queue count as new.
     a_pass(2)
 
 

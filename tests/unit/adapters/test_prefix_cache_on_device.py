@@ -1,5 +1,5 @@
-"""The prefix cache over a GpuKVCache, whose streams advance in any order: every hit reads, where
-kernels do, what its tokens were computed to."""
+"""The prefix cache over a GpuKVCache, whose streams advance in any order. Every hit reads the KV of
+its tokens where kernels read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_kvspec.kv.copy_streams import SyncStream
 
 SIZE = 32
 NUM_PAGES = 10
-# Of the longest request, which are all read at once.
+# Pages of the longest request, which are all read at once.
 CACHE_PAGES = 5
 KINDS = [(target, store) for target in ("exact", "int8") for store in (False, True)]
 
@@ -54,7 +54,7 @@ def device_machine(prefix_cache_machine, make_device_kv):
             self.streams.drain()
             super().teardown()
 
-        # What kernels do
+        # Actions of kernels
 
         def encode_from(self, layer, k, v, source, pages, residual_slots):
             entries = (each.tolist() for each in (source, pages, residual_slots))
@@ -109,7 +109,7 @@ def device_machine(prefix_cache_machine, make_device_kv):
 
 @pytest.mark.parametrize("num_kept", [0, 4])
 @pytest.mark.parametrize(("target", "store"), KINDS)
-def test_every_hit_reads_what_its_tokens_were_computed_to(device_machine, target, store, num_kept):
+def test_every_hit_reads_the_kv_of_its_tokens(device_machine, target, store, num_kept):
     limits = settings(max_examples=20, stateful_step_count=30)
     machine = partial(device_machine, (target, store), num_kept=num_kept)
     run_state_machine_as_test(machine, settings=limits)
@@ -117,7 +117,7 @@ def test_every_hit_reads_what_its_tokens_were_computed_to(device_machine, target
 
 @pytest.mark.parametrize(("target", "store"), [("exact", True), ("int8", False)])
 def test_ranks_whose_tiers_drift_stay_together(device_machine, two_ranks, target, store):
-    """Copies into pages that another rank could not load are on their way when these are freed."""
+    """Some pages are freed while copies into them run, because another rank could not load them."""
 
     class TwoDevices(two_ranks):
         def __init__(self):
@@ -133,7 +133,7 @@ def test_ranks_whose_tiers_drift_stay_together(device_machine, two_ranks, target
 
 
 def use_all_tiers(machine):
-    """A scripted run, in which the device is as late as can be."""
+    """A scripted run, in which the device is as late as possible."""
 
     def run_one():
         before = dict(machine.hits)
@@ -168,7 +168,8 @@ def rows_of_the_store_are_not_awaited(kv):
 
 
 def kept_anchors_are_late(kv):
-    """Beside the main stream, by which time others write where they came from."""
+    """Keep anchors on another stream than the main stream, so that other pages overwrite them
+    before the copy."""
     right = kv.records.keep_anchors
     main = kv.records._copies._stream
 

@@ -1,4 +1,4 @@
-"""SGLang's queue does not see requests that wait for their prefix, and loses none of them."""
+"""SGLang's queue hides requests that wait for their prefix, and loses none of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_kvspec.adapters import prefix_queue
-from sglang_kvspec.adapters.agreed_hits import Lacking
+from sglang_kvspec.adapters.common_hits import PrefixLookup
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 
 
 class Waiting:
-    """In place of WaitingRequests."""
+    """Stand-in for WaitingRequests."""
 
     def __init__(self):
         self.asked, self.still, self.retained, self.waits = [], set(), None, 0
@@ -44,8 +44,8 @@ def waiting():
 @pytest.fixture
 def scheduler(waiting):
     cache = object.__new__(KVSpecRadixCache)
-    cache.waiting, cache._agreed_hits = waiting, None
-    cache.lacking = lambda req: Lacking(0, f"links of {req.rid}")
+    cache.waiting, cache._common_hits = waiting, None
+    cache.look_up = lambda req: PrefixLookup(0, f"links of {req.rid}")
     queue = [SimpleNamespace(rid=rid) for rid in "abcd"]
     return SimpleNamespace(tree_cache=cache, waiting_queue=queue)
 
@@ -54,7 +54,7 @@ def rids(reqs):
     return [req.rid for req in reqs]
 
 
-def test_who_waits_is_held_back_in_its_place(scheduler, waiting):
+def test_waiting_requests_are_hidden_and_keep_their_places(scheduler, waiting):
     waiting.still = {"a", "c"}
     seen = []
 
@@ -72,7 +72,7 @@ def test_who_waits_is_held_back_in_its_place(scheduler, waiting):
     assert waiting.asked == list("abcd")
     waiting.still = set()
     prefix_queue.new_batch(take_first, scheduler, ("running",), {"limit": 3})
-    # Each is asked for once.
+    # Each request is asked for once.
     assert waiting.asked == [*"abcd", "new"]
     assert seen[1] == ["a", "c", "d", "new"]
 
@@ -100,7 +100,7 @@ def test_without_a_prefix_server_sglang_is_left_alone(scheduler, waiting, cache)
     assert waiting.waits == 0
 
 
-def test_an_idle_server_waits_for_the_link_only_where_somebody_waits(scheduler, waiting):
+def test_an_idle_server_waits_for_the_link_only_if_a_request_waits(scheduler, waiting):
     prefix_queue.wait_when_idle(scheduler)
     assert waiting.waits == 1
     scheduler.waiting_queue = []

@@ -1,4 +1,4 @@
-"""Which requests are refused before a scheduler hears of them, and that all others pass."""
+"""Requests that are refused before a scheduler receives them. All other requests pass."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WRONG = {
         *({"1": value} for value in (*NOT_NUMBERS, None, 1e39, -1e39)),
     ),
     "custom_params": (5, "x", [], [1]),
-    # Fields that do not exist, or that SGLang sets itself.
+    # Fields that do not exist, or that only SGLang sets.
     "max_tokens": (5,),
     "x" * 60: (5,),
     "is_normalized": (True, False),
@@ -345,7 +345,7 @@ def test_requests_of_other_kinds_pass():
         {"return_logprob": True},
         {"return_logprob": True, "top_logprobs_num": VOCAB},
         {"return_logprob": True, "top_logprobs_num": -3},
-        # Nothing is computed without return_logprob.
+        # Without return_logprob nothing is computed.
         {"top_logprobs_num": 100_000},
         {"priority": 2**63 - 1},
         {"priority": -5},

@@ -1,4 +1,4 @@
-"""Which of the graphs of a step is kept."""
+"""The choice between captured graphs of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from sglang_kvspec.adapters import step_graphs
 from sglang_kvspec.adapters.step_graphs import StepGraphs
 
-# As torch calls the library that is tried besides its own choice.
+# Torch's name of the library that is tried besides its own choice.
 OTHER = torch._C._BlasBackend.Cublaslt
 
 
@@ -20,8 +20,7 @@ def library():
 
 
 class FakeForward:
-    """Graphs that take as long as `seconds` says of a number of rows and whether it was the other
-    library that was asked for when they were captured."""
+    """Graphs that take seconds(number of rows, whether the other library was set at capture)."""
 
     def __init__(self, seconds):
         self.seconds, self.now = seconds, 0.0
@@ -70,11 +69,11 @@ def test_each_size_takes_the_faster_library(captured):
     assert graphs.time_empty_step() == pytest.approx(1.0)
 
 
-def test_where_both_are_as_fast_it_is_what_torch_is_set_to(captured):
+def test_equally_fast_libraries_leave_the_choice_to_torch(captured):
     graphs = captured(lambda num_rows, is_other: 1.0, may_use_other_blas=True)
     assert not any(used(graphs).values())
 
 
-def test_target_steps_are_as_torch_is_set(captured):
+def test_target_steps_use_the_library_that_torch_is_set_to(captured):
     graphs = captured(lambda num_rows, is_other: 1.0 - is_other / 2)
     assert not any(used(graphs).values())

@@ -1,4 +1,5 @@
-"""Streams by token: what SGLang's streamer is shown, and how rows of its messages are handed on."""
+"""Streams by token: the calls of SGLang's streamer, and the order in which rows of its messages
+leave."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from sglang_kvspec.adapters.streaming import PacedOutputs, stream_by_token
 
 
 class Request(SimpleNamespace):
-    """Hashed by identity, as SGLang's requests are."""
+    """A request that is hashed by identity, as SGLang's requests are."""
 
     __hash__ = object.__hash__
 
 
 def make_request(rid, num_new, *, sent=0, stream=True, interval=None, finished=False, cut=None):
-    """A request whose last num_new of its output tokens have not been sent."""
+    """Make a request whose last num_new output tokens have not been sent."""
     return Request(
         rid=rid,
         output_ids=list(range(sent + num_new)),
@@ -41,7 +42,7 @@ def make_request(rid, num_new, *, sent=0, stream=True, interval=None, finished=F
 
 
 class Streamer:
-    """Notes for each call what SGLang's stream_output would send of every request."""
+    """Stand-in for SGLang's stream_output, which records the tokens that each call would send."""
 
     def __init__(self, fail_at=None):
         self.calls = []
@@ -136,7 +137,7 @@ def test_requests_are_restored_when_the_streamer_raises(fail_at):
 
 
 def make_message(rids, *, following=None, finished=(), with_logprobs=False, number=0):
-    """A message as the detokenizer sends it. Every value names its request and the message."""
+    """Make a message of the detokenizer. Every value names its request and the message."""
 
     def marked(field):
         return [f"{field} {rid} {number}" for rid in rids]
@@ -167,12 +168,12 @@ def make_message(rids, *, following=None, finished=(), with_logprobs=False, numb
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["pickled", "packed"])
 def ipc(request, monkeypatch):
-    """Both ways in which SGLang's processes may send messages."""
+    """Test both formats in which SGLang's processes may send messages."""
     monkeypatch.setattr(io_struct, "_USE_PICKLE_IPC", request.param)
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only where a test says so."""
+    """Event loop whose time passes only where a test says so."""
 
     now = 1000.0
 
@@ -190,7 +191,8 @@ def pass_time(seconds):
 
 
 class Front:
-    """TokenizerManager as PacedOutputs sees it: requests under way, and what it is handed."""
+    """Stand-in for TokenizerManager, with running requests and a record of the messages that it
+    handles."""
 
     def __init__(self, streams=(), others=()):
         self.rid_to_state = {
@@ -203,7 +205,7 @@ class Front:
         self.paced = PacedOutputs.of(self, self.handle)
 
     async def handle(self, message):
-        # Gives way, as SGLang's own does where it waits for a lock.
+        # Let other tasks run, as SGLang's own method does where it waits for a lock.
         await asyncio.sleep(0)
         await self.may_go_on.wait()
         self.handled.append(message)
@@ -213,7 +215,7 @@ class Front:
             await self.paced.receive(message)
 
     async def until(self, count):
-        """Let time pass until the timer has handed on as many messages."""
+        """Let time pass until the timer has delivered this many messages."""
         for _ in range(100):
             if len(self.handled) >= count:
                 return
@@ -230,7 +232,7 @@ class Front:
 
 
 def one_round(rid, first, num_tokens, **options):
-    """Messages of one round, numbered from `first`."""
+    """Return the messages of one round, numbered from `first`."""
     return [
         make_message([rid], following={rid: num_tokens - 1 - i}, number=first + i, **options)
         for i in range(num_tokens)
@@ -238,7 +240,7 @@ def one_round(rid, first, num_tokens, **options):
 
 
 async def begin(front, *rids):
-    """Let the pacer see a round of a tenth of a second."""
+    """Let the pacer see a round that took a tenth of a second."""
     await front.receive(make_message(rids, number=100))
     pass_time(0.1)
 
@@ -251,7 +253,7 @@ def test_one_object_serves_a_manager():
     run(play())
 
 
-def test_messages_of_no_stream_are_handed_on_themselves():
+def test_messages_without_streams_are_delivered_unchanged():
     async def play():
         front = Front(others=["a", "b"])
         message = make_message(["a", "b"])
@@ -264,7 +266,7 @@ def test_messages_of_no_stream_are_handed_on_themselves():
     run(play())
 
 
-def test_a_message_that_leaves_whole_is_handed_on_itself():
+def test_a_message_that_leaves_whole_is_delivered_unchanged():
     async def play():
         front = Front(streams=["a"], others=["b"])
         message = make_message(["a", "b"])
@@ -274,7 +276,7 @@ def test_a_message_that_leaves_whole_is_handed_on_itself():
     run(play())
 
 
-def test_a_round_is_handed_on_token_by_token_in_order():
+def test_a_round_is_delivered_token_by_token_in_order():
     async def play():
         front = Front(streams=["a"])
         await begin(front, "a")
@@ -288,7 +290,7 @@ def test_a_round_is_handed_on_token_by_token_in_order():
     run(play())
 
 
-def test_the_last_token_waits_for_nothing_and_takes_all_along():
+def test_the_last_token_leaves_at_once_with_all_held_tokens():
     async def play():
         front = Front(streams=["a"])
         await begin(front, "a")
@@ -319,7 +321,7 @@ def test_rows_of_a_message_keep_what_is_theirs(with_logprobs):
 
 
 def assert_rows(part, whole, rows):
-    """`part` equals `whole` in these rows, field by field."""
+    """Check that `part` equals `whole` in these rows, field by field."""
     fields = msgspec.structs.asdict(part)
     for name, value in msgspec.structs.asdict(whole).items():
         if name == "time_stats":
@@ -380,7 +382,7 @@ def test_a_round_waits_for_a_delivery_under_way():
         await front.receive(*one_round("a", 0, 6))
         front.may_go_on.clear()
         pass_time(0.08)
-        # The timer's tokens 1 to 3 are on their way while the next round releases 4 and 5.
+        # The delivery of tokens 1 to 3 is under way while the next round releases 4 and 5.
         await give_way()
         following = asyncio.create_task(front.receive(*one_round("a", 6, 2)))
         await give_way()
@@ -423,7 +425,7 @@ def test_the_last_message_of_a_request_that_is_gone_ends_its_stream():
         del front.rid_to_state["a"]
         last = make_message(["a"], finished="a")
         await front.receive(last)
-        # SGLang says that it knows no such request.
+        # SGLang's handler receives the message, and logs that it knows no such request.
         assert front.handled[-1] is last
         assert front.num_streams == 1
         assert front.paced._pacer.next_due() is None

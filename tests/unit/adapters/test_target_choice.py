@@ -1,4 +1,5 @@
-"""Target attention of a server on a GPU: ours by default, and any that a package registers."""
+"""Target attention of a server on a GPU: KVSpec's by default, and any that another package
+registers."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_what_a_server_takes(options, deterministic, expected) -> None:
 
 
 @pytest.mark.usefixtures("_plugins")
-def test_one_of_another_package_is_taken_by_name() -> None:
+def test_an_attention_of_another_package_is_selected_by_name() -> None:
     config = KVSpecConfig(target_attention="plain_torch")
     assert load_target_attention(config, deterministic=False).__name__ == "PlainTorchAttention"
 

@@ -1,4 +1,4 @@
-"""SGLang's senders and receivers where strangers choose rooms, and where requests are given up."""
+"""SGLang's senders and receivers where strangers choose rooms, and where requests are cancelled."""
 
 from __future__ import annotations
 
@@ -84,20 +84,22 @@ def test_a_request_that_sglang_drops_gives_its_room_up(prefill) -> None:
     end = sender(prefill)
     assert end.poll() == KVPoll.Bootstrapping
     del end
-    assert prefill.loop.aborted == {ROOM: "the request is over"}
+    assert prefill.loop.aborted == {ROOM: "the request has ended"}
     assert sender(prefill).poll() == KVPoll.Bootstrapping
 
 
-def test_a_receiver_is_told_that_another_rank_gave_up(prefill) -> None:
+def test_a_receiver_learns_that_another_rank_aborted(prefill) -> None:
     end = sender(prefill)
     with pytest.raises(KVTransferError, match="another rank of this server"):
         end.failure_exception()
-    assert prefill.loop.aborted == {ROOM: "another rank of the prefill server gave it up"}
+    assert prefill.loop.aborted == {
+        ROOM: "another rank of the prefill server cancelled the request"
+    }
     assert sender(prefill).poll() == KVPoll.Bootstrapping
 
 
 def test_after_an_update_of_weights_nothing_is_sent(prefill) -> None:
-    """Both what is under way and what comes later is refused, here and at the receiver."""
+    """Transfers under way and later ones are refused, here and at the receiver."""
     early = sender(prefill)
     prefill.weights_will_change()
     late = sender(prefill, 8)
@@ -137,7 +139,7 @@ def test_a_refusal_fails_a_receiver_at_once(decode_manager) -> None:
     assert "model must be the same" in failure_of(end)
 
 
-def test_one_that_has_come_may_fail_until_all_ranks_have_it(decode_manager) -> None:
+def test_an_arrived_request_may_fail_until_all_ranks_have_it(decode_manager) -> None:
     end = KVSpecReceiver(decode_manager, ADDR, ROOM)
     reasons = {}
     decode_manager.links.loops = list
@@ -149,15 +151,15 @@ def test_one_that_has_come_may_fail_until_all_ranks_have_it(decode_manager) -> N
 
 
 @pytest.mark.parametrize(("num_tokens", "may_run"), [(4, True), (63, True), (64, False)])
-def test_only_warm_ups_may_come_from_nowhere(num_tokens, may_run) -> None:
-    """Of a longer one, whole pages would be read that nobody ever wrote."""
+def test_only_warm_ups_may_lack_a_prefill_server(num_tokens, may_run) -> None:
+    """A longer request would read whole pages that were never written."""
     ids = [5] * num_tokens
     req = SimpleNamespace(bootstrap_host="2.2.2.2", bootstrap_room=0, origin_input_ids=ids)
     assert (decoding.why_not(req, None, 64) is None) is may_run
 
 
 def test_a_loop_that_has_ended_is_reported_and_not_counted(prefill, decode_manager) -> None:
-    """Nothing that is asked for metrics may end the server."""
+    """A call for metrics must never end the server."""
 
     def counters() -> LinkCounters:
         raise TransportError("the sender's loop has failed: a defect")
@@ -175,7 +177,7 @@ def test_a_decode_server_knows_one_key(decode_manager) -> None:
     serving = SimpleNamespace(
         config=folder, identity=lambda: None, keys=lambda: SimpleNamespace(peers={b"a", b"b"})
     )
-    with pytest.raises(ConfigError, match="by one key, which they share, got 2"):
+    with pytest.raises(ConfigError, match="which all prefill servers share, got 2"):
         DecodeManager(None, None, serving)
 
 
@@ -185,12 +187,13 @@ def test_tokens_are_of_the_vocabulary(decode_manager, token, is_one) -> None:
 
 
 def test_drafts_are_counted_by_when_they_began() -> None:
-    """Residuals may come before a round of them ends, and each was made in its own step."""
-    arrivals = SimpleNamespace(is_lacking=lambda room: room == ROOM)
+    """Residuals may arrive before a round of drafts ends, and each draft was made in its own
+    step."""
+    arrivals = SimpleNamespace(is_pending=lambda room: room == ROOM)
     there = decoding.Decoding(SimpleNamespace(manager=SimpleNamespace(arrivals=arrivals)))
     state = SimpleNamespace(room=ROOM, timeline=Timeline(0.0))
-    assert there.is_lacking(state)
-    assert not there.is_lacking(SimpleNamespace(room=None))
+    assert there.is_pending(state)
+    assert not there.is_pending(SimpleNamespace(room=None))
     there.note_drafts(state, [0.3, 0.1], on_anchors=True)
     there.note_drafts(state, on_anchors=False)
     assert there.drafts_on_anchors == 2

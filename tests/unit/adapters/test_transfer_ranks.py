@@ -28,7 +28,7 @@ from sglang_kvspec.runtime.ranks import Ranks
 
 
 class OtherRank:
-    """Ranks of which the other one says what it is told to."""
+    """Two ranks, of which the other one reports given numbers."""
 
     size = 2
 
@@ -42,7 +42,7 @@ class OtherRank:
 
 @pytest.fixture
 def bootstrap():
-    """SGLang's own, and its address."""
+    """Address of SGLang's own bootstrap server."""
     ports = PortLease()
     server = CommonKVBootstrapServer("127.0.0.1", ports.http)
     address = f"127.0.0.1:{ports.http}"
@@ -88,7 +88,8 @@ def test_every_rank_is_found_where_it_sends_from(bootstrap) -> None:
         (Asker(1, 2, 4), 8, [4, 5, 6, 7], (0, 1)),
         (Asker(1, 2, 4), 1, [0], (1, 2)),
         (Asker(2, 4, 4), 2, [1], (0, 2)),
-        # These refuse: no number is a multiple of the other, or there are more ranks than heads.
+        # Cases that are refused: neither number is a multiple of the other, or there are more ranks
+        # than heads.
         (Asker(1, 2, 4), 3, [1], (0, 1)),
         (Asker(2, 3, 4), 2, [1], (0, 1)),
         (Asker(0, 1, 4), 1 << 30, [0], (0, 1)),
@@ -151,22 +152,22 @@ def request_of(token: int) -> SimpleNamespace:
 )
 def test_what_speaks_against_a_request_on_one_rank_does_on_all(wrongs, says, found) -> None:
     ranks, reqs = OtherRank(*says), [request_of(5), request_of(6)]
-    assert decoding.agree(ranks, reqs, wrongs) == found
+    assert decoding.shared_refusals(ranks, reqs, wrongs) == found
     assert ranks.about == ["r5", "r6"]
 
 
 @pytest.mark.parametrize("other", [4, 6])
 def test_ranks_begin_with_the_same_token(other) -> None:
-    (found,) = decoding.agree(OtherRank(1, other, -other), [request_of(5)], [None])
-    assert found == "the prefill server's ranks name different first tokens"
+    (found,) = decoding.shared_refusals(OtherRank(1, other, -other), [request_of(5)], [None])
+    assert found == "the ranks of the prefill server sent different first tokens"
 
 
-def test_one_rank_asks_nobody() -> None:
-    assert decoding.agree(Ranks(), [request_of(5)], ["wrong prompt"]) == ["wrong prompt"]
+def test_a_single_rank_sends_no_message() -> None:
+    assert decoding.shared_refusals(Ranks(), [request_of(5)], ["wrong prompt"]) == ["wrong prompt"]
 
 
 def test_a_first_token_is_of_its_room() -> None:
-    """SGLang's fields come one after another; the last is the room, eight times."""
+    """SGLang's fields follow one another. The last one begins with the room, in eight bytes."""
     last = (1 << 61 | 5).to_bytes(8, "little") + bytes(56)
     assert DecodeManager.is_of_room(last, 1 << 61 | 5)
     assert not DecodeManager.is_of_room(last, 5)

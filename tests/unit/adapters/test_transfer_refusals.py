@@ -1,4 +1,4 @@
-"""What a prefill and a decode server refuse, and that they take everything else."""
+"""Refusals of a prefill and a decode server, and requests that they accept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request(**fields: Any) -> GenerateReqInput:
         {"sampling_params": {}},
         {"return_logprob": True, "top_logprobs_num": 128},
         {"return_logprob": True, "logprob_start_len": 0},
-        # Of no request for log-probabilities.
+        # These fields have no effect without return_logprob.
         {"top_logprobs_num": 129, "token_ids_logprob": [5]},
     ],
     ids=str,
@@ -39,10 +39,13 @@ def test_takes(fields: dict[str, Any]) -> None:
     [
         ({"bootstrap_host": None}, "bootstrap_host is missing"),
         ({"bootstrap_host": ""}, "bootstrap_host is missing"),
-        ({"session_params": SessionParams(id="7")}, "session_params cannot be served"),
-        ({"input_ids": None, "input_embeds": [[0.0]]}, "input_embeds cannot be served"),
-        ({"sampling_params": {"n": 2}}, "n > 1 needs a transfer for each sample"),
-        ({"return_logprob": True, "token_ids_logprob": [5]}, "token_ids_logprob cannot be had"),
+        ({"session_params": SessionParams(id="7")}, "session_params cannot be combined"),
+        ({"input_ids": None, "input_embeds": [[0.0]]}, "input_embeds cannot be combined"),
+        ({"sampling_params": {"n": 2}}, "n > 1 cannot be combined"),
+        (
+            {"return_logprob": True, "token_ids_logprob": [5]},
+            "token_ids_logprob cannot be combined",
+        ),
         ({"return_logprob": True, "top_logprobs_num": 129}, "at most 128 .*, got 129"),
     ],
     ids=str,

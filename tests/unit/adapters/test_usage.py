@@ -1,4 +1,4 @@
-"""Drafts in the usage of OpenAI answers: what SGLang's models make of it on their way to JSON."""
+"""Drafts in the usage of OpenAI answers, from SGLang's models to JSON."""
 
 from __future__ import annotations
 

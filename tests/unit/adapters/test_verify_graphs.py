@@ -1,4 +1,5 @@
-"""VerifyGraphs over forwards that are not captured: what a replay reads and returns."""
+"""VerifyGraphs over forwards that are not captured: the rows that a replay reads, and its
+results."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SIZE, MAX_ROWS, MAX_DRAFTS, VOCAB, MAX_PIGGYBACK = 64, 2, 8, 7, 3
 
 
 class FakeForward:
-    """A replay's logits say which token was where: logits[t] = (input id, position, 0, ...)."""
+    """Forward whose logits name each token: logits[t] = (input id, position, -1, ...)."""
 
     def __init__(self):
         self.logits = torch.zeros(256, VOCAB)
@@ -63,16 +64,16 @@ def graphs(make_device_kv, monkeypatch, forward):
 
 
 def verifying(start, tokens, pages, num_made=0):
-    """Request that verifies its pending token and drafts, `tokens`, from position `start` on;
-    num_made: drafts behind them that only the device knows."""
+    """Make a request that verifies its pending token and drafts, `tokens`, from position `start`
+    on. num_made: further drafts, which only the device knows."""
     state = request_state(committed_len=start)
     state.pending, *state.drafts = tokens
     return state, Row(RowKind.VERIFY, start, len(tokens) + num_made, torch.tensor(pages))
 
 
 def drafting(start, token, pages, num_made=0):
-    """Request that drafts once, at position `start`, behind `token` or drafts that only the device
-    knows."""
+    """Make a request that drafts once, at position `start`, after `token` or after drafts that only
+    the device knows."""
     state = request_state(committed_len=start - num_made)
     state.pending = token
     return state, Row(RowKind.DRAFT, start, 1, torch.tensor(pages))
@@ -88,7 +89,7 @@ def run(graphs, requests, made=None):
 
 
 def test_logits_are_those_of_the_rows_tokens(graphs):
-    # Pages 3 and 4 are the first request's, of which it fills the first on the way.
+    # The first request has pages 3 and 4, and fills page 3 in the verification.
     requests = [verifying(62, [10, 11, 12, 13], [3, 4]), verifying(5, [20, 21], [7])]
     out = run(graphs, requests)
     assert out.logits[:, 0].tolist() == [10, 11, 12, 13, 20, 21]
@@ -97,13 +98,13 @@ def test_logits_are_those_of_the_rows_tokens(graphs):
     assert out.draft_logits is None
     window = graphs._attention.kv.window.slots
     assert set(window) == {3, 4, 7}
-    # The next forward may begin.
+    # The next forward can begin.
     run(graphs, [verifying(6, [30], [7])])
 
 
 def test_drafts_that_are_only_on_the_device_are_verified(graphs):
     made = DraftedTokens(torch.tensor([[50, 60], [51, 0]]), order=[1, 0], lens=[1, 2])
-    # The first request is the second column; both begin with their pending tokens.
+    # The first request has the second column. Both begin with their pending tokens.
     requests = [verifying(3, [1], [5], num_made=1), verifying(9, [2], [6], num_made=2)]
     out = run(graphs, requests, made)
     assert out.logits[:, 0].tolist() == [1, 60, 2, 50, 51]
@@ -115,7 +116,7 @@ def test_a_verification_without_room_leaves_nothing_behind(graphs, forward):
     assert run(graphs, [request]) is None
     assert not forward.replayed
     assert not list(graphs._attention.kv.window.slots)
-    # No forward has begun that would have to be finished.
+    # No forward has begun, so another one can.
     with graphs._attention.laid_out(ForwardPlan((request[1],))):
         pass
 
@@ -128,7 +129,8 @@ def test_large_forwards_are_captured_first(graphs, forward):
 
 
 def test_piggyback_drafts_are_made_in_the_same_forward(graphs):
-    """0 and 3 verify; 1 drafts behind a draft of this round, 2 behind its pending token."""
+    """Requests 0 and 3 verify. Request 1 drafts after a draft of this round, and request 2 after
+    its pending token."""
     made = DraftedTokens(torch.tensor([[50, 60], [51, 0]]), order=[1, 3], lens=[0, 2, 0, 1])
     requests = [
         verifying(3, [1], [5]),
@@ -142,7 +144,7 @@ def test_piggyback_drafts_are_made_in_the_same_forward(graphs):
     assert rows.input_ids.shape == (MAX_PIGGYBACK,)
     assert graphs._forward.logits[:2, :2].tolist() == [[51, 2 * SIZE], [4, 7]]
     assert torch.equal(out.draft_logits, graphs._forward.logits[:2])
-    # The fake forward's largest entry is the draft.
+    # The draft is the largest entry of the fake logits.
     chosen = [int(graphs._forward.logits[row].argmax()) for row in range(2)]
     assert out.drafted.deliver() == {1: [chosen[0]], 2: [chosen[1]]}
     assert out.drafted.lens == [0, 1, 1, 0]

@@ -1,4 +1,4 @@
-"""Makes the benchmarks' own packages importable, as they are beside a script that runs."""
+"""Puts the benchmarks' own packages on sys.path, as they are for a script that runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 @pytest.fixture
 def identity_path(tmp_path):
-    """What bench_gpu_identity.py would write, on an H200, in a folder of its own."""
+    """Result file as bench_gpu_identity.py writes it on an H200, in a folder of its own."""
     name = "identity.gpu.mismatches_vs_draft_off"
     row = {"unit": "of 200 answers", "spread": None, "baseline": 0}
     result = {

@@ -1,4 +1,5 @@
-"""Figures of several runs in one result: whose they are, and that new ones replace old ones."""
+"""Figures of several runs in one result: each belongs to a kind, and new figures replace old
+ones."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def values(tiers):
     return {row["name"]: row["value"] for row in tiers["figures"]}
 
 
-def test_figures_stay_apart_by_kind():
+def test_figures_of_each_kind_stay_separate():
     tiers = collect(result("a", plan_stall=1), {"soak.json": result("b", soak_leaks=0, other=3)})
     assert values(tiers) == {"plan.stall": 1, "soak.leaks": 0}
     assert tiers["commit"] == "a"
@@ -37,7 +38,7 @@ def test_a_later_collection_replaces_its_kind_alone():
 
 
 def test_a_result_without_such_figures_is_refused():
-    with pytest.raises(ValueError, match=r"x\.json has no figures named soak\."):
+    with pytest.raises(ValueError, match=r"x\.json has no figure whose name begins with soak\."):
         collect(result("a"), {"x.json": result("b", plan_stall=1)})
 
 

@@ -21,11 +21,11 @@ def test_each_table_stands_on_a_page():
 
 
 def test_a_mark_without_a_table_is_refused():
-    with pytest.raises(SystemExit, match="no table is named other; there are known"):
+    with pytest.raises(SystemExit, match=r"other:begin --> marks an unknown table: .* known"):
         doc_tables.filled("<!-- other:begin -->\n<!-- other:end -->", {"known": ""})
 
 
-def test_what_stood_between_the_marks_goes():
+def test_text_between_the_marks_is_replaced():
     text = "before\n<!-- one:begin -->\nold\n<!-- one:end -->\nafter\n"
     assert doc_tables.filled(text, {"one": "new"}) == text.replace("old", "new")
 

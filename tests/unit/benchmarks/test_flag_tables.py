@@ -1,4 +1,4 @@
-"""The documentation says of each flag what its declaration says."""
+"""The documentation of each flag agrees with its declaration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of runs that shared the identity matrix add up to one, or are refused."""
+"""Reports of runs that shared the identity matrix add up to one report, or are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def figure(name, value):
 
 
 def part(scenarios, *, shard="1/1", commit="abc", cores=2, prompts=44, model="demo-5m"):
-    """The report of a run of `scenarios`: names with numbers of answers and mismatches."""
+    """Make the report of a run. `scenarios`: names with numbers of answers and mismatches."""
     rows = []
     for name, (answers, mismatches) in scenarios.items():
         prefix = f"identity.{model}.exact-log4.{name}"
@@ -70,7 +70,7 @@ def test_prompts_count_once_a_model():
     assert values(merge_identity.merge(parts))["identity.prompts"] == 88
 
 
-def test_what_was_merged_merges_again():
+def test_a_merged_report_merges_again():
     once = merge_identity.merge([part({"alone": (44, 0)})])
     again = merge_identity.merge([once, part({"alone": (44, 0)}, model="eval")])
     assert values(again)["identity.answers"] == 88

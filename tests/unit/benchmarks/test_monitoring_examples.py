@@ -14,7 +14,7 @@ _GROUPED = re.compile(r"by \((?P<labels>[\w, ]+)\) \((?P<query>.*?\))")
 
 @pytest.fixture(scope="module")
 def labels_of():
-    """The labels of each series that a server can have."""
+    """Return the labels of each series that a server can have."""
     found = {}
     for table in metric_tables.metric_tables().values():
         for line in table.splitlines()[2:]:

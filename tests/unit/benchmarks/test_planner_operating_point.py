@@ -42,7 +42,7 @@ MACHINE = Machine(
 
 @dataclass(frozen=True)
 class Nothing:
-    """Drafts that are never accepted."""
+    """Acceptance curve of drafts that are never accepted."""
 
     def expected_tokens(self, draft_len: int) -> float:
         return 1.0
@@ -78,12 +78,12 @@ def test_the_simulated_server_reaches_what_was_expected(kv_bytes, residual_bytes
     if point is None:
         return
     report = run(machine)
-    # Lengths vary where the estimate has means, and requests are whole.
+    # The estimate uses mean lengths and fractions of requests, and the simulation does not.
     assert report.tokens_per_s() == pytest.approx(point.tokens_per_s, rel=0.2)
     assert report.stall_share() < 0.03
 
 
-def test_nobody_waits_for_a_fetch_where_the_link_suffices():
+def test_no_request_waits_for_a_fetch_where_the_link_suffices():
     machine = replace(MACHINE, kv_bytes=16_000_000, residual_bytes=140, link_bytes_per_s=1e8)
     point = choose_operating_point(machine, CONTEXT_LEN + OUTPUT_LEN, OUTPUT_LEN)
     assert point is not None
@@ -151,7 +151,7 @@ def test_a_load_for_several_verifications_takes_the_link_once():
     load_s = CONTEXT_LEN * MACHINE.residual_bytes / MACHINE.link_bytes_per_s
     cycle_s = (point.draft_len + 1) * point.iteration_s
     assert point.link_load == pytest.approx(point.num_fetching * load_s / (4 * cycle_s))
-    # Each holds a room but for the drafts before its load begins.
+    # Each fetching request holds a room, except while it drafts before its load begins.
     assert point.rooms == point.num_fetching
 
 

@@ -1,4 +1,4 @@
-"""Random schedules through the planner, against accounts that the tests keep themselves."""
+"""Random schedules through the planner, against accounts that the tests keep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MAX_DRAFT_LEN = 8
 
 @dataclass
 class Accounts:
-    """What an engine would see: bytes that move, bytes in HBM, verifications; and who is where.
+    """Bytes moved, bytes in HBM, verifications and the place of each request, as an engine would
+    see them.
 
     Built from plans and their places only, never from the planner's rings.
     """
@@ -53,7 +54,7 @@ class Accounts:
         plan = self.planner.advance(late)
         self.plans.append(plan)
         assert plan.iteration == now
-        # Lateness may have moved or displaced places: look again.
+        # Late fetches may have moved or displaced places, so read them again.
         for request_id in set(self.places) - {p.request_id for p in self.planner.placed}:
             if request_id not in plan.verify:
                 del self.places[request_id]
@@ -138,9 +139,9 @@ def random_ask(rng: Random, request_id: int, now: int) -> Ask:
 
 
 def run_schedule(seed: int) -> Accounts:
-    """A planner after up to 40 iterations of requests that come, return and go.
+    """Return the accounts after up to 40 iterations of requests that arrive, return and leave.
 
-    From a seed, because drawing every choice takes longer than running the schedule.
+    A seed decides them, because drawing every choice takes longer than running the schedule.
     """
     rng = Random(seed)
     budget = IterationBudget(rng.randint(1, 30), rng.randint(0, 120), rng.randint(1, 4))
@@ -209,8 +210,9 @@ def test_is_deterministic(schedule, budget):
 
 @settings(max_examples=500)
 @given(data=st.data(), budget=budgets, victim_bytes=st.sampled_from([0, 7, 20, 45, 100]))
-def test_nobody_waits_longer_than_the_bound(data, budget, victim_bytes):
-    """A low priority without a deadline, against small and urgent requests that never stop."""
+def test_no_request_waits_longer_than_the_bound(data, budget, victim_bytes):
+    """A request of low priority without a deadline competes with a continuous flow of small and
+    urgent requests."""
     accounts = Accounts(make_planner(budget, 12))
     rivals = data.draw(st.lists(asks, min_size=1, max_size=9), label="rivals")
     victim = Ask(99, victim_bytes, best_len=8, priority=-1)
@@ -226,7 +228,7 @@ def test_nobody_waits_longer_than_the_bound(data, budget, victim_bytes):
         plan = accounts.advance()
         if victim.request_id not in accounts.asked_at:
             break
-    # It verified or was found too large for any ring.
+    # The request verified, or was too large for any ring.
     assert victim.request_id in plan.verify or any(
         d.request_id == 99 and d.outcome is Outcome.TOO_LARGE for d in plan.decisions
     )
@@ -234,7 +236,7 @@ def test_nobody_waits_longer_than_the_bound(data, budget, victim_bytes):
 
 
 def resubmit(accounts: Accounts, rivals: list[Ask]) -> None:
-    """Whoever verified, or was cancelled, asks again at once."""
+    """Submit each rival that has verified or was cancelled again."""
     for index, ask in enumerate(rivals):
         if index not in accounts.asked_at:
             accounts.submit(Ask(index, ask.fetch_bytes, ask.best_len, 0, ask.priority))
@@ -244,7 +246,7 @@ def resubmit(accounts: Accounts, rivals: list[Ask]) -> None:
 @given(seed=st.integers(0, 2**32 - 1), budget=budgets)
 def test_late_fetches_never_verify_nor_overfill_hbm(seed, budget):
     rng = Random(seed)
-    # Slots smooth work only and yield to lateness.
+    # Slots only smooth the work, and late fetches may exceed them.
     budget = IterationBudget(budget.link_bytes, budget.hbm_bytes, 100)
     accounts = Accounts(make_planner(budget))
     for step in range(25):
@@ -266,7 +268,8 @@ def test_smaller_budgets_hold_from_the_next_iteration_on(accounts, budget):
     rings = planner.rings
     assert not rings.hbm.is_over()
     assert {p.request_id for p in planner.placed} | set(planner.waiting) == set(accounts.asked_at)
-    # Only fetches under way may exceed a smaller link, and only verifications after them the slots.
+    # Only fetches under way may exceed a smaller link, and only verifications after them may exceed
+    # the slots.
     if not any(p.first < planner.now for p in planner.placed):
         assert not rings.is_over()
     for request_id in list(accounts.asked_at):
@@ -297,7 +300,7 @@ def test_a_fetch_takes_what_the_link_has_left():
     assert second.moves == ((2, 10), (3, 5))
 
 
-def test_priority_then_deadline_then_age_decide_who_goes_first():
+def test_priority_then_deadline_then_age_decide_the_order():
     planner = make_planner(IterationBudget(0, 0, 1))
     planner.submit(Ask(0, 0, best_len=3))
     planner.submit(Ask(1, 0, best_len=3, deadline=3))
@@ -317,8 +320,8 @@ def test_a_request_that_loses_its_place_keeps_its_age():
     assert [d.request_id for d in planner.advance().decisions] == [0, 1]
 
 
-def test_a_late_fetch_moves_those_after_it_and_costs_nobody_the_turn():
-    # HBM holds one of them at a time.
+def test_a_late_fetch_moves_later_fetches_and_costs_no_turn():
+    # HBM holds the residuals of one request at a time.
     planner = make_planner(IterationBudget(link_bytes=10, hbm_bytes=20, verifications=4), 16)
     for request_id, best_len in enumerate((2, 5, 8)):
         planner.submit(Ask(request_id, fetch_bytes=20, best_len=best_len))
@@ -335,8 +338,8 @@ def test_a_slower_link_keeps_the_order_of_turns():
     planner.submit(Ask(1, fetch_bytes=20, best_len=4))
     assert places_of(planner) == {0: 8, 1: 4}
     planner.resize(IterationBudget(link_bytes=4, hbm_bytes=20, verifications=4))
-    # Five iterations each instead of one, of which the second begins in the third: its own 4th
-    # and 8th come too soon.
+    # Each fetch takes five iterations instead of one, so the requests' own 4th and 8th iterations
+    # are too early. The second fetch begins after the first verification.
     assert {p.request_id: (p.first, p.verify_at) for p in planner.placed} == {
         1: (1, 6),
         0: (7, 12),
@@ -362,7 +365,7 @@ def test_a_request_that_waited_verifies_as_soon_as_its_fetch_allows():
     [(101, IterationBudget(100, 100, 1)), (90, IterationBudget(10, 100, 1))],
     ids=["more than HBM holds", "longer than the horizon"],
 )
-def test_what_can_never_fit_is_said_at_once(fetch_bytes, budget):
+def test_a_request_that_can_never_fit_is_reported_at_once(fetch_bytes, budget):
     planner = make_planner(budget)
     planner.submit(Ask(0, fetch_bytes, best_len=4))
     (decision,) = planner.advance().decisions
@@ -373,7 +376,7 @@ def test_what_can_never_fit_is_said_at_once(fetch_bytes, budget):
 def test_asking_twice_is_refused():
     planner = make_planner(IterationBudget(1, 1, 1))
     planner.submit(Ask(0, 0, best_len=4))
-    with pytest.raises(ConfigError, match="already asked"):
+    with pytest.raises(ConfigError, match="has already asked"):
         planner.submit(Ask(0, 0, best_len=4))
 
 

@@ -1,4 +1,5 @@
-"""Simulated servers: every token comes, memory and link are not exceeded, and our plan pays."""
+"""Simulated servers: every token arrives, memory and link are not exceeded, and the staggered plan
+pays."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ DRAFTING = (Staggered, LockStep, Sequential)
 
 @dataclass(frozen=True)
 class MemoryBoundCosts:
-    """Reading weights, then KV: anchors are a quarter of it."""
+    """Costs of reading weights, then KV. Anchors are a quarter of the KV."""
 
     def seconds(
         self,
@@ -85,9 +86,11 @@ def test_fetches_hide_where_the_link_suffices():
 
 
 @pytest.mark.parametrize("kind", DRAFTING)
-def test_who_joins_keeps_residuals_that_a_resident_leaves_room_for(kind):
-    """They are in HBM already, where those of others would have to be fetched."""
-    # Anchors of three, the residuals of one, and room to fetch those of another.
+def test_a_new_request_takes_the_room_of_a_resident_that_left(kind):
+    """The residuals of the new request are in HBM already, while those of others would have to be
+    fetched."""
+    # Room for the anchors of three requests, the residuals of one, and the fetch of another one's
+    # residuals.
     schedule = kind(replace(MACHINE, kv_bytes=7_500_000), 8, 3, rooms=1)
     requests = [RunningRequest(n, TraceRequest(0.0, 15_000, 500)) for n in range(4)]
     for request in requests[:3]:
@@ -177,7 +180,7 @@ def test_with_all_residuals_resident_nothing_moves():
 
 
 def test_a_request_that_can_never_fit_is_an_error():
-    with pytest.raises(CapacityError, match="does not fit an empty server"):
+    with pytest.raises(CapacityError, match="does not fit on an empty server"):
         simulate(PlainDecoding(MACHINE), [TraceRequest(0.0, 10**6, 1)])
 
 

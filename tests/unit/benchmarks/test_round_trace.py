@@ -1,4 +1,4 @@
-"""Traces of rounds: which calls are recorded, and how they are counted."""
+"""Traces of rounds: the calls that are recorded, and their counts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add(a, b):
 def attend():
     return add(1, 1)
 """
-# What forward_batch_generation calls, in order: name, caller, through a library, in the model.
+# Calls of forward_batch_generation, in order: name, caller, through a library, in the model.
 CALLS = [
     ("Worker.forward_batch_generation", None, False, False),
     ("Worker.whole", "Worker.forward_batch_generation", True, False),
@@ -72,11 +72,12 @@ CALLS = [
 
 @pytest.fixture
 def plugin():
-    """A fresh copy of the plugin's module, by its path: it is on no import path here."""
+    """A new copy of the plugin's module, loaded by its path, since no import path here contains
+    it."""
     path = BENCHMARKS / "round_trace" / "plugin" / "kvspec_round_trace.py"
     spec = importlib.util.spec_from_file_location("kvspec_round_trace", path)
     module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up.
+    # The dataclass decorator looks up its module in sys.modules.
     sys.modules["kvspec_round_trace"] = module
     spec.loader.exec_module(module)
     yield module
@@ -113,7 +114,7 @@ class Batch:
 
 @pytest.fixture
 def traced(plugin, tree, tmp_path):
-    """forward_batch_generation of a worker that is traced for two rounds after one of warm-up."""
+    """forward_batch_generation of a worker that is traced for two rounds after a warm-up round."""
     from traced import helper, worker
 
     out = tmp_path / "rounds.json"
@@ -155,10 +156,10 @@ def test_counts(traced):
     assert one.outside_model() == Counts(
         calls=8,
         direct_calls=6,
-        # numbers three times, and add.
+        # `numbers` three times, and `add`.
         cross_file_calls=4,
         edges=5,
-        # worker, numbers, worker, add.
+        # Lines of worker, numbers, worker and add.
         file_changes=3,
         files=2,
     )

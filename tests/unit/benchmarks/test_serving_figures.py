@@ -1,4 +1,4 @@
-"""From the times of tokens to rates, ratios, and the tables of the documentation."""
+"""Rates and ratios from the times of tokens, and the tables of the documentation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASS = Pass(50.0, 450.0, 900.0, 1000.0, 10.0, 20.0, 11.0, 9.0)
 
 
 def record(system, concurrency=16, rate=None, spread=1.0, **fields):
-    """A point of the 8B shape at 32K with this decode rate."""
+    """Make a point of the 8B shape at 32K with this decode rate."""
     acceptance = "replayed" if system in ("exact", "int8") else ""
     found = None if rate is None else DecodeRate(rate, spread, steady=True)
     base = Record("8b", 32768, concurrency, system, acceptance, 32768, 512, machine="H200")
@@ -30,12 +30,13 @@ def by_name(records):
 
 
 def as_rows(figures):
-    """As they are read from a result."""
+    """Return figures in the form in which a result is read."""
     return {name: asdict(figure) for name, figure in figures.items()}
 
 
 def test_decode_rate_is_that_of_the_time_in_which_all_decode():
-    """Ten tokens a second each; one starts a second late, the other ends a second early."""
+    """Each request decodes ten tokens a second. One starts a second late, and the other ends a
+    second early."""
     rate = decode_rate([1.0, 2.0], [[0.1] * 50, [0.1] * 50])
     assert rate.tokens_per_s == pytest.approx(20, rel=0.03)
     assert rate.steady
@@ -66,7 +67,7 @@ def test_ratios_at_a_point_and_their_spread():
     assert not any("saturation" in name for name in found)
 
 
-def test_prefill_is_counted_apart():
+def test_prefill_is_counted_separately():
     records = [
         record("bf16", end_to_end=PASS),
         record("exact", end_to_end=replace(PASS, output_tokens_per_s=60.0)),
@@ -95,14 +96,14 @@ def test_saturation_takes_each_side_at_its_own_best():
     overall = found["serve.8b.32k.saturation.vs_bf16"]
     assert overall.value == 2.5
     assert overall.unit.endswith("int8")
-    # With one concurrency each, neither need be at its best.
+    # With one concurrency each, these systems need not be at their best.
     assert not any(f"saturation.{system}" in name for name in found for system in ("exact", "fp8"))
     assert not any("saturation" in name for name in by_name([records[0], *records[3:]]))
 
 
 @pytest.mark.parametrize(("room", "is_best"), [(17, True), (40, False), (None, True)])
 def test_saturation_is_not_that_of_a_system_that_was_asked_for_little(room, is_best):
-    """At most 16 requests, where bf16 is best with 24."""
+    """The system had at most 16 requests, while bf16 is best with 24."""
     tokens = None if room is None else room * (32768 + 512)
     records = [
         record("bf16", 16, 800.0),
@@ -118,7 +119,7 @@ def test_contexts_are_not_mixed():
     assert not any("vs_bf16" in name for name in by_name([record("bf16", rate=100.0), other]))
 
 
-def test_a_draft_iteration_is_held_against_a_plain_step():
+def test_a_draft_iteration_is_compared_with_a_plain_step():
     records = [
         record("bf16", rate=800.0),
         record("exact", draft_iter_ms=10.0),
@@ -139,7 +140,7 @@ def test_the_first_start_of_a_run_does_not_count():
 
 
 def test_starts_of_different_models_are_not_compared():
-    """The small model's server starts sooner, whatever it runs."""
+    """The server of the small model starts sooner with any system."""
     records = [
         record("bf16", start_s=60.0, date="a"),
         record("int8", start_s=65.0, date="b"),
@@ -152,7 +153,7 @@ def test_starts_of_different_models_are_not_compared():
 
 
 def test_of_consecutive_runs_only_the_first_start_was_cold():
-    """Each run took its own first server for a cold one."""
+    """Each run marked its own first server as a cold start."""
     records = [
         record("int8", start_s=60.0, first_start=True, date="b"),
         record("exact", start_s=99.0, first_start=True, date="a"),
@@ -224,8 +225,8 @@ def test_the_head_of_a_table_says_what_was_replayed():
     figures = by_name([record("bf16", rate=100.0), record("bf16", 24, rate=110.0)])
     figures |= by_name([record("exact", rate=150.0), record("exact", 24, rate=160.0)])
     rows = tables.points(as_rows(figures), acceptance_note([record("exact")], source))
-    assert rows[0].startswith("| acceptance is REPLAYED from accept.uniform4 | at once |")
-    # Without a pass from empty caches there are no such columns.
+    assert rows[0].startswith("| acceptance is REPLAYED from accept.uniform4 | requests |")
+    # Without a pass from empty caches there are no columns for it.
     assert "TTFT" not in rows[0]
     assert "prefill" not in rows[0]
     assert {row.count("|") for row in rows} == {rows[0].count("|")}
@@ -235,11 +236,11 @@ def test_headlines_say_how_many_requests_each_side_had():
     records = [record("bf16", n, rate) for n, rate in ((16, 80.0), (26, 90.0))]
     records += [record("int8", n, rate) for n, rate in ((16, 130.0), (40, 180.0))]
     rows = tables.headlines(as_rows(by_name(records)), "nothing was drafted")
-    (row,) = [row for row in rows if "each at its best" in row]
+    (row,) = [row for row in rows if "each system at its best" in row]
     assert ", at 40 against 26 requests | 2.00 ± 0.02 x |" in row
 
 
-def test_curves_keep_places_and_systems_apart():
+def test_curves_separate_places_and_systems():
     records = [record("bf16", rate=80.0), record("int8", 40, 180.0, spread=None)]
     records.append(replace(record("bf16", rate=300.0), context_len=4096))
     assert tables.curves(as_rows(by_name(records))) == {
@@ -256,9 +257,9 @@ def test_the_documentation_gets_its_tables_and_plot(monkeypatch, tmp_path, ident
         monkeypatch.setattr(tables, name, path)
     text = tables.block()
     tables.draw()
-    assert "| `exact` with drafting off | 41 of 200 | 0.125 | 0 |" in text
+    assert "| `exact` against drafting off | 41 of 200 | 0.125 | 0 |" in text
     assert "acceptance is real: eval-31m" in text
-    assert "commit 330bf0a; against" in text
+    assert "commit 330bf0a; comparison" in text
     assert result.with_suffix(".png").stat().st_size > 0
     prose = [line for line in text.splitlines() if not line.startswith("|")]
     assert max(map(len, prose)) <= tables.WIDTH

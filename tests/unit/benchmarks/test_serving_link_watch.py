@@ -1,4 +1,4 @@
-"""What a server said of its link while most requests ran."""
+"""A server's reports about its link while most requests ran."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from serving.link_watch import LinkWatch
 
 
 class Server:
-    """Answers with these numbers of requests, 0 for a link that has nothing to move and None for no
-    answer, then not any more."""
+    """Server that answers with these numbers of requests, 0 for a link without work, None for a
+    failed answer. After the last one it answers no more."""
 
     def __init__(self, *answers):
         self._answers, self.is_done = list(answers), threading.Event()
@@ -44,5 +44,5 @@ def test_a_link_that_moves_nothing():
 def test_an_answer_that_does_not_come_is_counted_and_others_are_asked_for():
     watch = watched(3, None, 5, 4)
     assert watch.busiest["left"] == 1
-    # And those after the last.
+    # Failed answers after the last one count, too.
     assert watch.num_missed >= 2

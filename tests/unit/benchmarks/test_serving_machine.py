@@ -1,11 +1,11 @@
-"""What a run sees of a machine's GPUs and of its compilers' caches."""
+"""A machine's GPUs and compiler caches, as a benchmark run finds them."""
 
 from __future__ import annotations
 
 import pytest
 from serving import compiled, machine
 
-# Prints its arguments' GPU, or those of all, as nvidia-smi does.
+# Prints the GPU of its arguments, or all GPUs, as nvidia-smi does.
 NVIDIA_SMI = """#!/bin/sh
 for argument in "$@"; do
     case "$argument" in --id=*) echo "${argument#--id=}000"; exit;; esac

@@ -34,7 +34,7 @@ def point(system, rate, date, **fields):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Two files of points: the second one has one point of the first anew."""
+    """Two files of points. The second file measures one point of the first again."""
     paths = [tmp_path / "a.points.jsonl", tmp_path / "b.points.jsonl"]
     append(paths[0], point("int8", 160.0, "a"))
     append(paths[0], point("bf16", 90.0, "b"))
@@ -64,13 +64,13 @@ def test_the_latest_of_each_point_is_kept(monkeypatch, runs, out):
     merged = read(out.with_suffix(".points.jsonl"))
     assert [record.decode_rate.tokens_per_s for record in merged] == [160.0, 100.0]
     assert "identity" not in report["settings"]
-    # Merged again, it is the same.
+    # Merging the result again does not change it.
     again = merge(monkeypatch, out, out.with_suffix(".points.jsonl"))
     assert again["figures"] == report["figures"]
 
 
 def test_consecutive_runs_share_one_cold_start(monkeypatch, runs, out):
-    # The run whose point is replaced counts: its start was the first.
+    # The run whose point is replaced still counts: its start was the first.
     append(runs[0], point("exact", 120.0, "0"))
     append(runs[1], point("exact", 130.0, "d"))
     assert "start.extra_seconds" not in figures_of(merge(monkeypatch, out, *runs))
@@ -83,7 +83,7 @@ def test_consecutive_runs_share_one_cold_start(monkeypatch, runs, out):
 def test_the_cold_start_is_named(monkeypatch, runs, out):
     starts = merge(monkeypatch, out, *runs, "--consecutive")["settings"]["starts"]
     assert starts == [
-        "a 8b int8: 60.0 s, the first: nothing had been read or compiled yet",
+        "a 8b int8: 60.0 s, first start: no file had been read and no kernel compiled yet",
         "c 8b bf16: 60.0 s",
     ]
 
@@ -97,7 +97,7 @@ def test_what_was_compiled_while_serving_is_named(monkeypatch, runs, out):
     found = figures_of(report)
     assert found["serve.8b.32k.bs16.exact.compiled"] == 2
     assert found["serve.8b.32k.bs16.fp8.compiled"] == 0
-    # Nobody looked when this one was measured.
+    # This point has no record of compilations.
     assert "serve.8b.32k.bs16.bf16.compiled" not in found
 
 

@@ -1,4 +1,4 @@
-"""What bench_serving.py makes of its command line: points, servers, and the client's arguments."""
+"""The command line of bench_serving.py: points, servers, and the client's arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_points_that_make_no_sense_are_named(text):
 
 
 def test_an_unknown_model_is_named():
-    with pytest.raises(ValueError, match="'9b' is neither 8b, 32b nor a folder"):
+    with pytest.raises(ValueError, match=r"one of 8b, 32b, or a folder .*, got '9b'"):
         parse_points(["9b:32k:1"])
 
 
@@ -77,7 +77,7 @@ def test_servers_differ_by_their_own_flags_only(on_gpu):
         )
         for name, system in SYSTEMS.items()
     }
-    # Only plain SGLang chooses an attention back end.
+    # Only plain SGLang selects an attention back end.
     backend = {"--attention-backend=flashinfer"} if on_gpu else set()
     assert all(backend <= set(found[name]) for name in ("bf16", "fp8"))
     plain = [text for text in found["bf16"] if text not in backend]

@@ -1,4 +1,4 @@
-"""The floor of a round, what is above it, and what the report of a profile says."""
+"""The floor of a round, the time above it, and the report of a profile."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from sglang_kvspec.planning.model_shape import ModelShape
 
 CONFIG = json.loads((Model.find("8b").folder / "config.json").read_text(encoding="utf-8"))
 SHAPE = ModelShape.from_config(CONFIG)
-# Llama-3.1-8B: all parameters less the embedding, 2 bytes each.
+# Llama-3.1-8B: all parameters except the embedding, 2 bytes each.
 WEIGHTS = 2 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096)
-# uniform4, of all layers and heads: K and V, 64 tokens; codes, and scales and zeros of 2 bytes.
+# uniform4 over all layers and heads: K and V of 64 tokens, with codes, and scales and zeros of 2
+# bytes.
 ANCHOR = 32 * 8 * (64 * 128 + 4 * (128 + 64)) / 64
 PLAIN_KV = 2 * 32 * 8 * 128 * 2
 
@@ -57,7 +58,7 @@ def run(**changed: Any) -> ProfiledRun:
 
 
 def test_drafts_read_weights_and_anchors_a_step_and_verification_the_target():
-    # Of 8 steps a request takes part in 6.
+    # A request takes part in 6 of 8 steps.
     read = work_of(run(), SHAPE, steps=8).bytes_read()
     past, window = 33000 - 64, 64 * PLAIN_KV
     assert read == pytest.approx(
@@ -121,7 +122,8 @@ def test_bandwidth_is_that_of_the_same_gpu():
 
 
 def a_round(scale: float) -> Round:
-    """Two draft steps of 5 ms and a verification of 8, all times `scale`; 3 ms idle after them."""
+    """Make a round of two draft steps of 5 ms and a verification of 8 ms, then 3 ms idle, all times
+    `scale`."""
     times: list[tuple[str, str, float, float, int | None]] = [
         ("nvjet", "matrix products", 0, 4, 1),
         ("draft_attention", "attention", 4, 5, 1),
@@ -149,7 +151,7 @@ FLOOR = {
 
 @pytest.fixture
 def breakdown() -> Breakdown:
-    # Means are those of a round of scale 1.
+    # The means of these two rounds are those of a round of scale 1.
     arithmetic = {(Phase.REST, "attention"): 3.25}
     return Breakdown([a_round(0.9), a_round(1.1)], FLOOR, arithmetic, DRAFTING)
 
@@ -164,14 +166,14 @@ def test_the_largest_gaps_to_the_floor_are_named(breakdown):
         ((Phase.STEPS, "attention"), 0.1),
     ]
     assert [breakdown.sentence(loss) for loss in found[:4]] == [
-        "drafting, matrix products: 8.00 ms a round, 3.50 above the 4.50 of its bytes, 1.78 times "
-        "the floor (nvjet 8.00).",
+        "drafting, matrix products: 8.00 ms a round, 3.50 ms above the byte floor of 4.50 ms, 1.78 "
+        "times this floor (nvjet 8.00).",
         "verifying and housekeeping, idle: 3.00 ms a round in which nothing runs on the GPU, in 1 "
         "gaps, the largest of 3.30 ms between odder_kernel and the next round.",
         "verifying and housekeeping, other: 1.50 ms a round, all above a floor that counts weights "
         "and KV alone (odder_kernel 1.00, odd_kernel 0.50).",
-        "verifying and housekeeping, attention: 4.50 ms a round, 0.50 above the 4.00 of its bytes, "
-        "1.12 times the floor; its arithmetic at the published speed takes 3.25 "
+        "verifying and housekeeping, attention: 4.50 ms a round, 0.50 ms above the byte floor of "
+        "4.00 ms, 1.12 times this floor; the arithmetic takes 3.25 ms at the published speed "
         "(verify_attention 4.50).",
     ]
 
@@ -184,11 +186,13 @@ def test_what_no_category_claims_is_listed(breakdown):
     assert breakdown.missing() == []
 
 
-def test_a_floor_without_kernels_is_told():
+def test_a_floor_without_kernels_is_reported():
     round = a_round(1)
     events = tuple(e for e in round.events if e.name != "verify_attention")
     found = Breakdown([replace(round, events=events)], FLOOR, {}, DRAFTING)
-    assert found.missing() == ["verifying and housekeeping: no kernel is known as attention"]
+    assert found.missing() == [
+        "verifying and housekeeping: no kernel was found in the category 'attention'"
+    ]
 
 
 def test_report_says_that_acceptance_is_replayed(breakdown, tmp_path):
@@ -225,7 +229,7 @@ def test_report_says_that_acceptance_is_replayed(breakdown, tmp_path):
     text = capture.get()
     assert text.splitlines()[0] == "acceptance is REPLAYED from CURVE"
     assert text.count("REPLAYED") == 2
-    assert "a round takes 0.53 times its 40.00 ms" in text
+    assert "a round takes 0.53 times as long as the 40.00 ms" in text
     assert "Infinity" not in (tmp_path / "profile.json").read_text()
 
     lines = profile_lines(record, "acceptance is REPLAYED from CURVE")

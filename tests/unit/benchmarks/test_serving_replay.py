@@ -1,4 +1,4 @@
-"""Replayed acceptance: the curve becomes probabilities, and the plugin draws what they say."""
+"""Replayed acceptance: the curve becomes probabilities, and the plugin draws from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ TARGETS = list(range(100, 109))
 
 @pytest.fixture
 def replay():
-    """A fresh copy of the plugin's module, by its path: it is on no import path here."""
+    """A new copy of the plugin's module, loaded by its path, since no import path here contains
+    it."""
     path = BENCHMARKS / "serving" / "replay" / "kvspec_replay.py"
     spec = importlib.util.spec_from_file_location("kvspec_replay", path)
     module = importlib.util.module_from_spec(spec)
@@ -42,7 +43,7 @@ def test_survival_ends_where_the_curve_does():
 
 
 def test_noise_that_rises_is_cut_off():
-    """0.5, then 0.8 on average: a second draft cannot survive more often than the first."""
+    """Means of 0.5, then 0.8: a second draft cannot survive more often than the first."""
     assert survival(AcceptanceCurve.from_means({1: 0.5, 2: 1.3}), 2) == pytest.approx([0.5, 0.5])
 
 

@@ -1,4 +1,4 @@
-"""What bench_profile.py waits for while a server answers a batch of prompts."""
+"""The progress of a batch of prompts that bench_profile.py waits for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END = object()
 
 
 class Server:
-    """Answers /generate with the chunks that a test hands it, until END or an abort."""
+    """Server that answers /generate with the chunks that a test gives it, until END or an abort."""
 
     def __init__(self) -> None:
         self.chunks: SimpleQueue[Any] = SimpleQueue()
@@ -51,7 +51,7 @@ class Server:
                 self.write(b"")
 
             def write(self, part: bytes) -> None:
-                """Nothing ends the answer."""
+                """Write a chunk; an empty one ends the answer."""
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
 
             def log_message(self, *_: object) -> None:
@@ -100,11 +100,11 @@ def test_waits_for_the_slowest_answer(server):
     assert server.bodies[0]["sampling_params"]["ignore_eos"]
 
 
-def test_does_not_go_on_before_every_answer_has_grown(server):
+def test_does_not_continue_before_every_answer_has_grown(server):
     with stream(server, timeout_s=0.3) as answers:
         server.send(0, 1)
         server.send(0, 2)
-        with pytest.raises(BenchError, match="no 2 more chunks within 0 s"):
+        with pytest.raises(BenchError, match="timed out after 0 s, waiting for 2 more chunks"):
             answers.wait_chunks(2)
 
 
@@ -139,10 +139,10 @@ def test_a_refusal_is_an_error(server):
         answers.wait_end()
 
 
-def test_a_request_that_the_server_gives_up_is_an_error(server):
+def test_a_request_that_the_server_aborts_is_an_error(server):
     with stream(server) as answers:
         server.send(0, 7, {"type": "abort", "message": "out of memory"})
-        with pytest.raises(BenchError, match="gave up on a request: out of memory"):
+        with pytest.raises(BenchError, match="aborted a request: out of memory"):
             answers.wait_end()
 
 
@@ -154,7 +154,7 @@ def test_an_error_chunk_is_an_error(server):
 
 
 def test_iterations_are_timed_after_the_first_chunk():
-    # Between the first two chunks of an answer lies the prefill of others.
+    # The time between the first two chunks of an answer contains the prefill of others.
     answers = [Progress(times=[0, 5, 5.02, 5.04, 5.07]), Progress(times=[4, 5, 5.02, 5.05])]
     assert iteration_ms(answers) == pytest.approx(20)
 

@@ -1,4 +1,5 @@
-"""What bench_profile.py makes of a trace: kernels by what they do, rounds, busy and idle time."""
+"""The evaluation of a trace by bench_profile.py: kernels by category, rounds, busy and idle
+time."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STORE = (
     "at::native::index_put_kernel_impl<at::native::OpaqueType<2> >(at::TensorIterator&)>"
 )
 
-# Names as torch's profiler wrote them on an H200.
+# Names that torch's profiler wrote on an H200.
 NAMES = {
     "draft_attention": "attention",
     "verify_attention": "attention",
@@ -33,7 +34,7 @@ NAMES = {
     "merge_kernel": "merge",
     "draft_join": "merge",
     "verify_join": "merge",
-    "likeliest_kernel": "sampling",
+    "argmax_kernel": "sampling",
     "end_step_kernel": "sampling",
     "void flashinfer::PersistentVariableLengthMergeStatesKernel<8u, 16u>": "merge",
     "void flashinfer::MergeStateKernel<8u, __nv_bfloat16>": "merge",
@@ -74,12 +75,13 @@ def test_category_of_a_kernel(name):
         (MATRIX, MATRIX),
     ],
 )
-def test_short_names_keep_what_tells_kernels_apart(name, short):
+def test_short_names_distinguish_kernels(name, short):
     assert short_name(name) == short
 
 
 class Trace:
-    """Written event by event, each beginning where the last one ended unless told otherwise."""
+    """A trace written event by event. Each event begins where the last one ended, unless told
+    otherwise."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -95,7 +97,7 @@ class Trace:
         self.now += us
 
     def launch(self, name: str) -> None:
-        """What follows belongs to this call on the CPU."""
+        """Attribute the following events to this call on the CPU."""
         self.correlation += 1
         args = {"correlation": self.correlation}
         self.events.append(
@@ -103,14 +105,14 @@ class Trace:
         )
 
     def draft_step(self, gap: float = 0.0) -> None:
-        """110 us and a gap before it."""
+        """Add a step of 110 us, after a gap."""
         self.launch("cudaGraphLaunch")
         self.add(MATRIX, 70, gap=gap)
         self.add("draft_attention", 30)
         self.add(ARGMAX, 10)
 
     def verification(self, attention: str = EXACT_VERIFY, graph: bool = False) -> None:
-        """300 us, and 50 us in which nothing runs."""
+        """Add a verification of 300 us, with 50 us in which nothing runs."""
         self.launch("cudaGraphLaunch" if graph else "cudaLaunchKernel")
         self.add("Memcpy HtoD (Pinned -> Device)", 5, gap=40, kind="gpu_memcpy")
         self.add(MATRIX, 195)
@@ -123,19 +125,19 @@ class Trace:
         self.verification(**verification)
 
 
-def test_rounds_are_told_from_each_other_and_drafts_from_verification():
+def test_rounds_are_distinguished_and_drafts_from_verification():
     trace = Trace()
     for steps in (1, 4, 2, 3):
         trace.round(steps)
     found = steady_rounds(gpu_events(trace.events), drafting=True)
-    # The first round starts the profiler; the last one lacks the gap before a next one.
+    # The first round starts the profiler, and the last one lacks the gap before a next round.
     assert [len(round.steps) for round in found] == [4, 2]
     first = found[0]
     assert first.step_us == pytest.approx((4 * 110 + 3) / 4)
     assert first.busy_us(Phase.STEPS) == pytest.approx(440)
     assert first.idle_us(Phase.STEPS) == pytest.approx(3)
     assert first.busy_us(Phase.REST) == pytest.approx(300)
-    # With the gap before the next round's first step.
+    # Idle time includes the gap before the next round's first step.
     assert first.idle_us(Phase.REST) == pytest.approx(51)
     assert first.us == pytest.approx(443 + 351)
     assert first.category_us() == pytest.approx(
@@ -217,7 +219,7 @@ def test_events_are_ordered_by_begin():
 
 def test_a_trace_without_a_gpu_says_so():
     event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2, "args": {}}
-    with pytest.raises(TraceError, match="no GPU in the trace: no kernel, only 2 operations"):
+    with pytest.raises(TraceError, match="no GPU activity: no kernel, only 2 operations"):
         gpu_events([event, event])
 
 
@@ -232,7 +234,7 @@ def test_too_few_rounds():
     trace = Trace()
     trace.round(2)
     trace.round(2)
-    with pytest.raises(TraceError, match="the trace has 2 rounds, and at least 3"):
+    with pytest.raises(TraceError, match="the trace has 2 rounds, at least 3"):
         steady_rounds(gpu_events(trace.events), drafting=True)
 
 
@@ -243,5 +245,5 @@ def test_files(tmp_path):
     whole.write_bytes(gzip.compress(json.dumps({"traceEvents": trace.events}).encode()))
     cut.write_bytes(whole.read_bytes()[:-20])
     assert [event.us for event in read_trace(whole)] == [10]
-    with pytest.raises(TraceError, match=r"cut\.trace\.json\.gz cannot be read as a trace"):
+    with pytest.raises(TraceError, match=r"cut\.trace\.json\.gz is not a readable trace"):
         read_trace(cut)

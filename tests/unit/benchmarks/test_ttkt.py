@@ -1,4 +1,4 @@
-"""Ratios, tables and plots of measured transfers, of whatever points there are."""
+"""Ratios, tables and plots of measured transfers, from any set of points."""
 
 from __future__ import annotations
 

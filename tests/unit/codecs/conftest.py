@@ -15,8 +15,9 @@ PageMaker = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @pytest.fixture(scope="session")
 def cache_like_pages() -> PageMaker:
-    """Makes K and V pages [num, page_size, heads, head_dim] with what caches are known for:
-    channel means far from zero, a few channels ten times larger, the odd extreme token."""
+    """Return a function that makes K and V pages [num, page_size, heads, head_dim] with properties
+    of real caches: channel means far from zero, a few channels ten times larger, and rare extreme
+    tokens."""
 
     def make(
         *,
@@ -39,7 +40,7 @@ def codec_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def codec_of(codec_name: str) -> Callable[..., Codec]:
-    """make_codec of each codec in turn, at page 64 and head 64 in fp32 unless told otherwise."""
+    """Return make_codec of each codec in turn, by default at page 64 and head 64 in fp32."""
 
     def make(**overrides: object) -> Codec:
         options = {"target": "int8", "page_size": 64, "head_dim": 64, "dtype": torch.float32}

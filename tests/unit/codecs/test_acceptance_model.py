@@ -1,4 +1,4 @@
-"""The acceptance benchmark's own Llama and its bookkeeping."""
+"""The Llama of the acceptance benchmark, and its counts of accepted drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEMO = ROOT / "models" / "demo-5m"
 
 @pytest.fixture(scope="module", autouse=True)
 def benchmarks_on_path():
-    """Benchmarks are scripts, not an installed package."""
+    """Put the benchmarks on sys.path: they are scripts, not an installed package."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield
     sys.path.remove(str(ROOT / "benchmarks"))
@@ -47,7 +47,7 @@ def test_prefill_and_decode_equal_transformers(demo_model):
     cache, first = demo_model.prefill(tokens[:, :32], spare=8)
     got = [first]
     got += [demo_model.decode(tokens[:, t], t, cache)[0] for t in range(32, 40)]
-    # fp32 sums in another order; logits are of order ten.
+    # fp32 sums have another order, and logits are of the order of ten.
     torch.testing.assert_close(torch.stack(got, 1), want[:, 31:], rtol=0, atol=2e-4)
 
 
@@ -73,7 +73,7 @@ def test_only_pages_before_the_newest_are_encoded(target):
         return torch.zeros_like(k), v
 
     cache = draft_cache(target, record, page_size=64)
-    # 256 tokens are four pages, the last of which the recent window keeps.
+    # 256 tokens are four pages. The recent window keeps the last one.
     assert seen[0].shape == (3 * 3, 64, 2, 64)
     want = target.cache[0][0]
     assert torch.equal(seen[0][:3].flatten(0, 1), want[0, :, :192].transpose(0, 1))

@@ -1,4 +1,4 @@
-"""What both codecs do with ordinary and with extreme pages."""
+"""Both codecs on ordinary and on extreme pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_int8_is_far_closer_than_the_anchor(codec_of, cache_like_pages, dtype, p
         assert got.dtype == better.dtype == dtype
         spread = (want.float() - want.float().mean(1, keepdim=True)).square().sum().item()
         assert squared_error(got, want) < 0.03 * spread
-        # Four more bits are a factor of 256 in squared error; bf16 results round to 8 bits.
+        # Four more bits reduce the squared error by a factor of 256. bf16 results round to 8 bits.
         assert squared_error(better, want) < squared_error(got, want) / 64
 
 
@@ -54,7 +54,7 @@ def test_pages_are_independent_and_deterministic(codec_of, cache_like_pages):
         assert torch.equal(alone.residual[0], together.residual[n])
     whole = codec.decode_anchor(together.anchor) + codec.decode_target(*together)
     for head in range(3):
-        # A view into a table of records, as a pool hands it out.
+        # A view into a table of records, as a pool gives it.
         part = [records[1:4, head : head + 1] for records in together]
         split = codec.decode_anchor(part[0]) + codec.decode_target(*part)
         for one, all_heads in zip(split, whole, strict=True):
@@ -89,7 +89,7 @@ def test_constant_pages_of_other_values_are_close(codec_of):
     page = torch.full((1, 64, 2, 64), 1.2345)
     anchor, refined = decode_both(codec_of(), page, page)
     for got in anchor:
-        # The metadata's own precision, bf16.
+        # The precision of the metadata, which is bf16.
         assert (got - page).abs().max() <= 1.2345 * 2**-8
     for got in refined:
         assert (got - page).abs().max() <= 1.2345 * 2**-8
@@ -102,13 +102,13 @@ def test_the_ends_of_the_range_keep_their_size(codec_of, cache_like_pages, dtype
     k, v = (page / page.abs().max() for page in cache_like_pages())
     size = info.tiny if magnitude == "denormal" else info.max
     if codec.name == "uniform4" and size > 1e38:
-        # Ranges wider than fp32 holds are only promised to stay finite.
+        # Ranges wider than fp32 can hold only need to stay finite.
         size /= 2
     pages = [(page.double() * size).to(dtype) for page in (k, v)]
     assert pages[0].isfinite().all()
     for got, want in zip(sum(decode_both(codec, *pages), ()), pages * 2, strict=True):
         assert got.isfinite().all()
-        # Steps of the metadata are coarse down there; the order of magnitude holds.
+        # The metadata has coarse steps at this size, but the order of magnitude is right.
         assert (got.double() - want.double()).abs().max() <= 0.3 * size
 
 
@@ -173,7 +173,7 @@ def test_malformed_tensors_are_refused(codec_of):
         codec.encode(page[:, :32], page)
     with pytest.raises(CodecError, match=r"V pages must be torch.float32, got torch.bfloat16"):
         codec.encode(page, page.bfloat16())
-    with pytest.raises(CodecError, match="must agree"):
+    with pytest.raises(CodecError, match="must have one shape"):
         codec.encode(page, page[:, :, :1])
     with pytest.raises(CodecError, match="anchor records must be uint8"):
         codec.decode_anchor(torch.zeros(1, 2, codec.anchor_bytes - 1, dtype=torch.uint8))

@@ -1,7 +1,7 @@
-"""What every codec must keep, of this project or of another package.
+"""Conformance tests of every codec, of this project or of another package.
 
 All codecs that an entry point names are tested here, so an installed package tests its own by
-running this file; the toy codec of tests/plugins is tested without being installed.
+running this file. The toy codec of tests/plugins is tested without being installed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _toy() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    # Its reference functions are looked up by this name.
+    # The codec's reference functions are imported by this module name.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
@@ -59,13 +59,13 @@ VARIANTS = [(declared, bits) for declared in DECLARED for bits in declared.bit_c
 
 @pytest.fixture(params=VARIANTS, ids=lambda variant: f"{variant[0].name}-{variant[1]}bit")
 def variant(request: pytest.FixtureRequest) -> tuple[type[CodecSpec], int]:
-    """A declaration, and a number of anchor bits that it offers."""
+    """A declared codec, and a number of anchor bits that it offers."""
     return request.param
 
 
 @pytest.fixture
 def codec_of(variant):
-    """Binds the variant to sizes."""
+    """Return a function that binds the variant to sizes."""
     declared, bits = variant
 
     def make(target="exact", page_size=64, head_dim=64, dtype=torch.float32) -> RecordCodec:
@@ -94,7 +94,7 @@ def test_exact_residuals_give_back_every_bit(codec_of, dtype, page_size, head_di
     bits = INTEGERS[dtype.itemsize]
     limits = torch.iinfo(bits)
     rng = torch.Generator().manual_seed(0)
-    # NaN, infinities and denormals among them.
+    # The bits include NaN, infinities and denormals.
     shape = (2, 2, page_size, 3, head_dim)
     drawn = torch.randint(limits.min, limits.max, shape, generator=rng).to(bits)
     k, v = drawn.view(dtype)
@@ -115,11 +115,11 @@ def test_int8_errs_by_two_steps_of_8_bits_at_most(codec_of, cache_like_pages, pa
     drafts, refined = codec.decode_anchor(anchor), codec.decode_target(anchor, residual)
     for draft, got, want in zip(drafts, refined, pages, strict=True):
         assert draft.isfinite().all()
-        # A head's largest value is 128 steps. Rounding takes half a step; corrections of 4 bits,
-        # which reach 7 steps up where 8 would be nearest, take one.
+        # A head's largest value is 128 steps. Rounding costs half a step. Corrections of 4 bits,
+        # which reach 7 steps up where 8 would be nearest, cost one step.
         largest = want.abs().amax((1, 3), keepdim=True)
         assert ((got - want).abs() <= largest / 64).all()
-        # A draft may err, but not by more than the values themselves.
+        # An anchor may err, but by less than the values themselves.
         assert ((draft - want).abs() <= largest).all()
 
 
@@ -177,7 +177,7 @@ def test_a_record_depends_on_its_own_page_and_head_alone(codec_of, cache_like_pa
         for head in range(2):
             at = (slice(page, page + 1), slice(head, head + 1))
             alone = codec.encode(k[at[0], :, at[1]], v[at[0], :, at[1]])
-            # Views into tables of records, as pools hand them out.
+            # Views into tables of records, as pools give them.
             parts = [records[at] for records in together]
             assert torch.equal(alone.anchor, parts[0])
             assert torch.equal(alone.residual, parts[1])

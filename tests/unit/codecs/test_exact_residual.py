@@ -1,4 +1,4 @@
-"""The exact residual gives back every bit, whatever the bits are."""
+"""The exact residual restores every bit, whatever the bits are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_kvspec.codecs import make_codec
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-# -0.0, infinities, quiet and signalling NaNs with payloads, the smallest and largest denormal.
+# -0.0, infinities, quiet and signalling NaNs with payloads, and the smallest and largest denormal.
 SPECIAL = {
     4: [0x80000000, 0x7F800000, 0xFF800000, 0x7FC00001, 0xFF800123, 1, 0x807FFFFF, 0x7F7FFFFF],
     2: [0x8000, 0x7F80, 0xFC00, 0x7FC1, 0xFF83, 1, 0x807F, 0x7C01],
@@ -18,7 +18,7 @@ SPECIAL = {
 
 
 def assert_bit_exact(codec_name: str, dtype: torch.dtype, bits: torch.Tensor) -> None:
-    """bits: integers [2, N, P, H, D] of K and V."""
+    """Check that K and V are restored. bits: integers [2, N, P, H, D] of K and V."""
     codec = make_codec(
         codec_name, target="exact", page_size=bits.shape[2], head_dim=bits.shape[4], dtype=dtype
     )

@@ -1,4 +1,5 @@
-"""The stored order of codes and metadata, against the sentence of formats.py, index by index."""
+"""The stored order of codes and metadata, compared index by index with the description in
+formats.py."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ SHAPES = [(32, 16), (64, 64), (16, 32), (96, 128), (128, 80)]
 
 
 def position(row, column, num_rows, num_columns):
-    """Word and nibble of an element, from formats.py."""
+    """Return word and nibble of an element, by the rule in formats.py."""
     tile = row // 16 * (num_columns // 16) + column // 16
     num_tiles = num_rows * num_columns // 256
     size = 4 if num_tiles % 4 == 0 else 2
@@ -79,7 +80,8 @@ def test_signs_and_magnitudes_have_their_own_bits():
                 codes[2 * r + h] = value
                 packed = fragments.pack_sign_magnitude(codes)
                 word = int.from_bytes(bytes(packed.tolist()), "little")
-                # The kernel's view: rotated and masked, a sign and a magnitude of fp16 halves.
+                # The kernel's view: rotated and masked, each code gives a sign and a magnitude as
+                # fp16 halves.
                 rotated = (word << 4 * r | word >> (32 - 4 * r)) & 0x80708070
                 assert rotated >> 16 * h == (value >> 3) << 15 | (value & 7) << 4
     codes = torch.randint(0, 16, (100, 8), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Record layouts, what they cost, and the sizes that are refused."""
+"""Record layouts, their sizes, and the sizes that are refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_log4_anchor_costs_at_most_4_6_bits(head_dim):
     codec = make_codec(
         "log4", target="exact", page_size=64, head_dim=head_dim, dtype=torch.bfloat16
     )
-    # Codes; per channel two K chunks and one V chunk of centre (16) and scale (8); two bases.
+    # The codes; per channel two K chunks and one V chunk, each with a centre (16 bits) and a scale
+    # (8); two bases.
     bits = 2 * 64 * head_dim * 4 + 3 * head_dim * (16 + 8) + 2 * 16
     assert bits <= codec.anchor_bytes * 8 < bits + 8 * formats.RECORD_ALIGNMENT
     assert codec.anchor_bits_per_element == codec.anchor_bytes * 8 / (2 * 64 * head_dim)

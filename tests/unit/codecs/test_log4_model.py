@@ -1,4 +1,4 @@
-"""log4 against a scalar model of Lynx's Algorithm 1 that uses nothing but the math module."""
+"""log4 against a scalar model of Lynx's Algorithm 1 that uses only the math module."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def bf16(x: float) -> float:
 
 
 def model_encode(page, chunk, settings):
-    """page: nested list [P][D] of fp32 values. Returns dicts by (token, channel) of anchor code
-    and correction, and by (row, channel) of centre and 12-bit scale."""
+    """Encode a page, a nested list [P][D] of fp32 values. Return dicts of anchor code and
+    correction by (token, channel), and of centre and 12-bit scale by (row, channel)."""
     centres, scales = {}, {}
     for row in range(len(page) // chunk):
         for d in range(len(page[0])):
@@ -67,14 +67,14 @@ def model_encode(page, chunk, settings):
 
 
 def by_token(words, part):
-    """Codes [N, H, words, 8] in stored order as [N, H, P, D]."""
+    """Return codes [N, H, words, 8] in stored order as [N, H, P, D]."""
     if part == "k":
         return fragments.from_words(words, PAGE, DIM)
     return fragments.from_words(words, DIM, PAGE).transpose(-1, -2)
 
 
 def stored(codes, part):
-    """Codes [P, D] in stored order [words, 8]."""
+    """Return codes [P, D] in stored order [words, 8]."""
     return fragments.to_words(codes if part == "k" else codes.T)
 
 
@@ -82,7 +82,7 @@ def stored(codes, part):
 @pytest.mark.parametrize("seed", range(3))
 def test_codes_and_metadata_equal_the_scalar_model(cache_like_pages, settings, seed):
     pages = cache_like_pages(num=2, page_size=PAGE, heads=2, head_dim=DIM, seed=seed)
-    # A channel so small that its scale falls below the record's floor, and one that is constant.
+    # One channel is so small that its scale falls below the record's floor, and one is constant.
     for part in pages:
         part[..., 3] *= 1e-7
         part[..., 4] = 0.75
@@ -115,7 +115,7 @@ def test_all_256_code_pairs_decode_to_the_formula():
     corrections_layout = residual_layout(settings, "int8", 32, DIM, torch.float32)
     anchors = layout.empty_records((1, 1), "cpu")
     residuals = corrections_layout.empty_records((1, 1), "cpu")
-    # Tokens 0..15 hold anchor code t, channel d the correction nibble d.
+    # Token t in 0..15 holds anchor code t, and channel d the correction nibble d.
     codes = torch.arange(32)[:, None].expand(32, DIM) % 16
     corrections = torch.arange(DIM)[None].expand(32, DIM)
     centre, scale = -0.625, 1.75

@@ -17,7 +17,7 @@ SETTINGS = {
     "log4-mean": Log4Settings(v_chunk=32, centre="mean", top=120),
     "uniform4": Uniform4Settings.for_page(32),
 }
-# Pages of an odd and of an even number of pairs by two: groups of 2 and of 4.
+# Pages with an odd and with an even number of tile pairs: groups of 2 and of 4.
 SIZES = [(32, 32), (32, 96), (96, 64)]
 
 by_settings = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -25,7 +25,7 @@ by_size = pytest.mark.parametrize(("page_size", "head_dim"), SIZES)
 
 
 class Records:
-    """Pages as records of one number of anchor bits."""
+    """Pages as records with one number of anchor bits."""
 
     def __init__(self, pages, settings, bits):
         self.settings = dataclasses.replace(settings, anchor_bits=bits)
@@ -46,7 +46,7 @@ class Records:
         return self.codec.decode_refined(*records, self.settings, *layouts, dtype)
 
     def by_token(self, words, part):
-        """Codes in stored order as int64 [N, H, P, D]."""
+        """Return codes in stored order as int64 [N, H, P, D]."""
         return fragments.codes_from_words(words, part, self.page_size).long()
 
     def pairs(self, part, field):
@@ -57,7 +57,7 @@ class Records:
         return self.by_token(fragments.unpack_pairs(packed), part)
 
     def ordered_codes(self, part):
-        """u of a 4-bit anchor as formats.py numbers it."""
+        """Return u of a 4-bit anchor, as formats.py numbers it."""
         packed = self.anchor[f"{part}_codes"].view(self.anchors).unflatten(-1, (-1, 4))
         if self.codec is uniform4:
             return self.by_token(fragments.by_halves(nibbles.unpack(packed)), part)
@@ -111,7 +111,7 @@ def test_anchors_decode_to_the_formula(pages, settings):
             scale, zero = stored["scale"].float(), stored["zero"].float()
             level = 4 * code + 1.5
         if records.codec is log4 or part == "k":
-            # Of every token: [N, H, P, D].
+            # Metadata of every token: [N, H, P, D].
             repeats = records.page_size // scale.shape[2]
             scale, zero = (x.repeat_interleave(repeats, dim=2) for x in (scale, zero))
         else:
@@ -154,5 +154,5 @@ def test_the_ends_of_the_range_stay_finite(cache_like_pages, settings, dtype):
     records = Records(pages, settings, 2)
     for got, want in zip(records.anchor_values(dtype), pages, strict=True):
         assert got.isfinite().all()
-        # Levels end at 0.7 to 0.8 of a scale, which is at most 2 size.
+        # Levels end at 0.7 to 0.8 of a scale, which is at most twice the size.
         assert (got.double() - want.double()).abs().max() <= 0.6 * size

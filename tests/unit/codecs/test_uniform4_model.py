@@ -16,7 +16,7 @@ def bf16(x: float) -> float:
 
 
 def model_group(xs: list[float]) -> tuple[float, float, list[int], list[int]]:
-    """(scale, zero, upper codes, lower codes) of the values that share them."""
+    """Return (scale, zero, upper codes, lower codes) of values that share scale and zero."""
     zero = bf16(min(xs))
     scale = bf16((max(xs) - zero) / 15)
     upper, lower = [], []
@@ -29,7 +29,7 @@ def model_group(xs: list[float]) -> tuple[float, float, list[int], list[int]]:
 
 
 def by_token(words, part, page_size):
-    """Codes [N, H, words, 8] in stored order as [N, H, P, D]."""
+    """Return codes [N, H, words, 8] in stored order as [N, H, P, D]."""
     words = fragments.by_halves(words)
     if part == "k":
         return fragments.from_words(words, page_size, DIM)
@@ -37,7 +37,7 @@ def by_token(words, part, page_size):
 
 
 def stored(codes, part):
-    """Codes [P, D] packed in stored order."""
+    """Return codes [P, D] packed in stored order."""
     return fragments.pack_by_halves(fragments.to_words(codes if part == "k" else codes.T)).flatten()
 
 
@@ -97,6 +97,6 @@ def test_all_256_code_pairs_decode_to_the_formula():
             assert draft[part][0, u, 0].tolist() == [u * 0.375 - 1.25] * DIM
             for nibble in range(16):
                 signed = nibble if nibble < 8 else nibble - 16
-                # Exact in fp32: few bits in every factor.
+                # The product is exact in fp32, as every factor has few bits.
                 want = u * 0.375 + signed * 0.375 / 16 - 1.25
                 assert refined[part][0, u, 0, nibble].item() == want

@@ -23,8 +23,8 @@ def codec_of(bins=BINS, **overrides) -> CacheGenWireCodec:
 
 
 def noise(codec, seed=0) -> torch.Tensor:
-    """Pages [2 (K, V), layers, tokens, heads, channels] of noise, each layer wider than the one
-    before, around channel means."""
+    """Return pages [2 (K, V), layers, tokens, heads, channels] of noise around channel means. Each
+    layer is wider than the one before."""
     g = codec.geometry
     rng = torch.Generator().manual_seed(seed)
     shape = (2, g.num_layers, g.page_size, g.num_kv_heads, g.head_dim)
@@ -34,7 +34,7 @@ def noise(codec, seed=0) -> torch.Tensor:
 
 
 def sealed(payload: torch.Tensor) -> torch.Tensor:
-    """`payload` with the length and checksum that fit its bytes, in place."""
+    """Write the length and checksum that fit the bytes of `payload` into it, in place."""
     raw = payload.numpy()
     struct.pack_into("<I", raw.data, 8, raw.size)
     struct.pack_into("<Q", raw.data, 0, xxhash.xxh3_64_intdigest(raw.data[8:]))
@@ -48,14 +48,15 @@ def small():
 
 @pytest.fixture(scope="module")
 def records(small):
-    """Entropy coded ones, and one of symbols as bytes."""
+    """One entropy-coded record, and one of symbols as bytes."""
     page = noise(small)
     fine = CacheGenWireCodec(small.geometry, bins=(1e-4, 1e-4, 1e-4))
     return [small.encode(*page), small.encode(*page * 0), fine.encode(*extremes(small))]
 
 
 def extremes(codec) -> torch.Tensor:
-    """Pages whose differences are all of one magnitude, which normal distributions do not fit."""
+    """Make pages whose differences all have one magnitude, which normal distributions do not
+    fit."""
     page = torch.ones_like(noise(codec))
     page[:, :, ::ANCHOR_EVERY] = 0
     page[..., ::2] *= -1
@@ -78,7 +79,8 @@ def test_errors_stay_within_half_a_bin(dtype, page_size):
     excess = error - rounding - 1e-5
     assert (excess[:, :, ~is_anchor] <= record.step / 2).all()
     assert (excess[:, :, is_anchor] <= record.anchor_scale / 2).all()
-    # A step above the smallest that keeps the anchor's largest channel in 8 bits.
+    # The scale is at most one rounding step above the smallest that keeps the anchor's largest
+    # channel in 8 bits.
     largest = page[:, :, is_anchor].float().abs().amax(-1, keepdim=True)
     assert (record.anchor_scale <= largest / 127 * (1 + 2**-7)).all()
 
@@ -92,7 +94,7 @@ def test_bins_are_coarser_in_deeper_thirds():
     delta = page[:, 0] - page[:, 0, torch.arange(64) // 10 * 10]
     others = torch.arange(64) % 10 != 0
     rms = delta[:, others].square().mean((1, 2, 3)).sqrt()
-    # Differences are taken from decoded anchor tokens, hence not exactly.
+    # Differences are taken from decoded anchor tokens, so the widths agree only approximately.
     assert torch.allclose(step[:, 0], BINS[0] * rms, rtol=1e-2)
 
 
@@ -102,13 +104,13 @@ def test_tokens_like_their_anchor_cost_next_to_nothing():
     sizes = [codec.encode(*page).numel() for page in (noise(codec), still)]
     fixed = codec.format.min_bytes
     assert sizes[1] - fixed < (sizes[0] - fixed) / 5
-    # Bins no finer than the anchor tokens are rounded: their own error is not coded again.
+    # Bins are no finer than the rounding of anchor tokens, so that its error is not coded again.
     record = codec.format.read(codec.encode(*still))
     assert torch.allclose(record.step, record.anchor_scale.mean((2, 3, 4), keepdim=True))
 
 
 def test_a_channel_pays_for_its_own_width():
-    """The width of bins is the layer's, so channels that hardly change take few bits."""
+    """Bins have the layer's width, so channels that hardly change take few bits."""
     codec = codec_of()
     page = noise(codec)
     quiet = page.clone()
@@ -138,7 +140,7 @@ def test_a_single_large_difference_is_not_cut_off():
     page = noise(codec)
     page[0, 2, 5, 1, 3] = 5000.0
     got = codec.decode(codec.encode(*page))[0]
-    # A layer's bins are as wide as 127 of them on either side need to be.
+    # A layer's bins are wide enough that 127 on either side cover all its differences.
     assert abs(got[2, 5, 1, 3] - 5000.0) <= 5100 / 254
 
 
@@ -176,15 +178,15 @@ def test_forged_records_are_refused(small, records):
     for changed, message in [
         (forged(12, 2), "version 1"),
         (forged(14, 7), "coding 0 or 1"),
-        (forged(15, 1), "a zero"),
+        (forged(15, 1), "0 as last header field"),
         (forged(16, *nan), "steps must be finite"),
         (forged(16, *infinity), "steps must be finite"),
         (forged(16, *minus_one), "steps must be finite and not negative"),
         (forged(scale, *nan[2:]), "anchor scales must be finite"),
-        (forged(14, Coding.BYTES), "symbols take as many bytes"),
+        (forged(14, Coding.BYTES), r"symbols must take \d+ bytes"),
         (sealed(payload[:-1].clone()), "words of 4 bytes"),
         (sealed(payload[:-4].clone()), "words do not hold"),
-        (forged(payload.numel() - 4, 0, 0, 0, 0), "never end in a word of zero"),
+        (forged(payload.numel() - 4, 0, 0, 0, 0), "must not end in a word of zero"),
     ]:
         with pytest.raises(CodecError, match=message):
             small.decode(changed)
@@ -194,7 +196,8 @@ def test_the_widest_forged_scales_decode_to_finite_values(small, records):
     payload = records[0].clone()
     for name in ("step", "anchor_scale"):
         small.format.layout[name].view(payload).fill_(torch.finfo(torch.bfloat16).max)
-    # Anchor tokens at plus infinity, were it not for a limit, and differences below and above.
+    # Without the limit, anchor tokens would decode to plus infinity, and differences to infinities
+    # of both signs.
     small.format.layout["anchor_codes"].view(payload).fill_(127)
     for got in small.decode(sealed(payload)):
         assert got.isfinite().all()
@@ -202,7 +205,7 @@ def test_the_widest_forged_scales_decode_to_finite_values(small, records):
 
 @given(data=st.data())
 def test_hostile_bytes_are_refused_or_harmless(small, records, data):
-    """With a fitting length and checksum mostly, so that they get as far as bytes can."""
+    """Most cases have a fitting length and checksum, so that they reach the decoder."""
     payload = data.draw(st.sampled_from(records)).clone()
     fixed = small.format.min_bytes
     match data.draw(st.sampled_from(["change", "cut", "body", "all"])):

@@ -1,4 +1,4 @@
-"""What all wire codecs promise: shapes, sizes, refusals, and what awkward pages become."""
+"""Promises of all wire codecs: shapes, sizes, refusals, and the decoding of extreme pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def geometry_of(**overrides) -> KVGeometry:
 
 @pytest.fixture
 def page_of(cache_like_pages):
-    """Makes one page (k, v) [num_layers, page_size, num_kv_heads, head_dim] of a geometry."""
+    """Return a function that makes one page (k, v) [num_layers, page_size, num_kv_heads, head_dim]
+    of a geometry."""
 
     def make(geometry, seed=0):
         return cache_like_pages(
@@ -62,7 +63,7 @@ def test_fixed_size_pages_come_back(page_of, name, error, page_size, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_full_carries_every_bit(dtype):
-    """NaN with payloads, infinities, both zeros and denormals among them."""
+    """Bits include NaN with payloads, infinities, both zeros and denormals."""
     geometry = geometry_of(dtype=dtype)
     codec = make_wire_codec("full", geometry)
     rng = torch.Generator().manual_seed(1)
@@ -112,7 +113,8 @@ def test_constant_pages(name, value):
     page = torch.full((3, 32, 2, 16), value, dtype=torch.bfloat16)
     for got in codec.decode(codec.encode(page, page)):
         if name == "cachegen" and value:
-            # An anchor token's scale is rounded to bf16; differences from it are constant too.
+            # The scale of an anchor token is rounded to bf16. Differences from that token are
+            # constant, too.
             assert (got.float() - page.float()).abs().max() <= abs(value) * 2**-7
         else:
             assert torch.equal(got, page)

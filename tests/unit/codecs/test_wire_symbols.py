@@ -1,4 +1,5 @@
-"""Entropy coding: models that any machine builds alike, lengths, and words from strangers."""
+"""Entropy coding: models that every machine builds alike, coded lengths, and words from
+strangers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from sglang_kvspec.core.errors import CodecError
 
 
 def normal_symbols(num_channels, per_channel, seed=0):
-    """(symbols, rms per channel) of widths all over the ladder."""
+    """Return (symbols, rms per channel) with widths from all of the ladder."""
     rng = np.random.default_rng(seed)
     widths = rng.uniform(0.2, 30, (num_channels, 1))
     values = rng.normal(size=(num_channels, per_channel)) * widths
@@ -36,18 +37,19 @@ def test_any_symbols_come_back_under_any_classes(values, seed):
 
 
 def test_the_models_do_not_depend_on_how_erfc_is_computed():
-    """Double precision errs by less than 2^-30 of a unit, far from any rounding's boundary."""
+    """Double precision errs by less than 2^-30 of a unit, and no value is that close to a rounding
+    boundary."""
     for number in range(symbols.NUM_CLASSES):
         units = symbols.probability_units(number)
         assert len(units) == 2 * symbols.MAX_SYMBOL + 1
         assert min(abs(u % 1 - 0.5) for u in units) > 1e-4
         assert units == units[::-1]
-        # What is missing lies beyond the largest symbol.
+        # The missing probability lies beyond the largest symbol.
         assert 0.99 * symbols.PROBABILITY_UNITS < sum(units) <= symbols.PROBABILITY_UNITS * 1.0001
 
 
 def test_the_bytes_of_coded_symbols_are_pinned():
-    """Records made by one release are read by another: whoever changes this raises VERSION."""
+    """Records of one release are read by another. A change of these bytes must raise VERSION."""
     steps = np.arange(16 * 40, dtype=np.int64).reshape(16, 40)
     values = ((steps * steps * 31 + steps * 7) % 23 - 11).astype(np.int8)
     words = symbols.encode(values, np.arange(16, dtype=np.uint8))
@@ -67,7 +69,7 @@ def test_nearest_classes_are_those_of_the_ladder():
 def test_coded_length_is_close_to_the_entropy():
     values, rms = normal_symbols(400, 58)
     classes = symbols.nearest_classes(rms)
-    # Of a normal distribution with these widths, in bits, where bins are narrow.
+    # Entropy of a normal distribution with these widths, in bits, where bins are narrow.
     wide = rms > 1.5
     ideal = (np.log2(rms[wide] * np.sqrt(2 * np.pi * np.e)) * 58).sum()
     words = symbols.encode(values[wide], classes[wide])
@@ -87,5 +89,5 @@ def test_words_of_other_symbols_are_refused():
     ):
         with pytest.raises(CodecError, match="words do not hold"):
             symbols.decode(changed, classes, per_channel)
-    with pytest.raises(CodecError, match="never end in a word of zero"):
+    with pytest.raises(CodecError, match="must not end in a word of zero"):
         symbols.decode(np.append(words, np.uint32(0)), classes, 30)

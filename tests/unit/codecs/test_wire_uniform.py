@@ -13,7 +13,7 @@ from sglang_kvspec.core.errors import CodecError
 from sglang_kvspec.kv.geometry import KVGeometry
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=16, page_size=32, dtype=torch.float32)
-# Over a channel of K, over a token's head of V.
+# Groups: a channel of K, and a token's head of V.
 GROUP = {"k": 1, "v": 3}
 
 
@@ -38,7 +38,7 @@ def test_no_error_exceeds_half_a_scale(bits, seed, spread, offset):
         slack = 2**-22 * (abs(offset) + 8 * spread)
         assert ((got - want).abs() <= scale / 2 + slack).all()
         low, high = want.aminmax(dim=GROUP[part], keepdim=True)
-        # Rounding widened the range by no more than the metadata's own precision.
+        # Rounding may widen the range by no more than the metadata's own precision.
         widest = (high - low + low.abs() * 2**-7) * (1 + 2**-6) / (2**bits - 1)
         assert (scale <= widest + slack).all()
 
@@ -52,7 +52,7 @@ def test_every_code_decodes_to_the_formula(codec):
         codec.layout[f"{part}_codes"].view(payload).copy_(packed)
         codec.layout[f"{part}_scale"].view(payload).fill_(0.375)
         codec.layout[f"{part}_zero"].view(payload).fill_(-1.25)
-    # One group of each part apart from the others.
+    # One group of each part differs from the others.
     codec.layout["k_scale"].view(payload)[1, 0, 1, 5] = 2.0
     codec.layout["v_zero"].view(payload)[0, 9, 1, 0] = 3.0
     k, v = codes * 0.375 - 1.25, codes * 0.375 - 1.25

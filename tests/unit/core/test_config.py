@@ -1,5 +1,5 @@
-"""KVSpecConfig as a value: round trips, unknown options and derived values. Ranges and needs of
-its fields: test_flags.py and test_flag_needs.py."""
+"""KVSpecConfig as a value: round trips, unknown options and derived values. test_flags.py and
+test_flag_needs.py test the ranges and needs of its fields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_missing_options_take_their_defaults():
     assert KVSpecConfig.from_dict({"codec": "uniform4"}) == KVSpecConfig(codec="uniform4")
 
 
-def test_an_unknown_option_is_named_beside_the_known_ones():
+def test_an_unknown_option_is_named_with_the_known_ones():
     with pytest.raises(ConfigError) as caught:
         KVSpecConfig.from_dict({"codec": "log4", "anchor_width": 4})
     message = str(caught.value)

@@ -1,5 +1,4 @@
-"""Every declared need of a flag: one combination that lacks it, and the sentence it is refused
-with."""
+"""Every declared need of a flag: one combination without it, and the sentence of the refusal."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ MEMORY_GIB = 64.0
 
 Options = dict[str, Any]
 
-# Options of KVSpec, and the sentence that refuses them.
+# Options of KVSpec, and the sentence of their refusal.
 PLUGINS = Path(__file__).parents[2] / "plugins"
 
 
 @pytest.fixture(autouse=True)
 def _plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let flags find what tests/plugins registers."""
+    """Let flags find the plug-ins that tests/plugins registers."""
     monkeypatch.syspath_prepend(str(PLUGINS))
     forget_entries()
     yield
@@ -35,23 +34,23 @@ def _plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 LACKING: list[tuple[Options, str]] = [
     (
         {"draft_len": 8, "transfer": "int4"},
-        "--kvspec-draft-len 8 has no effect with --kvspec-transfer int4, which leaves nothing to "
-        "verify against (allowed: auto, 0)",
+        "--kvspec-draft-len 8 has no effect with --kvspec-transfer int4 (allowed: auto, 0): after "
+        "a lossy transfer there is no exact KV to verify drafts against",
     ),
     (
         {"drafter": "output_lookup", "schedule": "staggered"},
         "--kvspec-drafter output_lookup cannot be combined with --kvspec-schedule staggered "
-        "(allowed: auto, rounds), in which the model itself drafts beside verifications",
+        "(allowed: auto, rounds): this schedule piggybacks the model's own drafts on verifications",
     ),
     (
         {"drafter": "output_lookup", "draft_view": "sinks_recent"},
-        "--kvspec-drafter output_lookup cannot be combined with --kvspec-draft-view sinks_recent, "
-        "which says what the model's own drafts read",
+        "--kvspec-drafter output_lookup cannot be combined with --kvspec-draft-view sinks_recent "
+        "(allowed: all): a draft view applies to drafts of the model itself only",
     ),
     (
         {"prefix_hbm_fraction": 0.1},
         "--kvspec-prefix-hbm-fraction 0.1 has no effect without --kvspec-prefix-host-gb or "
-        "--kvspec-prefix-dir, where residuals of kept anchors would be",
+        "--kvspec-prefix-dir, which hold the residuals of kept anchors",
     ),
     (
         {"prefix_gb": 4},
@@ -71,8 +70,8 @@ LACKING: list[tuple[Options, str]] = [
     ),
     (
         {"transfer": "full", "target": "int8"},
-        "--kvspec-transfer full cannot be combined with --kvspec-target int8 (allowed: exact): it "
-        "sends what the model wrote, or less",
+        "--kvspec-transfer full cannot be combined with --kvspec-target int8 (allowed: exact): "
+        "such a transfer sends KV in the model's dtype, or lossy KV",
     ),
 ]
 
@@ -80,14 +79,14 @@ PREFILL = {"disaggregation_mode": "prefill"}
 DECODE = {"disaggregation_mode": "decode"}
 PREFIX_TIERS = {"prefix_host_gb": 1, "prefix_dir": "x", "prefix_server": "tcp://127.0.0.1:5"}
 
-# Options of KVSpec, SGLang's arguments, whether on a GPU only, and the sentence.
+# Options of KVSpec, SGLang's arguments, whether on a GPU only, and the sentence of the refusal.
 LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
     (
         {"target": "int8"},
         {"enable_deterministic_inference": True},
         True,
         "--kvspec-target int8 cannot be combined with --enable-deterministic-inference (allowed: "
-        "exact): its kernel splits contexts by what runs beside them",
+        "exact): with int8, results depend on the other requests of the batch",
     ),
     (
         {"target": "int8"},
@@ -99,20 +98,22 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         {"host_gb": 64.5},
         {},
         False,
-        "--kvspec-host-gb 64.5 is more than this machine's 64.0 GiB",
+        "--kvspec-host-gb 64.5 is more than the host memory of this machine (allowed: at most "
+        "64.0 GiB)",
     ),
     (
         {"host_gb": 4},
         {"prefill_max_requests": 2},
         True,
         "--prefill-max-requests 2 cannot be combined with --kvspec-host-gb on a GPU (allowed: 1): "
-        "the residual cache is only sure to hold the prefix of one request",
+        "the residual cache is only guaranteed to hold the prefix of one request",
     ),
     (
         {"prefix_host_gb": 1e9},
         {},
         False,
-        "--kvspec-prefix-host-gb 1e+09 is more than this machine's 64.0 GiB",
+        "--kvspec-prefix-host-gb 1e+09 is more than the host memory of this machine (allowed: at "
+        "most 64.0 GiB)",
     ),
     *(
         (
@@ -125,8 +126,8 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         for arguments, sentence in (
             (
                 DECODE,
-                "{flag} {value} has no effect on a decode server, which keeps no prefixes: give it "
-                "to the prefill server",
+                "{flag} {value} has no effect on a decode server, which keeps no prefixes: set "
+                "{flag} on the prefill server",
             ),
             (
                 {"disable_radix_cache": True},
@@ -196,7 +197,7 @@ def test_a_server_without_what_a_flag_needs_is_refused(
     with pytest.raises(KVSpecError) as caught:
         check_servers(config, arguments, on_gpu=on_gpu)
     assert str(caught.value) == sentence
-    # A wrong combination of flags is for the user to mend, or is not supported yet.
+    # A wrong combination of flags is the user's to correct, or is not supported yet.
     assert type(caught.value) in (ConfigError, UnsupportedError)
     check_servers(config, arguments, on_gpu=not on_gpu)
 

@@ -1,4 +1,4 @@
-"""Every declared flag: the configuration agrees with it, and wrong values are refused by it."""
+"""Every declared flag: the configuration agrees with the flag, and refuses the same values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL_FLAGS = (SWITCH, *FLAGS)
 
 
 def wrong_values(flag: Flag) -> list[Any]:
-    """Values outside the declared range, or of another type."""
+    """Return values outside the declared range, or of another type."""
     match flag.kind:
         case Choice(choices=choices):
             return ["zip", "", 4, choices[0].upper(), list(choices), True]
@@ -54,7 +54,7 @@ def edge_values(flag: Flag) -> list[Any]:
 
 
 def words_of_the_range(flag: Flag) -> list[str]:
-    """Words that a refusal must contain, so that a user knows what is allowed."""
+    """Return words that a refusal must contain, so that it names the allowed values."""
     match flag.kind:
         case Choice(choices=choices):
             return list(choices)

@@ -1,4 +1,4 @@
-"""Codecs are found by entry points, and names without an import."""
+"""Codecs are found by entry points, and their names without an import."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 def install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str], None]]:
-    """Puts a distribution with one entry point of the group on sys.path."""
+    """Return a function that puts a distribution with one entry point of the group on sys.path."""
 
     def put(name: str, value: str) -> None:
         folder = tmp_path / "package"

@@ -18,17 +18,17 @@ from sglang_kvspec.door.exchange import Limits
 from sglang_kvspec.door.rooms import PROMPT_FIELDS
 from sglang_kvspec.door.servers import Servers
 
-# Nothing here takes a hundredth of it; a test that waits for what never comes should say so.
+# No scenario takes a hundredth of this time. One that waits in vain fails after it.
 PATIENCE_S = 20.0
 
 Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Stub:
-    """Stands for a server: keeps every request's JSON, and answers as `behave` does.
+    """Stand-in for a server, which records every request's JSON, and answers as `behave` does.
 
-    `rooms` is what stubs of both roles meet in: a decode server has nothing to say before the
-    prefill server has come to the request's room.
+    Stubs of both roles share `rooms`: a decode server answers only after the prefill server has
+    received the request of its room.
     """
 
     def __init__(self, role: str, rooms: defaultdict[str, asyncio.Event]) -> None:
@@ -41,7 +41,7 @@ class Stub:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.asked = asyncio.Event()
-        # Counts requests for its role, answered or not.
+        # Released for each request for the role, answered or not.
         self.asked_role = asyncio.Semaphore(0)
         self.cancelled = asyncio.Event()
         self.healthy = self.is_up = True
@@ -63,9 +63,9 @@ class Stub:
         return web.json_response({"text": self.role})
 
     async def wait(self, request: web.Request) -> web.StreamResponse:
-        """Answer never."""
+        """Never answer."""
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets that event")
+        raise AssertionError("nothing sets that event")
 
     async def die(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
@@ -102,7 +102,8 @@ def _room(request: dict[str, Any]) -> str:
 
 @dataclass
 class House:
-    """door: a client of it. prefill, decode: the stubs behind it."""
+    """A door and its stub servers. door: client of the door. prefill, decode: the stubs behind
+    it."""
 
     door: TestClient[Any, Any]
     prefill: list[Stub]
@@ -113,7 +114,8 @@ class House:
 async def _open_house(
     num_each: int = 1, wrong: dict[str, Any] | None = None, late: bool = False, **limits: Any
 ) -> AsyncIterator[House]:
-    """wrong: what the first prefill server says of itself. late: it is not up yet."""
+    """Start a door and its stubs. wrong: wrong entries in the first prefill server's information.
+    late: the first prefill server is not up yet."""
     async with AsyncExitStack() as stack:
         rooms: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         stubs = {
@@ -132,13 +134,13 @@ async def _open_house(
 
 @pytest.fixture
 def open_house() -> Callable[..., Any]:
-    """`async with open_house(num_each=1, **limits) as house`."""
+    """Context manager of a House: `async with open_house(num_each=1, **limits) as house`."""
     return _open_house
 
 
 @pytest.fixture
 def run() -> Callable[[Coroutine[Any, Any, None]], None]:
-    """Runs a scenario to its end, within PATIENCE_S."""
+    """Return a function that runs a scenario to its end, within PATIENCE_S."""
 
     def run_scenario(scenario: Coroutine[Any, Any, None]) -> None:
         asyncio.run(asyncio.wait_for(scenario, PATIENCE_S))

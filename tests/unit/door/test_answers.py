@@ -1,4 +1,4 @@
-"""Requests that end well."""
+"""Requests that succeed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_both_are_asked_and_decode_answers(open_house, run, path, body):
     run(scenario())
 
 
-def test_a_stream_passes_piece_by_piece_while_the_prefill_server_is_still_at_it(open_house, run):
-    """Residuals are on their way long after the first token is known."""
+def test_a_stream_passes_piece_by_piece_while_the_prefill_server_still_sends(open_house, run):
+    """Residuals arrive long after the first token."""
 
     async def scenario():
         async with open_house() as house:
@@ -60,7 +60,7 @@ def test_a_stream_passes_piece_by_piece_while_the_prefill_server_is_still_at_it(
                 step.set()
                 assert await reply.content.readexactly(len(chunk)) == chunk
             assert await reply.content.read() == b""
-            # Nobody needs the rest of that prefill.
+            # The rest of that prefill is not needed.
             await house.prefill[0].cancelled.wait()
 
     run(scenario())

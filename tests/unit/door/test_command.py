@@ -1,4 +1,4 @@
-"""The command line, and how the door closes."""
+"""The door's command line, and how the door closes."""
 
 from __future__ import annotations
 
@@ -117,6 +117,6 @@ def test_the_command_runs_the_door_with_what_it_was_told(monkeypatch):
     assert options["host"] == "127.0.0.1"
     assert options["port"] == 9
     assert options["shutdown_timeout"] == 4
-    # Without it requests of clients that hung up would run on.
+    # Without this option requests of clients that hung up would keep running.
     assert options["handler_cancellation"] is True
     assert app._client_max_size == 3 << 20

@@ -1,4 +1,5 @@
-"""Requests that end otherwise: the client is told, and nothing goes on for nobody."""
+"""Requests that fail: the client receives the reason, and no server keeps working for the
+request."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ async def begin_stream(request: web.Request) -> web.StreamResponse:
 
 
 def sides(house, failing):
-    """(the stub that fails, the other, which answers never)"""
+    """Return (the stub that fails, the other stub, which never answers)."""
     pair = (house.prefill[0], house.decode[0])
     bad, good = pair if failing == "prefill" else pair[::-1]
     good.behave = good.wait
@@ -51,7 +52,7 @@ def test_a_failure_of_one_side_ends_the_other(open_house, run, failing):
 
 
 @either
-def test_what_is_wrong_with_a_request_is_said_in_the_servers_words(open_house, run, failing):
+def test_a_servers_error_message_reaches_the_client(open_house, run, failing):
     async def scenario():
         async with open_house() as house:
             bad, _ = sides(house, failing)
@@ -99,7 +100,8 @@ def test_a_server_that_is_not_there_ends_the_request(open_house, run, failing):
 
 @either
 def test_a_server_that_closes_idle_connections_loses_no_request(open_house, run, failing):
-    """Servers do after some seconds: a request on a connection that ends just then would fail."""
+    """Servers close idle connections after some seconds. A request that reuses a connection at that
+    moment would fail."""
 
     async def scenario():
         async with open_house() as house:
@@ -235,8 +237,8 @@ def test_what_the_door_does_not_take_reaches_no_server(open_house, run, body, st
     ("info", "reason"),
     [
         ({"disaggregation_mode": "null"}, "runs with --disaggregation-mode null"),
-        ({"disaggregation_mode": "prefill"}, "names no bootstrap port"),
-        (["?"], "says a list of itself"),
+        ({"disaggregation_mode": "prefill"}, "has disaggregation_bootstrap_port None, expected"),
+        (["?"], "is a list, expected an object"),
     ],
 )
 def test_a_server_that_is_not_what_the_door_was_told_is_not_used(open_house, run, info, reason):
@@ -252,14 +254,14 @@ def test_a_server_that_is_not_what_the_door_was_told_is_not_used(open_house, run
 
 
 @either
-def test_a_prefill_server_that_came_back_is_met_where_it_is_now(open_house, run, failing):
-    """A decode server that cannot meet it any more is the first to notice."""
+def test_a_restarted_prefill_server_is_used_at_its_new_port(open_house, run, failing):
+    """The decode server, which cannot reach the old port, is the first to notice."""
 
     async def scenario():
         async with open_house() as house:
             prefill, decode = house.prefill[0], house.decode[0]
             bad, good = sides(house, failing)
-            bad.behave = refusing(500, "nobody there")
+            bad.behave = refusing(500, "no server there")
             assert (await house.door.post("/generate", json=REQUEST)).status == 500
             bad.behave, good.behave = bad.answer, good.answer
             prefill.info["disaggregation_bootstrap_port"] = 9000
@@ -269,7 +271,7 @@ def test_a_prefill_server_that_came_back_is_met_where_it_is_now(open_house, run,
     run(scenario())
 
 
-def test_a_refusal_behind_a_failed_decode_server_is_what_the_client_gets(open_house, run):
+def test_a_refusal_takes_precedence_over_a_failed_decode_server(open_house, run):
     async def scenario():
         async with open_house(verdict_s=20.0) as house:
             prefill, decode = house.prefill[0], house.decode[0]

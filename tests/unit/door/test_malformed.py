@@ -1,4 +1,4 @@
-"""Bytes that are not HTTP: a line in the log, no traceback."""
+"""Bytes that are not HTTP: the door logs one line, without a traceback."""
 
 from __future__ import annotations
 

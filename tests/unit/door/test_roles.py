@@ -1,4 +1,5 @@
-"""Servers of another role: the log names them when the door opens, and /health counts them out."""
+"""Servers of a wrong role: the log names them when the door opens, and /health reports them as
+unhealthy."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def lines_of(caplog):
 
 @pytest.fixture(autouse=True)
 def checked(monkeypatch, caplog):
-    """Event that the check of all roles is over; between two questions the check waits 10 ms."""
+    """Event that is set once the roles of all servers have been checked. The check retries after 10
+    ms."""
     over = asyncio.Event()
 
     async def check(exchange, servers):
@@ -33,7 +35,7 @@ def checked(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("mode", ["null", "decode"])
-def test_a_wrong_role_is_said_at_the_start_in_one_line(open_house, run, caplog, checked, mode):
+def test_a_wrong_role_is_logged_at_the_start_in_one_line(open_house, run, caplog, checked, mode):
     async def scenario():
         async with open_house(wrong={"disaggregation_mode": mode}) as house:
             await checked.wait()
@@ -41,8 +43,8 @@ def test_a_wrong_role_is_said_at_the_start_in_one_line(open_house, run, caplog, 
                 (
                     "ERROR",
                     f"the prefill server {house.prefill[0].url} runs with --disaggregation-mode "
-                    f"{mode}, not prefill: give the door another URL or start that server in its "
-                    "role",
+                    f"{mode}, not prefill: give the door another URL, or start that server with "
+                    "--disaggregation-mode prefill",
                 )
             ]
 
@@ -52,7 +54,7 @@ def test_a_wrong_role_is_said_at_the_start_in_one_line(open_house, run, caplog, 
 def test_a_server_that_is_not_up_yet_is_asked_again(open_house, run, caplog, checked):
     async def scenario():
         async with open_house(late=True) as house:
-            # The third question follows two failures, of which one is told.
+            # The third request follows two failures, of which only one is logged.
             for _ in range(3):
                 await house.prefill[0].asked_role.acquire()
             ((level, text),) = lines_of(caplog)
@@ -87,7 +89,7 @@ def test_a_server_of_another_role_is_not_healthy(open_house, run):
             info = await (await house.door.get("/server_info")).json()
             assert "not prefill" in info["prefill"][0]["error"]
             assert info["prefill"][0]["disaggregation_mode"] == "decode"
-            # The right server took its place.
+            # A server of the right role takes its place.
             house.prefill[0].info["disaggregation_mode"] = "prefill"
             assert (await house.door.get("/health")).status == 200
 

@@ -1,4 +1,4 @@
-"""What either server is sent."""
+"""Requests that the door sends to either server."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import pytest
 
 from sglang_kvspec.door.errors import RequestError
-from sglang_kvspec.door.rooms import ROOM_BOUND, Meeting, num_prompts, pair, read_request
+from sglang_kvspec.door.rooms import ROOM_BOUND, RankExchange, num_prompts, pair, read_request
 
-MEETING = Meeting("10.0.0.1", 8998)
+MEETING = RankExchange("10.0.0.1", 8998)
 
 
 def paired(path, request, **options):
@@ -113,7 +113,7 @@ def test_every_prompt_of_a_batch_gets_a_room(path, request_, count):
         ),
     ],
 )
-def test_what_cannot_be_served_apart_is_refused_with_the_reason(path, body, reason):
+def test_what_two_servers_cannot_answer_is_refused_with_the_reason(path, body, reason):
     with pytest.raises(RequestError, match=reason):
         read_request(path, body)
 
@@ -133,7 +133,7 @@ def test_everything_else_is_not(path, body):
 
 
 def test_an_empty_batch_is_refused():
-    with pytest.raises(RequestError, match="text is an empty list"):
+    with pytest.raises(RequestError, match="text must not be an empty list"):
         num_prompts("/generate", {"text": []})
 
 

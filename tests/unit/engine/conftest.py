@@ -1,4 +1,4 @@
-"""Small fakes of what the engine asks of a model and of a server."""
+"""Small fakes of the parts that the engine needs from a model and a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_BUDGET = RoundBudget(0, 0)
 
 
 class FakeSide(nullcontext):
-    """A side stream that counts how often the main stream waited for it."""
+    """Side stream that counts how often the main stream waited for it."""
 
     def __init__(self):
         super().__init__()
@@ -29,21 +29,21 @@ class FakeSide(nullcontext):
 
 
 class FakeArrivals:
-    """Residuals of some requests are on the network."""
+    """Arrivals with requests whose residuals are on the network."""
 
-    def __init__(self, *lacking, come_with_requests=False):
-        self.lacking, self.come_with_requests = set(lacking), come_with_requests
+    def __init__(self, *pending, come_with_requests=False):
+        self.pending, self.come_with_requests = set(pending), come_with_requests
 
     @property
-    def may_lack(self):
-        return bool(self.lacking)
+    def may_be_pending(self):
+        return bool(self.pending)
 
-    def is_lacking(self, state):
-        return state.rid in self.lacking
+    def is_pending(self, state):
+        return state.rid in self.pending
 
 
 class FakeScheduler:
-    """Plans the same lens for every round."""
+    """Scheduler that plans the same lens for every round."""
 
     def __init__(self, *lens, may_advance=True, piggybacks_sampled=False, most_drafts=100):
         self.schedule = RoundSchedule(list(lens), NO_BUDGET, may_advance=may_advance)
@@ -69,15 +69,15 @@ def schedule_of(*lens, **fields):
 
 
 def drafts_on_device(batch, lens):
-    """Drafts that only a device knows."""
+    """Return drafts that only a device knows."""
     order = [i for i, n in enumerate(lens) if n]
     tokens = torch.zeros((max(lens), len(order)), dtype=torch.int64)
     return DraftedTokens(tokens, order, list(lens))
 
 
 def starter_of(**parts):
-    """A starter of a machine that holds all residuals, whose drafter drafts 0. host_pages:
-    pages of its residual store."""
+    """Make a starter of a machine that holds all residuals, whose drafter always drafts token 0.
+    host_pages: pages of its residual store."""
     plan = SimpleNamespace(host_pages=parts.pop("host_pages", 0))
     kv = SimpleNamespace(
         device=torch.device("cpu"), plan=plan, geometry=SimpleNamespace(page_size=64)

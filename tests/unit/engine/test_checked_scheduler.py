@@ -1,4 +1,4 @@
-"""CheckedScheduler: plans of other packages that would harm requests are refused."""
+"""CheckedScheduler refuses plans of other packages that would harm requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_PAGES = RoundBudget(0, 0)
 
 
 class Planned:
-    """Plans the same schedule for every batch, and lets all requests piggyback."""
+    """Scheduler that plans the same schedule for every batch, and lets all requests piggyback."""
 
     piggybacks_sampled = True
     link_share = None
@@ -35,7 +35,7 @@ class Planned:
 
 @pytest.fixture
 def states():
-    """Room for 6 more drafts, and for 1."""
+    """Two requests with room for 6 more drafts, and for 1."""
     return [request_state("a", num_drafts=2), request_state("b", num_drafts=2, remaining=4)]
 
 
@@ -54,14 +54,17 @@ def test_a_plan_within_its_bounds_is_passed_on(states):
 @pytest.mark.parametrize(
     ("scheduler", "told"),
     [
-        (checked(7, 0), "asked for 7 drafts for request a, which has room for 6"),
-        (checked(0, 2), "asked for 2 drafts for request b, which has room for 1"),
-        (checked(-1, 0), "asked for -1 drafts for request a"),
-        (checked(0), "gave 1 draft lengths for a batch of 2"),
-        (checked(0, 0, alone=[0, 2]), "asked for 2 drafts for request b"),
-        (checked(0, 0, alone=[1]), "gave 1 draft lengths for a batch of 2"),
-        (checked(0, 0, held=frozenset({0, 2})), "held request 2 of a batch of 2"),
-        (checked(0, 0, budget=RoundBudget(3, 2)), "gave a round 2 pages, and 3 of them"),
+        (checked(7, 0), r"planned 7 more drafts for request a \(allowed: 0 to 6\)"),
+        (checked(0, 2), r"planned 2 more drafts for request b \(allowed: 0 to 1\)"),
+        (checked(-1, 0), "planned -1 more drafts for request a"),
+        (checked(0), "returned 1 draft lengths for a batch of 2"),
+        (checked(0, 0, alone=[0, 2]), "planned 2 more drafts for request b"),
+        (checked(0, 0, alone=[1]), "returned 1 draft lengths for a batch of 2"),
+        (checked(0, 0, held=frozenset({0, 2})), "held the request at index 2 of a batch of 2"),
+        (
+            checked(0, 0, budget=RoundBudget(3, 2)),
+            r"planned 3 residual pages for the draft steps of a round \(allowed: 0 to the 2 pages",
+        ),
     ],
 )
 def test_a_plan_beyond_its_bounds_is_refused(states, scheduler, told):
@@ -71,15 +74,15 @@ def test_a_plan_beyond_its_bounds_is_refused(states, scheduler, told):
 
 def test_told_numbers_of_drafts_count_in_place_of_those_of_the_states(states):
     assert checked(8, 3).plan(states, num_drafts=[0, 0]).lens == [8, 3]
-    with pytest.raises(SchedulerError, match="which has room for 0"):
+    with pytest.raises(SchedulerError, match=r"\(allowed: 0 to 0\)"):
         checked(1, 0).plan(states, num_drafts=[8, 0])
 
 
 def test_a_piggyback_draft_beyond_the_cap_is_refused(states):
-    with pytest.raises(SchedulerError, match="asked for 1 drafts for request b"):
+    with pytest.raises(SchedulerError, match="planned 1 more drafts for request b"):
         checked(0, 0).piggybacks(states[1], 3)
 
 
 def test_times_of_another_batch_are_refused(states):
-    with pytest.raises(SchedulerError, match="gave 1 times for a batch of 2"):
+    with pytest.raises(SchedulerError, match="returned 1 times for a batch of 2"):
         checked(0, 0).seconds_to_next(states, None)

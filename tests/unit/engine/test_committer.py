@@ -1,4 +1,5 @@
-"""Committer: what requests take over of logits, and requests whose next token has no choice."""
+"""Committer: tokens that requests take from logits, and requests whose next token cannot be
+chosen."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class NothingAllowed:
 
 
 class Commits:
-    """A committer, and what it tells its pages, counters and arrivals."""
+    """A committer, with a record of its calls to pages, counters and arrivals."""
 
     def __init__(self, *, come_with_requests=False):
         self.pages, self.counters, self.noted = [], SpecCounters(), []
@@ -66,8 +67,8 @@ class Commits:
             come_with_requests=come_with_requests,
             note_verification=lambda state, count: self.noted.append((state.rid, count)),
         )
-        chooser = SpecSampler(0, CPU)
-        self.committer = Committer(chooser, keeper, arrivals, Ranks(), self.counters)
+        sampler = SpecSampler(0, CPU)
+        self.committer = Committer(sampler, keeper, arrivals, Ranks(), self.counters)
 
     def commit(self, states, logits, *, wants_logprobs=False):
         rows = {
@@ -84,7 +85,7 @@ def batch_of(states, **fields):
 
 
 def make_states(*kinds):
-    """Requests that have drafted token 2 each time."""
+    """Make requests that have drafted token 2 each time."""
     states = []
     for i, kind in enumerate(kinds):
         state = request_state(str(i), committed_len=10)
@@ -96,7 +97,7 @@ def make_states(*kinds):
 
 
 def make_logits(num_requests):
-    """The target chooses token 2, greedy or sampled."""
+    """Make logits from which the target chooses token 2, greedy or sampled."""
     logits = torch.zeros((num_requests * (NUM_DRAFTS + 1), VOCAB))
     logits[:, 2] = 200.0
     return logits
@@ -115,7 +116,7 @@ def test_only_a_request_whose_first_row_is_unsound_emits_nothing(kind, bad, with
     for i in (0, 2):
         assert emitted[i].tokens == [2] * (NUM_DRAFTS + 1)
         assert states[i].committed_len == 10 + NUM_DRAFTS + 1
-    # The failed request is not counted, and its pages keep nothing.
+    # The failed request is not counted, and its pages commit nothing.
     assert commits.counters.accept_histogram == {NUM_DRAFTS: 2}
     assert commits.counters.drafted == 2 * NUM_DRAFTS
     assert commits.pages == [(10, 10 + NUM_DRAFTS + 1)] * 2
@@ -176,7 +177,7 @@ def test_known_tokens_of_a_tail_are_not_judged():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_largest_logits_reach_the_cpu_with_all_their_bits(dtype):
-    """Largest logits travel as integers, so that one transfer brings them with the tokens."""
+    """The largest logits are sent as integers, together with the tokens in one transfer."""
     logits = make_logits(1).to(dtype)
     logits[0], logits[1, 4], logits[2, 0] = -float("inf"), NAN, float("inf")
     rows = {0: Row(RowKind.VERIFY, 10, NUM_DRAFTS + 1, torch.tensor([0]))}

@@ -1,4 +1,5 @@
-"""RoundLoop: plain rounds that go on before their tokens are read, and forwards in between."""
+"""RoundLoop: plain rounds that are extended before their tokens are read, and forwards in
+between."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ PLAIN_STEPS = 8
 
 
 class Lab:
-    """A loop over fakes of a machine that holds all residuals. order: what it did, when."""
+    """A loop over fakes of a machine that holds all residuals. order: its actions, in order."""
 
-    def __init__(self, fakes, *next_lens, lacking=()):
+    def __init__(self, fakes, *next_lens, pending=()):
         self.order, self.noted = [], []
         self._drafts_on_device = fakes.drafts_on_device
-        arrivals = fakes.Arrivals(*lacking)
+        arrivals = fakes.Arrivals(*pending)
         arrivals.note_drafts = self._note_drafts
         arrivals.note_verification = lambda state, count: None
         planner = SimpleNamespace(find_late=lambda states, pages: self.late)
@@ -44,7 +45,7 @@ class Lab:
         )
         scheduler = fakes.Scheduler(*next_lens)
         pages = SimpleNamespace(flush=lambda: self.order.append("flush"), commit=lambda *args: None)
-        chooser, ranks, self.counters = SpecSampler(0, CPU), Ranks(), SpecCounters()
+        sampler, ranks, self.counters = SpecSampler(0, CPU), Ranks(), SpecCounters()
         slots = SimpleNamespace(num_free=9)
         self.starter.kv.window = SimpleNamespace(slots=slots)
         self.overlap = OverlappedRounds(self.starter, scheduler, pages, max_draft_len=31)
@@ -53,7 +54,7 @@ class Lab:
             planner=planner,
             starter=self.starter,
             verifier=SimpleNamespace(),
-            committer=Committer(chooser, pages, arrivals, ranks, self.counters),
+            committer=Committer(sampler, pages, arrivals, ranks, self.counters),
             overlap=self.overlap,
             observer=SimpleNamespace(
                 observe_plain=lambda started, context: None,
@@ -62,7 +63,7 @@ class Lab:
             pages=pages,
             arrivals=arrivals,
             prompt_reader=SimpleNamespace(read_prompt_end=self._read_prompt_end),
-            chooser=chooser,
+            sampler=sampler,
             ranks=ranks,
         )
 
@@ -94,7 +95,7 @@ class Lab:
 
 @pytest.fixture
 def deliveries(monkeypatch):
-    """Notes in a list when tokens of the device are read."""
+    """List that records when tokens of the device are read."""
     deliver, order = DraftedTokens.deliver, []
 
     def noted(self, tokens=None):
@@ -111,12 +112,12 @@ def deliveries(monkeypatch):
         ([0], False, 64, True),
         ([4], False, 64, False),
         ([0], True, 64, False),
-        # The page has room for 4 steps more, or for 3.
+        # The page has room for 4 more steps, or for 3.
         ([0], False, 64 + 52, True),
         ([0], False, 64 + 53, False),
     ],
 )
-def test_plain_rounds_go_on_before_their_tokens_are_read(
+def test_plain_rounds_are_extended_before_their_tokens_are_read(
     fakes, deliveries, next_lens, wants_logprobs, committed_len, goes_on
 ):
     lab = Lab(fakes, *next_lens)
@@ -140,12 +141,12 @@ def test_plain_rounds_go_on_before_their_tokens_are_read(
     ahead = lab.overlap.ahead.for_batch([state])
     assert ahead.is_plain
     assert len(ahead.made.deliver()[0]) == steps
-    # Where the batch has changed meanwhile, the CPU has a say again.
+    # If the batch has changed meanwhile, the device must not continue alone.
     ahead.states = [state, request_state("new")]
     assert lab.starter.extend(ahead) is None
 
 
-def test_a_plain_round_that_cannot_go_on_is_followed_by_the_planned_one(fakes, deliveries):
+def test_a_plain_round_that_cannot_be_extended_precedes_the_planned_one(fakes, deliveries):
     lab = Lab(fakes, 4)
     lab.order = deliveries
     state = request_state()
@@ -157,30 +158,30 @@ def test_a_plain_round_that_cannot_go_on_is_followed_by_the_planned_one(fakes, d
     assert lab.overlap.ahead.lens == [4]
 
 
-def test_another_forward_waits_for_the_round_and_holds_it_up(fakes):
+def test_another_forward_waits_for_the_round_and_interrupts_it(fakes):
     lab = Lab(fakes, 3)
     lab.starter.over_at = 1.0
     state = request_state()
     lab.overlap.ahead = StartedRound([state], [3], PhaseTimer(CPU))
-    lab.loop.hold_up()
+    lab.loop.interrupt()
     assert lab.starter.side.joins == 1
-    assert lab.overlap.ahead.is_held_up
+    assert lab.overlap.ahead.is_interrupted
     assert lab.starter.over_at is None
     lab.overlap.ahead = None
-    lab.loop.hold_up()
+    lab.loop.interrupt()
     assert lab.starter.side.joins == 2
 
 
 def test_the_first_draft_on_anchors_waits_for_the_round_and_keeps_its_tokens(fakes):
-    lab = Lab(fakes, 3, lacking="r")
+    lab = Lab(fakes, 3, pending="r")
     other, state = request_state("other"), request_state("r")
     rows = torch.full((1, 1), 5)
     ahead = StartedRound([other], [1], PhaseTimer(CPU), made=DraftedTokens(rows, [0], [1]))
     lab.overlap.ahead = ahead
     lab.loop.start_on_anchors(fakes.batch_of([state]))
     assert lab.starter.side.joins == 1
-    assert ahead.is_held_up
-    # The drafter writes where the tokens of the begun round were.
+    assert ahead.is_interrupted
+    # The drafter writes into the memory of the tokens of the round.
     rows.fill_(-1)
     assert ahead.made.deliver() == {0: [5]}
     assert state.drafts == [7]

@@ -1,4 +1,5 @@
-"""OverlappedRounds: rounds that are launched before the server hears of the last one."""
+"""OverlappedRounds: rounds that are pre-launched before SGLang receives the tokens of the last
+one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from sglang_kvspec.runtime.sampling import SamplingParams
 
 
 class Planner:
-    """Notes the calls of a residual planner."""
+    """Residual planner that records its calls."""
 
     def __init__(self, done):
         self.done = done
@@ -34,7 +35,7 @@ class Planner:
 
 
 class Rounds:
-    """OverlappedRounds over fakes, which note what is done in which order."""
+    """OverlappedRounds over fakes, which record the order of their calls."""
 
     def __init__(self, fakes, *lens, num_free=9, host_pages=9, may_advance=True, arrivals=None):
         self.done = []
@@ -66,16 +67,16 @@ class Rounds:
     ("next_len", "position", "num_free", "order"),
     [
         (3, 64 + 20, 0, ["draft", "flush", "plan ahead"]),
-        # Plain steps must read full pages as they are encoded.
+        # Plain steps must read full pages in encoded form, so the pages are flushed first.
         (0, 64 + 20, 9, ["flush", "flush", "plan ahead"]),
-        # Two requests run on into another page, or begin one.
+        # Two requests enter another page, or begin one.
         (3, 64 + 62, 2, ["draft", "flush", "plan ahead"]),
         (3, 64 + 62, 1, ["flush", "draft", "flush", "plan ahead"]),
         (3, 128, 1, ["flush", "draft", "flush", "plan ahead"]),
     ],
 )
 def test_full_pages_are_encoded_behind_the_next_drafts(fakes, next_len, position, num_free, order):
-    """Verifications are planned once pages are encoded, as their residuals count."""
+    """Verifications are planned after pages are encoded, since the plan counts their residuals."""
     rounds = Rounds(fakes, next_len, next_len, num_free=num_free)
     states = [request_state(rid, committed_len=position) for rid in "ab"]
     ahead = rounds.launch(fakes.batch_of(states))
@@ -85,7 +86,8 @@ def test_full_pages_are_encoded_behind_the_next_drafts(fakes, next_len, position
 
 
 def test_a_launched_round_drafts_no_further_than_each_request_has_room(fakes):
-    """Drafts made meanwhile count, and the cap of a request that is about to end."""
+    """The room accounts for drafts made meanwhile, and for the cap of a request that is about to
+    end."""
     rounds = Rounds(fakes, 9, 9, 9)
     states = [request_state(rid, num_drafts=n) for rid, n in (("a", 0), ("b", 12), ("c", 0))]
     states[2].remaining = 3
@@ -143,18 +145,18 @@ def test_a_launched_round_is_taken_once(fakes):
     assert rounds.overlap.take(batch) is None
 
 
-def test_a_held_up_round_plans_its_verifications_again(fakes):
+def test_an_interrupted_round_plans_its_verifications_again(fakes):
     rounds = Rounds(fakes, 3)
     batch = fakes.batch_of([request_state()])
     ahead = rounds.launch(batch)
     rounds.done.clear()
-    rounds.overlap.hold_up()
+    rounds.overlap.interrupt()
     assert rounds.starter.side.joins == 1
-    assert ahead.is_held_up
+    assert ahead.is_interrupted
     assert ahead.plan is None
     assert rounds.done == ["cancel"]
     taken = rounds.overlap.take(batch)
-    assert taken.is_held_up
+    assert taken.is_interrupted
     assert taken.verify == [0]
     assert rounds.done == ["cancel", "plan"]
 
@@ -174,15 +176,15 @@ def test_held_requests_stay_held_when_verifications_are_planned_again(fakes):
     states = [request_state(rid) for rid in "ab"]
     rounds.scheduler.schedule = fakes.schedule_of(3, 3, held=frozenset({0}))
     rounds.launch(fakes.batch_of(states))
-    rounds.overlap.hold_up()
+    rounds.overlap.interrupt()
     taken = rounds.overlap.take(fakes.batch_of([*states[::-1], request_state("c")]))
     assert taken.held == {1}
     assert taken.verify == [0, 2]
 
 
-def test_no_round_is_held_up_or_cancelled_where_none_has_begun(fakes):
+def test_no_round_is_interrupted_or_cancelled_where_none_has_begun(fakes):
     rounds = Rounds(fakes, 3)
-    rounds.overlap.hold_up()
+    rounds.overlap.interrupt()
     rounds.overlap.keep_tokens()
     rounds.overlap.cancel()
     assert rounds.starter.side.joins == 2

@@ -52,7 +52,8 @@ def test_pages_are_fetched_and_others_make_room(encoded):
     kv = encoded(6, cache_pages=4)
     planner, ids = ResidualPlanner(kv), [pages(5, 6, 7), pages(1, 2, 3, 4, 8)]
     states = [of_pages("a", 2), of_pages("b", 4)]
-    # Four slots hold one of both at a time. Only verified pages count: 7 and 8 have no residual.
+    # Four slots hold one request's pages at a time. Only verified pages count: 7 and 8 have no
+    # residual.
     planned = plan(planner, states, ids, [4, 4])
     assert len(planned.verify) == 1
     planner.await_fetches(planned, ids)
@@ -70,7 +71,7 @@ def test_requests_about_to_leave_are_not_planned_for(encoded):
     states[0].remaining = 0
     kv.residuals.evict(kv.residuals.table.pages_in(range(1, 7), ResidualState.RESIDENT))
     planned = planner.plan_ahead(states, ids, [4, 4, 4], PLENTY)
-    # Their indices are those of the batch.
+    # Indices of the plan are those of the batch.
     assert planned.verify == (1,)
     assert set(planned.fetch) == {3, 4}
     kv.check_integrity()
@@ -135,7 +136,7 @@ def test_room_is_kept_for_pages_that_verifications_fill(encoded):
     ids = [pages(1, 2, 5, 6), pages(3, 4, 7, 8)]
     short = [of_pages("a", 2, num_drafts=3), of_pages("b", 2)]
     assert plan(ResidualPlanner(kv), short, ids, [27, 4]).verify == (0, 1)
-    # One more draft and the pending token's page is full.
+    # With one more draft, the pending token's page becomes full.
     assert len(plan(ResidualPlanner(kv), short, ids, [28, 4]).verify) == 1
 
 
@@ -145,10 +146,10 @@ def test_the_budget_is_what_the_link_was_seen_to_move_meanwhile(encoded, monkeyp
     cost = RoundCost(step=1.0, row=0.1, request=0.5, token=0.0)
     planner = ResidualPlanner(kv)
     assert planner.budget([3, 1], cost).round_pages == int(5.4 * GUESSED_BYTES_PER_S / page_bytes)
-    # Ten pages a second.
+    # The link moved ten pages a second.
     fetches = [(1000 * page_bytes, 100.0)] * 3
     monkeypatch.setattr(kv.residuals, "take_fetch_times", lambda: fetches)
-    # Drafts: 3 steps and 4 rows; then a step and two requests.
+    # Drafts take 3 steps and 4 rows; then follow a step and two requests.
     assert planner.budget([3, 1], cost) == RoundBudget(34, 54)
     assert planner.budget([0, 0], cost) == RoundBudget(0, 20)
     assert planner.pages_in(2.05) == 20
@@ -158,7 +159,7 @@ def test_the_budget_is_what_the_link_was_seen_to_move_meanwhile(encoded, monkeyp
 
 
 def land_anchors(kv, ids):
-    """Land pages whose residuals are still to come."""
+    """Land pages whose residuals have not arrived."""
     kv.begin_encode(ids)
     kv.finish_anchors(ids)
 
@@ -179,7 +180,7 @@ def arrived(encoded):
 def test_a_request_that_lacks_residuals_does_not_verify(arrived, pools):
     kv = arrived(**pools)
     planner = ResidualPlanner(kv)
-    # Pages behind the verified tokens are empty yet; the last request has one page of two.
+    # Pages behind the verified tokens are still empty. The last request has one page of two.
     states = [of_pages("a", 1), of_pages("b", 2), of_pages("c", 2)]
     ids = [pages(1, 6), pages(2, 3, 7), pages(4, 5, 8)]
     late = planner.find_late(states, ids)

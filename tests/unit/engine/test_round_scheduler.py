@@ -24,7 +24,7 @@ def of_pages(rid, num_pages, num_drafts=0):
 
 
 def make_scheduler(kv, measured, draft_len="auto", host_gb=None):
-    # Where verifying reads much more than drafting.
+    # Costs where verifying reads much more than drafting.
     cost = RoundCost(step=4e-3, row=0.3e-3, request=1.2e-3, token=0.02e-3)
     clock = SimpleNamespace(has_measured=measured, cost=lambda context: cost)
     config = KVSpecConfig(draft_len=draft_len, host_gb=host_gb)
@@ -86,7 +86,7 @@ def test_lengths_chosen_before_drafts_are_verified_are_those_of_after(encoded, d
 
 
 def test_a_waiting_request_drafts_on_where_requests_take_turns(encoded, monkeypatch):
-    """Its residuals have come, but not all of them are in the cache."""
+    """The residuals of the request have arrived, but not all of them are in the cache."""
     scheduler = make_scheduler(encoded(1), measured=False)
     state = of_pages("a", 4, num_drafts=5)
     state.has_waited = True

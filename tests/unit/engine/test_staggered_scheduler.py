@@ -1,4 +1,4 @@
-"""StaggeredScheduler: which requests verify in a round, and which of the others draft."""
+"""StaggeredScheduler: the requests that verify in a round, and the others that draft."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def verifying(schedule):
 
 
 def drafts_to_verify(scheduler, state, most=100):
-    """Drafts with which the request verifies, alone."""
+    """Return the number of drafts with which the request, alone, verifies."""
     for _ in range(most):
         schedule = scheduler.plan([state])
         if not schedule.held:
@@ -50,14 +50,14 @@ def drafts_to_verify(scheduler, state, most=100):
 
 
 def poor(state):
-    """Let the target have rejected all drafts of the request."""
+    """Record that the target rejected all drafts of the request."""
     for _ in range(20):
         state.acceptance.observe(8, 0)
     return state
 
 
 def good(state):
-    """Let the target have accepted all drafts of the request."""
+    """Record that the target accepted all drafts of the request."""
     for _ in range(20):
         state.acceptance.observe(30, 30)
     return state
@@ -292,7 +292,7 @@ def test_verifications_and_the_budget_are_those_of_the_first_rank(make_scheduler
 
 def test_the_link_moves_what_it_was_seen_to_move_in_a_round(make_scheduler, make_kv, monkeypatch):
     kv = make_kv()
-    # Ten pages a second, in rounds of two seconds.
+    # The link moved ten pages a second, in rounds of two seconds.
     fetches = [(1000 * kv.plan.page_bytes.residual, 100.0)] * 3
     monkeypatch.setattr(kv.residuals, "take_fetch_times", lambda: fetches)
     scheduler = make_scheduler(8, kv=kv)

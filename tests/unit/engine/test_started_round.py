@@ -1,4 +1,4 @@
-"""A round that goes on while requests leave, come and change places."""
+"""A started round while requests leave, arrive and change places."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_round(lens, **fields):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any), st.data())
 def test_every_request_finds_what_it_started(lens, data):
     started = make_round(lens)
-    started.lacking = frozenset(i for i, n in enumerate(lens) if n % 2)
+    started.pending = frozenset(i for i, n in enumerate(lens) if n % 2)
     started.held = frozenset(i for i, n in enumerate(lens) if n > 2)
     started.plan = RoundPlan(tuple(i for i, n in enumerate(lens) if n > 1), fetch=(7,))
     stay = data.draw(st.sets(st.sampled_from(range(len(lens))), min_size=1))
@@ -42,7 +42,7 @@ def test_every_request_finds_what_it_started(lens, data):
     assert now is not None
     assert now.lens == [lens[known[id(s)]] if id(s) in known else 0 for s in batch]
     odd = {place for place, s in enumerate(batch) if id(s) in known and lens[known[id(s)]] % 2}
-    assert now.lacking == odd
+    assert now.pending == odd
     kept = {place for place, s in enumerate(batch) if id(s) in known and lens[known[id(s)]] > 2}
     assert now.held == kept
     assert now.num_verified == [0] * len(batch)
@@ -70,11 +70,11 @@ class FixedTimer:
 
 def test_step_seconds_do_not_change_when_requests_leave():
     started = make_round([8, 2])
-    started.timer, started.num_steps, started.is_held_up = FixedTimer(0.8), 8, True
+    started.timer, started.num_steps, started.is_interrupted = FixedTimer(0.8), 8, True
     now = started.for_batch(started.states[1:])
     assert now.lens == [2]
     assert now.step_seconds() == 0.1
-    assert now.is_held_up
+    assert now.is_interrupted
     assert now.draft_ages_s(0) == pytest.approx([0.7, 0.6])
     empty = make_round([0, 1])
     empty.timer = FixedTimer(0.8)
@@ -100,13 +100,13 @@ def plain_round(lens, at, remaining):
         ([8, 8], [16, 0], [50, 50], 8),
         ([4, 4], [6, 16], [50, 50], 6),
         ([4, 4], [0, 0], [50, 9], 5),
-        # A request ends its page, or has all its tokens, with those that it is taking already.
+        # With the tokens of this round, one request ends its page or has all its tokens.
         ([8, 8], [8, 0], [50, 50], 0),
         ([8, 8], [12, 0], [50, 50], 0),
         ([8, 8], [0, 0], [50, 8], 0),
-        # The device does not know what follows the last token of a request that took fewer.
+        # The device does not know the next token of a request that took fewer tokens.
         ([8, 7], [0, 0], [50, 50], 0),
-        # A request came in the meantime.
+        # A new request arrived in the meantime.
         ([8, 0], [0, 0], [50, 50], 0),
     ],
 )
@@ -123,7 +123,7 @@ def test_no_steps_follow_once_a_request_has_left():
 
 def test_no_steps_follow_once_other_forwards_have_used_the_rows():
     started = plain_round([4, 4], [0, 0], [50, 50])
-    started.is_held_up = True
+    started.is_interrupted = True
     assert started.steps_on(16, 8) == 0
 
 

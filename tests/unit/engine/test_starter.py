@@ -1,4 +1,4 @@
-"""RoundStarter: what a round drafts or takes, and which requests verify at its end."""
+"""RoundStarter: the drafts or plain tokens of a round, and the requests that verify at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN_STEPS = 8
 
 
 class PlainSteps:
-    """Tokens without drafts, all 0, of all requests that are not skipped."""
+    """Plain steps that give token 0 to all requests that are not skipped."""
 
     def __init__(self):
         self.asked = []
@@ -30,7 +30,7 @@ class PlainSteps:
 
 
 class Drafter:
-    """Notes what it is asked to draft."""
+    """Drafter that records the lens that are asked of it."""
 
     def __init__(self):
         self.asked = []
@@ -58,8 +58,8 @@ def with_plain(fakes, plain):
 def test_plain_steps_skip_late_requests(
     fakes, with_plain, plain, remaining, drafts, tail, advances
 ):
-    """No round is plain where the ready request has no token left to take, or has drafts or a tail
-    that are to be verified."""
+    """No round is plain if the ready request has no token left to take, or has drafts or a tail to
+    verify."""
     late, ready = (request_state(rid, num_drafts=2) for rid in "ab")
     ready.remaining, ready.drafts, ready.tail = remaining, drafts, tail
     batch = fakes.batch_of([late, ready], late=frozenset({0}))
@@ -67,7 +67,7 @@ def test_plain_steps_skip_late_requests(
     assert plain.asked == ([(PLAIN_STEPS, frozenset({0}))] if advances else [])
     assert started.is_plain == advances
     assert started.verify == [1]
-    assert started.lacking == frozenset()
+    assert started.pending == frozenset()
 
 
 def test_a_schedule_may_rule_out_plain_steps(fakes, with_plain, plain):
@@ -94,11 +94,11 @@ def test_plain_tokens_are_taken_one_by_one_where_the_cpu_must_see_their_logits(
 
 
 def test_a_round_remembers_which_requests_lacked_residuals_when_it_began(fakes):
-    """Residuals may come while the round drafts, whose drafts were made without them."""
-    here, lacking = (request_state(rid, num_drafts=2) for rid in "ab")
+    """Residuals may arrive while the round drafts, but its drafts were made without them."""
+    here, pending = (request_state(rid, num_drafts=2) for rid in "ab")
     starter = fakes.starter_of(arrivals=fakes.Arrivals("b"))
-    started = starter.start(fakes.batch_of([here, lacking]), fakes.schedule_of(1, 1))
-    assert started.lacking == {1}
+    started = starter.start(fakes.batch_of([here, pending]), fakes.schedule_of(1, 1))
+    assert started.pending == {1}
 
 
 def test_requests_draft_alone_where_none_verifies(fakes):
@@ -110,7 +110,7 @@ def test_requests_draft_alone_where_none_verifies(fakes):
     started = starter.start(fakes.batch_of(states), held)
     assert drafter.asked == [[1, 0, 1]]
     assert (started.lens, started.num_steps, started.verify) == ([1, 0, 1], 1, [])
-    # The drafts of a round in which a request verifies piggyback on that.
+    # In a round in which a request verifies, the drafts piggyback on the verification.
     one = fakes.schedule_of(0, 0, 0, held=frozenset({0, 2}), **fields)
     started = starter.start(fakes.batch_of(states), one)
     assert drafter.asked == [[1, 0, 1]]
@@ -131,7 +131,7 @@ def test_late_and_held_requests_are_planned_for_as_held(fakes, alone):
     started = starter.start(batch, schedule)
     assert asked == [([0, 0, 0], {0, 1}, bool(alone))]
     assert started.verify == [2]
-    # The plan may be left to later.
+    # Without `plans` the plan is made later.
     assert starter.start(batch, schedule, plans=False).plan is None
     assert len(asked) == 1
 

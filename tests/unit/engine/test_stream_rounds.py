@@ -15,7 +15,7 @@ from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.rounds import RoundCost
 from sglang_kvspec.runtime.ranks import Ranks
 
-# Verifications are dear, so that long rounds pay.
+# Verifications cost much, so that long rounds pay.
 COST = RoundCost(step=0.02, row=1e-3, request=0.1, token=1e-3)
 
 

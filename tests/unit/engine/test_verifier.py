@@ -1,4 +1,4 @@
-"""Verifier: rows of verifications and piggyback drafts, and what the CPU learns of them."""
+"""Verifier: rows of verifications and piggyback drafts, and their results on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLED = SamplingParams(temperature=0.9)
 
 
 class Forward:
-    """Logits of a row's tokens choose 10 times its request's index, and one more each."""
+    """Forward whose logits choose token 10 * i + place for the tokens of request i."""
 
     def __init__(self):
         self.rows = []
@@ -52,7 +52,7 @@ def make_verifier(fakes, forward):
             "scheduler": fakes.Scheduler(most_drafts=9),
             "planner": SimpleNamespace(await_fetches=lambda plan, pages: None),
             "guard": SimpleNamespace(drop=lambda batch, rows: None),
-            "chooser": SpecSampler(0, CPU),
+            "sampler": SpecSampler(0, CPU),
             "ranks": Ranks(),
             "timer": PhaseTimer(CPU),
             "page_size": 64,
@@ -70,8 +70,8 @@ def started_of(states, verify, lens=None, made=None):
 
 @pytest.fixture
 def six(fakes):
-    """Request 0 verifies, 1 takes a sampled token, 2 has all drafts that it can use, and the others
-    have some; each makes one more in the round."""
+    """A batch in which request 0 verifies, request 1 is sampled, request 2 has all drafts that it
+    can use, and the others have some. Each makes one more draft in the round."""
     states = [request_state(str(i), num_drafts=n) for i, n in enumerate((2, 2, 8, 5, 1, 3))]
     states[1].params = SAMPLED
     tokens = torch.full((1, 6), 7)
@@ -170,7 +170,7 @@ def test_a_sampled_piggyback_draft_is_chosen_on_the_cpu(make_verifier, fakes):
     verifier = make_verifier(scheduler=scheduler, most_piggyback=2)
     done = verifier.begin(batch, started)
     verifier.receive(batch, done)
-    # Its logits leave no other choice; the distribution is kept for the verification.
+    # The logits allow one token only. The distribution is kept for the verification.
     assert states[1].drafts == [0, 10]
     assert len(states[1].draft_probs) == 1
     assert states[2].drafts == [0, 20]

@@ -1,5 +1,5 @@
-"""What the engine counts on of every VerifyScheduler. Another package can run this with its own in
-SCHEDULERS."""
+"""Conformance tests of every VerifyScheduler. Another package can run this file with its own
+scheduler in SCHEDULERS."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def new_scheduler(make_kv):
 
 @st.composite
 def batches(draw):
-    """States of one to eight requests, and the late ones among them."""
+    """Draw a seed, a number of requests from one to eight, and the late ones among them."""
     seed = draw(st.integers(0, 10**6))
     count = draw(st.integers(1, 8))
     late = draw(st.sets(st.integers(0, count - 1)))
@@ -122,7 +122,7 @@ def test_held_requests_are_of_the_batch_and_the_budget_is_one(new_scheduler, mak
 @every_scheduler
 @given(batch=batches())
 def test_late_requests_take_no_turn_from_others(new_scheduler, make, batch):
-    """A round with a ready request that is due verifies one, whichever requests are late."""
+    """If any request is ready, at least one ready request verifies, whichever requests are late."""
     seed, count, late = batch
     scheduler, most = new_scheduler(make)
     states = make_states(seed, count, most)
@@ -150,7 +150,7 @@ def test_equal_inputs_give_equal_schedules(new_scheduler, make, batch):
 
 @every_scheduler
 def test_ranks_that_measure_differently_plan_what_the_first_one_does(new_scheduler, make, make_kv):
-    """The second rank takes the numbers of the first one, for the same requests."""
+    """The second rank uses the numbers of the first one, for the same requests."""
     sent = []
 
     class First(Ranks):
@@ -221,7 +221,7 @@ class Simulated:
 
 
 def bound_of(count, most):
-    """Rounds to reach the cap, and for every request a turn before that of one."""
+    """Return the rounds to reach the cap, plus a turn of every request before this one's."""
     return most + count + 5
 
 
@@ -252,11 +252,11 @@ def test_every_request_verifies_within_a_bounded_number_of_rounds(
 
 @every_scheduler
 @pytest.mark.parametrize(("num_short", "num_long"), [(8, 1), (4, 4)])
-def test_requests_that_draft_far_verify_beside_those_that_verify_often(
+def test_requests_that_draft_far_verify_among_requests_that_verify_often(
     new_scheduler, make, num_short, num_long
 ):
-    """Streams whose drafts are all rejected verify every other round; the other requests accept
-    all of theirs, and are due at their caps."""
+    """Streams whose drafts are all rejected verify every other round. The other requests accept all
+    of their drafts, and are due at their caps."""
     scheduler, most = new_scheduler(make)
     states = [request_state(str(i), remaining=1000) for i in range(num_short + num_long)]
     for i, state in enumerate(states):

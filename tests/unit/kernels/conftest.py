@@ -1,7 +1,8 @@
 """The device and the back ends that kernel tests run on.
 
-Without a CUDA device the kernels run in Triton's interpreter. It is chosen by an environment
-variable when triton is imported (tests/unit/conftest.py), and set for each test of this folder.
+Without a CUDA device the kernels run in Triton's interpreter. An environment variable selects the
+interpreter when triton is imported (tests/unit/conftest.py), and is set for each test of this
+folder.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def device() -> torch.device:
     return torch.device("cuda:0" if HAS_CUDA else "cpu")
 
 
-# Each with the arithmetic of drafts, where there is a choice.
+# Back ends, with the arithmetic of drafts where there is a choice.
 BACKENDS = ("triton", "cuda-fp16", "cuda-int8") if HAS_CUDA else ("triton",)
 
 
@@ -63,12 +64,12 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=("triton", "cuda") if HAS_CUDA else ("triton",))
 def encoder(request: pytest.FixtureRequest) -> str:
-    """A back end of `encode_pages`."""
+    """Back end of `encode_pages`."""
     return request.param
 
 
 def plan_of(case: AttentionCase, arithmetic: Arithmetic) -> AttentionPlan:
-    """What the wrappers would plan for a case."""
+    """Return the plan that the wrappers would make for a case."""
     verify = case.source != "anchor"
     return AttentionPlan(
         indptr=case.indptr,
@@ -94,8 +95,9 @@ Run = Callable[[torch.Tensor, torch.Tensor], None]
 
 @pytest.fixture
 def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
-    """Plans a case on the wrapper for its source and returns what runs it into (out, lse), any
-    number of times. The workspace, where none is given, starts as NaN."""
+    """Return a function that plans a case on the wrapper for its source, and returns a function
+    that computes (out, lse), any number of times. Without a given workspace, its memory starts as
+    NaN."""
 
     def prepared(case: AttentionCase, **options: object) -> Run:
         verify = case.source != "anchor"
@@ -149,15 +151,17 @@ def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
 
 @pytest.fixture
 def check(prepare: Callable[..., Run], backend: str) -> Callable[..., None]:
-    """Runs a case into results of NaN and compares them with the reference."""
-    # 12-bit integers are coarser than fp16, so that fp16 models are judged by bf16 too.
+    """Return a function that runs a case into results of NaN, and compares them with the
+    reference."""
+    # 12-bit integers are coarser than fp16, so the baseline is bf16 for fp16 models, too.
     baseline = torch.bfloat16 if backend == "cuda-int8" else None
     cuda = backend.startswith("cuda")
 
     def check_case(case: AttentionCase, **options: object) -> None:
         out, lse = results_for(case)
         prepare(case, **options)(out, lse)
-        # The CUDA kernel that verifies sums up probabilities as it multiplies them, in fp16.
+        # The CUDA kernel for verifications sums probabilities in fp16, the precision in which it
+        # multiplies them.
         weights = torch.float16 if cuda and case.source == "int8" else torch.float32
         assert_attention(
             case, out, lse, sm_scale=options.get("sm_scale"), baseline=baseline, weights=weights

@@ -1,4 +1,4 @@
-"""Tokens are copied to their places in the window, and nothing else is written."""
+"""Tokens are copied to their places in the window, and no other memory is written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PAGE, HEADS, HEAD_DIM, SLOTS = 32, 2, 16, 4
 
 
 class Case:
-    """A window of random pages, and what it holds after a reference append."""
+    """A window of random pages, and its content after a reference append."""
 
     def __init__(self, device, rows, dtype=torch.bfloat16, head_dim=HEAD_DIM, heads=HEADS):
-        """rows: (slot, offset) each."""
+        """rows: (slot, offset) of each token."""
         rng = torch.Generator().manual_seed(0)
         window = torch.randn((2, SLOTS, PAGE, heads, head_dim), generator=rng).to(dtype)
         new = torch.randn((2, len(rows), heads, head_dim), generator=rng).to(dtype)
@@ -73,13 +73,13 @@ def test_what_does_not_fit_is_refused(device):
         case.run()
     case = Case(device, [(1, 0)] * 2)
     case.v_new = case.v_new.contiguous()
-    with pytest.raises(ValueError, match="must agree"):
+    with pytest.raises(ValueError, match="must have equal shapes and strides"):
         case.run()
 
 
 @pytest.mark.gpu
 def test_replay_in_a_graph_writes_other_rows(device):
-    """Captured with nothing to write, replayed with tokens."""
+    """Capture with nothing to write, and replay with tokens."""
     case = Case(device, [(1, PAGE - 1), (-1, 0), (0, 3)], heads=8, head_dim=128)
     slots = case.slots.clone()
     case.slots.fill_(-1)

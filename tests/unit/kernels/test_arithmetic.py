@@ -1,4 +1,4 @@
-"""Divisions without a division, against those of torch on the CPU."""
+"""Kernels' divisions without a division, compared with those of torch on the CPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from kvspec_testkit.kernels.division import divide_kernel
-from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import patch_interpreter
 
-teach_interpreter()
+patch_interpreter()
 
 BLOCK = 1 << 13
 
 
 def check(values: torch.Tensor, scales: torch.Tensor, device: torch.device) -> None:
-    """Quotients of fp32 values by scales of at most 8 significant bits, both [n * BLOCK]."""
+    """Check quotients of fp32 values by scales of at most 8 significant bits, both [n * BLOCK]."""
     inputs = [tensor.contiguous().to(device) for tensor in (values, scales)]
     outputs = [torch.full_like(inputs[0], torch.nan) for _ in range(3)]
     grid = (len(values) // BLOCK,)
@@ -28,7 +28,7 @@ def check(values: torch.Tensor, scales: torch.Tensor, device: torch.device) -> N
 
 
 def significands() -> torch.Tensor:
-    """All numbers of 8 bits in [1, 2)."""
+    """Return all numbers of 8 bits in [1, 2)."""
     return 1 + torch.arange(128) / 128
 
 
@@ -40,12 +40,12 @@ def test_every_divisor_with_random_numerators(device):
 
 
 def test_exponents(device):
-    """Scales from the smallest that a record holds to the largest, values around them."""
+    """Scales range from the smallest to the largest of a record. Values lie around them."""
     rng = torch.Generator().manual_seed(1)
     exponents = torch.linspace(-130, 127, 512).round().double()
     scales = significands().repeat(BLOCK // 128).double()
     scales = (scales * 2 ** exponents.repeat(BLOCK // 512).sort().values).float()
-    # Those below 2^-126 have lost bits that bf16 would not have either.
+    # Scales below 2^-126 have lost bits, which bf16 would lose, too.
     scales = scales.bfloat16().float().clamp_max(torch.finfo(torch.bfloat16).max)
     ratios = 2 * torch.rand(BLOCK, generator=rng).double() - 1
     check((ratios * scales.double()).float(), scales, device)

@@ -1,4 +1,5 @@
-"""Sizes and conditions that need a CUDA device: long contexts, large batches and pools, graphs."""
+"""Sizes and conditions that need a CUDA device: long contexts, large batches and pools, CUDA
+graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def give_memory_back():
-    """The largest pools take 35 GB, which another process may want to test with."""
+    """Free the largest pools, of 35 GB, which other processes may need for tests."""
     yield
     torch.cuda.empty_cache()
 
@@ -37,7 +38,7 @@ def codec(request):
 
 @pytest.fixture(params=KINDS)
 def make(request, codec, device):
-    """make_case of the shape of Llama-8B for drafting and for both targets."""
+    """make_case of the shape of Llama-8B, for drafting and for both targets."""
     source, bits, q_len = KINDS[request.param]
     settings = codec.for_page(LLAMA_8B["page_size"], bits)
 
@@ -71,7 +72,7 @@ def test_graph_replays_with_other_lengths(make, prepare):
     case = make([9000, 64, 500, 0])
     run = prepare(case)
     out, lse = results_for(case)
-    # Compiled before the capture.
+    # The first run compiles, before the capture.
     run(out, lse)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

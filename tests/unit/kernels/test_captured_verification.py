@@ -1,6 +1,7 @@
-"""Verifications over tensors that stay where they are, against ReferenceAttention.
+"""Verifications over tensors at fixed addresses, against ReferenceAttention.
 
-In Triton's interpreter, with a stand-in for FlashInfer; on a GPU from CUDA graphs.
+On a CPU they run in Triton's interpreter, with a stand-in for FlashInfer; on a GPU from CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from kvspec_testkit.runtime.captured_verification import CapturedVerification
@@ -23,8 +24,8 @@ from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 PAGE, NUM_PAGES, MAX_TOKENS, MAX_ROWS = 64, 12, 16, 3
-# Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16; a wrong page, slot or
-# length gives errors of the order of 1.
+# Both sides round to bf16 (2^-9 relative). The GPU computes 8-bit pages in fp16. A wrong page, slot
+# or length gives errors of the order of 1.
 TOLERANCE = 0.02
 TARGETS = pytest.mark.parametrize("target", ["exact", "int8", "deterministic"])
 
@@ -32,7 +33,7 @@ TARGETS = pytest.mark.parametrize("target", ["exact", "int8", "deterministic"])
 @pytest.fixture(autouse=True)
 def taught(device):
     if device.type == "cpu":
-        teach_interpreter()
+        patch_interpreter()
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def make_pair(monkeypatch, device):
         monkeypatch.setitem(sys.modules, "flashinfer", paged_prefill)
 
     def make(target, cache_pages=NUM_PAGES):
-        # Small for the interpreter, and one that FlashInfer has on a GPU.
+        # A small size for the interpreter, and on a GPU a size that FlashInfer has.
         head_dim, num_layers = (32, 1) if device.type == "cpu" else (128, 2)
         attention = TARGET_ATTENTIONS.load(target)
         pair = AttentionPair(
@@ -55,7 +56,7 @@ def make_pair(monkeypatch, device):
             tolerance=TOLERANCE,
             attention=attention,
         )
-        # On a GPU this memory may be that of a pair before, with the very same records.
+        # On a GPU this memory may be that of an earlier pair, with the same records.
         for layer in range(num_layers):
             pair.kv.anchors.layer(layer).fill_(255)
             pair.kv.residuals.cache_layer(layer).fill_(255)
@@ -65,7 +66,7 @@ def make_pair(monkeypatch, device):
 
 
 def captured(pair, *sizes):
-    """Verifications of these sizes over one VerifyRows."""
+    """Return verifications of these sizes over one VerifyRows."""
     return made_over(pair, rows_of(pair), sizes)
 
 
@@ -84,7 +85,7 @@ def rows_of(pair):
 
 
 def captured_with_piggyback(pair, *sizes, max_piggyback=2):
-    """Verifications of these sizes, in whose forwards other requests may draft."""
+    """Return verifications of these sizes, in whose forwards other requests may draft."""
     verify = rows_of(pair)
     device = pair.kv.device
     tokens = torch.zeros((2, max_piggyback + MAX_TOKENS), dtype=torch.int64, device=device)
@@ -102,9 +103,9 @@ def test_verifications_one_after_another(make_pair, target):
     pair = make_pair(target)
     large, small = captured(pair, VerifySize(16, 12), VerifySize(4, 2))
     pair.prefill(a=PAGE + 60, b=PAGE, c=3)
-    # a fills a page and begins the next, b begins one, c stays in its first.
+    # a fills a page and begins the next, b begins a page, and c stays in its first page.
     large.verify({"a": 7}, a=9, b=2, c=5)
-    # Fewer requests and tokens: what the larger one left behind has no effect.
+    # Fewer requests and tokens: the data of the larger verification must have no effect.
     small.verify(b=2)
     pair.verify(a=2, b=3)
     small.verify({"c": 1}, c=2, a=1)
@@ -162,7 +163,7 @@ def test_nothing_happens_once_cleared(make_pair):
 
 
 def same_bits(one, other):
-    """Memory that was never written may hold NaN."""
+    """Compare bit by bit, since memory that was never written may hold NaN."""
     return torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 

@@ -1,4 +1,4 @@
-"""Rows copied between pools whose rows lie apart, byte by byte."""
+"""Rows copied between pools whose rows lie apart, compared byte by byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEADS = 2
 
 
 def pool(rows, nbytes, device, seed=0, layers=3):
-    """A layer of [rows, layers, HEADS, nbytes] random bytes."""
+    """Return a layer of [rows, layers, HEADS, nbytes] random bytes."""
     rng = torch.Generator().manual_seed(seed)
     shape = (rows, layers, HEADS, nbytes)
     every = torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
@@ -22,7 +22,7 @@ def ids(values, device, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-# Less than a block, a block, one and a bit, and many.
+# Less than a block, a block, slightly more, and many blocks.
 @pytest.mark.parametrize("words", [1, 12, BLOCK_WORDS // HEADS, BLOCK_WORDS, 5 * BLOCK_WORDS + 3])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_and_nothing_else(device, words, dtype):
@@ -66,13 +66,13 @@ def test_what_does_not_fit(device):
     good, rows = pool(4, 8, device)[:, 0], ids([1], device)
     with pytest.raises(ValueError, match="target must be uint8 with contiguous rows"):
         copy_rows(good.transpose(1, 2), rows, good, rows)
-    with pytest.raises(ValueError, match="rows must be alike"):
+    with pytest.raises(ValueError, match="rows of target and source must have equal shapes"):
         copy_rows(good, rows, pool(4, 12, device)[:, 0], rows)
-    with pytest.raises(ValueError, match="of whole words"):
+    with pytest.raises(ValueError, match="in whole words"):
         copy_rows(*[pool(4, 6, device, layers=2).flatten(2)[:, 0, :6], rows] * 2)
     with pytest.raises(ValueError, match="rows of target must start at multiples"):
         copy_rows(pool(4, 3, device)[:, 0], rows, good, rows)
     with pytest.raises(ValueError, match="target_rows must be integers"):
         copy_rows(good, rows.float(), good, rows)
-    with pytest.raises(ValueError, match="1 rows cannot take 2"):
+    with pytest.raises(ValueError, match="equal lengths, got 1 and 2"):
         copy_rows(good, rows, good, ids([0, 1], device))

@@ -1,4 +1,5 @@
-"""The CUDA sources compile for Hopper, which needs no GPU, with what their launchers define."""
+"""The CUDA sources compile for Hopper, which needs no GPU, with the definitions of their
+launchers."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_a_drafting_block_has_room_for_its_warps_states(
     barriers = plan.warps * plan.halves * 8
     states = plan.warps * shape.group * (head_dim + 2) * 4
     assert query + states + barriers <= plan.shared_bytes
-    # Where the tail is attended to, the query's place is theirs as well.
+    # For the tail, the states also use the query's place.
     assert 1 <= tail_heads(shape) <= shape.group
 
 
@@ -109,14 +110,18 @@ def test_warps_follow_the_parts_that_they_join(parts, warps):
         (4, 16, 64, 128, torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("joins_apart", [False, True])
-def test_verify_attention_compiles(codec, bits, columns, page_size, head_dim, dtype, joins_apart):
+@pytest.mark.parametrize("joins_separately", [False, True])
+def test_verify_attention_compiles(
+    codec, bits, columns, page_size, head_dim, dtype, joins_separately
+):
     shape = shape_of(codec, page_size, head_dim, 4, dtype, bits=bits)
     sizes = columns_and_blocks(shape, queries=8 * columns)
     assert sizes[0] == columns
-    found = compiled("verify_attention.cu", verify_defines(shape, *sizes, joins_apart=joins_apart))
+    found = compiled(
+        "verify_attention.cu", verify_defines(shape, *sizes, joins_separately=joins_separately)
+    )
     assert found.code
-    # With too few registers every product waits for the one before, which takes twice the time.
+    # With too few registers every product waits for the one before, which doubles the time.
     assert "serialized" not in found.log
 
 
@@ -150,13 +155,13 @@ def test_a_source_that_does_not_compile_says_why():
 
 
 def test_reading_of_host_memory_compiles():
-    """Of which the compiler has nothing to say, in a log of one byte."""
+    """The log is one byte, as the compiler has no message."""
     found = compiled("read_host.cu", read_host.DEFINES)
     assert found.code
     assert found.log == ""
 
 
-def test_bytes_that_all_share_are_not_written_into():
+def test_shared_bytes_objects_are_not_written_into():
     def write(memory):
         ctypes.memset(ctypes.c_char_p(memory), 7, len(memory))
         return (0,)
@@ -169,18 +174,19 @@ def test_bytes_that_all_share_are_not_written_into():
 @pytest.mark.parametrize(
     ("batch", "max_qo_len", "group", "warps"),
     [
-        # 264 blocks: rows of 8 parts for each of three requests of 36 tokens, but of 2 for 16.
+        # 264 blocks. Rows have 8 parts for each of three requests of 36 tokens, but only 2 for each
+        # of 16.
         (3, 36, 4, 1),
         (16, 36, 4, 0),
         (1, 36, 4, 4),
-        # Narrow ones have few rows, which their last block joins unless there are many parts.
+        # Narrow requests have few rows. Their last block joins these, unless there are many parts.
         (16, 4, 4, 0),
         (3, 8, 4, 4),
-        # Each of them is a single block's.
+        # Each request is computed by a single block.
         (64, 64, 8, 0),
     ],
 )
-def test_who_joins_parts_follows_the_requests_to_expect(
+def test_the_join_of_parts_follows_the_expected_requests(
     batch, max_qo_len, group, warps, monkeypatch
 ):
     device = torch.device("cuda")
@@ -189,5 +195,5 @@ def test_who_joins_parts_follows_the_requests_to_expect(
     shape = shape_of(Uniform4Settings, 64, 128, group, torch.bfloat16)
     shape = dataclasses.replace(shape, num_qo_heads=8 * group, num_kv_heads=8)
     sizes = (max_qo_len, batch, device)
-    assert verify_kernel(shape, *sizes, may_join_apart=True) == warps
-    assert verify_kernel(shape, *sizes, may_join_apart=False) == 0
+    assert verify_kernel(shape, *sizes, may_join_separately=True) == warps
+    assert verify_kernel(shape, *sizes, may_join_separately=False) == 0

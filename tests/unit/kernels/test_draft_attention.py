@@ -22,7 +22,7 @@ SETTINGS = {
 }
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# codec, page size, head size, KV heads, group, dtype.
+# Codec, page size, head size, KV heads, group, dtype.
 SHAPES = [
     ("log4", 64, 64, 2, 4, BF16),
     ("uniform4", 64, 128, 1, 8, BF16),
@@ -32,7 +32,7 @@ SHAPES = [
     ("uniform4", 128, 256, 1, 4, BF16),
     ("log4", 64, 256, 1, 8, FP16),
     ("uniform4", 64, 64, 1, 16, FP32),
-    # Records whose tiles are stored in groups of 2; a group that is no power of two.
+    # Records whose tiles are stored in groups of 2, and a group that is no power of two.
     ("uniform4", 96, 80, 3, 3, FP32),
     ("log4", 160, 16, 1, 5, BF16),
     ("log4-2bit", 64, 64, 2, 4, BF16),
@@ -135,7 +135,7 @@ def test_lengths_change_in_place(prepare, device):
 
 
 def with_lists(case, lists):
-    """Return the case whose request b reads pages lists[b][i] of its own."""
+    """Return the case in which request b reads pages lists[b][i] of its own."""
     chosen = [own[pages] for own, pages in zip(case.pages, lists, strict=True)]
     lens = [len(pages) * case.page_size for pages in chosen]
     indptr, indices, last_page_len = page_table(chosen, lens, case.page_size)
@@ -144,7 +144,7 @@ def with_lists(case, lists):
 
 @dataclass
 class ByHead:
-    """What assert_attention() asks of a case, of which KV head h is that of cases[h]."""
+    """A case for assert_attention(), in which KV head h is that of cases[h]."""
 
     q: torch.Tensor
     qo_indptr: torch.Tensor
@@ -161,11 +161,11 @@ class ByHead:
 def test_heads_that_read_pages_of_their_own(shape, tails, prepare, device):
     size, heads = shape[1], shape[3]
     case = make_case([4 * size, 2 * size, 3 * size], tail_lens=tails, **options_of(shape, device))
-    # By head and request. The longest list of a request says how many it has.
+    # Lists by head and request. The request's longest list gives its number of entries.
     lists = [[[0, 2, 3], [], [1]], [[1, 2], [0], [0]], [[3], [1], [2]]][:heads]
     counts = [3, 1, 1]
     cases = [with_lists(case, of_head) for of_head in lists]
-    # A layer's lists between those of others, and behind them what no request reads.
+    # The layer's lists lie between those of other layers. Entries behind them belong to no request.
     indices = torch.full((sum(counts) + 2, 2, heads), 77_777, dtype=torch.int32, device=device)
     indices[: sum(counts), 1] = -1
     for head, each in enumerate(cases):
@@ -180,7 +180,8 @@ def test_heads_that_read_pages_of_their_own(shape, tails, prepare, device):
 
 
 def test_views_of_wider_tensors(prepare, device):
-    """A layer's anchors between two others', q within qkv, out within a padded buffer."""
+    """Anchors of a layer lie between those of two others, q within qkv, and out within a padded
+    buffer."""
     case = make_case([70, 0, 130], tail_lens=[1, 2, 3], **options_of(SHAPES[0], device))
     qkv = torch.full((3, 12, 96), torch.nan, dtype=case.q.dtype, device=device)
     qkv[:, 2:10, :64] = case.q
@@ -280,7 +281,7 @@ def test_tensors_that_are_refused(name, value, message, device):
     if name == "tail":
         value = Tail(*(part.to(device) for part in value))
     else:
-        # A copy that keeps strides, which to(device) does not.
+        # Copy with strides, which to(device) does not keep.
         value = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=device
         ).copy_(value)
@@ -290,7 +291,7 @@ def test_tensors_that_are_refused(name, value, message, device):
 
 def test_misuse_of_the_wrapper(device):
     small = DraftAttention(torch.empty(64, dtype=torch.uint8, device=device))
-    with pytest.raises(RuntimeError, match=r"run\(\) before plan\(\)"):
+    with pytest.raises(RuntimeError, match=r"run\(\) was called before plan\(\)"):
         small.run(torch.zeros(1, 1, 64), torch.zeros(1))
     index = torch.zeros(2, dtype=torch.int32, device=device)
     sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 64}

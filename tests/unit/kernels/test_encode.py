@@ -16,9 +16,9 @@ from kvspec_kernels.reference.codec import reference_of
 from kvspec_kernels.reference.companding import tables
 from kvspec_testkit.kernels import encoding as both
 from kvspec_testkit.kernels.encoding import POISON, encode_by_reference, make_pages, poisoned
-from kvspec_testkit.kernels.interpreter import exact_fma, teach_interpreter
+from kvspec_testkit.kernels.interpreter import exact_fma, patch_interpreter
 
-teach_interpreter()
+patch_interpreter()
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SETTINGS = {"log4": Log4Settings, "uniform4": Uniform4Settings}
@@ -86,7 +86,7 @@ def test_other_settings(settings, device, encoder):
 
 @pytest.mark.parametrize("alpha", [0.0, 1e-3, 0.05, 0.25, 1.0, 8.0, 64.0])
 def test_thresholds_and_their_neighbours(alpha, device, encoder):
-    """Centre 0 and scale 1: magnitudes are the values themselves, a step to either side of every
+    """Centre 0 and scale 1, so that magnitudes are the values: one step to either side of every
     edge between two integers."""
     settings = Log4Settings(alpha=alpha)
     edges = tables(settings, torch.device("cpu")).integer_edges
@@ -101,12 +101,12 @@ def test_thresholds_and_their_neighbours(alpha, device, encoder):
 
 
 def extreme_pages(dtype):
-    """Named pages [1, 64, 1, 32] at the ends of what floats can be."""
+    """Return named pages [1, 64, 1, 32] at the ends of the range of floats."""
     info = torch.finfo(dtype)
     random = torch.randn(1, 64, 1, 32, generator=torch.Generator().manual_seed(1)).double()
     unit = random / random.abs().max()
     zero = torch.zeros(1, 64, 1, 32, dtype=torch.float64)
-    # Four channels each, or the same for all: a page of one kind alone has other scales beside it.
+    # Four channels of each kind. In a page of one kind alone the scales differ.
     kinds = torch.cat(
         [
             torch.where(random > 0, 0.0, -0.0)[..., :4],
@@ -122,10 +122,10 @@ def extreme_pages(dtype):
     )
     lone = zero.clone()
     lone[0, 7, 0, 3] = -info.max
-    # A channel that never moves and is 2^220 times larger than what the others do.
+    # A constant channel that is 2^220 times larger than the changes of the others.
     beside = unit * 2.0 ** (-14 if dtype == torch.float16 else -100)
     beside[..., 5] = 2.0 ** (14 if dtype == torch.float16 else 120)
-    # Values of a channel are 1 apart in the last bit: in fp32 their range over 15 may round to 0.
+    # Values of a channel differ by 1 in the last bit. In fp32 their range over 15 may round to 0.
     steps = (1.875 + torch.arange(32) % 16 / 128) / info.eps + (random > 0)
     pages = {
         "negative zeros": zero * -1,
@@ -140,7 +140,8 @@ def extreme_pages(dtype):
         "spread": unit * (2.0 ** torch.linspace(-24, 12, 32, dtype=torch.float64)),
     }
     if dtype == torch.float16:
-        # A program takes the interpreter a tenth of a second; the rest is alike in all dtypes.
+        # A program takes the interpreter a tenth of a second, and the other pages are alike in all
+        # dtypes.
         pages = {name: pages[name] for name in ("kinds", "denormal", "smallest", "huge", "beside")}
     return {name: page.to(dtype) for name, page in pages.items()}
 
@@ -162,7 +163,7 @@ def test_extreme_values(codec, dtype, device, encoder):
 @pytest.mark.parametrize("top", [105, 120])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_other_integers(top, dtype, device, encoder):
-    """bf16 values beyond the largest scale, whose integers are clamped; fp16 has none."""
+    """bf16 values beyond the largest scale, whose integers are clamped. fp16 has no such values."""
     k, v = make_pages(1, 64, 1, 32, dtype)
     largest = torch.finfo(dtype).max
     k[:, 3], k[:, 40], k[:, 41, :, ::2] = largest, -largest, largest * 0.985
@@ -171,7 +172,7 @@ def test_other_integers(top, dtype, device, encoder):
 
 @pytest.mark.parametrize("step", [1, 2, 7, 11])
 def test_denormal_scales(step, device, encoder):
-    """A scale of few bits is rounded so far that codes are clipped. In units of the smallest bf16
+    """A scale of few bits is rounded so much that codes are clipped. In units of the smallest bf16
     number, a range of 15 * step + 7 has the scale `step`."""
     units = torch.arange(64)[:, None] * 37 + torch.arange(32) * 11
     k = (units % (15 * step + 8)).to(torch.int16).view(torch.bfloat16).view(1, 64, 1, 32)
@@ -199,7 +200,7 @@ def test_exact_residuals_hold_bits_that_are_no_numbers(codec, dtype, device, enc
     k, v = make_pages(2, 32, 1, 32, dtype)
     k[0, 3, 0, 1], k[0, 4, 0, 1], v[0, 5, 0, 2] = math.nan, math.inf, -math.inf
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    # All bits set, and a NaN that arithmetic would quieten.
+    # All bits set, and a NaN that arithmetic would make quiet.
     quiet = torch.finfo(dtype).max
     v.view(bits)[0, 9, 0, 3] = -1
     v.view(bits)[0, 9, 0, 4] = torch.tensor(quiet, dtype=dtype).view(bits) + 2
@@ -277,7 +278,7 @@ def test_what_does_not_fit_is_refused(device):
         call(anchors=anchors[:, :1])
     with pytest.raises(ValueError, match=r"residuals must be uint8 \[slots, 2, 2048\]"):
         call(target="exact")
-    with pytest.raises(ValueError, match=r"k and v must be .* and agree"):
+    with pytest.raises(ValueError, match=r"k and v must be .* of equal shape"):
         call(v=v[:, :, :1])
     with pytest.raises(ValueError, match="equal strides"):
         call(v=v.transpose(1, 2).contiguous().transpose(1, 2))
@@ -295,7 +296,8 @@ def test_exact_fma_rounds_once():
             [1.5, 2.0**-24, 1.0],
             [2.0**-75, 2.0**-75, 0.0],
             [2.0**-30, 2.0**-30, 1 + 2.0**-23],
-            # Half an fp32 step and a little: fp64 alone would lose the little and round to even.
+            # Half an fp32 step and a little more. fp64 alone would lose that little and round to
+            # even.
             [1 + 2.0**-20, 2.0**-24, 1.0],
             [2.0**-24, 1.0, 1.0],
         ]
@@ -324,7 +326,7 @@ def test_all_sizes(codec, target, dtype, page_size, head_dim, device, encoder):
     "settings", [Log4Settings(), Log4Settings(alpha=0.25), Uniform4Settings()], ids=str
 )
 def test_many_random_values(settings, dtype, device, encoder):
-    """Enough elements to meet quotients next to thresholds: 8 million a dtype."""
+    """Enough elements to reach quotients next to thresholds: 8 million for each dtype."""
     k, v = make_pages(64, 64, 8, 128, dtype, seed=3)
     assert_same_records(k, v, settings, "int8", device, encoder)
 
@@ -332,7 +334,7 @@ def test_many_random_values(settings, dtype, device, encoder):
 @pytest.mark.gpu
 @by_codec
 def test_offsets_beyond_32_bits(codec, device, encoder):
-    """Pages, anchors and residuals of the last slots lie more than 2^31 elements in."""
+    """Pages, anchors and residuals of the last slots lie beyond 2^31 elements."""
     settings = SETTINGS[codec].for_page(64)
     k, v = make_pages(2, 64, 2, 128, torch.bfloat16)
     wanted = encode_by_reference(k, v, settings, "exact")
@@ -343,7 +345,7 @@ def test_offsets_beyond_32_bits(codec, device, encoder):
         sources[-1][-2:] = page.to(device)
     pools, slots = [], []
     for records in wanted:
-        # The words that the kernel counts in are 4 bytes.
+        # The kernel counts in words of 4 bytes.
         num_slots = 2**33 // records[0].numel() + 2
         pools.append(torch.zeros(num_slots, *records.shape[1:], dtype=torch.uint8, device=device))
         slots.append(torch.tensor([num_slots - 1, num_slots - 2], device=device))
@@ -381,8 +383,8 @@ def test_replay_in_a_graph_with_other_indices(codec, device, encoder):
 
 
 def test_edges_of_the_law_are_a_step_apart():
-    """What `_law` promises: the pushed law is above the true one by less than a step, by more than
-    an error of 2^-22 in its logarithm and of 2^-24 in the sum below it."""
+    """Check the promise of `_law`: the pushed law exceeds the true one by less than a step, and by
+    more than an error of 2^-22 in its logarithm and of 2^-24 in the sum below it."""
     for alpha in (0.05, 0.25, 1.0, 8.0, 64.0):
         settings = Log4Settings(alpha=alpha)
         a, pushed, slope = encoding.encode_constants(

@@ -1,7 +1,7 @@
-"""DeviceAttention over a residual cache that holds a few pages, against ReferenceAttention.
+"""DeviceAttention over a residual cache of a few pages, against ReferenceAttention.
 
-In Triton's interpreter, with a stand-in for FlashInfer: slots, layouts and movements of pages are
-the device's own.
+On a CPU it runs in Triton's interpreter, with a stand-in for FlashInfer. Slots, layouts and page
+moves are those of a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.core.errors import CapacityError
@@ -25,22 +25,22 @@ from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.draft_rows import DraftRows
 
 PAGE = 64
-# Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16; a wrong page, slot or
-# length gives errors of the order of 1.
+# Both sides round to bf16 (2^-9 relative). The GPU computes 8-bit pages in fp16. A wrong page, slot
+# or length gives errors of the order of 1.
 TOLERANCE = 0.02
 
 
 @pytest.fixture(autouse=True)
 def taught(device):
     if device.type == "cpu":
-        teach_interpreter()
+        patch_interpreter()
 
 
 @pytest.fixture
 def pair(monkeypatch, device):
     if device.type == "cpu":
         monkeypatch.setitem(sys.modules, "flashinfer", paged_prefill)
-    # Small for the interpreter, and one that FlashInfer has on a GPU.
+    # A small size for the interpreter, and on a GPU a size that FlashInfer has.
     head_dim = 32 if device.type == "cpu" else 128
     geometry = KVGeometry(2, 1, head_dim, PAGE, torch.bfloat16)
     return partial(
@@ -53,14 +53,14 @@ def pair(monkeypatch, device):
     )
 
 
-def test_pages_are_fetched_for_whoever_reads_them(pair):
+def test_pages_are_fetched_for_every_reader(pair):
     both = pair("uniform4", "exact", cache_pages=6)
     both.prefill(a=4 * PAGE + 7)
     both.prefill(b=3 * PAGE + 60)
-    # A second chunk, over pages that had to go.
+    # A second chunk, which reads evicted pages.
     both.prefill(a=PAGE)
     both.verify(a=3)
-    # Fills a page and begins the next, of which less is kept than verified.
+    # The verification fills a page and begins the next. The accepted tokens end before that.
     both.verify({"b": 2}, b=9)
     both.verify(b=5)
     both.verify(a=1)
@@ -81,7 +81,8 @@ def test_pages_that_were_away_read_as_before(pair, codec, target):
     pages = [page for page in both.encoded("ab") if page not in kv.window.slots]
     records = copy_out(kv, pages)
     kv.free_pages(pages)
-    # Once the others are in the store, too, what the cache holds no longer matters.
+    # After this read all other pages are in the store, and the content of the cache does not
+    # matter.
     kv.records.read_residuals(both.encoded("ab"))
     kv.residuals.evict(kv.residuals.table.pages_in(both.encoded("ab"), ResidualState.RESIDENT))
     for layer in range(both.geometry.num_layers):
@@ -95,11 +96,11 @@ def test_pages_that_were_away_read_as_before(pair, codec, target):
     both.verify(b=2)
 
 
-def test_int8_has_slots_for_pages_that_a_verification_fills_on_the_way(pair):
+def test_int8_has_slots_for_pages_that_a_verification_fills(pair):
     both = pair("uniform4", "int8", cache_pages=3)
     both.prefill(a=PAGE + 60)
     both.prefill(b=2 * PAGE)
-    # Fills a page and begins the next; of b the cache holds nothing in the end.
+    # The verification fills a page and begins the next. In the end the cache holds no page of b.
     both.verify({"a": 2}, a=9)
     both.verify(a=5)
     both.verify(b=2)
@@ -107,15 +108,15 @@ def test_int8_has_slots_for_pages_that_a_verification_fills_on_the_way(pair):
     assert len(both.encoded("ab")) > both.kv.plan.cache_pages
 
 
-def test_drafts_go_on_from_where_an_earlier_round_left_them(pair, device):
-    """In another batch, and over the border of a page."""
+def test_drafts_continue_those_of_an_earlier_round(pair, device):
+    """The batch has changed, and drafts cross the end of a page."""
     both = pair("uniform4", "exact", cache_pages=6)
     both.prefill(a=PAGE + 61)
     both.prefill(b=70)
     rows = DraftRows(2, 8, 24, PAGE, device)
     both.draft(rows, 0, a=2, b=2)
     both.draft(DraftRows(1, 8, 24, PAGE, device), 2, a=4)
-    # b goes on later.
+    # b continues later.
     both.draft(rows, 2, b=3)
     both.verify({"a": 5}, a=7)
     both.verify(b=6)

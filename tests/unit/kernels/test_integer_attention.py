@@ -1,4 +1,4 @@
-"""Attention on the codes, in integers, against attention over what they decode to."""
+"""Attention on integer codes, against attention over the decoded pages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SETTINGS = [
     Log4Settings(v_chunk=32, anchor_bits=2),
 ]
 RELATIVE_ERROR = 1e-2
-# Scores of these cases are below this, and a lse errs as they do.
+# Scores of these cases are below this value, and a lse has the same relative error.
 LARGEST_SCORE = 30
 
 
 def errors_of(settings, length, group, head_dim=128, page_size=64):
-    """Relative errors of out and absolute ones of lse."""
+    """Return the relative error of out and the largest absolute error of lse."""
     case = make_case(
         [length],
         settings=settings,
@@ -58,7 +58,7 @@ def test_other_shapes(group, head_dim, page_size):
 
 
 def test_eight_bits_alone_are_not_enough(monkeypatch):
-    """Why a second number stands beside each."""
+    """Shows why a second integer refines each operand."""
     monkeypatch.setattr(integer_attention, "FINER", 1)
     relative, _ = errors_of(Uniform4Settings(), 700, group=4)
     assert relative > RELATIVE_ERROR

@@ -1,4 +1,4 @@
-"""Merging attention states, by the reference and by whoever reads the lse that kernels return."""
+"""Merged attention states, by the reference and by readers of the lse that kernels return."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_lse_is_to_base_2_of_the_scaled_scores():
     one = torch.ones(1, 1, HEAD_DIM)
     k, v = one.expand(4, 1, HEAD_DIM), torch.arange(4.0)[:, None, None].expand(4, 1, HEAD_DIM)
     out, lse = attend_to(k, v, one)
-    # Four tokens of score 0.5 * 16.
+    # Four tokens of score 0.5 * 16 = 8.
     assert lse.item() == pytest.approx(2 + 8 * torch.tensor(torch.e).log2().item())
     assert out.flatten().tolist() == pytest.approx([1.5] * HEAD_DIM)
 
 
 def test_parts_without_tokens():
-    """What an empty part's output holds does not matter, NaN included."""
+    """The output of an empty part has no effect, even if it is NaN."""
     out, lse = torch.randn(2, HEADS, HEAD_DIM), torch.randn(2, HEADS)
     junk, none = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
     for parts in ((out, lse, junk, none), (junk, none, out, lse)):
@@ -66,8 +66,8 @@ def test_distant_states_do_not_overflow():
     [("anchor", Log4Settings()), ("int8", Uniform4Settings())],
     ids=["draft", "verify"],
 )
-def test_past_and_tail_run_apart_merge_to_both(source, settings, prepare, device):
-    """How a caller lets another kernel, such as FlashInfer's, attend to the recent window."""
+def test_past_and_tail_run_separately_merge_to_the_whole(source, settings, prepare, device):
+    """A caller may let another kernel, such as FlashInfer's, attend to the recent window."""
     case = make_case(
         [130, 0, 1, 0], tail_lens=[3, 65, 0, 0], source=source, settings=settings, device=device
     )
@@ -90,6 +90,6 @@ def test_flashinfer_merges_alike(device):
     lse = 8 * torch.randn(2, 64, 8, generator=rng, device=device)
     got, got_lse = flashinfer.merge_state(out[0], lse[0], out[1], lse[1])
     want, want_lse = merge_states(out[0], lse[0], out[1], lse[1])
-    # One rounding to bf16: half a unit in the last place of values up to about 4.
+    # One rounding to bf16: half a unit in the last place, for values up to about 4.
     torch.testing.assert_close(got.float(), want, atol=2**-7, rtol=2**-8)
     torch.testing.assert_close(got_lse, want_lse, atol=1e-4, rtol=1e-6)

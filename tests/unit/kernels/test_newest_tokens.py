@@ -1,5 +1,5 @@
-"""The newest tokens of a request on their way from one device's recent window to another's, on a
-GPU beside kernels that are still busy; and a full last page, which is encoded where it arrives."""
+"""The newest tokens of a request, copied from one device's recent window to another's while kernels
+run. A full last page is encoded where it arrives."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from functools import partial
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import patch_interpreter
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.page_records import copy_out
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 
-# Small for the interpreter.
+# Small sizes for the interpreter.
 SIZE, HEADS, HEAD_DIM, LAYERS = 64, 1, 16, 2
-# About 10 ms, many times what a page takes.
+# About 10 ms, many times the copy of a page.
 SPIN_CYCLES = 20_000_000
 
 kinds = pytest.mark.parametrize(("target", "store"), [("exact", 0), ("exact", 1), ("int8", 0)])
@@ -26,7 +26,7 @@ kinds = pytest.mark.parametrize(("target", "store"), [("exact", 0), ("exact", 1)
 @pytest.fixture(autouse=True)
 def taught(device):
     if device.type == "cpu":
-        teach_interpreter()
+        patch_interpreter()
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def make_kv(device):
 
 @pytest.fixture
 def spin(device):
-    """Holds the main stream up."""
+    """Function that delays the main stream of a GPU."""
     on_device = device.type == "cuda"
     return partial(torch.cuda._sleep, SPIN_CYCLES) if on_device else lambda: None
 
@@ -56,7 +56,7 @@ def some_tokens(count):
 
 @kinds
 @pytest.mark.parametrize("count", [1, SIZE - 1])
-def test_they_arrive_as_they_were(make_kv, spin, target, store, count):
+def test_tokens_arrive_unchanged(make_kv, spin, target, store, count):
     sender, receiver = make_kv(target, store), make_kv(target, store)
     tokens = some_tokens(count)
     spin()
@@ -85,7 +85,7 @@ def test_a_full_page_has_the_same_records_on_both(make_kv, spin, target, store):
         for layer in range(LAYERS):
             for part, wanted in zip(receiver.exact_pages(layer), tokens[layer], strict=True):
                 assert torch.equal(part[slot].cpu().transpose(0, 1), wanted)
-    # It leaves the window as any other page.
+    # The page leaves the window as any other page.
     receiver.move_out_of_window([5])
     left = receiver.records.read_plain(5, SIZE - 1)
     if target == "exact":

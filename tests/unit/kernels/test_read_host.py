@@ -36,7 +36,7 @@ def test_parts_of_all_sizes_at_once(device, num_parts):
 
 @needs_gpu
 def test_what_the_cpu_wrote_last_is_read(device):
-    """The same memory again and again, as a ring of it is used."""
+    """The same memory is used repeatedly, as in a ring."""
     source = torch.zeros(1000, dtype=torch.int32).pin_memory()
     for number in range(50):
         source.fill_(number)
@@ -50,7 +50,7 @@ def test_what_the_cpu_wrote_last_is_read(device):
 @pytest.mark.parametrize("nbytes", [3, 8])
 def test_other_sizes_are_refused(device, nbytes):
     target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    with pytest.raises(ValueError, match="as many bytes"):
+    with pytest.raises(ValueError, match="equal sizes"):
         read_host([(target, torch.zeros(3, dtype=torch.uint8).pin_memory())])
 
 

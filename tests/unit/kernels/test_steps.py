@@ -1,4 +1,4 @@
-"""What a captured step does before and after the model, against the same in PyTorch."""
+"""The work of a captured step before and after the model, against the same in PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ints(values, device, dtype=torch.int32):
 
 
 def test_tokens_go_behind_those_of_their_tails(device):
-    # In the first page, in the second, done, without a request, done with all slots full.
+    # Rows in the first page, in the second, done, without a request, and done with all slots full.
     indptr = ints([0, 2, 4, 6, 6, 8], device)
     slots_of = ints([10, 11, 20, 21, 30, 31, 40, 41], device)
     lens = ints([2, 5, 3, 0, 8], device)
@@ -45,7 +45,7 @@ def test_many_rows(batch, device):
 
 
 class Steps:
-    """Rows of a batch, and room for others behind them that must stay as it is."""
+    """Rows of a batch. Memory behind them, for other rows, must not change."""
 
     def __init__(self, batch, device, max_steps=3):
         more = batch + 2
@@ -67,9 +67,8 @@ class Steps:
 @pytest.mark.parametrize("batch", [0, 1, 5])
 @pytest.mark.parametrize("vocab", [5, 2 * LEAST_LOGITS + 1, 40 * LEAST_LOGITS - 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_token_comes_next(batch, vocab, dtype, device):
-    """Of several with the same logit the first one, as torch.argmax has it; in bf16 there are
-    many."""
+def test_the_most_likely_token_comes_next(batch, vocab, dtype, device):
+    """Among equal logits, of which bf16 has many, the first one wins, as in torch.argmax."""
     rows = Steps(batch, device)
     before = rows.positions.clone()
     every = []
@@ -83,7 +82,7 @@ def test_the_likeliest_token_comes_next(batch, vocab, dtype, device):
     assert torch.equal(rows.drafts[:2, :batch], torch.stack(every))
     moved = 2 * (torch.arange(batch, device=device) % 2)
     assert torch.equal(rows.positions[:batch], before[:batch] + moved)
-    # Neither rows nor steps that are not there.
+    # Memory behind the last row and step is unchanged.
     assert (rows.ids[batch:] == -7).all()
     assert (rows.drafts[2] == -7).all()
     assert (rows.drafts[:, batch:] == -7).all()

@@ -1,7 +1,8 @@
-"""What a server asks of any target attention. Another package can run this with its own in
+"""Conformance tests of any target attention. Another package can run this file with its own in
 IMPLEMENTATIONS.
 
-In Triton's interpreter, with a stand-in for FlashInfer; on a GPU from CUDA graphs.
+On a CPU they run in Triton's interpreter, with a stand-in for FlashInfer; on a GPU from CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import get_args
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import teach_interpreter
+from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from kvspec_testkit.runtime.captured_steps import CapturedSteps
@@ -27,8 +28,8 @@ from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 PAGE, NUM_PAGES, MAX_TOKENS, MAX_ROWS = 64, 12, 16, 3
-# Both sides round to bf16 (2^-9 relative), ours computes 8-bit pages in fp16; a wrong page, slot or
-# length gives errors of the order of 1.
+# Both sides round to bf16 (2^-9 relative). The GPU computes 8-bit pages in fp16. A wrong page, slot
+# or length gives errors of the order of 1.
 TOLERANCE = 0.02
 
 
@@ -52,13 +53,13 @@ every_attention = pytest.mark.parametrize(
 @pytest.fixture
 def make_pair(monkeypatch, device):
     if device.type == "cpu":
-        teach_interpreter()
+        patch_interpreter()
         monkeypatch.setitem(sys.modules, "flashinfer", paged_prefill)
 
     def make(implementation, num_layers=1):
         if device.type == "cuda" and implementation is TOY:
             pytest.skip("reads indices on the CPU, which no graph can hold")
-        # Small for the interpreter, and one that FlashInfer has on a GPU.
+        # A small size for the interpreter, and on a GPU a size that FlashInfer has.
         head_dim = 32 if device.type == "cpu" else 128
         return AttentionPair(
             "uniform4",
@@ -80,7 +81,7 @@ def steps_of(pair, batch, make="make_target_step"):
 
 
 def verifications_of(pair, *sizes):
-    """Captured verifications of these sizes over one VerifyRows."""
+    """Return captured verifications of these sizes over one VerifyRows."""
     splits = pair.attention.splits_by_page
     rows = VerifyRows(
         MAX_TOKENS,
@@ -110,14 +111,14 @@ def test_declarations(make_pair, implementation):
 
 @every_attention
 def test_eager_forwards(make_pair, implementation):
-    """Outputs are compared with plain torch on the way, in this test and in those below."""
+    """The pair compares all outputs with plain torch, in this test and in those below."""
     pair = make_pair(implementation, num_layers=2)
     pair.prefill(a=2 * PAGE + 60, b=PAGE, c=3)
-    # Second chunks: from within a page, and from a page's start.
+    # Second chunks begin within a page (a), and at a page's start (b).
     pair.prefill(a=10, b=7)
-    # a and c stay within a page, b begins none.
+    # a and c stay within a page, and b begins none.
     pair.verify(a=1, b=3, c=5)
-    # c fills its first page and begins another; a keeps less than it verified.
+    # c fills its first page and begins another. a accepts fewer tokens than it verified.
     pair.verify({"a": 4}, a=8, c=PAGE)
     pair.verify(b=1)
 
@@ -132,7 +133,7 @@ def test_steps(make_pair, implementation, make):
     steps.advance(a=3, b=1, c=2)
     steps.advance(a=1, c=4)
     if not implementation.splits_by_page:
-        # Over the end of a page within a round.
+        # b crosses the end of a page within a round.
         pair.prefill(b=PAGE - 3)
         steps.advance(b=5)
     steps.advance(c=1)
@@ -144,7 +145,7 @@ def test_captured_verifications(make_pair, implementation):
     large, small = verifications_of(pair, VerifySize(16, 12), VerifySize(4, 2))
     pair.prefill(a=PAGE + 60, b=PAGE, c=3)
     large.verify({"a": 7}, a=9, b=2, c=5)
-    # Fewer requests and tokens: what the larger verification left behind has no effect.
+    # Fewer requests and tokens: the data of the larger verification must have no effect.
     small.verify(b=2)
     small.verify({"c": 1}, c=2, a=1)
     large.run_cleared()
@@ -175,7 +176,7 @@ def test_a_deterministic_attention_gives_the_same_bits_in_all_parts(make_pair, i
     tokens = make_pair(implementation).draw(end)
 
     def pair_that_reads_tokens():
-        """A pair whose requests all read `tokens`, in order, and the outputs that it collects."""
+        """Return a pair whose requests all read `tokens`, in order, and the list of its outputs."""
         pair, outs = make_pair(implementation), []
         pair.draw = lambda count: tuple(part[sum(map(len, outs)) :][:count] for part in tokens)
         pair.compare = lambda got, want: outs.append(got.cpu().clone())
@@ -190,14 +191,14 @@ def test_a_deterministic_attention_gives_the_same_bits_in_all_parts(make_pair, i
     parts.prefill(a=2 * PAGE - 20)
     parts.verify(a=5)
     verification.verify(a=7)
-    # Over the end of a page.
+    # The steps cross the end of a page.
     steps.advance(a=4)
     parts.verify(a=2)
     assert torch.equal(torch.cat(got), want[0])
 
 
 def without_past(attention, monkeypatch):
-    """Eager forwards see their tail alone."""
+    """Let eager forwards see their tail alone."""
     plan = attention.plan
 
     def planned(self, rows):
@@ -208,7 +209,7 @@ def without_past(attention, monkeypatch):
 
 
 def other_rows(attention, monkeypatch):
-    """Steps of a batch see the past of the row before."""
+    """Let steps of a batch see the past of the row before."""
     step = attention.step
 
     def made(self, rows, batch):
@@ -221,7 +222,7 @@ def other_rows(attention, monkeypatch):
 
 
 def unmasked(attention, monkeypatch):
-    """Tokens of a captured verification see one more token than there is."""
+    """Let tokens of a captured verification see one more token than there is."""
     make = attention.verifications
 
     def made(self, rows):

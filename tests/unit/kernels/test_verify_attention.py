@@ -1,4 +1,4 @@
-"""Verify attention over pages at target precision, causal within the tail."""
+"""Verify attention over pages at the target precision, causal within the tail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = {
 HAS_CUDA = torch.cuda.is_available()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# target, codec, page size, head size, KV heads, group, dtype.
+# Target, codec, page size, head size, KV heads, group, dtype.
 SHAPES = [
     ("int8", "log4", 64, 64, 2, 4, BF16),
     ("int8", "uniform4", 64, 128, 1, 8, BF16),
@@ -63,25 +63,25 @@ def options_of(shape: tuple, device: torch.device) -> dict[str, object]:
     }
 
 
-WAYS_TO_JOIN = ["joined apart", "by the last block"]
+WAYS_TO_JOIN = ["joined by a kernel", "by the last block"]
 
 
 def join(way, monkeypatch):
-    """What blocks of kernels planned from here on leave of a request."""
-    most = 0 if way == "joined apart" else 10**6
+    """Select the way in which kernels that are planned from here on join the parts of a request."""
+    most = 0 if way == "joined by a kernel" else 10**6
     monkeypatch.setattr(cuda_verify, "MOST_JOINED", most)
     monkeypatch.setattr(cuda_verify, "MOST_ROWS_JOINED", most)
 
 
 @pytest.fixture(autouse=True, params=WAYS_TO_JOIN if HAS_CUDA else [""])
 def most_joined(request, monkeypatch):
-    """What blocks of the CUDA kernel leave of a request is joined in one of two ways."""
+    """Run each test with both ways of joining the parts that blocks of the CUDA kernel compute."""
     join(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 def test_awkward_lengths(shape, check, device):
-    """A request without queries, without a past, and with tails that cross into other pages."""
+    """Requests without queries, without a past, and with tails that cross into other pages."""
     page_size = shape[2]
     lens = [page_size + 1, 0, page_size - 1, page_size]
     q_lens = [3, 1, 0, 11]
@@ -97,14 +97,14 @@ def test_without_a_tail_every_query_sees_the_past(shape, check, device):
 
 @pytest.mark.parametrize("q_len", [1, 2, 16, 17, 65])
 def test_number_of_queries(q_len, check, device):
-    """Query tokens of a request, as rows of 1 to 5 blocks."""
+    """Query tokens of a request, in rows of 1 to 5 blocks."""
     case = make_case([70], q_lens=[q_len], tail_lens=[q_len + 3], **options_of(SHAPES[0], device))
     check(case)
 
 
 @pytest.mark.parametrize("q_len", [1, 3, 6, 12, 40])
 def test_maxima_that_rise_within_a_page(q_len, check, device):
-    """Scores so far apart that steps and pages again and again hold the largest one; 1 to 16
+    """Scores differ so much that new maxima occur in many steps and pages. There are 1 to 16
     columns of 8 query rows."""
     shape = ("int8", "uniform4", 256, 64, 1, 4, BF16)
     case = make_case(
@@ -125,8 +125,8 @@ def test_one_long_among_short_is_split(shape, check, device):
 @pytest.mark.parametrize("q_len", [1, 9, 40])
 @pytest.mark.parametrize("pages", [129, 700])
 def test_many_blocks_share_a_request(pages, q_len, check, device):
-    """Of a head's pages each has one or few; some have the end of one head and the next one's
-    begin."""
+    """Each block has one or few of a head's pages. Some blocks have the end of one head and the
+    start of the next."""
     shape = ("int8", "uniform4", 64, 128, 4, 4, BF16)
     lens, tails = [64 * pages - 5, 70], [q_len + 3, 1]
     case = make_case(lens, q_lens=[q_len, 1], tail_lens=tails, **options_of(shape, device))
@@ -136,8 +136,8 @@ def test_many_blocks_share_a_request(pages, q_len, check, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages", [1, 7, 130])
 def test_blocks_share_requests_of_every_width(pages, check, prepare, device):
-    """Where one has more queries than a block takes, the pages of those with few count less, and
-    what memory holds of the columns they do not have is not looked at."""
+    """Where one request has more queries than a block takes, pages of requests with few queries
+    count less. Memory of the columns that these lack is not read."""
     shape = ("int8", "uniform4", 64, 128, 2, 4, BF16)
     q_lens = [36, 5, 17, 0, 16, 65, 1, 32, 33]
     lens = [64 * pages - b for b in range(len(q_lens))]
@@ -149,8 +149,8 @@ def test_blocks_share_requests_of_every_width(pages, check, prepare, device):
 
 
 @pytest.mark.gpu
-def test_kernels_share_a_workspace_whoever_joins(prepare, device, monkeypatch):
-    """As captured verifications with one max_qo_len do, in any order."""
+def test_kernels_share_a_workspace_with_either_way_to_join(prepare, device, monkeypatch):
+    """Captured verifications with one max_qo_len share a workspace, in any order."""
     shape = ("int8", "uniform4", 64, 128, 4, 4, BF16)
     sizes = {"q_lens": [9, 2], "tail_lens": [9, 2]}
     case = make_case([64 * 40 - 5, 70], **sizes, **options_of(shape, device))
@@ -168,7 +168,7 @@ def test_kernels_share_a_workspace_whoever_joins(prepare, device, monkeypatch):
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])
 @pytest.mark.parametrize("q_len", [1, 16])
 def test_anchors_of_2_bits_give_the_same_bits(codec, q_len, prepare, device):
-    """Their halves and corrections are those of 4-bit codes, only stored elsewhere."""
+    """Their halves and corrections hold the 4-bit codes, only in other places."""
     outs, lses = [], []
     for name in (codec, f"{codec}-2bit"):
         options = options_of(("int8", name, 64, 128, 1, 4, BF16), device)
@@ -225,7 +225,7 @@ def test_lengths_change_in_place(prepare, device):
 
 
 def test_values_at_the_end_of_fp16_stay_finite(prepare, device):
-    """A centre of 62720 and a scale of 2816 overflow fp16: the sum is clamped, as by the codec."""
+    """A centre of 62720 and a scale of 2816 overflow fp16. The sum is clamped, as in the codec."""
     case = make_case([64], source="int8", settings=Log4Settings(), dtype=FP16, device=device)
     layout = formats.anchor_layout(case.settings, 64, 64)
     pages = case.indices.long()
@@ -273,7 +273,7 @@ def test_plans_that_are_refused(changes, message, device):
     [
         ("anchors", None, "anchors must be given for the int8 source"),
         ("residuals", None, "residuals must be given for the int8 source"),
-        ("residual_slots", None, "residual_slots must be given"),
+        ("residual_slots", None, "residual_slots must be given for the int8 source"),
         ("residual_slots", torch.zeros(4), "residual_slots must be torch.int32"),
     ],
 )

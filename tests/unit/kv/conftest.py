@@ -1,4 +1,5 @@
-"""ReferenceKVCache under random use, beside full-precision copies of every page."""
+"""State machine that uses ReferenceKVCache at random, and compares it with full-precision copies of
+every page."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class Seen(NamedTuple):
     anchor: torch.Tensor
 
 
-class TieredKVMachine(RuleBasedStateMachine):
-    """`pages` holds K and V [2, LAYERS, page_size, heads, head_dim] of every page in use."""
+class ReferenceKVMachine(RuleBasedStateMachine):
+    """Random use of a ReferenceKVCache. `pages` holds K and V [2, LAYERS, page_size, heads,
+    head_dim] of every page in use."""
 
     def __init__(self, make_kv, *, store=True, **options):
         super().__init__()
@@ -58,7 +60,7 @@ class TieredKVMachine(RuleBasedStateMachine):
         )
         self.encode_directly(first, seed)
 
-    # What runs in a server
+    # Actions of a server
 
     @rule(wanted=subsets, seed=seeds)
     def open_and_fill(self, wanted, seed):
@@ -80,7 +82,7 @@ class TieredKVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.mutable())
     @rule(data=st.data(), seed=seeds)
     def overwrite_tokens(self, data, seed):
-        """Drafts are replaced by what was verified."""
+        """Overwrite tokens in a window page, as verified tokens overwrite drafts."""
         page = data.draw(st.sampled_from(self.mutable()))
         size = self.kv.geometry.page_size
         offsets = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1)))
@@ -130,7 +132,7 @@ class TieredKVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.store)
     @rule(data=st.data())
     def iterate(self, data):
-        """Finish the fetches of the iteration before, evict some pages, start to fetch some."""
+        """Finish the fetches of the last iteration, evict some pages, and start to fetch some."""
         residuals = self.kv.residuals
         residuals.finish_fetches()
         resident = residuals.table.pages_in(sorted(self.encoded), ResidualState.RESIDENT)
@@ -205,7 +207,8 @@ class TieredKVMachine(RuleBasedStateMachine):
             self.kv.window.write(layer, torch.full((size,), page), torch.arange(size), k, v)
 
     def seen(self, page):
-        """A page as the codec alone says it reads once encoded; kept until the page changes."""
+        """Return a page as the codec alone reads it once encoded. The result is cached until the
+        page changes."""
         raw = self.pages[page]
         if page not in self.known or self.known[page].raw is not raw:
             record = self.kv.codec.encode(*raw)
@@ -217,13 +220,13 @@ class TieredKVMachine(RuleBasedStateMachine):
         return self.known[page]
 
     def layers_of_all_pages(self):
-        """Every layer with all pages in use, in an order that mixes the tiers."""
+        """Return every layer with all pages in use, in an order that mixes their places."""
         ids = sorted(self.pages, key=lambda page: page * 5 % 8)
         return [(layer, ids) for layer in range(LAYERS)] if ids else []
 
 
 def assert_same_bits(got, want):
-    """(k, v) of pages against a list of [2, page_size, heads, head_dim], one a page."""
+    """Compare (k, v) of pages with a list of [2, page_size, heads, head_dim], one for each page."""
     for got_part, want_part in zip(torch.stack(got, dim=1), want, strict=True):
         assert got_part.dtype == want_part.dtype
         bits = got_part.contiguous().view(torch.uint8), want_part.contiguous().view(torch.uint8)
@@ -231,10 +234,11 @@ def assert_same_bits(got, want):
 
 
 @pytest.fixture(scope="session")
-def tiered_kv_machine(make_kv) -> Callable[..., Callable[[], TieredKVMachine]]:
-    """Machines for run_state_machine_as_test, over pools with the given options of make_kv."""
+def reference_kv_machine(make_kv) -> Callable[..., Callable[[], ReferenceKVMachine]]:
+    """Return a function that makes machines for run_state_machine_as_test, with options of
+    make_kv."""
 
     def bind(**options):
-        return partial(TieredKVMachine, make_kv, **options)
+        return partial(ReferenceKVMachine, make_kv, **options)
 
     return bind

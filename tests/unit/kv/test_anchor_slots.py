@@ -1,4 +1,5 @@
-"""Which pages' anchors are kept, beside a plain model: never more than fit, never another's."""
+"""Slots of kept anchors against a plain model: never more pages than slots, and never the anchors
+of another page."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ PARENTS = {
 
 
 class AnchorSlotsMachine(RuleBasedStateMachine):
-    """`memory` is what lies in each slot, as (key, stamp): claimed slots are written at once."""
+    """Random use of AnchorSlots. `memory`: (key, stamp) in each slot, since claimed slots are
+    written at once."""
 
     NUM_SLOTS = 4
 
@@ -44,7 +46,7 @@ class AnchorSlotsMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, stamp=stamps, first=st.integers(0, 3))
     def keep(self, prompt, stamp, first):
-        """The end of a prefix leaves the KV cache."""
+        """Keep anchors of the end of a prefix that leaves the KV cache."""
         for link in links_of(*prompt)[first:]:
             had = self.held(link)
             others = {page: self.used[page.key] for page in self.all_held() if page.key != link.key}
@@ -133,10 +135,10 @@ def test_the_machine_finds(monkeypatch, fault):
 
 
 def test_without_room_for_a_page_its_beginning_stays():
-    """A page is of no use without those before it."""
+    """A page cannot be used without those before it."""
     slots = AnchorSlots(2)
     first, second, third = links_of(0, 1, 2)
-    # Leaves go first, so the tree gives them in this order.
+    # Leaves are evicted first, so the tree gives the pages in this order.
     assert [slots.claim(link, 7) is not None for link in (third, second, first)] == [True] * 3
     assert slots.slot_of(StoredPage(third.key, 7)) is None
     assert slots.slot_of(StoredPage(first.key, 7)) is not None

@@ -1,4 +1,4 @@
-"""What was decoded once is decoded again only after the page changed hands."""
+"""Decoded anchors are kept, and are decoded again only after the page was freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim=16, page_size=32, d
 
 
 class Decoder:
-    """Gives pages filled with page + 0.5 (k) and its negative (v), and counts what it was asked."""
+    """Decoder that fills pages with page + 0.5 (k) and its negative (v), and records its calls."""
 
     def __init__(self):
         self.asked: list[list[int]] = []
@@ -28,6 +28,12 @@ def decoder():
     return Decoder()
 
 
+def read(anchors, layer, pages, decoder):
+    into = tuple(torch.empty(len(pages), 32, 1, 16) for _ in range(2))
+    anchors.read(layer, torch.tensor(pages, dtype=torch.int64), decoder, into)
+    return into
+
+
 def values(kv):
     assert torch.equal(kv[0], -kv[1])
     return kv[0][:, 0, 0, 0].tolist()
@@ -35,41 +41,57 @@ def values(kv):
 
 def test_decodes_each_page_of_each_layer_once(decoder):
     anchors = DecodedAnchors(GEOMETRY, 4)
-    assert values(anchors.read(0, torch.tensor([3, 1]), decoder)) == [3.5, 1.5]
-    assert values(anchors.read(0, torch.tensor([1, 2, 3]), decoder)) == [1.5, 2.5, 3.5]
-    assert values(anchors.read(1, torch.tensor([1]), decoder)) == [1.5]
+    assert values(read(anchors, 0, [3, 1], decoder)) == [3.5, 1.5]
+    assert values(read(anchors, 0, [1, 2, 3], decoder)) == [1.5, 2.5, 3.5]
+    assert values(read(anchors, 1, [1], decoder)) == [1.5]
     assert decoder.asked == [[3, 1], [2], [1]]
 
 
 def test_a_forgotten_page_is_decoded_again_in_every_layer(decoder):
     anchors = DecodedAnchors(GEOMETRY, 4)
-    both = torch.tensor([1, 2])
     for layer in (0, 1):
-        anchors.read(layer, both, decoder)
+        read(anchors, layer, [1, 2], decoder)
     anchors.forget(2)
     for layer in (0, 1):
-        anchors.read(layer, both, decoder)
+        read(anchors, layer, [1, 2], decoder)
     assert decoder.asked == [[1, 2], [1, 2], [2], [2]]
 
 
 def test_what_is_read_belongs_to_the_reader(decoder):
     anchors = DecodedAnchors(GEOMETRY, 4)
-    anchors.read(0, torch.tensor([1]), decoder)[0].zero_()
-    assert values(anchors.read(0, torch.tensor([1]), decoder)) == [1.5]
+    read(anchors, 0, [1], decoder)[0].zero_()
+    assert values(read(anchors, 0, [1], decoder)) == [1.5]
 
 
-def test_beyond_its_memory_limit_it_keeps_nothing(decoder):
-    limit = 5 * GEOMETRY.plain_page_bytes
-    assert DecodedAnchors(GEOMETRY, 4, limit).enabled
-    anchors = DecodedAnchors(GEOMETRY, 5, limit)
-    assert not anchors.enabled
+def test_beyond_its_memory_limit_the_page_read_longest_ago_goes(decoder):
+    anchors = DecodedAnchors(GEOMETRY, 9, 2 * GEOMETRY.plain_page_bytes)
+    for page in (5, 6, 5, 7):
+        assert values(read(anchors, 0, [page], decoder)) == [page + 0.5]
+    assert decoder.asked == [[5], [6], [7]]
+    # Page 7 has the slot of page 6.
+    assert values(read(anchors, 0, [7, 5], decoder)) == [7.5, 5.5]
+    assert values(read(anchors, 0, [6], decoder)) == [6.5]
+    assert decoder.asked == [[5], [6], [7], [6]]
+
+
+def test_a_slot_that_changes_hands_is_decoded_again_in_every_layer(decoder):
+    anchors = DecodedAnchors(GEOMETRY, 9, GEOMETRY.plain_page_bytes)
+    for page in (1, 2):
+        for layer in (0, 1):
+            assert values(read(anchors, layer, [page], decoder)) == [page + 0.5]
+    assert decoder.asked == [[1], [1], [2], [2]]
+
+
+def test_a_read_of_more_pages_than_slots_keeps_nothing(decoder):
+    anchors = DecodedAnchors(GEOMETRY, 9, GEOMETRY.plain_page_bytes)
+    read(anchors, 0, [1], decoder)
     for _ in range(2):
-        assert values(anchors.read(0, torch.tensor([5]), decoder)) == [5.5]
-    anchors.forget(5)
-    assert decoder.asked == [[5], [5]]
+        assert values(read(anchors, 0, [1, 2], decoder)) == [1.5, 2.5]
+    read(anchors, 0, [1], decoder)
+    assert decoder.asked == [[1], [1, 2], [1, 2]]
 
 
 def test_reading_nothing_decodes_nothing(decoder):
-    k, v = DecodedAnchors(GEOMETRY, 4).read(0, torch.empty(0, dtype=torch.int64), decoder)
+    k, v = read(DecodedAnchors(GEOMETRY, 4), 0, [], decoder)
     assert k.shape == v.shape == (0, 32, 1, 16)
     assert decoder.asked == []

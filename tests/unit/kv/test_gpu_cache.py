@@ -1,4 +1,4 @@
-"""The life of a page in GpuKVCache, whose kernels are replaced by a list of what they should do."""
+"""The life of a page in GpuKVCache, whose kernels are replaced by a list of their calls."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_page_is_published_once(make_device_kv):
     kv = make_device_kv()
     kv.open_pages([4])
     kv.commit_pages([4])
-    with pytest.raises(AssertionError, match="encoded once"):
+    with pytest.raises(AssertionError, match="already encoded"):
         kv.commit_pages([4])
 
 
@@ -100,7 +100,7 @@ def test_an_encoded_page_is_never_opened(make_device_kv):
             kv.open_pages([page])
     with pytest.raises(AssertionError, match="not free"):
         kv.begin_encode([4])
-    with pytest.raises(AssertionError, match="encoded once"):
+    with pytest.raises(AssertionError, match="already encoded"):
         kv.begin_encode([3])
 
 
@@ -137,7 +137,7 @@ def test_a_freed_page_starts_anew_wherever_it_was(make_device_kv):
 def test_residuals_of_all_pages_have_their_own_slots(make_device_kv):
     kv = make_device_kv(num_pages=5)
     assert kv.residual_slots.dtype == torch.int32
-    # Page 0 is padding; its entry only has to be valid.
+    # Page 0 is padding, and its entry only has to be a valid slot.
     assert kv.residual_slots.tolist() == [0, 0, 1, 2, 3, 4]
     assert len(kv.residuals.cache_layer(0)) == 5
     assert kv.residuals.cache_slots.table[1:].tolist() == kv.residual_slots[1:].tolist()
@@ -160,19 +160,20 @@ def test_what_kernels_are_given_fits_the_pools(make_device_kv, monkeypatch):
     assert anchors is kv.anchors.layer(1)
     assert anchor_slots is pages
     assert residuals is kv.residuals.cache_layer(1)
-    # Any valid slot for an entry that is skipped.
+    # Skipped entries have any valid slot.
     assert slots.tolist() == [2, 11, 0]
     assert (codec, target) == (kv.codec.settings, "int8")
 
 
 def test_fp32_is_refused(make_device_kv):
-    with pytest.raises(UnsupportedError, match=r"bf16 and fp16 .*float32"):
+    with pytest.raises(UnsupportedError, match=r"bf16 or fp16, .*float32"):
         make_device_kv(dtype=torch.float32)
     assert make_device_kv(dtype=torch.float16).geometry.dtype == torch.float16
 
 
 class DeviceKVMachine(RuleBasedStateMachine):
-    """Beside lists of pages: `published` are encoded and in the window, `gone` have left it."""
+    """Random use against plain lists. `published`: pages that are encoded and in the window.
+    `gone`: encoded pages that have left the window."""
 
     def __init__(self, make):
         super().__init__()

@@ -1,7 +1,7 @@
 """Records of pages that leave a GpuKVCache and land in one, on streams that advance in any order.
 
-The main stream does what kernels would: encode a page into its anchor and its residual slot, and
-read both again.
+The main stream does the work of kernels: encode a page into its anchor and residual slot, and read
+both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ subsets = st.sets(st.integers(1, NUM_PAGES), min_size=1, max_size=5)
 
 
 class Device:
-    """`content`: records of a page, (anchors, residuals), each [LAYERS, heads, record_bytes]."""
+    """A GpuKVCache on modelled streams. `content`: records of a page, (anchors, residuals), each
+    [LAYERS, heads, record_bytes]."""
 
     def __init__(self, make, **options):
         self.streams = ModelStreams()
@@ -74,8 +75,8 @@ class Device:
         self.note(pages, records)
 
     def forward(self, *pages, by_layer=False):
-        """Read these pages where kernels find them. What it finds of one that was freed before it
-        read matters to nobody: others may have landed there."""
+        """Read these pages where kernels find them. Pages that are freed before the read are not
+        compared, since others may have landed there."""
         with self.kv.placed(pages, by_layer=by_layer):
             for layer in range(LAYERS):
                 self.kv.await_layer(layer)
@@ -117,7 +118,7 @@ def assert_same(found, wanted):
 
 @pytest.fixture(autouse=True)
 def small_buffer(monkeypatch):
-    """Two pages at a time, or one."""
+    """Shrink the buffer to two pages at a time, or one."""
     monkeypatch.setattr(staged_records, "BUFFER_BYTES", 30_000)
 
 
@@ -215,7 +216,7 @@ def test_residuals_may_land_later(device, store):
 
 
 def test_a_copy_is_behind_what_still_writes_the_page(device):
-    """The page is there once all streams have done what they were given, and no sooner."""
+    """The copy waits until all streams have done the work before it."""
     for store in (False, True):
         gpu = device(store=store)
         gpu.encode(2, 3)
@@ -223,11 +224,11 @@ def test_a_copy_is_behind_what_still_writes_the_page(device):
         gpu.look(3, 2)
 
 
-def test_a_landing_page_is_behind_the_copy_of_who_had_it_before(device):
+def test_a_landing_page_waits_for_the_copy_of_its_former_content(device):
     gpu = device(store=True)
     gpu.encode(2)
     gpu.free(2)
-    # Its write-through has not begun.
+    # The write-through of the former content has not begun.
     gpu.land(2)
     gpu.streams.drain()
     gpu.look(2)
@@ -260,7 +261,7 @@ def test_only_free_pages_land_and_only_encoded_ones_leave(device):
     gpu = device(store=True)
     gpu.encode(3)
     gpu.kv.open_pages([4])
-    for pages, message in (([3], "encoded once"), ([4], "not free")):
+    for pages, message in (([3], "already encoded"), ([4], "not free")):
         with pytest.raises(AssertionError, match=message):
             gpu.land(*pages)
         with pytest.raises(AssertionError, match="only an encoded"):
@@ -300,12 +301,12 @@ class RecordsMachine(RuleBasedStateMachine):
         target, store = kind
         self.has_store, self.size = store, cache_pages if store else NUM_PAGES
         self.gpu = Device(self.make, target=target, store=store, cache_pages=self.size)
-        self.lacking: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if self.fault:
             self.fault(self.gpu)
 
     def unused(self, pages):
-        return sorted(pages - self.gpu.content.keys() - self.lacking.keys())
+        return sorted(pages - self.gpu.content.keys() - self.pending.keys())
 
     @rule(pages=subsets)
     def encode(self, pages):
@@ -322,16 +323,16 @@ class RecordsMachine(RuleBasedStateMachine):
         self.gpu.kv.begin_landing(pages)
         self.gpu.kv.records.write_anchors(pages, records.anchors)
         self.gpu.kv.finish_anchors(pages)
-        self.lacking |= dict(zip(pages, zip(*records, strict=True), strict=True))
+        self.pending |= dict(zip(pages, zip(*records, strict=True), strict=True))
 
-    @precondition(lambda self: self.lacking)
+    @precondition(lambda self: self.pending)
     @rule(data=st.data())
     def land_residuals(self, data):
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.lacking)), unique=True, min_size=1))
-        records = torch.stack([self.lacking[page][1] for page in pages])
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.pending)), unique=True, min_size=1))
+        records = torch.stack([self.pending[page][1] for page in pages])
         self.gpu.kv.records.write_residuals(pages, records)
         self.gpu.kv.residuals.finish(pages)
-        self.gpu.content |= {page: self.lacking.pop(page) for page in pages}
+        self.gpu.content |= {page: self.pending.pop(page) for page in pages}
 
     @precondition(lambda self: self.gpu.content)
     @rule(data=st.data(), by_layer=st.booleans())
@@ -363,7 +364,7 @@ class RecordsMachine(RuleBasedStateMachine):
     def free(self, pages):
         self.gpu.free(*pages)
         for page in pages:
-            self.lacking.pop(page, None)
+            self.pending.pop(page, None)
 
     @rule(which=st.lists(st.integers(0, 2), max_size=8))
     def advance(self, which):
@@ -378,7 +379,7 @@ class RecordsMachine(RuleBasedStateMachine):
         if hasattr(self, "gpu"):
             self.gpu.kv.check_integrity()
             encoded = {page for page in range(NUM_PAGES + 1) if self.gpu.kv.is_encoded(page)}
-            assert encoded == self.gpu.content.keys() | self.lacking.keys()
+            assert encoded == self.gpu.content.keys() | self.pending.keys()
 
     def teardown(self):
         if hasattr(self, "gpu"):
@@ -422,7 +423,7 @@ def records_change_order(gpu):
 
 
 def the_buffer_is_sent_early(gpu):
-    """On a stream that nothing fences."""
+    """Send the buffer on a stream without fences."""
     staged = gpu.kv.records._copies
     main, other = staged._stream, gpu.streams.to_device
 

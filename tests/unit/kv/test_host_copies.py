@@ -1,4 +1,5 @@
-"""Copies between cache and store on streams that advance in any order: contents bit by bit."""
+"""Copies between cache and store on streams that advance in any order. The contents are compared
+bit by bit."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_pages_come_and_go_by_page_and_slot():
 
 
 class CopyMachine(RuleBasedStateMachine):
-    """`slot_of`: cached pages; `version`: of each page's content, which no other page ever has."""
+    """Random copies. `slot_of`: slots of cached pages. `version`: content of each page, unique
+    among all pages."""
 
     def __init__(self, deaf=(), forget=()):
         super().__init__()
@@ -80,7 +82,7 @@ class CopyMachine(RuleBasedStateMachine):
     @rule(data=st.data(), for_use=st.booleans())
     def fetch(self, data, for_use):
         pages = data.draw(st.lists(st.sampled_from(self.stored_only()), unique=True, min_size=1))
-        # As many as there is room for.
+        # Fetch as many pages as there is room for.
         pairs = list(zip(pages, data.draw(st.permutations(self.free_slots())), strict=False))
         event = self.copies.fetch(pairs)
         self.slot_of |= dict(pairs)
@@ -96,7 +98,7 @@ class CopyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.slot_of)
     @rule(data=st.data())
     def evict(self, data):
-        """Whatever still copies it."""
+        """Evict a page, although copies of it may still run."""
         page = data.draw(st.sampled_from(sorted(self.slot_of)))
         del self.slot_of[page]
         self.arriving.pop(page, None)
@@ -203,7 +205,7 @@ def test_without_a_gpu_copies_are_done_when_asked_for():
 def test_fetches_are_timed_without_their_fences_and_only_once_they_are_over():
     streams = ModelStreams()
     copies = HostCopies(pool(3), pool(3), streams.copy_streams)
-    # A step of the model of a stream takes a second; the fetch waits for seven of them.
+    # A step of a modelled stream takes a second. The fetch waits for seven steps.
     for _ in range(7):
         streams.main.do(lambda: None)
     copies.fetch([(0, 1), (1, 0)])
@@ -211,7 +213,7 @@ def test_fetches_are_timed_without_their_fences_and_only_once_they_are_over():
     assert copies.take_fetch_times() == []
     while streams.main.step():
         pass
-    # Behind the fence: its mark, two copies, its mark.
+    # Behind the fence: a mark, two copies and a mark.
     for _ in range(5):
         assert streams.to_device.step()
     page_bytes = pool(1).page(0).nbytes

@@ -1,5 +1,5 @@
-"""Anchors that stay in KV memory when their pages go: only residuals come back, and only to the
-anchors that they were encoded with."""
+"""Kept anchors stay in KV memory when their pages are freed. Only residuals are loaded again, and
+only to the anchors that they were encoded with."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rig:
         self.kv.records.read_anchors = lambda pages: (self.reads.extend(pages), read_kv(pages))[1]
 
     def leave(self, *prompt, version=0, num_staying=0):
-        """Compute a prompt, and have its pages make room."""
+        """Compute a prompt, and evict its pages."""
         links = links_of(*prompt)
         pages = list(range(1, len(links) + 1))
         for page, link in zip(pages, links, strict=True):
@@ -99,7 +99,7 @@ def make_rig(make_kv, tmp_path, monkeypatch):
         ({"host": (8, 1), "disk": (8, 8)}, Loaded(3, 2, kept_host=1, kept_disk=2)),
     ],
 )
-def test_only_residuals_come_back(make_rig, target, codec, tiers, expected):
+def test_only_residuals_are_loaded_again(make_rig, target, codec, tiers, expected):
     rig = make_rig(target=target, codec=codec, **tiers)
     links = rig.leave(1, 2, 3)
     assert rig.report()["pages"] == 3
@@ -108,7 +108,7 @@ def test_only_residuals_come_back(make_rig, target, codec, tiers, expected):
     assert not rig.reads, "anchors were in KV memory"
     page = rig.kv.plan.page_bytes
     assert rig.tiers.report()["loaded_bytes"] == {"anchors": 0, "residuals": 3 * page.residual}
-    # They are in pages of the KV cache again.
+    # The anchors are in pages of the KV cache again.
     assert rig.report()["pages"] == 0
     assert rig.report()["counters"] == {"kept": 3, "reused": 3, "dropped": 0}
 
@@ -143,13 +143,13 @@ def test_no_more_is_kept_than_there_are_slots(make_rig):
     rig = make_rig(disk=(12, 12), kept=3)
     first, second = rig.leave(1, 2), rig.leave(3, 4)
     assert rig.report()["pages"] == 3
-    # The last page of the prefix that left first.
+    # The evicted page is the last one of the prefix that left first.
     assert rig.come_back(second) == Loaded(2, 2, kept_disk=2)
     assert rig.come_back(first, first_page=9) == Loaded(2, 2, kept_disk=1)
     assert rig.report()["counters"] == {"kept": 4, "reused": 3, "dropped": 1}
 
 
-def test_of_prefixes_the_one_looked_up_longest_ago_goes(make_rig):
+def test_the_prefix_that_was_looked_up_longest_ago_is_evicted(make_rig):
     rig = make_rig(disk=(12, 12), kept=2)
     first, second = rig.leave(1), rig.leave(2)
     assert rig.tiers.num_loadable(first) == 1
@@ -159,7 +159,7 @@ def test_of_prefixes_the_one_looked_up_longest_ago_goes(make_rig):
 
 
 def test_anchors_of_another_version_are_not_kept(make_rig):
-    """The tier has residuals of the first version, and keeps those."""
+    """The tier keeps its residuals of the first version."""
     rig = make_rig(host=(8, 8))
     links = rig.leave(1, 2)
     rig.kept.forget()
@@ -169,13 +169,13 @@ def test_anchors_of_another_version_are_not_kept(make_rig):
 
 
 def test_kept_anchors_never_get_the_residual_of_another_version(make_rig):
-    """The tier comes to have another version after anchors were kept."""
+    """The tier receives another version after anchors were kept."""
     rig = make_rig(host=(8, 8))
     links = rig.leave(1, 2)
     rig.tiers._host = rig.tiers._make_host()
     for page, link in zip((1, 2), links, strict=True):
         compute(rig.kv, link, page, version=1)
-    # Without going through demote(), which would keep this version's.
+    # Bypass demote(), which would keep the anchors of this version.
     rig.tiers._put(0, rig.tiers._host.put, links, (1, 2))
     assert rig.report()["pages"] == 2
     assert rig.come_back(links, version=1) == Loaded(2, 0)
@@ -196,7 +196,7 @@ def test_mixed_versions_are_found(make_rig, monkeypatch):
 
 
 def test_a_page_that_was_freed_has_no_known_checksum(make_rig):
-    """Its number has come to mean another page."""
+    """The page id now belongs to another page."""
     rig = make_rig(host=(8, 8))
     links = rig.leave(1, 2)
     rig.kept.forget()
@@ -205,7 +205,7 @@ def test_a_page_that_was_freed_has_no_known_checksum(make_rig):
     assert rig.come_back(links, first_page=9) == Loaded(2, 0)
 
 
-def test_a_damaged_residual_ends_the_prefix_and_its_anchors_wait(make_rig, tmp_path):
+def test_a_damaged_residual_ends_the_prefix_and_its_anchors_stay(make_rig, tmp_path):
     rig = make_rig(disk=(8, 8))
     links = rig.leave(1, 2, 3)
     path = tmp_path / "residuals.data"
@@ -215,13 +215,13 @@ def test_a_damaged_residual_ends_the_prefix_and_its_anchors_wait(make_rig, tmp_p
     assert rig.come_back(links) == Loaded(1, 1, kept_disk=1)
     assert not rig.kv.is_encoded(8)
     assert rig.report()["pages"] == 2
-    # Computed again it has its residual again.
+    # After another computation the page has its residual again.
     rig.kv.free_pages([7])
     rig.leave(1, 2, 3)
     assert rig.come_back(links) == Loaded(3, 3, kept_disk=3)
 
 
-def test_a_flush_forgets_them(make_rig):
+def test_a_flush_drops_kept_anchors(make_rig):
     rig = make_rig(disk=(8, 8))
     links = rig.leave(1, 2)
     rig.tiers.forget_memory()
@@ -230,7 +230,8 @@ def test_a_flush_forgets_them(make_rig):
 
 
 def test_pages_come_from_several_places_at_once(make_rig):
-    """Anchors of the first page are kept, of the second in host memory, of the third on disk."""
+    """Anchors of the first page are kept, those of the second are in host memory, and those of the
+    third on disk."""
     rig = make_rig(host=(2, 1), disk=(8, 8), kept=1)
     links = rig.leave(1, 2, 3)
     assert rig.tiers.report()["host"]["pages"] == 2
@@ -238,7 +239,7 @@ def test_pages_come_from_several_places_at_once(make_rig):
     assert (loaded.num_pages, loaded.kept_host + loaded.kept_disk) == (3, 1)
 
 
-# Of two pages: (0, 0) and (0, 1) part after the first one.
+# Prompts of two pages. (0, 0) and (0, 1) differ in the second page.
 PROMPTS = ((0, 0), (0, 1), (1, 1))
 leaving = st.tuples(
     st.just("leave"), st.sampled_from(PROMPTS), st.integers(0, 1), st.integers(0, 1)
@@ -249,12 +250,12 @@ coming = st.tuples(
     st.integers(0, 1),
     st.permutations((1, 2, 3, 4)),
 )
-# Not as a state machine, which would as a rule do the same thing again and again.
+# Generated lists instead of a state machine, which would usually repeat one action.
 histories = st.lists(leaving | coming | leaving | coming | st.just(("lose",)), min_size=12)
 
 
 class Life:
-    """Prefixes leave and come back, one at a time; the tier below may lose all it has."""
+    """Prefixes that leave and return, one at a time. The tier below may lose all its pages."""
 
     def __init__(self, make_kv):
         self.kv = make_kv(num_pages=4, kept_anchor_pages=3)
@@ -287,7 +288,7 @@ class Life:
 
 
 def live(make_kv, **options):
-    """Through generated histories."""
+    """Run generated histories."""
 
     @settings(**options)
     @given(histories)

@@ -1,7 +1,7 @@
 """Residuals between cache and pinned store of a GpuKVCache, on streams that advance in any order.
 
-The main stream does what kernels would: encode a page into its slot, and read a page from its slot,
-by the table that kernels have.
+The main stream does the work of kernels: encode a page into its slot, and read a page from its
+slot, by the table that kernels have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ subsets = st.sets(st.integers(1, NUM_PAGES), min_size=1, max_size=4)
 
 
 class Kernels:
-    """A GpuKVCache whose main stream writes a number for a page, and checks it when it reads."""
+    """A GpuKVCache whose main stream writes a number for each page, and checks the number when it
+    reads."""
 
     def __init__(self, make, **options):
         self.streams = ModelStreams()
@@ -68,7 +69,7 @@ class Kernels:
                 self.write(page)
 
     def forward(self, pages, lent=(), by_layer=False):
-        """Read encoded pages; encode and read others for this time only."""
+        """Read encoded pages. Encode and read the `lent` pages for this forward only."""
         with self.kv.placed(pages, lends=lent, by_layer=by_layer):
             for page in lent:
                 self.write(page)
@@ -96,7 +97,7 @@ def states(residuals, *pages):
     return [residuals.table.state(page).name for page in pages]
 
 
-def test_pages_are_born_in_the_cache_and_what_was_used_longest_ago_makes_room(kernels):
+def test_new_pages_enter_the_cache_and_evict_those_used_longest_ago(kernels):
     gpu = kernels(cache_pages=3)
     gpu.encode(1, 2)
     gpu.encode(3)
@@ -131,7 +132,8 @@ def test_a_layer_does_not_wait_for_those_behind_it(kernels):
         gpu.kv.await_layer(0)
         gpu.read(1, 0)
         gpu.streams.main.step()
-        # The fetch waits for a mark of the main stream, copies a layer of both pages, and marks.
+        # The fetch waits for a mark of the main stream, copies one layer of both pages, and sets a
+        # mark.
         assert all(gpu.streams.to_device.step() for _ in range(4))
         while gpu.streams.main.step():
             pass
@@ -164,7 +166,7 @@ def test_a_fetch_without_room_starts_nothing(kernels):
     gpu.encode(1, 2)
     gpu.encode(3)
     gpu.residuals.evict([3])
-    with pytest.raises(CapacityError, match="2 residuals to fetch and 1 free"):
+    with pytest.raises(CapacityError, match="2 residuals need cache slots, 1 are free"):
         gpu.residuals.start_fetch([1, 3])
     gpu.finish()
 
@@ -212,7 +214,7 @@ def test_a_cache_of_all_pages_never_moves_them(kernels):
     gpu.finish()
 
 
-class HostedMachine(RuleBasedStateMachine):
+class OffloadedMachine(RuleBasedStateMachine):
     def __init__(self, make, fault=None):
         super().__init__()
         self.make, self.fault = make, fault
@@ -295,7 +297,7 @@ class HostedMachine(RuleBasedStateMachine):
 
 def test_under_random_use(make_device_kv):
     limits = settings(max_examples=80, stateful_step_count=30)
-    run_state_machine_as_test(partial(HostedMachine, make_device_kv), settings=limits)
+    run_state_machine_as_test(partial(OffloadedMachine, make_device_kv), settings=limits)
 
 
 def no_wait_for_fetches(gpu):
@@ -354,7 +356,7 @@ def test_a_fault_is_found(make_device_kv, fault):
         max_examples=200, stateful_step_count=40, phases=[Phase.generate], print_blob=False
     )
     with pytest.raises((AssertionError, PageStateError, KeyError)):
-        run_state_machine_as_test(partial(HostedMachine, make_device_kv, fault), settings=limits)
+        run_state_machine_as_test(partial(OffloadedMachine, make_device_kv, fault), settings=limits)
 
 
 def test_warming_up_leaves_nothing(kernels):
@@ -367,6 +369,6 @@ def test_warming_up_leaves_nothing(kernels):
     gpu.finish()
 
 
-def test_it_is_what_a_device_kv_with_a_store_has(make_device_kv):
+def test_a_device_kv_with_a_store_has_an_offloaded_cache(make_device_kv):
     assert isinstance(make_device_kv(store=True).residuals, OffloadedResidualCache)
     assert not isinstance(make_device_kv().residuals, OffloadedResidualCache)

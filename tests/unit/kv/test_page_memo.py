@@ -1,4 +1,4 @@
-"""A result is kept while the bytes it was computed from stay the same, and not a read longer."""
+"""A result is kept until the bytes that it was computed from change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim=16, page_size=32, d
 
 
 class Compute:
-    """Fills a page with the sum of its contents, and counts pages."""
+    """Function that fills a page with the sum of its contents, and counts pages."""
 
     def __init__(self):
         self.num_pages = 0
@@ -35,7 +35,7 @@ def values(kv):
 
 
 def contents(*pages, width=24):
-    """Two parts a page: bytes that start with the given number, and as many zeros."""
+    """Return two parts of each page: bytes that start with the given number, and as many zeros."""
     first = torch.zeros((len(pages), 1, width), dtype=torch.uint8)
     first[:, 0, 0] = torch.tensor(pages)
     return first, torch.zeros_like(first)
@@ -79,13 +79,19 @@ def test_what_is_read_belongs_to_the_reader(compute):
     assert values(memo.read(0, slot, contents(7), compute)) == [7]
 
 
-def test_beyond_its_memory_limit_it_keeps_nothing(compute):
-    limit = 2 * (48 + GEOMETRY.plain_page_bytes)
-    assert PageMemo(GEOMETRY, 2, 48, limit).enabled
-    memo = PageMemo(GEOMETRY, 3, 48, limit)
+def test_beyond_its_memory_limit_the_key_read_longest_ago_goes(compute):
+    memo = PageMemo(GEOMETRY, 9, 48, 2 * (GEOMETRY.plain_page_bytes + 48))
+    for key in (5, 6, 5, 7, 5, 6):
+        assert values(memo.read(0, torch.tensor([key]), contents(key), compute)) == [key]
+    assert compute.num_pages == 4
+
+
+def test_a_read_of_more_keys_than_slots_keeps_nothing(compute):
+    memo = PageMemo(GEOMETRY, 9, 48, GEOMETRY.plain_page_bytes + 48)
     for _ in range(2):
-        assert values(memo.read(0, torch.tensor([2]), contents(5), compute)) == [5]
-    assert compute.num_pages == 2
+        two = memo.read(0, torch.tensor([1, 2]), contents(1, 2), compute)
+        assert values(two) == [1, 2]
+    assert compute.num_pages == 4
 
 
 def test_reading_nothing_computes_nothing(compute):

@@ -1,4 +1,4 @@
-"""Slots handed to pages, against a dict."""
+"""Slots handed to pages, compared with a dict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_behaves_like_an_ordered_dict_of_bounded_size(num_slots, steps):
         if not acquire:
             assert slots.release(page) == (model.pop(page, None) is not None)
         elif page in model:
-            with pytest.raises(AssertionError, match="has a slot already"):
+            with pytest.raises(AssertionError, match="already has a slot"):
                 slots.acquire(page)
         elif len(model) == num_slots:
             with pytest.raises(CapacityError, match=f"all {num_slots} are taken"):
@@ -65,9 +65,9 @@ def test_many_at_once_are_as_many_one_by_one(make, groups):
 def test_a_page_that_has_a_slot_gets_no_other():
     slots = PageSlots(8, 5, CPU)
     slots.acquire(3)
-    with pytest.raises(AssertionError, match="has a slot already"):
+    with pytest.raises(AssertionError, match="already has a slot"):
         slots.acquire_all([2, 3])
-    with pytest.raises(AssertionError, match="named twice"):
+    with pytest.raises(AssertionError, match="given twice"):
         slots.acquire_all([2, 2])
     slots.check_integrity()
 
@@ -106,7 +106,7 @@ def test_own_slots_behave_like_an_ordered_set_with_room_for_all(steps):
             assert slots.release(page) == (page in model)
             model.pop(page, None)
         elif page in model:
-            with pytest.raises(AssertionError, match="has a slot already"):
+            with pytest.raises(AssertionError, match="already has a slot"):
                 slots.acquire(page)
         else:
             assert slots.acquire(page) == page - 1 == slots.slot_of(page)
@@ -116,7 +116,7 @@ def test_own_slots_behave_like_an_ordered_set_with_room_for_all(steps):
         assert len(slots) == len(model)
         assert slots.num_free == 6 - len(model)
         assert all((page in slots) == (page in model) for page in range(8))
-        # Kernels look nothing up: the table never changes.
+        # The table never changes, so kernels need no look-up.
         assert slots.table.tolist() == [-1, 0, 1, 2, 3, 4, 5]
 
 
@@ -129,7 +129,7 @@ def test_own_slots_of_no_pages():
 @pytest.mark.parametrize("page", [-1, 0, 7])
 def test_padding_and_unknown_pages_have_no_own_slot(page):
     slots = OwnSlots(6, CPU)
-    with pytest.raises(AssertionError, match=f"page {page} has no slot"):
+    with pytest.raises(AssertionError, match=f"no slot for page {page}"):
         slots.acquire(page)
     assert not slots.release(page)
     assert len(slots) == 0

@@ -1,4 +1,5 @@
-"""Prefixes that left the KV cache come back as they were, as far as both their parts are there."""
+"""Prefixes that left the KV cache are loaded unchanged, up to the first page of which a part is
+missing."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def identity_of():
 
 @pytest.fixture
 def open_tiers(tmp_path, identity_of):
-    """Opens tiers over a KV cache with room for (anchors, residuals) in host memory and on disk."""
+    """Return a function that opens tiers over a KV cache, with room for (anchors, residuals) in
+    host memory and on disk."""
     opened = []
 
     def make(kv, host=None, disk=None):
@@ -81,7 +83,7 @@ def test_copies_of_pages_are_the_pages(make_kv, codec, target, cache_pages):
 
 
 def demoted(kv, tiers, *prompt, first_page=1):
-    """Compute a prompt, give it to the tiers, free its pages; returns its links."""
+    """Compute a prompt, give it to the tiers, and free its pages. Return its links."""
     links = links_of(*prompt)
     pages = list(range(first_page, first_page + len(links)))
     for page, link in zip(pages, links, strict=True):
@@ -91,10 +93,10 @@ def demoted(kv, tiers, *prompt, first_page=1):
     return links
 
 
-def test_a_prefix_comes_back_from_host_memory(make_kv, open_tiers):
+def test_a_prefix_is_loaded_from_host_memory(make_kv, open_tiers):
     kv = make_kv(num_layers=LAYERS, num_pages=40)
     tiers = open_tiers(kv, host=(64, 64))
-    # More than one batch of copies.
+    # More pages than one batch of copies.
     links = demoted(kv, tiers, *range(prefix_tiers.BATCH_PAGES + 3))
     assert tiers.num_loadable(links) == len(links)
     pages = list(range(20, 20 + len(links)))
@@ -115,7 +117,7 @@ def test_a_suffix_of_a_prefix_is_found_by_its_own_links(make_kv, open_tiers):
     assert holds(kv, 5, links[2])
 
 
-def test_residuals_go_first_and_come_back_from_disk_to_the_anchors_that_stayed(
+def test_evicted_residuals_are_loaded_from_disk_to_the_anchors_that_stayed(
     make_kv, open_tiers, monkeypatch
 ):
     kv = make_kv(num_layers=LAYERS)
@@ -150,7 +152,8 @@ def test_without_a_disk_a_prefix_ends_where_its_residuals_do(make_kv, open_tiers
 
 
 def test_an_anchor_never_gets_the_residual_of_another_version(make_kv, open_tiers):
-    """Equal tokens, computed in another batch: both are right, but only with their own part."""
+    """Equal tokens were computed in two batches. Both results are right, but their parts must not
+    be mixed."""
     kv = make_kv(num_layers=LAYERS)
     tiers = open_tiers(kv, host=(8, 1), disk=(8, 8))
     links = links_of(1, 2)
@@ -191,7 +194,7 @@ def test_a_damaged_page_ends_the_prefix_and_is_counted(make_kv, open_tiers, tmp_
     assert not kv.is_encoded(5)
     assert tiers.report()["disk"]["counters"][f"damaged_{part}"] == 1
     assert tiers.num_loadable(links) == 1
-    # Computed again it is kept again.
+    # Pages that are computed again are stored again.
     for page, link in zip((5, 6), links[1:], strict=True):
         compute(kv, link, page)
     tiers.spill(links, [4, 5, 6])
@@ -212,8 +215,8 @@ def test_new_weights_neither_read_nor_write_the_disk(make_kv, open_tiers):
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """Prefixes are computed, spilled, demoted and loaded; tiers are small, records are damaged,
-    processes die. `pages` says what every page in use was computed for, and in which version."""
+    """Compute, spill, demote and load prefixes, with small tiers, damaged records and killed
+    processes. The content of each page names its tokens and version."""
 
     NUM_PAGES = 10
     NUM_KEPT = 0
@@ -293,7 +296,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule()
     def die_and_start_again(self):
-        """What waited for the disk is lost."""
+        """Kill the process, which loses the pages that wait for the disk."""
         self.start_process()
 
     @invariant()
@@ -304,18 +307,18 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 class KeptTiersMachine(TiersMachine):
-    """Anchors of a few pages stay in KV memory."""
+    """The same machine, with anchors of a few pages kept in KV memory."""
 
     NUM_KEPT = 3
 
 
 @pytest.mark.parametrize("machine", [TiersMachine, KeptTiersMachine])
-def test_whatever_comes_back_is_what_was_computed(run_machine, machine):
+def test_loaded_pages_are_those_that_were_computed(run_machine, machine):
     run_machine(machine, 25, max_examples=25)
 
 
 def counts_anchors_alone(monkeypatch):
-    """A draft could do with them."""
+    """Count pages that have an anchor but no residual."""
     monkeypatch.setattr(
         PrefixTiers,
         "num_loadable",
@@ -337,14 +340,14 @@ def test_the_machine_finds_wrong_residuals(run_machine, monkeypatch):
 
 
 def test_anchors_that_are_counted_alone_are_found(make_kv, open_tiers, monkeypatch):
-    """Scripted: few histories have a tier with less residuals than anchors."""
+    """A scripted test, since few histories have a tier with fewer residuals than anchors."""
     counts_anchors_alone(monkeypatch)
     with pytest.raises(AssertionError):
         test_without_a_disk_a_prefix_ends_where_its_residuals_do(make_kv, open_tiers)
 
 
 def test_mixed_versions_are_found(make_kv, open_tiers, monkeypatch):
-    """Takes an anchor in host memory for that of any residual on disk."""
+    """Use an anchor in host memory for any residual on disk."""
     right = prefix_reads._read_paired_anchors
 
     def wrong(host, in_host, on_disk, wanted, anchors):

@@ -89,5 +89,5 @@ def test_integrity_check_sees_a_committed_page_without_a_slot(window):
     window.slots.acquire(1)
     window.mark_committed(1)
     window.slots.release(1)
-    with pytest.raises(AssertionError, match="a committed page left"):
+    with pytest.raises(AssertionError, match="a committed page is not in the recent window"):
         window.check_integrity()

@@ -78,7 +78,7 @@ def test_layers_of_a_pool_by_page_are_views_of_whole_pages():
 
 
 def test_only_a_pool_by_page_has_pages_and_can_be_pinned():
-    with pytest.raises(AssertionError, match="not by page"):
+    with pytest.raises(AssertionError, match="must be by page"):
         RecordPool(1, 4, 2, 48, CPU).page(0)
-    with pytest.raises(AssertionError, match="whole pages"):
+    with pytest.raises(AssertionError, match="only a pool by page"):
         RecordPool(1, 4, 2, 48, CPU, pinned=True)

@@ -34,7 +34,8 @@ def encode_directly(kv, pages, k, v):
 
 
 def as_seen(kv, k, v):
-    """(what a draft sees, what the target sees) of encoded pages, by the codec alone."""
+    """Return encoded pages as a draft sees them, and as the target sees them, by the codec
+    alone."""
     record = kv.codec.encode(k, v)
     return kv.codec.decode_anchor(record.anchor), kv.codec.decode_target(*record)
 
@@ -130,7 +131,7 @@ def test_an_encoded_page_cannot_be_written_again(make_kv):
     encode_directly(kv, [3], *random_pages(kv, 1))
     with pytest.raises(AssertionError, match="page 3 is encoded"):
         kv.open_pages([3])
-    with pytest.raises(AssertionError, match="encoded once"):
+    with pytest.raises(AssertionError, match="already encoded"):
         kv.begin_encode([3])
 
 
@@ -204,7 +205,7 @@ def test_reading_no_pages(make_kv, target, cache_pages):
         assert k.shape == v.shape == (0, 32, 2, 16)
 
 
-def test_layers_are_kept_apart(make_kv):
+def test_layers_are_kept_separate(make_kv):
     kv = make_kv(num_layers=3)
     by_layer = [random_pages(kv, 2, seed) for seed in range(3)]
     kv.begin_encode([6, 1])
@@ -246,9 +247,9 @@ def test_memory_is_what_the_plan_said(make_kv, store):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda kv: kv.window.slots.acquire(1), "in the window and encoded"),
-        (lambda kv: kv._encoded.discard(1), "page states were lost"),
-        (lambda kv: kv.residuals.table.release(2), "has a cache slot|states were lost"),
+        (lambda kv: kv.window.slots.acquire(1), "recent window is also encoded"),
+        (lambda kv: kv._encoded.discard(1), "states and encoded pages disagree"),
+        (lambda kv: kv.residuals.table.release(2), "has a cache slot|pages disagree"),
     ],
 )
 def test_integrity_check_sees_disagreement(make_kv, damage, message):

@@ -1,4 +1,5 @@
-"""A remote tier goes on where host memory and disk end, and is given what it lacks."""
+"""A remote tier extends the prefixes of host memory and disk, and receives the pages that it
+lacks."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def target_of(kv, page):
 
 
 class Remote:
-    """Another machine without a network before it. num_taken: pages that it still takes."""
+    """Tier on another machine, without a network. num_taken: pages that it still accepts."""
 
     def __init__(self, num_taken=1000):
         self.pages, self.num_taken, self.is_stale = {}, num_taken, False
@@ -91,7 +92,7 @@ def test_what_one_server_spills_another_loads(make_kv):
     PrefixTiers(here, remote=remote).spill(links, pages)
     assert len(remote.pages) == num_pages
     tiers = PrefixTiers(there, remote=remote)
-    assert not tiers.are_none
+    assert not tiers.is_empty
     longer = links_of(*range(num_pages), 99)
     assert tiers.num_loadable(longer) == num_pages
     assert tiers.num_local(longer) == 0
@@ -103,7 +104,7 @@ def test_what_one_server_spills_another_loads(make_kv):
     there.check_integrity()
 
 
-def test_it_goes_on_where_host_memory_ends(make_kv, make_host):
+def test_a_remote_tier_extends_a_prefix_of_host_memory(make_kv, make_host):
     kv, remote = make_kv(num_pages=20), Remote()
     tiers = PrefixTiers(kv, make_host(kv, 8), remote=remote)
     links = links_of(1, 2, 3, 4, 5)
@@ -112,7 +113,7 @@ def test_it_goes_on_where_host_memory_ends(make_kv, make_host):
     tiers.demote(links[:2], [1, 2])
     remote.pages.clear()
     PrefixTiers(kv, remote=remote).spill(links, [1, 2, 3, 4, 5])
-    # What host memory has is not asked for, and so has not come.
+    # Pages in host memory are not asked for, so they have not landed.
     for link in links[:2]:
         del remote.pages[link]
     kv.free_pages([1, 2, 3, 4, 5])
@@ -120,14 +121,14 @@ def test_it_goes_on_where_host_memory_ends(make_kv, make_host):
     assert tiers.num_loadable(links) == 5
     assert tiers.load(links, [11, 12, 13, 14, 15]) == Loaded(5, 0, 3)
     assert all(map(torch.equal, wanted, (target_of(kv, page) for page in range(11, 16))))
-    # A page is missing in the middle: what is behind it is of no use.
+    # With a missing page in the middle, the pages behind it cannot be used.
     del remote.pages[links[3]]
     kv.free_pages([11, 12, 13, 14, 15])
     assert tiers.load(links, [6, 7, 8, 9, 10]) == Loaded(3, 0, 1)
     assert not kv.is_encoded(9)
 
 
-def test_it_is_given_no_more_than_it_takes_and_nothing_twice(make_kv):
+def test_a_remote_tier_receives_no_more_than_it_accepts_and_no_page_twice(make_kv):
     kv, remote = make_kv(num_pages=20), Remote(num_taken=2)
     tiers = PrefixTiers(kv, remote=remote)
     links = links_of(1, 2, 3, 4)

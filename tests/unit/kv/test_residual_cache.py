@@ -1,4 +1,4 @@
-"""Residuals through cache and store: births, write-through, fetches, evictions, streams."""
+"""Residuals in cache and store: new pages, write-through, fetches, evictions, streamed reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def make_cache(cache_pages=3, store=True):
 
 
 def record(page, version, layer):
-    """A page's residual of one layer [HEADS, RECORD_BYTES]; versions differ in every byte."""
+    """Return a page's residual of one layer [HEADS, RECORD_BYTES]. Versions differ in every
+    byte."""
     rng = torch.Generator().manual_seed(1000 * page + 10 * version + layer)
     half = torch.randint(0, 128, (HEADS, RECORD_BYTES), generator=rng, dtype=torch.uint8)
     return half * 2 + version % 2
@@ -63,7 +64,7 @@ def test_pages_are_born_in_the_cache_while_it_has_room():
     cache.check_integrity()
 
 
-def test_reads_are_in_the_order_asked_for_from_whatever_tier():
+def test_reads_are_in_the_order_asked_for_from_cache_and_store():
     cache = make_cache(cache_pages=2)
     give_birth(cache, 1, 2, 3, 4)
     assert_reads(cache, 4, 1, 3, 2, 1)
@@ -85,7 +86,7 @@ def test_prefetched_pages_are_read_without_streaming():
     cache = make_cache(cache_pages=3)
     give_birth(cache, 1, 2, 3, 4, 5)
     cache.evict([1, 2])
-    # Twice where two requests share a prefix; one for which there is no room.
+    # Page 4 comes twice, as where requests share a prefix. For page 5 there is no room.
     cache.prefetch([4, 3, 2, 4, 5, 8])
     assert states(cache, 1, 2, 3, 4, 5, 8) == [
         *("STORED", "RESIDENT", "RESIDENT"),
@@ -217,7 +218,7 @@ def test_without_a_store_all_pages_live_in_the_cache():
     assert_reads(cache, 8, 1, 5)
     assert cache.store is None
     assert cache.bytes_streamed == 0
-    with pytest.raises(AssertionError, match="without a store"):
+    with pytest.raises(AssertionError, match="needs a residual store"):
         cache.evict([1])
 
 
@@ -238,7 +239,7 @@ def test_reading_nothing():
 def test_memory_is_what_the_plan_said():
     cache = make_cache(cache_pages=3)
     assert cache.hbm_nbytes == 3 * PAGE_BYTES
-    # The store addresses pages by id, so it has a slot for the padding page too.
+    # The store addresses pages by id, so it also has a slot for the padding page.
     assert cache.store.nbytes == (NUM_PAGES + 1) * PAGE_BYTES
 
 
@@ -336,7 +337,8 @@ def test_a_corrupt_page_stays_so_until_it_is_freed():
     give_birth(cache, 1, 2)
     flip_a_bit(cache, 1)
     assert cache.corrupt.find([1, 2]) == [1]
-    # The checksum alone would not tell: it reads as zeros now, as any number but NaN.
+    # The checksum alone would not show this later: the page reads as zeros, as any number but NaN
+    # would do.
     assert cache.read(0, torch.tensor([1])).count_nonzero() == 0
     cache.corrupt.mark([2])
     assert cache.corrupt.find([1, 2]) == [1, 2]
@@ -347,13 +349,13 @@ def test_a_corrupt_page_stays_so_until_it_is_freed():
     assert_reads(cache, 1, 2, version=1)
 
 
-def test_a_page_on_its_way_is_checked_too():
+def test_a_page_that_is_being_fetched_is_checked_too():
     cache = checked(cache_pages=1)
     give_birth(cache, 1)
     cache.evict([1])
     cache.start_fetch([1])
     flip_a_bit(cache, 1)
-    # Until it has arrived it is read from the store.
+    # Until a page has arrived, reads use the store.
     assert cache.corrupt.find([1]) == [1]
 
 

@@ -1,4 +1,4 @@
-"""States and generations of residual pages, against a model that knows the allowed moves."""
+"""States and generations of residual pages, compared with a model that knows the allowed moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_kvspec.core.errors import PageStateError
 from sglang_kvspec.kv.residual_table import PageRef, ResidualState, ResidualTable
 
 NUM_PAGES = 4
-# Written out again: a copy of the table under test would agree with any mistake in it.
+# Written out here: an import of the table under test would share its mistakes.
 MOVES = {
     "ABSENT": {"IN_FLIGHT"},
     "IN_FLIGHT": {"STORED", "RESIDENT"},

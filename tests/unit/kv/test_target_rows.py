@@ -1,7 +1,7 @@
-"""Indices of a target forward, against memory in which every token remembers where it came from.
+"""Indices of a target forward, tested on memory in which every token records its origin.
 
 A token is (request, position). Every test plays the forward as DeviceAttention does: fill, store,
-keep, encode; then it asks which tokens each query sees.
+keep, encode. Then it compares the tokens that each query sees.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INT64 = (
 
 @dataclass
 class Forward:
-    """Rows, the memory before them, and what target_rows says of them."""
+    """Rows, the memory before them, and the indices of target_rows."""
 
     size: int
     split: bool
@@ -47,8 +47,8 @@ class Forward:
         )
 
     def remember(self) -> None:
-        """Before the forward: whole pages are encoded, the tokens of a begun page lie in the
-        window, and everything else is garbage."""
+        """Set the memory before the forward: whole pages are encoded, the tokens of a begun page
+        lie in the window, and all other memory is undefined."""
         for request, row in enumerate(self.rows):
             begun = row.start // self.size
             for index, page in enumerate(row.pages[:begun].tolist()):
@@ -61,7 +61,7 @@ class Forward:
         return [(request, index * self.size + offset) for offset in range(self.size)]
 
     def run(self, rows: TargetRows) -> dict[Token, Token]:
-        """Play fill, store, keep and encode; returns the tail pool."""
+        """Play fill, store, keep and encode. Return the tail pool."""
         pool = {} if rows.num_scratch else self.window
 
         def copy(from_pool, from_slot, to_pool, to_slot):
@@ -107,7 +107,7 @@ def forwards(draw: st.DrawFn) -> Forward:
         else:
             row = Row(kind, start, length, ids)
         rows.append(row)
-    # Only pages that were opened have a window slot: looking up another is an error.
+    # Only opened pages have a window slot. Looking up another page is an error.
     opened = [
         int(row.pages[index])
         for row in rows
@@ -140,7 +140,7 @@ def test_every_query_sees_its_request_up_to_itself_once(forward):
 
 @settings(max_examples=150)
 @given(forward=forwards())
-def test_full_precision_is_for_the_own_row_or_with_int8_for_the_own_page(forward):
+def test_full_precision_covers_the_own_row_or_with_int8_the_own_page(forward):
     rows, size = forward.indices(), forward.size
     part = 0
     for row in forward.rows:
@@ -160,8 +160,8 @@ def test_full_precision_is_for_the_own_row_or_with_int8_for_the_own_page(forward
 @settings(max_examples=150)
 @given(forward=forwards())
 def test_exactly_the_pages_that_need_records_are_encoded(forward):
-    """From this forward's tokens, each once: direct pages, and with int8 those that later queries
-    of their own row read."""
+    """Each page of this forward's tokens that needs records is encoded once: direct pages and, with
+    int8, pages that later queries of the same row read."""
     forward.remember()
     rows = forward.indices()
     forward.run(rows)
@@ -179,7 +179,7 @@ def test_exactly_the_pages_that_need_records_are_encoded(forward):
 
 @settings(max_examples=150)
 @given(forward=forwards())
-def test_afterwards_the_window_holds_every_open_page(forward):
+def test_the_window_then_holds_every_open_page(forward):
     forward.remember()
     forward.run(forward.indices())
     wanted = {
@@ -222,7 +222,7 @@ def test_prefill_rows_share_no_scratch_page_and_verify_rows_need_none(forward):
 
 
 def test_a_prefill_by_hand():
-    """Tokens 6 .. 20 in pages of 4, of which pages 2 and 3 bypass the window."""
+    """Compute tokens 6 .. 20 in pages of 4, of which pages 2 and 3 bypass the window."""
     row = prefill_row(6, 15, torch.arange(10, 16), page_size=4, recent_pages=1)
     slots = {11: 3, 14: 0, 15: 1}
     rows = target_rows(ForwardPlan((row,)), 4, slots.__getitem__, split_by_page=False)
@@ -236,7 +236,7 @@ def test_a_prefill_by_hand():
 
 @pytest.mark.parametrize("split", [False, True])
 def test_the_last_slot_a_forward_fills_is_not_encoded_while_verified(split):
-    """It may hold drafts that are rejected, and nobody reads its record."""
+    """The slot may hold drafts that are rejected, and its record is not read."""
     row = Row(RowKind.VERIFY, 7, 9, torch.arange(1, 5))
     rows = target_rows(ForwardPlan((row,)), 4, lambda page: page + 5, split_by_page=split)
     assert rows.encode_pages.tolist() == ([2, 3] if split else [])

@@ -1,4 +1,4 @@
-"""Values in memory that a device reads later: none is overwritten before it has."""
+"""Values in memory that a device reads later are not overwritten before the read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_WORDS = 32
 
 @dataclass(eq=False)
 class Reading:
-    """What a stream of a device is to read."""
+    """Pending reads of one stream of a device."""
 
     device: LateDevice
     parts: list[tuple[torch.Tensor, torch.Tensor]]
@@ -41,7 +41,7 @@ class Reading:
 
 
 class LateDevice:
-    """With as many streams, each of which does one after the other; reads go to them in turn."""
+    """Device of several streams, each of which works in order. Reads go to the streams in turn."""
 
     def __init__(self, num_streams=1):
         self.queue, self.waits = [], 0
@@ -54,7 +54,7 @@ class LateDevice:
         return self.queue[-1]
 
     def step(self, stream=None):
-        """Of this stream, or of the one whose turn came first."""
+        """Run the next read of this stream, or the oldest read of all streams."""
         reading = next((r for r in self.queue if stream in (None, r.stream)), None)
         if reading is None:
             return
@@ -64,7 +64,8 @@ class LateDevice:
         reading.is_over = True
 
 
-# Words of tensors that are sent together, some of them none; and what the device does then.
+# Words of tensors that are sent together, possibly none, and the number of steps of the device
+# afterwards.
 SENDS = st.tuples(st.lists(st.integers(0, NUM_WORDS // 3), max_size=3), st.integers(0, 3))
 
 
@@ -96,7 +97,7 @@ def check(sends, rng, num_streams=1):
     assert all(torch.equal(*pair) for pair in sent)
 
 
-def test_nobody_waits_while_there_is_room():
+def test_a_send_does_not_wait_while_there_is_room():
     device = LateDevice()
     stage = Stage(torch.zeros(NUM_WORDS, dtype=torch.int32), device.read)
     for number in range(100):
@@ -104,7 +105,7 @@ def test_nobody_waits_while_there_is_room():
         if number >= 2:
             device.step()
     assert device.waits == 0
-    # Two are unread now, and the memory holds three.
+    # Two sends are still unread, and the memory holds three.
     for _ in range(2):
         stage.send([(torch.zeros(10, dtype=torch.int32), torch.zeros(10).int())])
     assert device.waits == 1
@@ -162,7 +163,7 @@ def test_a_value_of_any_stride():
     assert int(one) == 7
 
 
-def test_what_comes_together_comes_apart_again():
+def test_tensors_that_were_received_together_are_split_again():
     values = [torch.arange(6).view(2, 3).T, torch.empty(0, 4, dtype=torch.int64), torch.tensor([7])]
     found = received_together(values)
     assert [each.tolist() for each in found] == [each.tolist() for each in values]

@@ -21,7 +21,8 @@ OTHER = hook_registry.HookSource("other", "sglang-other")
 
 @pytest.fixture
 def registry(monkeypatch):
-    """SGLang's registry without hooks, and functions `ours`, `others` and `both` to hook."""
+    """SGLang's registry without hooks, and functions `ours`, `others` and `both` that can be
+    hooked."""
     toy = ModuleType("kvspec_toy")
     for name in ("ours", "others", "both"):
         setattr(toy, name, lambda: None)

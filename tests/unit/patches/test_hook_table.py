@@ -1,4 +1,4 @@
-"""The table of hooks, the hook modules and patches/README.md say the same."""
+"""The table of hooks, the hook modules and patches/README.md agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of accepted drafts in SGLang's requests, where a round takes tokens without drafts."""
+"""Counts of accepted drafts in SGLang's requests after a round of plain steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def counts(req: Any) -> tuple[int, int, list[int]]:
 
 
 def test_tokens_taken_without_drafts_are_not_counted_as_accepted() -> None:
-    # SGLang counted a run of eight last; one request emitted nothing, one had finished before.
+    # SGLang counted a run of eight last. One request emitted nothing, and one had finished before.
     reqs = [make_req(), make_req(), make_req(finished_reason="length")]
     result = SimpleNamespace(cap_lens=None, num_correct_drafts_per_req_cpu=[7, -1, 7])
     spec_tokens.hook([], None, result, SimpleNamespace(reqs=reqs))

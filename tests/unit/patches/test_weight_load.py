@@ -1,4 +1,5 @@
-"""Weight updates: SGLang announces every one, and the worker ends what the old weights made."""
+"""Weight updates: SGLang announces each, and the worker cancels the work and the pages of the old
+weights."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ def told() -> list[str]:
 
 @pytest.fixture
 def worker(told: list[str]) -> Any:
-    """A worker whose round runs ahead, and which notes what it tells of new weights."""
+    """A worker with a pre-launched round, which records the parts that it notifies of new
+    weights."""
     worker = object.__new__(KVSpecWorker)
-    tiers, apart = (
+    tiers, disaggregation = (
         SimpleNamespace(weights_will_change=lambda name=name: told.append(name))
-        for name in ("prefix tiers", "apart")
+        for name in ("prefix tiers", "disaggregation")
     )
-    worker.parts = SimpleNamespace(pool=SimpleNamespace(prefix_tiers=tiers), apart=apart)
+    worker.parts = SimpleNamespace(
+        pool=SimpleNamespace(prefix_tiers=tiers), disaggregation=disaggregation
+    )
     overlap = SimpleNamespace(cancel=lambda: told.append("overlap"))
     worker.loop = SimpleNamespace(overlap=overlap)
     return worker
@@ -37,13 +41,13 @@ def test_new_weights_end_the_round_and_the_use_of_other_tiers(
     worker: Any, told: list[str], source: str
 ) -> None:
     weight_load.hook(SimpleNamespace(draft_worker=worker), source)
-    assert sorted(told) == ["apart", "overlap", "prefix tiers"]
+    assert sorted(told) == ["disaggregation", "overlap", "prefix tiers"]
 
 
 def test_new_weights_end_the_round_of_a_server_without_other_tiers(
     worker: Any, told: list[str]
 ) -> None:
-    worker.parts = SimpleNamespace(pool=SimpleNamespace(prefix_tiers=None), apart=None)
+    worker.parts = SimpleNamespace(pool=SimpleNamespace(prefix_tiers=None), disaggregation=None)
     weight_load.hook(SimpleNamespace(draft_worker=worker), "distributed")
     assert told == ["overlap"]
 

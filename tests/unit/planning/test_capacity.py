@@ -1,4 +1,5 @@
-"""How a memory budget becomes pages: nothing over, hardly anything wasted, the limit named."""
+"""Division of a memory budget into pages: no limit is exceeded, almost nothing is wasted, and the
+plan names its limit."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def plan(budget, page, *, window=0, fraction=0.25, host=None, host_limit=PLENTY,
 
 
 def plan_or_reject(*args, **kwargs):
-    """The plan of a generated budget, or the next example where not one page fits."""
+    """Return the plan of a generated budget, or skip the example if not one page fits."""
     try:
         return plan(*args, **kwargs)
     except ConfigError:
@@ -89,7 +90,7 @@ def test_no_limit_is_exceeded(
 
 
 @given(budget=st.integers(10**6, 2**40), page=page_sizes, fraction=fractions)
-# Divisions that are exact on paper and rounded in binary.
+# Divisions that are exact in decimal and rounded in binary.
 @example(budget=10**7, page=PageBytes(1000, 100, 100), fraction=0.1)
 @example(budget=3 * 10**7, page=PageBytes(1000, 300, 100), fraction=0.3)
 def test_hardly_anything_is_wasted_when_kv_memory_binds(budget, page, fraction):
@@ -97,7 +98,7 @@ def test_hardly_anything_is_wasted_when_kv_memory_binds(budget, page, fraction):
     assert made.binding == "KV memory"
     wasted = budget - made.hbm_bytes
     if made.cache_pages < made.num_pages:
-        # One page of anchors, with its share of cache, and one of residuals were rounded off.
+        # Rounding may lose one page of anchors, with its share of cache, and one page of residuals.
         assert wasted <= page.anchor / (1 - fraction) + page.residual + 1
 
 
@@ -118,11 +119,11 @@ def test_memory_left_over_by_another_limit_caches_residuals(limits):
 
 def test_the_longest_request_takes_its_cache_from_the_anchors():
     page = PageBytes(plain=1000, anchor=100, residual=1000)
-    budget = 10**6 + page.anchor  # of the padding page
+    budget = 10**6 + page.anchor  # the anchor of the padding page
     assert plan(budget, page, fraction=0.1).cache_pages == 100
     made = plan(budget, page, fraction=0.1, min_cache_pages=500)
     assert (made.num_pages, made.cache_pages) == (5000, 500)
-    # Where it cannot have that, no request is longer than what is cached whole.
+    # Where the cache cannot be that large, no request is longer than the pages that are cached.
     short = plan(budget, page, fraction=0.1, min_cache_pages=950)
     assert short.num_pages == short.cache_pages == 909
 
@@ -249,7 +250,7 @@ def test_the_window_holds_the_worst_case_of_every_request(
     written = max((filled + max_draft_len) // page_size + 1 for filled in range(page_size))
     pages = window_pages_for(num_requests, recent, max_draft_len, page_size)
     assert pages >= num_requests * (recent + written)
-    # One page a request of slack when nothing is drafted, none otherwise.
+    # One page of slack for each request when nothing is drafted, and none otherwise.
     assert pages - num_requests * (recent + written) <= (num_requests if max_draft_len == 0 else 0)
 
 
@@ -279,7 +280,7 @@ def test_a_window_that_takes_most_of_the_memory_is_named():
     page = PageBytes(plain=1000, anchor=250, residual=1000)
     half = plan(200_000, page, window=100)
     assert half.binding == "recent window"
-    # Less than half, but more than what encoding saves.
+    # The window takes less than half, but more than encoding saves.
     lossy = PageBytes(plain=1000, anchor=700, residual=1000)
     saved = plan(1_000_000, lossy, window=400, fraction=0)
     assert saved.binding == "recent window"

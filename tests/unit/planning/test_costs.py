@@ -1,4 +1,4 @@
-"""Costs of an iteration and yield of a cycle, against sums made by hand."""
+"""Costs of an iteration and tokens of a cycle, compared with sums made by hand."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ COSTS = IterationCosts(
 
 
 def test_an_iteration_is_the_sum_of_its_parts():
-    # 2 drafts on 300 cached tokens, 1 verification of 5 tokens on 100:
-    # 1 + 0.5, weights 10 (7 tokens need 3.5), drafts 3, verification reads 2, its arithmetic 0.5.
+    # 2 drafts on 300 cached tokens, and 1 verification of 5 tokens on 100: 1 + 0.5, weights 10 (7
+    # tokens need 3.5), drafts 3, reads of the verification 2, its arithmetic 0.5.
     assert COSTS.seconds(2, 300, 1, 5, 100) == pytest.approx(14.5 + hypot(2, 0.5))
 
 
 def test_many_tokens_are_bound_by_arithmetic():
-    # 40 tokens: products 20 in place of weights 10. 30 query tokens a row: 3 beside 2.
+    # 40 tokens: products 20, which exceed weights 10. 30 query tokens in a row: arithmetic 3, reads
+    # 2.
     assert COSTS.seconds(10, 0, 1, 30, 100) == pytest.approx(1 + 0.5 + 20 + hypot(2, 3))
 
 
@@ -70,7 +71,7 @@ def test_a_faster_gpu_speeds_up_what_it_is_faster_at():
 )
 def test_more_work_of_any_kind_never_takes_less(rows, more):
     drafts, draft_kv, verifies, queries, verify_kv = rows
-    # A verification has a query token at least.
+    # A verification has at least one query token.
     queries += verifies
     base = COSTS.seconds(drafts, draft_kv, verifies, queries, verify_kv)
     assert COSTS.seconds(drafts + more[0], draft_kv, verifies, queries, verify_kv) >= base

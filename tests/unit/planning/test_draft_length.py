@@ -1,4 +1,4 @@
-"""The draft length that pays best, and the estimate it is computed from."""
+"""The best draft length, and the estimate that it is computed from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ costs = st.builds(
 
 @given(probability=probabilities, num_drafts=st.integers(0, 64))
 def test_expected_tokens_is_the_geometric_sum(probability, num_drafts):
-    # The token after k drafts is emitted when all k were accepted.
+    # The token after k drafts is emitted if all k were accepted.
     direct = math.fsum(probability**k for k in range(num_drafts + 1))
     assert expected_tokens(probability, num_drafts) == pytest.approx(direct, rel=1e-9)
 
@@ -42,7 +42,8 @@ def test_expected_tokens_is_what_a_simulation_emits():
         return accepted + 1
 
     mean = sum(emit() for _ in range(20_000)) / 20_000
-    # Standard deviation of one verification is below 2.5: four standard errors.
+    # The standard deviation of one verification is below 2.5. The tolerance is four standard
+    # errors.
     assert mean == pytest.approx(expected_tokens(0.8, 6), abs=4 * 2.5 / math.sqrt(20_000))
 
 
@@ -95,11 +96,12 @@ def test_the_estimate_finds_the_probability_of_independent_drafts(probability):
             accepted += 1
         estimate.observe(8, accepted)
         seen.append(estimate.probability)
-    # It weighs about ten verifications, so single values scatter; their mean does not.
+    # The estimate averages about ten verifications, so single values scatter, but their mean does
+    # not.
     assert sum(seen[500:]) / len(seen[500:]) == pytest.approx(probability, abs=0.04)
 
 
-def test_it_forgets():
+def test_the_estimate_forgets():
     estimate = AcceptanceEstimate()
     for _ in range(50):
         estimate.observe(8, 8)
@@ -109,7 +111,7 @@ def test_it_forgets():
     assert estimate.probability < 0.1
 
 
-def test_a_verification_without_drafts_says_nothing():
+def test_a_verification_without_drafts_changes_no_estimate():
     estimate = AcceptanceEstimate()
     estimate.observe(0, 0)
     assert estimate == AcceptanceEstimate()

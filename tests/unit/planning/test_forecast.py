@@ -1,4 +1,4 @@
-"""Forecasts of whole deployments, and the constants they rest on against recorded measurements."""
+"""Forecasts of whole deployments, and their constants compared with recorded measurements."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QWEN3_32B = ModelShape.from_config(
         "vocab_size": 151936,
     }
 )
-# What attention was measured on: 32 query heads, 8 KV heads, 16 requests of 32768 tokens.
+# The measured case: 32 query heads, 8 KV heads, 16 requests of 32768 tokens.
 LAYER = replace(LLAMA_8B, num_layers=1)
 MEASURED_TOKENS = 16 * 32768
 
@@ -59,7 +59,7 @@ def microseconds():
 
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])
 def test_shares_are_those_measured(microseconds, codec):
-    """15 % of slack: a kernel that got faster by more should be planned with."""
+    """The tolerance is 15 %. A kernel that becomes faster by more needs new constants."""
     page = page_bytes_of(LAYER, codec, "int8", 64)
     share = ATTENTION_SHARES[codec, "int8"]
 
@@ -89,7 +89,8 @@ def test_shares_are_those_measured(microseconds, codec):
 
 @pytest.mark.parametrize(("num_requests", "measured_ms"), [(1, 5.43), (8, 12.41), (16, 19.92)])
 def test_plain_decode_steps_are_those_measured(num_requests, measured_ms):
-    """An 8B shape on one H200 at 32768 tokens, plain SGLang with FlashInfer in BF16."""
+    """Measured with an 8B shape on one H200 at 32768 tokens, plain SGLang with FlashInfer in
+    BF16."""
     seconds = deployment().costs().plain_seconds(num_requests, num_requests * 32768)
     assert seconds * 1e3 == pytest.approx(measured_ms, rel=0.03)
 
@@ -97,7 +98,8 @@ def test_plain_decode_steps_are_those_measured(num_requests, measured_ms):
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64])
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])
 def test_verifications_take_what_was_measured(microseconds, codec, tokens):
-    """At 4 tokens uniform4 takes a tenth less than the model, at 16 log4 a tenth more."""
+    """At 4 tokens uniform4 takes a tenth less than the model, and at 16 tokens log4 a tenth
+    more."""
     costs = deployment(codec=codec, target="int8", model=LAYER).costs()
     seconds = costs.verify_attention_seconds(16, 16 * tokens, MEASURED_TOKENS)
     measured = microseconds[f"attn.verify{tokens}.16x32768.{codec}.us"]
@@ -117,7 +119,7 @@ def test_requests_that_fit_8b_at_32k():
     setting = row.fetched.setting
     # (0.88 * 141 GB - 16.06 GB) / 4.295 GB.
     assert setting.plain_requests == 25
-    # An anchor is 146.25 of 512 bytes a token, head and layer; three pages of window beside it.
+    # An anchor has 146.25 of 512 bytes per token, head and layer. Three pages of window are added.
     always = 32768 * 35840 + 3 * 64 * 131072
     assert setting.request.always == always
     assert setting.resident_requests == int(108.02e9 / (always + 32768 * 131072))
@@ -168,7 +170,7 @@ def test_no_deployment_is_planned_below_plain(context_len, gpu, target, probabil
 
 def test_ranks_fit_more_together():
     one, four = (forecast(deployment(model=QWEN3_32B, tp=tp), 32768) for tp in (1, 4))
-    # Weights are held once by all: four GPUs have more than four times the room.
+    # All ranks together hold the weights once, so four GPUs have more than four times the room.
     assert four.fetched.setting.plain_requests > 4 * one.fetched.setting.plain_requests
 
 

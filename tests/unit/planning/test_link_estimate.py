@@ -1,4 +1,4 @@
-"""The link's speed learnt online: from the first fetch on, through noise and stalls."""
+"""The link's speed, learnt from the first fetch on, in spite of noise and stalls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def observed(rates, estimate=None):
     return estimate
 
 
-def test_without_a_fetch_it_is_the_guess():
+def test_without_a_fetch_the_estimate_is_the_guess():
     estimate = LinkEstimate()
     assert estimate.bytes_per_s == GUESSED_BYTES_PER_S
     assert estimate.rate.num_observed == 0
@@ -58,7 +58,7 @@ def test_small_fetches_count_together():
     for _ in range(3):
         estimate = estimate.observe(small, small / GB)
     assert estimate.rate.num_observed == 0
-    # Of four, one took long: what counts is the time of all.
+    # One of four fetches was slow. The time of all four counts.
     estimate = estimate.observe(small, 5 * small / GB)
     assert estimate.rate.num_observed == 1
     assert estimate == LinkEstimate().observe(4 * small, 8 * small / GB)

@@ -1,4 +1,5 @@
-"""How long rounds are where a link brings residuals, against a round played request by request."""
+"""Length of rounds where a link brings residuals, compared with rounds played request by
+request."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ turns = st.builds(Turns, st.integers(0, 12), st.floats(1, 12), st.floats(1e-6, 1
 
 
 def rate_of(num, length, turns):
-    """Of requests like GOOD, all of whom fetch: the rounds of one turn of everybody are played."""
+    """Return the tokens a second of requests like GOOD that all fetch, from the rounds in which
+    each verifies once."""
     seconds, verified = 0.0, 0.0
     for _ in range(200):
         seconds = max(COST.seconds([length] * num, verified), verified * turns.fetch_s)
@@ -39,18 +41,18 @@ def test_about_the_best_length_of_all(most, fetch_s):
     assert rate_of(16, chosen[0], link) >= 0.97 * best
 
 
-def test_a_slower_link_lets_everybody_draft_longer():
+def test_a_slower_link_lets_all_requests_draft_longer():
     lens = [plan_turns([GOOD] * 16, COST, Turns(0, 5, s)).lens[0] for s in (5e-3, 20e-3, 40e-3)]
     assert lens == sorted(lens)
     assert lens[0] < lens[-1]
 
 
-def test_where_all_stay_it_is_a_round_like_any_other():
+def test_where_all_residuals_stay_the_plan_is_that_of_a_plain_round():
     chosen = plan_turns([GOOD] * 16, COST, Turns(16, 1, ENDLESS)).lens
     assert chosen == plan_round([GOOD] * 16, COST)
 
 
-def test_to_whom_more_drafts_are_worth_nothing_adds_none():
+def test_a_request_without_gain_adds_no_drafts():
     poor = RoundRequest(0.3, 64)
     tired = RoundRequest(0.9, 64, num_drafts=60)
     chosen = plan_turns([GOOD] * 12 + [poor, tired], COST, Turns(2, 3, 22e-3)).lens
@@ -69,12 +71,12 @@ def test_the_share_of_speed_falls_with_the_link():
     found = [share_of_speed([GOOD] * 16, COST, 4.0, s) for s in (1e-6, 5e-3, 22e-3, 60e-3, 0.5)]
     shares = [each.share for each in found]
     assert shares == sorted(shares, reverse=True)
-    # Longer drafts between verifications cost something even where the link costs nothing; and
-    # three requests that stay are left of sixteen where it brings next to nothing.
+    # Longer drafts between verifications cost something, even on a free link. On an almost useless
+    # link only the three of sixteen requests whose residuals stay can verify.
     assert 0.85 < shares[0] < 1
     assert 3 / 16 < shares[-1] < 0.4
     assert f"{found[2].share:.2f} of the" in found[2].reason
-    assert "those of 45 a second" in found[2].reason
+    assert "those of 45 requests a second" in found[2].reason
 
 
 def test_drafts_that_requests_have_do_not_make_them_slow():
@@ -83,7 +85,7 @@ def test_drafts_that_requests_have_do_not_make_them_slow():
 
 
 def test_rounds_with_piggyback_drafts_are_faster():
-    """What a round's verification drafts for the others needs no step of its own."""
+    """Piggyback drafts on a round's verification need no draft step."""
     piggybacking = replace(COST, piggyback=True)
     assert piggybacking.seconds([4] * 16, 3) == pytest.approx(
         COST.seconds([4] * 16, 3) + 13 * (COST.row + COST.token)

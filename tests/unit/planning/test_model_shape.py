@@ -1,4 +1,4 @@
-"""Sizes read from config.json, against parameter counts that the models' makers publish."""
+"""Sizes read from config.json, compared with parameter counts that the models' makers publish."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_ranks_share_heads_and_weights():
     rank = whole.of_rank(4)
     assert (rank.num_heads, rank.num_kv_heads) == (16, 2)
     assert rank.num_params == pytest.approx(whole.num_params / 4, rel=1e-6)
-    # 8 KV heads on 16 ranks: each is held twice.
+    # 8 KV heads on 16 ranks: each head is held twice.
     assert whole.of_rank(16).num_kv_heads == 1
 
 
@@ -133,7 +133,7 @@ def test_ranks_share_heads_and_weights():
         ({"num_experts": 8, "num_experts_per_tok": 9}, "exceeds 8 experts"),
     ],
 )
-def test_what_cannot_be_planned_is_said(change, words):
+def test_a_model_that_cannot_be_planned_is_refused(change, words):
     with pytest.raises(ConfigError, match=words):
         ModelShape.from_config({**LLAMA_8B, **change})
 

@@ -1,4 +1,4 @@
-"""`sglang-kvspec plan` as users run it: in a process of its own."""
+"""`sglang-kvspec plan` as users run it, in a process of its own."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ def run(*arguments, before="", after="sys.exit(code)", cwd=None):
 def test_tables_say_what_to_expect():
     done = run("plan", "--model", LLAMA, "--gpu", "h200", "--target", "int8")
     assert done.returncode == 0, done.stderr
-    for words in ("131,072", "35,840 + 32,768", "requests that fit", "what binds", "HBM bandwidth"):
+    for words in ("131,072", "35,840 + 32,768", "requests that fit", "limited by", "HBM bandwidth"):
         assert words in done.stdout
-    # The sweep ends where the model does, and what is assumed is said.
+    # The sweep ends at the model's context length, and the assumptions are printed.
     assert done.stdout.count("131,072") == 2
-    assert "Expected, not measured" in done.stdout
+    assert "expected, not measured" in done.stdout
     assert "31M parameters" in done.stdout
+    # The last line is the whole recommended command.
+    command = done.stdout.splitlines()[-1].split()
+    assert command[:3] == ["python", "-m", "sglang.launch_server"]
+    assert command[-2:] == ["--max-running-requests", "47"]
 
 
 def test_the_documentation_shows_what_is_printed():
@@ -54,10 +58,14 @@ def test_json_has_the_same_plan(tmp_path):
     assert plan["kv_bytes_per_token"] == {"plain": 131072, "anchor": 35840, "residual": 131072}
     assert plan["plan"]["plain"]["requests_fit"] == 100
     assert plan["plan"]["fetched"]["speed_up"] >= 1
+    assert plan["launch"][:5] == [
+        *["python", "-m", "sglang.launch_server", "--model-path"],
+        str(tmp_path),
+    ]
     assert [row["context_len"] for row in plan["sweep"]] == [4096 << n for n in range(6)]
 
 
-def test_a_fall_back_to_plain_decoding_is_said():
+def test_a_fall_back_to_plain_decoding_is_reported():
     done = run("plan", "--model", LLAMA, "--acceptance", "0.1")
     assert done.returncode == 0, done.stderr
     assert "does not pay" in done.stdout

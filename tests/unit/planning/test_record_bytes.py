@@ -1,4 +1,4 @@
-"""Byte counts made without torch against the layouts that kernels use."""
+"""Byte counts computed without torch, compared with the layouts that kernels use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who keeps residuals in HBM: the soonest and most often used, without flipping."""
+"""Requests whose residuals stay in HBM: those used soonest and most often, without frequent
+changes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def populations(draw: st.DrawFn) -> list[ResidencyView]:
 
 @settings(max_examples=300)
 @given(populations(), st.integers(0, 200))
-def test_the_chosen_fit_and_room_is_not_left_for_anyone(requests, spare_bytes):
+def test_the_chosen_fit_and_leave_no_room_for_another(requests, spare_bytes):
     chosen = choose_resident(requests, spare_bytes)
     left = spare_bytes - sum(r.residual_bytes for r in requests if r.request_id in chosen)
     assert left >= 0
@@ -51,7 +52,7 @@ def test_choosing_again_changes_nothing(requests, spare_bytes):
     room=st.integers(1, 9),
     iterations=st.integers(1, 80),
 )
-def test_equals_do_not_trade_places_as_their_cycles_turn(cycle_len, num_requests, room, iterations):
+def test_equal_requests_do_not_replace_each_other(cycle_len, num_requests, room, iterations):
     resident: frozenset[int] = frozenset()
     for now in range(iterations):
         requests = [
@@ -77,17 +78,18 @@ def test_a_small_advantage_does_not_replace_a_resident():
     assert choose_resident([stays, comes], 10) == {0}
 
 
-def test_a_link_that_serves_everybody_leaves_few_residuals_in_the_cache():
-    # A room serves a fetch every other iteration. Three of twelve need one every fourth.
+def test_a_link_that_serves_all_requests_leaves_few_residuals_in_the_cache():
+    # A room serves a fetch every second iteration. Three of twelve requests need a fetch every
+    # fourth iteration.
     assert num_resident(12, 4, 12, num_slots=40, link_pages=100) == 9
-    # Where they verify every fourth iteration, four need two rooms.
+    # With a verification every fourth iteration, four requests need two rooms.
     assert num_resident(12, 4, 4, num_slots=40, link_pages=100) == 8
 
 
 def test_over_a_slow_link_as_many_stay_as_can():
-    # A fetch takes forty iterations.
+    # On this link a fetch takes forty iterations.
     assert num_resident(30, 40, 10, num_slots=400, link_pages=1) == 9
-    # Over a fast one the cache is for fetches: ten rooms serve five requests an iteration.
+    # On a fast link the cache is for fetches: ten rooms serve five requests in an iteration.
     assert num_resident(60, 40, 10, num_slots=400, link_pages=1000) == 0
 
 

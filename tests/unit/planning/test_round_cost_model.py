@@ -1,4 +1,4 @@
-"""What a clock learns from rounds that a known cost made."""
+"""RoundCostModel learns from rounds whose true cost is known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from sglang_kvspec.planning.round_cost_model import ROUNDS_BEFORE_RETRY, RoundCostModel
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 
-# An 8B model, by token of context: at 32K tokens a row takes 0.33 ms, verifying a request 0.6 ms.
+# An 8B model, by token of context: at 32K tokens a row takes 0.33 ms, and a verification 0.6 ms per
+# request.
 STEP_S, ROW_S, READS, TOKEN_S = 4e-3, 0.33e-3 / 32768, 0.6 / 0.33, 0.02e-3
 CONTEXTS = (2048, 8192, 32768)
 SHAPES = ([0] * 16, [4] * 16, [16] * 16, [16] * 8 + [4] * 8, [32] + [0] * 15, [7])
@@ -28,7 +29,7 @@ def play(clock, lens, context, slower=1.0):
 
 
 def worst_error(clock, contexts=CONTEXTS, shapes=SHAPES):
-    """Of predicted seconds, relative, over rounds of many shapes."""
+    """Return the largest relative error of predicted seconds, over rounds of many shapes."""
     return max(
         abs(clock.cost(context).seconds(lens) / true_cost(context).seconds(lens) - 1)
         for context in contexts
@@ -37,7 +38,7 @@ def worst_error(clock, contexts=CONTEXTS, shapes=SHAPES):
 
 
 def play_many(clock, num_rounds, contexts=CONTEXTS, noise=0.0, seed=0):
-    """Rounds of 16 requests as they come: a seventh of them without drafts."""
+    """Play rounds of 16 requests with random lengths, a seventh of them without drafts."""
     rng = random.Random(seed)
     for number in range(num_rounds):
         lens = [rng.randint(0, 12) if number % 7 else 0 for _ in range(16)]
@@ -59,7 +60,7 @@ def test_rounds_at_whose_end_some_verify_teach_the_same():
         context = CONTEXTS[number % 3]
         cost = true_cost(context)
         lens = [6] * 16
-        # With drafts from earlier rounds.
+        # Verified drafts include those of earlier rounds.
         verified = [6 + number] * num_verified
         draft_s = cost.step * 6 + cost.row * sum(lens)
         verify_s = cost.seconds([0] * num_verified) + cost.token * sum(verified)
@@ -149,7 +150,8 @@ def test_rounds_without_drafts_teach_what_a_token_costs_and_spoil_nothing():
 
 
 def test_steps_without_drafts_that_are_no_verifications():
-    """Their launches cost nothing, say, while a verification's do: each is learnt by itself."""
+    """Launches of plain steps may cost nothing while those of verifications do, so each cost is
+    learnt separately."""
     clock = RoundCostModel(STEP_S, READS, has_plain=True)
     play(clock, [8] * 16, 8192)
     plain_s = STEP_S + 16 * READS * ROW_S * 8192
@@ -164,7 +166,7 @@ def test_steps_without_drafts_that_are_no_verifications():
 
 
 def test_rounds_that_wait_for_the_cpu_do_not_make_tokens_dear():
-    """Short prompts at first: what enqueuing takes must not be taken for the tokens' cost."""
+    """With short prompts the time to enqueue must not count as the cost of tokens."""
     clock = RoundCostModel(STEP_S, READS, has_plain=True, row_per_token=1.2 * ROW_S)
     for _ in range(5):
         clock.observe([8] * 4, 300, 8 * STEP_S, 24e-3, enqueue_s=8 * STEP_S + 23e-3)
@@ -174,14 +176,14 @@ def test_rounds_that_wait_for_the_cpu_do_not_make_tokens_dear():
     assert min(plan_round(requests, clock.cost(32768))) > 4
     play(clock, [8] * 16, 32768)
     assert clock.cost(32768).token == pytest.approx(TOKEN_S, rel=0.1)
-    # A bound, where it is lower.
+    # A lower time of the device bounds the cost.
     clock.observe([8] * 16, 300, 8 * STEP_S, STEP_S, enqueue_s=1.0)
     assert clock.cost(300).token == 0
 
 
 def test_verifying_alone_is_enqueued_too():
-    """One slow round at the start, and none with drafts since: drafting must not seem to cost
-    what only that one did, nor rounds without drafts less than they take."""
+    """After one slow round, the rounds have no drafts. Drafting must not seem to cost what only
+    that round took, and rounds without drafts must not seem faster than they are."""
     clock = RoundCostModel(STEP_S, READS)
     requests = [RoundRequest(0.95, 32)] * 16
     cost = true_cost(32768)
@@ -214,13 +216,13 @@ def test_what_passes_between_rounds_makes_them_longer():
     assert longer.token == pytest.approx(TOKEN_S, rel=0.1)
     assert longer.seconds([4] * 16) == pytest.approx(cost.seconds([4] * 16) + 50e-3, rel=0.05)
     assert min(plan_round(requests, longer)) > max(lens)
-    # Unknown after a prefill.
+    # After a prefill the time between rounds is unknown.
     play(clock, [8] * 16, 32768)
     assert clock.cost(32768).between == longer.between
 
 
-def test_rounds_that_a_prefill_held_up_do_not_stop_drafting():
-    """How long the prefill took is unknown here, and no part of what a round takes."""
+def test_rounds_that_a_prefill_delayed_do_not_stop_drafting():
+    """The time of the prefill is unknown here, and no part of the round's time."""
     clock = RoundCostModel(STEP_S, READS, has_plain=True)
     for _ in range(5):
         play(clock, [8] * 16, 32768)
@@ -231,7 +233,7 @@ def test_rounds_that_a_prefill_held_up_do_not_stop_drafting():
     cost = true_cost(32768)
     draft_s = cost.step * 8 + cost.row * 8 * 16
     verify_s = cost.seconds([8] * 16) - draft_s
-    # The CPU was not ahead of the device, so that launches count for verifying.
+    # The CPU was not ahead of the device, so the time of launches is part of the verification's.
     for _ in range(5):
         clock.observe([8] * 16, 32768, draft_s, 2 * verify_s, enqueue_s=None)
     after = clock.cost(32768)
@@ -240,7 +242,8 @@ def test_rounds_that_a_prefill_held_up_do_not_stop_drafting():
 
 
 def test_a_cpu_that_waited_for_the_device_made_no_draft_free():
-    """Enqueuing took nearly all of long rounds, as the device takes only so much at a time."""
+    """Enqueuing took most of the time of long rounds, since the device accepts only a limited
+    number of launches."""
     clock = RoundCostModel(STEP_S, READS)
     for _ in range(8):
         play(clock, [20] * 16, 32768)
@@ -251,7 +254,7 @@ def test_a_cpu_that_waited_for_the_device_made_no_draft_free():
     for _ in range(8):
         clock.observe([20] * 16, 32768, draft_s, verify_s, draft_s + 0.5 * verify_s)
     assert clock.cost(32768).enqueue == wanted.enqueue
-    # What the CPU needs shows where the device is done as soon as it is told all.
+    # The CPU's own time shows if the device finishes right after the last launch.
     clock.observe([20] * 16, 32768, draft_s, verify_s, draft_s + verify_s)
     assert clock.cost(32768).enqueue == pytest.approx(draft_s + verify_s)
     clock.observe([20] * 16, 32768, draft_s, verify_s, 0.5 * draft_s)
@@ -279,19 +282,19 @@ def test_drafts_are_free_while_a_round_waits_for_the_cpu():
 
 
 def test_drafting_stops_where_steps_without_it_are_as_quick():
-    """Reading contexts is nothing here: a draft step costs what a step without drafts costs."""
+    """Contexts cost nothing to read here, so a draft step costs as much as a plain step."""
     clock = RoundCostModel(STEP_S, READS, has_plain=True)
     clock.observe([8] * 4, 100, 8 * STEP_S, 3 * STEP_S)
     requests = [RoundRequest(0.95, 16)] * 4
     assert plan_round(requests, clock.cost(100)) == [0] * 4
-    # What drafts cost then must be asked again some day.
+    # The cost of drafts must be measured again after a while.
     for _ in range(ROUNDS_BEFORE_RETRY):
         assert clock.has_measured
         clock.observe_plain(4, 100, STEP_S)
     assert not clock.has_measured
 
 
-def test_a_stalled_step_without_drafts_does_not_make_drafting_go_on_for_good():
+def test_a_stalled_step_without_drafts_does_not_keep_drafting_forever():
     clock = RoundCostModel(STEP_S, READS, has_plain=True, row_per_token=ROW_S)
     cost, requests = true_cost(1000), [RoundRequest(0.7, 32)] * 4
     play(clock, [8] * 4, 1000)
@@ -311,16 +314,16 @@ def test_a_stalled_step_without_drafts_does_not_make_drafting_go_on_for_good():
 
 
 def test_verifications_that_read_faster_than_drafts():
-    """By the bytes they were to take twice as long."""
+    """By their bytes the verifications would take twice as long."""
     context, lens = 32768, [8] * 16
     clock = RoundCostModel(STEP_S, 2 * READS, has_plain=True)
     for _ in range(30):
         play(clock, lens, context)
     cost, true = clock.cost(context), true_cost(context)
     assert cost.seconds(lens) == pytest.approx(true.seconds(lens), rel=0.01)
-    # What tokens take beside is not told apart from it as long as there are as many.
+    # The cost of tokens cannot be separated from it while their number stays the same.
     assert true.request < cost.request < 1.1 * (true.request + 9 * TOKEN_S)
-    # Where the kernels change, so does what is believed of them.
+    # If the kernels change, the estimate follows.
     slow_s = true_cost(context).seconds([0] * 16) + 16 * READS * ROW_S * context
     for _ in range(150):
         clock.observe(lens, context, 8 * (STEP_S + 16 * ROW_S * context), slow_s)
@@ -328,9 +331,9 @@ def test_verifications_that_read_faster_than_drafts():
 
 
 def test_steps_without_drafts_are_tried_again_at_another_context():
-    """At the first one launches took half the time, so that drafting seemed to pay at all."""
+    """At the first context launches took half the time, so drafting seemed to pay."""
     context, requests = 32768, [RoundRequest(0.98, 32)]
-    # One request reads its context slowly while it drafts.
+    # A request reads its context slowly while it drafts.
     row_s = 1.3e-3
     plain_s = STEP_S + 1.2e-3
     clock = RoundCostModel(STEP_S, READS, has_plain=True)
@@ -361,7 +364,7 @@ def test_means_that_are_reported():
     [
         [([1], 0.0, 0.0, 0.0), ([3, 0], 0.0, 1e-9, 5.0), ([], 0.0, 0.0, 1.0)],
         [([9] * 4, 1e6, 1e-6, 0.0), ([1], 10.0, 50.0, 1e-6)],
-        # Time that grows faster than what is read: a straight line would begin below 0.
+        # Time that grows faster than the bytes read: a straight line would begin below 0.
         [([1], 1000.0, 1e-4, 0.1), ([1], 2000.0, 1.0, 0.1)],
     ],
     ids=["nothing", "falling", "steep"],
@@ -375,15 +378,15 @@ def test_costs_are_never_negative_nor_infinite(rounds):
 
 
 def auto_lens(clock, context):
-    """As the worker does: drafts of a fixed length until they were measured."""
+    """Return lengths as the worker does: a fixed length until drafts were measured."""
     if not clock.has_measured:
         return [8] * 16
     return plan_round([RoundRequest(0.95, 32)] * 16, clock.cost(context))
 
 
-def test_what_a_short_context_taught_does_not_stop_drafting_over_long_ones_for_good():
-    # With a step guess a little too large, rows seem free over a short context, and so no drafts
-    # are made that could tell otherwise.
+def test_costs_of_a_short_context_do_not_stop_drafting_over_long_ones_for_good():
+    # With a step guess slightly too large, rows seem free over a short context. Then no drafts are
+    # made that could correct this.
     clock = RoundCostModel(1.02 * STEP_S, READS)
     play(clock, auto_lens(clock, 64), 64)
     assert clock.cost(64).row == 0

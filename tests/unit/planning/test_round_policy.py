@@ -1,4 +1,4 @@
-"""Draft length auto against a fixed length, over the acceptance that was measured."""
+"""Draft length `auto` compared with a fixed length, with the measured acceptance."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results/acceptance.j
 FIXED_LEN = 16
 CAP_LEN = KVSpecConfig().max_draft_len
 BATCH, ROUNDS, WARM_UP = 16, 250, 50
-# Milliseconds of an 8B model: at 32K tokens of context, and where weights are all there is to read.
+# Milliseconds of an 8B model: at 32K tokens of context, and at a context so short that weights are
+# almost all there is to read.
 LONG = RoundCost(step=4.0, row=0.33, request=0.6, token=0.02)
 SHORT = RoundCost(step=4.0, row=0.01, request=0.02, token=0.02)
-# Where a step costs less than reading all requests' contexts.
+# A model whose step costs less than reading all requests' contexts.
 SMALL_MODEL = RoundCost(step=1.0, row=0.1, request=0.2, token=0.01)
 
 curves = pytest.mark.parametrize("curve", ["log4", "log4_int8", "uniform4", "uniform4_int8"])
@@ -43,13 +44,13 @@ def measured_curve(name):
 
 
 def survival(curve):
-    """Chance that the first j drafts are all accepted, for j = 1 .. CAP_LEN."""
+    """Return the chance that the first j drafts are all accepted, for j = 1 .. CAP_LEN."""
     means = [curve.expected_accepted(length) for length in range(CAP_LEN + 1)]
     return [after - before for before, after in itertools.pairwise(means)]
 
 
 class Crowd:
-    """A batch whose drafts are accepted as a curve says, and what each request's history tells."""
+    """A batch whose drafts are accepted as a curve says, with an estimate for each request."""
 
     def __init__(self, curve, seed):
         self._curve, self._survival = curve, survival(curve)
@@ -61,7 +62,7 @@ class Crowd:
         return [RoundRequest(estimate.probability, CAP_LEN) for estimate in self._estimates]
 
     def verify(self, lens):
-        """Tokens to expect of these lengths; estimates see a draw."""
+        """Return the expected tokens of these lengths. The estimates observe random draws."""
         for estimate, length in zip(self._estimates, lens, strict=True):
             luck = self._rng.random()
             estimate.observe(length, sum(luck < chance for chance in self._survival[:length]))
@@ -69,7 +70,7 @@ class Crowd:
 
 
 def rate_of(curve, cost, seed, plan):
-    """Expected tokens a second when plan(requests) decides, after a warm-up."""
+    """Return the expected tokens a second with lengths by plan(requests), after a warm-up."""
     crowd, tokens, seconds = Crowd(curve, seed), 0.0, 0.0
     for number in range(ROUNDS):
         lens = plan(crowd.requests)
@@ -96,14 +97,15 @@ def test_auto_is_no_worse_than_a_fixed_length(curve, cost, seed):
     auto = rate_of(curve, cost, seed, lambda requests: plan_round(requests, cost))
     fixed, best = best_fixed_rate(curve, cost)
     assert auto >= 0.97 * fixed
-    # Nor much worse than the length one would have fixed knowing all.
+    # Also compare with the best fixed length for this curve and cost.
     assert auto >= 0.95 * best
 
 
 @curves
 @costs
 def test_auto_that_learns_its_costs_is_no_worse_either(curve, cost):
-    """With a step guess 3 % off, measurements 2 % off, and trials where drafting stopped."""
+    """The step guess is 3 % off, measurements are 2 % off, and drafts are tried again where
+    drafting stopped."""
     curve, rng = measured_curve(curve), random.Random(7)
     context = 32768.0
     clock = RoundCostModel(cost.step * 1.03, cost.request / cost.row)
@@ -129,7 +131,7 @@ def test_curves_are_those_of_a_survival(curve):
     assert sum(chances) == pytest.approx(measured_curve(curve).expected_accepted(CAP_LEN))
 
 
-def test_a_policy_that_is_too_bold_or_too_shy_would_be_seen():
+def test_too_long_and_too_short_drafts_fail_the_comparison():
     curve = measured_curve("uniform4")
     fixed, _ = best_fixed_rate(curve, LONG)
     assert rate_of(curve, LONG, 0, lambda requests: [CAP_LEN] * BATCH) < 0.97 * fixed

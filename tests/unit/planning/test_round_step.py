@@ -1,4 +1,4 @@
-"""Who verifies at the end of a round, played against a cache and a link."""
+"""Requests that verify at the end of a round, played against a cache and a link."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ToyRequest:
 
 @dataclass
 class Toy:
-    """A server reduced to what the planner sees. Applies plans and checks each of them."""
+    """A server reduced to the planner's view. Each plan is checked and applied."""
 
     num_slots: int
     requests: dict[str, ToyRequest]
@@ -53,7 +53,8 @@ class Toy:
         ]
 
     def round(self, budget=PLENTY, *, drafts=True, is_cancelled=False):
-        """is_cancelled: a prefill comes first, once pages that the round waits for have moved."""
+        """Plan and play a round. is_cancelled: a prefill interrupts the round, after the pages that
+        the round waits for have moved."""
         views = self.views()
         free = self.num_slots - len(self.cached)
         cache = CacheView(self.num_slots, free, tuple(sorted(self.cached)))
@@ -86,7 +87,7 @@ class Toy:
         assert len(after) <= self.num_slots, "the cache is over-committed"
         assert read <= after, "a verification lacks residuals"
         assert len(read) + sum(view.spill for view in verifying) <= self.num_slots
-        # Only a request that must verify now may hold the others up.
+        # Only a request that must verify now may delay the others.
         forced = any(self.requests[view.key].waited >= PATIENCE for view in verifying)
         if not forced and (drafts or len(plan.verify) > 1):
             assert len(plan.fetch) <= budget.drafting_pages
@@ -118,7 +119,7 @@ def toys(draw):
 
 
 @given(num=st.integers(1, 6), size=sizes, spare=st.integers(0, 9), drafts=st.booleans())
-def test_where_everything_is_cached_everybody_verifies_and_nothing_moves(num, size, spare, drafts):
+def test_where_everything_is_cached_all_requests_verify_and_nothing_moves(num, size, spare, drafts):
     requests = {
         f"r{i}": ToyRequest(tuple(range(20 * i, 20 * i + size)), spill=1) for i in range(num)
     }
@@ -132,8 +133,8 @@ def test_where_everything_is_cached_everybody_verifies_and_nothing_moves(num, si
 
 @settings(max_examples=150, deadline=None)
 @given(toys(), st.data())
-def test_nobody_waits_longer_than_the_bound(toy, data):
-    """Pages come, go and leave the cache as they like, requests join and leave."""
+def test_no_request_waits_longer_than_the_bound(toy, data):
+    """Pages are added and leave the cache at random, and requests join."""
     for index in range(40):
         toy.round(data.draw(budgets), drafts=data.draw(st.booleans()))
         bound = RoundPlanner.wait_bound(len(toy.requests))
@@ -148,7 +149,7 @@ def test_nobody_waits_longer_than_the_bound(toy, data):
             toy.requests[f"new{index}"] = ToyRequest((3000 + index,), 0, 1)
 
 
-def test_some_keep_theirs_and_verify_in_every_round_while_others_take_turns():
+def test_some_requests_keep_residuals_and_verify_in_every_round_while_others_take_turns():
     requests = {f"r{i}": ToyRequest(tuple(range(10 * i, 10 * i + 10))) for i in range(6)}
     toy = Toy(40, requests)
     for _ in range(24):
@@ -156,24 +157,24 @@ def test_some_keep_theirs_and_verify_in_every_round_while_others_take_turns():
     counts = {key: sum(key in keys for keys in toy.log[4:]) for key in requests}
     assert sorted(counts.values())[-2:] == [20, 20], counts
     assert min(counts.values()) >= 4, counts
-    # What stays is not fetched again: one request a round is.
+    # Residuals that stay are not fetched again: about one request is fetched in a round.
     assert toy.fetched <= 40 + 24 * 12
 
 
-def test_what_the_link_cannot_bring_in_one_round_comes_ahead():
+def test_pages_beyond_one_round_of_the_link_are_fetched_ahead():
     toy = Toy(20, {"a": ToyRequest(tuple(range(10)))})
     plans = [toy.round(RoundBudget(3, 5)) for _ in range(3)]
     assert [len(plan.ahead) for plan in plans] == [5, 5, 0]
     assert [plan.verify for plan in plans] == [(), (), (0,)]
 
 
-def test_nobody_who_could_verify_waits_for_one_who_cannot():
+def test_a_request_that_can_verify_does_not_wait_for_one_that_cannot():
     toy = Toy(20, {"long": ToyRequest(tuple(range(10))), "short": ToyRequest((100,))})
     toy.cached = {100}
     assert toy.round(RoundBudget(3, 5)).verify == (1,)
 
 
-def test_with_nothing_to_draft_somebody_verifies():
+def test_with_nothing_to_draft_a_request_verifies():
     toy = Toy(10, {"a": ToyRequest(tuple(range(10))), "b": ToyRequest(tuple(range(20, 30)))})
     assert toy.round(NOTHING, drafts=True).verify == ()
     plan = toy.round(NOTHING, drafts=False)
@@ -202,7 +203,7 @@ def test_rounds_that_are_planned_again_need_as_much_of_the_link(every):
         pages = [tuple(range(50 * i, 50 * i + 50)) for i in range(16)]
         toy = Toy(210, {str(i): ToyRequest(own, 2) for i, own in enumerate(pages)})
         for number in range(120):
-            # Once and twice in a row.
+            # Cancel once, and twice in a row.
             for _ in range((1 + number % 2) * (is_redone and number % every == 0)):
                 toy.round(RoundBudget(120, 140), is_cancelled=True)
             toy.round(RoundBudget(120, 140))
@@ -211,11 +212,11 @@ def test_rounds_that_are_planned_again_need_as_much_of_the_link(every):
         found.append((turns.fetch_s, turns.staying, toy.fetched / verified))
     (once, staying, moved), (again, still_staying, moved_again) = found
     assert staying == still_staying
-    # A plan that is made twice may bring more pages in all, and then says so.
+    # A plan that is made twice may move more pages, and then the estimate must say so.
     assert again == pytest.approx(once * moved_again / moved, rel=0.15)
 
 
-def test_who_was_to_verify_in_a_round_that_is_planned_again_does(toy_of_four):
+def test_verifications_of_a_cancelled_round_are_planned_again(toy_of_four):
     first = toy_of_four.round(RoundBudget(4, 4), is_cancelled=True)
     assert set(first.verify) <= set(toy_of_four.round(RoundBudget(4, 4)).verify)
 
@@ -227,7 +228,7 @@ def toy_of_four():
     )
 
 
-def test_pages_of_nobody_make_room_first_and_then_those_of_who_verified_last():
+def test_pages_of_no_request_are_evicted_first():
     toy = Toy(
         12,
         {
@@ -251,7 +252,7 @@ def test_a_higher_priority_goes_first():
 
 
 def test_without_patience_the_bound_breaks(monkeypatch):
-    """The property above is one that can fail."""
+    """Shows that the test of the bound can fail."""
     monkeypatch.setattr(RoundPlanner, "_is_forced", lambda *args: False)
     toy = Toy(10, {"a": ToyRequest(tuple(range(10)))})
     for _ in range(RoundPlanner.wait_bound(1) + 1):

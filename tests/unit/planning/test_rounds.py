@@ -1,4 +1,4 @@
-"""Draft lengths of a round, against every other choice of lengths."""
+"""Draft lengths of a round, compared with every other choice of lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ probabilities = st.one_of(st.floats(0, 0.999), st.sampled_from([0.0, 0.5, 0.95, 
 batches = st.lists(
     st.builds(RoundRequest, probabilities, st.integers(0, 4), st.integers(0, 3)), max_size=4
 )
-# Only a step may not be free: it is what a round of nothing costs.
+# Only a step must have a cost: a round without requests costs one step.
 shares = st.one_of(st.just(0.0), st.floats(1e-4, 3))
 costs = st.builds(RoundCost, st.floats(1e-3, 3), shares, shares, shares)
 
@@ -32,7 +32,8 @@ def every_plan(requests):
 
 
 def tokens_of(requests, lens):
-    """A token of its own for each, and drafts that count while all before them do."""
+    """Return the expected tokens: one of each request's own, and the drafts up to the first
+    rejection."""
     return math.fsum(
         1.0 + math.fsum(r.probability ** (r.num_drafts + k) for k in range(1, length + 1))
         for r, length in zip(requests, lens, strict=True)
@@ -40,7 +41,7 @@ def tokens_of(requests, lens):
 
 
 def seconds_of(cost, lens):
-    """A round played step by step."""
+    """Return the time of a round, played step by step."""
     spent = []
     for step in range(max(lens, default=0)):
         rows = sum(length > step for length in lens)
@@ -89,7 +90,8 @@ def test_no_other_lengths_give_more_tokens_a_second(requests, cost):
     seed=st.integers(0, 1000),
 )
 def test_a_large_batch_gains_by_no_single_change(requests, cost, seed):
-    """Too many plans to try: one request more or less, and all cut to one length, must not help."""
+    """There are too many plans to try all. A change of one request, or a cut of all to one length,
+    must not help."""
     lens = plan_round(requests, cost)
     rate = expected_rate(requests, lens, cost)
     others = [[min(n, most) for n in lens] for most in range(max(lens) + 1)]
@@ -115,14 +117,14 @@ def test_a_batch_of_like_requests_drafts_no_less_when_accepted_more(low, gap, nu
     more = plan_round([RoundRequest(high, cap_len)] * num, cost)
     assert len(set(fewer)) == len(set(more)) == 1
     if fewer[0] > more[0]:
-        # Lengths that are worth the same up to rounding.
+        # Both lengths are worth the same up to rounding.
         better = [RoundRequest(high, cap_len)] * num
         rates = [expected_rate(better, lens, cost) for lens in (fewer, more)]
         assert rates[0] == pytest.approx(rates[1], rel=1e-9)
 
 
 @given(requests=batches, cost=costs)
-def test_of_two_requests_the_better_one_drafts_no_less(requests, cost):
+def test_the_better_of_two_requests_drafts_no_less(requests, cost):
     lens = plan_round(requests, cost)
     pairs = itertools.permutations(zip(requests, lens, strict=True), 2)
     for (better, longer), (worse, shorter) in pairs:
@@ -132,7 +134,7 @@ def test_of_two_requests_the_better_one_drafts_no_less(requests, cost):
             assert longer >= shorter
 
 
-def test_one_that_drafts_badly_is_better_left_out_and_one_alone_carries_no_step():
+def test_a_poor_drafter_is_left_out_and_a_single_drafter_pays_no_step():
     cost = RoundCost(step=4.0, row=0.3, request=0.6, token=0.02)
     many = [RoundRequest(0.95, 32)] * 15
     lens = plan_round([*many, RoundRequest(0.05, 32)], cost)
@@ -160,13 +162,13 @@ def test_drafts_from_earlier_rounds_leave_less_room():
     fresh = RoundRequest(0.8, 32)
     lens = plan_round([*[fresh] * 7, RoundRequest(0.8, 32, num_drafts=30)], cost)
     assert 4 < lens[0] < 32
-    # As good as its last ones is none that it could add.
+    # No further draft of this request would be as good as its last ones.
     assert lens[-1] == 0
     sure = RoundRequest(0.999, 32, num_drafts=30)
     assert plan_round([*[fresh] * 7, sure], cost)[-1] == 2
 
 
-def test_a_batch_of_nobody():
+def test_an_empty_batch():
     cost = RoundCost(4.0, 0.3, 0.6, 0.02)
     assert plan_round([], cost) == []
     assert cost.seconds([]) == 4.0

@@ -1,8 +1,8 @@
-"""Draft lengths and turns to verify together, in simulated time: the policy that a GPU server with
-residuals in host memory runs, against what it could not know.
+"""Draft lengths and turns to verify together, in simulated time: the policy of a GPU server with
+residuals in host memory, compared with policies that know more.
 
-Times are those of an 8B shape with 16 requests of 32K tokens on an H200, with pages ten times as
-large so that there are fewer of them.
+Times are those of an 8B shape with 16 requests of 32K tokens on an H200. Pages are ten times as
+large, so that there are fewer of them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from sglang_kvspec.planning.round_step import RoundPlanner
 from sglang_kvspec.planning.rounds import RoundCost, RoundRequest, plan_round
 
 CAP_LEN = KVSpecConfig(host_gb=1).max_draft_len
-# Of a user who asks for fewer: what requests do meanwhile counts for more.
+# A lower cap, set by a user: the work between verifications then counts for more.
 SHORT_CAP_LEN = 31
-# Chance that a draft is accepted if those before it are: 27 of 32 on average, as measured.
+# Chance that a draft is accepted if those before it are. On average 27 of 32 are accepted, as
+# measured.
 PROBABILITY = 0.99
 NUM_REQUESTS, PAGES_EACH, CONTEXT = 16, 52, 32768.0
 ALL_PAGES = NUM_REQUESTS * PAGES_EACH
 COST = RoundCost(step=4.5e-3, row=0.37e-3, request=0.33e-3, token=0.02e-3)
 PAGES_PER_S = 50e9 / 2**21 / 10
-# Of the CPU: for a verification, for each page that moves, and between rounds.
+# Seconds of the CPU: for a verification, for each page that moves, and between rounds.
 ENQUEUE_S, PAGE_S, BETWEEN_S = 15e-3, 0.02e-3, 2e-3
 FIRST_DRAFT_LEN = 8
-# As measured: a verification without attention; attention of one of 16 requests with a few tokens
-# each; where the widest part has at most so many tokens, of every part; where it has more, what all
-# cost together, and each block of a part's tokens by how many they are.
+# Measured seconds: a verification without attention, and the attention of one of 16 requests with a
+# few tokens each. If the widest part has at most so many tokens, every part costs NARROW_S. If it
+# has more, all parts together cost START_S, and each block of a part's tokens BLOCK_S by its width.
 FORWARD_S, REQUEST_S = 4.5e-3, 0.72e-3
 NARROW_S = {8: 0.7e-3, 16: 1.2e-3}
 START_S, BLOCK_S, BLOCK_TOKENS = 0.55e-3, {16: 1.05e-3, 32: 1.6e-3}, 32
@@ -46,11 +47,12 @@ PAGE_TOKENS = 64
 
 @dataclass
 class Simulated:
-    """A round at a time; `fixed` drafts of each request in every round where given."""
+    """A server that plays one round at a time. fixed: drafts of each request in every round, if
+    given."""
 
     cache_pages: int
     fixed: int | None = None
-    # What the first round's verification takes to enqueue.
+    # Seconds to enqueue the first round's verification.
     first_s: float = ENQUEUE_S
     pages_per_s: float = PAGES_PER_S
     cap_len: int = CAP_LEN
@@ -63,7 +65,7 @@ class Simulated:
     def __post_init__(self):
         self._rng = random.Random(0)
         self._pages = [range(i * PAGES_EACH, (i + 1) * PAGES_EACH) for i in range(NUM_REQUESTS)]
-        # The last prompts to come were the last to be encoded.
+        # The prompts that arrived last were encoded last, so their pages are cached.
         fitting = self.cache_pages // PAGES_EACH
         self._cached = {p for own in self._pages[NUM_REQUESTS - fitting :] for p in own}
         self._drafts = [0] * NUM_REQUESTS
@@ -101,7 +103,7 @@ class Simulated:
         self.now = end + BETWEEN_S
 
     def _verify_s(self, verified):
-        """Of requests with so many drafts each."""
+        """Return the seconds of a verification. verified: drafts of each request."""
         tokens = sum(verified) + len(verified)
         return COST.step + COST.request * len(verified) + COST.token * tokens
 
@@ -173,9 +175,9 @@ class Simulated:
 
 @dataclass
 class Profiled(Simulated):
-    """Verifications cost what their kernel does, which is not as the clock has it: a request whose
-    tokens lie on two pages has two parts, and parts cost what blocks of their tokens do. Where all
-    verify at once a request's reads count."""
+    """A server whose verifications cost what the measured kernel takes, which differs from the cost
+    model. A request whose tokens lie on two pages has two parts, and parts cost what blocks of
+    their tokens do. If all requests verify at once, the reads of each count."""
 
     request_reads: float = 2.0
 
@@ -214,7 +216,7 @@ def rate(
     cap_len=CAP_LEN,
     kind=Simulated,
 ):
-    """Tokens a second after a warm-up."""
+    """Return tokens a second, after a warm-up."""
     simulated = kind(cache_pages, fixed, pages_per_s=pages_per_s, cap_len=cap_len)
     for _ in range(warm_up):
         simulated.round()
@@ -225,7 +227,8 @@ def rate(
 
 
 def mean_rate(caches, *args, **kwargs):
-    """Over caches of so many pages: how well turns fit changes with a few more or less."""
+    """Return the mean rate over caches of these sizes, since a few pages change how well turns
+    fit."""
     return fmean(rate(pages, *args, **kwargs) for pages in caches)
 
 
@@ -258,7 +261,7 @@ def test_longer_drafts_make_more_of_every_fetch(share):
 
 @pytest.mark.parametrize("link", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("cached", [0.2, 0.25, 0.37, 0.65])
-def test_what_the_link_is_said_to_allow_is_about_what_is_reached(cached, link):
+def test_the_predicted_rate_of_the_link_is_about_what_is_reached(cached, link):
     pages, pages_per_s = int(cached * ALL_PAGES), PAGES_PER_S * link
     simulated = Simulated(pages, pages_per_s=pages_per_s)
     said = []
@@ -268,19 +271,19 @@ def test_what_the_link_is_said_to_allow_is_about_what_is_reached(cached, link):
             said.append(simulated.link_share().share)
     mean = sum(said) / len(said)
     reached = rate(pages, None, pages_per_s) / rate(ALL_PAGES)
-    # It is of a link that never stands still; turns do not always fit that well.
+    # The estimate assumes a link that is always busy. Turns do not always fit that well.
     assert 0.85 * mean < reached < 1.03 * mean
 
 
 def profiled_rate(fixed=None):
-    """Where the cache holds about a quarter of the residuals."""
+    """Return the rate where the cache holds about a quarter of the residuals."""
     caches = range(int(0.25 * ALL_PAGES), int(0.28 * ALL_PAGES), 5)
     return mean_rate(caches, fixed, kind=Profiled)
 
 
 def test_a_profiled_server_keeps_what_was_measured():
-    """0.82 and, of a kernel that was a little slower, 0.80 of the speed with all residuals in the
-    cache, which is 1363 +- 47 tokens a second. A point has a spread of 0.05 or more."""
+    """Measured: 0.82 of the speed with all residuals in the cache, and 0.80 with a slightly slower
+    kernel. That speed is 1363 +- 47 tokens a second. A point has a spread of 0.05 or more."""
     resident = rate(ALL_PAGES, kind=Profiled)
     assert 1316 < resident < 1410
     assert 0.77 < profiled_rate() / resident < 0.87
@@ -292,34 +295,34 @@ def test_no_other_length_would_make_a_profiled_server_much_quicker():
 
 
 def test_a_slow_first_round_does_not_stop_drafting():
-    """Where kernels load and compile, it may take longer than all that follow."""
+    """The first round, in which kernels load and compile, may take longer than all later ones."""
     simulated = Simulated(int(0.37 * ALL_PAGES), first_s=1.0)
     for _ in range(20):
         simulated.round()
         assert any(simulated.lens)
 
 
-def test_lengths_that_know_nothing_of_the_link_would_be_seen(monkeypatch):
+def test_lengths_without_regard_to_the_link_fail_the_comparison(monkeypatch):
     where = (int(0.5 * ALL_PAGES), 0.5 * PAGES_PER_S)
     monkeypatch.setattr(RoundPlanner, "turns", lambda *_: None)
     assert rate.__wrapped__(where[0], None, where[1]) < 0.8 * best_fixed_rate(*where)
 
 
-def test_a_cache_that_half_the_requests_keep_would_be_seen(monkeypatch):
+def test_a_cache_that_half_the_requests_keep_fails_the_comparison(monkeypatch):
     where = (int(0.2 * ALL_PAGES), None, 0.5 * PAGES_PER_S)
     sound = rate(*where, cap_len=SHORT_CAP_LEN)
     monkeypatch.setattr(round_step, "FETCH_SHARE", 0.2)
     assert rate.__wrapped__(*where, cap_len=SHORT_CAP_LEN) < 0.85 * sound
 
 
-def test_a_link_that_waits_for_room_would_be_seen(monkeypatch):
+def test_a_link_that_waits_for_room_fails_the_comparison(monkeypatch):
     monkeypatch.setattr(round_step, "ROUNDS_TO_FILL", 0)
     found = rate.__wrapped__(int(0.25 * ALL_PAGES), cap_len=SHORT_CAP_LEN)
     assert found < 0.75 * rate(ALL_PAGES)
 
 
-def test_forgetting_the_cpu_would_be_seen(monkeypatch):
-    """Rounds without drafts seem to cost what their kernels take."""
+def test_a_cost_without_the_cpu_fails_the_check(monkeypatch):
+    """Rounds without drafts then seem to cost only what their kernels take."""
     simulated = Simulated(int(0.37 * ALL_PAGES), first_s=1.0)
     seconds = RoundCost.seconds
 

@@ -1,4 +1,4 @@
-"""VeriCache's equations 5 to 11 against sums made by hand and against figures of the paper."""
+"""VeriCache's equations 5 to 11, compared with sums made by hand and with figures of the paper."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def memory_bound(
     share=0.25,
     context_len=1000,
 ):
-    """A setting in the paper's own terms: nothing counts but bytes over bandwidths."""
+    """Make a setting in the paper's own terms, in which only bytes over bandwidths count."""
     full_s = full_gb / hbm_gb_per_s / context_len
     costs = IterationCosts(
         overhead_s=0.0,
@@ -90,7 +90,7 @@ def test_equations_10_and_11():
     assert cycle.gpu_s == pytest.approx(0.017)
     assert cycle.link_s == pytest.approx(2 * 3 / (4 * 50))
     assert cycle.iteration_s == pytest.approx(0.03)
-    assert cycle.cycles_per_load == 2  # 60 ms of link, 30 ms an iteration
+    assert cycle.cycles_per_load == 2  # 60 ms of link, 30 ms per iteration
     assert cycle.tokens_per_s == pytest.approx(8 * (2.4 + 1) / 4 / 0.03)
 
 
@@ -115,7 +115,7 @@ def test_the_best_cycle_is_the_best_of_all():
 
 
 class TestConcreteExample:
-    """Section 4.2.1: 24B on 96 GB, 10 requests of 4 GB at c = 1/4, 30 drafts a verification."""
+    """Section 4.2.1: 24B on 96 GB, 10 requests of 4 GB at c = 1/4, 30 drafts per verification."""
 
     EXAMPLE = memory_bound(
         hbm_gb=96,
@@ -136,20 +136,21 @@ class TestConcreteExample:
         assert costs.seconds(9, 9_000, 1, 31, 1_000) == pytest.approx(0.037, rel=0.06)
 
     def test_loads_hide_and_take_turns(self):
-        # One verification every 3 iterations: 10 requests in 30.
+        # One verification every 3 iterations serves 10 requests in 30.
         assert link_seconds(10, 4 * GB, 29, 50 * GB) < 0.035
 
     def test_peak_memory_is_64_not_90_gb(self):
-        # Reloading all 4 GB, as in the example; ours counts a verification and a load at once.
+        # All 4 GB are reloaded, as in the example. held_bytes() counts a verification and a load at
+        # once.
         request = RequestBytes(plain=4 * GB, always=1 * GB, residual=4 * GB)
         assert 64 * GB <= 50 * GB + held_bytes(request, 0, 10, 30) < 66 * GB
 
 
 class TestFigure13:
-    """The paper's measured speed-ups for Qwen-32B on 96 GB, to 15 %.
+    """The paper's measured speed-ups for Qwen-32B on 96 GB, within 15 %.
 
-    It does not state contexts and draws acceptance only for c = 1/4: contexts of 20K, and 19 of 30
-    accepted as read from its figure 9, are this test's choice.
+    The paper does not state contexts, and shows acceptance only for c = 1/4. Contexts of 20K, and
+    19 of 30 drafts accepted as read from its figure 9, are the choice of this test.
     """
 
     CURVE = AcceptanceCurve.from_means({10: 8.6, 20: 14.5, 30: 19, 64: 24})
@@ -173,7 +174,7 @@ class TestFigure13:
         assert ratios == sorted(ratios)
 
     def test_the_least_kv_budget(self):
-        # 64 GB/s of PCIe 5, of which the paper's example gets 50: a ratio of 36.
+        # The paper's example gets 50 of the 64 GB/s of PCIe 5: a ratio of 36.
         assert self.speed_up(36) == pytest.approx(2.71, rel=0.15)
 
 

@@ -1,4 +1,5 @@
-"""Small prefix stores: pages of two tokens, records of a few bytes, files that fail on demand."""
+"""Small prefix stores: pages of two tokens, records of a few bytes, and files that fail on
+demand."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ IDENTITY = StoreIdentity(
 
 
 class Killed(BaseException):
-    """The process died here, as far as its files can tell."""
+    """Raised where the process dies, as seen by its files."""
 
 
 class Files:
-    """Opens files that share one fate. kill_after: bytes that still reach the disk, then the
-    process is dead. error: raised by every call named in `failing` whose path matches `at`."""
+    """Opener of files that fail together. kill_after: bytes that still reach the disk before the
+    process is dead. error: raised by every call named in `failing` whose path contains `at`."""
 
     def __init__(self) -> None:
         self.kill_after: int | None = None
@@ -85,7 +86,7 @@ class _File(DiskFile):
 
 
 def record(key: bytes, version: int, num_bytes: int) -> bytes:
-    """What a test stores for a page: differs by page, version and tier."""
+    """Return the record that a test stores for a page. Records differ by page, version and tier."""
     seed = key[:6] + bytes([version, num_bytes])
     return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
 
@@ -99,7 +100,7 @@ def residual_of(link: Any, version: int = 0) -> bytes:
 
 
 def disk_bytes(num_pages: int, num_residuals: int | None = None) -> int:
-    """Of a store with room for so many anchors and residuals."""
+    """Return the size of a store with room for these numbers of anchors and residuals."""
     anchors, residuals = EntryFormat.of_anchors(IDENTITY), EntryFormat.of_residuals(IDENTITY)
     anchor_bytes = anchors.record_bytes + anchors.nbytes
     residual_bytes = residuals.record_bytes + residuals.nbytes
@@ -109,7 +110,7 @@ def disk_bytes(num_pages: int, num_residuals: int | None = None) -> int:
 
 def limits(num_pages: int, num_residuals: int | None = None, **options: Any) -> StoreLimits:
     count = num_pages if num_residuals is None else num_residuals
-    # A little more than the share, or rounding takes the last slot away.
+    # A little more than the exact share, since rounding could take the last slot away.
     share = min(1.0, (count + 0.01) / num_pages)
     room = disk_bytes(num_pages, num_residuals) + 4
     return StoreLimits(disk_bytes=room, residual_share=share, **options)
@@ -120,7 +121,7 @@ def links_of(tokens: Any, namespace: bytes = b"") -> list[Any]:
 
 
 def read(reader: Any, pages: Any) -> tuple[list[bytes | None], list[bytes | None]]:
-    """Anchors and residuals of pages; None where there is none. Buffers start as 0xFF."""
+    """Return anchors and residuals of pages, None where there is none. Buffers start as 0xFF."""
     found = []
     for call, num_bytes in (
         (reader.read_anchors, IDENTITY.anchor_page_bytes),
@@ -144,12 +145,13 @@ def write_links(
 
 
 def write(store: Any, tokens: Any) -> None:
-    """Put all pages of a prompt, whatever becomes of them."""
+    """Put all pages of a prompt, whether the store accepts them or not."""
     write_links(store, links_of(tokens), accepted=False)
 
 
 def found(store: Any, tokens: Any) -> tuple[int, int]:
-    """How many anchors and residuals of a prompt can be read, all of them right."""
+    """Return how many anchors and residuals of a prompt can be read. Check that all of them are
+    right."""
     anchors, residuals = read(store, store.lookup(tokens).pages)
     for link, anchor, residual in zip(links_of(tokens), anchors, residuals, strict=False):
         assert anchor in (None, anchor_of(link))
@@ -158,7 +160,7 @@ def found(store: Any, tokens: Any) -> tuple[int, int]:
 
 
 def held(store: Any, tokens: Any) -> tuple[int, int]:
-    """(pages, complete pages) of a lookup, every record of which is there and right."""
+    """Return (pages, complete pages) of a lookup. Check that every record is there and right."""
     hit = store.lookup(tokens)
     anchors, residuals = read(store, hit.pages)
     links = links_of(tokens)[: len(hit.pages)]
@@ -195,7 +197,8 @@ def files() -> Files:
 
 @pytest.fixture
 def make_store(tmp_path: Path, files: Files) -> Iterator[Callable[..., Any]]:
-    """Opens stores in one folder, whose writes happen in `write_due`, and closes them."""
+    """Return a function that opens stores in one folder, whose writes happen in `write_due`. The
+    stores are closed after the test."""
     opened: list[Any] = []
 
     def make(num_pages: int = 8, num_residuals: int | None = None, **options: Any) -> Any:

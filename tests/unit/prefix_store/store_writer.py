@@ -1,9 +1,10 @@
-"""Writes prompt after prompt to a prefix store and says so, for tests that kill it.
+"""Process that writes prompt after prompt to a prefix store and reports it, for tests that kill it.
 
     python store_writer.py FOLDER SEED [paced]
 
-Prints "open", then for each prompt "begin" before each of its pages is written and "done N" when
-all are. Paced, it waits for a line before each prompt. Records are made from their page's key.
+Prints "open". Then for each prompt it prints "begin" before each page is written, and "done N"
+after all pages. With `paced` it waits for a line before each prompt. Records are made from their
+page's key.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ IDENTITY = StoreIdentity(
     num_layers=1,
     num_kv_heads=1,
     head_dim=16,
-    # Large enough that many kills land within a record.
+    # Large records, so that many kills happen within one.
     anchor_page_bytes=100_000,
     residual_page_bytes=300_000,
 )
@@ -33,7 +34,7 @@ LIMITS = StoreLimits(disk_bytes=10_000_000)
 
 
 def prompt(number: int) -> list[int]:
-    """Three pages, the first shared by five prompts in a row."""
+    """Return three pages, of which the first is shared by five successive prompts."""
     return [number // 5] * 4 + [number] * 8
 
 

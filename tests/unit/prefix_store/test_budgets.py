@@ -1,4 +1,4 @@
-"""What goes when the disk, the queue or the bandwidth is used up."""
+"""Evictions and refusals when the disk, the queue or the bandwidth is used up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_full_store_evicts_the_leaf_used_longest_ago(make_store, small):
         small.write_links(store, small.links(tokens))
     assert small.held(store, left) == (2, 2)
     small.write_links(store, small.links([8, 8]))
-    # The trunk is older than the right branch, but the left one hangs on it.
+    # The trunk was used before the right branch, but the left branch depends on it.
     kept = [small.held(store, tokens)[0] for tokens in (trunk, left, right, [7, 7], [8, 8])]
     assert kept == [1, 2, 1, 1, 1]
     assert (store.counters.anchors_evicted, store.counters.residuals_evicted) == (1, 1)
@@ -82,7 +82,7 @@ def test_a_full_queue_refuses_and_recovers(make_store, small):
     taken = [store.put(link, small.anchor(link), small.residual(link)) for link in links]
     assert taken == [True, True, False]
     assert store.counters.refused == 1
-    # What waits already is not queued again.
+    # A page that waits is not queued again.
     assert store.put(links[0], small.anchor(links[0]), small.residual(links[0]))
     store.write_due()
     small.write_links(store, links)
@@ -110,7 +110,7 @@ def test_writing_keeps_to_its_bandwidth(make_store, small, files):
 
 
 def test_a_queue_too_small_for_a_page_is_refused(make_store):
-    with pytest.raises(ConfigError, match="queue_bytes must hold a page of 64, got 63"):
+    with pytest.raises(ConfigError, match="at least the 64 bytes of a page, got 63"):
         make_store(queue_bytes=63)
 
 

@@ -1,4 +1,4 @@
-"""Entries of index files: whole ones come back, anything else is no entry."""
+"""Entries of index files: undamaged entries are read back, and all other bytes are no entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that are full or broken, and records that are damaged."""
+"""Disks that are full or broken, and damaged records."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_a_full_disk_loses_new_pages_and_keeps_old_ones(make_store, small, files
     assert not store.counters.damaged_anchors + store.counters.damaged_residuals
 
 
-def test_a_full_disk_and_its_end_are_said_once(make_store, small, files, caplog, tmp_path):
+def test_a_full_disk_and_its_end_are_logged_once(make_store, small, files, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     now_s = [0.0]
     store = make_store(clock=lambda: now_s[0])
     small.write(store, [1, 1])
     assert not caplog.records
     files.error = errno.ENOSPC
-    # Small writes between large ones may succeed.
+    # Small writes between large ones may succeed on a full disk.
     for page, files.failing in ((2, {"write"}), (3, set()), (4, {"write"}), (5, {"write"})):
         small.write(store, [page, page])
         now_s[0] += 1.0
@@ -52,14 +52,14 @@ def test_a_full_disk_and_its_end_are_said_once(make_store, small, files, caplog,
         now_s[0] += MENDED_S
     _, mended = caplog.records
     assert mended.levelname == "INFO"
-    assert f"store {tmp_path / 'store'} again" in mended.getMessage()
+    assert f"store {tmp_path / 'store'} keeps new prefixes again" in mended.getMessage()
     files.failing = {"write"}
     small.write(store, [9, 9])
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
 
 
 def test_a_file_size_limit_is_a_full_disk(tmp_path):
-    """The real system call, in a process of its own: the limit holds for all its files."""
+    """Use the real system call in a process of its own, since the limit holds for all its files."""
     script = f"""
 import resource
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders that hold something else, belong to others or cannot be written."""
+"""Store folders that hold something else, belong to others or cannot be written."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def test_a_reader_refuses_an_unreadable_index(make_store, small, tmp_path, name)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model": "other"}, "written for another model: 'small', here it is 'other'"),
-        ({"shard": "1/2"}, "another shard"),
-        ({"codec": "log4"}, "another codec"),
-        ({"settings": '{"top": 110}'}, "another settings"),
-        ({"target": "exact", "residual_page_bytes": 99}, "another target"),
-        ({"dtype": "bfloat16"}, "another dtype"),
-        ({"page_size": 4}, "another page_size: 2, here it is 4"),
-        ({"num_layers": 2, "anchor_page_bytes": 48}, "another num_layers"),
-        ({"num_kv_heads": 2}, "another num_kv_heads"),
-        ({"head_dim": 32}, "another head_dim"),
-        ({"record_version": 1}, "another record_version"),
-        ({"store_version": 2}, "another store_version"),
+        ({"model": "other"}, "the store has model 'small', this server 'other'"),
+        ({"shard": "1/2"}, "the store has shard "),
+        ({"codec": "log4"}, "the store has codec "),
+        ({"settings": '{"top": 110}'}, "the store has settings "),
+        ({"target": "exact", "residual_page_bytes": 99}, "the store has target "),
+        ({"dtype": "bfloat16"}, "the store has dtype "),
+        ({"page_size": 4}, "the store has page_size 2, this server 4"),
+        ({"num_layers": 2, "anchor_page_bytes": 48}, "the store has num_layers "),
+        ({"num_kv_heads": 2}, "the store has num_kv_heads "),
+        ({"head_dim": 32}, "the store has head_dim "),
+        ({"record_version": 1}, "the store has record_version "),
+        ({"store_version": 2}, "the store has store_version "),
     ],
 )
 def test_another_identity_is_refused(make_store, small, tmp_path, change, reason):
@@ -72,7 +72,7 @@ def test_another_identity_is_refused(make_store, small, tmp_path, change, reason
 
 def test_ranks_have_folders_of_their_own(small):
     alone, *ranks = (replace(small.identity, shard=shard) for shard in ("0/1", "0/2", "1/2"))
-    # Stores from before there were several ranks stay where they are.
+    # The store of a single rank keeps the folder without a rank in its name.
     assert alone.folder_name == f"uniform4-int8-{alone.digest.hex()[:16]}"
     for rank, identity in enumerate(ranks):
         assert identity.folder_name.endswith(f"{identity.digest.hex()[:16]}-rank{rank}of2")
@@ -88,7 +88,7 @@ def test_an_unreadable_identity_is_refused_and_kept(make_store, small, tmp_path,
     assert path.read_bytes() == content
 
 
-def test_files_of_others_are_left_alone(make_store, small, tmp_path):
+def test_files_of_other_programs_are_left_alone(make_store, small, tmp_path):
     folder = tmp_path / "store"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
@@ -103,7 +103,7 @@ def test_a_file_of_our_name_that_is_not_ours_is_not_overwritten(make_store, tmp_
     folder = tmp_path / "store"
     folder.mkdir()
     (folder / "anchors.data").write_text("a novel")
-    with pytest.raises(PrefixStoreError, match=r"holds anchors.data but no identity"):
+    with pytest.raises(PrefixStoreError, match=r"holds anchors.data but no identity.json"):
         make_store()
     assert (folder / "anchors.data").read_text() == "a novel"
 
@@ -114,9 +114,9 @@ def test_something_that_is_no_file_is_one_clear_error(make_store, small, tmp_pat
     path = tmp_path / "store" / "residuals.data"
     path.unlink()
     path.mkdir() if kind == "folder" else os.mkfifo(path)
-    with pytest.raises(PrefixStoreError, match=r"cannot write it: .*residuals.data"):
+    with pytest.raises(PrefixStoreError, match=r"cannot write to prefix store .*residuals.data"):
         make_store()
-    with pytest.raises(PrefixStoreError, match=r"cannot read it: .*residuals.data"):
+    with pytest.raises(PrefixStoreError, match=r"cannot read prefix store .*residuals.data"):
         open_reader(tmp_path / "store", small.identity)
 
 
@@ -124,7 +124,7 @@ def test_a_folder_that_is_a_file_or_not_there(make_store, small, tmp_path):
     with pytest.raises(PrefixStoreError, match="there is no prefix store in"):
         open_reader(tmp_path / "store", small.identity)
     (tmp_path / "store").write_text("")
-    with pytest.raises(PrefixStoreError, match="cannot write it"):
+    with pytest.raises(PrefixStoreError, match="cannot write to prefix store"):
         make_store()
 
 
@@ -138,7 +138,9 @@ def test_a_read_only_folder_can_be_read_and_not_written(make_store, small, tmp_p
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         return DiskFile(path, writable)
 
-    with pytest.raises(PrefixStoreError, match=r"cannot write it: .*Read-only file system"):
+    with pytest.raises(
+        PrefixStoreError, match=r"cannot write to prefix store .*Read-only file system"
+    ):
         make_store(open_file=read_only_disk)
     reader = open_reader(tmp_path / "store", small.identity, open_file=read_only_disk)
     assert small.found(reader, [1, 1]) == (1, 1)

@@ -1,4 +1,4 @@
-"""Slots of a slab, against a set."""
+"""Free slots of a slab, compared with a set."""
 
 from __future__ import annotations
 

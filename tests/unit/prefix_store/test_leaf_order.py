@@ -1,4 +1,4 @@
-"""The order of eviction, against a model that looks at every page each time."""
+"""The order of eviction, compared with a model that looks at every page each time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_kvspec.kv.prefix_store.leaf_order import LeafOrder
 
-# A page's parent is the page without its last letter: chains, branches, and parents that are gone.
+# The parent of a page is its name without the last letter. There are chains, branches, and parents
+# that are gone.
 pages = st.text("ab", min_size=1, max_size=4).map(str.encode)
 
 

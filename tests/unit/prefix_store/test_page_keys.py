@@ -1,4 +1,4 @@
-"""Keys of prefix pages: equal where and only where everything up to the page is equal."""
+"""Keys of prefix pages: equal if, and only if, all tokens up to the page are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several processes and one store: writers that are killed, readers beside a writer, one lock."""
+"""Several processes with one store: killed writers, readers that run with a writer, and one
+lock."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ IDENTITY = writer_script.IDENTITY
 
 @contextmanager
 def writing(folder, *arguments):
-    """A process that writes to the store, once it has opened it."""
+    """Run a process that writes to the store, and yield once it has opened the store."""
     process = subprocess.Popen(
         [sys.executable, SCRIPT, folder, *arguments],
         stdin=subprocess.PIPE,
@@ -50,7 +51,7 @@ def writing(folder, *arguments):
 
 
 def check(reader, number):
-    """(pages, complete pages) of a prompt, every readable record of which is right."""
+    """Return (pages, complete pages) of a prompt. Check that every readable record is right."""
     hit = reader.lookup(writer_script.prompt(number))
     counts = []
     for call, num_bytes in (
@@ -71,7 +72,7 @@ def test_a_writer_killed_at_any_moment_leaves_what_it_had_written(tmp_path):
     for seed in range(4):
         with writing(folder, str(seed)) as process:
             lines = [process.stdout.readline() for _ in range(chance.randint(5, 60))]
-            # It is already writing the next page, or the one after.
+            # The writer is already writing the next page, or the one after.
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             lines.extend(process.stdout.readlines())
@@ -90,14 +91,15 @@ def test_a_writer_killed_at_any_moment_leaves_what_it_had_written(tmp_path):
         store.close()
 
 
-def test_readers_beside_a_writer_read_no_wrong_bytes_and_outlive_it(tmp_path):
+def test_readers_read_no_wrong_bytes_while_a_writer_runs_and_outlive_it(tmp_path):
     folder = tmp_path / "store"
     readers = []
     with writing(folder, "0", "paced") as process:
         for number in range(40):
             process.stdin.write("next\n")
             process.stdin.flush()
-            # While it writes: misses, never wrong bytes. The first reader sees what is long gone.
+            # While the writer writes, reads may miss, but never give wrong bytes. The first reader
+            # looks up pages that were evicted long ago.
             for reader in (*readers[:1], *readers[-1:]):
                 check(reader, max(0, number - 8))
             while process.stdout.readline() != f"done {number}\n":

@@ -1,4 +1,4 @@
-"""Stores that another process writes, as seen by those that read them."""
+"""Stores that another process writes, as readers see them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_kvspec.kv.prefix_store.slab import Slab
 def test_a_page_written_while_a_reader_opens_is_no_leftover(
     make_store, small, tmp_path, monkeypatch
 ):
-    """A residual that is met before its anchor must not be taken for one without an anchor."""
+    """A residual that is read before its anchor must not count as one without an anchor."""
     store = make_store()
     small.write(store, [1, 1])
     right = Slab.load_index

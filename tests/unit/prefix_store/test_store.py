@@ -1,4 +1,4 @@
-"""What a prefix store gives back and what it refuses."""
+"""Lookups, reads and refusals of a prefix store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_kvspec.kv.prefix_store import (
 )
 
 
-def test_what_was_put_comes_back_also_after_a_restart(make_store, small):
+def test_pages_are_read_back_also_after_a_restart(make_store, small):
     tokens = list(range(13))
     store = make_store()
     assert small.held(store, tokens) == (0, 0)
@@ -31,7 +31,7 @@ def test_what_was_put_comes_back_also_after_a_restart(make_store, small):
     assert again.counters.torn == again.counters.unpaired == again.counters.index_resets == 0
 
 
-def test_namespaces_are_apart(make_store, small):
+def test_namespaces_are_separate(make_store, small):
     store = make_store()
     small.write_links(store, small.links([1, 2, 3, 4]))
     assert len(store.lookup([1, 2, 3, 4]).pages) == 2
@@ -85,7 +85,7 @@ def test_pages_are_put_after_their_parents(make_store, small):
     store = make_store()
     assert not store.put(second, small.anchor(second))
     assert store.counters.orphans == 1
-    # A parent that waits will do.
+    # A parent that is still in the queue is enough.
     assert store.put(first, small.anchor(first))
     assert store.put(second, small.anchor(second))
     store.write_due()
@@ -99,10 +99,11 @@ def test_an_anchor_and_a_residual_of_different_puts_never_meet(make_store, small
     (before,) = store.lookup([1, 2]).pages
     small.write_links(store, [link], version=1)
     (after,) = store.lookup([1, 2]).pages
-    # Whoever looked the page up before may draft on the old anchor: the residual is not for him.
+    # A request that looked the page up before may draft on the old anchor, so the new residual must
+    # not be read for it.
     assert small.read(store, [before]) == ([None], [None])
     assert small.read(store, [after]) == ([small.anchor(link, 1)], [small.residual(link, 1)])
-    # A complete pair stays as it is.
+    # A complete pair is not replaced.
     small.write_links(store, [link], version=2)
     assert small.read(store, [after]) == ([small.anchor(link, 1)], [small.residual(link, 1)])
 

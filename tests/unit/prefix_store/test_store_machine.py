@@ -1,4 +1,5 @@
-"""A store under random use, kills at random bytes and damaged files never gives wrong bytes."""
+"""A store under random use, with kills at random bytes and damaged files, never gives wrong
+bytes."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ FILES = ("anchors.data", "anchors.index", "residuals.data", "residuals.index")
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The model: `put` holds every version ever put of a page. What a lookup finds must read as
-    one of them, anchor and residual of the same one; and while no file was damaged, what was in
-    the catalogue when the writer died must be there afterwards."""
+    """Random use of a store. `put_versions` holds every version that was put of a page. A lookup
+    must read one of these, with anchor and residual of the same version. Unless a file was damaged,
+    the catalogue must survive the death of the writer."""
 
     def __init__(self, small, damaging=False):
         super().__init__()
@@ -47,7 +48,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.put_versions: dict[PageLink, set[int]] = {}
         self.prompts: dict[PageLink, list[int]] = {}
-        # Links, pages and anchors of lookups whose residuals are to be read.
+        # Lookups whose residuals are read later: links, pages and anchors.
         self.drafting = []
         self.store = None
         self.reader = None
@@ -71,7 +72,8 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     def kept(self):
-        """Pages in the catalogue by key: sequences of their anchor and residual."""
+        """Return the pages in the catalogue by key, with the sequences of their anchor and
+        residual."""
         catalogue = self.store._state.catalogue
         return {
             link.key: tuple(
@@ -88,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
         then_write=st.booleans(),
     )
     def put(self, tokens, version, residuals, then_write=False):
-        """The first `residuals` pages come with their residual."""
+        """Put the pages of a prompt, the first `residuals` pages with their residual."""
         for position, link in enumerate(self.small.links(tokens)):
             residual = self.small.residual(link, version) if position < residuals else None
             self.put_versions.setdefault(link, set()).add(version)
@@ -123,7 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def verify_drafts(self):
-        """Residuals are fetched long after the anchors that they belong to."""
+        """Read residuals long after the anchors that they belong to."""
         for links, pages, anchors in self.drafting:
             self.check_pairs(links, anchors, self.small.read(self.store, pages)[1])
         del self.drafting[:-4]
@@ -132,10 +134,10 @@ class StoreMachine(RuleBasedStateMachine):
         for link, anchor, residual in zip(links, anchors, residuals, strict=False):
             known = self.put_versions.get(link, ())
             fitting = [v for v in known if anchor == self.small.anchor(link, v)]
-            assert anchor is None or fitting, "an anchor that nobody put"
+            assert anchor is None or fitting, "an anchor that was never put"
             both = [v for v in known if residual == self.small.residual(link, v)]
-            assert residual is None or both, "a residual that nobody put"
-            assert None in (anchor, residual) or fitting == both, "a pair that nobody put"
+            assert residual is None or both, "a residual that was never put"
+            assert None in (anchor, residual) or fitting == both, "a pair that was never put"
 
     @rule(tokens=prefixes, version=versions, after=st.integers(0, 900))
     def die_while_writing(self, tokens, version, after):
@@ -153,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         for key, (anchor, residual) in before.items():
             assert key in after_death, "more was lost than what was being written"
-            # Of a page that was being replaced either version may be there.
+            # A page that was being replaced may have either version.
             assert after_death[key][0] >= anchor
             assert residual in (None, after_death[key][1]), "a residual was lost"
         for link in list(self.put_versions):
@@ -239,7 +241,7 @@ def test_never_wrong_and_nothing_lost_but_what_was_being_written(small, damaging
     )
 
 
-# Teeth: faults that the machine must find.
+# Faults that the machine must find
 
 
 def checksums_are_not_compared(monkeypatch):
@@ -303,10 +305,10 @@ def parents_are_evicted_before_their_children(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "found_as"),
     [
-        (checksums_are_not_compared, "that nobody put"),
-        (entries_are_not_checked, "that nobody put|belongs to another page|'utf-8'"),
-        (a_residual_is_added_to_any_anchor, "a pair that nobody put|was lost|a restart changed"),
-        (stamps_are_not_compared, "a pair that nobody put"),
+        (checksums_are_not_compared, "that was never put"),
+        (entries_are_not_checked, "that was never put|belongs to another page|'utf-8'"),
+        (a_residual_is_added_to_any_anchor, "a pair that was never put|was lost|a restart changed"),
+        (stamps_are_not_compared, "a pair that was never put"),
         (evicted_slots_are_not_freed, "a slot was lost"),
         (evicted_entries_stay_on_disk, "damaged_anchors|was lost"),
         (parents_are_evicted_before_their_children, "an orphan"),

@@ -1,4 +1,4 @@
-"""Bandwidth of writing, on a clock that the test turns."""
+"""Limits of a store, and the bandwidth of writing on a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_no_stretch_of_time_takes_more_than_rate_and_burst_and_one_page(steps, r
             total += size
 
 
-def test_waiting_as_long_as_told_is_enough_and_not_too_long():
+def test_the_returned_delay_is_enough_and_not_too_long():
     now = [100.0]
     bucket = TokenBucket(10.0, 20, lambda: now[0])
     bucket.take(50)
@@ -66,7 +66,7 @@ def test_slots_fit_in_the_bytes_and_waste_less_than_a_page(disk, sizes, share):
     ("options", "reason"),
     [
         ({"residual_share": 1.5}, "residual_share must be from 0 to 1, got 1.5"),
-        ({"queue_bytes": 0}, "queue_bytes and write_burst_bytes must be at least 1"),
+        ({"queue_bytes": 0}, "queue_bytes and write_burst_bytes must be at least 1, got 0"),
         ({"write_bytes_per_s": 0.0}, "write_bytes_per_s must be above 0"),
     ],
 )

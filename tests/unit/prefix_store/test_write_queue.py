@@ -1,4 +1,4 @@
-"""The thread that writes: ends when told to, survives what it meets, blocks nobody."""
+"""The writing thread ends when told to, survives errors, and blocks no caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAIT_S = 20.0
 
 
 class Disk:
-    """Commits wait until they are let go."""
+    """Disk whose commits wait for `let_go`."""
 
     def __init__(self):
         self.arrived, self.let_go = Event(), Event()
@@ -45,12 +45,12 @@ def queue(disk):
     assert queue.close(WAIT_S)
 
 
-def test_a_stalled_disk_stalls_nobody_and_memory_stays_bounded(queue, disk, small):
+def test_a_stalled_disk_blocks_no_caller_and_memory_stays_bounded(queue, disk, small):
     links = small.links(range(20))
     taken = [queue.put(link, b"a" * 20, b"r" * 10) for link in links]
     assert taken == [True] * 3 + [False] * 7
     assert disk.arrived.wait(WAIT_S)
-    # The page that is being written still takes its room.
+    # The page that is being written still uses its room.
     assert not queue.put(links[5], b"a" * 20, None)
     assert all(queue.is_pending(link.key) for link in links[:3])
     assert not queue.flush(0)

@@ -22,7 +22,8 @@ from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 
 
 class Story:
-    """q [layers, num_tokens, heads, head_dim], k and v [.., num_kv_heads, ..], and page ids."""
+    """Queries, keys and values of a request: q [layers, num_tokens, heads, head_dim], k and v [..,
+    num_kv_heads, ..], and its page ids."""
 
     def __init__(
         self,
@@ -53,7 +54,8 @@ class Story:
         return prefill_row(start, end - start, pages, page_size=size, recent_pages=recent_pages)
 
     def with_codec(self, kv: ReferenceKVCache, layer: int, *, anchor_only: bool) -> KV:
-        """k, v of a layer as encoded pages read; the tokens of the last, partial page are raw."""
+        """Return k, v of a layer as encoded pages read. Tokens of the last, partial page are
+        raw."""
         full = len(self.k[layer]) // self.page_size * self.page_size
         raw = self.k[layer], self.v[layer]
         if not full:
@@ -66,7 +68,7 @@ class Story:
 
 
 class Driver:
-    """Runs rows of stories through ReferenceAttention, layer by layer."""
+    """Run rows of stories through ReferenceAttention, layer by layer."""
 
     def __init__(self, kv: ReferenceKVCache, recent_pages: int = 1) -> None:
         self.kv = kv
@@ -76,7 +78,7 @@ class Driver:
         self.scale = kv.geometry.head_dim**-0.5
 
     def forward(self, *rows: tuple[Story, Row]) -> list[torch.Tensor]:
-        """Per row the output [layers, length, heads, head_dim]."""
+        """Return the output of each row [layers, length, heads, head_dim]."""
         by_layer = []
         with self.attention.planned(ForwardPlan(tuple(row for _, row in rows))):
             for layer in range(self.kv.geometry.num_layers):
@@ -89,7 +91,8 @@ class Driver:
         return list(outputs)
 
     def prefill(self, story: Story, cuts: Sequence[int]) -> torch.Tensor:
-        """Chunks between cuts, one forward each; outputs of all of them, committed."""
+        """Compute the chunks between cuts, one forward each, and commit them. Return all
+        outputs."""
         out = []
         for start, end in pairwise(cuts):
             out += self.forward((story, story.prefill(start, end, self.recent_pages)))
@@ -99,7 +102,7 @@ class Driver:
         return torch.cat(out, dim=1)
 
     def verify(self, story: Story, start: int, length: int) -> torch.Tensor:
-        """One VERIFY row, all of it accepted."""
+        """Compute one VERIFY row, and accept all of it."""
         (out,) = self.forward((story, story.row(RowKind.VERIFY, start, length)))
         self.keeper.commit(story.pages_to(start + length), start, start + length)
         self.keeper.flush()
@@ -108,8 +111,8 @@ class Driver:
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torch.Tensor:
-    """Softmax attention of queries [n, heads, head_dim] at positions first.. over k, v
-    [>= first + n, num_kv_heads, head_dim], in fp64."""
+    """Return softmax attention, in fp64, of queries [n, heads, head_dim] at positions first.. over
+    k, v [>= first + n, num_kv_heads, head_dim]."""
     group = q.shape[1] // k.shape[1]
     num_seen = first + len(q)
     k, v = (x[:num_seen].double().repeat_interleave(group, dim=1) for x in (k, v))
@@ -120,7 +123,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torc
 
 
 def target_attention(kv: ReferenceKVCache, story: Story, layer: int) -> torch.Tensor:
-    """What every token of a story must read, by definition of the target and nothing else."""
+    """Return the attention of every token of a story, by the definition of the target alone."""
     q, k, v = story.q[layer], story.k[layer], story.v[layer]
     if kv.codec.target == "exact":
         return dense(q, k, v, 0)
@@ -144,7 +147,8 @@ def attention_lab() -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def assert_attention() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """fp32 outputs against fp64 attention, within rounding of sums over a few hundred tokens."""
+    """Return a function that compares fp32 outputs with fp64 attention, within the rounding of sums
+    over a few hundred tokens."""
 
     def check(actual: torch.Tensor, exact: torch.Tensor) -> None:
         torch.testing.assert_close(actual, exact, atol=1e-5, rtol=0)
@@ -156,12 +160,12 @@ def assert_attention() -> Callable[[torch.Tensor, torch.Tensor], None]:
 def run_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[Path, int], list[dict[str, Any]]]:
-    """Runs a script of `python SCRIPT RANK SIZE RENDEZVOUS` as so many ranks, and returns the JSON
-    that each of them prints."""
+    """Return a function that runs a script of `python SCRIPT RANK SIZE RENDEZVOUS` as several
+    ranks, and returns the JSON that each prints."""
 
     def run(script: Path, size: int) -> list[dict[str, Any]]:
         rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
-        # The ranks import what pytest put on the path of this process.
+        # The ranks get the import path of this process, which pytest has set.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         processes = [
             subprocess.Popen(

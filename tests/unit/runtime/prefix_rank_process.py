@@ -1,8 +1,8 @@
-"""One of several ranks whose tiers hold different pages, for test_agreed_prefixes.py.
+"""One of several ranks whose tiers hold different pages, for test_common_prefixes.py.
 
     python prefix_rank_process.py RANK SIZE RENDEZVOUS
 
-Prints what every case gave as JSON. What a rank computes of a page is its own.
+Prints the results of all cases as JSON. Each rank computes its own KV of a page.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sglang_kvspec.kv.prefix_store import (
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
-from sglang_kvspec.runtime.agreed_prefixes import AgreedPrefixes
+from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import WaitingRequests
 
 NUM_PAGES = 24
-# More than one batch of copies.
+# More pages than one batch of copies.
 MANY = 18
 
 
@@ -50,7 +50,7 @@ class Rank:
     """A KV cache with tiers in host memory and on disk below it."""
 
     def __init__(self, ranks: CountingRanks, folder: Path, host: int = MANY) -> None:
-        """host: pages whose residuals host memory has room for."""
+        """host: number of pages whose residuals host memory has room for."""
         geometry = KVGeometry(1, 2, 16, PAGE_SIZE, torch.float32)
         codec = make_codec(
             "uniform4", target="exact", page_size=PAGE_SIZE, head_dim=16, dtype=torch.float32
@@ -66,7 +66,7 @@ class Rank:
         self.disk = open_store(self.folder, identity, room(identity, MANY, MANY), threaded=False)
         make_host = partial(open_memory_store, identity, room(identity, MANY, host))
         self.tiers = PrefixTiers(self.kv, make_host, self.disk)
-        self.agreed = AgreedPrefixes(self.tiers, ranks)
+        self.common = CommonPrefixes(self.tiers, ranks)
 
     def demote(self, links: Sequence[PageLink]) -> None:
         pages = list(range(1, len(links) + 1))
@@ -77,7 +77,7 @@ class Rank:
         self.disk.write_due()
 
     def spoil(self, page: int) -> None:
-        """A bit of this page's residual on disk."""
+        """Flip a bit of this page's residual on disk."""
         num_bytes = self.kv.plan.page_bytes.residual
         with (self.folder / "residuals.data").open("r+b") as file:
             file.seek(page * num_bytes)
@@ -86,9 +86,10 @@ class Rank:
             file.write(bytes([byte ^ 1]))
 
     def load(self, links: Sequence[PageLink]) -> dict[str, Any]:
-        """What was loaded; whether those pages are right, and how many others are free."""
+        """Load pages. Return what was loaded, whether these pages are right, and how many others
+        are free."""
         pages = list(range(NUM_PAGES, NUM_PAGES - len(links), -1))
-        loaded = self.agreed.load(links, pages)
+        loaded = self.common.load(links, pages)
         num = loaded.num_pages
         self.kv.check_integrity()
         version = self.ranks.rank
@@ -105,20 +106,20 @@ class Rank:
 
 
 def lookups(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
-    """The second rank has less of one prefix, the first of the other."""
+    """The second rank has fewer pages of the long prefix, and the first rank of the other one."""
     rank = Rank(ranks, folder)
     long, other, unknown = links_of(1, 2, 3, 4, 5), links_of(6, 7, 8), links_of(9)
     rank.demote(long[: (5, 3)[ranks.rank]])
     rank.demote(other[: (2, 3)[ranks.rank]])
     before = ranks.num_messages
-    nums = rank.agreed.num_loadable([long, [], other, unknown, long[1:]])
+    nums = rank.common.num_loadable([long, [], other, unknown, long[1:]])
     messages = ranks.num_messages - before
-    nothing = rank.agreed.num_loadable([[], []])
+    nothing = rank.common.num_loadable([[], []])
     return {
         "nums": nums,
         "messages": [messages, ranks.num_messages - before - messages],
         "nothing": nothing,
-        # More than there is, and than any rank has.
+        # The whole prefix, of which no rank has all pages.
         "long": rank.load(long),
         "other": rank.load(other[:2]),
         "unknown": rank.load(unknown),
@@ -126,17 +127,17 @@ def lookups(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
 
 
 def damages(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
-    """The second rank's residuals are on disk, and the sixth is not as it was written."""
+    """The second rank's residuals are on disk, and the sixth is damaged."""
     rank = Rank(ranks, folder, host=(MANY, 1)[ranks.rank])
     links = links_of(*range(MANY))
     rank.demote(links)
     if ranks.rank == 1:
         rank.spoil(5)
-    promised = rank.agreed.num_loadable([links])
+    promised = rank.common.num_loadable([links])
     first = rank.load(links)
-    again = rank.agreed.num_loadable([links])
+    again = rank.common.num_loadable([links])
     damaged = rank.disk.counters.damaged_residuals
-    # In the second batch of copies, which one rank does not come to.
+    # The damaged page is in the second batch of copies, which one rank does not reach.
     rank.demote(links)
     if ranks.rank == 0:
         rank.tiers.forget_memory()
@@ -151,7 +152,7 @@ def damages(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
 
 
 class Remote:
-    """In place of RemotePrefixes; each rank waits for requests of its own."""
+    """Stand-in for RemotePrefixes, in which each rank waits for requests of its own."""
 
     def __init__(self, would_ask: bool, awaited: set[str]) -> None:
         self.would_ask, self.still = would_ask, awaited
@@ -181,7 +182,7 @@ def waits(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
     links = links_of(1, 2, 3, 4, 5)
     rank.demote(links[: (4, 2)[ranks.rank]])
     remote = Remote(would_ask=True, awaited=({"a", "b"}, {"b", "c"})[ranks.rank])
-    waiting = WaitingRequests(remote, rank.agreed, ranks)  # type: ignore[arg-type]
+    waiting = WaitingRequests(remote, rank.common, ranks)  # type: ignore[arg-type]
     before = ranks.num_messages
     waiting.ask({"a": links, "b": links[:2], "none": [], "c": links[3:], "d": links})
     asked = dict(remote.asked)
@@ -191,7 +192,7 @@ def waits(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
     remote.still = set()
     third = sorted(waiting.awaited(["a", "b", "c", "d"]))
     messages = ranks.num_messages - before
-    # Nobody is left whom ranks could differ about.
+    # No request is left about which ranks could differ.
     waiting.awaited(["a", "none", "d"])
     waiting.ask({"none too": []})
     silent = ranks.num_messages - before - messages
@@ -207,36 +208,37 @@ def waits(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
 
 
 def anchors(ranks: CountingRanks, folder: Path) -> dict[str, Any]:
-    """All anchors of "a" and "b" have come to the first rank, of "b" and "c" to the second."""
+    """All anchors of "a" and "b" have arrived on the first rank, and of "b" and "c" on the
+    second."""
     rank = Rank(ranks, folder)
     remote = Remote(would_ask=True, awaited=({"a", "b"}, {"b", "c"})[ranks.rank])
-    waiting = WaitingRequests(remote, rank.agreed, ranks)  # type: ignore[arg-type]
+    waiting = WaitingRequests(remote, rank.common, ranks)  # type: ignore[arg-type]
     before = ranks.num_messages
     first = sorted(waiting.anchored(["a", "b", "c"], besides=set()))
     started = sorted(waiting.anchored(["a", "b", "c"], besides={"b"}))
     waiting.await_whole_pages("b")
     useless = sorted(waiting.anchored(["a", "b", "c"], besides=set()))
     messages = ranks.num_messages - before
-    # There is nobody to agree on.
+    # There is no request to agree on.
     waiting.anchored(["b"], besides=set())
     silent = ranks.num_messages - before - messages
     return {"anchored": [first, started, useless], "messages": [messages, silent]}
 
 
-def apart(ranks: CountingRanks, folder: Path) -> list[str]:
-    """Refusals of ranks that look up different prefixes."""
+def out_of_step(ranks: CountingRanks, folder: Path) -> list[str]:
+    """Return the refusals of ranks that look up different prefixes."""
     rank = Rank(ranks, folder)
     links = links_of(ranks.rank, 2)
     return [
-        refusal(lambda: rank.agreed.num_loadable([links])),
-        refusal(lambda: rank.agreed.load(links, [1, 2])),
+        refusal(lambda: rank.common.num_loadable([links])),
+        refusal(lambda: rank.common.load(links, [1, 2])),
     ]
 
 
 def main() -> None:
     results = {}
     with this_rank(CountingRanks) as ranks:
-        for case in (lookups, damages, waits, anchors, apart):
+        for case in (lookups, damages, waits, anchors, out_of_step):
             with tempfile.TemporaryDirectory() as folder:
                 results[case.__name__] = case(ranks, Path(folder))
     print(json.dumps(results))

@@ -2,7 +2,7 @@
 
     python rank_process.py RANK SIZE RENDEZVOUS
 
-Prints what every case gave as JSON. What a rank chooses by itself differs from the others'.
+Prints the results of all cases as JSON. The own choices of each rank differ from the others'.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvspec_testkit.runtime.rank_group import refusal, this_rank
-from sglang_kvspec.runtime.ranks import Ranks, agree, agree_on_drafts
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts, broadcast_tokens
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
@@ -27,7 +27,7 @@ KINDS = {
 
 
 def messages(ranks: Ranks) -> dict[str, Any]:
-    """Every kind of message, with contents of this rank's own."""
+    """Send every kind of message, with contents that differ by rank."""
     own = 100 * ranks.rank
     grid = torch.arange(12).reshape(3, 4) + own
     return {
@@ -35,34 +35,37 @@ def messages(ranks: Ranks) -> dict[str, Any]:
         "no_numbers": ranks.numbers([], about="same"),
         "least": ranks.least([own, 5 - own, 7], about="same"),
         "no_least": ranks.least([], about="same"),
-        "everyones": ranks.everyones([own, -1 << 63], about="same"),
+        "gather": ranks.gather([own, -1 << 63], about="same"),
         "runs": ranks.runs([[own], [own] * (ranks.rank + 1), []], [1, 3, 2], about="same"),
-        # A part of a larger tensor, as drafts of fewer requests than there can be.
+        # A part of a larger tensor, as for drafts of a batch smaller than the largest.
         "tensor": ranks.tensor(grid[:2, :3]).tolist(),
     }
 
 
 def rounds(ranks: Ranks) -> dict[str, Any]:
-    """Requests that draft and verify by logits of this rank's own."""
+    """Let requests draft and verify, with logits that differ by rank."""
     noise = torch.Generator().manual_seed(ranks.rank)
-    chooser = SpecSampler(ranks.rank, torch.device("cpu"))
+    sampler = SpecSampler(ranks.rank, torch.device("cpu"))
     states = [RequestState(name, 10, 1, [1], params, 500) for name, params in KINDS.items()]
     for number in range(NUM_ROUNDS):
-        # Much alike, so that some drafts are accepted.
+        # Draft logits are similar to the target's, so that some drafts are accepted.
         target = torch.randn((MAX_DRAFTS + 1, VOCAB), generator=noise) * 4
         lens = ranks.numbers([1 + (number + ranks.rank) % MAX_DRAFTS] * len(states), about=number)
         for step in range(lens[0]):
             for state in states:
                 near = target[step : step + 1] + torch.randn((1, VOCAB), generator=noise)
-                chooser.draft(state, near, None)
-            agree_on_drafts(ranks, states)
-        # The last request only drafts this time: its last draft goes with what the others emit.
+                sampler.draft(state, near, None)
+            broadcast_drafts(ranks, states)
+        # In every other round the last request only drafts. Its last draft is broadcast with the
+        # tokens of the others.
         verifying = states[: 2 + number % 2]
         for state in states[len(verifying) :]:
-            chooser.draft(state, target[:1], None)
-        chosen = [chooser.verify(s, target[: len(s.drafts) + 1], None) for s in verifying]
+            sampler.draft(state, target[:1], None)
+        chosen = [sampler.verify(s, target[: len(s.drafts) + 1], None) for s in verifying]
         none = [None] * (len(states) - len(verifying))
-        for state, verified in zip(states, agree(ranks, states, [*chosen, *none]), strict=True):
+        for state, verified in zip(
+            states, broadcast_tokens(ranks, states, [*chosen, *none]), strict=True
+        ):
             if verified is not None:
                 assert len(verified.tokens) <= len(verified.logits)
                 state.commit(verified.tokens)
@@ -72,8 +75,9 @@ def rounds(ranks: Ranks) -> dict[str, Any]:
     return {state.rid: [state.committed_len, state.output] for state in states}
 
 
-def apart(ranks: Ranks) -> list[str]:
-    """Refusals of ranks that serve other requests, and of ones that expect more than comes."""
+def out_of_order(ranks: Ranks) -> list[str]:
+    """Return the refusals of ranks that serve other requests, and of ranks that expect more than
+    they receive."""
     return [
         refusal(lambda: ranks.numbers([1, 2], about=[("request", ranks.rank)])),
         refusal(lambda: ranks.numbers([1] * (1 + ranks.rank), about="same")),
@@ -88,7 +92,7 @@ def main() -> None:
             "together": rounds(ranks),
             # The same without messages.
             "alone": rounds(Ranks(ranks.rank)),
-            "apart": apart(ranks),
+            "out_of_order": out_of_order(ranks),
         }
     print(json.dumps(results))
 

@@ -1,4 +1,5 @@
-"""What acceptance emits: plain decoding's tokens, or tokens distributed as plain decoding's."""
+"""Emitted tokens of the accept rules: those of plain decoding, or tokens with the same
+distribution."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from sglang_kvspec.runtime.acceptance import accept_by_rejection, accept_matchin
 
 VOCAB = 5
 NUM_DRAWS = 20_000
-# With a fixed seed a check passes or fails for good; wrong rules end many orders below.
+# Seeds are fixed, so a check always passes or always fails. Wrong rules give values many orders
+# below.
 LEAST_P_VALUE = 1e-3
 tokens = st.integers(0, 3)
 
@@ -37,7 +39,7 @@ def test_emits_the_targets_up_to_the_first_that_differs(drafts, data):
     proposals=st.lists(st.lists(tokens, max_size=6), max_size=40),
 )
 def test_whatever_is_drafted_the_output_is_that_of_plain_decoding(plain, proposals):
-    """The target here is a function of the length of what was emitted."""
+    """The target depends only on the number of emitted tokens."""
     output = []
     for drafts in proposals:
         drafts = drafts[: len(plain) - len(output) - 1]
@@ -71,16 +73,18 @@ class Chain:
 
     def __init__(self, first):
         first = torch.tensor(first)
-        # Rotations keep supports and shapes, and make the second token depend on the first.
+        # Rotations keep the support and shape of the distribution, and make the second token depend
+        # on the first.
         self.after = {None: first} | {t: first.roll(t + 1) for t in range(VOCAB)}
 
     def pairs(self):
-        """Probability of every pair of first tokens [VOCAB, VOCAB]."""
+        """Return the probability of every pair of first tokens [VOCAB, VOCAB]."""
         second = torch.stack([self.after[t] for t in range(VOCAB)])
         return self.after[None].double()[:, None] * second.double()
 
     def draws(self, num, seed):
-        """Endless tokens after each token, drawn in bulk: one by one would take half the test."""
+        """Return endless tokens after each token. They are drawn in bulk, as single draws would
+        take half the test."""
         generator = torch.Generator().manual_seed(seed)
         return {
             last: cycle(torch.multinomial(law, num, True, generator=generator).tolist())
@@ -89,7 +93,7 @@ class Chain:
 
 
 def decode_pairs(target, drafter, num_drafts, num_draws, seed):
-    """Counts of the first two tokens that speculative decoding emits."""
+    """Count the first two tokens that speculative decoding emits."""
     generator = torch.Generator().manual_seed(seed)
     drafted = drafter.draws(3 * num_draws, seed + 1)
     laws = cache(lambda *last: torch.stack([target.after[token] for token in last]))
@@ -107,7 +111,7 @@ def decode_pairs(target, drafter, num_drafts, num_draws, seed):
 
 
 def assert_follows(counts, probabilities):
-    """Chi-square of counts against probabilities, where impossible outcomes never happened."""
+    """Compare counts with probabilities by chi-square. Impossible outcomes must not occur."""
     expected = probabilities.flatten() / probabilities.sum() * counts.total()
     shape = probabilities.shape
     observed = torch.zeros(shape, dtype=torch.float64)
@@ -152,7 +156,7 @@ def test_acceptance_rate_is_the_overlap_of_the_distributions():
         len(accept_by_rejection([draw(q, generator)], [q], torch.stack((p, p)), generator)) == 2
         for _ in range(2000)
     )
-    # Five standard errors of a binomial share.
+    # The tolerance is five standard errors of a binomial share.
     assert accepted / 2000 == pytest.approx(overlap, abs=5 * (0.25 / 2000) ** 0.5)
 
 
@@ -174,7 +178,7 @@ def test_the_probabilities_handed_in_are_left_alone():
     assert torch.equal(q, kept[1])
 
 
-# Teeth: rules that are wrong on purpose must fail the same check.
+# Wrong rules must fail the same check
 
 
 def accept_all(drafts, qs, ps, generator):
@@ -182,7 +186,7 @@ def accept_all(drafts, qs, ps, generator):
 
 
 def redraw_from_the_target(drafts, qs, ps, generator):
-    """Rejects rightly, then draws from p where p - q is due."""
+    """Reject rightly, then draw from p instead of p - q."""
     emitted = []
     for index, (token, q) in enumerate(zip(drafts, qs, strict=True)):
         if float(torch.rand((), generator=generator)) * float(q[token]) < float(ps[index][token]):
@@ -199,7 +203,7 @@ def last_row_of_the_wrong_position(drafts, qs, ps, generator):
 @pytest.mark.parametrize(
     "wrong", [accept_all, redraw_from_the_target, last_row_of_the_wrong_position]
 )
-def test_a_wrong_rule_is_told_apart(monkeypatch, wrong):
+def test_a_wrong_rule_is_detected(monkeypatch, wrong):
     monkeypatch.setattr(acceptance, "accept_by_rejection", wrong)
     target, drafter = map(Chain, PAIRS["q is flat"])
     counts = decode_pairs(target, drafter, 1, NUM_DRAWS // 8, seed=7)

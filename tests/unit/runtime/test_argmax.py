@@ -1,4 +1,4 @@
-"""Requests that take the largest logit as it is: a shortcut that must change no token."""
+"""Requests whose token is the largest logit: this shortcut must not change any token."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_judging_an_argmax_request_is_verifying_it(params, output, seed, wrong_a
     logits = torch.randn((4, VOCAB), generator=torch.Generator().manual_seed(seed)).to(dtype)
     targets = logits.argmax(-1).tolist()
     drafts = [(t + (i == wrong_at)) % VOCAB for i, t in enumerate(targets[:3])]
-    state, chooser = make_state(params, drafts, [*output, 1]), SpecSampler(0, torch.device("cpu"))
-    judged = chooser.judge(state, targets, 4)
+    state, sampler = make_state(params, drafts, [*output, 1]), SpecSampler(0, torch.device("cpu"))
+    judged = sampler.judge(state, targets, 4)
     assert judged == targets[: min(wrong_at, 3) + 1]
-    assert judged == chooser.verify(state, logits, None).tokens
+    assert judged == sampler.verify(state, logits, None).tokens
     assert state.drafts == drafts
     for row in logits[: len(drafts)]:
-        chooser.draft(state, row[None], None)
+        sampler.draft(state, row[None], None)
     assert state.drafts == drafts + targets[:3], "drafting takes the largest logit too"
 
 

@@ -1,4 +1,5 @@
-"""PageKeeper: full pages are published together, and the newest stay in the window."""
+"""PageKeeper on a GPU cache: full pages are published together, and the newest stay in the
+window."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ def test_full_pages_are_encoded_once_and_the_newest_stay(make_device_kv, steps, 
     spare=st.integers(0, 2),
 )
 def test_drafts_may_begin_before_the_flush(make_device_kv, steps, recent_pages, spare):
-    """Of two requests that share a window of as many pages as both need, and some to spare: rows
-    of drafts read window pages and encoded ones, and the flush finds what it is to encode."""
+    """Two requests share a window that holds the pages of both, with a few to spare. Draft rows
+    read window pages and encoded pages, and the flush finds the pages that it must encode."""
     pages = [PAGES, [15, 21, 19, 14, 20, 17, 16, 18]]
     kv = make_device_kv(window_pages=2 * (recent_pages + 2) + spare, num_pages=21, num_layers=1)
     keeper = PageKeeper(kv, recent_pages)
@@ -144,7 +145,7 @@ def test_a_published_page_that_had_to_make_room_is_passed_over(make_device_kv):
     kv.check_integrity()
 
 
-def test_a_page_used_again_owes_nothing_to_its_former_life(make_device_kv):
+def test_a_reused_page_keeps_no_state_of_its_former_request(make_device_kv):
     kv = make_device_kv()
     keeper = PageKeeper(kv, 1)
     grow(kv, keeper, 0, 2 * SIZE)
@@ -158,7 +159,7 @@ def test_a_page_used_again_owes_nothing_to_its_former_life(make_device_kv):
 
 @pytest.mark.parametrize("recent_pages", [1, 2])
 def test_room_made_between_commit_and_flush(make_device_kv, recent_pages):
-    """Pages that are about to leave may have left when the flush comes."""
+    """Pages that the flush would move out of the window may have left it before."""
     kv = make_device_kv(window_pages=4)
     keeper = PageKeeper(kv, recent_pages)
     grow(kv, keeper, 0, 2 * SIZE)

@@ -1,4 +1,4 @@
-"""What a draft row reads: decoded anchors, and the recent window as it is."""
+"""Draft rows read decoded anchors, and the recent window in full precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGES = [7, 2, 9, 4, 11, 1]
 
 
 def anchors_and_window(kv, story, layer, num_tokens):
-    """k, v [num_tokens, ...]: decoded anchors of encoded pages, raw values of the others."""
+    """Return k, v [num_tokens, ...]: decoded anchors of encoded pages, raw values of the others."""
     size = story.page_size
     coded = story.with_codec(kv, layer, anchor_only=True)
     encoded = torch.tensor([kv.is_encoded(p) for p in story.pages.tolist()])
@@ -41,12 +41,12 @@ def test_drafts_attend_over_anchors_and_the_window(
     recent_pages,
 ):
     kv = make_kv(codec=codec, target=target, page_size=page_size, head_dim=head_dim, num_layers=2)
-    # The last page is full too, so that anchors exist for every page.
+    # The last page is full, too, so that every page has an anchor.
     story = attention_lab.Story(kv, PAGES, 6 * page_size, group)
     driver = attention_lab.Driver(kv, recent_pages)
     prompt = 4 * page_size - 5
     driver.prefill(story, [0, page_size + 3, prompt])
-    # Far enough to fill a page with drafts and go on in the next.
+    # Enough drafts to fill a page and enter the next.
     for position in range(prompt, prompt + 9):
         (out,) = driver.forward((story, story.row(RowKind.DRAFT, position, 1)))
         for layer in range(2):
@@ -80,7 +80,9 @@ def test_drafts_need_no_residuals(make_kv, attention_lab):
     assert kv.residuals.bytes_streamed > before
 
 
-def test_a_draft_beside_a_verification_reads_its_own_kind(make_kv, attention_lab, assert_attention):
+def test_a_draft_row_and_a_verify_row_of_one_forward_read_their_own_kind(
+    make_kv, attention_lab, assert_attention
+):
     kv = make_kv(target="int8", window_pages=8)
     driver = attention_lab.Driver(kv)
     drafting = attention_lab.Story(kv, [1, 2, 3, 4], 128, group=2)

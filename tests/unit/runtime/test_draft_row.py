@@ -19,7 +19,7 @@ def pages_to(position, num_drafts):
 
 
 def encode(kv, pages):
-    """As a prefill does that passes the window by."""
+    """Encode pages directly, as a prefill does with pages that bypass the window."""
     kv.begin_encode(pages)
     if hasattr(kv, "encode"):
         g = kv.geometry
@@ -45,7 +45,7 @@ def test_a_request_without_a_past(kv):
     ("position", "num_drafts", "opened"),
     [
         (70, 1, [9]),
-        # The page of the last draft is opened too: the verification writes to it.
+        # The page of the last draft is opened, too, since the verification writes to it.
         (70, 25, [9]),
         (70, 26, [9, 4]),
         (95, 1, [9, 4]),
@@ -125,8 +125,8 @@ def test_a_full_window_of_pages_being_written_is_an_error(make_device_kv):
         draft_row(kv, 1, 3, torch.tensor([7]), 1)
 
 
-def test_a_row_that_goes_on_has_its_earlier_drafts_in_its_tail(kv):
-    """A request that did not verify drafts on from its last draft, whose page is another now."""
+def test_a_row_that_drafts_on_has_its_earlier_drafts_in_its_tail(kv):
+    """A request that did not verify continues from its last draft, which lies in another page."""
     encode(kv, PAGES[:1])
     first = draft_row(kv, token=5, position=60, pages=pages_to(60, 10), num_drafts=10)
     assert (first.past.tolist(), first.tail_len) == ([7], 60 - SIZE)
@@ -148,7 +148,7 @@ def test_a_row_reads_what_its_view_selects_before_its_tail(kv):
 
 
 def test_a_row_whose_heads_select_different_pages(kv):
-    """Lists that name pages of the tail are shorter, and padded."""
+    """Lists that include pages of the tail become shorter, and are padded."""
     encode(kv, PAGES[:3])
     kv.open_pages([4])
     seen = torch.tensor([[[0, 1], [1, 3]], [[1, 2], [0, 2]], [[0, 3], [2, 3]]])

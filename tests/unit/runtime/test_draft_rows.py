@@ -1,4 +1,4 @@
-"""Rounds of draft steps over fixed tensors, against requests that are lists of tokens."""
+"""Rounds of draft steps over fixed tensors, compared with requests that are lists of tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
 
 CPU = torch.device("cpu")
 SIZE, MAX_BATCH, MAX_STEPS, MAX_PAGES, VOCAB = 4, 5, 9, 8, 97
-# What rows hold that was never loaded, or belongs to nobody.
+# Content of entries that were never loaded, or belong to no request.
 GARBAGE = 77_777
 
 
 def next_token(token: int, position: int) -> int:
-    """What the model makes of a token, in every test."""
+    """Return the token that the model of every test gives after a token at a position."""
     return (31 * token + 7 * position + 5) % VOCAB
 
 
 @dataclass
 class Chain:
-    """A row and the tokens it has drafted so far; inputs[s] is fed in step s."""
+    """A row and the tokens that it will draft. inputs[s] is the input of step s."""
 
     row: DraftRow
     inputs: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ def make_rows() -> DraftRows:
 
 @st.composite
 def rounds(draw: st.DrawFn) -> list[DraftRow]:
-    """Up to MAX_BATCH requests, the one with most drafts first, with distinct window slots."""
+    """Draw up to MAX_BATCH requests with distinct window slots, those with more drafts first."""
     slots = iter(draw(st.permutations(range(60))))
     rows = []
     lens = draw(st.lists(st.integers(1, MAX_STEPS), max_size=MAX_BATCH))
@@ -72,10 +72,11 @@ def run_of(indptr, values, row):
 
 
 def play(rows: DraftRows, loaded: list[DraftRow], batch_of) -> None:
-    """Load and run a whole round, checking every step; batch_of(going) rows take part."""
+    """Load and run a whole round, and check every step. batch_of(going): number of rows that take
+    part."""
     rows.load(loaded)
     chains = [Chain(row) for row in loaded]
-    # (slot, offset) -> position, of tokens before the round and of those it stores.
+    # (slot, offset) -> position, for tokens from before the round and tokens that the round stores.
     memory = {
         (row.tail[t // SIZE], t % SIZE): chain.tail_start + t
         for row, chain in zip(loaded, chains, strict=True)
@@ -92,7 +93,8 @@ def play(rows: DraftRows, loaded: list[DraftRow], batch_of) -> None:
             assert not run_of(rows.past_indptr, rows.past_pages, b)
             assert not run_of(rows.tail_indptr, rows.tail_slots, b)
         rows.end_step(logits_of(rows, batch))
-        # A row that has stored its last token stays: the next position may not exist.
+        # A row that has stored its last token does not advance, since the next position may not
+        # exist.
         ends = [
             row.position + max(row.num_drafts - 1, 0) if b < len(loaded) else 0
             for b, row in enumerate([*loaded, *[None] * batch][:batch])
@@ -108,7 +110,7 @@ def play(rows: DraftRows, loaded: list[DraftRow], batch_of) -> None:
 
 
 def check_row(rows, b, chain, step, memory):
-    """Its token, place and view of one step; stores the token."""
+    """Check the token, place and view of a row in one step, and store the token."""
     row = chain.row
     assert run_of(rows.past_indptr, rows.past_pages, b) == row.past.tolist()
     assert run_of(rows.tail_indptr, rows.tail_slots, b) == list(row.tail)
@@ -164,7 +166,7 @@ def test_order_need_not_be_by_drafts_where_all_rows_step():
     play(make_rows(), loaded, lambda going: MAX_BATCH)
 
 
-def test_nobody_may_be_loaded_after_somebody():
+def test_no_rows_may_be_loaded_after_some():
     rows = make_rows()
     rows.load([DraftRow(1, 6, torch.tensor([9]), [3, 4], 2, num_drafts=3)])
     rows.begin_step(1)
@@ -189,7 +191,7 @@ def test_rows_beyond_the_batch_are_left_alone():
     assert rows.input_ids.tolist() == [0, 1, 2, 0, 0]
 
 
-def test_tokens_chosen_otherwise_are_gone_on_from():
+def test_overridden_tokens_are_the_next_inputs():
     rows = make_rows()
     rows.load([DraftRow(t, 0, torch.tensor([8]), [2 * t, 2 * t + 1], 1, 5) for t in range(3)])
     rows.begin_step(3)
@@ -202,7 +204,7 @@ def test_tokens_chosen_otherwise_are_gone_on_from():
 
 
 def test_page_ids_are_carried_exactly():
-    """A pool may have more pages than fp32 has integers."""
+    """A pool may have more pages than fp32 has exact integers."""
     rows = make_rows()
     pages = torch.tensor([2**24 + 1, 2**30 + 3])
     rows.load([DraftRow(1, 8, pages, [2**24 + 5], 0, num_drafts=1)])
@@ -245,7 +247,7 @@ def test_lists_of_layers_and_heads_follow_one_another():
     assert torch.equal(rows.head_pages[:2], differing.int())
     assert [part.unique().tolist() for part in rows.head_pages[2:5]] == [[40], [41], [42]]
     assert (rows.past_pages == GARBAGE).all()
-    # Steps at the target precision read one list.
+    # Steps at the target precision read one list for all layers and heads.
     rows.load(loaded[1:], at_target=True)
     assert rows.past_pages[:3].tolist() == [40, 41, 42]
     assert torch.equal(rows.head_pages[:2], differing.int())

@@ -1,4 +1,4 @@
-"""Drafts that go from the steps that made them into a verification without passing the CPU."""
+"""Drafts on the device that enter a verification without passing the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 
 
 def drafted_by(lens):
-    """Request i's step s drafts 100 i + s; columns past a request's drafts hold other things."""
+    """Return drafts in which step s of request i gives token 100 i + s. Columns hold -1 past a
+    request's drafts."""
     order = sorted((i for i, n in enumerate(lens) if n), key=lambda i: -lens[i])
     tokens = torch.full((max(lens), len(order)), -1)
     for column, i in enumerate(order):
@@ -19,8 +20,8 @@ def drafted_by(lens):
 
 
 def placed(drafted, lens, held=None, verifies=None):
-    """The tokens of a verification, request after request of those that take part: the pending one
-    and drafts of earlier rounds, all 7, then the drafts."""
+    """Return the input tokens of a verification, by request: the pending token and drafts of
+    earlier rounds, all 7, then the drafts."""
     held = held or [0] * len(lens)
     verifies = verifies or [True] * len(lens)
     firsts, total = [], 0
@@ -41,7 +42,7 @@ some_lens = st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any)
     held=st.lists(st.integers(0, 3), min_size=6, max_size=6),
 )
 def test_drafts_reach_their_own_request(lens, verifies, held):
-    """Those that verify have `held` drafts of earlier rounds before."""
+    """Verifying requests have `held` drafts of earlier rounds before the new ones."""
     drafted = drafted_by(lens)
     wanted = {i: [100 * i + step for step in range(n)] for i, n in enumerate(lens)}
     assert drafted.deliver() == {i: drafts for i, drafts in wanted.items() if drafts}
@@ -51,7 +52,7 @@ def test_drafts_reach_their_own_request(lens, verifies, held):
 
 @given(some_lens, st.randoms(use_true_random=False))
 def test_drafts_follow_their_requests_into_another_batch(lens, rng):
-    """Some requests leave, others come, and the rest change places."""
+    """Some requests leave, new ones arrive, and the rest change places."""
     batch = [i for i in range(len(lens)) if rng.random() < 0.7] + [None] * rng.randint(0, 2)
     rng.shuffle(batch)
     places = {i: now for now, i in enumerate(batch) if i is not None}
@@ -64,8 +65,8 @@ def test_drafts_follow_their_requests_into_another_batch(lens, rng):
 
 
 @given(lens=some_lens, drafts_on=st.lists(st.booleans(), min_size=6, max_size=6))
-def test_who_does_not_verify_drafts_on_behind_its_last_draft(lens, drafts_on):
-    """Rows of those that draft on lie in front of the tokens of those that verify."""
+def test_a_request_that_does_not_verify_drafts_on_behind_its_last_draft(lens, drafts_on):
+    """Rows that draft on come before the tokens of the verifying requests."""
     going = [i for i in range(len(lens)) if drafts_on[i]]
     lasts = [going.index(i) if drafts_on[i] else -1 for i in range(len(lens))]
     firsts, total = [], len(going)
@@ -74,7 +75,7 @@ def test_who_does_not_verify_drafts_on_behind_its_last_draft(lens, drafts_on):
         total += 0 if drafts_on[i] else n + 1
     input_ids = torch.full((total,), 7)
     drafted_by(lens).place(input_ids, firsts, lasts)
-    # Behind what it had before, where it did not draft in this round.
+    # A request without drafts in this round continues from its earlier token.
     wanted = [100 * i + lens[i] - 1 if lens[i] else 7 for i in going]
     for i, n in enumerate(lens):
         wanted += [] if drafts_on[i] else [7, *(100 * i + step for step in range(n))]

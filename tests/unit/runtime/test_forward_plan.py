@@ -1,4 +1,4 @@
-"""Rows of a forward, and which pages of a prefill bypass the window."""
+"""Rows of a forward, and the pages of a prefill that bypass the window."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ PAGES = torch.arange(100)
 @pytest.mark.parametrize(
     ("start", "length", "recent_pages", "direct"),
     [
-        # Exact multiples: the newest full pages stay, there is no partial one.
+        # Exact multiples of a page: the newest full pages stay, and there is no partial page.
         (0, 4 * PAGE, 1, range(0, 3)),
         (0, 4 * PAGE, 2, range(0, 2)),
         (0, 4 * PAGE, 3, range(0, 1)),
         (0, 3 * PAGE, 3, range(0, 0)),
-        # A partial last page stays besides them.
+        # A partial last page stays, too.
         (0, 4 * PAGE + 1, 1, range(0, 3)),
         (0, 4 * PAGE - 1, 1, range(0, 2)),
         (0, 4 * PAGE - 1, 3, range(0, 0)),
-        # From mid page on: the page begun earlier is in the window already.
+        # Chunks that start within a page, which is in the window already.
         (5, 4 * PAGE, 1, range(1, 3)),
         (PAGE - 1, 1, 1, range(1, 1)),
         (PAGE - 1, 3 * PAGE + 1, 1, range(1, 3)),
         (PAGE - 1, 3 * PAGE + 1, 2, range(1, 2)),
-        # Over a cached prefix of whole pages.
+        # Chunks behind a cached prefix of whole pages.
         (2 * PAGE, 3 * PAGE, 1, range(2, 4)),
         (2 * PAGE, 3 * PAGE, 3, range(2, 2)),
-        # Too short to fill anything.
+        # Chunks too short to fill a page.
         (0, 1, 1, range(0, 0)),
         (3, 4, 1, range(1, 1)),
         (2 * PAGE, PAGE - 1, 1, range(2, 2)),

@@ -1,4 +1,4 @@
-"""Masks along a chain of drafts, from a grammar of a few words over small tokens."""
+"""Masks along a chain of drafts, from a grammar of a few words over a small vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ WORDS = ((0, 1, 2, 4), (0, 1, 3), (2, 2, 2, 2, 4), (3,))
 
 
 class Words:
-    """What SGLang's grammar back ends offer, for the language WORDS. Masks: [n, vocab] bool."""
+    """Grammar of the language WORDS, with the interface of SGLang's grammar back ends. Masks: [n,
+    vocab] bool."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = list(tokens)
@@ -58,7 +59,7 @@ class Words:
 
 @st.composite
 def begun_words(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Tokens emitted so far, short of a whole word, and drafts that stay within one."""
+    """Draw tokens emitted so far, short of a whole word, and drafts that stay within the word."""
     word = list(draw(st.sampled_from(WORDS)))
     begun = draw(st.integers(0, len(word) - 1))
     return word[:begun], word[begun : draw(st.integers(begun, len(word) - 1))]
@@ -89,10 +90,10 @@ def test_masks_along_drafts_are_those_after_each(begun):
 @pytest.mark.parametrize(
     ("drafts", "max_tokens"),
     [
-        # No word goes on with 4: what follows is never reached.
+        # No word continues with 4, so the tokens behind it are never reached.
         ([0, 4, 1], 4),
         ([4], 2),
-        # The word is over; what the target says after it is not part of the answer.
+        # The word is complete, and tokens behind it are not part of the answer.
         ([0, 1, 3], 3),
         ([0, 1, 3, 0], 3),
     ],

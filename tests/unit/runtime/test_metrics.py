@@ -35,7 +35,7 @@ def counters():
 
 @pytest.fixture
 def kv(make_kv):
-    """Two pages in the store, one of them in the cache, and some bytes moved."""
+    """KV cache with two pages in the store, one of them in the cache, and some bytes moved."""
     kv = make_kv(cache_pages=1)
     pages = torch.randn((2, 32, 2, 16), generator=torch.Generator().manual_seed(0))
     kv.begin_encode([1, 2])
@@ -48,7 +48,7 @@ def kv(make_kv):
 
 @pytest.fixture
 def exporter():
-    """An exporter whose metrics leave the default registry with the test."""
+    """Exporter whose metrics leave the default registry after the test."""
     before = set(REGISTRY._collector_to_names)
     yield MetricsExporter("toy")
     for collector in set(REGISTRY._collector_to_names) - before:
@@ -203,7 +203,7 @@ def test_every_possible_accept_length_has_a_finite_bucket(exporter, kv):
 
 
 class MeasuredFetches:
-    """Residuals of which fetches have taken these (bytes, seconds)."""
+    """Residuals whose fetches took these (bytes, seconds)."""
 
     def __init__(self, *times):
         self.times = times
@@ -262,9 +262,9 @@ for iteration_s in (None, 0.25):
 """
 
 
-def test_what_was_not_observed_is_no_metric_of_several_processes(tmp_path):
-    """SGLang collects metrics of its processes from files, which a sample enters with its
-    labels."""
+def test_unobserved_values_are_no_metric_of_several_processes(tmp_path):
+    """SGLang collects metrics of its processes from files. A sample enters its file together with
+    its labels."""
     run = subprocess.run(
         [sys.executable, "-c", PUBLISH_IN_ONE_OF_SEVERAL_PROCESSES],
         env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
@@ -292,7 +292,7 @@ def test_pressure_is_published(exporter, counters, kv):
     assert value("retracted_requests_total", reason="memory") == 2
     assert value("retracted_requests_total", reason="priority") == 0
     assert value("retracted_requests_total", reason="test") is None
-    # The queue empties while nothing was decided: nobody waits any more.
+    # The queue empties without a decision, so no request waits for pages.
     pressure.note_queue(0)
     pressure.note_retraction("memory", 1)
     exporter.publish(counters, kv, Speeds(kv.residuals), pressure)
@@ -301,7 +301,7 @@ def test_pressure_is_published(exporter, counters, kv):
     assert pressure.report()["most_waiting_for_pages"] == 5
 
 
-def test_who_waits_for_something_else_does_not_wait_for_pages():
+def test_requests_that_wait_for_something_else_do_not_wait_for_pages():
     pressure = Pressure()
     pressure.note_decision(lacks_pages=False)
     pressure.note_queue(3)

@@ -1,4 +1,4 @@
-"""PageKeeper: which pages of a request are in full precision as it grows."""
+"""PageKeeper: the pages of a request that are in full precision as it grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks and the seconds between them, by a clock that stands still until it is told to go on."""
+"""Marks and the seconds between them, on a clock that only the test advances."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_phases_lie_between_marks(timer, clock):
     assert timer.seconds() == [0.5, 2.0, 0.0]
 
 
-def test_what_lies_between_two_readings_is_no_phase(timer, clock):
+def test_the_time_between_two_readings_is_no_phase(timer, clock):
     timer.mark()
     clock.now += 1
     timer.mark()

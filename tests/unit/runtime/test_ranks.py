@@ -1,4 +1,4 @@
-"""Ranks decide together: two processes whose own choices differ come to the same tokens."""
+"""Ranks decide together: two processes whose own choices differ emit the same tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_kvspec.runtime.ranks import Ranks, agree
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_tokens
 from sglang_kvspec.runtime.spec_sampler import VerifyResult
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
@@ -18,7 +18,7 @@ SIZE = 2
 
 @pytest.fixture(scope="module")
 def results(run_ranks) -> list[dict[str, Any]]:
-    """What each rank has come to."""
+    """Results of each rank."""
     return run_ranks(SCRIPT, SIZE)
 
 
@@ -28,7 +28,7 @@ def test_every_rank_gets_the_same_message(results) -> None:
         "no_numbers": [],
         "least": [0, -95, 7],
         "no_least": [],
-        "everyones": [[0, -1 << 63], [100, -1 << 63]],
+        "gather": [[0, -1 << 63], [100, -1 << 63]],
         "runs": [[0], [0], []],
         "tensor": [[0, 1, 2], [4, 5, 6]],
     }
@@ -44,14 +44,14 @@ def test_all_ranks_emit_what_the_first_would_alone(results) -> None:
 
 
 def test_ranks_that_serve_different_requests_stop(results) -> None:
-    *sent, of_all = results[0]["apart"]
-    assert sent == ["", ""], "the first rank asks nobody"
-    assert "rank 0 of 2 no longer serves what the others serve" in of_all
-    other_request, too_few, of_all = results[1]["apart"]
-    assert "rank 1 of 2 no longer serves what the others serve" in of_all
-    assert "rank 1 of 2 no longer serves what rank 0 serves" in other_request
+    *sent, of_all = results[0]["out_of_order"]
+    assert sent == ["", ""], "the first rank asks no other rank"
+    assert "rank 0 of 2 is out of step with another rank" in of_all
+    other_request, too_few, of_all = results[1]["out_of_order"]
+    assert "rank 1 of 2 is out of step with another rank" in of_all
+    assert "rank 1 of 2 is out of step with rank 0" in other_request
     assert "('request', 1)" in other_request
-    assert "expects 2 numbers about same, and gets 1" in too_few
+    assert "expected 2 numbers about same and received 1" in too_few
 
 
 def test_a_rank_alone_keeps_its_own_choices() -> None:
@@ -60,10 +60,10 @@ def test_a_rank_alone_keeps_its_own_choices() -> None:
     assert ranks.is_first
     assert ranks.numbers((4, 5), about="this") == [4, 5]
     assert ranks.least((4, 5), about="this") == [4, 5]
-    assert ranks.everyones((4, 5), about="this") == [[4, 5]]
+    assert ranks.gather((4, 5), about="this") == [[4, 5]]
     assert ranks.runs([(1,), ()], [1, 1], about="this") == [[1], []]
     assert ranks.tensor(grid) is grid
     verified = VerifyResult([7, 8], torch.zeros(2, 9))
     state = SimpleNamespace(rid="r", drafts=[3], next_position=5)
-    assert agree(ranks, [state, state], [verified, None]) == [verified, None]
+    assert broadcast_tokens(ranks, [state, state], [verified, None]) == [verified, None]
     assert state.drafts == [3]

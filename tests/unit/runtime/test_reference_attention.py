@@ -1,4 +1,5 @@
-"""ReferenceAttention at the target precision, against dense attention over the true values."""
+"""ReferenceAttention at the target precision, compared with dense attention over the true
+values."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from sglang_kvspec.runtime import reference_attention
 TOKENS = 150
 PAGES = [7, 2, 9, 4, 11, 1, 8, 3]
 
-# (codec, page_size, head_dim, queries per KV head)
+# Codec, page_size, head_dim, queries per KV head.
 SHAPES = [
     ("log4", 32, 16, 1),
     ("uniform4", 32, 16, 2),
@@ -27,7 +28,7 @@ targets = pytest.mark.parametrize("target", ["exact", "int8"])
 
 @st.composite
 def cuts(draw: st.DrawFn, end: int = TOKENS) -> list[int]:
-    """Where chunks of a prompt of `end` tokens begin and end, often on page boundaries."""
+    """Draw the ends of chunks of a prompt of `end` tokens, often on page boundaries."""
     at_pages = st.sampled_from([31, 32, 33, 64, 65, 96])
     places = st.integers(1, end - 1) | at_pages
     return [0, *sorted(draw(st.sets(places, max_size=5))), end]
@@ -91,7 +92,8 @@ def test_what_an_int8_token_reads_depends_on_its_position_alone(
         outputs.append(torch.cat(parts, dim=1))
     for other in outputs[1:]:
         assert_attention(other, outputs[0])
-    # Eight bits are not exact: the comparison above would pass on a codec that is never used.
+    # Eight bits are not exact: without this check the comparison above would pass if the codec were
+    # never used.
     raw = attention_lab.dense(story.q[0], story.k[0], story.v[0], 0)
     assert (outputs[0][0] - raw).abs().max() > 1e-4
 
@@ -108,7 +110,7 @@ def test_a_prompt_longer_than_a_block_of_queries(
 
 
 @targets
-def test_layers_and_requests_of_one_forward_are_kept_apart(
+def test_layers_and_requests_of_one_forward_do_not_mix(
     make_kv, attention_lab, assert_attention, target
 ):
     kv = make_kv(target=target, num_layers=2, cache_pages=2)
@@ -119,7 +121,7 @@ def test_layers_and_requests_of_one_forward_are_kept_apart(
     ]
     first, second = stories
     out_first = [driver.prefill(first, [0, 70])]
-    # The prompt of one beside a verification of the other, in either order.
+    # The prompt of one request is in a forward with a verification of the other, in either order.
     for a_row, b_row in (((70, 5), (0, 50)), ((75, 5), (50, 60))):
         rows = [
             (first, first.row(RowKind.VERIFY, *a_row)),
@@ -180,7 +182,7 @@ def test_bf16_stays_close_to_attention_in_fp32(make_kv, attention_lab):
     story = attention_lab.Story(kv, PAGES, 100, group=2)
     out = attention_lab.Driver(kv).prefill(story, [0, 45, 100])[0].float()
     exact = attention_lab.dense(story.q[0].float(), story.k[0].float(), story.v[0].float(), 0)
-    # Inputs are the same bf16 values; the weights and the output are rounded to 8 bits.
+    # Inputs are the same bf16 values. The weights and the output are rounded to 8 bits.
     assert (out - exact).abs().max() <= 2 * 2**-8 * exact.abs().max()
 
 
@@ -193,7 +195,10 @@ def test_forwards_out_of_turn_are_refused(make_kv, attention_lab):
     with pytest.raises(AssertionError, match="outside of planned"):
         driver.attention.forward(0, *tokens, 1.0)
     with driver.attention.planned(plan):
-        with pytest.raises(AssertionError, match="not finished"), driver.attention.planned(plan):
+        with (
+            pytest.raises(AssertionError, match="has not finished"),
+            driver.attention.planned(plan),
+        ):
             pytest.fail("a forward began inside of another")
-        with pytest.raises(AssertionError, match="not the one that was planned"):
+        with pytest.raises(AssertionError, match="another number of tokens than its plan"):
             driver.attention.forward(0, *(t[:3] for t in tokens), 1.0)

@@ -1,4 +1,4 @@
-"""What a verification changes in a request."""
+"""The changes that a verification makes in a request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def make_state(drafts=()):
 
 
 def assert_committed(state, before, emitted):
-    """`state` is what `before` (committed_len, output, remaining) becomes by `emitted`."""
+    """Check that `state` is `before` (committed_len, output, remaining) after committing
+    `emitted`."""
     committed_len, output, remaining = before
     assert state.committed_len == committed_len + len(emitted)
     assert state.output == output + emitted
@@ -90,7 +91,7 @@ def test_a_tail_is_computed_with_the_first_draft_and_the_first_verification():
     assert state.undrafted == state.unverified == [9]
 
 
-# Teeth
+# Wrong rules must be noticed
 
 
 def keep_drafts(state, emitted, right=RequestState.commit):

@@ -1,4 +1,5 @@
-"""From logits to the target, against plain Python written from SGLang's sampler."""
+"""From logits to the target's distribution, compared with plain Python written after SGLang's
+sampler."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from sglang_kvspec.runtime.sampling import (
 )
 
 VOCAB = 8
-# Sixteenths are exact in fp32 and leave no near-ties but real ones.
+# Sixteenths are exact in fp32, so there are no near-ties by rounding.
 logits = st.lists(
     st.integers(-64, 64).map(lambda x: x / 16), min_size=VOCAB, max_size=VOCAB, unique=True
 )
@@ -30,7 +31,8 @@ tokens = st.lists(st.integers(0, VOCAB - 1), max_size=10)
 
 
 def model_distribution(row, params):
-    """top_k_top_p_min_p_sampling_from_probs_torch: all filters see the unfiltered probabilities."""
+    """Return the result of top_k_top_p_min_p_sampling_from_probs_torch, in which all filters see
+    the unfiltered probabilities."""
     weights = [math.exp((x - max(row)) / params.temperature) for x in row]
     probs = [w / math.fsum(weights) for w in weights]
     order = sorted(range(len(row)), key=lambda t: -probs[t])
@@ -48,7 +50,7 @@ def model_distribution(row, params):
     rows=st.lists(logits, min_size=1, max_size=3),
     temperature=st.sampled_from([0.25, 0.7, 1.0, 2.0]),
     top_k=st.sampled_from([2, 3, VOCAB - 1, VOCAB, TOP_K_ALL]),
-    # Between the sums that these logits can reach, or on the safe side of rounding.
+    # Values between the sums that these logits can reach, or on the safe side of rounding.
     top_p=st.sampled_from([0.1003, 0.5001, 0.9007, 0.9999, 1.0]),
     min_p=st.sampled_from([0.0, 0.0503, 0.3001, 1.0]),
 )
@@ -68,7 +70,8 @@ def test_filters_keep_what_sglang_keeps(rows, temperature, top_k, top_p, min_p):
         (SamplingParams(top_p=0.76), {0, 1, 2}),
         (SamplingParams(min_p=0.5), {0, 1}),
         (SamplingParams(min_p=0.51), {0}),
-        # top_p counts the mass of tokens that top_k has dropped, min_p the most likely one.
+        # top_p counts the mass of tokens that top_k has dropped, and min_p uses the most likely
+        # token.
         (SamplingParams(top_k=3, top_p=0.76, min_p=0.2), {0, 1, 2}),
         (SamplingParams(), {0, 1, 2, 3}),
     ],
@@ -108,7 +111,8 @@ penalties = st.builds(
 
 
 def model_adjust(row, params, seen, allowed):
-    """SGLang: additive penalties, then the multiplicative one, then the mask, then the bias."""
+    """Return logits adjusted as in SGLang: additive penalties, the multiplicative penalty, the
+    mask, the bias."""
     counts = Counter(seen)
     out = []
     for token, x in enumerate(row):
@@ -142,7 +146,7 @@ def test_adjusted_logits_equal_the_model_row_by_row(params, output, drafts, data
 
 @given(params=penalties, output=tokens, drafts=tokens, row=logits)
 def test_a_drafted_token_and_its_verification_see_the_same_penalties(params, output, drafts, row):
-    """The draft sees its predecessors as output, the verification as drafts."""
+    """A draft sees the tokens before it as output, and the verification sees them as drafts."""
     rows = torch.tensor([row] * (len(drafts) + 1))
     verified = adjust_logits(rows, params, output, drafts)
     for j in range(len(drafts) + 1):
@@ -206,7 +210,7 @@ def test_a_certain_token_is_always_chosen():
 
 
 def test_close_distributions_mostly_agree():
-    """Why seeded drafts are accepted: both sides meet the same noise."""
+    """Seeded drafts are accepted because both sides use the same noise."""
     p = torch.tensor([P]).expand(1000, -1)
     q = torch.tensor([[0.43, 0.32, 0.15, 0.0, 0.06, 0.04]]).expand(1000, -1)
     agree = sum(map(int.__eq__, choose_with_noise(p, 5, 0), choose_with_noise(q, 5, 0)))

@@ -1,4 +1,4 @@
-"""StreamPacer: which token leaves when, by a clock that the tests set."""
+"""StreamPacer: the time at which each token leaves, on a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_kvspec.runtime.stream_pacer import MARGIN, RATIOS, WEIGHT, StreamPac
 
 
 class Reader:
-    """Sends rounds to a pacer, reads what is due, and notes when each token arrived."""
+    """Sender and reader of a pacer, which records when each token arrived."""
 
     def __init__(self):
         self.pacer = StreamPacer()
@@ -33,7 +33,7 @@ class Reader:
             self.note(ready, now)
 
     def read_until(self, end):
-        """Hand on what is due, as a timer does, up to this time."""
+        """Take the tokens that are due up to this time, as a timer does."""
         while (due := self.pacer.next_due()) is not None and due <= end:
             self.note(self.pacer.take_due(due), due)
 
@@ -50,7 +50,8 @@ def reader():
 
 
 def settled(reader, key="s", period=1.0, rounds=40):
-    """Send rounds of one token, until the pacer knows the period; return the time of the next."""
+    """Send rounds of one token until the pacer knows the period. Return the time of the next
+    round."""
     for i in range(rounds):
         reader.round(key, [f"{key}-{i}"], i * period)
     reader.arrivals.clear()
@@ -75,7 +76,7 @@ def test_the_first_token_leaves_at_once_where_the_stream_ran_dry(reader):
     assert reader.arrivals == [("a", now)]
 
 
-def test_a_round_goes_on_evenly_behind_the_last_token(reader):
+def test_a_round_is_spaced_evenly_behind_the_last_token(reader):
     now = settled(reader)
     reader.round("s", "abcd", now)
     reader.read_until(now + 1)
@@ -84,7 +85,7 @@ def test_a_round_goes_on_evenly_behind_the_last_token(reader):
     assert reader.items() == list("abcdefgh")
     last, *times = [at for _, at in reader.arrivals[3:]]
     steps = [later - earlier for earlier, later in itertools.pairwise([last, *times])]
-    # As long as the gap behind the round, should the next one come when it is expected.
+    # The steps equal the gap behind the round, if the next round arrives when expected.
     step = (now + 1 + MARGIN - last) / 5
     assert steps == pytest.approx([step] * 4, abs=0.01)
 
@@ -125,7 +126,7 @@ def test_a_slower_round_lets_the_next_one_be_expected_slower(reader):
     reader.round("s", ["x"], now)
     reader.round("s", "ab", now + 1.3)
     reader.read_until(now + 10)
-    # The mean ratio and its mean deviation have both learned of the 0.3.
+    # The mean ratio and its mean deviation both include the 0.3.
     learned = 1 + 2 * WEIGHT * 0.3
     assert reader.times()["b"] - (now + 1.3) == pytest.approx(MARGIN * 1.3 * learned / 2, rel=0.01)
 
@@ -143,14 +144,14 @@ def test_a_given_time_counts_more_than_what_rounds_took(reader):
     now = settled(reader)
     reader.round("s", "abcd", now, expected_s=4.0)
     reader.read_until(now + 10)
-    # The token before them left with the round before, a second ago.
+    # The last token of the round before left a second ago.
     step = (4 * MARGIN + 1) / 5
     offsets = [at - now for _, at in reader.arrivals]
     assert offsets == pytest.approx([(n + 1) * step - 1 for n in range(4)], abs=0.05)
 
 
 def test_a_quick_round_among_slow_ones_does_not_hurry_the_next(reader):
-    """An expectation that is too short would let the stream run dry."""
+    """An expectation that is too short would leave the stream without tokens."""
     now = settled(reader)
     reader.round("s", ["x"], now)
     reader.round("s", "ab", now + 0.1)
@@ -159,7 +160,7 @@ def test_a_quick_round_among_slow_ones_does_not_hurry_the_next(reader):
 
 
 def test_tokens_that_a_round_left_go_before_those_of_the_next_one(reader):
-    """All are spread together, and fill the gap behind a round that brings few."""
+    """All tokens are spread together, and fill the gap behind a round of few tokens."""
     now = settled(reader)
     reader.round("s", "abcd", now)
     reader.round("s", "ef", now + 0.3)
@@ -172,11 +173,11 @@ def test_tokens_that_a_round_left_go_before_those_of_the_next_one(reader):
 
 
 def test_a_round_is_no_longer_than_it_is_expected_to_be(reader):
-    """The last of many tokens are due together at the end."""
+    """The last of many tokens are all due at the end."""
     now = settled(reader)
     reader.round("s", range(40), now)
     reader.read_until(now + 10)
-    # Nearly all was learned of rounds that took what was expected.
+    # Almost all rounds so far took the expected time.
     assert reader.arrivals[-1][1] - now == pytest.approx(1.0, abs=0.01)
     assert reader.arrivals[30][1] - now < 0.9
 
@@ -189,6 +190,17 @@ def test_no_token_is_held_for_two_rounds(reader):
     reader.round("s", "k", now + 0.02)
     assert reader.items()[:8] == list("abcdefgh")
     assert "k" not in reader.items()
+
+
+def test_tokens_behind_flushed_ones_are_not_held_for_two_rounds(reader):
+    now = settled(reader)
+    reader.round("s", "abcdefgh", now)
+    reader.round("s", "ijkl", now + 0.01)
+    reader.round("s", "m", now + 0.02)
+    assert reader.items()[:8] == list("abcdefgh")
+    assert "l" not in reader.items()
+    reader.round("s", "n", now + 0.03)
+    assert reader.items()[:12] == list("abcdefghijkl")
 
 
 def test_the_end_of_an_answer_holds_nothing(reader):
@@ -235,7 +247,7 @@ def test_a_dropped_stream_gives_no_token_and_no_due_time(reader):
     reader.pacer.drop("s")
 
 
-def test_streams_do_not_hold_each_other(reader):
+def test_streams_do_not_delay_each_other(reader):
     slow = settled(reader, "slow", period=1.0)
     quick = settled(reader, "quick", period=0.1, rounds=400)
     assert slow == quick
@@ -285,7 +297,7 @@ rounds_of_streams = st.lists(
 
 @given(rounds=rounds_of_streams, reads=st.booleans())
 def test_every_token_leaves_once_in_order_and_within_two_rounds(rounds, reads):
-    """reads: the timer runs between rounds; without it, rounds and ends alone release tokens."""
+    """reads: the timer runs between rounds. Without it, only rounds and ends release tokens."""
     reader, now, number = Reader(), 0.0, 0
     sent, due_by, last, left = {}, {}, [], {}
     for each in rounds:
@@ -301,7 +313,7 @@ def test_every_token_leaves_once_in_order_and_within_two_rounds(rounds, reads):
             is_last = each.ends and not following
             sent[item] = now
             if not i:
-                # Tokens that the last two rounds left are handed on with the first of this one.
+                # Tokens of the last two rounds leave with the first token of this round.
                 gone = set(reader.items())
                 open_items = [other for other in open_items if other not in gone]
                 due_by |= {other: now for other in open_items if other in left.get(each.stream, ())}

@@ -21,7 +21,7 @@ KINDS = {
     "sampled": SamplingParams(temperature=1.1, top_p=0.95),
     "unfiltered": SamplingParams(),
 }
-# Values of the row, and the tokens that its mask allows.
+# Values of a row, and the tokens that its mask allows.
 UNSOUND = {
     "one NaN": ({2: NAN}, None),
     "all NaN": (dict.fromkeys(range(VOCAB), NAN), None),
@@ -45,7 +45,7 @@ every_unsound_row = pytest.mark.parametrize("content", UNSOUND.values(), ids=UNS
 
 
 def make_rows(num_rows, contents):
-    """Logits, and masks where one is asked for; contents: of some rows."""
+    """Make logits and masks. contents: values and allowed tokens of some rows."""
     logits = torch.randn((num_rows, VOCAB), generator=torch.Generator().manual_seed(0))
     masks = torch.ones((num_rows, VOCAB), dtype=torch.bool)
     for row, (values, allowed) in contents.items():
@@ -61,11 +61,11 @@ def make_state(params):
     return RequestState("r", 10, 1, [1], params, 50)
 
 
-def drafted(chooser, params, logits):
-    """A request that has drafted what these rows give."""
+def drafted(sampler, params, logits):
+    """Make a request that has drafted from these rows."""
     state = make_state(params)
     for row in logits:
-        chooser.draft(state, row[None], None)
+        sampler.draft(state, row[None], None)
     return state
 
 
@@ -82,10 +82,10 @@ def test_no_first_token_comes_from_an_unsound_row(params, content):
 @pytest.mark.parametrize("content", SOUND.values(), ids=SOUND)
 def test_a_sound_row_gives_a_token_it_allows(params, content):
     logits, masks = make_rows(1, {0: content})
-    chooser, state = SpecSampler(0, CPU), make_state(params)
-    (first,) = chooser.first(logits, params, (), 7, masks).tokens
-    chooser.draft(state, logits, masks)
-    (verified,) = chooser.verify(make_state(params), logits, masks).tokens
+    sampler, state = SpecSampler(0, CPU), make_state(params)
+    (first,) = sampler.first(logits, params, (), 7, masks).tokens
+    sampler.draft(state, logits, masks)
+    (verified,) = sampler.verify(make_state(params), logits, masks).tokens
     values, allowed = content
     for token in (first, *state.drafts, verified):
         assert 0 <= token < VOCAB
@@ -109,20 +109,20 @@ def test_a_draft_of_an_unsound_row_is_some_token_and_its_distribution_is_sound(p
 @every_unsound_row
 def test_verification_of_an_unsound_draft_follows_a_sound_target(params, content):
     """The target forbids the draft, so it is rejected and replaced."""
-    chooser, state = SpecSampler(0, CPU), make_state(params)
-    chooser.draft(state, *make_rows(1, {0: content}))
+    sampler, state = SpecSampler(0, CPU), make_state(params)
+    sampler.draft(state, *make_rows(1, {0: content}))
     logits, masks = make_rows(2, {0: ({}, (4,))})
-    assert chooser.verify(state, logits, masks).tokens == [4]
+    assert sampler.verify(state, logits, masks).tokens == [4]
 
 
 @every_kind
 @every_unsound_row
 def test_verification_of_an_unsound_first_row_emits_nothing(params, content):
-    chooser = SpecSampler(0, CPU)
+    sampler = SpecSampler(0, CPU)
     logits, masks = make_rows(3, {0: content})
-    state = drafted(chooser, params, make_rows(2, {})[0])
+    state = drafted(sampler, params, make_rows(2, {})[0])
     before = list(state.drafts)
-    assert chooser.verify(state, logits, masks).tokens == []
+    assert sampler.verify(state, logits, masks).tokens == []
     assert state.drafts == before
 
 
@@ -130,22 +130,22 @@ def test_verification_of_an_unsound_first_row_emits_nothing(params, content):
 @every_unsound_row
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_tokens_before_an_unsound_row_are_emitted(params, content, at):
-    """Rows before `at` are what the drafts were drawn from, so that all of them are accepted."""
-    chooser = SpecSampler(0, CPU)
+    """The drafts were drawn from the rows before `at`, so all of them are accepted."""
+    sampler = SpecSampler(0, CPU)
     sound = make_rows(4, {})[0]
     logits, masks = make_rows(4, {at: content})
-    state = drafted(chooser, params, sound[:3])
+    state = drafted(sampler, params, sound[:3])
     drafts = list(state.drafts)
-    tokens = chooser.verify(state, logits, masks).tokens
-    # The last row before it adds no token: an unsound row ends a run as its last draft does.
+    tokens = sampler.verify(state, logits, masks).tokens
+    # An unsound row ends a run as the last draft does: the row before it adds no token of its own.
     assert tokens[: at - 1] == drafts[: at - 1]
     assert len(tokens) == at
 
 
 @every_kind
 def test_rows_behind_an_unsound_one_are_not_read(params):
-    chooser = SpecSampler(0, CPU)
-    state = drafted(chooser, params, make_rows(3, {})[0])
+    sampler = SpecSampler(0, CPU)
+    state = drafted(sampler, params, make_rows(3, {})[0])
     found = []
     for later in ({}, {2: ({0: NAN}, None), 3: ({0: INF}, None)}):
         logits, masks = make_rows(4, {1: ({0: NAN}, None), **later})
@@ -159,7 +159,7 @@ def test_an_overflow_by_temperature_is_unsound_where_tokens_are_sampled(params):
     logits = torch.full((1, VOCAB), 1e35)
     cold = replace(params, temperature=1e-5)
     assert num_sound_rows(logits, params) == 1
-    # The temperature of a greedy request moves no maximum.
+    # The temperature does not move the maximum of a greedy request.
     assert num_sound_rows(logits, cold) == params.is_greedy
     assert len(SpecSampler(0, CPU).first(logits, cold, (), 7, None).tokens) == params.is_greedy
 
@@ -167,18 +167,18 @@ def test_an_overflow_by_temperature_is_unsound_where_tokens_are_sampled(params):
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "sampled"])
 def test_an_overflow_by_bias_or_penalty_is_unsound(kind):
     logits = torch.full((1, VOCAB), 3e38)
-    chooser = SpecSampler(0, CPU)
+    sampler = SpecSampler(0, CPU)
     biased = replace(KINDS[kind], logit_bias={2: 3e38})
-    assert chooser.first(logits, biased, (), 7, None).tokens == []
+    assert sampler.first(logits, biased, (), 7, None).tokens == []
     penalised = replace(KINDS[kind], repetition_penalty=1e-30)
-    assert chooser.first(logits, penalised, [2], 7, None).tokens == []
-    assert len(chooser.first(logits, penalised, [], 7, None).tokens) == 1
+    assert sampler.first(logits, penalised, [2], 7, None).tokens == []
+    assert len(sampler.first(logits, penalised, [], 7, None).tokens) == 1
 
 
 @every_kind
 @every_unsound_row
 def test_a_failing_request_leaves_others_their_tokens(params, content):
-    """One generator serves all requests: an unsound row draws nothing from it."""
+    """One generator serves all requests, and an unsound row draws nothing from it."""
     logits, masks = make_rows(1, {})
     alone, beside = SpecSampler(3, CPU), SpecSampler(3, CPU)
     wanted, found = [], []

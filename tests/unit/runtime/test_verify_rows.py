@@ -1,4 +1,4 @@
-"""What kernels find in VerifyRows, against the plan that was loaded, one plan after another."""
+"""The content of VerifyRows after loading one plan after another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def slot_of(page):
 
 
 @given(st.lists(plans, min_size=1, max_size=3), st.booleans())
-def test_nothing_is_left_of_what_was_loaded_before(history, split):
+def test_loaded_rows_replace_all_earlier_ones(history, split):
     rows = make_rows()
     for spans in history:
         plan = plan_of(spans)
@@ -60,7 +60,7 @@ def test_nothing_is_left_of_what_was_loaded_before(history, split):
         send_into(rows.values_of(given_rows, tokens, positions))
         assert rows.input_ids[:count].tolist() == tokens
         assert rows.positions[:count].tolist() == positions
-        # Every token goes to its page, and no other is written.
+        # Every token goes to its page, and no other entry writes.
         pages = [int(row.pages[p // SIZE]) for row in plan.rows for p in range(row.start, row.end)]
         assert rows.slots.tolist() == [slot_of(page) for page in pages] + [-1] * (
             rows.max_tokens - count
@@ -75,7 +75,7 @@ def test_nothing_is_left_of_what_was_loaded_before(history, split):
 
 
 def seen(rows):
-    """(tokens, past pages, tail slots, tail tokens) of every part that has tokens."""
+    """Return (tokens, past pages, tail slots, tail tokens) of every part that has tokens."""
     parts = []
     for i in range(rows.max_parts):
         queries, past, tail = (
@@ -128,5 +128,5 @@ def test_cleared_rows_have_no_part_and_write_nothing():
 def test_what_has_no_room_is_not_loaded():
     rows = make_rows()
     plan = plan_of([(0, LONGEST)] * (MAX_ROWS + 1))
-    with pytest.raises(AssertionError, match="not captured"):
+    with pytest.raises(AssertionError, match="no captured CUDA graph"):
         rows.values_of(target_rows(plan, SIZE, slot_of, split_by_page=False), [], [])

@@ -1,4 +1,4 @@
-"""Which verifications have a captured one, and that it is large enough."""
+"""Sizes of captured verifications, and the choice of one that is large enough."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ QUERY_COUNTS = ([4, 16], [2, 8], [4, 8, 16, 32], [16])
 
 @st.composite
 def servers(draw):
-    """Requests at once, tokens of one, and where kernels change; then a verification there."""
+    """Draw the number of requests, tokens of one, and where kernels change; then a verification on
+    this server."""
     max_rows, longest = draw(st.integers(1, 300)), draw(st.integers(2, 65))
     num_rows = draw(st.integers(1, min(max_rows, 40)))
     lengths = draw(st.lists(st.integers(1, longest), min_size=num_rows, max_size=num_rows))
@@ -35,7 +36,7 @@ def test_whatever_a_server_verifies_has_a_size_up_to_the_largest(server, num_pig
         assert size.max_qo_len >= max(lengths)
         assert size.num_tokens - size.max_qo_len + 1 >= len(lengths)
     else:
-        # Of the longest requests there may be so many tokens that others have no room besides.
+        # The longest requests may have so many tokens that others have no room.
         assert sum(lengths) + longest > TOKEN_COUNTS[-1]
 
 

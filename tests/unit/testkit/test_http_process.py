@@ -1,4 +1,4 @@
-"""A command that does not come up is told from one that does."""
+"""A command that does not come up is distinguished from one that does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports of a lease belong to its holder."""
+"""Ports of a lease belong to its holder alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from a decode server's meta_info, and what is not believed."""
+"""Fields that are read from a decode server's meta_info, and values that are refused."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_drafts_made_while_waiting_are_those_before_the_residuals(
         ("kvspec.transfer.seconds", {"anchors": 0.1}, "residuals"),
         ("kvspec.transfer.bytes.anchors", "3", r"bytes\.anchors"),
         ("kvspec.transfer.drafts_s", [0.1, "x"], "drafts_s"),
-        ("kvspec.transfer.accepted_first", 5, "kept 5 of 4 drafts"),
-        ("kvspec.transfer.accepted_first", -1, "kept -1 of 4 drafts"),
+        ("kvspec.transfer.accepted_first", 5, "from 0 to 4, the number of drafts, got 5"),
+        ("kvspec.transfer.accepted_first", -1, "from 0 to 4, the number of drafts, got -1"),
     ],
 )
 def test_anything_else_is_an_error_that_names_the_field(path, value, named):

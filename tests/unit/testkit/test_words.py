@@ -1,4 +1,4 @@
-"""Rules of language find what they are for, and leave the rest alone."""
+"""The language rules find what they are meant to find, and nothing else."""
 
 from __future__ import annotations
 

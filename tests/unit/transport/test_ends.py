@@ -1,4 +1,4 @@
-"""What one end does when the other says something, or should have."""
+"""How one end reacts to frames from the other end, and to their absence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_kvspec.transport.wire import Drop, decode, encode
 
 
 def live_rig() -> Rig:
-    """One transfer, in the middle of it."""
+    """Return a rig in the middle of one transfer."""
     rig = Rig(0)
     rig.expect(1)
     rig.offer(1)
@@ -47,7 +47,7 @@ class Hold:
 
 
 class BusyPort(NetworkPort):
-    """Messages that come to nothing never end, 10 ms apart; somebody wakes the end at wake_at."""
+    """A port where a useless message comes every 10 ms. A call wakes wait number wake_at."""
 
     num_waits, wake_at = 0, 0
 
@@ -112,7 +112,7 @@ def test_a_cancelled_transfer_ends_at_the_sender_at_once() -> None:
     assert ended(rig) == {1: "request aborted"}
 
 
-def test_a_cancellation_that_was_lost_is_said_again_when_data_comes() -> None:
+def test_a_lost_cancellation_is_repeated_when_data_comes() -> None:
     rig = live_rig()
     rig.network.faults = Faults(lose=1.0)
     rig.receiver.cancel(1, "request aborted")
@@ -127,17 +127,17 @@ def test_an_abort_reaches_the_receiver_at_once() -> None:
     rig = live_rig()
     rig.sender.abort(1, "request aborted")
     ticks(rig, 1)
-    assert rig.failures() == {1: "the sender ended it: request aborted"}
+    assert rig.failures() == {1: "the sender ended the transfer: request aborted"}
 
 
-def test_an_abort_that_was_lost_is_said_again_when_the_receiver_asks() -> None:
+def test_a_lost_abort_is_repeated_when_the_receiver_asks() -> None:
     rig = live_rig()
     rig.network.faults = Faults(lose=1.0)
     rig.sender.abort(1, "request aborted")
     rig.network.carry()
     rig.network.faults = Faults()
     rig.run(10)
-    assert rig.failures() == {1: "the sender ended it: request aborted"}
+    assert rig.failures() == {1: "the sender ended the transfer: request aborted"}
 
 
 def test_a_new_session_opens_its_transfers_at_once_and_loses_nothing() -> None:
@@ -180,7 +180,7 @@ def test_a_transfer_that_waits_for_its_sender_is_asked_for_now_and_then() -> Non
     ticks(rig, 50)
     before = rig.network.num_messages
     ticks(rig, 5000)
-    # Ten seconds of Pings every half second both ways, their answers, and a few Opens.
+    # Pings every half second both ways for ten seconds, their answers, and a few Opens.
     assert rig.network.num_messages - before < 100
     rig.offer(1)
     rig.run(10)
@@ -188,7 +188,7 @@ def test_a_transfer_that_waits_for_its_sender_is_asked_for_now_and_then() -> Non
 
 
 @pytest.mark.parametrize("is_live", [False, True])
-def test_answers_to_somebody_else_are_dropped(is_live: bool) -> None:
+def test_answers_to_another_receiver_are_dropped(is_live: bool) -> None:
     rig = live_rig() if is_live else Rig(0)
     rig.receiver.step()
     nonce = rig.receiver._nonce
@@ -224,7 +224,7 @@ def test_one_receiver_cannot_end_or_take_the_transfer_of_another() -> None:
     assert ended(rig) == {1: None}
 
 
-def test_a_peer_that_takes_nothing_holds_up_nobody_else() -> None:
+def test_a_peer_that_takes_nothing_delays_no_other_peer() -> None:
     rig = live_rig()
     other = rig.make_receiver(b"other")
     rig.expect(2)
@@ -238,7 +238,8 @@ def test_a_peer_that_takes_nothing_holds_up_nobody_else() -> None:
         rig.network.carry()
     rig.receiver.step()
     rig.network.carry()
-    # The first receiver has just made room, and now its connection is down unnoticed.
+    # The first receiver has just granted credit. Now its connection is cut, which the sender has
+    # not noticed.
     rig.network.unplug(b"receiver")
     rig.offer(7, (Stream.RESIDUAL,))
     rig.step_sender()

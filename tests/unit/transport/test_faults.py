@@ -1,5 +1,8 @@
-"""Whole transfers on a network in memory that loses, repeats, delays, damages and breaks. Memory is
-poisoned as soon as the sender releases it, so a use after that shows."""
+"""Whole transfers on a network in memory that loses, repeats, delays and damages frames, and
+breaks.
+
+Released memory of the sender is poisoned at once, so that a later use shows.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,7 @@ def test_a_receiver_that_stalls_holds_back_the_sender_and_comes_back() -> None:
     rig.check_complete()
 
 
-def test_credit_stops_a_sender_and_lets_it_go_on() -> None:
+def test_credit_stops_a_sender_and_lets_it_continue() -> None:
     rig = started(Rig(0))
     for _ in range(6):
         rig.tick()
@@ -158,7 +161,7 @@ def test_a_receiver_that_restarts_fails_its_transfers_at_the_sender() -> None:
     rig.check_nothing_left()
 
 
-def test_a_sender_that_restarts_goes_on_with_what_it_offers_again() -> None:
+def test_a_restarted_sender_continues_with_what_it_offers_again() -> None:
     rig = started(Rig(0))
     for _ in range(10):
         rig.tick()
@@ -213,7 +216,7 @@ def test_an_abort_ends_a_transfer_at_both_ends_and_frees_its_memory(by: str) -> 
     assert not rig.sender.offer(SegmentKey(2, Stream.ANCHOR, 0, 0), memoryview(b"late"))
 
 
-def test_a_transfer_that_takes_too_long_is_given_up() -> None:
+def test_a_transfer_that_takes_too_long_is_aborted() -> None:
     rig = Rig(0)
     target = Pages(4, rig.shape, None)
     pages = target.refs([0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""What counts as delivered, as lost, and as room for more."""
+"""When pieces count as delivered or as lost, and when more may be sent."""
 
 from __future__ import annotations
 

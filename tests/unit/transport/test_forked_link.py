@@ -1,4 +1,4 @@
-"""A link to several receivers of a transfer: what is told when, and to whom."""
+"""A link to several receivers of a transfer: which events occur when, and for which receiver."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_numbers_name_transfer_and_part(transfer: int, part: Part) -> None:
 
 
 class Receivers:
-    """Two on loopback, and the forked link to both. `source`: chunk i is what receiver i gets."""
+    """Two receivers on loopback and the forked link to both. Receiver i gets chunk i of
+    `source`."""
 
     def __init__(self, stack: ExitStack, parts: tuple[tuple[int, int], ...]) -> None:
         self.source = Pages(3, TransferShape(3, 2, 100_000, 300_000), seed=1)
@@ -78,7 +79,7 @@ class Receivers:
             self.sent += self.link.take_events()
 
     def until_over(self, which: int) -> str | None:
-        """Why it failed there, if it did."""
+        """Wait for the end of the transfer. Return the reason if it failed."""
         end_s = monotonic() + DEADLINE_S
         while monotonic() < end_s:
             for event in self.receivers[which].take_events(0.1):
@@ -123,10 +124,13 @@ def test_a_receiver_that_gives_up_ends_the_others(two: Receivers) -> None:
     two.until_sent(TransferOpened(7, 2))
     two.receivers[1].cancel(7, "out of memory")
     two.until_sent(TransferEnded(7, "out of memory"))
-    assert two.until_over(0) == "the sender ended it: another part of it failed: out of memory"
+    assert (
+        two.until_over(0)
+        == "the sender ended the transfer: another part of the transfer failed: out of memory"
+    )
 
 
-def test_one_that_needs_no_more_ends_nobody_else(two: Receivers) -> None:
+def test_a_receiver_that_needs_no_more_ends_no_other(two: Receivers) -> None:
     for which in (0, 1):
         two.expect(which)
     two.until_sent(TransferOpened(7, 2))
@@ -138,7 +142,7 @@ def test_one_that_needs_no_more_ends_nobody_else(two: Receivers) -> None:
     assert two.until_over(0) is None
 
 
-def test_what_was_given_up_before_anybody_asked(two: Receivers) -> None:
+def test_a_transfer_that_was_aborted_before_any_open(two: Receivers) -> None:
     two.link.abort(7, "its KV was freed")
     for which in (0, 1):
         two.expect(which)
@@ -147,11 +151,11 @@ def test_what_was_given_up_before_anybody_asked(two: Receivers) -> None:
         assert monotonic() < end_s
         two.sent += two.link.take_events()
     reasons = [two.until_over(which) for which in (0, 1)]
-    assert reasons == ["the sender ended it: its KV was freed"] * 2
+    assert reasons == ["the sender ended the transfer: its KV was freed"] * 2
     assert not any(isinstance(event, TransferOpened) for event in two.sent)
 
 
-def test_who_wants_another_part_than_the_first_is_turned_away(stack: ExitStack) -> None:
+def test_a_receiver_with_another_number_of_parts_is_refused(stack: ExitStack) -> None:
     receivers = Receivers(stack, ((0, 1), (1, 2)))
     receivers.expect(0)
     receivers.until_sent(TransferOpened(7, 1))
@@ -166,7 +170,7 @@ def test_who_wants_another_part_than_the_first_is_turned_away(stack: ExitStack) 
 
 
 class Scripted:
-    """A link that tells what it is told to."""
+    """A link whose events the test sets."""
 
     def __init__(self) -> None:
         self.inbox: list = []
@@ -188,13 +192,13 @@ ONE, OTHER = number_of(7, Part(0, 2)), number_of(7, Part(1, 2))
 EVENTS = {number: [TransferOpened(number), TransferEnded(number, None)] for number in (ONE, OTHER)}
 
 
-# Each receiver in its own order: whose event comes next.
+# All interleavings of the two receivers' events. `order` says whose event is next.
 @pytest.mark.parametrize("order", sorted(set(permutations((ONE, OTHER) * 2))))
 @pytest.mark.parametrize("failing", [(), (ONE,), (OTHER,), (ONE, OTHER)])
-def test_over_once_it_is_with_all_however_they_come(
+def test_a_transfer_ends_once_all_receivers_have_ended_it_in_any_order(
     failing: tuple[int, ...], order: tuple[int, ...]
 ) -> None:
-    """Whoever opens it when another has ended it already is turned away, or ends it, too."""
+    """A receiver that opens a transfer which another one has ended is refused or ends it, too."""
     link = Scripted()
     forked = ForkedLink(link, harmless=["enough"])
     left = {number: list(events) for number, events in EVENTS.items()}
@@ -206,7 +210,10 @@ def test_over_once_it_is_with_all_however_they_come(
         link.inbox.append(event)
         told += forked.take_events()
         is_late = isinstance(event, TransferOpened) and "lost" in str(link.aborted)
-        assert not is_late or link.aborted[-1] == (number, "another part of it failed: lost")
+        assert not is_late or link.aborted[-1] == (
+            number,
+            "another part of the transfer failed: lost",
+        )
     opened = [event for event in told if isinstance(event, TransferOpened)]
     assert opened == [TransferOpened(7, 2)] * (order[0] != order[1])
     ended = [event for event in told if isinstance(event, TransferEnded)]
@@ -215,7 +222,7 @@ def test_over_once_it_is_with_all_however_they_come(
     assert not forked._transfers, "something is left"
 
 
-def test_a_whole_one_is_passed_on_as_it_is() -> None:
+def test_a_transfer_of_one_part_is_passed_on_unchanged() -> None:
     link = Scripted()
     forked = ForkedLink(link)
     key = SegmentKey(7, Stream.ANCHOR, 0, 0)
@@ -240,7 +247,7 @@ def test_an_abort_ends_all_parts(num_opened: int) -> None:
     forked.take_events()
     forked.abort(7, "given up")
     assert link.aborted == [(ONE, "given up"), (OTHER, "given up")]
-    # The second one's Open may have been on its way.
+    # The second receiver's Open may already have been on its way.
     link.inbox += [TransferOpened(OTHER)] * (2 - num_opened)
     link.inbox += [TransferEnded(OTHER, "given up"), TransferEnded(ONE, "given up")]
     assert forked.take_events() == [TransferEnded(7, "given up")]

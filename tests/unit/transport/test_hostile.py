@@ -1,4 +1,4 @@
-"""Ends that differ, lie or come late, and strangers: what they may change is nothing."""
+"""Different, late or lying ends, and strangers. They must not change anything."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_late_frame_of_an_older_transfer_into_the_same_page_is_dropped() -> No
 
 
 def test_a_piece_that_comes_again_after_the_end_is_a_duplicate() -> None:
-    """The acknowledgement was lost: an Abort would tell the sender that it failed."""
+    """The acknowledgement was lost. An Abort would make the transfer fail at the sender."""
     rig = started(Rig(0))
     rig.run(10)
     for _ in range(5):
@@ -120,12 +120,12 @@ def test_two_transfers_of_one_name_and_wrong_pages_are_refused() -> None:
     with pytest.raises(TransportError, match="already"):
         rig.expect(1)
     target = Pages(4, rig.shape, None)
-    with pytest.raises(TransportError, match="twice"):
+    with pytest.raises(TransportError, match="distinct pages"):
         rig.receiver.expect(2, [(1, 1), (1, 1), (2, 2), (3, 3)], rig.shape, target.memory)
 
 
 def test_strangers_and_forgers_change_nothing() -> None:
-    """Thousands of messages that no honest end sends, at both ends, while a transfer runs."""
+    """Both ends get thousands of messages that no honest end sends, while a transfer runs."""
     rig = started(Rig(0))
     to_sender = rig.network.ports[SENDER].inbox
     to_receiver = rig.network.ports[b"receiver"].inbox
@@ -143,7 +143,7 @@ def test_strangers_and_forgers_change_nothing() -> None:
 
 
 def test_a_sender_that_lies_writes_nowhere_else() -> None:
-    """Frames of the right session with places made up: wrong page, chunk, offset, generation."""
+    """Frames of the right session with invented pages, chunks, offsets and generations."""
     rig = Rig(0)
     rig.expect(1)
     for _ in range(5):
@@ -197,7 +197,8 @@ def test_a_receiver_that_lies_gets_nothing() -> None:
     for _ in range(100):
         rig.tick()
     rig.settle()
-    # It may say that it has what it has not: its own loss. The sender stays whole.
+    # A receiver may acknowledge data that it lacks. That harms only itself. The sender stays
+    # consistent.
     assert rig.sender.scheduler.in_flight(Stream.ANCHOR) <= SMALL.total_bytes
 
 

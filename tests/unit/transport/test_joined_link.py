@@ -1,4 +1,5 @@
-"""Several links as one: what has arrived when, what fails, and what is told to each sender."""
+"""Several links as one: when data has arrived, when a transfer fails, which senders are
+notified."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ SHAPE = TransferShape(3, 2, 100_000, 300_000, num_residual_pages=2)
 
 
 class Senders:
-    """Two on loopback, and the joined link to both. `source`: chunk i is what sender i has."""
+    """Two senders on loopback and the joined link to both. Sender i has chunk i of `source`."""
 
     def __init__(self, stack: ExitStack, *, ranks: tuple[int, int] = (0, 1)) -> None:
         self.source, self.target = Pages(3, SHAPE, seed=1), Pages(3, SHAPE, None)
@@ -118,21 +119,23 @@ def test_a_sender_that_gives_up_ends_all(stack: ExitStack) -> None:
     assert TransferOpened(7) in senders.loops[0].take_events(DEADLINE_S)
     senders.offer(0, (Stream.ANCHOR,))
     senders.loops[1].abort(7, "its KV was freed")
-    senders.until(TransferFailed(7, "the sender ended it: its KV was freed"))
+    senders.until(TransferFailed(7, "the sender ended the transfer: its KV was freed"))
     reason = senders.until_ended(0)
-    assert reason == "another part of it failed: the sender ended it: its KV was freed"
+    assert reason == (
+        "another part of the transfer failed: the sender ended the transfer: its KV was freed"
+    )
     senders.expect()
 
 
-def test_what_is_cancelled_is_cancelled_at_all(stack: ExitStack) -> None:
+def test_a_cancellation_reaches_all_senders(stack: ExitStack) -> None:
     senders = Senders(stack)
     senders.expect()
     senders.offer(0, (Stream.ANCHOR,))
     senders.offer(1, (Stream.ANCHOR,))
     senders.until(Stream.ANCHOR)
-    senders.link.cancel(7, "nobody wants it")
-    senders.until(TransferFailed(7, "nobody wants it"))
-    assert [senders.until_ended(sender) for sender in (0, 1)] == ["nobody wants it"] * 2
+    senders.link.cancel(7, "no longer wanted")
+    senders.until(TransferFailed(7, "no longer wanted"))
+    assert [senders.until_ended(sender) for sender in (0, 1)] == ["no longer wanted"] * 2
 
 
 def test_one_refusal_refuses_all(stack: ExitStack) -> None:
@@ -145,7 +148,7 @@ def test_one_refusal_refuses_all(stack: ExitStack) -> None:
 
 
 class Scripted:
-    """A link that tells what it is told to."""
+    """A link whose events the test sets."""
 
     def __init__(self) -> None:
         self.inbox: list = []
@@ -195,9 +198,9 @@ def expect(link: JoinedLink) -> None:
     link.expect(7, [(0, 0)], ONE_PAGE, None, 60.0)
 
 
-# Each half in its own order: whose event comes next.
+# All interleavings of the two halves' events. `order` says whose event is next.
 @pytest.mark.parametrize("order", sorted(set(permutations((0,) * 4 + (1,) * 4))))
-def test_whole_once_both_halves_are_however_they_come(order: tuple[int, ...]) -> None:
+def test_a_transfer_is_complete_once_both_halves_are_in_any_order(order: tuple[int, ...]) -> None:
     *links, joined = scripted()
     expect(joined)
     told, at = [], [0, 0]
@@ -219,7 +222,7 @@ def _half(event: PageArrived | StreamArrived) -> PageArrived | StreamArrived:
 
 
 @pytest.mark.parametrize("num_had", range(5))
-def test_a_failure_is_told_once_nothing_is_under_way(num_had: int) -> None:
+def test_a_failure_is_reported_once_nothing_is_under_way(num_had: int) -> None:
     first, second, joined = scripted()
     expect(joined)
     first.inbox += HALF[:num_had]
@@ -230,22 +233,22 @@ def test_a_failure_is_told_once_nothing_is_under_way(num_had: int) -> None:
         assert first.cancelled == second.cancelled == []
         return
     assert told == []
-    assert first.cancelled == ["another part of it failed: the sender was silent"]
+    assert first.cancelled == ["another part of the transfer failed: the sender was silent"]
     assert second.cancelled == []
-    with pytest.raises(TransportError, match="expected already"):
+    with pytest.raises(TransportError, match="already expected"):
         expect(joined)
-    # It may have been complete by then, or not.
+    # The first half may have been complete by then, or not.
     ends = [HALF[num_had:], [TransferFailed(7, "as it was told")]]
     first.inbox += ends[num_had % 2]
     assert joined.take_events() == [TransferFailed(7, "the sender was silent")]
     expect(joined)
 
 
-def test_one_that_refuses_in_the_last_moment_fails_all() -> None:
+def test_a_link_that_refuses_in_the_last_moment_fails_all() -> None:
     first, second, joined = scripted()
     second.refuses = True
     expect(joined)
-    assert first.cancelled == ["another part of it failed: model must be the same"]
+    assert first.cancelled == ["another part of the transfer failed: model must be the same"]
     assert joined.take_events() == []
     first.inbox.append(TransferFailed(7, "as it was told"))
     assert joined.take_events() == [TransferFailed(7, "model must be the same")]
@@ -261,7 +264,7 @@ def test_a_link_that_ended_ends_all() -> None:
     assert second.is_closed
 
 
-def test_it_is_live_once_all_are() -> None:
+def test_a_joined_link_is_live_once_all_links_are() -> None:
     first, second, joined = scripted()
     for states, state in (
         ((LinkState.LIVE, LinkState.LIVE), LinkState.LIVE),

@@ -1,4 +1,4 @@
-"""Both ends on threads of their own: what is promised to the thread that calls them."""
+"""Both ends on their own threads, and the guarantees for the thread that calls them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,17 @@ from sglang_kvspec.transport.loop import SWITCH_INTERVAL_S, Loop
 
 SHAPE = TransferShape(4, 2, 100_000, 300_000)
 SMALL = TransferShape(1, 1, 100, 0)
-# Longer than any test may take.
+# Longer than the time limit of a test.
 NEVER_S = 3600.0
-# Nothing happens by itself in the time that a test takes.
+# With this timing, only calls and messages make anything happen during a test.
 SLOW = Timing(heartbeat_s=NEVER_S, probe_s=NEVER_S, silence_s=NEVER_S, gone_s=NEVER_S, retry_s=0.01)
 
 
 class Pair:
-    """A loop of each kind and what they have told. expected: before the sender says a word."""
+    """A sender loop and a receiver loop, with their events.
+
+    expected: a transfer that the receiver expects before the sender's loop starts.
+    """
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ def test_counters_are_a_copy(stack: ExitStack) -> None:
 
 @pytest.fixture
 def _idle_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop wakes up for calls and messages alone."""
+    """Let only calls and messages wake a loop."""
     monkeypatch.setattr(loop_module, "IDLE_S", NEVER_S)
 
 
@@ -160,7 +163,7 @@ def _idle_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_wake_a_loop_that_would_wait_for_ever(stack: ExitStack) -> None:
     pair = Pair(stack, timing=SLOW)
     while pair.receiver.state is not LinkState.LIVE:
-        # Each call has the loop try another Hello, should the connection be there.
+        # Each call makes the loop try another Hello, in case the connection is up.
         pair.receiver.cancel(1, "nothing")
         pair.receiver.take_events(0.05)
     pair.expect(7)
@@ -173,12 +176,12 @@ def test_calls_wake_a_loop_that_would_wait_for_ever(stack: ExitStack) -> None:
     pair.sender.abort(8, "not today")
     pair.until_sent(TransferEnded(8, "not today"))
     pair.arrived.clear()
-    assert pair.until_failed(8) == "the sender ended it: not today"
+    assert pair.until_failed(8) == "the sender ended the transfer: not today"
 
 
 @pytest.mark.usefixtures("_idle_for_ever")
 def test_closing_a_loop_that_would_wait_for_ever() -> None:
-    """close() raises where the thread does not end."""
+    """close() raises if the thread does not end."""
     port = ZmqPort(ANY, bind=True)
     loop = SenderLoop(Sender(port, IDENTITY, timing=SLOW))
     loop.close()
@@ -190,7 +193,7 @@ def test_closing_a_loop_that_would_wait_for_ever() -> None:
 
 
 class Spoiled:
-    """A destination with a defect."""
+    """A destination that raises."""
 
     def view(self, stream: Stream, page: int, generation: int, chunk: int) -> memoryview | None:
         raise ZeroDivisionError("a defect of the pool")
@@ -218,7 +221,7 @@ def test_an_exception_in_a_loop_is_raised_by_every_call_after_it(stack: ExitStac
         with pytest.raises(TransportError, match=r"receiver's loop has failed.*ZeroDivision"):
             call()
     assert not receiver._thread.is_alive()
-    # The fixture closes it once more.
+    # The fixture closes the loop again.
     receiver._error = None
 
 
@@ -258,7 +261,7 @@ def test_an_offer_that_does_not_fit_ends_its_transfer_and_no_other(stack: ExitSt
     pair.sender.offer(key, memoryview(bytes(101)))
     reason = f"{key} has 101 bytes, the limit is 100"
     pair.until_sent(SegmentReleased(key), TransferEnded(7, reason))
-    assert pair.until_failed(7) == f"the sender ended it: {reason}"
+    assert pair.until_failed(7) == f"the sender ended the transfer: {reason}"
     pair.expect(8, SMALL)
     pair.sender.offer(key._replace(transfer=8), memoryview(bytes(99)))
     pair.until_sent(TransferEnded(8, None))
@@ -268,7 +271,7 @@ def test_offers_that_are_mistakes_raise_at_once(stack: ExitStack) -> None:
     pair = Pair(stack)
     key = SegmentKey(7, Stream.ANCHOR, 0, 0)
     pair.sender.offer(key, memoryview(bytes(100)))
-    with pytest.raises(TransportError, match="offered before"):
+    with pytest.raises(TransportError, match="already offered"):
         pair.sender.offer(key, memoryview(bytes(100)))
     with pytest.raises(TransportError, match="no bytes"):
         pair.sender.offer(key._replace(chunk=1), memoryview(b""))
@@ -282,12 +285,13 @@ def test_a_transfer_that_cannot_be_expected_fails(stack: ExitStack) -> None:
     pair = Pair(stack)
     twice = [(1, 1), (1, 1), (2, 2), (3, 3)]
     pair.receiver.expect(7, twice, SHAPE, pair.target.memory)
-    assert "or one twice" in pair.until_failed(7)
+    assert "needs 4 distinct pages" in pair.until_failed(7)
     pair.arrived.clear()
     pair.expect(8)
     pair.expect(8)
-    assert "expected already" in pair.until_failed(8)
-    # One after the other: by the time that this one has failed, nothing more is said of that.
+    assert "already expected" in pair.until_failed(8)
+    # The loop takes calls in order. Once transfer 9 has failed, no more events of transfer 8
+    # follow.
     pair.receiver.expect(9, twice, SHAPE, pair.target.memory)
     pair.until_arrived(lambda event: isinstance(event, TransferFailed) and event.transfer == 9)
     assert [e.transfer for e in pair.arrived if isinstance(e, TransferFailed)] == [8, 9]
@@ -307,14 +311,14 @@ def test_threads_switch_often_while_there_are_loops(stack: ExitStack) -> None:
     assert sys.getswitchinterval() <= SWITCH_INTERVAL_S
 
 
-def test_whoever_waits_for_several_loops_hears_that_one_has_failed(stack: ExitStack) -> None:
+def test_a_waiter_for_several_loops_is_woken_when_one_fails(stack: ExitStack) -> None:
     news = threading.Event()
     port = ZmqPort(ANY, bind=True)
     sender = Sender(port, IDENTITY, timing=SLOW)
     stack.callback(port.close)
     loop = SenderLoop(sender, on_news=news.set)
     assert not news.is_set()
-    # Nothing of it is for take_events().
+    # The failing call gives take_events() no event.
     loop._post(lambda: 1 // 0)
     assert news.wait(DEADLINE_S)
     with pytest.raises(TransportError, match="ZeroDivision"):

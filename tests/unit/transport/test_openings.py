@@ -1,4 +1,4 @@
-"""Opens at a sender: who may have a transfer, what fits it, how much may be open."""
+"""Opens at a sender: which receiver may have a transfer, which offers fit, how much may be open."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_one_receiver_opens_without_an_offer_is_bounded() -> None:
     scheduler = SendScheduler(LIMITS)
     refused = [scheduler.open(b"a", open_frame(t, num_pages=1 << 15)).refusal for t in range(9)]
     assert refused[:8] == [None] * 8
-    assert "262144 pages that wait" in str(refused[8])
+    assert "262144 waiting pages" in str(refused[8])
     assert scheduler.open(b"b", open_frame(20, num_pages=1 << 15)).refusal is None
     offer(scheduler, 0, Stream.ANCHOR, 0, 5)
     offer(scheduler, 0, Stream.ANCHOR, 1, 5)
@@ -75,7 +75,7 @@ def test_what_one_receiver_opens_without_an_offer_is_bounded() -> None:
     assert (len(counted._unoffered_pages), len(counted._unoffered_transfers)) == (0, 0)
 
 
-def test_a_flood_of_opens_from_one_receiver_harms_nobody_else() -> None:
+def test_a_flood_of_opens_from_one_receiver_harms_no_other() -> None:
     rig = Rig(0)
     rig.expect(1)
     rig.tick()
@@ -96,7 +96,7 @@ def test_a_flood_of_opens_from_one_receiver_harms_nobody_else() -> None:
     rig.check_arrived(1)
     opened = [event for event in rig.sent if isinstance(event, TransferOpened)]
     assert len(opened) == 1 + MAX_UNOFFERED_TRANSFERS
-    # It falls silent, and with it goes all that it opened.
+    # The flooding receiver falls silent. All transfers that it opened end.
     rig.network.unplug(b"other")
     rig.sources = dict.fromkeys((event.transfer for event in opened), rig.sources[1])
     rig.run(60, tick_s=0.1)
@@ -111,7 +111,7 @@ def test_a_sender_is_told_once_that_its_receiver_has_room() -> None:
     rig.expect(1)
     for _ in range(2000):
         rig.tick()
-    # By now the Open has been repeated.
+    # The receiver has repeated its Open by now.
     assert rig.sent == [TransferOpened(1)]
     assert rig.sender.is_open(1)
     rig.offer(1)
@@ -121,7 +121,7 @@ def test_a_sender_is_told_once_that_its_receiver_has_room() -> None:
     assert not rig.sender.is_open(1)
 
 
-def test_an_open_after_the_offers_is_told_before_their_end() -> None:
+def test_an_open_after_the_offers_is_reported_before_their_end() -> None:
     rig = Rig(0)
     rig.offer(1)
     rig.tick()
@@ -133,12 +133,12 @@ def test_an_open_after_the_offers_is_told_before_their_end() -> None:
     assert rig.sent[-1] == TransferEnded(1, None)
 
 
-def test_an_open_that_is_refused_is_not_told() -> None:
+def test_a_refused_open_is_not_reported() -> None:
     rig = Rig(0)
     rig.sender.abort(1, "not wanted")
     rig.expect(1)
     rig.run(1)
-    assert rig.failures() == {1: "the sender ended it: not wanted"}
+    assert rig.failures() == {1: "the sender ended the transfer: not wanted"}
     assert rig.sent == []
 
 
@@ -167,7 +167,7 @@ def test_a_cancellation_that_was_lost_ends_what_was_never_offered() -> None:
     rig.network.cut()
     for _ in range(1500):
         rig.tick(0.05)
-    assert ended(rig) == {2: "its receiver has not asked for it any more"}
+    assert ended(rig) == {2: "the receiver no longer asks for the transfer"}
     assert rig.sender.is_open(1)
 
 

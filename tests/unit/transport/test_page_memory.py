@@ -1,4 +1,4 @@
-"""Registered memory: views of the right bytes, of pages that still are who they were."""
+"""Registered memory gives views of the right bytes, and only of pages of the same generation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_view_is_a_record_of_a_pool() -> None:
 def test_pages_that_are_not_there_are_refused() -> None:
     memory = PageMemory([[torch.zeros(3, 4, dtype=torch.uint8)]], lambda page, generation: True)
     for page in (-1, 3):
-        with pytest.raises(TransportError, match=f"page {page} of 3"):
+        with pytest.raises(TransportError, match=f"page {page} is outside the 3 pages"):
             memory.view(Stream.ANCHOR, page, 0, 0)
 
 

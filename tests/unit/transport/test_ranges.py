@@ -1,4 +1,4 @@
-"""Byte ranges against one flag a byte."""
+"""Byte ranges, compared with one flag per byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ spans = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).map(
 
 
 @given(st.lists(spans, max_size=30))
-def test_what_is_new_is_told_once(pieces: list[tuple[int, int]]) -> None:
+def test_new_bytes_are_returned_once(pieces: list[tuple[int, int]]) -> None:
     ranges, flags = ByteRanges(SIZE), [False] * SIZE
     for start, stop in pieces:
         fresh = ranges.add(start, stop)

@@ -1,4 +1,4 @@
-"""The replay window against a set of all that was read."""
+"""The replay window, compared with the set of all sequence numbers read."""
 
 from __future__ import annotations
 

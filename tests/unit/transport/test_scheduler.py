@@ -1,4 +1,4 @@
-"""Order, bounds and conservation of what is sent; peers lose and acknowledge at random."""
+"""The sender's order and limits, and that no byte is lost when peers lose frames at random."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def offer(scheduler: SendScheduler, transfer: int, stream: Stream, page: int, no
 
 @dataclass
 class Simulation:
-    """A scheduler and its peers; `waiting` and `sent` are kept beside it, from what was done."""
+    """A scheduler and its peers. The fields record independently what was sent and received."""
 
     scheduler: SendScheduler = field(default_factory=lambda: SendScheduler(LIMITS))
     now_s: float = 0.0
@@ -95,7 +95,7 @@ class Simulation:
             self.ended.add(end.transfer)
 
     def finish(self) -> None:
-        """No more faults: everything offered and open must arrive."""
+        """Stop all faults. Everything offered and open must arrive."""
         for peer in PEERS:
             self.connect(peer)
         for _ in range(2000):
@@ -160,7 +160,7 @@ def test_every_byte_arrives_and_bounds_hold_whatever_is_lost(steps: list[tuple[s
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Stream)), min_size=1, max_size=30),
     st.integers(0, 3),
 )
-def test_anchors_first_and_then_who_waits_longest(
+def test_anchors_first_and_then_the_longest_waiting(
     offers: list[tuple[int, Stream]], in_between: int
 ) -> None:
     """With one connection that takes everything, the order is that of (stream, time of waiting)."""
@@ -243,7 +243,7 @@ def test_what_was_lost_goes_first_and_in_order_even_in_smaller_pieces() -> None:
     assert places == [(0, 4, 6), (0, 10, 10), (0, 20, 3), (1, 0, 10), (1, 10, 10), (1, 20, 3)]
 
 
-def test_a_peer_without_credit_holds_up_nobody_else() -> None:
+def test_a_peer_without_credit_delays_no_other_peer() -> None:
     world = Simulation()
     for peer in PEERS:
         world.connect(peer)
@@ -289,5 +289,5 @@ def test_offers_that_fit_no_transfer_are_refused() -> None:
     with pytest.raises(TransportError, match="no bytes"):
         scheduler.offer(SegmentKey(0, Stream.ANCHOR, 0, 0), memoryview(b""), 0.0)
     offer(scheduler, 0, Stream.ANCHOR, 0, 0.0)
-    with pytest.raises(TransportError, match="offered before"):
+    with pytest.raises(TransportError, match="already offered"):
         offer(scheduler, 0, Stream.ANCHOR, 0, 0.0)

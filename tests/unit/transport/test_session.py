@@ -1,4 +1,4 @@
-"""Sessions and peers: who is who, who is silent, what is said how often."""
+"""Sessions and peers: identity, silence, and how often messages are repeated."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_pings_keep_time() -> None:
     ("field", "value", "words"),
     [
         ("protocol", PROTOCOL + 1, "transport protocol"),
-        ("package", "0.2.0", "sglang-kvspec version"),
+        ("package", "0.2.0", "versions of KV and packages"),
         ("codec", "uniform4", "--kvspec-codec"),
         ("target", "int8", "--kvspec-target"),
         ("page_size", 32, "--page-size"),
@@ -97,7 +97,7 @@ def of_size(size: int, heads: int, **changes: object) -> Identity:
     ],
 )
 def test_ends_may_have_other_numbers_of_ranks(sender, receiver, part) -> None:
-    """Each of which has another part of the model."""
+    """Each rank of either end has a different part of the model."""
     assert mismatch(of_size(*sender), of_size(*receiver, part=part)) is None
     other = of_size(*receiver, part=part, whole="all of another")
     assert mismatch(of_size(*sender), other) == (
@@ -114,7 +114,7 @@ SHARED = "KV heads that several ranks hold cannot be sent to another --tp-size"
     [
         ((3, 8), (2, 12), (0, 1), NO_MULTIPLE),
         ((2, 4), (0, 8), (0, 1), NO_MULTIPLE),
-        # Of 8 heads some are on two ranks.
+        # With 8 heads and 16 ranks, each head is on two ranks.
         ((16, 1), (8, 1), (0, 1), SHARED),
         ((8, 1), (16, 1), (0, 2), SHARED),
         ((2, 4), (2, 8), (0, 1), SHARED),
@@ -126,10 +126,10 @@ SHARED = "KV heads that several ranks hold cannot be sent to another --tp-size"
     ],
 )
 def test_servers_of_sizes_that_do_not_fit_are_told_both(sender, receiver, part, words) -> None:
-    """Not that each rank has another part of the model."""
+    """The reason names both sizes, not that each rank has another part of the model."""
     assert mismatch(of_size(*sender), of_size(*receiver, part=part)) == (
-        f"{words.format(*part)}: sender has {sender[0]} ({sender[1]} KV heads a rank), "
-        f"receiver {receiver[0]} ({receiver[1]} KV heads a rank)"
+        f"{words.format(*part)}: sender has {sender[0]} ({sender[1]} KV heads per rank), "
+        f"receiver {receiver[0]} ({receiver[1]} KV heads per rank)"
     )
 
 

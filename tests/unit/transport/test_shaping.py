@@ -1,4 +1,4 @@
-"""The emulated link lets through what it says."""
+"""The emulated link lets through its configured rate."""
 
 from __future__ import annotations
 

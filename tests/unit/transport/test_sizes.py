@@ -1,4 +1,4 @@
-"""Chunks of any size up to a bound: what is believed of a size, and what a wrong one does."""
+"""Chunks of any size up to a limit: which sizes are accepted, and the effect of wrong ones."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_residuals_of_pages_without_any_are_dropped() -> None:
 
 
 def test_a_destination_with_too_little_room_fails_the_transfer_at_both_ends() -> None:
-    """Not the receiver: how large a chunk is comes from the wire."""
+    """The receiver itself continues, because chunk sizes come from the wire."""
     rig = Rig(0)
     small = Pages(4, TransferShape(4, 3, 129, 470), None)
     rig.receiver.expect(1, small.refs([0, 1, 2, 3]), rig.shape, small.memory)
     rig.targets[1] = small
     rig.offer(1)
     rig.run(10)
-    assert "of 130 bytes, room for 129" in rig.failures()[1]
+    assert "has 130 bytes, its place 129" in rig.failures()[1]
     assert rig.receiver.counters.dropped[Drop.NO_ROOM] == 1
     rig.settle()
     rig.check_nothing_left()

@@ -1,4 +1,4 @@
-"""Both ends on real sockets of the loopback interface, and what happens to them there."""
+"""Both ends on real sockets of the loopback interface, with faults of connections and peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_kvspec.transport import (
     ZmqPort,
 )
 
-# Longer than any test may take.
+# Longer than the time limit of a test.
 NEVER_S = 3600.0
 NUM_WAKES = 200
 
@@ -46,7 +46,7 @@ def test_a_transfer_over_tcp(link: LoopbackLink) -> None:
     assert kinds == [Stream.ANCHOR, Stream.RESIDUAL]
 
 
-def test_memory_that_changes_after_its_release_harms_nobody(link: LoopbackLink) -> None:
+def test_memory_that_changes_after_its_release_harms_no_transfer(link: LoopbackLink) -> None:
     link.dial(link.listen())
     expected = [[t.clone() for t in stream] for stream in link.source.tensors]
     link.start()
@@ -68,7 +68,7 @@ def test_a_connection_cut_in_the_middle_of_frames(link: LoopbackLink) -> None:
     proxy = link.proxy(link.listen())
     link.dial(proxy.address)
     link.start()
-    # Past the anchors no more than 1 MB is under way, so that each step needs a new connection.
+    # After the anchors no more than 1 MB is under way, so that each step needs a new connection.
     goal = 2_600_000
     for _ in range(3):
         link.until(lambda goal=goal: link.received_bytes() > goal)  # type: ignore[misc]
@@ -79,7 +79,7 @@ def test_a_connection_cut_in_the_middle_of_frames(link: LoopbackLink) -> None:
 
 
 def test_damaged_bytes_on_the_way(link: LoopbackLink) -> None:
-    """About every twentieth frame."""
+    """About every twentieth frame is damaged."""
     proxy = link.proxy(link.listen(), damage_every=5_000_000)
     link.dial(proxy.address)
     link.start()
@@ -153,7 +153,7 @@ def test_noise_on_the_port(link: LoopbackLink) -> None:
     link.complete()
 
 
-def test_strangers_who_speak_zmq(link: LoopbackLink) -> None:
+def test_strangers_that_speak_zmq(link: LoopbackLink) -> None:
     address = link.listen()
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
@@ -245,7 +245,7 @@ def test_memory_is_lent_until_zmq_has_sent_it(link: LoopbackLink) -> None:
     memory = memoryview(bytearray(1 << 20))
     holds = [port.send(b"peer", b"head", memory) for _ in range(160)]
     assert not any(hold is None for hold in holds)
-    # Nobody reads: more than ZMQ and the kernel take in at both ends.
+    # The peer does not read, and this is more than ZMQ and the kernel buffer at both ends.
     assert not holds[-1].done
     link.until(lambda: peer.receive() is None and holds[-1].done)
     assert all(hold.done for hold in holds)
@@ -273,14 +273,16 @@ def test_wakes_end_one_wait(link: LoopbackLink) -> None:
     port.wake()
     port.wake()
     assert not port.wait(NEVER_S)
-    # A wake that were left would end this wait, too, and make it False.
+    # A leftover wake would end this wait, too, and make it False.
     link.until(lambda: peer.send(b"", b"message") is not None)
     assert port.wait(NEVER_S)
 
 
 def test_a_wake_ends_a_wait_that_has_begun() -> None:
-    """Some of the wakes come after the wait's begin, others before. A wait that no wake ends runs
-    into the time limit of the test."""
+    """Some wakes come after the start of a wait, others before it.
+
+    A wait that no wake ends runs into the time limit of the test.
+    """
     port = ZmqPort(ANY, bind=True)
     turns, ends = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -310,7 +312,7 @@ def test_a_wait_that_ends_for_a_message_says_so(link: LoopbackLink) -> None:
     assert not port.wait(30), "a call is waiting, too"
 
 
-def test_more_wakes_than_anyone_notices_block_nobody() -> None:
+def test_unnoticed_wakes_block_no_caller() -> None:
     port = ZmqPort(ANY, bind=True)
     for _ in range(5000):
         port.wake()

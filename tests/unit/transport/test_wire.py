@@ -1,4 +1,4 @@
-"""Bytes on the wire: every frame survives the way there and back, nothing else is believed."""
+"""Bytes on the wire: every frame survives encoding, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_kind_of_damage_has_its_name() -> None:
     assert drop_of([seal(PROTOCOL + 1, 4, b"", None)]) is Drop.VERSION
 
 
-def test_an_undamaged_hello_of_another_protocol_is_told_apart() -> None:
+def test_an_undamaged_hello_of_another_protocol_is_recognized() -> None:
     with pytest.raises(FrameError) as caught:
         decode([seal(PROTOCOL + 6, 0, b"whatever it says then", None)])
     assert caught.value.hello_protocol == PROTOCOL + 6
@@ -96,7 +96,7 @@ def test_forged_messages_raise_nothing_but_frame_errors() -> None:
             decoded += 1
         except FrameError:
             pass
-    # Some are frames, or the forger only tries what the first check refuses.
+    # Some must be frames. Otherwise the forger only tests what the first check refuses.
     assert 0 < decoded < 1000
 
 

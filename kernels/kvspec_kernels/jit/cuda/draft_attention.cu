@@ -1,8 +1,8 @@
-// Decode attention over anchor pages, for Hopper: codes go from memory to matrix registers without
-// a shuffle. Blocks share the pages of all requests and KV heads equally, whatever the lengths;
-// others, behind them, have the requests' newest tokens (draft_tail.cuh). draft_join.cu joins what all
-// of them leave of a request. The warps of a block take pages in turn; bulk copies fill a ring of each
-// warp ahead of it, K and V apart. What a warp does with a page is in draft_half.cuh or draft_int8.cuh.
+// Draft attention over anchors, for Hopper: codes go from memory to matrix registers without a
+// shuffle. Blocks share the pages of all requests and KV heads equally, for any lengths. Further
+// blocks attend to the requests' newest tokens (draft_tail.cuh). draft_join.cu joins the parts of a
+// request. The warps of a block take pages in turn. Bulk copies fill a ring for each warp in
+// advance, K and V separately. draft_half.cuh or draft_int8.cuh has the work of a warp on a page.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4
 // ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS TAIL_HEADS K_BYTES V_BYTES RECORD_BYTES TOP.
@@ -17,17 +17,18 @@
 
 constexpr int THREADS = WARPS * 32;
 constexpr int HALF_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
-// The rings and, between requests, the warps' states.
+// Memory of the rings and, between requests, of the warps' states.
 constexpr int RING_BYTES = WARPS * HALVES * HALF_BYTES;
 constexpr int STATE_BYTES = WarpStates<GROUP>::BYTES;
 constexpr int SCRATCH_BYTES = ((RING_BYTES > STATE_BYTES ? RING_BYTES : STATE_BYTES) + 7) / 8 * 8;
 
-// A KV head with more query heads than fit is met HEAD_SPLIT times; num_kv_heads counts each time.
-// q: [batch, num_kv_heads * GROUP, HEAD_DIM]. The first max_workers blocks have the pages; where there
-// is a tail, batch * num_kv_heads * TAIL_PARTS others follow. partial_out: [2 * max_workers, GROUP,
-// HEAD_DIM], sums of weighed V; partial_stat: [2 * max_workers, GROUP, 2], (max, base 2, and sum). Rows
-// of past_out, like q, and past_lse [batch, num_kv_heads * GROUP], base 2, are written where a single
-// block has all of a head's pages, those of tail_out and tail_lse wherever there is a tail.
+// A KV head with more query heads than fit is read HEAD_SPLIT times; num_kv_heads counts each time.
+// q: [batch, num_kv_heads * GROUP, HEAD_DIM]. The first max_workers blocks have the pages. If there
+// is a tail, batch * num_kv_heads * TAIL_PARTS blocks follow. partial_out: [2 * max_workers, GROUP,
+// HEAD_DIM], sums of weighted V. partial_stat: [2 * max_workers, GROUP, 2], (max, base 2, and sum).
+// past_out: like q; past_lse: [batch, num_kv_heads * GROUP], base 2. Their rows are written only if
+// one block has all of a head's pages. Rows of tail_out and tail_lse are written if there is a
+// tail.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
     i64 page_stride, const int* __restrict__ indptr, const int* __restrict__ indices,
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         begin = first_unit(total, worker, workers);
         end = first_unit(total, worker + 1, workers);
     }
-    u32 sequence = 0;  // parts, K or V, this warp has consumed
+    u32 sequence = 0;  // halves of pages, K or V, that this warp has consumed
     bool is_first = true;
 
     while (begin < end) {
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         const int* pages = indices + first_index + page;
         int last_len = page + count == num_pages ? last_page_len[b] : PAGE_SIZE;
         const u8* records = anchors + (i64)(head / HEAD_SPLIT) * RECORD_BYTES;
-        // The n-th part of this request that the warp reads: K or V of a page.
+        // Fetches the n-th half that the warp reads of this request: K or V of a page.
         auto fetch_part = [&](int n, int id) {
             u32 slot = (sequence + n) % HALVES;
             if (lane == 0) {
@@ -121,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         }
         sequence += n;
 
-        // The warps' states become the block's: the rings are empty now and serve as scratch.
+        // Join the warps' states. The rings are empty and serve as scratch memory.
         WarpStates<GROUP> states(scratch);
         __syncthreads();
         state.store(states, warp, lane);
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         });
         begin += count;
         is_first = false;
-        // Ordinary writes to the ring come before the next bulk copies into it.
+        // Order ordinary writes to the ring before the next bulk copies into it.
         asm volatile("fence.proxy.async;" ::: "memory");
         __syncthreads();
     }

@@ -1,22 +1,22 @@
-// Pages by fp16 products: codes become matrix operands in registers.
+// Draft attention to a page by fp16 products: codes become matrix operands in registers.
 //
 // S^T = K Q^T and O^T += V^T P^T with mma.m16n8k16, where K and V^T are the left operands and the 8
 // columns are the query heads of one KV head.
-//   log4:     K = centre + scale L[code]: scale is folded into Q, q . centre is a matrix product of
-//             its own; V = centre + scale L[code] per channel: folded in once a page.
-//   uniform4: K = (u - 8) s + (z + 8 s) likewise; V so per token: s is folded into P, and the sum of
-//             P (z + 8 s) kept apart.
+//   log4:     K = centre + scale L[code]: scale is folded into Q, and q . centre is a separate
+//             matrix product. V = centre + scale L[code] per channel, applied once a page.
+//   uniform4: K = (u - 8) s + (z + 8 s) likewise. V the same per token: s is folded into P, and the
+//             sum of P (z + 8 s) is kept separately.
 #pragma once
 #include "draft_page.cuh"
 
 constexpr int COLUMN_TILES = (GROUP + 7) / 8;
 constexpr int QUERY_BYTES = COLUMN_TILES * CHANNEL_TILES * 512;
 #if LOG4
-// Of the denormals that codes become, in units of the scale.
+// Unit of the denormals that codes become, relative to the scale.
 constexpr float LEVEL_UNIT = 16777216.0f / TOP;
 #endif
 
-// The 8 codes of a word as the left operand of one 16 x 16 tile.
+// Returns the 8 codes of a word in `a`, as the left operand of one 16 x 16 tile.
 __device__ __forceinline__ void unpack(u32 word, u32 (&a)[4]) {
 #if LOG4
     // Sign, 16 m and 1: the fp16 denormals (16 m + 1) * 2^-24.
@@ -26,8 +26,8 @@ __device__ __forceinline__ void unpack(u32 word, u32 (&a)[4]) {
     a[2] = and_or(rotated, 0x80708070u, 0x00010001u);
     a[3] = and_or(rotated << 4, 0x80708070u, 0x00010001u);
 #else
-    // Codes minus 8, so that roundings of what they are weighed with cancel. 0x6400 is 1024 in
-    // fp16: a nibble in the low mantissa bits adds its value, one in the next four bits 16 times it.
+    // Codes minus 8, so that rounding errors of their weights cancel. 0x6400 is 1024 in fp16: a
+    // nibble in the low mantissa bits adds its value, a nibble in the next four bits 16 times that.
     u32 upper = word >> 8;
     a[0] = half2_add(and_or(word, 0x000f000fu, 0x64006400u), 0xe408e408u);
     a[1] = half2_fma(and_or(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u);
@@ -57,7 +57,7 @@ struct State {
         }
     }
 
-    // Into the warp's rows.
+    // Writes the warp's rows of states.
     __device__ __forceinline__ void store(
         const WarpStates<GROUP>& states, int warp, int lane) const {
         int g = lane >> 2, t = lane & 3;
@@ -68,7 +68,7 @@ struct State {
                 float all = sum[column][j], shift = zero[column][j];
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) {
-                    // log4's sums came out of a matrix product: every row has the same.
+                    // log4's sums come from a matrix product: every row has the same sum.
                     if (!LOG4) all += __shfl_xor_sync(FULL, all, step);
                     shift += __shfl_xor_sync(FULL, shift, step);
                 }
@@ -89,8 +89,8 @@ struct State {
     }
 };
 
-// Query fragments in shared memory, for each column tile, pair of channel tiles and lane: as they
-// are, then fp16 times sm_scale * log2(e).
+// Writes query fragments to shared memory, for each column tile, pair of channel tiles and lane:
+// first unchanged, then fp16 times sm_scale * log2(e).
 __device__ __forceinline__ void load_query(
     uint4* query, const u16* q, i64 head_stride, float scale_log2) {
     for (int i = threadIdx.x; i < COLUMN_TILES * CHANNEL_TILES * 16; i += WARPS * 32) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void load_query(
     }
 }
 
-// S^T of a page, in units of log2: scores[column][token tile][row g, g+8 x column 2t, 2t+1].
+// Computes S^T of a page in units of log2: scores[column][token tile][row g, g+8 x col. 2t, 2t+1].
 __device__ __forceinline__ void score_page(
     Scores& scores, const uint4* query, const u8* page,
     float scale_log2, int lane) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void score_page(
         }
 #pragma unroll
         for (int tile = 0; tile < CHANNEL_TILES; tile += 2) {
-            // log4: centre, else zero | log4: nothing, else scale (bf16).
+            // offset: centres in log4, zeros in uniform4.
             int at = (chunk * HEAD_DIM + t * (HEAD_DIM / 4) + tile * 4);
             Words<4> offset = load_shared<4>(page + (LOG4 ? K_META : K_META2) + at * 2);
             u32 factor[4];
@@ -213,7 +213,7 @@ __device__ __forceinline__ void score_page(
     }
 }
 
-// Turns scores into probabilities and keeps maximum, sum and output of the state in step.
+// Turns scores into probabilities. Rescales sum and output of the state if its maximum grows.
 __device__ __forceinline__ void softmax_page(
     State& state, Scores& scores, int valid, int lane) {
     int g = lane >> 2;
@@ -306,7 +306,7 @@ __device__ __forceinline__ void weigh_page(
 #pragma unroll
     for (int chunk = 0; chunk < V_ROWS; ++chunk) {
 #if LOG4
-        // Sums of the rounded probabilities, which the centres are weighed with.
+        // Sums of the rounded probabilities, the weights of the centres.
         float mass[COLUMN_TILES][4];
         const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
 #pragma unroll

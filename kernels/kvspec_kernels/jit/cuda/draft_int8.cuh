@@ -1,33 +1,34 @@
-// Pages by INT8 products on the codes themselves (HACK, section 4), whose bytes take few
-// instructions: a value is offset + scale UNIT (code - ZERO).
+// Integer draft attention to a page (HACK, section 4): INT8 products on codes, which become bytes
+// in few instructions. A value is offset + scale UNIT (code - ZERO).
 //
-// S^T = K Q^T and O^T += V^T P^T with mma.m16n8k32, where K's and V^T's codes are the left operands.
-// What they are multiplied with, q times K's scales and p times V's, is rounded to 12-bit integers
-// of a power of two: column 2 h of the 8 has those of head h divided by 16, rounded, and column
-// 2 h + 1 the rest. So 4 heads share a product, and it errs as one of fp16 does. Sums over codes are exact;
-// ZERO times the sum of what was rounded is taken off afterwards (HACK's summation elimination).
+// S^T = K Q^T and O^T += V^T P^T with mma.m16n8k32, where K's and V^T's codes are the left
+// operands. The right operands, q times K's scales and p times V's, are rounded to 12-bit multiples
+// of a power of two. Of the 8 columns, column 2 h has those of head h divided by 16 and rounded,
+// and column 2 h + 1 the remainder. So 4 heads share a product, with errors as small as those of
+// fp16. Sums over codes are exact. ZERO times the sum of the rounded operands is subtracted
+// afterwards (HACK's summation elimination).
 #pragma once
 #include "draft_page.cuh"
 
 constexpr int COLUMN_TILES = (GROUP + 3) / 4;
 constexpr int QUERY_BYTES = COLUMN_TILES * CHANNEL_TILES * 512;
-// uniform4: the middle of its 4-bit codes. It is part of the offset, z + MIDDLE s.
+// The middle of uniform4's 4-bit codes, part of the offset z + MIDDLE s.
 constexpr float MIDDLE = 7.5f;
 #if ANCHOR_BITS == 2
 constexpr float UNIT = LOG4 ? 2.0f * TWO_BIT_STEP / TOP : 4.0f, ZERO = 1.5f;
 #else
-static_assert(!LOG4, "signs and magnitudes are no integers in order");
+static_assert(!LOG4, "codes of log4 are signs and magnitudes: int8 products need ordered integers");
 constexpr float UNIT = 1.0f, ZERO = MIDDLE;
 #endif
 
-// Codes are read by products of 16 rows x 32 columns: STEP_WORDS words a lane each.
+// A product takes codes of 16 rows x 32 columns: STEP_WORDS words a lane.
 constexpr int STEP_WORDS = ANCHOR_BITS / 2;
 constexpr int CHANNEL_STEPS = CHANNEL_TILES / 2, TOKEN_STEPS = TOKEN_TILES / 2;
 constexpr int V_CHUNK_STEPS = V_CHUNK_TILES / 2;
 constexpr int PAGE_WORDS = CHANNEL_STEPS * TOKEN_TILES * STEP_WORDS;
 constexpr int WORD_GROUP = PAGE_WORDS % 4 == 0 ? 4 : 2;
 
-// Leaves an integer in the low byte of the sum.
+// Adding MAGIC to a float leaves its rounded integer in the low byte of the sum.
 constexpr float MAGIC = 12582912.0f;
 constexpr float UPPER = 16.0f;
 constexpr u32 ONES = 0x01010101u;
@@ -59,8 +60,8 @@ __device__ __forceinline__ u32 half2_largest(u32 a, u32 b) {
     return r;
 }
 
-// The left operand of a product from its words. Codes of rows g + 8 stay where they are: UPPER
-// times those of rows g.
+// Makes the left operand of a product from its words. Codes of rows g + 8 are not shifted down, and
+// so count UPPER times as much as those of rows g.
 __device__ __forceinline__ void unpack(const u32* word, u32 (&a)[4]) {
 #if ANCHOR_BITS == 2
 #pragma unroll
@@ -71,18 +72,18 @@ __device__ __forceinline__ void unpack(const u32* word, u32 (&a)[4]) {
 #endif
 }
 
-// The sum that a product's two columns of a head hold, exact below 2^24.
+// Returns the sum that a head's two columns of a product hold, exact below 2^24.
 __device__ __forceinline__ float joined(int coarse, int fine) {
     return __int2float_rn(coarse * 16 + fine);
 }
 
-// State of one warp over the pages of one request and KV head: of head 4 c + t in column tile c.
+// State of one warp over the pages of one request and KV head, with head 4 c + t in column tile c.
 struct State {
     float out[COLUMN_TILES][CHANNEL_TILES][2];
     float max[COLUMN_TILES];
-    float sum[COLUMN_TILES];    // uniform4: of the lane's tokens; log4: of all
-    float zero[COLUMN_TILES];   // uniform4: what all channels have more, of the lane's tokens
-    float shift[COLUMN_TILES];  // and of all tokens
+    float sum[COLUMN_TILES];    // uniform4: over the lane's tokens; log4: over all tokens
+    float zero[COLUMN_TILES];   // uniform4: added to all channels, over the lane's tokens
+    float shift[COLUMN_TILES];  // uniform4: added to all channels, over all tokens
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -93,7 +94,7 @@ struct State {
         }
     }
 
-    // Into the warp's rows.
+    // Writes the warp's rows of states.
     __device__ __forceinline__ void store(
         const WarpStates<GROUP>& states, int warp, int lane) const {
         int g = lane >> 2, t = lane & 3;
@@ -122,8 +123,9 @@ struct State {
     }
 };
 
-// Query fragments in shared memory, for each column tile, pair of channel tiles and lane: as they
-// are, in even columns only, then fp16 times sm_scale * log2(e) in both columns of a head.
+// Writes query fragments to shared memory, for each column tile, pair of channel tiles and lane:
+// first unchanged, in even columns only, then fp16 times sm_scale * log2(e) in both columns of a
+// head.
 __device__ __forceinline__ void load_query(
     uint4* query, const u16* q, i64 head_stride, float scale_log2) {
     for (int i = threadIdx.x; i < COLUMN_TILES * CHANNEL_TILES * 16; i += WARPS * 32) {
@@ -145,8 +147,9 @@ __device__ __forceinline__ void load_query(
     }
 }
 
-// q times K's scales in steps of a power of two: right operands of products. Even columns take the
-// rounded numbers, odd ones 16 times what that leaves. Returns the step of head t, over 16.
+// Rounds q times K's scales to steps of a power of two, for right operands of products. Even
+// columns take the rounded numbers, odd columns 16 times the remainder. Returns the step of head t,
+// over 16.
 __device__ __forceinline__ float quantise_query(
     u32 (&bytes)[CHANNEL_TILES], const u32 (&folded)[CHANNEL_TILES][2], int lane) {
     u32 most = 0;
@@ -156,7 +159,7 @@ __device__ __forceinline__ float quantise_query(
     most = half2_largest(most, __shfl_xor_sync(FULL, most, 1));
     most = half2_largest(most, __shfl_xor_sync(FULL, most, 2));
     most = half2_largest(most, prmt(most, most, 0x1032));
-    // A little more, so that nothing rounds to 128. Steps under 2^-15 are not worth it.
+    // Slightly enlarged, so that nothing rounds to 128. Steps below 2^-15 would gain nothing.
     u32 exponent = half2_mul(most, 0x3c083c08u) >> 10 & 31;
     u32 power = min(30u, 36u - exponent);
     u32 factor = power * 0x04000400u;
@@ -168,24 +171,24 @@ __device__ __forceinline__ float quantise_query(
         u32 x[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            // 1536 in fp16 leaves an integer in the low byte.
+            // Adding 1536 in fp16 leaves the rounded integer in the low byte.
             u32 rounded = half2_fma(folded[tile][half], factor, 0x66006600u);
             u32 rest = half2_fma(folded[tile][half], factor, half2_fma(rounded, minus, back));
             x[half] = half2_fma(rest, finer, 0x66006600u);
         }
         bytes[tile] = prmt(x[0], x[1], 0x6240);
     }
-    // A number beyond fp16 makes all scores NaN. Lanes 8 t and on prepared head t.
+    // A number beyond fp16 makes all scores NaN. Lanes from 8 t on have prepared head t.
     float step = exponent == 31 ? __int_as_float(0x7fc00000) : __uint_as_float((138 - power) << 23);
     return __shfl_sync(FULL, step, (lane & 3) * 8);
 }
 
-// S^T of a page, in units of log2: scores[column][token tile][row g, g + 8].
+// Computes S^T of a page in units of log2: scores[column][token tile][row g, g + 8].
 __device__ __forceinline__ void score_page(
     Scores& scores, const uint4* query, const u8* page, float scale_log2, int lane) {
     int t = lane & 3;
     constexpr int VECTOR = vector_of(CHANNEL_STEPS * STEP_WORDS);
-    static_assert(VECTOR % STEP_WORDS == 0, "a product's words come in one load");
+    static_assert(VECTOR % STEP_WORDS == 0, "one load must bring all words of a product");
 #if LOG4
     int base = *reinterpret_cast<const short*>(page);
     u32 bias = (u32)(16 + (base & 15)) * 0x00400040u;
@@ -204,7 +207,7 @@ __device__ __forceinline__ void score_page(
         }
 #pragma unroll
         for (int tile = 0; tile < CHANNEL_TILES; tile += 2) {
-            // log4: centre, else zero | log4: nothing, else scale (bf16).
+            // offset: centres in log4, zeros in uniform4.
             int at = (chunk * HEAD_DIM + t * (HEAD_DIM / 4) + tile * 4);
             Words<4> offset = load_shared<4>(page + (LOG4 ? K_META : K_META2) + at * 2);
             u32 factor[4];
@@ -284,7 +287,7 @@ __device__ __forceinline__ void score_page(
     }
 }
 
-// Turns scores into probabilities and keeps maximum, sums and output of the state in step.
+// Turns scores into probabilities. Rescales sums and output of the state if its maximum grows.
 __device__ __forceinline__ void softmax_page(State& state, Scores& scores, int valid, int lane) {
     int g = lane >> 2;
     if (valid < PAGE_SIZE) {
@@ -326,7 +329,8 @@ __device__ __forceinline__ void softmax_page(State& state, Scores& scores, int v
                 exp2_approx(scores[column][i / 2][i % 2] - state.max[column]);
 }
 
-// Weights of a column tile in steps of a power of two, which is returned: right operands.
+// Rounds the weights of a column tile to steps of a power of two, for right operands of products.
+// Returns the step, over 16.
 __device__ __forceinline__ float quantise_weights(
     u32 (&bytes)[TOKEN_TILES], const float (&weights)[TOKEN_TILES][2]) {
     float most = 0.0f;
@@ -349,7 +353,8 @@ __device__ __forceinline__ float quantise_weights(
             coarse[half] = __float_as_uint(rounded);
             fine[half] = __float_as_uint(__fmaf_rn(rest, 16.0f, MAGIC));
         }
-        // Tokens g and g + 8 of both columns; transposed, tokens 2t, 2t+8, 2t+1, 2t+9 of column g.
+        // A lane has tokens g and g + 8 of both columns. Transposed, it has tokens 2t, 2t+8, 2t+1
+        // and 2t+9 of column g.
         u32 pair = prmt(prmt(coarse[0], coarse[1], 0x0040), prmt(fine[0], fine[1], 0x0040), 0x5410);
         bytes[tile] = transposed(pair);
     }

@@ -1,5 +1,5 @@
-// Joins what blocks of draft_attention.cu left of a query with one another and with the state of the
-// request's tail, if there is one: a block for each query row.
+// Joins the parts of a query row that blocks of draft_attention.cu wrote, and the state of the
+// request's tail if there is one. Each query row has a block.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM GROUP WARPS JOIN_WARPS PARTS_AT_ONCE
 // and Q_BF16.
@@ -7,9 +7,9 @@
 #include "draft_shares.cuh"
 #include "join_rows.cuh"
 
-// num_kv_heads, max_workers: of that kernel, which was given indptr, past_out and past_lse, too.
-// tail_out, tail_lse: like these, or null. Writes every row of out [batch, num_kv_heads * GROUP,
-// HEAD_DIM] and lse.
+// indptr, num_kv_heads, max_workers, past_out, past_lse: the arguments of draft_attention.
+// tail_out, tail_lse: like past_out and past_lse, or null. Writes every row of out [batch,
+// num_kv_heads * GROUP, HEAD_DIM] and lse.
 extern "C" __global__ void __launch_bounds__(JOIN_THREADS) draft_join(
     const float* __restrict__ partial_out, const float* __restrict__ partial_stat,
     const int* __restrict__ indptr, int batch, int num_kv_heads, int max_workers,

@@ -1,4 +1,4 @@
-// What both ways to draft know of a page: sizes, and byte offsets in its record (formats.py).
+// Sizes of a page and byte offsets in its record (formats.py), for drafts in fp16 and in INT8.
 #pragma once
 #include "warp_states.cuh"
 
@@ -6,7 +6,8 @@ constexpr int CHANNEL_TILES = HEAD_DIM / 16;
 constexpr int TOKEN_TILES = PAGE_SIZE / 16;
 constexpr int K_CHUNK_TILES = TOKEN_TILES / K_ROWS;
 constexpr int V_CHUNK_TILES = TOKEN_TILES / V_ROWS;
-// A score may exceed the running maximum by this, in log2, before that moves: fewer rescalings.
+// A score may exceed the running maximum by this, in log2, before the maximum moves. The slack
+// saves rescalings.
 constexpr float SLACK = 6.0f;
 
 constexpr int CODE_BYTES = PAGE_SIZE * HEAD_DIM * ANCHOR_BITS / 8;
@@ -23,7 +24,7 @@ __device__ __forceinline__ u32 transposed(u32 x) {
     return r;
 }
 
-// Two values of q as fp16 times `scale`.
+// Returns two values of q times `scale`, as fp16.
 __device__ __forceinline__ u32 scaled_query(u32 pair, float scale) {
 #if Q_BF16
     float low = low_bf16(pair), high = high_bf16(pair);
@@ -33,7 +34,7 @@ __device__ __forceinline__ u32 scaled_query(u32 pair, float scale) {
     return to_half2(low * scale, high * scale);
 }
 
-// Products of q with a row of numbers, one a channel.
+// Products of q with a row of numbers, one for each channel.
 struct RowProduct {
     float low[4], high[4];
 
@@ -41,21 +42,21 @@ struct RowProduct {
         for (int i = 0; i < 4; ++i) low[i] = high[i] = 0.0f;
     }
 
-    // words: columns 2t, 2t+1 and 2t+8, 2t+9 of two channel tiles as metadata holds them; q: the
-    // query's first columns of both tiles, then the others. The words are a left operand as they
-    // are, but its rows g have the first columns of both tiles and its rows g + 8 the others: half
-    // of each product is of use.
+    // words: columns 2t, 2t+1 and 2t+8, 2t+9 of two channel tiles, as metadata holds them. q: the
+    // query's columns 2t, 2t+1 of both tiles, then columns 2t+8, 2t+9. The words serve unchanged as
+    // a left operand, but its rows g have the first columns of both tiles and its rows g + 8 the
+    // other columns. So only half of each product is used.
     __device__ __forceinline__ void add(const Words<4>& words, const uint4& q) {
         mma_bf16(low, words, q.x, q.y);
         mma_bf16(high, words, q.z, q.w);
     }
 
-    // Of column 2 t + j.
+    // Returns the product of column 2 t + j.
     __device__ __forceinline__ float operator[](int j) const { return low[j] + high[2 + j]; }
 };
 
 #if !LOG4
-// Zeroes V's scales and zeros of tokens that are not there: they may be NaN.
+// Clears V's scales and zeros of tokens past the request's last one: they may be NaN.
 __device__ __forceinline__ void clear_tokens(u8* page, int valid, int lane) {
     for (int i = valid + lane; i < PAGE_SIZE; i += 32) {
         int at = (i % 8 * TOKEN_TILES + i / 16) * 4 + i / 8 % 2 * 2;

@@ -1,20 +1,20 @@
-// Attention over a request's newest tokens, in full precision. They are few, so it is done in plain
-// arithmetic by blocks of their own, which start when the first of those that read pages have ended:
-// to wait for them takes less than another kernel. Needs the defines HEAD_DIM PAGE_SIZE GROUP
-// HEAD_SPLIT WARPS TAIL_HEADS Q_BF16.
+// Attention over a request's newest tokens, in full precision. The tokens are few, so separate
+// blocks do it in plain arithmetic. These blocks start when the first blocks with pages have ended,
+// which costs less than another kernel. Needs the defines HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT WARPS
+// TAIL_HEADS Q_BF16.
 #pragma once
 #include "tail.cuh"
 #include "warp_states.cuh"
 
-// Of TAIL_HEADS heads at a time, as many as registers suffice for, a lane has every 32nd channel.
+// A lane has every 32nd channel of TAIL_HEADS heads at a time, as many as registers allow.
 constexpr int LANE_CHANNELS = HEAD_DIM / 32;
-// Blocks that a KV head takes.
+// Blocks of a KV head.
 constexpr int TAIL_PARTS = (GROUP + TAIL_HEADS - 1) / TAIL_HEADS;
-// Whose loads are under way at a time.
+// Tokens whose loads are in flight at a time.
 constexpr int TAIL_TOKENS = 4;
 
-// tokens[i][j] = channel lane + 32 j of token first + i, or of the last of `count`. memory: of a KV
-// head, page 0, token 0.
+// Loads tokens[i][j]: channel lane + 32 j of token first + i, or of the last of `count` tokens.
+// memory: start of a KV head in page 0, token 0.
 __device__ __forceinline__ void load_tokens(
     float (&tokens)[TAIL_TOKENS][LANE_CHANNELS], const u16* memory, i64 page_stride,
     i64 token_stride, const int* pages, int first, int count, int lane) {
@@ -34,9 +34,10 @@ __device__ __forceinline__ float sum_of_warp(float x) {
     return x;
 }
 
-// Block `index` of those of a launch: queries part * TAIL_HEADS .. of one request and KV head, which
-// is met HEAD_SPLIT times. q and num_kv_heads as draft_attention has them; scratch: shared. Writes
-// rows of out and lse, 0 and -inf where the request has no such tokens.
+// Attends to one request's tail with query heads part * TAIL_HEADS .. of one KV head, which is read
+// HEAD_SPLIT times. index: number of the block among the tail's blocks. q, num_kv_heads: as in
+// draft_attention. scratch: shared memory. Writes rows of out and lse, 0 and -inf for an empty
+// tail.
 __device__ __forceinline__ void attend_to_tail(
     int index, const u16* q, i64 q_stride, i64 q_head_stride, const Tail& tail, int num_kv_heads,
     float scale_log2, u8* scratch, void* out, float* lse) {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void attend_to_tail(
     float top[TAIL_HEADS], sum[TAIL_HEADS];
 #pragma unroll
     for (int h = 0; h < TAIL_HEADS; ++h) {
-        // Past the group's last head that one is met again, for nothing.
+        // Past the group's last head, the last head is computed again and ignored.
         const u16* row = queries + min(first_head + h, GROUP - 1) * q_head_stride;
         top[h] = NEG_INF;
         sum[h] = 0.0f;

@@ -1,18 +1,18 @@
-// Pages into anchor records with 4-bit codes, and residual records, for sm_90a.
+// Encodes pages into anchor records with 4-bit codes, and residual records, for sm_90a.
 //
-// A block encodes K or V of one page and head. Warps load it 16 bytes a lane and keep the least and
-// greatest value of each channel on the way; through shared memory the values come back as the
-// operands that the records are ordered for (formats.py), by ldmatrix: lane 4 g + t of a warp holds
-// all 8 values of its word in a tile, and stores its words of 4 tiles at once. What belongs to a
-// channel or token is worked out once and read from shared memory.
+// A block encodes K or V of one page and head. Warps load it 16 bytes a lane, and keep the least
+// and greatest value of each channel. ldmatrix reads the values back from shared memory, in the
+// order of the records (formats.py). Lane 4 g + t of a warp then holds all 8 values of its word in
+// a tile, and stores its words of 4 tiles at once. Numbers of a channel or token are computed once
+// and read from shared memory.
 //
 // Defines: LOG4 (else uniform4), EXACT (else int8), KV_BF16 (else fp16), PAGE_SIZE, HEAD_DIM,
-// K_CHUNK, V_CHUNK (tokens that share a channel's metadata; V of uniform4 has none: tokens that are
-// loaded together), TOP, WARPS, BLOCKS (a multiprocessor), SHARED_BYTES, and where in an anchor
-// record the parts' fields are: K_CODES, K_METADATA, V_CODES, V_METADATA.
+// K_CHUNK, V_CHUNK (tokens that share a channel's metadata; for V of uniform4, which has none,
+// tokens that are loaded together), TOP, WARPS, BLOCKS (a multiprocessor), SHARED_BYTES, and
+// offsets of the parts' fields in an anchor record: K_CODES, K_METADATA, V_CODES, V_METADATA.
 #include "encode_prepare.cuh"
 
-// Words of neighbouring tiles from `tile` on, which a group of 4 has side by side for each lane.
+// Stores words of neighbouring tiles from `tile` on. In a group of 4, a lane's words are adjacent.
 template <int N>
 __device__ __forceinline__ void store_words(u8* codes, int tile, const u32* words) {
     u8* p = codes + tile / 4 * 512 + threadIdx.x % 32 * 16 + tile % 4 * 4;
@@ -31,18 +31,18 @@ __device__ __forceinline__ void encode_unit(int unit, const Shared& shared, u8* 
     constexpr int ROWS = P::UNIT_ROWS, COLS = P::UNIT_COLS, UNITS_WIDE = P::COL_TILES / COLS;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row0 = unit / UNITS_WIDE * ROWS, col0 = unit % UNITS_WIDE * COLS;
-    // Row i of matrix m: what lane 8 m + i points to.
+    // Lane 8 m + i points to row i of matrix m.
     const int down = 16 * row0 + (lane & 8), right = 16 * col0 + (lane & 16) / 2;
     const u8* start = shared.values + (IS_V ? (right + lane % 8) * PITCH + down * 2
                                             : (down + lane % 8) * PITCH + right * 2);
     const int chunk = P::BY_TOKEN ? 0 : 16 * (IS_V ? col0 : row0) / P::CHUNK * HEAD_DIM;
-    // A multiple of 8, and less than 8: slots of the two add up.
+    // entry is a multiple of 8 and within is less than 8, so that their slots add up.
     const int entry = chunk + 16 * (P::BY_ROW ? row0 : col0), within = P::BY_ROW ? g : 2 * t;
     const int slot = slot_of(entry) + within;
     u32 upper[ROWS * COLS], lower[ROWS * COLS];
     Prepared m[4];
     float steps[4];
-    // The direction that shares metadata is the inner one.
+    // The inner loop runs in the direction that shares metadata.
     constexpr int OUTER = P::BY_ROW ? ROWS : COLS, INNER = P::BY_ROW ? COLS : ROWS;
 #pragma unroll
     for (int i = 0; i < OUTER; i++) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void encode_unit(int unit, const Shared& shared, u8* 
 #endif
         }
     }
-    // Rows of two tiles follow each other if there are no more.
+    // If a row has only two tiles, the words of two rows are adjacent.
     constexpr int WIDTH = P::COL_TILES == 2 && ROWS == 2 ? 4 : COLS;
 #pragma unroll
     for (int i = 0; i < ROWS * COLS; i += WIDTH) {
@@ -86,7 +86,7 @@ template <bool IS_V>
 __device__ __forceinline__ void encode_part(const u8* page, i64 stride_token, u8* anchor,
                                             u8* residual, Shared& shared) {
     using P = Part<IS_V>;
-    // K and V have half of the residual record each.
+    // K and V each take half of the residual record.
     constexpr int PART_BYTES = EXACT ? PAGE_SIZE * ROW_BYTES : PAGE_SIZE * HEAD_DIM / 2;
     u8* part = residual + (IS_V ? PART_BYTES : 0);
     const bool clamped = prepare<IS_V>(page, stride_token, anchor, part, shared);

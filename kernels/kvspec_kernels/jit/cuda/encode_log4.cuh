@@ -7,13 +7,13 @@ constexpr int LARGEST_SCALE = 0x7f7fffff >> SCALE_SHIFT;
 constexpr int LARGEST_OFFSET = 255;
 // Adding this rounds a float below 2^22 to an integer, ties to even, in the low bits of the sum.
 constexpr float MAGIC = 12582912.0f;
-// Integers I from 0 to TOP are kept as INVERTED - I: bits 4 to 6 are then the inverted bits of the
-// magnitude (I + 7) / 16, bits 0 to 3 those of the correction but for its highest. An even number,
-// which leaves ties as they are.
+// Integers I from 0 to TOP are kept as INVERTED - I. Bits 4 to 6 are then the inverted bits of the
+// magnitude (I + 7) / 16. Bits 0 to 3 are those of the correction, with its highest bit inverted.
+// INVERTED is even, so that the subtraction does not change how ties round.
 constexpr int INVERTED = 120;
 
-// A channel in a chunk: its centre, a bf16 number, and the leading 12 bits of the smallest scale
-// that no value exceeds, which may be beyond LARGEST_SCALE.
+// Metadata of a channel in a chunk: its centre, a bf16 number, and the leading 12 bits of the
+// smallest scale that no value exceeds. These bits may exceed LARGEST_SCALE.
 struct Metadata {
     float centre;
     int reach;
@@ -27,8 +27,8 @@ __device__ __forceinline__ Metadata metadata_of(float low, float high) {
     return {centre, (int)((bits + ((1u << SCALE_SHIFT) - 1)) >> SCALE_SHIFT)};
 }
 
-// What turns a value x into quotients: c = factor * x + offset is the difference to the centre,
-// rounded once, times a power of two, and c * inverse + c * rest is c over the scale.
+// Numbers that turn a value x into a quotient: c = factor * x + offset is the difference to the
+// centre, rounded once, times a power of two. c * inverse + c * rest is c over the scale.
 struct alignas(16) Prepared {
     float factor, offset, inverse, rest;
 };
@@ -37,24 +37,25 @@ __device__ __forceinline__ Prepared prepared_of(Metadata chunk, int scale) {
     u32 bits = (u32)scale << SCALE_SHIFT;
     int exponent = min(max((int)(bits >> 23), 1), 253);
     float factor = __uint_as_float((u32)(254 - exponent) << 23);
-    // Below 4, and at least 1 unless the scale is a denormal.
+    // The divisor is below 4, and at least 1 unless the scale is a denormal.
     float divisor = __fmul_rn(__uint_as_float(bits), factor);
-    // Together these are 1 / divisor to 2^-46, because the remainder is exact: divisor has 5 bits.
-    // A 24-bit number over one of up to 8 bits is never nearer than 2^-33 to the middle of two
-    // fp32 numbers, so that the quotient is rounded as IEEE arithmetic does it.
+    // inverse + rest is 1 / divisor to 2^-46, because the remainder is exact: divisor has 5 bits.
+    // A 24-bit number over a number of up to 8 bits is at least 2^-33 from the middle of two fp32
+    // numbers. So the quotient is rounded as in IEEE arithmetic.
     float inverse = reciprocal(divisor);
     float rest = __fmul_rn(__fmaf_rn(-divisor, inverse, 1.0f), inverse);
-    // No value reaches 2^-10 of the scale: all integers are 0, and only signs remain, which a
-    // factor might lose. A scale of 0 is such a case.
+    // If no value reaches 2^-10 of the scale, all integers are 0 and only signs matter. The factor
+    // might lose signs. A scale of 0 is such a case.
     bool flat = chunk.reach < max(scale - 160, 1);
     factor = flat ? 1.0f : factor;
-    // Not negated: 0 must stay +0, so that no -0 comes out of a difference.
+    // Do not negate: 0 must stay +0, so that no difference is -0.
     float offset = __fmaf_rn(-chunk.centre, factor, 0.0f);
     return {factor, offset, flat ? 0.0f : inverse, flat ? 0.0f : rest};
 }
 
-// One word of codes and one of corrections, of the 8 values of a lane in a tile. m: of rows g and
-// g+8, or of columns 2t, 2t+1, 2t+8, 2t+9. CLAMPED: values may be beyond the largest scale.
+// Encodes the 8 values of a lane in a tile as a word of codes and a word of corrections. m: numbers
+// of rows g and g+8, or of columns 2t, 2t+1, 2t+8, 2t+9. CLAMPED: values may exceed the largest
+// scale.
 template <bool BY_ROW, bool CORRECTIONS, bool CLAMPED>
 __device__ __forceinline__ void encode_word(const Words<4>& values, const Prepared* m, u32& codes,
                                             u32& corrections) {
@@ -72,22 +73,24 @@ __device__ __forceinline__ void encode_word(const Words<4>& values, const Prepar
             c[e] = __float_as_uint(difference);
             n[e] = __float_as_uint(__fsub_rn(MAGIC + INVERTED, magnitude));
         }
-        // Two 16-bit halves each.
+        // Each word holds two 16-bit halves.
         integers[r] = prmt(n[0], n[1], 0x5410);
         if constexpr (CLAMPED)
             integers[r] = greater_of(integers[r], (INVERTED - TOP) * 0x10001u);
         signs[r] = prmt(c[0], c[1], 0x7632);
     }
-    // By bytes, codes 2, 7, 3, 6 and 0, 5, 1, 4: whose magnitudes lie in low and in high nibbles.
+    // Bytes are those of codes 2, 7, 3, 6 and 0, 5, 1, 4: an anchor word has the magnitudes of the
+    // first four in low nibbles and of the others in high nibbles.
     u32 low = prmt(integers[1], integers[3], 0x4260);
     u32 high = prmt(integers[0], integers[2], 0x4260);
-    // Signs of low nibbles are those of 6, 2, 7, 3, of high ones 4, 0, 5, 1, here all over a byte.
+    // Low nibbles take the signs of codes 6, 2, 7, 3, high nibbles those of 4, 0, 5, 1. Here each
+    // sign fills a byte.
     u32 low_signs = prmt(signs[3], signs[1], 0xfbd9), high_signs = prmt(signs[2], signs[0], 0xfbd9);
     u32 sign = (low_signs & 0x0f0f0f0fu) | (high_signs & 0xf0f0f0f0u);
     u32 inverted = ((low >> 4) & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
     codes = (sign & 0x88888888u) | (~inverted & 0x77777777u);
     if constexpr (CORRECTIONS) {
-        // They lie in order, 0, 2, 4, 6, then 1, 3, 5, 7: bytes 1 and 3 are exchanged.
+        // Corrections have the order 0, 2, 4, 6, then 1, 3, 5, 7: exchange bytes 1 and 3.
         u32 nibbles = (high & 0x0f0f0f0fu) | ((low << 4) & 0xf0f0f0f0u);
         corrections = prmt(nibbles ^ 0x88888888u, 0, 0x1230);
     }

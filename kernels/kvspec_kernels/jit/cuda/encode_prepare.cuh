@@ -1,5 +1,5 @@
-// What precedes the codes of encode.cu, whose defines it needs: values in shared memory, and metadata
-// of each channel or token, found by the lanes that load it.
+// First half of encode.cu, before codes are chosen: values in shared memory, and metadata of each
+// channel or token, found by the lanes that load it. Needs the defines of encode.cu.
 #pragma once
 #include "pairs.cuh"
 #if LOG4
@@ -10,13 +10,13 @@
 
 constexpr int THREADS = WARPS * 32;
 constexpr int ROW_BYTES = HEAD_DIM * 2;
-// Columns of 16 bytes in 8 rows then lie in different banks.
+// With this pitch, columns of 16 bytes in 8 rows lie in different banks.
 constexpr int PITCH = ROW_BYTES + 16;
 constexpr bool WITH_STEPS = !LOG4 && !EXACT;
 
 template <bool IS_V>
 struct Part {
-    // Of the operand: K as it is, V transposed.
+    // Tiles of the operand: K, or V transposed.
     static constexpr int ROW_TILES = (IS_V ? HEAD_DIM : PAGE_SIZE) / 16;
     static constexpr int COL_TILES = (IS_V ? PAGE_SIZE : HEAD_DIM) / 16;
     static constexpr int CHUNK = IS_V ? V_CHUNK : K_CHUNK;
@@ -27,17 +27,17 @@ struct Part {
     static constexpr int ENTRIES = BY_TOKEN ? PAGE_SIZE : CHUNKS * HEAD_DIM;
     static constexpr int IMAGE_BYTES = ENTRIES * (LOG4 ? 3 : 4);
 
-    // A warp's task is to load a chunk of as many channels as 8 or 4 lanes can, 16 bytes each.
+    // In a task, a warp loads a chunk of 8 or 4 lanes' channels, 16 bytes a lane.
     static constexpr int COL_LANES = CHUNK == 32 && HEAD_DIM % 64 == 0 ? 8 : 4;
     static constexpr int ROW_LANES = 32 / COL_LANES;
     static constexpr int LOADS = CHUNK / ROW_LANES;
     static constexpr int COL_TASKS = HEAD_DIM / (8 * COL_LANES);
     static constexpr int TASKS = CHUNKS * COL_TASKS;
     static constexpr int TASK_ROUNDS = (TASKS + WARPS - 1) / WARPS;
-    // Channels of which a lane has the range at the end.
+    // Channels whose range a lane has at the end.
     static constexpr int LANE_CHANNELS = COL_LANES / 4;
 
-    // A warp encodes this many tiles at once, which share metadata in one direction.
+    // Tiles that a warp encodes at once; they share metadata in one direction.
     static constexpr int UNIT_COLS = COL_TILES % 4 == 0 ? 4 : 2;
     static constexpr int UNIT_ROWS = BY_ROW && UNIT_COLS == 4 ? 1 : 2;
     static constexpr int UNITS = ROW_TILES / UNIT_ROWS * (COL_TILES / UNIT_COLS);
@@ -48,18 +48,18 @@ struct Part {
 constexpr int MAX_ENTRIES = Part<0>::ENTRIES > Part<1>::ENTRIES ? Part<0>::ENTRIES
                                                                 : Part<1>::ENTRIES;
 
-// Where an entry is kept: lanes that have every eighth one then store to different banks.
+// Returns the slot of an entry. Lanes that have every eighth entry then store to different banks.
 __device__ __forceinline__ constexpr int slot_of(int entry) { return entry + entry / 8; }
 
 struct Shared {
     alignas(16) u8 values[PAGE_SIZE * PITCH];
     Prepared prepared[slot_of(MAX_ENTRIES)];
-    // The metadata as the record has it.
+    // The metadata in the order of the record.
     alignas(16) u8 image[MAX_ENTRIES * (LOG4 ? 3 : 4)];
     float steps[WITH_STEPS ? MAX_ENTRIES : 1];
     int maxima[LOG4 ? WARPS : 1];
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher reserves too little");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is too small for Shared");
 
 struct Range {
     u32 low[4], high[4];
@@ -73,7 +73,7 @@ struct Range {
         }
     }
 
-    // Joins two lanes, of which each goes on with half of their pairs.
+    // Joins the ranges of two lanes; each lane keeps half of the pairs.
     template <int PAIRS>
     __device__ __forceinline__ void halve(int lanes) {
         bool upper = threadIdx.x & lanes;
@@ -89,7 +89,7 @@ struct Range {
     }
 };
 
-// Where a record has the metadata of a column or of a row, of `tiles` tiles.
+// Return the place of a column's or row's metadata in a record. tiles: tiles in that direction.
 __device__ __forceinline__ int place_of_column(int i, int tiles) {
     return (i / 2 % 4 * tiles + i / 16) * 4 + i / 8 % 2 * 2 + i % 2;
 }
@@ -97,8 +97,8 @@ __device__ __forceinline__ int place_of_row(int i, int tiles) {
     return (i % 8 * tiles + i / 16) * 2 + i / 8 % 2;
 }
 
-// Prepares an entry and puts its metadata in place. base: of the scales of log4. Returns whether
-// its codes need a clamp.
+// Prepares an entry and stores its metadata. base: base of log4's scales. Returns true if the codes
+// of the entry need a clamp.
 template <bool IS_V>
 __device__ __forceinline__ bool keep(Shared& shared, int entry, int place, Metadata found,
                                      int base) {
@@ -119,18 +119,20 @@ __device__ __forceinline__ bool keep(Shared& shared, int entry, int place, Metad
 #endif
 }
 
-// Loads the part and prepares its metadata; writes its bits, if the target is exact, and what the
-// anchor record has before its codes. Returns whether any codes need a clamp, which is rare.
+// Loads the part and prepares its metadata. Writes its raw bits if the target is exact, and the
+// fields of the anchor record before its codes. Returns true if any codes need a clamp, which is
+// rare.
 template <bool IS_V>
 __device__ __forceinline__ bool prepare(const u8* page, i64 stride_token, u8* anchor, u8* bits,
                                         Shared& shared) {
     using P = Part<IS_V>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int col = lane % P::COL_LANES;
-    // 8 lanes in a row must store to different banks: of two rows these are 4 apart.
+    // 8 consecutive lanes must store to different banks. With 4 lanes a row, they take two rows
+    // that are 4 apart.
     const int row = P::COL_LANES == 8 ? lane / 8 : lane / 4 % 2 * 4 + lane / 8;
     Metadata found[P::TASK_ROUNDS][P::LANE_CHANNELS];
-    // Of the 8 channels it loads, those that are left to a lane when ranges have been joined.
+    // First of the lane's channels after ranges are joined, out of the 8 that it loads.
     const int channel = col * 8 + (lane & 16 ? 4 : 0) + (lane & 8 ? 2 : 0) +
                         (P::COL_LANES == 4 && lane & 4 ? 1 : 0);
 #pragma unroll
@@ -161,7 +163,7 @@ __device__ __forceinline__ bool prepare(const u8* page, i64 stride_token, u8* an
                 found[round][0] = metadata_of(low_of(low), low_of(high));
                 found[round][P::LANE_CHANNELS - 1] = metadata_of(high_of(low), high_of(high));
             } else {
-                // Least value of one channel in the lower half, greatest in the upper half.
+                // The lower half takes the least value of one channel, the upper half the greatest.
                 bool upper = lane & 4;
                 u32 kept = prmt(low, high, upper ? 0x7632 : 0x5410);
                 u32 sent = prmt(low, high, upper ? 0x5410 : 0x7632);
@@ -194,7 +196,7 @@ __device__ __forceinline__ bool prepare(const u8* page, i64 stride_token, u8* an
 #endif
     if constexpr (P::BY_TOKEN) {
         __syncthreads();
-        // Two lanes a token; 8 neighbours read as many rows.
+        // Two lanes share a token; 8 neighbouring lanes read 8 rows.
         for (int i = threadIdx.x; i < 2 * PAGE_SIZE; i += THREADS) {
             const int token = i / 32 * 16 + lane % 16;
             const u8* half = shared.values + token * PITCH + lane / 16 * (ROW_BYTES / 2);

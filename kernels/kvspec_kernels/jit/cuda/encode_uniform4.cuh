@@ -1,16 +1,16 @@
-// The uniform codec, as reference/uniform4.py rounds it.
+// The uniform codec, with the rounding of reference/uniform4.py.
 #pragma once
 #include "pairs.cuh"
 
 // Adding this rounds a float below 2^22 to an integer, ties to even, in the low bits of the sum.
 constexpr float MAGIC = 12582912.0f;
 
-// Of a group, both bf16 numbers.
+// Metadata of a group, both bf16 numbers.
 struct Metadata {
     float scale, zero;
 };
 
-// x / 15 in IEEE arithmetic; tried for every finite fp32 number.
+// Returns x / 15 in IEEE arithmetic. Checked for every finite fp32 number.
 __device__ __forceinline__ float fifteenth(float x) {
     constexpr float FIFTEENTH = 0.06666667014360428f;
     float guess = __fmul_rn(x, FIFTEENTH);
@@ -23,9 +23,9 @@ __device__ __forceinline__ Metadata metadata_of(float low, float high) {
     return {rounded_to_bf16(fmaxf(span, 0.0f)), zero};
 }
 
-// What turns a value x into quotients: c = factor * x + offset is the difference to the zero,
-// rounded once, times a power of two, and c * inverse + c * rest is c over the scale. `step` is the
-// scale times -factor.
+// Numbers that turn a value x into a quotient: c = factor * x + offset is the difference to the
+// zero, rounded once, times a power of two. c * inverse + c * rest is c over the scale. `step` is
+// the scale times -factor.
 struct alignas(16) Prepared {
     float factor, offset, inverse, rest;
 };
@@ -34,26 +34,26 @@ __device__ __forceinline__ Prepared prepared_of(Metadata group, float& step) {
     float divisor = group.scale > 0.0f ? group.scale : 1.0f;
     int exponent = min(max((int)(__float_as_uint(divisor) >> 23), 1), 253);
     float factor = __uint_as_float((u32)(254 - exponent) << 23);
-    // Below 4, and at least 1 unless the scale is a denormal.
+    // -step is below 4, and at least 1 unless the scale is a denormal.
     step = -__fmul_rn(divisor, factor);
-    // Together these are 1 / divisor to 2^-46, because the remainder is exact: the scale has 8 bits.
-    // A 24-bit number over one of up to 8 bits is never nearer than 2^-33 to the middle of two
-    // fp32 numbers, so that the quotient is rounded as IEEE arithmetic does it.
+    // inverse + rest is 1 / -step to 2^-46, because the remainder is exact: the scale has 8 bits.
+    // A 24-bit number over a number of up to 8 bits is at least 2^-33 from the middle of two fp32
+    // numbers. So the quotient is rounded as in IEEE arithmetic.
     float inverse = reciprocal(-step);
     float rest = __fmul_rn(__fmaf_rn(step, inverse, 1.0f), inverse);
     return {factor, __fmaf_rn(-group.zero, factor, 0.0f), inverse, rest};
 }
 
-// Whether codes may fall outside 0 .. 15: if a zero is greater than the least value, which a bf16
-// value never is, or if a scale is so small that rounding it makes a difference of more than half a
-// code.
+// Returns true if codes may fall outside 0 .. 15. That happens if the zero exceeds the least value,
+// which is impossible in bf16. It also happens if the scale is so small that rounding it moves a
+// value by more than half a code.
 __device__ __forceinline__ bool needs_clamp(Metadata group) {
     return !KV_BF16 || __float_as_uint(group.scale) - 1 < 0x007fffffu;
 }
 
-// One word of codes and one of corrections, of the 8 values of a lane in a tile. m, steps: of
-// columns 2t, 2t+1, 2t+8, 2t+9; steps are read with corrections only. CLAMPED: codes may be out of
-// range.
+// Encodes the 8 values of a lane in a tile as a word of codes and a word of corrections. m, steps:
+// numbers of columns 2t, 2t+1, 2t+8, 2t+9; steps are read only for corrections. CLAMPED: codes may
+// be out of range.
 template <bool CORRECTIONS, bool CLAMPED>
 __device__ __forceinline__ void encode_word(const Words<4>& values, const Prepared* m,
                                             const float* steps, u32& codes, u32& corrections) {
@@ -71,14 +71,14 @@ __device__ __forceinline__ void encode_word(const Words<4>& values, const Prepar
             float rounded = __fadd_rn(code, MAGIC);
             n[e] = __float_as_uint(rounded);
             if constexpr (CORRECTIONS) {
-                // A code times a scale has 12 bits: this product needs no rounding of its own.
+                // A code times a scale has at most 12 bits: the product is exact, fused or not.
                 float anchor = __fmaf_rn(__fsub_rn(rounded, MAGIC), steps[r & 2 | e], p.offset);
                 float error = __fmaf_rn(x, p.factor, anchor);
                 float ratio = __fmaf_rn(error, p.inverse, __fmul_rn(error, p.rest));
                 l[e] = __float_as_uint(__fmaf_rn(ratio, 16.0f, MAGIC + 8.0f));
             }
         }
-        // Two 16-bit halves each.
+        // Each word holds two 16-bit halves.
         upper[r] = prmt(n[0], n[1], 0x5410);
         if constexpr (!CORRECTIONS && CLAMPED) upper[r] = clamped_to(upper[r], 0x000f000fu);
         if constexpr (CORRECTIONS)
@@ -86,7 +86,7 @@ __device__ __forceinline__ void encode_word(const Words<4>& values, const Prepar
     }
     codes = upper[0] + (upper[1] << 4) + (upper[2] << 8) + (upper[3] << 12);
     if constexpr (CORRECTIONS) {
-        // Nibbles of 8 more than the correction: two's complement by their highest bit.
+        // Nibbles are the correction + 8. Flipping their highest bit gives two's complement.
         u32 nibbles = lower[0] + (lower[1] << 4) + (lower[2] << 8) + (lower[3] << 12);
         corrections = nibbles ^ 0x88888888u;
     }

@@ -1,5 +1,5 @@
-// Instructions of Hopper that both attention kernels are made of, and how blocks share their work.
-// Needs the define Q_BF16.
+// Hopper instructions that the kernels share, and the division of work among blocks. Needs the
+// define Q_BF16.
 #pragma once
 
 typedef unsigned char u8;
@@ -23,14 +23,14 @@ __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
     return r;
 }
 
-// (a & b) | c in one instruction.
+// Returns (a & b) | c in one instruction.
 __device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) {
     u32 r;
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
 
-// (a & mask) | (b & ~mask) in one instruction.
+// Returns (a & mask) | (b & ~mask) in one instruction.
 __device__ __forceinline__ u32 select(u32 mask, u32 a, u32 b) {
     u32 r;
     asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 half2_add(u32 a, u32 b) {
     return r;
 }
 
-// Of two unsigned 16-bit integers, and so of two halves that are not negative.
+// Returns the maxima of pairs of unsigned 16-bit integers. Works for non-negative fp16 numbers too.
 __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     u32 r;
     asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -77,7 +77,7 @@ __device__ __forceinline__ float half_to_float(u16 x) {
     return r;
 }
 
-// Of a number in the dtype of q.
+// Returns the fp32 value of a number in the dtype of q.
 __device__ __forceinline__ float value_of(u16 x) {
 #if Q_BF16
     return low_bf16(x);
@@ -92,8 +92,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return r;
 }
 
-// Stores transposed 8 x 8 matrices, of which a lane holds columns 2t, 2t+1 of row g, as columns of
-// 16 bytes; lane 8 i + c names the address of column c of matrix i.
+// Stores 8 x 8 matrices transposed, as columns of 16 bytes. A lane holds columns 2t, 2t+1 of row g
+// of each matrix. Lane 8 i + c gives the address of column c of matrix i.
 __device__ __forceinline__ void store_transposed(u32 address, u32 a, u32 b) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address),
                  "r"(a), "r"(b) : "memory");
@@ -104,8 +104,8 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 a, u32 b, u32 
                  "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// 8 x 8 matrices of 16-byte rows: lane 8 i + r names the address of row r of matrix i and receives
-// columns 2t, 2t+1 of row g of each.
+// Loads 8 x 8 matrices of 16-byte rows. Lane 8 i + r gives the address of row r of matrix i. A lane
+// receives columns 2t, 2t+1 of row g of each matrix.
 __device__ __forceinline__ void load_matrices(u32 address, u32& a, u32& b) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
                  : "=r"(a), "=r"(b) : "r"(address) : "memory");
@@ -123,7 +123,7 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The left operand is in bf16, the right one in the dtype of q.
+// The left operand is in bf16, the right operand in the dtype of q.
 __device__ __forceinline__ void mma_bf16(float (&c)[4], const Words<4>& a, u32 b0, u32 b1) {
 #if Q_BF16
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
@@ -131,7 +131,7 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const Words<4>& a, u32 b
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.w[0]), "r"(a.w[1]), "r"(a.w[2]), "r"(a.w[3]), "r"(b0), "r"(b1));
 #else
-    // An fp16 model's values, and so their centres and zeros, are in the range of fp16.
+    // The values of an fp16 model, and so their centres and zeros, are in the range of fp16.
     u32 half[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) half[i] = to_half2(low_bf16(a.w[i]), high_bf16(a.w[i]));
@@ -165,7 +165,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Announces bytes to a barrier; it opens when they have come. Called by one lane, as is copy_bulk.
+// Announces bytes to a barrier, which opens when they have arrived. One lane calls this and
+// copy_bulk.
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
@@ -177,7 +178,7 @@ __device__ __forceinline__ void copy_bulk(u32 target, const u8* source, u32 byte
             "r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// A word, asynchronously, which the same thread may read after copies_wait().
+// Copies a word asynchronously. The same thread may read it after copies_wait().
 __device__ __forceinline__ void copy_word(int* target, const int* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)),
                  "l"(source) : "memory");
@@ -187,7 +188,7 @@ __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Whether this is the lane that acts for its warp, all of which calls it; always the same one.
+// Returns true in one lane of the warp, always the same one. All lanes must call it.
 __device__ __forceinline__ bool elect() {
     u32 elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
@@ -206,9 +207,10 @@ __device__ __forceinline__ void store_output(void* out, i64 index, float x) {
     reinterpret_cast<u16*>(out)[index] = bits;
 }
 
-// `total` units of work are cut into equal runs: the first of a worker, and the worker of a unit.
+// `total` units of work are cut into equal runs. first_unit returns the first unit of a worker,
+// worker_of the worker of a unit.
 __device__ __forceinline__ i64 first_unit(i64 total, int worker, int workers) {
-    // total * worker / workers without a product that needs 64 bits.
+    // This is total * worker / workers, without a product that needs 64 bits.
     int each = (int)total / workers, left = (int)total % workers;
     return each * worker + left * worker / workers;
 }
@@ -217,7 +219,7 @@ __device__ __forceinline__ int worker_of(i64 unit, i64 total, int workers) {
     return (int)(((unit + 1) * workers - 1) / total);
 }
 
-// The largest b with starts[b] <= unit, found by the whole warp.
+// Returns the largest b with starts[b] <= unit. The whole warp must call it.
 __device__ __forceinline__ int request_of(const int* starts, int batch, int unit) {
     int b = 0;
 #pragma unroll 1

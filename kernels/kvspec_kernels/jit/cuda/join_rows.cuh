@@ -1,15 +1,14 @@
-// Joins the parts that blocks left of a query row, where each worker has left up to two; the warps of
-// a block share them. Needs the defines HEAD_DIM JOIN_WARPS PARTS_AT_ONCE and
-// Q_BF16.
+// Joins the parts of a query row that workers wrote. The warps of a block share them. Needs the
+// defines HEAD_DIM JOIN_WARPS PARTS_AT_ONCE and Q_BF16.
 #pragma once
 #include "hopper.cuh"
 
 constexpr int JOIN_THREADS = 32 * JOIN_WARPS;
-// Vectors of 4 channels that a lane takes of each of the parts that its warp loads at a time.
+// Vectors of 4 channels that a lane takes of each part.
 constexpr int VECTORS = HEAD_DIM > 128 ? HEAD_DIM / 128 : 1;
 
-// What a row may be joined with besides: the output of other tokens, like out, and their lse. Null:
-// none.
+// A further state to join with a row: the output of other tokens, shaped like out, and their lse.
+// Null pointers mean no such state.
 struct OtherState {
     const u16* out;
     const float* lse;
@@ -21,14 +20,14 @@ struct OtherState {
     }
 };
 
-// Row `index` of out [rows, HEAD_DIM] and lse [rows] from rows row_of(worker) of partial_out
-// [.., HEAD_DIM] and partial_stat [.., 2] (max, sum), workers first .. last, of which there may be
-// none. Nothing at all becomes 0 and -inf.
+// Writes row `index` of out [rows, HEAD_DIM] and lse [rows]. Joins rows row_of(worker) of
+// partial_out [.., HEAD_DIM] and partial_stat [.., 2] (max, sum) for workers first .. last, if any,
+// and two further states. A row without any tokens becomes 0 and -inf.
 template <class RowOf>
 __device__ __forceinline__ void join_row(
     const float* partial_out, const float* partial_stat, int first, int last, RowOf row_of,
     OtherState one, OtherState other, i64 index, void* out, float* lse) {
-    // Written four values at a time.
+    // Aligned, because four values are written at a time.
     __shared__ __align__(16) float outs[JOIN_WARPS][HEAD_DIM];
     __shared__ float tops[JOIN_WARPS], sums[JOIN_WARPS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -43,7 +42,7 @@ __device__ __forceinline__ void join_row(
         float4 y[PARTS_AT_ONCE][VECTORS];
 #pragma unroll
         for (int k = 0; k < PARTS_AT_ONCE; ++k) {
-            // Past the last one it is read again, for nothing.
+            // Past the last part, the last part is read again and ignored.
             i64 row = row_of(min(w + k * JOIN_WARPS, last));
             stat[k] = __ldcg(reinterpret_cast<const float2*>(partial_stat) + row);
             if (w + k * JOIN_WARPS > last) stat[k].x = NEG_INF;
@@ -55,7 +54,7 @@ __device__ __forceinline__ void join_row(
         float before = top;
 #pragma unroll
         for (int k = 0; k < PARTS_AT_ONCE; ++k) top = fmaxf(top, stat[k].x);
-        // A query may have seen nothing yet; -inf less itself would be NaN.
+        // A query may have seen no token yet; -inf minus -inf would be NaN.
         float base = top == NEG_INF ? 0.0f : top, shrink = exp2_approx(before - base);
         sum *= shrink;
 #pragma unroll

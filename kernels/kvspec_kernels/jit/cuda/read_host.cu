@@ -1,5 +1,5 @@
-// Words from pinned host memory into memory on the device, some parts of both at a time: with a
-// link that is busy, what a read waits for is there once for all of them.
+// Copies words from pinned host memory to the device, several parts in one launch. All parts then
+// wait for a busy link at the same time, not one after another.
 
 constexpr int kParts = KVSPEC_PARTS;
 

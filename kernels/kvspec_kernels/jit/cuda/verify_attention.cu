@@ -1,19 +1,20 @@
-// Attention of several query tokens a request over anchor and 4-bit correction pages (the int8
-// target), for Hopper. A block of 4 warps takes 64 tokens of KV at a time: each warp restores 16
-// tokens of K in registers, which are multiplied with all queries (wgmma), then a quarter of V's
-// channels, which are multiplied with all probabilities. These and the queries pass through shared
-// memory; no restored value does, and none is restored twice by a block. Blocks share the pages of
-// all requests, KV heads and column blocks (GROUP x tokens, 8 COLUMNS at a time), by what they count.
+// Attention of several query tokens a request over anchors with 4-bit corrections (the int8
+// target), for Hopper. A block of 4 warps takes 64 tokens of KV at a time. Each warp restores 16
+// tokens of K in registers and multiplies them with all queries (wgmma). Then it restores a quarter
+// of V's channels and multiplies them with all probabilities. Only queries and probabilities pass
+// through shared memory, and a block restores each value once. Blocks share the pages of all
+// requests, KV heads and column blocks (GROUP x tokens, 8 COLUMNS at a time), by their units of
+// work.
 //
-// Values are fp16: K and V = x s + z, where x is the 8-bit code (uniform4: / 16), exact, and s, z are
-// those of channel or token. Scores come out of the products less the running maxima, integers that
-// are one more channel of K and Q; only probabilities that grow too large move them. Queries see
-// every token of these pages: causality matters in the tail only, whose pages, in full precision,
-// follow a request's encoded ones.
+// Values are fp16: K and V = x s + z, where x is the exact 8-bit code (uniform4: / 16), and s and z
+// belong to a channel or token. Products give scores minus the running maxima: the maxima are
+// integers and form one more channel of K and Q. A maximum moves only if probabilities grow too
+// large. Queries see every token of encoded pages. Causality matters only in the tail, whose
+// full-precision pages follow a request's encoded pages.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE (multiples of 64) GROUP COLUMNS K_ROWS
 // V_ROWS LOG4 ANCHOR_BITS Q_BF16 HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES RESIDUAL_BYTES MAX_BATCH
-// JOIN_APART and TOP.
+// JOIN_SEPARATELY and TOP.
 
 #include "verify_merge.cuh"
 #include "verify_restore.cuh"
@@ -22,22 +23,22 @@
 #include "verify_wgmma.cuh"
 
 constexpr int WARPS = 4, THREADS = 128;
-// Channel tiles of V of a warp, neighbours.
+// Neighbouring channel tiles of V that a warp has.
 constexpr int OWN_TILES = CHANNEL_TILES / WARPS;
-// Tiles whose codes are loaded at once, in 16 bytes of a field where 8 tiles of 2-bit codes lie so.
-// K's would cost uniform4 registers that 8 columns do not leave.
+// Tiles whose codes are loaded at once. 8 tiles of 2-bit codes fill a load of 16 bytes. For K,
+// uniform4 has no registers for 8 tiles if there are 8 columns.
 constexpr bool SPARES_REGISTERS = LOG4 || COLUMNS < 8;
 constexpr int K_LOAD = ANCHOR_BITS == 2 && CHANNEL_TILES % 8 == 0 && SPARES_REGISTERS ? 8 : 4;
 constexpr int V_LOAD = ANCHOR_BITS == 2 && TOKEN_TILES == 4 && OWN_TILES % 2 == 0 ? 8 : 4;
-// Pages whose rows are known: those in the ring, and two that are looked up.
+// Pages whose ids are in shared memory: those in the ring, and two that are being looked up.
 constexpr int AHEAD = HALVES / 2 + 2;
-// What a segment of pages costs to begin and to end: so many pages of the widest, but no more than
-// such a part of all that a block does. Measured over 32K tokens.
+// Cost of beginning and ending a segment of pages, in units: 12 or 6 of the widest pages, but at
+// most 1 / SEGMENT_PART of a block's work. Measured over 32K tokens.
 constexpr int SEGMENT_UNITS = (PASSES > 1 ? 12 : 6) * WIDEST_UNITS;
 constexpr int SEGMENT_PART = PASSES > 1 ? 4 : 16;
 constexpr int STEPS = TOKEN_TILES / STEP_TILES;
-// Vectors of 8 of a thread's queries. Short runs are mostly spent on fetching instructions, so that
-// loops are unrolled where that hides a latency, and no further.
+// Vectors of 8 query values of a thread. Short runs spend most time on fetching instructions, so
+// loops are unrolled only as far as that hides a latency.
 constexpr int QUERY_VECTORS = (COLUMNS * HEAD_DIM + THREADS - 1) / THREADS;
 constexpr int QUERY_UNROLL = QUERY_VECTORS < 8 ? QUERY_VECTORS : 8;
 
@@ -47,13 +48,13 @@ constexpr int META_BYTES = WARPS * CHANNEL_TILES * 64;
 constexpr int V_META_BYTES = WARPS * (OWN_TILES * 8 > 16 ? OWN_TILES * 8 : 16) * 16;
 static_assert(HALVES % 2 == 0);
 constexpr int STAT_BYTES = 2 * COLS * 4;
-// Statistics lie where K's metadata does.
+// Statistics share the memory of K's metadata.
 static_assert(META_BYTES >= WARPS * PASS_COLUMNS * 32 && META_BYTES >= 2 * COLS * 4);
-// Sums of a pass's probabilities are taken in tiles of 16 columns and 16 tokens; those of a warp, and
-// warps that share 16 columns.
+// Probabilities of a pass are summed in tiles of 16 columns and 16 tokens. SUM_TILES: tiles of a
+// warp. SHARES: warps that share 16 columns.
 constexpr int SUM_TILES = COLUMNS > 1 ? PASS_COLUMNS / 2 : 1, SHARES = WARPS / SUM_TILES;
 
-// 8 values of q as halves, times the scale.
+// Loads 8 values of q as fp16, times the scale.
 __device__ __forceinline__ void load_scaled(
     u32 (&x)[4], const u16* q, float scale, bool aligned) {
     if (aligned) {
@@ -74,13 +75,13 @@ __device__ __forceinline__ void load_scaled(
     }
 }
 
-template <bool TAIL> struct Kind { static constexpr bool IN_TAIL = TAIL; };  // of a page
+template <bool TAIL> struct Kind { static constexpr bool IN_TAIL = TAIL; };  // kind of a page
 
 // q, out: [num_tokens, num_kv_heads * GROUP, HEAD_DIM]; lse: [num_tokens, num_kv_heads * GROUP],
 // base 2. partial_out: [2 * grid, COLS, HEAD_DIM], partial_stat: [2 * grid, COLS, 2] (max, sum).
 // arrived: [batch * num_kv_heads * max_blocks], zero before and after. shares: [batch + 2], for
-// verify_join.cu, which has to follow with JOIN_APART; otherwise the last block of a segment joins
-// what the others left.
+// verify_join.cu, which must follow if JOIN_SEPARATELY. Otherwise the last block of a segment joins the
+// parts of all its blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
     i64 page_stride, const u8* __restrict__ residuals, i64 slot_stride,
@@ -93,12 +94,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     extern __shared__ __align__(128) u8 memory[];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int g = lane >> 2, t = lane & 3;
-    // The tops' parts are 8 more channels of the query, whose other 8 are multiplied by zero.
+    // The parts of the tops are 8 more channels of the query. A product takes 16 channels; the
+    // other 8 are multiplied by zero.
     u8* top_parts = memory;
     u8* query = memory + CORE_ROW;
-    // Twice: some warps may store the next step's while others still read this one's.
+    // Two buffers: some warps may store probabilities of the next step while others still read.
     u8* probs = memory + QUERY_BYTES;
-    // Where the lane's column of this warp's tokens starts: 8 tokens, the other 8, the next columns.
+    // Start of the lane's column of this warp's tokens: 8 tokens, the other 8, the next columns.
     u32 prob_column = shared_address(probs) + (2 * warp + (lane >> 3 & 1)) * CORE_ROW +
                       (lane >> 4) * 128 + (lane & 7) * 16;
     u32 sum_row = shared_address(probs) +
@@ -107,23 +109,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                   (lane & 7) * 16;
     int first_own = warp * OWN_TILES;
     int sum_column = warp * SUM_TILES / WARPS * 16 + g;
-    // Weights of the tops' parts, as a left operand: 32768, 32 and 1 for all tokens.
+    // Weights of the parts of the tops, as a left operand: 32768, 32 and 1 for all tokens.
     u32 weights = t == 0 ? 0x50007800u : t == 1 ? 0x00003c00u : 0;
     const u32 top_weights[4] = {weights, weights, 0, 0};
     uint4* k_meta = reinterpret_cast<uint4*>(memory + QUERY_BYTES + 2 * PROB_BYTES) +
                     warp * CHANNEL_TILES * 4;
     u8* after = memory + QUERY_BYTES + 2 * PROB_BYTES + META_BYTES;
     uint2* v_meta = reinterpret_cast<uint2*>(after) + warp * (V_META_BYTES / WARPS / 8);
-    // Of a pass: [WARPS][8 PASS_COLUMNS]. Where K's metadata is that no warp needs any more.
+    // [WARPS][8 PASS_COLUMNS], for one pass. Takes the place of K's metadata after its last use.
     float* stats = reinterpret_cast<float*>(memory + QUERY_BYTES + 2 * PROB_BYTES);
-    float* rises = reinterpret_cast<float*>(after + V_META_BYTES);  // [COLS]: of the running maxima
+    float* rises = reinterpret_cast<float*>(after + V_META_BYTES);  // [COLS]: growth of tops
     float* tops = rises + COLS;  // [COLS]: the running maxima, integers; 0 at first
     u8* ring = after + V_META_BYTES + STAT_BYTES;
     u32 barrier = shared_address(ring + HALVES / 2 * PAGE_BYTES);
     int* flags = reinterpret_cast<int*>(ring + HALVES / 2 * PAGE_BYTES + HALVES * 8);
-    int* ids = flags + 4;         // [AHEAD]: of pages
-    int* slots = ids + AHEAD;     // [AHEAD]: of their residuals
-    int* rests = slots + AHEAD;  // units that a segment has besides its pages
+    int* ids = flags + 4;         // [AHEAD]: page ids
+    int* slots = ids + AHEAD;     // [AHEAD]: slots of their residuals
+    int* rests = slots + AHEAD;  // units of a segment in addition to those of its pages
     int* starts = rests + 1;     // [MAX_BATCH + 1]: units before each request
 
     if (threadIdx.x == 0) {
@@ -135,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         int tokens = tail.lens ? tail.lens[b] : 0;
         return indptr[b + 1] - indptr[b] + (tokens + PAGE_SIZE - 1) / PAGE_SIZE;
     };
-    // Units before each request, and all of them: of pages and, `rest` for each segment of them,
-    // what it costs to start with another.
+    // Computes the units before each request, and returns all units. Each segment counts `rest`
+    // units, the cost of starting it, in addition to the units of its pages.
     auto scan = [&](int rest) {
         int before = 0;
 #pragma unroll 1
@@ -159,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     };
     if (warp == 0) {
         int rest = 0;
-        // Again with what beginning a segment costs, where that counts.
+        // Scan again with the cost of starting a segment, if it is not 0.
 #pragma unroll 1
         for (bool again = false;; again = true) {
             int units = scan(rest);
@@ -175,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 
     int rest = *rests;
     int total = starts[batch];
-#if JOIN_APART
+#if JOIN_SEPARATELY
     if (blockIdx.x == 0)
         for (int i = threadIdx.x; i < batch + 2; i += THREADS) shares[i] = rests[i];
 #endif
@@ -202,13 +204,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         s.block = in_head / units.wide;
         s.num_columns = min(COLS, s.num_queries * GROUP - s.block * COLS);
         int segment_begin = begin - (in_head - s.block * units.wide);
-        // A page is of the block that has its first unit.
+        // A page belongs to the block that has its first unit.
         int each = page_units(s.num_columns), first_page = segment_begin + rest;
         int page = max((begin - first_page + each - 1) / each, 0);
         int count = min(num_pages, (end - first_page + each - 1) / each) - page;
         begin = first_page + num_pages * each;
         if (count <= 0) continue;
-        // The first of them are encoded.
+        // The first `encoded` pages are encoded; the others are in the tail.
         int encoded = max(min(count, past_pages - page), 0);
         int last_len = page + encoded == past_pages ? last_page_len[s.b] : PAGE_SIZE;
         const int* pages = indices + first_index + page;
@@ -230,8 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             fetch_half(shared_address(ring) + half_offset(slot), anchor, residual, n & 1,
                        barrier + 8 * slot);
         };
-        // A page is looked up well before it is fetched, its residual a page later: no cache has
-        // them.
+        // Look up a page well before its fetch, and its residual one page later: no cache holds
+        // their entries.
         auto look_up = [&](int p) {
             if (p < encoded) copy_word(ids + p % AHEAD, pages + p);
             if (p - 1 < encoded)
@@ -295,9 +297,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll
                 for (int pass = 0; pass < PASSES; ++pass) {
                     constexpr int PASS_BYTES = PASS_COLUMNS * 128;
-                    // What lies in memory for columns of no query is never looked at.
+                    // Memory of columns without a query is never read.
                     if (pass > 0 && s.num_columns <= pass * PASS_COLUMNS * 8) break;
-                    float scores[PASS_COLUMNS][4];  // less the tops
+                    float scores[PASS_COLUMNS][4];  // minus the tops
                     u64 right = operand(query + pass * PASS_BYTES);
                     u64 top_right = operand(top_parts + pass * PASS_BYTES);
                     if (pass > 0) {
@@ -320,7 +322,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                             low = load_shared<4>(k_low);
                         }
                         if (tile == 0) {
-                            // The last step's products with V; none may be under way from here on.
+                            // Wait for the last step's products with V: none may be in flight from
+                            // here on.
                             warpgroup_wait();
                             warpgroup_begin();
                             warpgroup_mma(scores, top_weights, top_right, false);
@@ -392,10 +395,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         convert_v<OWN_TILES>(v_meta, v_part, v_base, step, valid, first_own, lane);
                     }
                     bool is_first_step = i == 0 && step == 0;
-                    // Carries into the highest bit of a half from LARGEST_PROB on.
+                    // The sum carries into the highest bit of a half from LARGEST_PROB on.
                     bool grew = (largest + (0x8000 - LARGEST_PROB) * 0x10001 & 0x80008000u) != 0;
-                    // Past this point all have stored their probabilities of this pass, and nobody
-                    // reads this K nor the last step's probabilities or V.
+                    // Past this point all warps have stored their probabilities of this pass, and
+                    // none reads this K, the last step's probabilities or the last step's V.
                     if (!__syncthreads_or(is_first_step || grew)) continue;
 #pragma unroll
                     for (int column = 0; column < PASS_COLUMNS; ++column)
@@ -413,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll
                         for (int w = 1; w < WARPS; ++w)
                             m = fmaxf(m, stats[w * PASS_COLUMNS * 8 + within]);
-                        // A query may see nothing of the tail.
+                        // A query may see no token of the tail.
                         float least = is_first_step && m > NEG_INF ? m : 0.0f;
                         float rise = rintf(fmaxf(m, least));
                         rises[c] = rise;
@@ -422,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     }
                     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                     __syncthreads();
-                    // Before the first step there is nothing to shrink, whatever the rise.
+                    // Sums and results are 0 before the first step, and must stay so for any rise.
                     auto shrink = [&](int c) {
                         return is_first_step ? 0.0f : exp2_approx(-rises[c]);
                     };
@@ -550,13 +553,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                     if (whole) {
                         lse[row] = tops[c] + log2f(x);
                     } else {
-                        // Without tokens seen, no sum of others may become small against it.
+                        // If the block saw no token, its maximum must not scale down other parts.
                         __stcg(partial_stat + (part + c) * 2, x > 0.0f ? tops[c] : NEG_INF);
                         __stcg(partial_stat + (part + c) * 2 + 1, x);
                     }
                 }
             }
-#if !JOIN_APART
+#if !JOIN_SEPARATELY
         if (!whole) {
             Owners owners(segment_begin, rest, num_pages, each, total, workers);
             __threadfence();
@@ -578,7 +581,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         __syncthreads();
     }
 
-    // Queries of requests without tokens, and rows of no request, belong to no block's share.
+    // No block's share includes queries of requests without tokens, or rows of no request.
     auto clear = [&](int token) {
         i64 row = (i64)token * num_kv_heads * GROUP;
 #pragma unroll 1

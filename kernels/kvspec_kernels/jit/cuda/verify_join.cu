@@ -1,5 +1,5 @@
-// Joins what blocks of verify_attention.cu left of a query, where these are so many that the last of
-// them would be long about it: a block for each query row.
+// Joins the parts of a query row that blocks of verify_attention.cu wrote. Used if the parts are so
+// many that the last block would take long. Each query row has a block.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM GROUP COLUMNS JOIN_WARPS PARTS_AT_ONCE
 // and Q_BF16.
@@ -7,8 +7,9 @@
 #include "join_rows.cuh"
 #include "verify_merge.cuh"
 
-// shares: units of a segment besides its pages, then units before each request, as that kernel left
-// them. max_workers: its blocks. A row of out and lse is written unless a single block wrote it.
+// shares: units of a segment in addition to its pages, then units before each request, as
+// verify_attention wrote them. max_workers: blocks of that kernel. Writes a row of out and lse
+// unless a single block of that kernel wrote it.
 extern "C" __global__ void __launch_bounds__(JOIN_THREADS) verify_join(
     const float* __restrict__ partial_out, const float* __restrict__ partial_stat,
     const int* __restrict__ shares, const int* __restrict__ qo_indptr, int batch,

@@ -1,32 +1,31 @@
-// Which queries a block attends for, the units that work is shared by, and the merge of a request's
-// parts that blocks left behind.
-// Needs the defines HEAD_DIM GROUP COLUMNS and Q_BF16.
+// Queries of a block, units of work that blocks share, and the merge of a request's parts. Needs
+// the defines HEAD_DIM GROUP COLUMNS and Q_BF16.
 #pragma once
 #include "hopper.cuh"
 
 constexpr int COLS = COLUMNS * 8;
 
-// Columns of 8 whose scores are in registers at a time, in passes, of which a segment makes as many
-// as it has queries for.
+// Columns of 8 queries whose scores are in registers at a time. A segment makes as many passes as
+// its queries need.
 constexpr int PASS_COLUMNS = COLUMNS < 8 ? COLUMNS : 8, PASSES = COLUMNS / PASS_COLUMNS;
-// Work is shared by units. What a page counts, by the time it takes: of segments with so many
-// queries, and of the widest.
+// Blocks share work in units. Returns the units of a page, proportional to its time, in a segment
+// of num_columns queries. WIDEST_UNITS: those in the widest segment.
 __device__ constexpr int page_units(int num_columns) {
     int passes = (num_columns + PASS_COLUMNS * 8 - 1) / (PASS_COLUMNS * 8);
     return PASSES > 1 ? passes + 2 : 1;
 }
 constexpr int WIDEST_UNITS = page_units(COLS);
 
-// Blocks that share all units. Each has as many as the widest page counts, so that all between the
-// first and the last one of a segment have a page of it.
+// Returns the number of blocks that share all units. Each block has at least the units of the
+// widest page, so that every block from the first to the last of a segment has a page of it.
 __device__ __forceinline__ int num_workers(int total, int max_workers) {
     return max(min(total / WIDEST_UNITS, max_workers), 1);
 }
 
-// Units of a KV head of a request with num_columns queries (at least 1), `rest` for each segment
-// besides its pages.
+// Units of a KV head of a request with num_columns queries (at least 1). Each segment counts `rest`
+// units in addition to those of its pages.
 struct HeadUnits {
-    int wide, all;  // of each column block but the last one, and of all
+    int wide, all;  // units of each column block except the last, and of all together
 
     __device__ __forceinline__ HeadUnits(int num_columns, int num_pages, int rest) {
         int num_blocks = (num_columns + COLS - 1) / COLS;
@@ -36,14 +35,14 @@ struct HeadUnits {
     }
 };
 
-// Pages of a request whose heads have so many units.
+// Returns the number of pages of a request whose KV heads each have `units` units.
 __device__ __forceinline__ int pages_of_units(int num_columns, int units, int rest) {
     HeadUnits none(num_columns, 0, rest), one(num_columns, 1, rest);
     return (units - none.all) / (one.all - none.all);
 }
 
 struct Segment {
-    int b, head, block, first_query, num_queries, num_columns;  // of this column block
+    int b, head, block, first_query, num_queries, num_columns;  // num_columns: of block
 };
 
 __device__ __forceinline__ i64 out_row(const Segment& s, int column, int num_kv_heads) {
@@ -52,12 +51,12 @@ __device__ __forceinline__ i64 out_row(const Segment& s, int column, int num_kv_
            global % GROUP;
 }
 
-// Who attended to a segment's pages, workers first .. last, each of which left a part; the first one
-// may have left one of an earlier segment, too.
+// Workers first .. last, which attended to a segment's pages. Each wrote a part. The first worker
+// may also have written a part of an earlier segment.
 struct Owners {
     int first, last, first_slot;
 
-    // begin: the segment's first unit, of which `rest` come before its pages, of `each` units.
+    // begin: the segment's first unit. `rest` units come before its pages, which have `each` units.
     __device__ __forceinline__ Owners(
         i64 begin, int rest, int num_pages, int each, i64 total, int workers) {
         first = worker_of(begin + rest, total, workers);
@@ -65,19 +64,20 @@ struct Owners {
         first_slot = first_unit(total, first, workers) < begin ? 1 : 0;
     }
 
-    // Row of the first column of a worker's part: there is room for two of each worker.
+    // Returns the row of the first column of a worker's part. Each worker has room for two parts.
     __device__ __forceinline__ i64 row_of(int worker) const {
         return (2 * (i64)worker + (worker == first ? first_slot : 0)) * COLS;
     }
 };
 
-// Adds up AT_ONCE vectors of 4 channels a thread, and more in turn, over workers first .. last.
-// weight(w, c): of worker w's part in column c. finish(c, i, x): takes vector i of column c.
+// Adds up num_vectors vectors of 4 channels over workers first .. last, AT_ONCE for each thread at
+// a time. weight(w, c): weight of worker w's part in column c. finish(c, i, x): takes vector i of
+// column c.
 template <int THREADS, int AT_ONCE, class Part, class Weight, class Finish>
 __device__ __forceinline__ void add_parts(
     const float* partial_out, int first, int last, int num_vectors, Part part_of, Weight weight,
     Finish finish) {
-    // Loads under way at a time, of 16 bytes each.
+    // UNROLL * AT_ONCE loads of 16 bytes are in flight at a time.
     constexpr int VECTORS = HEAD_DIM / 4, UNROLL = 8 / AT_ONCE;
 #pragma unroll 1
     for (int begin = threadIdx.x; begin < num_vectors; begin += AT_ONCE * THREADS) {
@@ -111,11 +111,11 @@ template <int THREADS>
 __device__ __forceinline__ void merge_parts(
     const float* partial_out, const float* partial_stat, const Owners& owners,
     const Segment& segment, int num_kv_heads, float* scales, void* out, float* lse) {
-    // Latency is all that counts here: many loads are under way at a time.
+    // Latency dominates here, so many loads are in flight at a time.
     float *tops = scales, *inverses = scales + COLS;
     int first = owners.first, last = owners.last;
     auto part_of = [&](int worker) { return owners.row_of(worker); };
-    // Threads that share a column, of one warp.
+    // Threads of one warp that share a column.
     int sharing = 32;
     while (sharing > 1 && sharing * segment.num_columns > THREADS) sharing /= 2;
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// Codes, corrections and metadata of a page's half in shared memory as fp16 operands. Says nothing
-// of how warps share a page. Needs the defines of verify_page.cuh, Q_BF16 and TOP.
+// Turns codes, corrections and metadata of a page's half in shared memory into fp16 operands. Does
+// not depend on how warps share a page. Needs the defines of verify_page.cuh, Q_BF16 and TOP.
 #pragma once
 #include "verify_page.cuh"
 
@@ -9,8 +9,9 @@ __device__ __forceinline__ u32 nibbles(u32 x) {
     return r;
 }
 
-// Codes of TILES tiles in a row from tile `index` on, a multiple of TILES, as words for restore().
-// codes, rest: the fields; with 2-bit anchors TILES may be 8, whose halves fill 16-byte loads.
+// Loads codes of TILES tiles in a row from tile `index` on, a multiple of TILES, as words for
+// restore(). codes, rest: the fields. With 2-bit anchors TILES may be 8, whose halves fill 16-byte
+// loads.
 template <int TILES>
 __device__ __forceinline__ Words<TILES> load_codes(
     const u8* codes, const u8* rest, int index, int lane) {
@@ -25,7 +26,7 @@ __device__ __forceinline__ Words<TILES> load_codes(
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
 #if LOG4
-        // Positive codes, 8 + m, become 15 - m; negative ones are 7 - m already.
+        // Positive codes, 8 + m, become 15 - m; negative codes are 7 - m already.
         u32 positive = upper.w[i] & 0xaaaaaaaau, next = positive >> 1;
         upper.w[i] ^= next;
         lower.w[i] ^= positive | next;
@@ -37,13 +38,14 @@ __device__ __forceinline__ Words<TILES> load_codes(
 #endif
 }
 
-// The 8-bit codes of two words as two halves a register, exact; uniform4's as multiples of 1 / 16.
+// Restores the exact 8-bit codes of two words, as two fp16 numbers a register. uniform4's codes are
+// multiples of 1 / 16.
 __device__ __forceinline__ void restore(u32 word, u32 correction, u32 (&x)[4]) {
 #if LOG4
-    // Integer I = 16 m - r: byte (m, r ^ 7) less 7; then the sign.
+    // The integer I = 16 m - r is byte (m, r ^ 7) minus 7; then the sign is applied.
     u32 turned = word << 4;
 #if ANCHOR_BITS == 4
-    // Bytes are those of codes 0, 5, 1, 4 and 2, 7, 3, 6, in which order the magnitudes lie.
+    // Bytes are those of codes 0, 5, 1, 4 and 2, 7, 3, 6, in the order of the magnitudes.
     u32 swapped = prmt(correction, correction, 0x1230);
     u32 even = and_or(word, 0x70707070u, nibbles(swapped));
     u32 odd = and_or(turned, 0x70707070u, nibbles(swapped >> 4));
@@ -64,7 +66,7 @@ __device__ __forceinline__ void restore(u32 word, u32 correction, u32 (&x)[4]) {
             : "=r"(x[r]) : "r"(signs[r]), "r"(0x80008000u), "r"(half2_add(codes[r], 0xe407e407u)),
               "n"(ANCHOR_BITS == 4 ? 0x6A : 0xA6));
 #else
-    // 16 u + l: byte (u, l ^ 8) less 8. Bytes are those of codes 0, 4, 1, 5 and 2, 6, 3, 7.
+    // 16 u + l is byte (u, l ^ 8) minus 8. Bytes are those of codes 0, 4, 1, 5 and 2, 6, 3, 7.
     u32 lower = correction ^ 0x88888888u;
     u32 even = select(0xf0f0f0f0u, word << 4, lower);
     u32 odd = select(0xf0f0f0f0u, word, lower >> 4);
@@ -79,7 +81,8 @@ __device__ __forceinline__ float log_scale(int base, u32 offset) {
     return __uint_as_float((u32)(base + (int)offset) << 19) * (1.0f / TOP);
 }
 
-// Scale and zero of a warp's 16 tokens of K: [channel tile][t] {s 2t 2t+1, z, s 2t+8 2t+9, z}.
+// Writes scale and zero of a warp's 16 tokens of K: [channel tile][t] {s 2t 2t+1, z, s 2t+8 2t+9,
+// z}.
 __device__ __forceinline__ void convert_k(uint4* meta, const u8* part, int row_tile, int lane) {
     int chunk = row_tile / K_CHUNK_TILES;
     for (int e = lane; e < CHANNEL_TILES * 4; e += 32) {
@@ -103,9 +106,9 @@ __device__ __forceinline__ void convert_k(uint4* meta, const u8* part, int row_t
     }
 }
 
-// uniform4: scale and zero of 64 tokens: [token tile][t] {s 2t 2t+1, s 2t+8 2t+9, zeros likewise}; 0
-// from token `valid` on. log4: of channel tiles first + i: [i][g][row g, g + 8] {s twice, z
-// twice}.
+// Writes scale and zero of V. uniform4: of 64 tokens, [token tile][t] {s 2t 2t+1, s 2t+8 2t+9,
+// zeros likewise}, 0 from token `valid` on. log4: of channel tiles first + i, [i][g][row g, g + 8]
+// {s twice, z twice}.
 template <int TILES>
 __device__ __forceinline__ void convert_v(
     uint2* meta, const u8* part, int base, int step, int valid, int first, int lane) {
@@ -134,7 +137,7 @@ __device__ __forceinline__ void convert_v(
 #endif
 }
 
-// x s + z; a value beyond fp16 becomes the largest, as the KV of an fp16 model was.
+// Returns x s + z. For an fp16 model, a value beyond fp16 becomes the largest fp16 number.
 __device__ __forceinline__ u32 scaled(u32 x, u32 s, u32 z) {
     u32 r = half2_fma(x, s, z);
 #if !Q_BF16

@@ -1,15 +1,16 @@
-// Probabilities in fp16, and the running maxima that they are relative to.
+// Probabilities in fp16, relative to running maxima.
 #pragma once
 #include "hopper.cuh"
 
-// Probabilities, relative to the running maximum when it was last taken, may grow to 2^10, as fp16.
+// fp16 bits of 2^10. Probabilities, relative to the running maximum, may grow up to this before the
+// maximum moves.
 constexpr u32 LARGEST_PROB = 0x6400;
 
 __device__ __forceinline__ u32 weights_of(float score, float next) {
     return to_half2(exp2_approx(score), exp2_approx(next));
 }
 
-// A running maximum as halves whose sum, weighted with 32768, 32 and 1, is minus it, exactly.
+// Stores minus a running maximum, exactly, as three fp16 parts with weights 32768, 32 and 1.
 __device__ __forceinline__ void store_top(u8* parts, float top) {
     float rest = -top, weight = 32768.0f;
     u32 halves[3];

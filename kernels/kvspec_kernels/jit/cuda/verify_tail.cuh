@@ -1,5 +1,5 @@
-// Full-precision tokens after a request's encoded pages, as the operands that pages become. Few and
-// read once, they come straight from global memory. Needs the define Q_BF16.
+// Full-precision tokens after a request's encoded pages, as the same operands as pages. The tokens
+// are few and read once, so lanes load them straight from global memory. Needs the define Q_BF16.
 #pragma once
 #include "tail.cuh"
 
@@ -11,7 +11,7 @@ __device__ __forceinline__ u32 as_half2(u32 pair) {
 #endif
 }
 
-// 4 channel tiles from `tile` on, of the 16 tokens of a row tile of the request's page.
+// Loads 4 channel tiles from `tile` on, of the 16 tokens of a row tile of the request's page.
 __device__ __forceinline__ void load_tail_k(
     u32 (*x)[4], const Tail& tail, int b, int head, int page, int row_tile, int tile, int lane) {
     i64 id = tail.indices[tail.indptr[b] + page];
@@ -26,8 +26,8 @@ __device__ __forceinline__ void load_tail_k(
         }
 }
 
-// 4 token tiles from `token_tile` on, of the 16 channels of a tile. Tokens from `valid` on are 0,
-// whatever memory holds.
+// Loads 4 token tiles from `token_tile` on, of the 16 channels of a tile. Tokens from `valid` on
+// become 0, for any contents of memory.
 __device__ __forceinline__ void load_tail_v(
     u32 (*x)[4], const Tail& tail, int b, int head, int page, int tile, int token_tile, int valid,
     int lane) {

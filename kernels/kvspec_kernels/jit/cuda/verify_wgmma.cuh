@@ -1,9 +1,11 @@
-// Products of a warpgroup's 64 rows with up to 128 columns at once (wgmma). Needs the define COLUMNS.
+// Products of a warpgroup's 64 rows with up to 128 columns at once (wgmma). Needs the define
+// COLUMNS.
 #pragma once
 #include "hopper.cuh"
 
-// d[column][4] (+)= a b for the block's 64 rows, 16 of each warp, and 8 columns for each of d's; the
-// left operand is in registers, as for mma.m16n8k16, the right one [columns][16] in shared memory.
+// d[column][4] (+)= a b for the block's 64 rows, 16 of each warp, and 8 columns for each of d's.
+// The left operand is in registers, as for mma.m16n8k16. The right operand is [columns][16] in
+// shared memory.
 #define ACC(c) "+f"(d[c][0]), "+f"(d[c][1]), "+f"(d[c][2]), "+f"(d[c][3])
 #define ACC4(c) ACC(c), ACC(c + 1), ACC(c + 2), ACC(c + 3)
 #define WARPGROUP_MMA(N, SHAPE, D, A, B, ADDS, ...)                                              \
@@ -41,8 +43,9 @@ __device__ __forceinline__ void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
-// Right operands lie in core matrices of 8 columns x 8 (16 bytes a column), those of all columns
-// after each other, then the next 8 of the inner dimension; two of them make a product.
+// Right operands are core matrices of 8 columns x 8 (16 bytes a column). The matrices of all
+// columns come first, then those of the next 8 of the inner dimension. A product takes two along
+// it.
 constexpr int CORE_ROW = COLUMNS * 128;
 __device__ __forceinline__ u64 operand(const void* matrix) {
     return (u64)(shared_address(matrix) >> 4) | (u64)(CORE_ROW >> 4) << 16 | (u64)(128 >> 4) << 32;

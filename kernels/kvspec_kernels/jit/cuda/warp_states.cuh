@@ -1,5 +1,5 @@
-// What the warps of a block have made of their tokens, in shared memory, where it becomes the block's.
-// Needs the defines HEAD_DIM WARPS Q_BF16.
+// States of a block's warps in shared memory, and their join into the block's state. Needs the
+// defines HEAD_DIM WARPS Q_BF16.
 #pragma once
 #include "hopper.cuh"
 
@@ -8,14 +8,14 @@ struct WarpStates {
     static constexpr int BYTES = WARPS * HEADS * (HEAD_DIM + 2) * 4;
 
     float *tops, *sums;  // [WARPS][HEADS]: maximum of scores, base 2, and sum of weights
-    float* outs;         // [WARPS][HEADS][HEAD_DIM], sums of weighed V
+    float* outs;         // [WARPS][HEADS][HEAD_DIM], sums of weighted V
 
     __device__ __forceinline__ explicit WarpStates(u8* memory)
         : tops(reinterpret_cast<float*>(memory)), sums(tops + WARPS * HEADS),
           outs(sums + WARPS * HEADS) {}
 
-    // write(head, channel, top, sum, value) of the block, for all of them; top is -inf and the rest 0
-    // where no warp had a token.
+    // Calls write(head, channel, top, sum, value) of the block for all heads and channels. If no
+    // warp had a token, top is -inf and the rest 0.
     template <class Write>
     __device__ __forceinline__ void join(Write write) const {
         for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += WARPS * 32) {
@@ -23,7 +23,7 @@ struct WarpStates {
             float top = tops[h], sum = 0.0f, x = 0.0f;
 #pragma unroll
             for (int w = 1; w < WARPS; ++w) top = fmaxf(top, tops[w * HEADS + h]);
-            // -inf less itself would be NaN.
+            // -inf minus -inf would be NaN.
             float base = top == NEG_INF ? 0.0f : top;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {

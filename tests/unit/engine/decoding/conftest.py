@@ -1,4 +1,5 @@
-"""A toy transformer, decoded plainly and by the engine's loop, as a server drives it."""
+"""A toy transformer, decoded plainly and by the engine's loop, which is driven as a server drives
+it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ from sglang_kvspec.runtime.sampling import (
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 
-# Encoded pages of the longest request, and what it spills into.
+# Encoded pages of the longest request, including the page that its last tokens reach.
 LARGEST_PAGES = 7
 VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 200, 4, 2, 16, 2
 WIDTH = HEADS * HEAD_DIM
@@ -57,7 +58,8 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ToyModel:
-    """Random weights, scaled so that logits hang on attention and 4-bit drafts at times err."""
+    """Transformer of random weights, scaled so that logits depend on attention, and 4-bit drafts
+    err at times."""
 
     def __init__(self, seed: int = 0) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -94,7 +96,8 @@ class Request:
     logits: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, verified: VerifyResult) -> list[int]:
-        """The tokens of a verification, after noting the logits they were chosen from."""
+        """Record the logits that the tokens of a verification were chosen from, and return the
+        tokens."""
         self.logits += verified.logits[: len(verified.tokens)]
         return verified.tokens
 
@@ -105,8 +108,8 @@ class Output(NamedTuple):
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torch.Tensor:
-    """Causal attention of queries [n, heads, head_dim] at positions first.. over k, v
-    [first + n, num_kv_heads, head_dim], in fp64."""
+    """Return causal attention, in fp64, of queries [n, heads, head_dim] at positions first.. over
+    k, v [first + n, num_kv_heads, head_dim]."""
     mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(first)
     parts = (part.double().movedim(0, 1) for part in (q, k, v))
     out = scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
@@ -114,7 +117,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torc
 
 
 def plain_decode(model: ToyModel, request: Request) -> Output:
-    """One token at a time over a full-precision cache; greedy or seeded."""
+    """Decode one token at a time over a full-precision cache, greedy or seeded."""
     cache = [[torch.empty(0, KV_HEADS, HEAD_DIM)] * 2 for _ in range(LAYERS)]
 
     def attend(layer, q, k, v):
@@ -160,23 +163,23 @@ class ToyForward:
 
 
 class NoArrivals:
-    """All residuals are here."""
+    """Arrivals where all residuals are here."""
 
-    may_lack = come_with_requests = False
+    may_be_pending = come_with_requests = False
 
     def note_verification(self, state: RequestState, num_emitted: int) -> None:
         pass
 
 
 class NoGuard:
-    """No page is ever corrupt."""
+    """Guard that finds no corrupt page."""
 
     def drop(self, batch: RoundBatch, rows: dict[int, Row]) -> None:
         pass
 
 
 class Engine:
-    """Serves requests with at most `max_running` at once, staggered; freed pages are reused."""
+    """Serve requests with at most `max_running` at once, staggered, and reuse freed pages."""
 
     def __init__(
         self,
@@ -188,12 +191,12 @@ class Engine:
         drafter: Drafter | None = None,
         view: DraftView | None = None,
     ) -> None:
-        """drafter: in place of the model itself."""
+        """drafter: replaces the model itself."""
         self.kv, self.config, self.max_running = kv, config, max_running
         self.drafter, self.view = drafter, view
         self.forward = ToyForward(kv, model)
         self.keeper = PageKeeper(kv, config.recent_pages)
-        self.chooser = SpecSampler(0, torch.device("cpu"))
+        self.sampler = SpecSampler(0, torch.device("cpu"))
         self.counters = SpecCounters()
         self.free_pages = list(range(kv.plan.num_pages, 0, -1))
         self.kept: set[int] = set()
@@ -217,7 +220,7 @@ class Engine:
             scheduler=scheduler,
             planner=planner,
             guard=NoGuard(),
-            chooser=self.chooser,
+            sampler=self.sampler,
             ranks=ranks,
             timer=timer,
             page_size=self.kv.geometry.page_size,
@@ -229,16 +232,16 @@ class Engine:
             planner=planner,
             starter=starter,
             verifier=verifier,
-            committer=Committer(self.chooser, self.keeper, NoArrivals(), ranks, self.counters),
+            committer=Committer(self.sampler, self.keeper, NoArrivals(), ranks, self.counters),
             overlap=NoOverlap(),
             observer=RoundObserver(self.counters, planner.speeds, clock, timer),
             speeds=planner.speeds,
             pages=self.keeper,
             arrivals=NoArrivals(),
             prompt_reader=EagerDrafter(
-                self.forward, self.chooser, ranks, self.kv.geometry.page_size
+                self.forward, self.sampler, ranks, self.kv.geometry.page_size
             ),
-            chooser=self.chooser,
+            sampler=self.sampler,
             ranks=ranks,
         )
 
@@ -246,7 +249,7 @@ class Engine:
         if self.drafter is not None:
             return CheckedDrafter("other", self.drafter, VOCAB)
         return EagerDrafter(
-            self.forward, self.chooser, ranks, self.kv.geometry.page_size, self.view
+            self.forward, self.sampler, ranks, self.kv.geometry.page_size, self.view
         )
 
     def _scheduler(self, parts: SchedulerParts) -> VerifyScheduler:
@@ -266,7 +269,7 @@ class Engine:
         return [Output(r.state.output, torch.stack(r.logits)) for r in requests]
 
     def _prefill(self, request: Request, chunk: int) -> None:
-        """Pages the request brings hold the start of its prompt already."""
+        """Compute the prompt behind the pages that the request brings, which hold its start."""
         size = self.kv.geometry.page_size
         self.kept.update(request.pages)
         start = len(request.pages) * size
@@ -278,7 +281,7 @@ class Engine:
             logits = self.forward.run_rows([row], request.prompt[start : row.end])
             self.keeper.commit(row.pages, row.start, row.end)
             start = row.end
-        (first,) = request.take(self.chooser.first(logits[-1:], request.params, (), start, None))
+        (first,) = request.take(self.sampler.first(logits[-1:], request.params, (), start, None))
         request.state = RequestState(
             rid=str(id(request)),
             committed_len=start,
@@ -290,7 +293,7 @@ class Engine:
 
     def _run_round(self, running: list[Request]) -> RoundResult:
         states = [r.state for r in running]
-        # As far as the drafts of a round go.
+        # Pages for all drafts of a round.
         most = [s.next_position + s.cap_len(self.config.max_draft_len) + 1 for s in states]
         ends = [min(end, len(r.prompt) + r.num_new) for r, end in zip(running, most, strict=True)]
         pages = [self._pages(r, end) for r, end in zip(running, ends, strict=True)]
@@ -312,7 +315,7 @@ class Engine:
         return torch.tensor(request.pages[:needed])
 
     def _release(self, request: Request) -> None:
-        """Kept pages stay as a cached prefix, the others are free for the next request."""
+        """Keep `kept` pages as a cached prefix, and free the others for the next request."""
         full = request.state.committed_len // self.kv.geometry.page_size
         self.keeper.retire(torch.tensor(request.pages[:full], dtype=torch.int64))
         gone = [page for page in request.pages if page not in self.kept]
@@ -321,7 +324,7 @@ class Engine:
 
 
 class FixedRounds:
-    """Up to five drafts a round; the link moves `link_pages` while they are made."""
+    """Schedule of up to five drafts a round. The link moves `link_pages` while they are made."""
 
     piggybacks_sampled = False
     link_share = None
@@ -339,7 +342,7 @@ class FixedRounds:
 
 
 class RoundEngine(Engine):
-    """The same in rounds, whose link moves `link_pages` while a round drafts."""
+    """Engine with the schedule `rounds`, whose link moves `link_pages` while a round drafts."""
 
     def __init__(self, *args, link_pages: int = 2, **options) -> None:
         self.link_pages = link_pages
@@ -359,15 +362,16 @@ class RoundEngine(Engine):
 
 
 def assert_same_output(served: Sequence[Output], plain: Sequence[Output]) -> None:
-    """The same tokens, chosen from the same logits up to fp32 rounding."""
+    """Check for the same tokens, chosen from the same logits up to fp32 rounding."""
     for index, (got, want) in enumerate(zip(served, plain, strict=True)):
         pairs = list(zip(got.tokens, want.tokens, strict=True))
         other = [at for at, (a, b) in enumerate(pairs) if a != b]
         assert not other, f"request {index} differs in token {other[0]}"
         difference = (got.logits - want.logits).abs()
-        # Forbidden tokens are at -inf, in both or the difference is infinite.
+        # Forbidden tokens have -inf in both outputs; otherwise the difference is infinite.
         error = difference.where(got.logits != want.logits, 0.0).amax(-1)
-        # Rounding moves logits, of size 8, by less than 1e-5; eight bits in place of 32 by 1e-2.
+        # fp32 rounding moves logits, of size 8, by less than 1e-5. Eight bits instead of 32 move
+        # them by 1e-2.
         assert error.max() < 1e-4, f"request {index} differs in the logits of {error.argmax()}"
 
 

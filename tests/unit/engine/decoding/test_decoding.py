@@ -9,7 +9,7 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.runtime.sampling import SamplingParams
 
 LENGTHS = [(70, 30), (33, 30), (100, 24), (64, 33)]
-# Some twenty encoded pages, of which a small cache holds one or two requests' at a time.
+# About twenty encoded pages. A small cache holds those of one or two requests at a time.
 LONG = [(170, 30), (130, 30), (161, 24), (150, 33)]
 GREEDY = SamplingParams(top_k=1)
 SAMPLED = SamplingParams(temperature=0.8, top_k=12, top_p=0.95, seed=11)
@@ -27,7 +27,7 @@ PARAMS = {"greedy": GREEDY, "seeded": SAMPLED, "penalised": PENALISED}
 
 @pytest.fixture(scope="module")
 def requests(toy):
-    """Builds the same requests anew: serving uses them up."""
+    """Return a function that builds the same requests each time, since serving changes them."""
 
     def make(params=GREEDY, lengths=LENGTHS):
         rng = torch.Generator().manual_seed(5)
@@ -64,7 +64,7 @@ def test_greedy_output_is_that_of_plain_decoding(toy, requests, plain, codec, dr
     if draft_len == 0:
         assert counters.drafted == 0
     else:
-        # Without both, the comparison says nothing about acceptance or about rollback.
+        # Without accepted and rejected drafts the comparison tests neither acceptance nor rollback.
         assert counters.accepted > 40
         assert counters.rejected > (0 if draft_len == 1 else 5)
     assert counters.emitted == sum(new for _, new in LENGTHS) - len(LENGTHS)
@@ -100,7 +100,7 @@ def test_output_does_not_depend_on_where_residuals_are(toy, requests, plain, poo
     ids=["no store", "all cached", "no cache", "tiny", "slow link", "no link", "fast link"],
 )
 def test_rounds_give_the_output_of_plain_decoding(toy, requests, plain, pools, link_pages):
-    """Also where some requests draft on while others verify."""
+    """Some requests draft on while others verify."""
     kv = toy.kv(num_pages=32, **pools)
     engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), max_running=4, link_pages=link_pages)
     toy.assert_same_output(engine.serve(requests(lengths=LONG)), plain(lengths=LONG))
@@ -114,7 +114,7 @@ def test_rounds_give_the_output_of_plain_decoding(toy, requests, plain, pools, l
 
 
 def test_rounds_without_drafts_take_turns(toy, requests, plain):
-    """Nobody drafts while fetches are on their way, and somebody verifies in every round."""
+    """No request drafts while fetches run, and at least one verifies in every round."""
     kv = toy.kv(num_pages=32, cache_pages=8)
     config = KVSpecConfig(draft_len=0)
     engine = toy.RoundEngine(kv, toy.model, config, max_running=4, link_pages=0)

@@ -1,4 +1,5 @@
-"""What the engine asks of any draft view. Another package can run this with its own in VIEWS."""
+"""Conformance tests of any draft view. Another package can run this file with its own view in
+VIEWS."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_a_view_selects_some_of_the_pages_in_their_order(toy, view_class, num_pa
 @every_view
 @pytest.mark.parametrize("num_pages", [3, 11])
 def test_ranks_choose_alike(toy, view_class, num_pages):
-    """Rank 1 of 2 chooses for its heads what a rank alone does, at any time."""
+    """Rank 1 of 2 selects for its heads what a single rank selects for them, at any time."""
     whole = toy.kv(num_pages=32)
     half = SimpleNamespace(geometry=whole.geometry.part(2))
     alone, second = make_view(view_class, whole), make_view(view_class, half, first_kv_head=1)

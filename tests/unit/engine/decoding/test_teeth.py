@@ -1,4 +1,4 @@
-"""Faults put in on purpose must be caught by the comparison that test_decoding.py makes."""
+"""Deliberate faults must be caught by the comparison that test_decoding.py makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 @pytest.fixture(scope="module")
 def serve_and_compare(toy):
-    """Serve a few greedy requests, whose pages are reused, and compare with plain decoding."""
+    """Return a function that serves a few greedy requests, which reuse pages, and compares with
+    plain decoding."""
 
     def requests():
         rng = torch.Generator().manual_seed(5)
@@ -99,15 +100,15 @@ def test_values_written_by_drafts_and_kept(serve_and_compare, monkeypatch):
 def test_a_read_one_page_off(serve_and_compare, monkeypatch, read):
     right = getattr(ReferenceKVCache, read)
 
-    def off_by_one(kv, layer, pages):
-        return right(kv, layer, torch.cat((pages[:1], pages[:-1])))
+    def off_by_one(kv, layer, pages, *into):
+        return right(kv, layer, torch.cat((pages[:1], pages[:-1])), *into)
 
     monkeypatch.setattr(ReferenceKVCache, read, off_by_one)
     if read == "read_target":
         with pytest.raises(AssertionError, match="differs in"):
             serve_and_compare()
     else:
-        # Drafts may be as wrong as they like.
+        # Drafts may read wrong pages without any harm.
         serve_and_compare()
 
 

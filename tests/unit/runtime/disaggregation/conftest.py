@@ -37,7 +37,7 @@ SIZE = 32
 
 
 class Link:
-    """Both ends' idea of it. Nothing arrives before deliver()."""
+    """Both ends of a link, on which nothing arrives before deliver()."""
 
     def __init__(self) -> None:
         self.offers: dict[SegmentKey, memoryview] = {}
@@ -46,10 +46,10 @@ class Link:
         self.to_receiver: list = []
         self.cancelled: dict[int, str] = {}
         self.aborted: dict[int, str] = {}
-        # Pages of each transfer and stream.
+        # Delivered pages of each transfer and stream.
         self.num_delivered: Counter = Counter()
 
-    # As a sender's thread
+    # Methods of a sender's loop
 
     def offer(self, key: SegmentKey, memory: memoryview) -> None:
         assert key not in self.offers, "a segment is offered once"
@@ -58,7 +58,7 @@ class Link:
     def abort(self, transfer: int, reason: str) -> None:
         self.aborted[transfer] = reason
 
-    # As a receiver's
+    # Methods of a receiver's loop
 
     def expect(self, transfer, pages, shape, destination, timeout_s) -> None:
         self.expected[transfer] = (list(pages), shape, destination)
@@ -75,7 +75,7 @@ class Link:
         raise NotImplementedError
 
     def end(self, name: str) -> SimpleNamespace:
-        """What one side holds of it."""
+        """Return the object that one side holds."""
         inbox = self.to_sender if name == "sender" else self.to_receiver
 
         def take_events() -> list:
@@ -95,7 +95,8 @@ class Link:
         )
 
     def deliver(self, streams: Iterable[Stream] = Stream, at: Sequence[int] | None = None) -> None:
-        """Pages of these streams, or those of them at these indices, in reverse order."""
+        """Deliver the pages of these streams, or those of them at these indices, in reverse
+        order."""
         for transfer, (pages, shape, destination) in self.expected.items():
             for stream in streams:
                 keys = [
@@ -122,7 +123,7 @@ class Link:
 
 @dataclass
 class Request:
-    """k, v [layers, num_tokens, heads, head_dim] of a prompt, and where it is on each side."""
+    """k, v [layers, num_tokens, heads, head_dim] of a prompt, and its pages on each side."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -139,7 +140,8 @@ class Request:
 
 
 class Lab:
-    """`prefill` and `decode` are TieredKVs; departures and arrivals are joined by `link`."""
+    """A prefill and a decode server. `prefill` and `decode` are their ReferenceKVCaches; departures
+    and arrivals are joined by `link`."""
 
     def __init__(
         self,
@@ -182,8 +184,8 @@ class Lab:
         return HandoverFormat(self.prefill.geometry, sizes, page.anchor + page.residual)
 
     def request(self, num_tokens: int, seed: int = 0) -> Request:
-        """A prompt that has been prefilled: full pages but the last are encoded or in the window,
-        the last is in the window."""
+        """Make a prefilled prompt. Full pages are encoded or in the window, and the last page is in
+        the window."""
         g = self.prefill.geometry
         rng = torch.Generator().manual_seed(seed)
         shape = (2, g.num_layers, num_tokens, g.num_kv_heads, g.head_dim)
@@ -198,7 +200,8 @@ class Lab:
         return request
 
     def fill(self, request: Request, index: int, page: int) -> None:
-        """As a prefill does: the newest two pages stay in the window."""
+        """Write a page as a prefill does: the newest two pages stay in the window, and the others
+        are encoded."""
         num_pages = len(request.prefill_pages)
         span = slice(index * SIZE, min((index + 1) * SIZE, request.num_tokens))
         k, v = request.k[:, span], request.v[:, span]
@@ -218,7 +221,7 @@ class Lab:
             self.prefill.window.mark_committed(page)
 
     def send(self, request: Request, room: int = ROOM) -> None:
-        """All of it, in two chunks; after the prefill everything takes a second."""
+        """Send all pages, in two chunks. The second chunk follows a second after the prefill."""
         pages = request.prefill_pages
         middle = (len(pages) - 1) // 2
         self.departures.send(room, pages[:middle])
@@ -229,7 +232,7 @@ class Lab:
         self.departures.send_last(room, pages[middle:], tail, FIELDS)
 
     def move(self, request: Request) -> None:
-        """From one side to the other, where it runs."""
+        """Move the request from the prefill side to the decode side, where it is admitted."""
         self.departures.add(ROOM)
         self.expect(request)
         self.send(request)
@@ -245,7 +248,7 @@ class Lab:
         self.decode.check_integrity()
 
     def target(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-        """What verification reads on the decode side: k, v [layers, num_tokens, ...]."""
+        """Return k, v [layers, num_tokens, ...] as verifications read them on the decode side."""
         ids = torch.tensor(request.decode_pages)
         return self._read(self.decode.read_target, ids, request)
 
@@ -267,7 +270,7 @@ class Lab:
 def wire(kv: PagedKVCache, mode: str):
     if mode == "split":
         return SplitWire(kv)
-    # Only what is lossless can be verified, and so drafted on.
+    # Only lossless KV can be verified, and so drafted on.
     return WholeWire(kv, make_wire_codec(mode, kv.geometry), drafts=mode == "full")
 
 

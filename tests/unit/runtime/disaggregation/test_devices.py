@@ -1,6 +1,6 @@
-"""KV from the pools of one GPU to those of another, where full pages in the window are encoded too:
-records, and the newest tokens. Nothing is computed here; encoding is writing some records. What
-crosses in one piece is in test_devices_in_one_piece.py."""
+"""KV from the pools of one GPU to those of another, as records and newest tokens. Full pages in the
+window are encoded, too. Nothing is computed here: encoding means writing some records.
+test_devices_in_one_piece.py tests KV that crosses in one piece."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LENGTHS = (1, SIZE, SIZE + 1, 3 * SIZE, 4 * SIZE + 5)
 
 
 class DeviceLab:
-    """`kvs`: of the prefill and of the decode server. A prompt lies on `pages` of both."""
+    """A prefill and a decode server on GPU pools. `kvs`: their KV caches. A prompt lies on `pages`
+    of both."""
 
     def __init__(self, make, link, num_tokens, ranks=None, **options):
         shape = {"num_layers": 2, "num_pages": 12, "page_size": SIZE, "window_pages": 4}
@@ -42,7 +43,7 @@ class DeviceLab:
         self.rng = torch.Generator().manual_seed(0)
 
     def prefill(self):
-        """Its last two pages are in the window, and encoded where they are full."""
+        """Write the prompt. Its last two pages are in the window, and encoded if they are full."""
         kv, pages = self.kvs[0], self.pages[0]
         for index, page in enumerate(pages):
             if index >= len(pages) - 2:
@@ -65,7 +66,7 @@ class DeviceLab:
     def deliver(self, *streams):
         self.link.deliver(streams)
         self.arrivals.pump(self.receiver_end)
-        if self.runs and self.arrivals.is_lacking(ROOM):
+        if self.runs and self.arrivals.is_pending(ROOM):
             self.arrivals.land_together([ROOM])
         self.kvs[1].check_integrity()
 
@@ -81,11 +82,11 @@ class DeviceLab:
             kv.records.read_plain(pages[-1], num_tail)
             for kv, pages in zip(self.kvs, self.pages, strict=True)
         )
-        # Records are random bytes here, NaN among them.
+        # Records are random bytes here, which include NaN, so compare bits.
         assert torch.equal(sent.view(torch.int16), got.view(torch.int16))
 
     def check_records(self, count):
-        """Of the first `count` pages."""
+        """Compare the records of the first `count` pages."""
         sent, got = (
             copy_out(kv, pages[:count]) for kv, pages in zip(self.kvs, self.pages, strict=True)
         )
@@ -97,7 +98,7 @@ class DeviceLab:
 
 
 def encode(kv, page, rng):
-    """What kernels do for a page, in the window or not."""
+    """Encode a page as kernels do, in the window or not."""
     empty = PageRecords.empty(kv.geometry, kv.codec, 1)
     anchors, residuals = (
         torch.randint(256, part.shape[1:], generator=rng, dtype=torch.uint8) for part in empty
@@ -110,7 +111,7 @@ def encode(kv, page, rng):
 
 
 class AsMuch:
-    """Ranks of which the others have what this one has."""
+    """Ranks of which the others hold as much as this one."""
 
     size = 2
 
@@ -149,7 +150,7 @@ def test_anchors_then_residuals(make_lab, num_tokens, target):
 
 
 def test_a_full_last_page_is_encoded_from_what_came(make_lab):
-    """Verifications read the records of full pages alone."""
+    """Verifications read only the records of full pages."""
     lab = make_lab(2 * SIZE)
     lab.send()
     lab.deliver(Stream.ANCHOR, Stream.RESIDUAL)
@@ -163,16 +164,16 @@ def test_a_full_last_page_is_encoded_from_what_came(make_lab):
 
 @pytest.mark.parametrize("target", ["exact", "int8"])
 def test_a_last_page_that_was_cached(make_lab, target):
-    """SGLang has put another's page, which left the window, in the place of the one that was
-    computed. Drafts of its receiver are to find the newest tokens in the window all the same, where
-    records have all of them."""
+    """SGLang has replaced the computed last page by another request's equal page, which has left
+    the window. Drafts of the receiver still find the newest tokens in the window, if the records
+    hold all their bits."""
     lab = make_lab(2 * SIZE, target)
     prefill, page = lab.kvs[0], lab.pages[0][-1]
     prefill.move_out_of_window([page])
     lab.send()
     lab.deliver(Stream.ANCHOR, Stream.RESIDUAL)
     lab.admit()
-    # Of several ranks, what came before it ran lands now.
+    # With several ranks, residuals that arrived before the request ran land only now.
     lab.deliver()
     assert (lab.pages[1][-1] in lab.kvs[1].window.slots) == (target == "exact")
     if target == "exact":
@@ -184,20 +185,20 @@ def test_a_last_page_that_was_cached(make_lab, target):
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 @pytest.mark.parametrize("arrives", ["before", "after"])
-def test_one_that_is_retracted_goes_on(make_lab, num_tokens, arrives):
+def test_a_retracted_request_resumes(make_lab, num_tokens, arrives):
     lab = make_lab(num_tokens)
     lab.send()
     lab.deliver(Stream.ANCHOR, *([Stream.RESIDUAL] if arrives == "before" else []))
     lab.admit()
     decode, pages = lab.kvs[1], lab.pages[1]
-    # A full last page is encoded by now: as what, is the same to this.
+    # A full last page has been encoded. Its records are arbitrary here.
     last = copy_out(decode, pages[-1:]) if num_tokens % SIZE == 0 else None
     kept = RetractedKV(decode, lab.arrivals, pages, num_tokens)
     lab.arrivals.release(pages)
     decode.free_pages(pages)
     decode.check_integrity()
     pages[:] = [page - 5 for page in pages]
-    kept.bring_back(pages)
+    kept.restore(pages)
     lab.arrivals.admit(ROOM, pages[-1])
     lab.deliver(Stream.RESIDUAL)
     lab.check_records(len(pages) - 1)

@@ -1,5 +1,5 @@
-"""The baselines of --kvspec-transfer between the pools of two GPUs, whose encoder is the codec's in
-plain torch here: pages cross in one piece, and are encoded where they land."""
+"""The baselines of --kvspec-transfer between the pools of two GPUs, with the codec in plain torch
+as encoder. Pages cross in one piece, and are encoded where they land."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MODES = {"full": 0.0, "int8": 0.01, "int4": 0.12, "cachegen": 0.4}
 
 
 class WholeLab:
-    """`pages` of a prompt lie on `at[0]` of the prefill server's pools, whose copy k, v [PAGES,
-    LAYERS, SIZE, heads, head_dim] is."""
+    """Two servers on GPU pools. The pages of a prompt lie on `at[0]` of the first and `at[1]` of
+    the second server. k, v [PAGES, LAYERS, SIZE, heads, head_dim] are their content."""
 
     def __init__(self, make, make_wire, mode, **options):
         shape = {"num_layers": LAYERS, "num_pages": 20, "page_size": SIZE, "window_pages": 2}
@@ -32,7 +32,7 @@ class WholeLab:
         self.kvs[0].write_whole(self.at[0], self.k, self.v)
 
     def cross(self):
-        """In two landings."""
+        """Send all pages, in two landings. Return the payloads."""
         payloads = self.wires[0].pack(Stream.ANCHOR, self.at[0])
         for part in (slice(0, 3), slice(3, PAGES)):
             self.wires[1].land(Stream.ANCHOR, self.at[1][part], payloads[part])
@@ -45,7 +45,7 @@ def make_lab(request, make_device_kv, make_wire):
     store = request.param == "in a store"
 
     def make(mode):
-        # Fewer than the prompt has, and no fewer than are encoded at once.
+        # Fewer pages than the prompt has, but no fewer than are encoded at once.
         cache = 4 if store else None
         return WholeLab(make_device_kv, make_wire, mode, store=store, cache_pages=cache)
 
@@ -54,7 +54,7 @@ def make_lab(request, make_device_kv, make_wire):
 
 @pytest.fixture(autouse=True)
 def few_pages_at_once(monkeypatch):
-    """So that several portions are landed."""
+    """Shrink the limits, so that several portions are landed."""
     monkeypatch.setattr(page_wire, "AT_ONCE_BYTES", 2 * 2 * LAYERS * SIZE * 2 * 16 * 2)
     monkeypatch.setattr("sglang_kvspec.kv.gpu_cache.COMMIT_PAGES", 3)
 
@@ -81,7 +81,7 @@ def test_drafts_read_what_a_prefill_would_have_encoded(make_lab):
 def test_a_page_of_another_size_lands_nowhere(make_lab):
     lab = make_lab("int4")
     payloads = lab.wires[0].pack(Stream.ANCHOR, lab.at[0])
-    with pytest.raises(CodecError, match="a page of int4 has"):
+    with pytest.raises(CodecError, match="a page of int4 must have"):
         lab.wires[1].land(Stream.ANCHOR, lab.at[1][:2], [payloads[0], [payloads[1][0][:-1]]])
     assert not any(map(lab.kvs[1].is_encoded, lab.at[1]))
     lab.kvs[1].check_integrity()

@@ -1,4 +1,4 @@
-"""KV that was computed on one side is what the other side reads."""
+"""KV that was computed on one side is the KV that the other side reads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_bit_arrives(make_lab, mode, num_tokens) -> None:
 
 @pytest.mark.parametrize(("mode", "loss"), [("int8", 0.01), ("int4", 0.12), ("cachegen", 0.4)])
 def test_lossy_modes_lose_little(make_lab, mode, loss) -> None:
-    """Noise has no neighbours alike, which is what CacheGen lives by."""
+    """Noise has no similar neighbours, on which CacheGen depends."""
     lab = make_lab(mode)
     request = lab.request(4 * SIZE + 5)
     run(lab, request)
@@ -91,7 +91,7 @@ def test_drafts_begin_on_anchors_alone(make_lab, target) -> None:
 @pytest.mark.parametrize("target", ["exact", "int8"])
 @pytest.mark.parametrize("num_pages", [1, 3])
 def test_a_last_page_that_is_encoded_already(make_lab, target, num_pages) -> None:
-    """As where an equal prefix was cached."""
+    """The last page is encoded where an equal prefix was cached."""
     lab = make_lab(target=target)
     request = lab.request(num_pages * SIZE)
     lab.prefill.move_out_of_window(request.prefill_pages[-2:])
@@ -123,7 +123,8 @@ def test_residuals_may_come_before_anchors(lab) -> None:
 
 
 def test_freed_pages_end_a_transfer_unharmed(lab) -> None:
-    """What arrives for a request that is over lands nowhere, whoever has its pages now."""
+    """Pages that arrive for a finished request land nowhere, even if another request has its
+    pages."""
     request = lab.request(4 * SIZE + 5)
     begin(lab, request)
     lab.link.deliver([Stream.ANCHOR])
@@ -137,7 +138,7 @@ def test_freed_pages_end_a_transfer_unharmed(lab) -> None:
     lab.pump()
     assert lab.decode.residuals.table.num_in(ResidualState.ABSENT) == 13
     assert lab.arrivals.failure(ROOM) is None
-    # The same room and pages, again.
+    # The room and the pages are used again.
     lab.link.offers.clear()
     lab.link.to_sender.append(TransferEnded(ROOM, NOT_NEEDED))
     lab.departures.pump()
@@ -148,7 +149,7 @@ def test_freed_pages_end_a_transfer_unharmed(lab) -> None:
     assert_equal(lab.target(request), (request.k, request.v))
 
 
-def test_a_failure_is_told_and_leaves_nothing(lab) -> None:
+def test_a_failure_is_reported_and_leaves_nothing(lab) -> None:
     request = lab.request(4 * SIZE + 5)
     begin(lab, request)
     lab.link.deliver([Stream.ANCHOR])
@@ -171,7 +172,7 @@ def test_a_page_of_another_size_fails_its_request_alone(lab, stream) -> None:
     lab.link.offers[key] = lab.link.offers[key][:-1]
     lab.link.deliver()
     lab.pump()
-    assert "another size" in lab.arrivals.failure(ROOM)
+    assert "bytes, expected" in lab.arrivals.failure(ROOM)
     assert ROOM in lab.link.cancelled
 
 
@@ -184,11 +185,11 @@ def test_a_room_is_open_once_its_receiver_asked(lab) -> None:
     with pytest.raises(ValueError, match="in use"):
         lab.departures.add(9)
     lab.departures.forget(9)
-    assert lab.link.aborted == {9: "the request is over"}
+    assert lab.link.aborted == {9: "the request has ended"}
     assert not lab.departures.add(9).is_open
 
 
-def test_handovers_of_others_are_refused(lab) -> None:
+def test_damaged_handovers_are_refused(lab) -> None:
     request = lab.request(SIZE + 3)
     lab.departures.add(ROOM)
     lab.send(request)
@@ -203,15 +204,15 @@ def test_handovers_of_others_are_refused(lab) -> None:
             lab.format.decode(spoiled)
 
 
-OTHER = "the prefill server was given another prompt of the same length"
+OTHER = "the prefill server computed another prompt of the same length"
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "asked", "wrong"),
     [
         # A request that failed on the prefill server alone is computed there as a prompt of one
-        # token. Nothing else of it need differ: both have one page.
-        (1, range(SIZE), f"the prefill server sent KV of 1 tokens for a prompt of {SIZE}"),
+        # token. Both prompts have one page, so nothing else need differ.
+        (1, range(SIZE), f"the prefill server sent KV of 1 tokens, the prompt has {SIZE}"),
         (SIZE + 3, [99, *range(1, SIZE + 3)], OTHER),
         (SIZE + 3, [*range(SIZE), 99, *range(SIZE + 1, SIZE + 3)], OTHER),
         (SIZE + 3, [*range(SIZE + 2), 99], OTHER),
@@ -227,12 +228,12 @@ def test_another_prompt_is_noticed(lab, num_tokens, asked, wrong) -> None:
 
 
 def test_prompts_of_unknown_rooms_are_not_noted(lab) -> None:
-    """Those of SGLang's warm-up."""
+    """SGLang's warm-up has such prompts."""
     lab.departures.note_prompt(ROOM, [1, 2])
     assert lab.departures.add(ROOM).prompt is None
 
 
-def test_nothing_is_sent_of_a_request_that_was_given_up(lab) -> None:
+def test_nothing_is_sent_of_an_aborted_request(lab) -> None:
     request = lab.request(3 * SIZE)
     lab.departures.add(ROOM)
     lab.expect(request)
@@ -243,7 +244,7 @@ def test_nothing_is_sent_of_a_request_that_was_given_up(lab) -> None:
     assert lab.departures.of(ROOM).ended == "the weights changed"
 
 
-def test_what_is_not_complete_can_be_failed_together(lab) -> None:
+def test_incomplete_requests_can_be_failed_together(lab) -> None:
     request = lab.request(2 * SIZE + 1)
     begin(lab, request)
     lab.link.deliver([Stream.ANCHOR])
@@ -270,7 +271,7 @@ def test_a_transfer_that_fails_fails_a_request_that_is_not_complete(lab, is_comp
 
 
 def test_pages_may_be_freed_after_their_link_ended(lab) -> None:
-    """Its thread died, and nobody has looked since."""
+    """The link's thread has died, and this has not been noticed yet."""
     request = lab.request(2 * SIZE + 1)
     lab.departures.add(ROOM)
     lab.expect(request)
@@ -286,7 +287,7 @@ def test_pages_may_be_freed_after_their_link_ended(lab) -> None:
 
 @pytest.mark.parametrize("mode", ["split", "full"])
 def test_what_lands_at_once_is_copied_in_parts(make_lab, monkeypatch, mode) -> None:
-    """Of two pages."""
+    """The parts have two pages."""
     num_bytes = make_lab(mode).arrivals._wire.anchor_bytes
     monkeypatch.setattr(lander, "AT_ONCE_BYTES", 2 * num_bytes)
     lab = make_lab(mode)

@@ -1,4 +1,4 @@
-"""Prometheus sees what links did, once."""
+"""Prometheus counts the traffic of links once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="module")
 def metrics(clock: Clock) -> Iterator[TransferMetrics]:
-    """Whose metrics leave the default registry with the tests."""
+    """Metrics that leave the default registry after the tests."""
     from prometheus_client import REGISTRY
 
     before = set(REGISTRY._collector_to_names)
@@ -62,7 +62,7 @@ def test_totals_of_all_links_are_counted_once(metrics: TransferMetrics, clock: C
     assert value("transfer_arrival_seconds_total", stream="anchor") == 1.0
     assert value("drafts_on_anchors_total") == 4
     assert value("transfer_link_use") == pytest.approx(5.0 / clock.now_s)
-    # A link that was closed takes its own away, and one that goes on is counted on.
+    # A closed link removes its counters, and the other link is still counted.
     links.pop()
     links[0].streams[Stream.ANCHOR].payload_bytes = 150
     clock.now_s += PERIOD_S

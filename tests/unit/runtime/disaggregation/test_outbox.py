@@ -1,4 +1,5 @@
-"""How much of what waits for a link lies in host memory, and what does not wait for what."""
+"""The outbox bounds the packed pages in host memory, and no stream or receiver waits for
+another."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from sglang_kvspec.runtime.disaggregation.outbox import PORTIONS, Outbox
 from sglang_kvspec.transport import SegmentKey, Stream
 
 SIZE, ROOM = 32, 7
-# Of each stream; 6 pages of anchors are packed together.
+# Bytes for each stream. 6 pages of anchors are packed together.
 READY = 960
 
 
 class Wire:
-    """A page of 10 bytes of anchor and 30 of residual, all of them its id. `spoiled`: pages that it
-    cannot carry."""
+    """Page wire with 10 bytes of anchor and 30 of residual a page, all of them its id. `spoiled`:
+    pages that the wire cannot carry."""
 
     anchor_bytes, residual_bytes = 10, 30
 
@@ -46,7 +47,7 @@ def offered():
 
 @pytest.fixture
 def outbox(wire, offered):
-    """Room for 96 pages of anchors, 32 of residuals."""
+    """Outbox with room for 96 pages of anchors and 32 of residuals."""
     return Outbox(wire, offered.__setitem__, ready_bytes=READY)
 
 
@@ -89,7 +90,7 @@ def _all(places):
 
 
 def test_anchors_do_not_wait_for_residuals(outbox, offered):
-    """Which fill what they may."""
+    """The residuals fill all memory that they may use."""
     outbox.add(ROOM, 0, list(range(50)))
     outbox.pack()
     offered.clear()
@@ -101,8 +102,8 @@ def test_anchors_do_not_wait_for_residuals(outbox, offered):
     ]
 
 
-def test_nobody_waits_for_another_receiver(outbox, offered):
-    """One that takes nothing, while all that may lie ready is its own."""
+def test_no_receiver_waits_for_another(outbox, offered):
+    """One receiver takes no pages, although it uses all memory that may be ready."""
     outbox.add(ROOM, 0, list(range(150)))
     outbox.pack()
     assert len(keys(offered, Stream.ANCHOR)) == 96
@@ -121,7 +122,7 @@ def test_nobody_waits_for_another_receiver(outbox, offered):
 
 
 def test_memory_counts_until_all_that_was_packed_with_it_is_released(outbox, offered):
-    """It is one piece."""
+    """Pages that were packed together share one piece of memory."""
     outbox.add(ROOM, 0, list(range(96)))
     outbox.pack()
     first, *others = keys(offered, Stream.ANCHOR)[: 96 // PORTIONS]
@@ -133,7 +134,7 @@ def test_memory_counts_until_all_that_was_packed_with_it_is_released(outbox, off
 
 
 def test_pages_are_packed_many_at_a_time(outbox, offered, wire):
-    """Each time costs a wait for the device."""
+    """Each packing costs a wait for the device."""
     outbox.add(ROOM, 0, list(range(120)))
     outbox.pack()
     wire.packed.clear()
@@ -157,7 +158,7 @@ def test_a_page_larger_than_all_room_goes_alone(wire, offered):
     assert len(offered) == 4
 
 
-def test_of_a_dropped_request_no_more_is_packed(outbox, offered):
+def test_no_more_of_a_dropped_request_is_packed(outbox, offered):
     outbox.add(ROOM, 0, list(range(100)))
     outbox.add(9, 0, list(range(140, 150)))
     outbox.pack()
@@ -224,7 +225,7 @@ def test_pages_that_are_freed_before_they_were_packed_end_their_request(make_lab
 
 
 def test_a_request_that_is_dropped_while_its_pages_are_packed(outbox, wire, offered):
-    """As where nobody holds its sender any more, and packing collects garbage."""
+    """Garbage collection during packing may drop a request whose sender is no longer referenced."""
     outbox.add(ROOM, 0, [11, 12])
     outbox.add(9, 0, [15])
     pack = wire.pack

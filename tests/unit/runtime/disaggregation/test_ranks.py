@@ -21,7 +21,7 @@ LENGTH = PAGES * SIZE + 5
 
 
 class TwoRanks:
-    """Threads that call least() at once; numbers of messages are counted."""
+    """Ranks in two threads that call least() at once. num_messages counts the exchanges."""
 
     size = 2
 
@@ -41,7 +41,7 @@ class TwoRanks:
 
 
 class Server:
-    """Two labs, each one rank of a prefill and of a decode server."""
+    """Two labs, each with one rank of a prefill and of a decode server."""
 
     def __init__(self, make_lab: Callable[..., object], mode: str = "split") -> None:
         self.ranks = TwoRanks()
@@ -49,7 +49,7 @@ class Server:
         self.pool = ThreadPoolExecutor(2)
 
     def begin(self, num_tokens: int, room: int = ROOM, seed: int = 0):
-        """Both ranks' heads of a request."""
+        """Start the transfer of a request, whose heads are divided between both ranks."""
         requests = [lab.request(num_tokens, 10 * seed + at) for at, lab in enumerate(self.labs)]
         for lab, request in zip(self.labs, requests, strict=True):
             lab.departures.add(room)
@@ -58,7 +58,7 @@ class Server:
         return requests
 
     def run(self, requests, room: int = ROOM) -> None:
-        """As SGLang does once it has heard from both that it is draftable."""
+        """Admit the request, as SGLang does once it is draftable on both ranks."""
         for lab, request in zip(self.labs, requests, strict=True):
             assert lab.arrivals.is_draftable(room)
             lab.arrivals.land_anchors(room)
@@ -66,17 +66,17 @@ class Server:
         self.check()
 
     def receive(self, *rooms: int) -> None:
-        """What each worker does in an iteration."""
+        """Run the work of each worker in an iteration."""
 
         def receive(lab) -> None:
             lab.pump()
-            lab.arrivals.land_together([r for r in rooms if lab.arrivals.is_lacking(r)])
+            lab.arrivals.land_together([r for r in rooms if lab.arrivals.is_pending(r)])
 
         list(self.pool.map(receive, self.labs))
         self.check()
 
     def check(self) -> None:
-        """Whatever ranks plan by is the same on both."""
+        """Check that the state which ranks plan by is the same on both."""
         for lab in self.labs:
             lab.decode.check_integrity()
         one, other = (lab.decode for lab in self.labs)
@@ -89,8 +89,8 @@ class Server:
         ]
         assert [one.is_encoded(p) for p in pages] == [other.is_encoded(p) for p in pages]
         rooms = (ROOM, ROOM + 1)
-        lacking = [[lab.arrivals.is_lacking(room) for room in rooms] for lab in self.labs]
-        assert lacking[0] == lacking[1]
+        pending = [[lab.arrivals.is_pending(room) for room in rooms] for lab in self.labs]
+        assert pending[0] == pending[1]
 
     def assert_right(self, requests) -> None:
         for lab, request in zip(self.labs, requests, strict=True):
@@ -119,14 +119,14 @@ def test_nothing_lands_on_one_rank_alone(server) -> None:
     second.pump()
     server.run(requests)
     server.receive(ROOM)
-    assert first.arrivals.is_lacking(ROOM), "the other rank has none of its residuals"
-    # Not in order: the first two of four.
+    assert first.arrivals.is_pending(ROOM), "the other rank has none of its residuals"
+    # Residuals arrive out of order. The first two of four are among them.
     second.link.deliver([Stream.RESIDUAL], at=[0, 1, 3])
     server.receive(ROOM)
-    assert first.arrivals.is_lacking(ROOM)
+    assert first.arrivals.is_pending(ROOM)
     second.link.deliver([Stream.RESIDUAL])
     server.receive(ROOM)
-    assert not first.arrivals.is_lacking(ROOM)
+    assert not first.arrivals.is_pending(ROOM)
     server.assert_right(requests)
     assert server.ranks.num_messages == 3
     server.receive(ROOM)
@@ -134,7 +134,7 @@ def test_nothing_lands_on_one_rank_alone(server) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_in_whatever_order_things_arrive(server, seed) -> None:
+def test_pages_may_arrive_in_any_order(server, seed) -> None:
     rng = random.Random(seed)
     requests = server.begin(LENGTH)
     for lab in server.labs:
@@ -156,14 +156,14 @@ def test_in_whatever_order_things_arrive(server, seed) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_that_fails_on_a_rank_fails_on_both(server, failing) -> None:
+def test_a_request_that_fails_on_one_rank_fails_on_both(server, failing) -> None:
     requests = server.begin(LENGTH)
     for lab in server.labs:
         lab.link.deliver([Stream.ANCHOR])
         lab.pump()
     server.run(requests)
     lost, other = server.labs[failing], server.labs[1 - failing]
-    # There all of it has come.
+    # On the other rank all of the request has arrived.
     other.link.deliver()
     lost.link.to_receiver.append(TransferFailed(ROOM, "the sender was silent"))
     server.receive(ROOM)
@@ -185,7 +185,7 @@ def test_a_page_of_another_size_is_noticed_before_it_lands(server, stream) -> No
     for lab in server.labs:
         lab.link.deliver()
         lab.pump()
-    assert "another size" in second.arrivals.failure(ROOM)
+    assert "bytes, expected" in second.arrivals.failure(ROOM)
     assert not second.arrivals.is_draftable(ROOM)
     assert first.arrivals.is_draftable(ROOM)
     server.check()
@@ -195,8 +195,8 @@ def test_a_page_of_another_size_is_noticed_before_it_lands(server, stream) -> No
 
 
 @pytest.mark.parametrize("arrives", ["before", "while set aside", "after"])
-def test_one_that_is_retracted_goes_on_alike(server, arrives) -> None:
-    """What each rank lacks of it differs; what it keeps does not."""
+def test_a_retracted_request_resumes_alike_on_both_ranks(server, arrives) -> None:
+    """The ranks lack different residuals of the request, but keep the same KV."""
     first, second = server.labs
     requests = server.begin(LENGTH)
     for lab in server.labs:
@@ -218,7 +218,7 @@ def test_one_that_is_retracted_goes_on_alike(server, arrives) -> None:
         first.pump()
     for lab, request, copy in zip(server.labs, requests, kept, strict=True):
         request.decode_pages = [page - 5 for page in request.decode_pages]
-        copy.bring_back(request.decode_pages)
+        copy.restore(request.decode_pages)
         lab.arrivals.admit(ROOM, request.decode_pages[-1])
     server.check()
     for lab in server.labs:
@@ -228,8 +228,8 @@ def test_one_that_is_retracted_goes_on_alike(server, arrives) -> None:
     assert all(lab.link.cancelled == {} for lab in server.labs)
 
 
-def test_one_that_has_come_on_one_rank_only_can_be_dropped(server) -> None:
-    """Where nothing more is on its way there is nobody to tell, and the room is free."""
+def test_a_request_that_is_complete_on_one_rank_can_be_dropped(server) -> None:
+    """On that rank no transfer remains to be cancelled, and the room is free."""
     first, second = server.labs
     requests = server.begin(LENGTH)
     first.link.deliver()
@@ -242,7 +242,7 @@ def test_one_that_has_come_on_one_rank_only_can_be_dropped(server) -> None:
     first.expect(requests[0])
 
 
-def test_a_link_that_ends_takes_what_has_not_come(server) -> None:
+def test_a_link_that_ends_fails_incomplete_requests(server) -> None:
     first, second = server.labs
     server.begin(LENGTH)
     first.link.deliver()
@@ -260,16 +260,16 @@ def test_kv_in_one_piece(make_lab, mode) -> None:
     for lab in server.labs:
         lab.link.deliver()
         lab.pump()
-    assert all(lab.arrivals.is_lacking(ROOM) for lab in server.labs)
+    assert all(lab.arrivals.is_pending(ROOM) for lab in server.labs)
     server.run(requests)
-    assert not any(lab.arrivals.is_lacking(ROOM) for lab in server.labs)
+    assert not any(lab.arrivals.is_pending(ROOM) for lab in server.labs)
     if mode == "full":
         server.assert_right(requests)
     server.pool.shutdown()
 
 
-def test_what_one_rank_gives_up_is_encoded_on_both(make_lab) -> None:
-    """On the prefill side, where it becomes a cached prefix."""
+def test_a_request_that_one_rank_aborts_is_encoded_on_both(make_lab) -> None:
+    """On the prefill side the pages become a cached prefix."""
     labs = [make_lab() for _ in range(2)]
     for lab in labs:
         request = lab.request(LENGTH)
@@ -285,8 +285,9 @@ def test_what_one_rank_gives_up_is_encoded_on_both(make_lab) -> None:
     ] * 2
 
 
-def test_one_that_fails_on_a_rank_as_it_is_taken_over_lands_alike(server) -> None:
-    """Both have said that it is draftable: the pools of both have it until SGLang ends it."""
+def test_a_request_that_fails_on_one_rank_at_admission_lands_alike(server) -> None:
+    """Both ranks have reported the request as draftable, so both keep its KV until SGLang ends
+    it."""
     first, second = server.labs
     requests = server.begin(LENGTH)
     for lab in server.labs:
@@ -304,7 +305,7 @@ def test_one_that_fails_on_a_rank_as_it_is_taken_over_lands_alike(server) -> Non
     assert first.arrivals.failure(ROOM) == ON_ANOTHER_RANK
 
 
-def test_one_that_is_complete_cannot_fail_on_a_rank(server) -> None:
+def test_a_complete_request_cannot_fail_on_one_rank(server) -> None:
     requests = server.begin(LENGTH)
     for lab in server.labs:
         lab.link.deliver()

@@ -1,4 +1,4 @@
-"""A request that is retracted on a decode server goes on as it was, in other pages."""
+"""A request that is retracted on a decode server resumes unchanged, in other pages."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def retract(lab, request) -> RetractedKV:
 
 def resume(lab, kept, request) -> None:
     request.decode_pages = [page - 5 for page in request.decode_pages]
-    kept.bring_back(request.decode_pages)
+    kept.restore(request.decode_pages)
     lab.arrivals.admit(ROOM, request.decode_pages[-1])
     lab.decode.check_integrity()
 
 
 @pytest.mark.parametrize("num_tokens", [5, SIZE, 3 * SIZE, 4 * SIZE + 5])
 @pytest.mark.parametrize("arrives", ["before", "while set aside", "after"])
-def test_it_goes_on_wherever_its_residuals_are(lab, num_tokens, arrives) -> None:
+def test_a_request_resumes_wherever_its_residuals_are(lab, num_tokens, arrives) -> None:
     streams = list(Stream) if arrives == "before" else [Stream.ANCHOR]
     request = begin(lab, num_tokens, streams)
     kept = retract(lab, request)
@@ -58,7 +58,7 @@ def test_it_goes_on_wherever_its_residuals_are(lab, num_tokens, arrives) -> None
     assert len(lab.arrivals) == 0
 
 
-def test_one_that_does_not_come_back_is_cancelled(lab) -> None:
+def test_a_request_that_does_not_resume_is_cancelled(lab) -> None:
     request = begin(lab, 4 * SIZE + 5, [Stream.ANCHOR])
     kept = retract(lab, request)
     assert lab.link.cancelled == {}
@@ -67,7 +67,7 @@ def test_one_that_does_not_come_back_is_cancelled(lab) -> None:
     assert lab.link.cancelled == {ROOM: NOT_NEEDED}
 
 
-def test_one_that_failed_meanwhile_stays_failed(lab) -> None:
+def test_a_request_that_failed_meanwhile_stays_failed(lab) -> None:
     from sglang_kvspec.transport import TransferFailed
 
     request = begin(lab, 4 * SIZE + 5, [Stream.ANCHOR])
@@ -78,8 +78,8 @@ def test_one_that_failed_meanwhile_stays_failed(lab) -> None:
     assert lab.arrivals.failure(ROOM) == "gone"
 
 
-def test_a_last_page_may_be_anothers_meanwhile(lab) -> None:
-    """What becomes of a request that was set aside is nothing to whoever has its pages now."""
+def test_a_last_page_may_belong_to_another_request_meanwhile(lab) -> None:
+    """The end of a retracted request has no effect on the new owner of its pages."""
     request = begin(lab, 2 * SIZE + 5, [Stream.ANCHOR])
     kept = retract(lab, request)
     page = request.decode_pages[-1]

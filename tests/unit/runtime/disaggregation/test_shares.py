@@ -1,5 +1,5 @@
-"""One rank of a prefill server sends to several of a decode server, each of which has some of its
-heads."""
+"""One rank of a prefill server sends to several ranks of a decode server, each of which has some of
+its heads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODES = (*LOSSLESS, "int8", "int4", "cachegen")
 
 
 class Hub:
-    """What a SenderLoop is to several receivers: each has a link of its own."""
+    """Sender's loop with several receivers, each on a link of its own."""
 
     def __init__(self, links) -> None:
         self._links = links
@@ -42,7 +42,7 @@ class Hub:
         link.offer(key._replace(transfer=on_the_wire(key.transfer)), memory)
 
     def abort(self, transfer: int, reason: str) -> None:
-        """Of one that was opened its end is told, too, and to its receiver."""
+        """Abort a transfer. An open transfer also ends on its link, at both ends."""
         number, link = on_the_wire(transfer), self._links[part_of(transfer).place]
         link.abort(number, reason)
         if link.expected.pop(number, None) is not None:
@@ -65,8 +65,8 @@ class Hub:
 
 
 class OneToMany:
-    """`lab` has a prefill side with the heads of all `ranks`, labs whose decode sides have HEADS
-    each."""
+    """One prefill rank and several decode ranks. `lab` has a prefill side with the heads of all
+    `ranks`, which are labs whose decode sides have HEADS heads each."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class OneToMany:
         )
 
     def begin(self, num_tokens: int):
-        """The request with all heads, and of each rank."""
+        """Start the transfer of a request with the heads of all ranks. Return the request."""
         whole = self.lab.request(num_tokens)
         self.open(whole)
         self.departures.add(ROOM)
@@ -108,7 +108,8 @@ class OneToMany:
         self.departures.pump()
 
     def assert_reads_as(self, whole, labs) -> None:
-        """What each rank reads is what one of these reads, each of which has its heads alone."""
+        """Check that each rank reads the same as the lab of equal place in `labs`, which received
+        its heads alone."""
         for read in ("target", "draft") if self.mode in LOSSLESS else ("target",):
             for lab, other in zip(self.ranks, labs, strict=True):
                 pairs = zip(getattr(lab, read)(whole), getattr(other, read)(whole), strict=True)
@@ -169,7 +170,7 @@ def test_a_request_is_open_once_all_have_asked(fork) -> None:
 
 
 def test_memory_is_used_again_once_all_have_a_portion(fork) -> None:
-    """Little of a request lies ready at a time."""
+    """Only a small part of a request is packed at a time."""
     made = fork(2, ready_bytes=1)
     whole = made.begin(LENGTH)
     outbox = made.departures.outbox
@@ -197,11 +198,11 @@ def test_one_receiver_that_fails_ends_all(fork, rank) -> None:
     made.departures.pump()
     assert made.departures.of(ROOM).ended == "the receiver was silent"
     other.pump()
-    reason = "another part of it failed: the receiver was silent"
+    reason = "another part of the transfer failed: the receiver was silent"
     assert other.arrivals.failure(ROOM) == reason
 
 
-def test_one_that_is_given_up_here_ends_at_all(fork) -> None:
+def test_an_aborted_request_ends_at_all_receivers(fork) -> None:
     made = fork(2)
     made.begin(LENGTH)
     made.departures.abort(ROOM, "given up")

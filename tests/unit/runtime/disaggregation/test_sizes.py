@@ -1,4 +1,5 @@
-"""Several ranks of a prefill server send to one of a decode server, which has the heads of all."""
+"""Several ranks of a prefill server send to one rank of a decode server, which has the heads of
+all."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ FIELDS = (b"first token     ", b"a log-probability")
 
 
 class ManyToOne:
-    """`ranks`: labs, of whose prefill sides each has HEADS heads. Their own decode sides have as
-    many; `arrivals` fills one KV cache, `kv`, with the heads of all. `lab` reads it."""
+    """Several prefill ranks and one decode rank. `ranks` are labs whose prefill and decode sides
+    have HEADS heads each. `arrivals` fills one KV cache, `kv`, with the heads of all, and `lab`
+    reads it."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class ManyToOne:
         )
 
     def requests(self, num_tokens: int):
-        """Each rank's heads of a request that has been prefilled."""
+        """Return each rank's heads of a prefilled request."""
         return [lab.request(num_tokens, seed) for seed, lab in enumerate(self.ranks)]
 
     def begin(self, num_tokens: int, room: int = ROOM):
@@ -87,13 +89,13 @@ class ManyToOne:
         self.pump()
 
     def move(self, requests) -> None:
-        """Each rank's heads to its own decode side."""
+        """Move each rank's heads to its own decode side."""
         for lab, request in zip(self.ranks, requests, strict=True):
             lab.move(request)
 
     def assert_reads_as(self, requests, equals) -> None:
-        """What is read here is what decode servers of as many ranks (equals) read together."""
-        # Nobody drafts on what is lossy.
+        """Check that this decode server reads what the decode ranks of `equals` read together."""
+        # Lossy KV is not drafted on.
         for read in ("target", "draft") if self.mode in LOSSLESS else ("target",):
             mine = getattr(self.lab, read)(requests[0])
             theirs = [
@@ -168,17 +170,17 @@ def test_a_page_lands_when_all_of_it_is_here(two) -> None:
     two.arrivals.admit(ROOM, requests[0].decode_pages[-1])
     pages = requests[0].decode_pages
     assert all(map(two.kv.is_encoded, pages[:4]))
-    assert two.arrivals.is_lacking(ROOM)
+    assert two.arrivals.is_pending(ROOM)
     with pytest.raises(AssertionError, match="without a residual"):
         two.lab.target(requests[0])
     second.deliver([Stream.RESIDUAL], at=[2])
     two.pump()
     states = [two.kv.residuals.table.state(page) for page in pages[:4]]
     assert [state is ResidualState.IN_FLIGHT for state in states] == [True, True, False, True]
-    assert two.arrivals.is_lacking(ROOM)
+    assert two.arrivals.is_pending(ROOM)
     second.deliver()
     two.pump()
-    assert not two.arrivals.is_lacking(ROOM)
+    assert not two.arrivals.is_pending(ROOM)
     summary = two.arrivals.summary(ROOM)
     sent = sum(lab.departures.of(ROOM).num_bytes for lab in two.ranks)
     assert sum(summary["bytes"].values()) == sent
@@ -186,19 +188,19 @@ def test_a_page_lands_when_all_of_it_is_here(two) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_may_come_in_any_order(make, seed) -> None:
-    """Also of one that is retracted on its way and brought back."""
+    """The request is also retracted and resumed while its parts arrive."""
     rng = random.Random(seed)
     made = make(rng.choice([2, 3]))
     requests = made.begin(LENGTH)
     draftable = aside = False
-    while made.arrivals.is_lacking(ROOM):
+    while made.arrivals.is_pending(ROOM):
         lab = rng.choice(made.ranks)
         lab.link.deliver([rng.choice(list(Stream))], at=[rng.randrange(5)])
         made.pump()
         if not draftable and made.arrivals.is_draftable(ROOM):
             draftable = True
             made.arrivals.admit(ROOM, requests[0].decode_pages[-1])
-        elif draftable and not aside and made.arrivals.is_lacking(ROOM):
+        elif draftable and not aside and made.arrivals.is_pending(ROOM):
             aside = True
             pages = requests[0].decode_pages
             kept = RetractedKV(made.kv, made.arrivals, pages, LENGTH)
@@ -206,7 +208,7 @@ def test_parts_may_come_in_any_order(make, seed) -> None:
             made.arrivals.release(pages)
             rng.choice(made.ranks).link.deliver()
             made.pump()
-            kept.bring_back(pages)
+            kept.restore(pages)
             made.pump()
             made.arrivals.admit(ROOM, pages[-1])
     k, _ = made.lab.target(requests[0])
@@ -215,7 +217,7 @@ def test_parts_may_come_in_any_order(make, seed) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("streams", [[], [Stream.ANCHOR]])
-def test_what_fails_in_one_part_fails_as_a_whole(two, rank, streams) -> None:
+def test_a_transfer_that_fails_in_one_part_fails_as_a_whole(two, rank, streams) -> None:
     requests = two.begin(LENGTH)
     for lab in two.ranks:
         lab.link.deliver(streams)
@@ -226,7 +228,9 @@ def test_what_fails_in_one_part_fails_as_a_whole(two, rank, streams) -> None:
     two.pump()
     two.pump()
     assert two.arrivals.failure(ROOM) == "the sender was silent"
-    assert other.link.cancelled == {ROOM: "another part of it failed: the sender was silent"}
+    assert other.link.cancelled == {
+        ROOM: "another part of the transfer failed: the sender was silent"
+    }
     assert failing.link.cancelled == {}
     two.arrivals.drop(ROOM, NOT_NEEDED)
     assert not two.arrivals.is_used(two.link)
@@ -235,7 +239,7 @@ def test_what_fails_in_one_part_fails_as_a_whole(two, rank, streams) -> None:
     two.expect(requests)
 
 
-def test_one_that_is_dropped_is_cancelled_in_all_parts_that_are_under_way(two) -> None:
+def test_a_dropped_request_is_cancelled_in_all_incomplete_parts(two) -> None:
     first, second = two.ranks
     requests = two.begin(LENGTH)
     first.link.deliver()
@@ -273,7 +277,7 @@ def test_ranks_that_hand_over_different_requests_are_noticed(two, spoil, index) 
         lab.departures.send_last(ROOM, request.prefill_pages, 5, tuple(fields))
     two.deliver()
     assert not two.arrivals.is_draftable(ROOM)
-    assert "hand over different requests" in two.arrivals.failure(ROOM)
+    assert "sent handovers of different requests" in two.arrivals.failure(ROOM)
 
 
 @pytest.mark.parametrize("stream", list(Stream))
@@ -283,4 +287,4 @@ def test_a_part_of_another_size_fails_its_request(two, stream) -> None:
     offers = two.ranks[1].link.offers
     offers[key] = offers[key][:-1]
     two.deliver()
-    assert "another size" in two.arrivals.failure(ROOM)
+    assert "bytes, expected" in two.arrivals.failure(ROOM)

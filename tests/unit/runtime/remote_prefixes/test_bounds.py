@@ -1,4 +1,4 @@
-"""What is remembered, asked for and forgiven has bounds."""
+"""Bounds of remembered pages, of look-ups and of back-off pauses."""
 
 from __future__ import annotations
 
@@ -7,32 +7,36 @@ from typing import Any
 
 from sglang_kvspec.kv.prefix_store import chain_links
 from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes, publisher
+from sglang_kvspec.runtime.remote_prefixes.circuit_breaker import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    CircuitBreaker,
+)
 from sglang_kvspec.runtime.remote_prefixes.publisher import Publisher
-from sglang_kvspec.runtime.remote_prefixes.trust import FIRST_PAUSE_S, LONGEST_PAUSE_S, Trust
 from sglang_kvspec.transport.prefixes.frames import MAX_SEEK_TOKENS
 
 
 def test_pauses_double_up_to_the_longest_and_one_page_ends_them() -> None:
-    trust, now_s = Trust(), 0.0
+    trust, now_s = CircuitBreaker(), 0.0
     pauses = []
     for _ in range(8):
-        trust.disappoint(now_s)
-        # Of a request that was asked for before the pause.
-        trust.disappoint(now_s)
+        trust.record_failure(now_s)
+        # A second failure in the same pause, of a request that was asked for before it.
+        trust.record_failure(now_s)
         pause_s = next(s for s in range(1, 100) if trust.allows(now_s + s))
         pauses.append(pause_s)
         now_s += pause_s
     assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
     assert (pauses[0], pauses[-1]) == (FIRST_PAUSE_S, LONGEST_PAUSE_S)
-    trust.disappoint(now_s)
+    trust.record_failure(now_s)
     assert not trust.allows(now_s)
-    trust.please()
+    trust.record_success()
     assert trust.allows(now_s)
-    trust.disappoint(now_s)
+    trust.record_failure(now_s)
     assert trust.allows(now_s + FIRST_PAUSE_S)
 
 
-def test_pages_mentioned_longest_ago_are_forgotten(monkeypatch: Any) -> None:
+def test_the_known_pages_are_the_newest(monkeypatch: Any) -> None:
     monkeypatch.setattr(publisher, "_MAX_KNOWN", 3)
     links = list(chain_links(range(4), 1))
     known = Publisher(100)

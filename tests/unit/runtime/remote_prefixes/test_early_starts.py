@@ -1,4 +1,5 @@
-"""Requests that start on anchors: residuals go where they belong, or the request starts anew."""
+"""Requests that start on anchors: residuals land with the anchors they belong to, or the request
+starts again."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvspec_testkit.runtime.meeting import BOTH, Meeting, MeetingRanks
+from kvspec_testkit.runtime.rank_exchange import BOTH, ExchangingRanks, RankExchange
 from sglang_kvspec.kv.page_records import copy_out
 from sglang_kvspec.kv.prefix_store import chain_links, page_rows
 from sglang_kvspec.kv.residual_table import ResidualState
@@ -20,13 +21,14 @@ PAGES = [4, 2, 5]
 
 
 class Remote:
-    """Records of pages, and how many of the first have come."""
+    """Remote tier with records of pages. num_anchors and num_whole: how many of the first pages
+    have arrived."""
 
     def __init__(self, links, records):
         self.links = links
         self.rows = list(zip(page_rows(records.anchors), page_rows(records.residuals), strict=True))
         self.num_anchors = self.num_whole = 0
-        # Anchors of pages that the store has had anew since their anchors came.
+        # Anchors of pages that the store has replaced since their first anchors arrived.
         self.replaced = {}
         self.waited_for = {"r", "s"}
         self.counters = RemoteCounters()
@@ -53,7 +55,7 @@ def links():
 
 @pytest.fixture
 def computed(encoded):
-    """The KV cache of the server that published: pages 1 to 3 of the prompt."""
+    """KV cache of the server that published pages 1 to 3 of the prompt."""
     return encoded(3)
 
 
@@ -69,7 +71,7 @@ def kv(request, make_kv):
 
 @pytest.fixture
 def loaded():
-    """Anchors and residuals."""
+    """Counts of loaded anchors and residuals."""
     return [0, 0]
 
 
@@ -108,22 +110,22 @@ def test_drafts_read_anchors_and_verifications_residuals(
     with pytest.raises(AssertionError, match="without a residual"):
         kv.read_target(0, torch.tensor(PAGES))
     for remote.num_whole in (0, 2, 3):
-        assert early.lacks_residuals("r")
+        assert early.has_pending_residuals("r")
         is_complete = remote.num_whole == 3
         assert early.land() == (["r"] * is_complete, [])
-        # Nobody verifies before all are here.
-        lacking = [state is ResidualState.IN_FLIGHT for state in states(kv)]
-        assert lacking == [not is_complete] * 3
+        # The request cannot verify before all residuals have landed.
+        pending = [state is ResidualState.IN_FLIGHT for state in states(kv)]
+        assert pending == [not is_complete] * 3
         assert loaded == [3, remote.num_whole]
         kv.check_integrity()
-    assert not early.lacks_residuals("r")
+    assert not early.has_pending_residuals("r")
     assert early.land() == ([], [])
     assert early.rids == []
     assert reads_as_computed(kv, computed, "read_target")
     assert remote.counters.early == 1
 
 
-def test_who_waits_in_vain_is_named_until_its_pages_are_freed(early, remote, kv, links):
+def test_a_request_that_waits_in_vain_is_named_until_its_pages_are_freed(early, remote, kv, links):
     remote.num_anchors = 3
     early.begin("r", links, PAGES)
     remote.waited_for.clear()
@@ -137,14 +139,14 @@ def test_who_waits_in_vain_is_named_until_its_pages_are_freed(early, remote, kv,
     assert early.land() == ([], [])
     assert early.rids == []
     kv.check_integrity()
-    # The same pages may be another's at once.
+    # Another request may use the same pages at once.
     remote.waited_for = {"s"}
     early.begin("s", links, PAGES)
     remote.num_whole = 3
     assert early.land() == (["s"], [])
 
 
-def test_what_came_with_the_end_of_a_wait_is_not_lost(early, remote, links):
+def test_residuals_that_arrive_as_the_wait_ends_are_not_lost(early, remote, links):
     remote.num_anchors = remote.num_whole = 3
     early.begin("r", links, PAGES)
     remote.waited_for.clear()
@@ -152,44 +154,44 @@ def test_what_came_with_the_end_of_a_wait_is_not_lost(early, remote, links):
 
 
 def test_a_residual_of_another_anchor_is_not_taken(kv, early, remote, links):
-    """The store had the page anew, and another lookup has brought it."""
+    """The store has replaced the page, and another lookup has fetched the new one."""
     remote.num_anchors = 3
     early.begin("r", links, PAGES)
     remote.num_whole = 3
     remote.replaced[1] = bytearray(len(remote.rows[1][0]))
     assert early.land() == ([], [])
-    assert early.lacks_residuals("r")
+    assert early.has_pending_residuals("r")
     assert states(kv)[1] is ResidualState.IN_FLIGHT
     remote.waited_for.discard("r")
     assert early.land() == ([], ["r"])
-    # The right one, after all.
+    # The right residual arrives in the end.
     remote.replaced.clear()
     assert early.land() == (["r"], [])
 
 
 @pytest.fixture
 def both_ranks(make_kv, links, computed):
-    """Two ranks, to each of which comes what comes to it, and their KV caches."""
-    meeting = Meeting()
+    """Two ranks with a remote tier and a KV cache each."""
+    exchange = RankExchange()
     records = copy_out(computed, [1, 2, 3])
     remotes = [Remote(links, records) for _ in BOTH]
     kvs = [make_kv(num_pages=8) for _ in BOTH]
     starts = [
-        EarlyStarts(kvs[rank], remotes[rank], lambda *_: None, MeetingRanks(rank, meeting))
+        EarlyStarts(kvs[rank], remotes[rank], lambda *_: None, ExchangingRanks(rank, exchange))
         for rank in BOTH
     ]
-    yield SimpleNamespace(meeting=meeting, remotes=remotes, kvs=kvs, starts=starts)
-    meeting.close()
+    yield SimpleNamespace(rank_exchange=exchange, remotes=remotes, kvs=kvs, starts=starts)
+    exchange.close()
 
 
 def on_both(ranks, call):
-    """What a call gives, which is the same on both."""
+    """Return the result of a call, and check that it is the same on both ranks."""
     given = [None, None]
 
     def act(rank):
         given[rank] = call(ranks.starts[rank])
 
-    ranks.meeting.act(act)
+    ranks.rank_exchange.act(act)
     assert given[0] == given[1]
     return given[0]
 
@@ -205,15 +207,15 @@ def test_ranks_start_and_verify_together(both_ranks, links):
         assert on_both(both_ranks, EarlyStarts.land) == ([], [])
         for kv in both_ranks.kvs:
             assert states(kv) == [ResidualState.IN_FLIGHT] * 3
-    # One that has all of its own waits on as long as the other hopes for more.
+    # A rank that has all its residuals waits as long as the other rank may still receive some.
     first.waited_for.clear()
     assert on_both(both_ranks, EarlyStarts.land) == ([], [])
     second.num_whole = 3
     assert on_both(both_ranks, EarlyStarts.land) == (["r"], [])
-    assert not on_both(both_ranks, lambda early: early.lacks_residuals("r"))
+    assert not on_both(both_ranks, lambda early: early.has_pending_residuals("r"))
 
 
-def test_what_one_rank_waits_for_in_vain_is_lost_to_both(both_ranks, links):
+def test_residuals_that_one_rank_lacks_are_lost_to_both(both_ranks, links):
     first, second = both_ranks.remotes
     first.num_anchors = second.num_anchors = 3
     on_both(both_ranks, lambda early: early.begin("r", links, PAGES))
@@ -224,7 +226,7 @@ def test_what_one_rank_waits_for_in_vain_is_lost_to_both(both_ranks, links):
     assert on_both(both_ranks, EarlyStarts.land) == ([], [])
 
 
-def test_ranks_send_no_message_where_nobody_has_started(both_ranks):
+def test_ranks_send_no_message_where_no_request_has_started(both_ranks):
     on_both(both_ranks, EarlyStarts.land)
     on_both(both_ranks, lambda early: early.may_begin([]))
-    assert both_ranks.meeting.num_messages == 0
+    assert both_ranks.rank_exchange.num_messages == 0

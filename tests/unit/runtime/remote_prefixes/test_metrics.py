@@ -1,4 +1,4 @@
-"""What is exported of a prefix server is what was counted, each thing once."""
+"""The exported metrics of a prefix server are its counters, each counted once."""
 
 from __future__ import annotations
 

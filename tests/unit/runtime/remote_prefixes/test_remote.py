@@ -1,4 +1,4 @@
-"""A tier on another machine: requests wait for it for a bounded time, and nothing else does."""
+"""A tier on another machine: requests wait for it for a bounded time, and no other part waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.kv.prefix_store import PageLink, chain_links
 from sglang_kvspec.runtime.remote_prefixes import RemotePrefixes
-from sglang_kvspec.runtime.remote_prefixes.trust import FIRST_PAUSE_S
+from sglang_kvspec.runtime.remote_prefixes.circuit_breaker import FIRST_PAUSE_S
 from sglang_kvspec.transport.counters import LinkCounters
 from sglang_kvspec.transport.prefixes import (
     AnchorFetched,
@@ -24,7 +24,7 @@ from sglang_kvspec.transport.prefixes import (
 SIZE = 4
 PAGE_BYTES = 10
 WAIT_S = 1.0
-# Longer than any test may take.
+# Longer than a test may take.
 NEVER_S = 3600.0
 
 
@@ -42,7 +42,7 @@ def residual_of(link: PageLink) -> bytes:
 
 @dataclass
 class Link:
-    """What was asked of it, and what it will tell."""
+    """Link to a prefix server, with its calls and the events that it will report."""
 
     is_live: bool = True
     denial: str | None = None
@@ -50,7 +50,7 @@ class Link:
     calls: list[tuple[object, ...]] = field(default_factory=list)
     events: list[StoreEvent] = field(default_factory=list)
     is_broken: bool = False
-    # Of lookups whose anchors are to come first.
+    # Lookups whose anchors come first.
     anchors_first: list[object] = field(default_factory=list)
 
     def seek(self, lookup: int, *args: object, anchors_first: bool = False) -> None:
@@ -152,7 +152,7 @@ def test_a_request_waits_until_its_pages_are_here(remote: RemotePrefixes, link: 
     link.events.append(LookupEnded(number, 2, None))
     assert not remote.is_awaited("r")
     assert [reads(remote, each) for each in links] == [True, True, False]
-    # A page of the same key and other tokens is another page.
+    # A page with the same key but other tokens is another page.
     assert not reads(remote, links[0]._replace(tokens=b"x" * 32))
     remote.retain(set())
     assert not remote.has_asked("r")
@@ -164,7 +164,7 @@ def test_a_request_waits_until_its_pages_are_here(remote: RemotePrefixes, link: 
     )
 
 
-def test_nobody_waits_longer_than_the_limit_and_then_nobody_for_a_while(
+def test_requests_wait_no_longer_than_the_limit_and_then_not_at_all_for_a_while(
     remote: RemotePrefixes, link: Link, time: SimpleNamespace
 ) -> None:
     links = links_of(1, 2)
@@ -186,7 +186,7 @@ def test_nobody_waits_longer_than_the_limit_and_then_nobody_for_a_while(
         time.now_s += WAIT_S
         remote.retain(set())
     assert remote.counters.expired == 3
-    # One page that comes in time makes up for all of it.
+    # One page that arrives in time closes the circuit breaker.
     time.now_s += 8 * FIRST_PAUSE_S
     remote.ask("u", links)
     _, number, *_ = link.calls[-1]
@@ -209,13 +209,13 @@ def test_an_aborted_request_says_nothing_about_the_store(
     assert remote.is_awaited("s")
 
 
-def test_nobody_waits_without_a_link(remote: RemotePrefixes, link: Link) -> None:
+def test_no_request_waits_without_a_link(remote: RemotePrefixes, link: Link) -> None:
     link.is_live = False
     remote.ask("r", links_of(1))
     assert not remote.is_awaited("r")
     assert remote.has_asked("r")
     assert not put(remote, links_of(1)[0])
-    # Not even a copy is made.
+    # Without a link pages are not even copied.
     assert remote.first_to_publish(links_of(1, 2)) == 2
     assert not link.calls
     assert remote.counters.unasked == 1
@@ -252,7 +252,7 @@ def test_all_anchors_of_a_prompt_are_here_before_its_residuals(
     link.anchors_land(1, links, range(2, 3))
     assert remote.is_awaited("r")
     assert [remote.is_anchored(rid) for rid in "rstu"] == [True, True, False, False]
-    # One of those who share a lookup has started.
+    # A request that shares the lookup has started.
     assert not remote.is_anchored("s", besides={"r"})
     assert remote.is_anchored("s", besides={"t"})
     assert [remote.anchor_of(each) for each in links] == [anchor_of(each) for each in links]
@@ -268,7 +268,7 @@ def test_all_anchors_of_a_prompt_are_here_before_its_residuals(
     assert not remote.is_anchored("r")
 
 
-def test_anchors_of_other_weights_are_of_no_use(remote: RemotePrefixes, link: Link) -> None:
+def test_anchors_of_other_weights_are_not_used(remote: RemotePrefixes, link: Link) -> None:
     links = links_of(1)
     remote.ask("r", links, anchors_first=True)
     link.anchors_land(1, links, range(1))
@@ -307,23 +307,23 @@ def test_pages_are_published_once_and_never_more_than_may_wait(
     assert (counters.pages_published, counters.pages_unkept, counters.pages_dropped) == (1, 1, 1)
 
 
-def test_what_a_lookup_found_is_not_published_and_what_it_missed_is(
+def test_pages_that_a_lookup_missed_are_published_and_found_ones_are_not(
     remote: RemotePrefixes, link: Link
 ) -> None:
     links = links_of(1, 2, 3)
     assert put(remote, links[2])
     link.events.append(PublishEnded(1, True))
     remote.ask("r", links)
-    # It has evicted the last one since.
+    # The store has evicted the last page since.
     link.events.append(LookupEnded(1, 2, None))
     assert remote.first_to_publish(links) == 2
-    # An answer that was cut short says nothing about what it does not name.
+    # An incomplete answer says nothing about the pages that it does not name.
     remote.ask("s", links)
-    link.events.append(LookupEnded(2, 0, "the store has fallen silent"))
+    link.events.append(LookupEnded(2, 0, "the prefix server does not answer"))
     assert remote.first_to_publish(links) == 2
 
 
-def test_other_weights_have_no_use_for_it(remote: RemotePrefixes, link: Link) -> None:
+def test_other_weights_do_not_use_the_store(remote: RemotePrefixes, link: Link) -> None:
     links = links_of(1)
     remote.ask("r", links)
     link.lands(1, links, range(1))

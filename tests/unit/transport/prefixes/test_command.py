@@ -43,7 +43,7 @@ NUMBERS = count(1)
 
 
 class Process:
-    """Listens on a port of its own, or again on that of one before it."""
+    """A prefix server that listens on a free port, or on the port of an earlier one."""
 
     def __init__(self, folder: Path, *arguments: str, port: str = "0") -> None:
         self._process = subprocess.Popen(
@@ -61,7 +61,7 @@ class Process:
         self.port = self.address.rpartition(":")[2]
 
     def end(self, number: signal.Signals) -> str:
-        """What it said before it ended; nothing where it had ended before."""
+        """Return the output before the process ended, or "" if it had ended before."""
         if self._process.returncode is not None:
             return ""
         self._process.send_signal(number)
@@ -74,7 +74,7 @@ StartProcess = Callable[..., Process]
 
 @pytest.fixture
 def start() -> Iterator[StartProcess]:
-    """Starts prefix servers that end with the test."""
+    """Function that starts prefix servers. They end with the test."""
     started: list[Process] = []
 
     def make(*arguments: object, **options: str) -> Process:
@@ -114,7 +114,7 @@ def publish(loop: StoreLoop) -> None:
 
 
 def fetch(loop: StoreLoop) -> None:
-    """All that was published, once it is on disk."""
+    """Fetch all published pages, once they are on disk."""
     deadline_s = monotonic() + DEADLINE_S
     while (num_pages := num_fetched(loop)) < len(LINKS):
         assert monotonic() < deadline_s, num_pages
@@ -138,7 +138,7 @@ def test_prefixes_outlive_the_process_that_kept_them(tmp_path: Path, start: Star
         publish(connected(loop))
         fetch(connected(loop))
         assert "pages_kept=3" in server.end(signal.SIGTERM)
-        # Whoever asks now waits until the silence is noticed, and then for nothing.
+        # Requests wait until the silence is noticed. After that nothing waits.
         assert num_fetched(loop) == 0
         deadline_s = monotonic() + DEADLINE_S
         while loop.is_live:
@@ -154,7 +154,7 @@ def test_prefixes_outlive_the_process_that_kept_them(tmp_path: Path, start: Star
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Iterator[dict[str, Path]]:
-    """Folders of a store, a server that it knows, and a stranger who knows the store."""
+    """Folders of a store, of a server that it knows, and of a stranger that knows the store."""
     folders = {name: tmp_path / name for name in ("store", "server", "stranger")}
     for folder in folders.values():
         (folder / "peers").mkdir(parents=True)
@@ -180,16 +180,16 @@ def test_only_servers_whose_keys_are_listed_get_in(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 --port 0: refusing to listen"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 --port 0: cannot listen"),
         (["--keys", "/nowhere"], "--keys /nowhere"),
-        (["--gb", "0"], "not above 0"),
-        (["--gb", "1e300"], "1e300 is not above 0 and at most"),
-        (["--gb", "many"], "'many' is no number"),
-        (["--port", "70000"], "'70000' is no port (allowed: 0 to 65535)"),
-        (["--port", "x"], "'x' is no port (allowed: 0 to 65535)"),
+        (["--gb", "0"], "must be above 0"),
+        (["--gb", "1e300"], "1e300 must be above 0 and at most"),
+        (["--gb", "many"], "'many' is not a number"),
+        (["--port", "70000"], "'70000' is not a port (allowed: 0 to 65535)"),
+        (["--port", "x"], "'x' is not a port (allowed: 0 to 65535)"),
         (["--models", "0"], "at least 1"),
         (["--models", "few"], "'few' is not an integer of at least 1"),
-        (["--dir", "/dev/null/x"], "--dir /dev/null/x: cannot write it"),
+        (["--dir", "/dev/null/x"], "--dir /dev/null/x: cannot write to the folder"),
         (["--host", "::1"], "--host ::1 --port 0: expected tcp://host:port"),
     ],
 )

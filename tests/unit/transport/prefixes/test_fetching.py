@@ -1,4 +1,4 @@
-"""What is asked of a store, and what is believed of its answers."""
+"""A client asks a store for the right pages, and accepts only answers that fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def asked(num_pages: int, window_pages: int = 1000, *, anchors_first: bool = Fal
 
 
 def send(fetching: Fetching, page: int, anchor: bytes = ANCHOR) -> list[object]:
-    """A page's pieces; the anchor in two."""
+    """Send the pieces of a page: two of the anchor, one of the residual."""
     events: list[object] = []
     for stream, offset, payload in (
         (Stream.ANCHOR, 0, anchor[:1]),
@@ -203,7 +203,7 @@ def test_residuals_that_are_gone_end_a_prefix_whose_anchors_are_here() -> None:
     (page, ended) = send_part(fetching, Stream.RESIDUAL, 0, RESIDUAL)
     assert isinstance(page, PageFetched)
     assert isinstance(ended, LookupEnded)
-    assert "evicted, or damaged" in str(ended.reason)
+    assert "evicted or damaged" in str(ended.reason)
 
 
 def test_an_anchor_that_is_another_ends_the_prefix_before_its_residual_is_asked_for() -> None:

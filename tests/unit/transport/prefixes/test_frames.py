@@ -1,4 +1,4 @@
-"""Frames of a prefix server: they survive the way, and nothing else is believed by either end."""
+"""Frames of the prefix server survive encoding, and both ends refuse anything else."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_layout_has_the_fields_of_an_identity() -> None:
 
 
 def forged(random: Random) -> list[bytes]:
-    """A message whose checksum is right and whose body is nearly that of a frame, or noise."""
+    """Return a message with a right checksum whose body is noise or nearly that of a frame."""
     frame, payload = random.choice(SAMPLES)
     kind = [type(sample) for sample, _ in SAMPLES].index(type(frame))
     body = [getattr(frame, name) for name in frame.__struct_fields__]
@@ -133,7 +133,7 @@ def test_neither_end_minds_what_strangers_send(tmp_path: Path) -> None:
             rig.network.ports[port].inbox.append((origin, forged(random)))
         client.step()
         rig.server.step()
-        # What a forged greeting or farewell did, undone.
+        # Undo the effect of a forged greeting or farewell.
         if client.state is not LinkState.LIVE or client._session != 2:
             client.state, client._session = LinkState.LIVE, 2
         rig.network.ports[b"a"].outbox.clear()

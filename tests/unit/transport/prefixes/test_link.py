@@ -1,4 +1,4 @@
-"""What one server publishes another fetches as it was, whatever happens to link and store."""
+"""A server fetches what another one published, unchanged, through faults of link and store."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def stocked(rig: Rig) -> Rig:
 
 
 def fetched(rig: Rig, name: str, links: list) -> tuple[int, str | None]:
-    """Pages from the first on without a gap that came, all of them right; and why no more did."""
+    """Return how many pages came, which must be right and without a gap, and why no more came."""
     *pages, end = rig.take(name)
     assert isinstance(end, LookupEnded), end
     numbers = set()
@@ -80,7 +80,7 @@ def test_another_server_fetches_what_one_published(stocked: Rig) -> None:
     stocked.seek("b", 9, links)
     stocked.run()
     assert fetched(stocked, "b", links) == (6, None)
-    # From a page in the middle on, and of another prompt.
+    # The same prefix from its third page on, and then another prompt.
     stocked.seek("b", 10, links[2:])
     stocked.run()
     assert fetched(stocked, "b", links[2:]) == (4, None)
@@ -115,7 +115,7 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-def test_a_store_that_dies_and_comes_back_is_said_once(
+def test_a_store_that_dies_and_comes_back_is_logged_once(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -130,7 +130,7 @@ def test_a_store_that_dies_and_comes_back_is_said_once(
         rig.run(20)
     ((level, text),) = lines_of(caplog)
     assert level == "WARNING"
-    assert "no link to the prefix server toy (the store has fallen silent)" in text
+    assert "no link to the prefix server toy (the prefix server does not answer)" in text
     assert "costs speed and changes no output" in text
     caplog.clear()
     rig.start()
@@ -138,7 +138,7 @@ def test_a_store_that_dies_and_comes_back_is_said_once(
     assert [level for level, _ in lines_of(caplog)] == ["INFO"]
 
 
-def test_a_store_that_is_not_there_at_the_start_is_said_once(
+def test_a_store_that_is_not_there_at_the_start_is_logged_once(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -149,10 +149,12 @@ def test_a_store_that_is_not_there_at_the_start_is_said_once(
     rig.run(400)
     ((level, text),) = lines_of(caplog)
     assert level == "WARNING"
-    assert "(no answer since the start)" in text
+    assert "(no answer since this server started)" in text
 
 
-def test_a_refusal_is_said_once_on_either_side(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_logged_once_on_either_side(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     rig.add("a", msgspec.structs.replace(LAYOUT, store_version=99))
     rig.run(600)
@@ -180,7 +182,7 @@ def test_a_prefix_server_with_a_full_disk_says_so_once(
 
 def test_a_silent_store_ends_everything_in_bounded_time(stocked: Rig) -> None:
     client = stocked.clients["a"]
-    # Its socket takes frames that nobody reads.
+    # The server's socket still takes frames, but the server no longer reads them.
     stocked.server = _Stopped()  # type: ignore[assignment]
     stocked.seek("a", 5, links_of(1, 2))
     stocked.publish("a", links_of(9), first=50)
@@ -190,15 +192,15 @@ def test_a_silent_store_ends_everything_in_bounded_time(stocked: Rig) -> None:
     assert stocked.network.clock() - began_s <= 1.5 + 2 * TICK_S
     stocked.tick()
     assert stocked.take("a") == [
-        LookupEnded(5, 0, "the store has fallen silent"),
+        LookupEnded(5, 0, "the prefix server does not answer"),
         PublishEnded(50, is_kept=False),
     ]
-    # From now on nothing waits at all.
+    # After the link is lost, requests end at once.
     stocked.seek("a", 6, links_of(1, 2))
     stocked.publish("a", links_of(9), first=51)
     stocked.tick()
     assert stocked.take("a") == [
-        LookupEnded(6, 0, "no link to the store"),
+        LookupEnded(6, 0, "no link to the prefix server"),
         PublishEnded(51, is_kept=False),
     ]
 
@@ -213,7 +215,7 @@ def test_a_store_that_has_started_anew_is_greeted_again_at_once(stocked: Rig) ->
     stocked.start()
     stocked.seek("a", 5, links_of(1, 2))
     stocked.run(4)
-    assert stocked.take("a") == [LookupEnded(5, 0, "the store has started anew")]
+    assert stocked.take("a") == [LookupEnded(5, 0, "the prefix server has restarted")]
     assert stocked.clients["a"].state is LinkState.LIVE
 
 
@@ -230,11 +232,11 @@ def test_models_do_not_see_each_other(stocked: Rig) -> None:
         assert ("at most 2" if "settings" in change else "record version") in str(client.denial)
         stocked.seek("c", 1, links)
         stocked.run(2)
-        assert stocked.take("c") == [LookupEnded(1, 0, "no link to the store")]
+        assert stocked.take("c") == [LookupEnded(1, 0, "no link to the prefix server")]
 
 
 def test_what_is_lost_on_the_way_is_not_there(stocked: Rig) -> None:
-    """Damaged, repeated, delayed or lost frames: a page comes as it was published, or not."""
+    """With damaged, repeated, delayed or lost frames, a page arrives as published or not at all."""
     links = links_of(1, 2, 3, 4, 5, 6)
     stocked.connect("b")
     stocked.set_faults(lose=0.03, damage=0.03, repeat=0.03, delay=0.03)
@@ -302,7 +304,7 @@ def test_a_page_without_the_one_before_it_is_not_kept(stocked: Rig) -> None:
     assert stocked.take("a") == [PublishEnded(90, is_kept=False)]
 
 
-def test_answers_that_nobody_asked_for_change_nothing(stocked: Rig) -> None:
+def test_unrequested_answers_change_nothing(stocked: Rig) -> None:
     client, network = stocked.clients["a"], stocked.network
     session = client._session
     links = links_of(1, 2, 3)
@@ -329,7 +331,7 @@ def test_a_store_believes_no_other_session(stocked: Rig) -> None:
     client._session += 1
     stocked.seek("a", 1, links_of(1))
     stocked.run(4)
-    assert stocked.take("a") == [LookupEnded(1, 0, "the store has started anew")]
+    assert stocked.take("a") == [LookupEnded(1, 0, "the prefix server has restarted")]
     assert stocked.server.counters.lookups == 0
     assert stocked.server.link_counters.dropped == {Drop.FOREIGN: 1}
     assert client.state is LinkState.LIVE
@@ -345,7 +347,7 @@ def test_an_answer_to_an_older_greeting_is_not_taken(rig: Rig) -> None:
 
 
 def test_pages_are_published_one_by_one_and_whole(stocked: Rig) -> None:
-    """What is not, is dropped without an answer, and known by that of the next."""
+    """Other pages are dropped without an answer. The answer for the next page shows it."""
     links, client = links_of(8, 9), stocked.clients["a"]
     content = memoryview(anchor_of(links[0]) + residual_of(links[0]))
     two, half = chain_of(links), chain_of(links[:1])._replace(tokens=links[0].tokens[:-8])
@@ -374,7 +376,7 @@ def test_a_server_that_asks_for_too_much_is_not_served(stocked: Rig) -> None:
 
 
 def test_what_the_network_does_not_take_waits_in_the_store(stocked: Rig) -> None:
-    """Of six pages no more is handed over than may be unsent, anchors first."""
+    """The store hands over no more of six pages than the unsent limit, anchors first."""
     stocked.seek("a", 1, links_of(1, 2, 3, 4, 5, 6))
     for _ in range(4):
         stocked.clients["a"].step()

@@ -1,4 +1,4 @@
-"""One streamed request to a prefill and a decode server, timed."""
+"""Timing of one streamed request to a prefill and a decode server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = (10, 900)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """seen: (seconds since the epoch, tokens so far) of every chunk that arrived."""
+    """One answer. seen: (seconds since the epoch, tokens so far) of every chunk that arrived."""
 
     output_ids: tuple[int, ...]
     meta: dict[str, Any]
@@ -29,18 +29,20 @@ class Answer:
         return dict(self.meta["kvspec"]["transfer"])
 
     def computed_s(self, k: int) -> float:
-        """When the k-th token was computed, as a draft that was kept or otherwise, in seconds since
-        the prefill ended (TTKT, Lynx section 6)."""
+        """Return the seconds from the end of the prefill until the k-th token was computed, as a
+        kept draft or otherwise (TTKT, Lynx section 6)."""
         return float(self.meta["kvspec_token_s"][k - 1])
 
     def seen_s(self, k: int) -> float:
-        """When the client had it, verified."""
+        """Return the seconds from the end of the prefill until the client had the k-th token,
+        verified."""
         at = next(at for at, num_tokens in self.seen if num_tokens >= k)
         return at - float(self.transfer["prefill_ended_at"])
 
 
 def ask(pair: ServerPair, input_ids: list[int], max_new_tokens: int) -> Answer:
-    """Raises requests.HTTPError where either server answers an error."""
+    """Send one request to both servers, and time its answer. Raises requests.HTTPError if either
+    server answers an error."""
     body = {
         "input_ids": input_ids,
         "sampling_params": {

@@ -1,4 +1,4 @@
-"""Two ranks in threads of one process, which notice where they do different things."""
+"""Two ranks in threads of one process, which fail if they do different things."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sglang_kvspec.runtime.ranks import Ranks
 BOTH = (0, 1)
 
 
-class Meeting:
-    """Where they exchange what they have."""
+class RankExchange:
+    """Exchange of values between the two ranks."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(len(BOTH))
@@ -22,23 +22,23 @@ class Meeting:
         self.num_messages = 0
 
     def exchange(self, rank: int, about: str, mine: Any) -> list[Any]:
-        """What both have. Raises AssertionError where what it is about differs."""
+        """Return the values of both ranks. Raises AssertionError if their `about` differs."""
         self._brought[rank] = about, mine
         self._barrier.wait()
         first, second = (self._brought[rank] for rank in BOTH)
         self._barrier.wait()
-        assert first[0] == second[0], f"ranks do different things: {first[0]}, {second[0]}"
+        assert first[0] == second[0], f"rank 0 exchanges {first[0]}, rank 1 {second[0]}"
         return [first[1], second[1]]
 
     def act(self, act: Callable[[int], None]) -> None:
-        """Both ranks do this, side by side. Raises what one of them does."""
+        """Run `act` on both ranks at the same time. Raises the error of either rank."""
 
         def run(rank: int) -> None:
             try:
                 act(rank)
                 self.exchange(rank, "the end", None)
             except BaseException:
-                # Nobody comes to meet the other any more.
+                # This rank exchanges no more values: release the other rank.
                 self._barrier.abort()
                 raise
 
@@ -51,14 +51,14 @@ class Meeting:
         self._threads.shutdown()
 
 
-class MeetingRanks(Ranks):
-    """One of both. It has the messages that go to all alike only."""
+class ExchangingRanks(Ranks):
+    """One of the two ranks. Only least() exchanges values."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, exchange: RankExchange) -> None:
         super().__init__(rank, len(BOTH))
-        self._meeting = meeting
+        self._exchange = exchange
 
     def least(self, mine: Sequence[int], about: object) -> list[int]:
-        self._meeting.num_messages += self.is_first
-        both = self._meeting.exchange(self.rank, repr(about), list(mine))
+        self._exchange.num_messages += self.is_first
+        both = self._exchange.exchange(self.rank, repr(about), list(mine))
         return [min(pair) for pair in zip(*both, strict=True)]

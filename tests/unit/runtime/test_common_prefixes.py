@@ -1,4 +1,4 @@
-"""Ranks whose tiers differ find, load and wait for the same: two processes, each with its own."""
+"""Ranks with different tiers find, load and wait for the same pages. Each rank is a process."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SIZE = 2
 
 @pytest.fixture(scope="module")
 def results(run_ranks) -> list[dict[str, Any]]:
-    """What each rank has come to."""
+    """Results of each rank."""
     return run_ranks(SCRIPT, SIZE)
 
 
 def of_case(results: list[dict[str, Any]], case: str) -> Any:
-    """What all ranks have come to."""
+    """Return the result of a case, and check that it is the same on all ranks."""
     first, *others = (result[case] for result in results)
     assert others == [first] * (SIZE - 1), "ranks differ"
     return first
 
 
 def loaded(num_pages: int, from_disk: int, num_asked: int) -> dict[str, Any]:
-    """As many pages as said, right, and the others free on all ranks."""
+    """Return the expected result: this many right pages, and the others free."""
     return {
         "loaded": [num_pages, from_disk, 0, 0, 0],
         "are_right": True,
@@ -36,7 +36,7 @@ def loaded(num_pages: int, from_disk: int, num_asked: int) -> dict[str, Any]:
 def test_a_prefix_ends_where_one_rank_has_no_more(results) -> None:
     found = of_case(results, "lookups")
     assert found["nums"] == [3, 0, 2, 0, 2]
-    # One message for all prefixes, and none where there is nothing to ask for.
+    # One message is sent for all prefixes, and none if there is nothing to ask for.
     assert found["messages"] == [1, 0]
     assert found["nothing"] == [0, 0]
 
@@ -51,8 +51,8 @@ def test_what_one_rank_has_not_loaded_is_free_on_all(results) -> None:
 def test_a_page_damaged_on_one_rank_is_lost_to_all(results) -> None:
     found = of_case(results, "damages")
     assert found["promised"] == [18, 5]
-    # The first residual of the second rank was in host memory; a page is from where the farthest
-    # rank had it.
+    # The first residual of the second rank was in host memory. The report names the slower tier of
+    # both ranks for each page.
     assert found["first"] == loaded(5, 4, num_asked=18)
     assert found["second"] == loaded(17, 17, num_asked=18)
     least, most = found["damaged"]
@@ -61,7 +61,7 @@ def test_a_page_damaged_on_one_rank_is_lost_to_all(results) -> None:
 
 def test_requests_wait_for_the_last_rank(results) -> None:
     found = of_case(results, "waits")
-    # From the first page on that one rank lacks.
+    # Each request asks from the first page on that one rank lacks.
     assert found["asked"] == {
         "a": [3, True],
         "b": [0, True],
@@ -70,11 +70,11 @@ def test_requests_wait_for_the_last_rank(results) -> None:
         "none": [0, True],
     }
     assert found["awaited"] == [["a", "b", "c"], ["c"], []]
-    # One to ask, and one for each time that somebody waits still.
+    # One message to ask, and one for each check while a request waits.
     assert found["messages"] == [4, 0]
 
 
-def test_where_one_rank_has_no_trust_nobody_asks(results) -> None:
+def test_an_open_circuit_breaker_of_one_rank_stops_all_ranks_from_asking(results) -> None:
     assert of_case(results, "waits")["distrusted"] == [3, False]
 
 
@@ -86,5 +86,5 @@ def test_a_request_is_anchored_where_it_is_on_every_rank(results) -> None:
 
 def test_ranks_that_look_up_different_prefixes_stop(results) -> None:
     for rank, result in enumerate(results):
-        for refusal in result["apart"]:
-            assert f"rank {rank} of 2 no longer serves what the others serve" in refusal
+        for refusal in result["out_of_step"]:
+            assert f"rank {rank} of 2 is out of step with another rank" in refusal

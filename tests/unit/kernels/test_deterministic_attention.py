@@ -1,4 +1,4 @@
-"""Attention in one order: right, and the same bits however tokens are grouped."""
+"""Deterministic attention: right, and with the same bits however tokens are grouped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvspec_kernels.ops.attention import Tail
-from kvspec_kernels.ops.ordered_attention import Past, ordered_attention
+from kvspec_kernels.ops.deterministic_attention import Past, deterministic_attention
 from kvspec_kernels.reference.attention import attend
 from kvspec_testkit.kernels.comparison import assert_within_reference
 
@@ -30,14 +30,14 @@ def shape_id(shape: tuple) -> str:
 
 
 class Requests:
-    """Random K and V of requests, cut into past and tail at will; pools are NaN elsewhere."""
+    """Random K and V of requests, cut into past and tail at any place. Pools are NaN elsewhere."""
 
     def __init__(self, shape, lens, device, seed=0):
         self.page, self.head_dim, self.heads, self.group, self.dtype = shape
         self.device = device
         self.rng = torch.Generator().manual_seed(seed)
         self.kv = [self._draw(2, n, self.heads) for n in lens]
-        # Scores spread over many powers of two.
+        # Factor 3, so that scores spread over many powers of two.
         self.q = [self._draw(n, self.heads * self.group) * 3 for n in lens]
 
     def _draw(self, *shape):
@@ -45,7 +45,7 @@ class Requests:
         return drawn.to(self.dtype)
 
     def _pages(self, tokens, by_head):
-        """tokens [2, n, H, D] as pages [2, N, ...], NaN behind the last token."""
+        """Return tokens [2, n, H, D] as pages [2, N, ...], NaN behind the last token."""
         count = -(-tokens.shape[1] // self.page)
         filled = torch.full((2, count * self.page, *tokens.shape[2:]), torch.nan, dtype=self.dtype)
         filled[:, : tokens.shape[1]] = tokens
@@ -53,7 +53,8 @@ class Requests:
         return pages.transpose(2, 3) if by_head else pages
 
     def attend(self, calls, max_qo_len=None):
-        """calls: (request, first query, end, pages in the past). Outputs of each."""
+        """Return the outputs of each call. calls: (request, first query, end, pages in the
+        past)."""
         pasts, tails, lens, queries = [], [], [], []
         for request, first, end, num_past in calls:
             kv = self.kv[request][:, :end]
@@ -64,7 +65,7 @@ class Requests:
         past, slots, past_indptr, pages = self._pool(pasts, spare=3)
         tail, tail_slots, tail_indptr, tail_pages = self._pool(tails, spare=2)
         counts = torch.tensor([len(q) for q in queries])
-        out = ordered_attention(
+        out = deterministic_attention(
             torch.cat(queries).to(self.device),
             Past(*past, slots, past_indptr, pages),
             Tail(*tail, tail_indptr, tail_slots[tail_pages.long()], self._ints(lens)),
@@ -74,7 +75,7 @@ class Requests:
         return out.cpu().split(counts.tolist())
 
     def _pool(self, parts, spare):
-        """Shuffled pages of all requests: (k, v), slots by page id, indptr, page ids."""
+        """Return shuffled pages of all requests: (k, v), slots by page id, indptr, page ids."""
         pages = torch.cat(parts, dim=1)
         count = pages.shape[1]
         pool = torch.full((2, count + spare, *pages.shape[2:]), torch.nan, dtype=self.dtype)
@@ -90,7 +91,7 @@ class Requests:
         return torch.as_tensor(list(values), dtype=torch.int32, device=self.device)
 
     def reference(self, dtype):
-        """Outputs of all tokens of all requests, one after the other."""
+        """Return the outputs of all tokens of all requests, one after the other."""
         outs = []
         for q, kv in zip(self.q, self.kv, strict=True):
             seen = torch.arange(1, len(q) + 1)
@@ -101,9 +102,9 @@ class Requests:
 
 @pytest.fixture(autouse=True)
 def a_row_at_a_time(device, monkeypatch):
-    """On a GPU a product's row does not depend on the rows beside it. In Triton's interpreter it
-    may: which of a BLAS's kernels takes a row, and so the order of its sum, goes by where the row
-    lies and by the CPU."""
+    """Multiply one row at a time. On a GPU a product's row does not depend on the other rows. In
+    Triton's interpreter it may: the BLAS selects a kernel, and so the order of the sum, by the
+    row's place and the CPU."""
     if device.type == "cpu":
 
         def matmul(a, b, dtype):
@@ -115,14 +116,14 @@ def a_row_at_a_time(device, monkeypatch):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 def test_equals_the_reference(shape, device):
-    """Whole prompts at once; pasts of no page, one and several."""
+    """Attend whole prompts at once, with pasts of no page, one page and several."""
     page = shape[0]
     lens = [1, 3 * page + 5, page, 2 * page + 1]
     requests = Requests(shape, lens, device)
     outs = torch.cat(requests.attend([(i, 0, n, 0) for i, n in enumerate(lens)]))
     finer = torch.float64 if shape[4] == FP32 else FP32
     exact = requests.reference(finer)
-    # Half a unit in the last place, which the baseline may happen not to lose.
+    # Half a unit in the last place, since the baseline may have no rounding error by chance.
     floor = torch.finfo(shape[4]).eps / 2 * exact.abs().max().item()
     rows = torch.tensor([0, *lens]).cumsum(0)
     baseline = requests.reference(shape[4])
@@ -141,8 +142,8 @@ def test_the_same_bits_however_tokens_are_grouped(shape, device):
     assert torch.equal(chunks[0], whole[0][2 * page : 3 * page + 1])
     assert torch.equal(chunks[1], whole[1][1:page])
     assert torch.equal(chunks[2], whole[0][3 * page + 1 :])
-    # A verification over the end of a page, beside another; and its tokens one at a time, the
-    # page once written in the past, once still in the tail, in grids of other sizes.
+    # Verify over the end of a page, together with another request. Then compute these tokens one at
+    # a time, with the page in the past, or still in the tail, in grids of other sizes.
     first = 4 * page - 3
     verified = requests.attend([(1, page, lens[1], 1), (0, first, first + 7, 3)])
     assert torch.equal(verified[1], whole[0][first : first + 7])
@@ -153,8 +154,8 @@ def test_the_same_bits_however_tokens_are_grouped(shape, device):
 
 
 def test_rows_without_a_token(device):
-    """As graphs have them that were captured for more requests."""
-    padded = ordered_attention(
+    """CUDA graphs that were captured for more requests have such rows."""
+    padded = deterministic_attention(
         torch.zeros(2, 8, 64, dtype=BF16, device=device),
         Past(
             *torch.full((2, 1, 2, 64, 64), torch.nan, dtype=BF16, device=device),
@@ -188,7 +189,7 @@ def test_refuses_what_does_not_fit(change, message, device):
     page, heads = sizes["page"], sizes["heads"]
     zeros = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 2, 0, 2, 0, 1, 2)]
     with pytest.raises(ValueError, match=message):
-        ordered_attention(
+        deterministic_attention(
             torch.zeros(1, 8, 64, dtype=sizes["dtype"], device=device),
             Past(*torch.zeros(2, 1, heads, page, 64, dtype=BF16, device=device), *zeros[:3]),
             Tail(*torch.zeros(2, 1, page, heads, 64, dtype=BF16, device=device), *zeros[3:6]),

@@ -1,4 +1,4 @@
-"""Attention over pages in one order, whatever runs beside it."""
+"""Triton kernel of deterministic attention: pages in one order, independent of the batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvspec_kernels.jit.rounding import operand, rounded
 
 
 @triton.jit(do_not_specialize=["stride_q_token", "stride_tail_slot"])
-def ordered_attention_kernel(
+def deterministic_attention_kernel(
     q_ptr,
     out_ptr,
     qo_indptr_ptr,
@@ -43,12 +43,13 @@ def ordered_attention_kernel(
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Rows of one request and KV head a program: grid (row blocks, requests, num_kv_heads).
+    """Attend for rows of one request and KV head a program: grid (row blocks, requests,
+    num_kv_heads).
 
     A row is a query token and one of the GROUP heads that share the KV head. Past and tail go
-    through the same instructions, page after page, and a page that a row does not see adds exactly
-    nothing to it: so neither where one ends and the other begins, nor the other rows, nor how many
-    there are, can change a bit of a row's result. scale: of scores, to base 2.
+    through the same instructions, page after page. A page that a row does not see adds exactly
+    nothing to that row. So the bits of a row depend neither on the border between past and tail nor
+    on other rows or their number. scale: factor of scores, to base 2.
     """
     request = tl.program_id(1)
     head = tl.program_id(2)
@@ -92,7 +93,7 @@ def ordered_attention_kernel(
             k_ptr = tl.where(is_past, past_k_ptr + past_place, tail_k_ptr + tail_place)
             v_ptr = tl.where(is_past, past_v_ptr + past_place, tail_v_ptr + tail_place)
             position = i * PAGE_SIZE + offs_page
-            # What lies behind a request's last token may be anything.
+            # Memory behind a request's last token may hold anything.
             mask_kv = (position < num_tokens)[:, None] & mask_dim[None, :]
             place = offs_page[:, None] * stride_token + offs_dim[None, :]
             k = operand(tl.load(k_ptr + place, mask=mask_kv, other=0.0), INTERPRET)

@@ -1,4 +1,5 @@
-"""Who may start and who is retracted: budgets, no storms, priorities, and an end for everybody."""
+"""Admission and retraction of requests: page budgets, no retraction storms, priorities, and an end
+for every request."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_kvspec.planning.intake import Intake, PageNeed
+from sglang_kvspec.planning.admission import Admission, PageNeed
 from sglang_kvspec.planning.retraction import RetractionView, keep_order
 
 PAGE, RESERVE, HEADROOM = 16, 10, 24
-RULE = Intake(PAGE, RESERVE, HEADROOM)
+RULE = Admission(PAGE, RESERVE, HEADROOM)
 
 
 def pages(num_tokens):
@@ -22,7 +23,7 @@ def pages(num_tokens):
 
 @dataclass(eq=False)
 class Request:
-    """added: tokens since anybody started last."""
+    """A request of the simulation. added: tokens since the last time that any request started."""
 
     prompt: int
     max_new: int
@@ -39,22 +40,22 @@ class Request:
 
     @property
     def view(self):
-        # Where residuals lie is as random as the prompt.
+        # The place of residuals is as random as the prompt.
         far = self.prompt % 3
         return RetractionView(self.priority, self.retractions, far, 1, self.output, self.prompt)
 
 
 @dataclass
 class Server:
-    """SGLang's loop as far as pages are concerned, one request at the head of its queue at a time.
-    Speeds differ: a request adds any number of tokens up to the slots it has for them."""
+    """The page accounting of SGLang's loop, which starts one request at a time from the head of its
+    queue. A request adds any number of tokens up to the slots that it has for them."""
 
     num_pages: int
     rng: random.Random
     waiting: list[Request]
     running: list[Request] = field(default_factory=list)
     num_retractions: int = 0
-    rule: Intake = RULE
+    rule: Admission = RULE
 
     @property
     def free(self):
@@ -75,13 +76,13 @@ class Server:
             for request in self.running:
                 request.added = 0
 
-    def lacking(self):
+    def missing(self):
         return {r: max(pages(r.need.num_tokens + RESERVE) - r.held, 0) for r in self.running}
 
     def retract(self):
-        """As ScheduleBatch.retract_decode: until what is left can go on."""
+        """Retract requests as ScheduleBatch.retract_decode does, until the others can continue."""
         order = [self.running[i] for i in keep_order([r.view for r in self.running])]
-        while sum(self.lacking().values()) > self.free and len(self.running) > 1:
+        while sum(self.missing().values()) > self.free and len(self.running) > 1:
             assert max(r.added for r in self.running) > self.rule.headroom_tokens, "a storm"
             victim = order.pop()
             self.running.remove(victim)
@@ -96,7 +97,7 @@ class Server:
     def step(self):
         self.start_waiting()
         self.retract()
-        for request, num_pages in self.lacking().items():
+        for request, num_pages in self.missing().items():
             request.held += num_pages
         assert self.free >= 0, "more pages than there are"
         for request in list(self.running):
@@ -125,17 +126,17 @@ def bursts(draw):
         Request(prompt, most, max(1, int(most * share)), priority)
         for prompt, most, share, priority in draw(st.lists(sizes, min_size=1, max_size=24))
     ]
-    # The largest fits alone, as SGLang sees to.
+    # The largest request fits alone, which SGLang ensures.
     least = max(pages(r.prompt + r.max_new + RESERVE) for r in requests)
     return requests, draw(st.integers(least, 3 * least)), draw(st.integers(0, 2**16))
 
 
 @settings(max_examples=300, deadline=None)
 @given(bursts())
-def test_everybody_finishes_within_pages_and_without_storms(burst):
+def test_all_requests_finish_within_pages_and_without_storms(burst):
     requests, num_pages, seed = burst
     server = Server(num_pages, random.Random(seed), list(requests))
-    # Somebody adds a token in every iteration, and a retraction keeps those that were emitted.
+    # At least one request adds a token in every iteration, and a retraction keeps emitted tokens.
     for _ in range(sum(request.actual_new for request in requests)):
         server.step()
         if server.is_idle:
@@ -146,18 +147,18 @@ def test_everybody_finishes_within_pages_and_without_storms(burst):
 
 @settings(max_examples=100, deadline=None)
 @given(bursts())
-def test_with_headroom_for_whole_answers_nobody_is_retracted(burst):
+def test_with_headroom_for_whole_answers_no_request_is_retracted(burst):
     requests, num_pages, seed = burst
-    rule = Intake(PAGE, RESERVE, headroom_tokens=1000)
+    rule = Admission(PAGE, RESERVE, headroom_tokens=1000)
     server = Server(num_pages, random.Random(seed), list(requests), rule=rule)
     run(server)
     assert server.num_retractions == 0
 
 
 def test_without_the_rule_there_are_storms():
-    """The same loop fails where requests start as soon as their prompts fit."""
+    """The same loop fails if requests start as soon as their prompts fit."""
 
-    class Eager(Intake):
+    class Eager(Admission):
         def has_room(self, request, others, free_pages):
             asked = sum(max(pages(n.num_tokens) - n.held_pages, 0) for n in (request, *others))
             return asked <= free_pages
@@ -172,19 +173,19 @@ def test_without_the_rule_there_are_storms():
 def test_a_request_needs_room_for_its_prompt_its_next_tokens_and_its_drafts():
     # 64 + 24 + 10 tokens: seven pages.
     request = PageNeed(0, 64, 100)
-    assert RULE.lacking(request) == 7
-    # Two of them are cached.
-    assert RULE.lacking(PageNeed(2, 64, 100)) == 5
-    # It ends before it has added its headroom.
-    assert RULE.lacking(PageNeed(0, 64, 3)) == 5
-    assert RULE.lacking(PageNeed(9, 64, 100)) == 0
+    assert RULE.missing(request) == 7
+    # Two of these pages are cached.
+    assert RULE.missing(PageNeed(2, 64, 100)) == 5
+    # The request ends before it has added its headroom.
+    assert RULE.missing(PageNeed(0, 64, 3)) == 5
+    assert RULE.missing(PageNeed(9, 64, 100)) == 0
     running = PageNeed(5, 70, 50)
-    assert RULE.lacking(running) == 2
+    assert RULE.missing(running) == 2
     assert RULE.has_room(request, [running], 9)
     assert not RULE.has_room(request, [running], 8)
 
 
-def test_the_first_of_all_starts_whatever_it_needs():
+def test_the_first_request_always_starts():
     assert RULE.has_room(PageNeed(0, 10_000, 100), [], 1)
 
 
@@ -203,6 +204,6 @@ def view(priority=0, num_retractions=0, far=0, near=4, output=10, prompt=100):
     ],
     ids=["priority", "retracted before", "residuals near", "more output", "shorter prompt"],
 )
-def test_who_is_kept(kept, retracted):
+def test_the_order_of_retraction(kept, retracted):
     assert keep_order([kept, retracted]) == [0, 1]
     assert keep_order([retracted, kept]) == [1, 0]

@@ -1,4 +1,4 @@
-"""Attention at full precision whose every bit is independent of batching, chunking and drafting."""
+"""Deterministic attention at full precision: bits do not depend on batching, chunking or drafts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kvspec_kernels.jit.ordered_attention import ordered_attention_kernel
+from kvspec_kernels.jit.deterministic_attention import deterministic_attention_kernel
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 
-# Fixed: another tile could mean other instructions, which add up in another order.
+# Fixed sizes: another tile could compile to instructions that add in another order.
 BLOCK_ROWS = 64
 NUM_WARPS, NUM_STAGES = 4, 2
 
@@ -20,8 +20,8 @@ NUM_WARPS, NUM_STAGES = 4, 2
 class Past(NamedTuple):
     """Full pages that every query of a request sees, in one pool.
 
-    k, v: [S, H, P, D] of the queries' dtype, equal strides, the last dimension contiguous; page p
-        is at slots[p], slots: [num_pages] int32.
+    k, v: [S, H, P, D] of the queries' dtype, equal strides, the last dimension contiguous.
+    slots: [num_pages] int32; page p is at slots[p] of k and v.
     indptr: [batch_size + 1] int32; request b has pages indices[indptr[b] : indptr[b + 1]], int32.
     """
 
@@ -32,7 +32,7 @@ class Past(NamedTuple):
     indices: torch.Tensor
 
 
-def ordered_attention(
+def deterministic_attention(
     q: torch.Tensor,
     past: Past,
     tail: Tail,
@@ -40,18 +40,18 @@ def ordered_attention(
     max_qo_len: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend from q [num_tokens, num_qo_heads, D] to past and, causally, tail; softmax scale
-    1 / sqrt(D). Returns `out`, or a new tensor like q and contiguous; rows without a token to see
-    are 0.
+    """Attend from q [num_tokens, num_qo_heads, D] to the past and, causally, to the tail, with
+    softmax scale 1 / sqrt(D). Returns `out`, or a new contiguous tensor like q. Rows that see no
+    token are 0.
 
-    qo_indptr: [batch_size + 1] int32, request b's queries, its newest tokens, of which none has
-        more than max_qo_len. tail: as in VerifyAttention, pages that follow the past.
-    A row's result depends on its query and on the K and V it sees alone, bit by bit: pages are
-    added in order by one instruction sequence, of past and tail alike, and never split over
-    programs. So one token at a time, or many, or a prompt in chunks, come out equal, if all else
-    in the model is as independent. The price is speed where a few requests have long contexts.
-    Neither waits for the device nor allocates more than `out`. Raises ValueError for tensors that
-    do not fit and page sizes that are no powers of two; indices are not checked.
+    qo_indptr: [batch_size + 1] int32; request b's queries are its newest tokens, qo_indptr[b] ..
+        qo_indptr[b + 1], at most max_qo_len. tail: as in VerifyAttention, pages after the past.
+    The bits of a row depend only on its query and on the K and V that it sees. One instruction
+    sequence adds the pages of past and tail in order, and no row is split over programs. Decoding
+    one token at a time, several at once or a prompt in chunks gives equal bits, if the rest of the
+    model is batch-invariant too. The cost is speed where few requests have long contexts.
+    Does not wait for the device, and allocates only `out`. Raises ValueError for tensors that do
+    not fit and for page sizes that are not powers of two; indices are not checked.
     """
     num_tokens, num_qo_heads, head_dim = q.shape
     page_size, num_kv_heads = tail.window_k.shape[1:3]
@@ -61,7 +61,7 @@ def ordered_attention(
         return out
     group = num_qo_heads // num_kv_heads
     row_blocks = triton.cdiv(max_qo_len * group, BLOCK_ROWS)
-    ordered_attention_kernel[(row_blocks, len(qo_indptr) - 1, num_kv_heads)](
+    deterministic_attention_kernel[(row_blocks, len(qo_indptr) - 1, num_kv_heads)](
         q_ptr=q,
         out_ptr=out,
         qo_indptr_ptr=qo_indptr,
@@ -102,7 +102,7 @@ def ordered_attention(
 def _check(q: torch.Tensor, past: Past, tail: Tail, qo_indptr: torch.Tensor) -> None:
     page_size, num_kv_heads, head_dim = tail.window_k.shape[1:]
     if page_size & (page_size - 1) or page_size < 16:
-        raise ValueError(f"pages must be a power of two of at least 16 tokens, got {page_size}")
+        raise ValueError(f"the page size must be a power of two of at least 16, got {page_size}")
     if q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
         raise ValueError(
             f"q {list(q.shape)} does not fit {num_kv_heads} KV heads of size {head_dim}"
@@ -116,14 +116,16 @@ def _check(q: torch.Tensor, past: Past, tail: Tail, qo_indptr: torch.Tensor) -> 
         if k.dtype != q.dtype or v.dtype != q.dtype:
             raise ValueError(f"{name} must be {q.dtype}, got {k.dtype} and {v.dtype}")
         if k.shape != v.shape or k.stride() != v.stride() or k.stride(-1) != 1:
-            raise ValueError(f"k and v of {name} must be alike, with contiguous channels")
+            raise ValueError(
+                f"k and v of {name} must have equal shapes and strides, and contiguous channels"
+            )
     if q.stride(-1) != 1:
         raise ValueError("q must have contiguous channels")
     batch = len(qo_indptr) - 1
     if not len(past.indptr) - 1 == len(tail.indptr) - 1 == len(tail.lens) == batch:
         raise ValueError(
-            f"{batch} requests by qo_indptr, but {len(past.indptr) - 1} pasts, "
-            f"{len(tail.indptr) - 1} tails and {len(tail.lens)} lengths"
+            f"qo_indptr has {batch} requests, but past.indptr {len(past.indptr) - 1}, "
+            f"tail.indptr {len(tail.indptr) - 1} and tail.lens {len(tail.lens)}"
         )
     indices = {
         "qo_indptr": qo_indptr,
