@@ -31,7 +31,7 @@ TITLES = {
     "codecs: alone, 8 at a time, with prefix hits, in small chunks, with forced retraction, in a "
     "full pool, with strict memory checks",
     "identity.mismatches": "answers that differ",
-    "identity.near_ties": "answers to one prompt that part at a tie of fp32 (`identity_ties.json`)",
+    "identity.near_ties": "answers that part at a tie of fp32 (`identity_ties.json`)",
     "capacity.vs_plain": "tokens against plain bf16 KV in the same bytes (head size 128)",
     "accept.log4.mean_of_32": "`log4`: mean accepted of 32 drafts, 4096-token prompts, eval-31m",
     "accept.log4.bits": "`log4`: anchor bits an element, metadata included",
@@ -96,13 +96,12 @@ def pages() -> list[Path]:
 
 def all_tables() -> dict[str, str]:
     """Return each table by its name."""
-    # Older files of the main job hold figures of the identity matrix of their time.
-    main_job = [row for row in _figures("main_job") if not row["name"].startswith("identity.")]
     hardening = _figures("hardening")
     # Streams measured alone on the machine replace figures of the same names in hardening.json.
     hardening += _figures("streams")
     return {
-        "figures": table(_figures("identity") + main_job),
+        # The file of the main job has older figures of the identity matrix.
+        "figures": table(_figures("main_job") + _figures("identity")),
         "transfer": transfer_table(_figures("transfer")),
         "hardening": goal_table(
             # The later of two figures with the same name counts.
@@ -154,11 +153,12 @@ def goal_table(
 
 
 def table(figures: list[dict[str, Any]]) -> str:
+    """Return figures in the order of TITLES. The later of two figures with the same name counts."""
+    rows = {row["name"]: row for row in figures}
     lines = ["| figure | value | compared with |", "|---|---|---|"]
-    for row in figures:
-        if row["name"] in TITLES:
-            cells = (TITLES[row["name"]], value_of(row), baseline_of(row))
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+    for name, title in TITLES.items():
+        if name in rows:
+            lines.append(f"| {title} | {value_of(rows[name])} | {baseline_of(rows[name])} |")
     return "\n".join(lines)
 
 
