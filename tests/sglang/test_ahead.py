@@ -20,7 +20,7 @@ from harness.feature_answers import KVSPEC, PLAIN, answer_to, assert_same, repor
 from harness.features import CASES, LONG_PROMPT, PROMPT, essence, events, generate, post
 from harness.models import DEMO_MODEL
 from harness.references import PlainReference, Setting, UndraftedReference, Workload
-from harness.scenarios import CHUNKED_RETRACTION, STAGGERED
+from harness.scenarios import CHUNKED_RETRACTION, STAGGERED, retract_every
 from harness.servers import Announce, ServerSwitch
 
 pytestmark = pytest.mark.server
@@ -30,7 +30,7 @@ NO_STORE = "--kvspec-host-gb=0"
 # Retract every 7 iterations: a round emits many tokens, so iterations are about a tenth as many.
 HARSH = replace(
     CHUNKED_RETRACTION,
-    environment=(*CHUNKED_RETRACTION.environment, ("SGLANG_TEST_RETRACT_INTERVAL", "7")),
+    environment=(*CHUNKED_RETRACTION.environment, *retract_every(7)),
 )
 SERVER = HARSH.server(
     replace(

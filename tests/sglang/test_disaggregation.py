@@ -16,7 +16,7 @@ from harness.features import CASES, generate
 from harness.models import DEMO_MODEL
 from harness.pair import Pair, PairClient, PairSpec, wait_until
 from harness.references import PlainReference, Workload
-from harness.scenarios import STRICT_CHECKS
+from harness.scenarios import STRICT_CHECKS, retract_every
 from harness.servers import START_TIMEOUT_S, Announce
 from harness.soak import Soak
 from harness.suite import Suite, run_one_by_one
@@ -33,15 +33,13 @@ SLOW_LINK = "--kvspec-link-gbps=0.006"
 LENGTHS = (64, 127, 1500, 300, 192, 1025, 65, 700)
 WORKLOAD = Workload(DEMO_MODEL, LENGTHS, max_new_tokens=48)
 FAMILIES = True
-# The decode server retracts a request at every second step that has several. Short answers take few
+# Two servers that check their memory at every step. One retracts, often: short answers take few
 # steps together.
-RETRACT_OFTEN = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
-# Two servers that check their memory at every step.
 PAIR = PairSpec(
     DEMO_MODEL,
     (POOL, "--chunked-prefill-size=512", CHAT_TEMPLATE),
     prefill=(SLOW_LINK,),
-    environment=dict(STRICT_CHECKS.environment) | RETRACT_OFTEN,
+    environment=dict(STRICT_CHECKS.environment + retract_every(2)),
 )
 # Cases of one server, except those that the door refuses or has no path for.
 REFUSED = ("logprobs", "several_samples", "prompt_only", "logprobs_of_no_token")

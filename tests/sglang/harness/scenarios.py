@@ -124,9 +124,17 @@ _STRICT = (
     ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "2"),
     ("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1"),
 )
+
+
+def retract_every(steps: int) -> tuple[tuple[str, str], ...]:
+    """Return the environment of a server that retracts a request every `steps` steps, if several
+    run then."""
+    return (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", str(steps)))
+
+
 # Neither a divisor nor a multiple of a draft length, so that retraction meets every phase of a
 # draft.
-_RETRACT_EVERY_37 = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "37"))
+_RETRACT_EVERY_37 = retract_every(37)
 _SMALL_CHUNKS = ("--chunked-prefill-size=256",)
 
 ALONE = Scenario("alone", _alone, _nothing_more)
