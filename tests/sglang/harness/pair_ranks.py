@@ -13,7 +13,7 @@ from harness.models import DEMO_MODEL
 from harness.pair import Pair, PairSpec, running_pair, wait_until
 from harness.pair_faults import assert_nothing_left, residuals_on_their_way
 from harness.references import PlainReference, Workload
-from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS
+from harness.scenarios import STRICT_CHECKS, retract_every
 from harness.servers import Announce
 from harness.soak import Soak
 from harness.suite import Task, run_one_by_one
@@ -25,7 +25,7 @@ SLOW_RANK = "slow_rank"
 
 
 def with_faults(spec: PairSpec, fault_file: Path, **settings: object) -> PairSpec:
-    checks = STRICT_CHECKS.environment + FORCED_RETRACTION.environment
+    checks = STRICT_CHECKS.environment + retract_every(2)
     faults = fault_environment(KVSPEC_FAULT_FILE=fault_file, **settings)
     return replace(spec, environment=dict(checks + faults))
 
