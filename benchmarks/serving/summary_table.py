@@ -11,7 +11,7 @@ from serving.records import Record, latest, read
 POINTS = Path(__file__).resolve().parents[1] / "results" / "serving_h200.points.jsonl"
 HEADER = (
     "| model, context | target | requests | tokens/s | plain bf16 | fp8 KV | against bf16 "
-    "| p99 ITL (ms): KVSpec, bf16 | commit |\n|---|---|---|---|---|---|---|---|---|"
+    "| p99 ITL (ms): KVSpec, bf16 |\n|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -25,7 +25,19 @@ class Row:
     system: str
     concurrency: int
     plain: int
-    fp8: int | None = None
+    fp8: int
+
+    @property
+    def keys(self) -> tuple[tuple[str, int, int, str], ...]:
+        """Return Record.key of this point, of plain SGLang's and of the fp8 KV cache's."""
+        return tuple(
+            (self.model, self.context_len, concurrency, system)
+            for concurrency, system in (
+                (self.concurrency, self.system),
+                (self.plain, "bf16"),
+                (self.fp8, "fp8"),
+            )
+        )
 
 
 ROWS = (
@@ -39,27 +51,28 @@ ROWS = (
 
 
 def summary(path: Path = POINTS) -> str:
-    """Return the table. Raises KeyError for a point that was not measured."""
+    """Return the table, and a sentence with the commit. Raises KeyError for a point that was not
+    measured, and ValueError for points of several commits."""
     by_key = {record.key: record for record in latest(read(path))}
-    return "\n".join([HEADER, *(_line(row, by_key) for row in ROWS)])
+    points = [[by_key[key] for key in row.keys] for row in ROWS]
+    commits = {point.commit[:7] for row in points for point in row}
+    if len(commits) > 1:
+        raise ValueError(f"the points of the summary must have one commit, got {sorted(commits)}")
+    lines = [_line(row, *each) for row, each in zip(ROWS, points, strict=True)]
+    return "\n".join([HEADER, *lines, "", f"All points: one card, commit {commits.pop()}."])
 
 
-def _line(row: Row, by_key: dict[tuple[str, int, int, str], Record]) -> str:
-    place = (row.model, row.context_len)
-    ours = by_key[(*place, row.concurrency, row.system)]
-    plain = by_key[(*place, row.plain, "bf16")]
-    fp8 = "" if row.fp8 is None else _rate(by_key[(*place, row.fp8, "fp8")], row)
+def _line(row: Row, ours: Record, plain: Record, fp8: Record) -> str:
     ratio = _tokens_per_s(ours) / _tokens_per_s(plain)
     cells = (
-        label(*place).replace(".", ", "),
+        label(row.model, row.context_len).replace(".", ", "),
         f"`{row.system}`",
         row.concurrency,
         _rate(ours, row),
         _rate(plain, row),
-        fp8,
+        _rate(fp8, row),
         f"{ratio:.2f} x",
         f"{_gap(ours)}, {_gap(plain)}",
-        ours.commit[:7],
     )
     return f"| {' | '.join(map(str, cells))} |"
 
