@@ -76,7 +76,7 @@ class GenerateClient:
                 self._abort(rid)
             is_over = False
             for chunk in self._chunks(reply):
-                answer = _output(chunk)
+                answer = _up_to(chunk, answer)
                 if len(answer.output_ids) < after or is_over:
                     continue
                 if not by_id:
@@ -150,3 +150,14 @@ class GenerateClient:
 
 def _output(answer: dict[str, Any]) -> Output:
     return Output(tuple(answer["output_ids"]), answer["meta_info"])
+
+
+def _up_to(chunk: dict[str, Any], earlier: Output) -> Output:
+    """Return the answer up to this chunk of an aborted stream. SGLang ends the stream of a request
+    that it aborts in its queue, where retracted requests wait, with the last token alone."""
+    output = _output(chunk)
+    is_end = (output.meta.get("finish_reason") or {}).get("type") == "abort"
+    if not is_end or len(output.output_ids) >= len(earlier.output_ids):
+        return output
+    assert output.output_ids == earlier.output_ids[-1:], "the last chunk has another token"
+    return Output(earlier.output_ids, output.meta)
