@@ -22,7 +22,7 @@ def test_this_machine_serves_the_demo_model() -> None:
     done = run("--model-path", str(MODEL))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no  " not in done.stdout
-    assert f"ok  server: {MODEL} can be served" in " ".join(done.stdout.split())
+    assert f"ok server: {MODEL} can be served" in " ".join(done.stdout.split())
     assert "are applied to SGLang" in done.stdout
 
 

@@ -66,11 +66,13 @@ class ServerPair:
         self.prefill = self._make("prefill")
         return self.prefill
 
-    def replace_decode(self, *arguments: str) -> ServerProcess:
+    def replace_decode(
+        self, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> ServerProcess:
         """Stop the decode server, and return its replacement, which is not started yet. arguments:
-        added to those of the pair, and stronger."""
+        added to those of the pair, and stronger. environment: instead of the pair's."""
         self.decode.stop()
-        self.decode = self._make("decode", *arguments)
+        self.decode = self._make("decode", *arguments, environment=environment)
         return self.decode
 
     def stop(self) -> None:
@@ -79,7 +81,9 @@ class ServerPair:
         self.decode.stop()
         self._ports.release()
 
-    def _make(self, mode: str, *arguments: str) -> ServerProcess:
+    def _make(
+        self, mode: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> ServerProcess:
         self._num_made += 1
         return ServerProcess(
             (
@@ -90,6 +94,6 @@ class ServerPair:
                 *self._own[mode],
                 *arguments,
             ),
-            environment=self._environment,
+            environment=self._environment if environment is None else environment,
             log_path=self._log_folder / f"{self._num_made:02d}-{mode}.log",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,8 +120,8 @@ class Pair(ServerPair):
         self.replace_prefill().start()
         self.prefill.wait_healthy(START_TIMEOUT_S)
 
-    def restart_decode(self, *arguments: str) -> None:
-        self.replace_decode(*arguments).start()
+    def restart_decode(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        self.replace_decode(*arguments, environment=environment).start()
         self.decode.wait_healthy(START_TIMEOUT_S)
 
 
