@@ -16,13 +16,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from acceptance.report import Figure, write_json
+from first_use.turns import run_in_turn
 from hardening import fuzzer, refusals
 from hardening.streams import StreamRun, run_streams
 from hardening.targets import (
@@ -34,8 +34,6 @@ from hardening.targets import (
     single,
 )
 from rich.console import Console
-
-from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent / "models"))
@@ -143,28 +141,24 @@ def fuzz_roles(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
 
 def measure_streams(args: argparse.Namespace, folder: Path) -> dict[str, list[StreamRun]]:
     """Stream from all three servers in turn, after one warm-up run on each."""
-    model = smollm2.ensure()
-    runs: dict[str, list[StreamRun]] = {name: [] for name in STREAMS}
-    with ExitStack() as stack:
-        servers = {}
-        for name, flags in STREAMS.items():
-            arguments = (*CPU_ARGUMENTS, *STREAM_ARGUMENTS, f"--model-path={model}", *flags)
-            server = ServerProcess(arguments, log_path=folder / f"stream-{name}.log")
-            servers[name] = stack.enter_context(server)
-            server.wait_healthy(START_TIMEOUT_S)
-            run_streams(server.base_url, 8)
-        for number in range(args.pairs):
-            for name, server in servers.items():
-                run = run_streams(server.base_url, args.tokens)
-                runs[name].append(run)
-                console.print(
-                    f"{name} {number}: {run.rate:.1f} tokens/s, {run.num_chunks} chunks, gaps "
-                    f"p50 {run.quantile(0.5):.3f} p99 {run.quantile(TAIL):.3f} s"
-                )
-                assert run.texts == runs["plain"][0].texts, (
-                    f"{name}: the texts differ from those of plain SGLang"
-                )
-    return runs
+
+    def check(name: str, number: int, run: StreamRun, plain: StreamRun) -> None:
+        console.print(
+            f"{name} {number}: {run.rate:.1f} tokens/s, {run.num_chunks} chunks, gaps "
+            f"p50 {run.quantile(0.5):.3f} p99 {run.quantile(TAIL):.3f} s"
+        )
+        assert run.texts == plain.texts, f"{name}: the texts differ from those of plain SGLang"
+
+    return run_in_turn(
+        STREAMS,
+        (*STREAM_ARGUMENTS, f"--model-path={smollm2.ensure()}"),
+        folder / "streams",
+        args.pairs,
+        warm_up=lambda url: run_streams(url, 8),
+        run=lambda url: run_streams(url, args.tokens),
+        check=check,
+        start_timeout_s=START_TIMEOUT_S,
+    )
 
 
 def http_figures(results: dict[str, fuzzer.FuzzResult]) -> list[Figure]:

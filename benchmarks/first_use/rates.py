@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import requests
 from acceptance.prompts import english_pages
 from tokenizers import Tokenizer
 
-from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
+from first_use.turns import run_in_turn
 
 PROMPT_LENGTHS = (200, 600, 1200, 2000, 3000, 4000)
 NEW_TOKENS = 96
@@ -59,23 +58,21 @@ def measure(
     """Run all servers in turn, `pairs` times, after one short run on each. Raises AssertionError if
     a server answers with other tokens than plain SGLang."""
     prompts = english_prompts(model)
-    runs: dict[str, list[Run]] = {name: [] for name in SERVERS}
-    with ExitStack() as stack:
-        servers = {}
-        for name, flags in SERVERS.items():
-            arguments = (*CPU_ARGUMENTS, *SERVER_ARGUMENTS, f"--model-path={model}", *flags)
-            server = ServerProcess(arguments, log_path=folder / f"{name}.log")
-            servers[name] = stack.enter_context(server)
-            server.wait_healthy(START_TIMEOUT_S)
-            run(server.base_url, prompts[:1], 8)
-        for number in range(pairs):
-            for name, server in servers.items():
-                found = run(server.base_url, prompts, NEW_TOKENS)
-                runs[name].append(found)
-                announce(f"{name} {number}: {found.rate:.2f} tokens/s, {found.seconds:.1f} s")
-                expected = runs["plain"][0].token_ids
-                assert found.token_ids == expected, f"{name} answered with other tokens"
-    return runs
+
+    def check(name: str, number: int, found: Run, plain: Run) -> None:
+        announce(f"{name} {number}: {found.rate:.2f} tokens/s, {found.seconds:.1f} s")
+        assert found.token_ids == plain.token_ids, f"{name} answered with other tokens"
+
+    return run_in_turn(
+        SERVERS,
+        (*SERVER_ARGUMENTS, f"--model-path={model}"),
+        folder,
+        pairs,
+        warm_up=lambda url: run(url, prompts[:1], 8),
+        run=lambda url: run(url, prompts, NEW_TOKENS),
+        check=check,
+        start_timeout_s=START_TIMEOUT_S,
+    )
 
 
 def run(url: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> Run:
