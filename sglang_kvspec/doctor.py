@@ -37,16 +37,12 @@ def diagnose(arguments: Sequence[str]) -> Iterator[Check]:
     Hooks of --kvspec are applied to SGLang in this process.
     """
     yield check_python()
-    sglang = check_sglang()
-    yield sglang
-    if sglang.problem:
-        yield Check("machine and model", NOT_CHECKED)
-        return
-    plugin = check_plugin(on_gpu=has_gpu())
-    yield plugin
-    if plugin.problem:
-        yield Check("machine and model", NOT_CHECKED)
-        return
+    for check in (check_sglang, lambda: check_plugin(on_gpu=has_gpu())):
+        found = check()
+        yield found
+        if found.problem:
+            yield Check("machine and model", NOT_CHECKED)
+            return
     device = _quietly("device", check_device)
     yield device
     yield check_memory()
