@@ -109,7 +109,7 @@ def demo_figures() -> tuple[list[Figure], dict[str, Any]]:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         began = time.perf_counter()
-        # It ends with 1 where texts differ, and then has a report, too.
+        # The demo writes its report before it ends with 1 where texts differ.
         subprocess.run(["make", "demo"], cwd=clone, check=False)
         seconds = time.perf_counter() - began
         report = json.loads((clone / ".kvspec" / "demo" / "report.json").read_text("utf-8"))

@@ -26,7 +26,7 @@ TOLERANCE = 0.02
 
 
 class Pair:
-    """The same requests on both implementations. Page ids are shuffled, so that a page id and its
+    """Both implementations with the same requests. Page ids are shuffled, so that a page id and its
     place in a request differ."""
 
     def __init__(self, codec_name: str, target: str, *, in_order: bool = False) -> None:

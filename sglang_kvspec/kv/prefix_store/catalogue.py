@@ -30,8 +30,8 @@ class Place(NamedTuple):
     slot: int
 
 
-# What exists once for each of a hundred thousand pages is kept as plain tuples of plain values: the
-# garbage collector untracks those, but would visit named tuples in every full collection.
+# A store has a hundred thousand pages. Their entries are plain tuples of plain values: the garbage
+# collector untracks those, but would visit named tuples in every full collection.
 _PlainHeld = tuple[int, int, int]
 _PlainLink = tuple[bytes, bytes, int, bytes]
 

@@ -113,8 +113,7 @@ class PlainReference:
 
 
 class UndraftedReference:
-    """The same server and scenario with `--kvspec-draft-len 0`. These answers are right for any
-    target.
+    """Answers of a server and scenario with `--kvspec-draft-len 0`. They are right for any target.
 
     The constructor runs every scenario that will be needed, so that servers change rarely. Settings
     that only check the server, its environment, are left out, so that such scenarios share one run.

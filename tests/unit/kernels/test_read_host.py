@@ -36,7 +36,7 @@ def test_parts_of_all_sizes_at_once(device, num_parts):
 
 @needs_gpu
 def test_what_the_cpu_wrote_last_is_read(device):
-    """The same memory is used repeatedly, as in a ring."""
+    """Use one piece of memory repeatedly, as in a ring."""
     source = torch.zeros(1000, dtype=torch.int32).pin_memory()
     for number in range(50):
         source.fill_(number)

@@ -307,7 +307,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 class KeptTiersMachine(TiersMachine):
-    """The same machine, with anchors of a few pages kept in KV memory."""
+    """TiersMachine with anchors of a few pages kept in KV memory."""
 
     NUM_KEPT = 3
 

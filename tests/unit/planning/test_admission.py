@@ -156,7 +156,7 @@ def test_with_headroom_for_whole_answers_no_request_is_retracted(burst):
 
 
 def test_without_the_rule_there_are_storms():
-    """The same loop fails if requests start as soon as their prompts fit."""
+    """Requests that start as soon as their prompts fit make the loop fail."""
 
     class Eager(Admission):
         def has_room(self, request, others, free_pages):
