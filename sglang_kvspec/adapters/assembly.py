@@ -12,13 +12,14 @@ from sglang_kvspec.adapters.allocation_warm_up import warm_up_allocation
 from sglang_kvspec.adapters.arrivals import ServerArrivals
 from sglang_kvspec.adapters.corrupt_pages import CorruptPageGuard
 from sglang_kvspec.adapters.cuda_graph_drafter import PLAIN_STEPS, CudaGraphDrafter
+from sglang_kvspec.adapters.draft_view import make_scorer, make_view
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.page_table import PageTable
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
 from sglang_kvspec.adapters.transfer.disaggregation_role import DisaggregationRole
 from sglang_kvspec.adapters.verify_graphs import VerifyGraphs, sizes_of
 from sglang_kvspec.core.config import AUTO_SCHEDULE, KVSpecConfig
-from sglang_kvspec.core.seams import DRAFT_VIEWS, DRAFTERS, VERIFY_SCHEDULERS
+from sglang_kvspec.core.seams import DRAFTERS, VERIFY_SCHEDULERS
 from sglang_kvspec.engine.checked_drafter import CheckedDrafter
 from sglang_kvspec.engine.checked_scheduler import CheckedScheduler
 from sglang_kvspec.engine.committer import Committer
@@ -32,12 +33,11 @@ from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.kv.cache import PagedKVCache
-from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_view import DraftView, ViewShape, head_lists
+from sglang_kvspec.runtime.draft_view import DraftView, head_lists
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
@@ -118,7 +118,7 @@ def share_parts(
         guard=CorruptPageGuard(kv.residuals.corrupt, ranks, counters),
         disaggregation=disaggregation,
         arrivals=ServerArrivals(pool, None if disaggregation is None else disaggregation.decoding),
-        view=_view(config, runner.model_config, kv.geometry, ranks),
+        view=make_view(config, runner.model_config, kv.geometry, ranks),
     )
 
 
@@ -183,6 +183,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
         prompt_reader=own,
         sampler=parts.sampler,
         ranks=ranks,
+        scorer=make_scorer(config, parts.view, kv, parts.forward.attention),
         captures=captured is not None,
     )
 
@@ -248,18 +249,6 @@ def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
 def _registered_drafter(parts: WorkerParts) -> Drafter:
     name, vocab_size = parts.config.drafter, int(parts.runner.model_config.vocab_size)
     return CheckedDrafter(name, DRAFTERS.load(name)(parts.config, vocab_size), vocab_size)
-
-
-def _view(config: KVSpecConfig, model: Any, geometry: KVGeometry, ranks: Ranks) -> DraftView | None:
-    """Make the view that the flag names; None for all pages. model: SGLang's ModelConfig."""
-    name = config.draft_view
-    if name == "all":
-        return None
-    # If there are more ranks than KV heads, several ranks hold copies of one head.
-    first_head = ranks.rank * model.get_total_num_kv_heads() // ranks.size
-    shape = ViewShape(geometry.num_layers, geometry.num_kv_heads, first_head, geometry.page_size)
-    view: DraftView = DRAFT_VIEWS.load(name)(config, shape)
-    return view
 
 
 def _scheduler_parts(

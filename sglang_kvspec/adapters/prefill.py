@@ -48,6 +48,11 @@ class Prefill:
         ]
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
+        self._loop.scorer.score(
+            (i, state, row.pages)
+            for i, (state, row, first) in enumerate(zip(states, rows, firsts, strict=True))
+            if first is not None
+        )
         parts.pages.flush()
         if parts.disaggregation is not None:
             parts.disaggregation.note_prefill(batch.reqs)

@@ -72,6 +72,7 @@ class KVSpecConfig:
     schedule: str = DEFAULTS["schedule"]
     drafter: str = DEFAULTS["drafter"]
     draft_view: str = DEFAULTS["draft_view"]
+    draft_budget: float = DEFAULTS["draft_budget"]
     stream: Stream = DEFAULTS["stream"]
     prefix_host_gb: float = DEFAULTS["prefix_host_gb"]
     prefix_hbm_fraction: float = DEFAULTS["prefix_hbm_fraction"]

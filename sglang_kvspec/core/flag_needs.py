@@ -90,6 +90,10 @@ def reads_all_pages(config: Settings) -> bool:
     return bool(config.draft_view == "all")
 
 
+def reads_some_pages(config: Settings) -> bool:
+    return bool(config.draft_view != "all")
+
+
 def is_split_over_servers(config: Settings, server: Server) -> bool:
     return server.arguments.get("disaggregation_mode") in DISAGGREGATION_ROLES
 

@@ -26,6 +26,7 @@ from sglang_kvspec.core.flag_needs import (
     is_not_deterministic,
     prefills_one_request,
     reads_all_pages,
+    reads_some_pages,
 )
 from sglang_kvspec.core.network_flags import NETWORK_FLAGS
 from sglang_kvspec.core.seams import (
@@ -180,8 +181,24 @@ FLAGS: tuple[Flag, ...] = (
         "draft_view",
         Name("NAME", DRAFT_VIEWS),
         default="all",
-        help="selection of the anchor pages that the model's own drafts read; verifications read "
-        "all pages",
+        help="selection of the anchor pages that the model's own drafts read: all pages (`all`), "
+        "those with the largest attention mass (`pages`), or the newest (`recent`); verifications "
+        "read all pages",
+    ),
+    Flag(
+        "draft_budget",
+        Number("F", least=0.02, most=1),
+        default=0.1,
+        help="share of a request's pages that drafts read, in addition to the first page and the "
+        "newest ones",
+        needs=(
+            Need(
+                reads_some_pages,
+                "{flag} {value} has no effect with --kvspec-draft-view {config.draft_view} "
+                "(allowed: pages, recent)",
+                note="needs `--kvspec-draft-view` `pages` or `recent`",
+            ),
+        ),
     ),
     Flag(
         "stream",

@@ -21,7 +21,11 @@ DRAFTERS = Registry(
 DRAFT_VIEWS = Registry(
     "sglang_kvspec.draft_views",
     "--kvspec-draft-view",
-    {"all": "sglang_kvspec.runtime.draft_view:AllPages"},
+    {
+        "all": "sglang_kvspec.runtime.draft_view:AllPages",
+        "pages": "sglang_kvspec.runtime.budget_views:ScoredPages",
+        "recent": "sglang_kvspec.runtime.budget_views:RecentPages",
+    },
 )
 TARGET_ATTENTIONS = Registry(
     "sglang_kvspec.target_attentions",

@@ -10,8 +10,8 @@ receives the tokens of this one. The server sees one iteration a round.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from sglang_kvspec.engine.round_scheduler import mean_context
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verification, Verifier
+from sglang_kvspec.kv.forward_plan import Row
+from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts
 from sglang_kvspec.runtime.request_state import RequestState
@@ -64,6 +66,7 @@ class RoundLoop:
     prompt_reader: PromptReader
     sampler: SpecSampler
     ranks: Ranks
+    scorer: PageScorer = field(default_factory=NoScores)
     captures: bool = False
 
     def run_round(self, batch: RoundBatch) -> RoundResult:
@@ -92,6 +95,7 @@ class RoundLoop:
         if self.arrivals.may_be_pending:
             self._note_drafts(batch, started, done)
         emitted = self.committer.commit(batch, done.rows, done.logits, done.top1)
+        self._score(batch, done.rows, emitted)
         self.starter.over_at = time.perf_counter()
         if is_idle:
             self.observer.observe_idle(len(batch.states))
@@ -105,6 +109,16 @@ class RoundLoop:
         was_captured = self.captures and done.was_captured and not is_idle
         logits = done.logits if batch.wants_logprobs else None
         return RoundResult(emitted, started.num_verified, logits, was_captured)
+
+    def _score(
+        self, batch: RoundBatch, rows: Mapping[int, Row], emitted: Sequence[VerifyResult | None]
+    ) -> None:
+        """Score the pages of the requests that emitted tokens, for their next drafts."""
+        self.scorer.score(
+            (place, batch.states[i], row.pages)
+            for place, (i, row) in enumerate(rows.items())
+            if (result := emitted[i]) is not None and result.tokens and batch.states[i].remaining
+        )
 
     def _take_plain(self, batch: RoundBatch, started: StartedRound, context: float) -> RoundResult:
         """Commit the tokens of a plain round, behind which another plain round may follow at

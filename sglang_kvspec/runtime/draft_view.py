@@ -31,16 +31,18 @@ class DraftView(Protocol):
     `sglang_kvspec.draft_views` as a class whose constructor takes the server's KVSpecConfig and the
     rank's ViewShape.
 
-    per_head: whether layers and KV heads may read different pages. It is read once, before anything
-    is captured. On a GPU, such a view uses the Triton kernel for drafts, with a list of pages for
-    each layer and KV head.
+    per_head: whether layers and KV heads may read different pages. On a GPU, such a view uses the
+    Triton kernel for drafts, with a list of pages for each layer and KV head. num_queries: number
+    of a request's last verified queries whose attention mass the view chooses by; 0 for a view that
+    needs none, whose states have no page_mass. Both are read once, before anything is captured.
 
     A view may select any pages: drafts are verified against all pages. The selection for a layer
     and KV head depends on what the state holds, never on what a rank has measured, so that ranks
-    agree.
+    agree on the number of pages.
     """
 
     per_head: ClassVar[bool]
+    num_queries: ClassVar[int]
 
     def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
         """Return which of the request's first num_pages pages, all of them full, its next drafts
@@ -57,6 +59,7 @@ class AllPages:
     """View of every page, with which drafts agree best with the target."""
 
     per_head: ClassVar[bool] = False
+    num_queries: ClassVar[int] = 0
 
     def __init__(self, config: object, shape: ViewShape) -> None:
         pass

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
+from sglang_kvspec.runtime.target_queries import TargetQueries
 
 # Query rows of a prefill that attend at once: bounds the mask to this number times the context.
 PREFILL_BLOCK = 512
@@ -24,12 +25,20 @@ class ReferenceAttention:
     def __init__(self, kv: ReferenceKVCache) -> None:
         self.kv = kv
         self._plan: ForwardPlan | None = None
+        self._queries: TargetQueries | None = None
+
+    def keep_queries(self, most: int) -> TargetQueries:
+        """Keep the queries of all later forwards, `most` of each request."""
+        self._queries = TargetQueries(most)
+        return self._queries
 
     @contextmanager
     def planned(self, plan: ForwardPlan) -> Iterator[None]:
         """Run a forward over the rows of a plan, layer by layer with forward(). Raises
         CapacityError if the KV cache has no room for its pages."""
         assert self._plan is None, "the previous forward has not finished"
+        if self._queries is not None:
+            self._queries.begin(plan.rows)
         with self.kv.forward(plan):
             self._plan = plan
             yield
@@ -48,8 +57,10 @@ class ReferenceAttention:
         )
         out = torch.empty_like(q)
         first = 0
-        for row in self._plan.rows:
+        for index, row in enumerate(self._plan.rows):
             span = slice(first, first + row.length)
+            if self._queries is not None:
+                self._queries.keep(index, q[span], scale)
             self._write(layer, row, k[span], v[span])
             out[span] = self._attend(layer, row, q[span], k[span], v[span], scale)
             first += row.length

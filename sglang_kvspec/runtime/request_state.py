@@ -29,6 +29,10 @@ class RequestState:
     verification. They are known prompt tokens without verified KV. The first draft gives them KV
     that drafts may read.
     grammar: constraint on the tokens, as runtime/grammar.py takes it; None for no constraint.
+    queries: scaled queries [num_queries, num_heads, head_dim] of the last verified tokens, by
+    layer; empty where no draft view chooses by them.
+    page_mass: attention mass [num_layers, num_kv_heads, num_pages] of these queries on the pages
+    that were full then; None before the first verification.
     timeline, room: set for a request that another server prefilled. room: SGLang's bootstrap room.
     """
 
@@ -46,6 +50,8 @@ class RequestState:
     last_emitted: int = 1
     has_waited: bool = False
     tail: list[int] = field(default_factory=list)
+    queries: list[torch.Tensor] = field(default_factory=list)
+    page_mass: torch.Tensor | None = None
     timeline: Timeline | None = None
     room: int | None = None
     grammar: Any = None

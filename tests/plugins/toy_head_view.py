@@ -16,6 +16,7 @@ SINKS, RECENT = 1, 2
 
 class SinksAndRecentByHead:
     per_head: ClassVar[bool] = True
+    num_queries: ClassVar[int] = 0
 
     def __init__(self, config: KVSpecConfig, shape: ViewShape) -> None:
         layers = torch.arange(shape.num_layers)[:, None]

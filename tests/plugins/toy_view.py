@@ -16,6 +16,7 @@ SINKS, RECENT = 1, 2
 
 class SinksAndRecent:
     per_head: ClassVar[bool] = False
+    num_queries: ClassVar[int] = 0
 
     def __init__(self, config: KVSpecConfig, shape: ViewShape) -> None:
         pass

@@ -36,6 +36,7 @@ from sglang_kvspec.planning.round_plan import RoundBudget
 from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.metrics import SpecCounters
+from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer, ReferenceScorer
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import Ranks
@@ -195,6 +196,9 @@ class Engine:
         self.kv, self.config, self.max_running = kv, config, max_running
         self.drafter, self.view = drafter, view
         self.forward = ToyForward(kv, model)
+        self.scorer: PageScorer = NoScores()
+        if view is not None and view.num_queries:
+            self.scorer = ReferenceScorer(kv, self.forward.attention.keep_queries(view.num_queries))
         self.keeper = PageKeeper(kv, config.recent_pages)
         self.sampler = SpecSampler(0, torch.device("cpu"))
         self.counters = SpecCounters()
@@ -243,6 +247,7 @@ class Engine:
             ),
             sampler=self.sampler,
             ranks=ranks,
+            scorer=self.scorer,
         )
 
     def _drafter(self, ranks: Ranks) -> Drafter:
@@ -290,6 +295,7 @@ class Engine:
             params=request.params,
             remaining=request.num_new - 1,
         )
+        self.scorer.score([(0, request.state, row.pages)])
 
     def _run_round(self, running: list[Request]) -> RoundResult:
         states = [r.state for r in running]
@@ -388,6 +394,7 @@ def toy(make_kv) -> SimpleNamespace:
         RoundEngine=RoundEngine,
         Request=Request,
         assert_same_output=assert_same_output,
+        dense=dense,
         kv=kv,
         model=ToyModel(),
         plain_decode=plain_decode,

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvspec_testkit.doc_examples import load_example
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.runtime.budget_views import RecentPages, ScoredPages
 from sglang_kvspec.runtime.draft_view import AllPages, ViewShape
+from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 
 PLUGINS = Path(__file__).parents[3] / "plugins"
@@ -32,6 +33,8 @@ BY_HEAD = "sinks and recent by head"
 EXAMPLE = load_example("new-draft-view.md")
 VIEWS = {
     "all": AllPages,
+    "pages": ScoredPages,
+    "recent": RecentPages,
     "sinks and recent": plug_in("toy_view", "SinksAndRecent"),
     BY_HEAD: plug_in("toy_head_view", "SinksAndRecentByHead"),
     "example of the documentation": EXAMPLE.Strided,
@@ -40,9 +43,16 @@ VIEWS = {
 every_view = pytest.mark.parametrize("view_class", VIEWS.values(), ids=VIEWS)
 
 
-def make_view(view_class, kv, first_kv_head=0):
-    """Make a view for the cache of one rank."""
-    g = kv.geometry
+def make_state(num_layers, num_kv_heads, num_pages, first_kv_head=0):
+    """Make the state of a request of which num_pages pages were full when it was last scored."""
+    rng = torch.Generator().manual_seed(num_pages)
+    mass = torch.rand((num_layers, 16, num_pages), generator=rng)
+    mass = mass[:, first_kv_head : first_kv_head + num_kv_heads]
+    return RequestState("r", 0, 0, [], GREEDY, 9, page_mass=mass)
+
+
+def make_view(view_class, g, first_kv_head=0):
+    """Make a view for the geometry of one rank."""
     shape = ViewShape(g.num_layers, g.num_kv_heads, first_kv_head, g.page_size)
     return view_class(KVSpecConfig(), shape)
 
@@ -62,22 +72,24 @@ def requests(toy, params):
 def test_output_is_that_of_plain_decoding(toy, view_class, params, schedule):
     plain = [toy.plain_decode(toy.model, request) for request in requests(toy, params)]
     kv = toy.kv(num_pages=32, cache_pages=8)
-    view = make_view(view_class, kv)
+    view = make_view(view_class, kv.geometry)
     engine = getattr(toy, schedule)(kv, toy.model, KVSpecConfig(), view=view)
     toy.assert_same_output(engine.serve(requests(toy, params)), plain)
     assert engine.counters.accepted
 
 
 @every_view
+@pytest.mark.parametrize("num_new", [0, 1, 3])
 @pytest.mark.parametrize("num_pages", range(12))
-def test_a_view_selects_some_of_the_pages_in_their_order(toy, view_class, num_pages):
-    kv = toy.kv(num_pages=32)
-    view = make_view(view_class, kv)
-    seen = view.select(None, num_pages)
+def test_a_view_selects_some_of_the_pages_in_their_order(toy, view_class, num_pages, num_new):
+    geometry = toy.kv(num_pages=32).geometry
+    view = make_view(view_class, geometry)
+    lists = (geometry.num_layers, geometry.num_kv_heads)
+    seen = view.select(make_state(*lists, max(0, num_pages - num_new)), num_pages)
     if seen is None:
         return
     assert (seen.dtype, seen.device.type) == (torch.int64, "cpu")
-    lists = (kv.geometry.num_layers, kv.geometry.num_kv_heads) if view.per_head else ()
+    lists = lists if view.per_head else ()
     assert seen.shape[:-1] == lists
     for chosen in seen.view(-1, seen.shape[-1]).tolist():
         assert chosen == sorted(set(chosen))
@@ -88,13 +100,17 @@ def test_a_view_selects_some_of_the_pages_in_their_order(toy, view_class, num_pa
 @pytest.mark.parametrize("num_pages", [3, 11])
 def test_ranks_choose_alike(toy, view_class, num_pages):
     """Rank 1 of 2 selects for its heads what a single rank selects for them, at any time."""
-    whole = toy.kv(num_pages=32)
-    half = SimpleNamespace(geometry=whole.geometry.part(2))
+    whole = toy.kv(num_pages=32).geometry
+    half = whole.part(2)
     alone, second = make_view(view_class, whole), make_view(view_class, half, first_kv_head=1)
-    want = alone.select(None, num_pages)
-    for view in (alone, second):
-        view.select(None, num_pages + 1)
-        got = view.select(None, num_pages)
+    states = {
+        alone: make_state(whole.num_layers, whole.num_kv_heads, num_pages - 1),
+        second: make_state(half.num_layers, half.num_kv_heads, num_pages - 1, first_kv_head=1),
+    }
+    want = alone.select(states[alone], num_pages)
+    for view, state in states.items():
+        view.select(state, num_pages + 1)
+        got = view.select(state, num_pages)
         if want is None:
             assert got is None
             continue
@@ -102,13 +118,13 @@ def test_ranks_choose_alike(toy, view_class, num_pages):
         assert torch.equal(got, mine)
 
 
-@pytest.mark.parametrize("name", ["sinks and recent", BY_HEAD])
+@pytest.mark.parametrize("name", ["sinks and recent", BY_HEAD, "pages", "recent"])
 def test_a_view_decides_what_drafts_read(toy, name):
     """Drafts over fewer pages agree less often."""
 
     def accepted(view_class):
         kv = toy.kv(num_pages=32)
-        view = None if view_class is None else make_view(view_class, kv)
+        view = None if view_class is None else make_view(view_class, kv.geometry)
         engine = toy.Engine(kv, toy.model, KVSpecConfig(), view=view)
         engine.serve(requests(toy, GREEDY))
         return engine.counters.mean_accept_len
