@@ -21,12 +21,14 @@ class TargetRun:
     tokens [batch, steps + 1] int64: the token that prefill gave, then one per step.
     cache: K and V of prompt and decoded tokens, prompt_len + steps long, exact.
     queries: queries of the decoded tokens, per layer [batch, num_heads, steps, head_dim].
+    prompt_queries: of the last tokens of the prompt, per layer [batch, num_heads, n, head_dim].
     """
 
     prompt_len: int
     tokens: torch.Tensor
     cache: LayerCache
     queries: list[torch.Tensor]
+    prompt_queries: list[torch.Tensor]
 
     @property
     def steps(self) -> int:
@@ -50,10 +52,11 @@ def target_run(model: Llama, prompts: torch.Tensor, steps: int, prefill_batch: i
     for layer in range(model.shape.num_layers):
         pairs = [part[0][layer] for part in parts]
         cache.append((torch.cat([k for k, _ in pairs]), torch.cat([v for _, v in pairs])))
-    first = torch.cat([logits for _, logits in parts]).argmax(-1)
+    first = torch.cat([logits for _, logits, _ in parts]).argmax(-1)
+    prompt_queries = [torch.cat(layer) for layer in zip(*(part[2] for part in parts), strict=True)]
     tokens, queries = _greedy(model, first, prompts.shape[1], cache, steps)
     by_layer = [torch.stack(step, dim=2) for step in zip(*queries, strict=True)]
-    return TargetRun(prompts.shape[1], tokens, cache, by_layer)
+    return TargetRun(prompts.shape[1], tokens, cache, by_layer, prompt_queries)
 
 
 def draft_cache(run: TargetRun, page_map: PageMap, page_size: int) -> LayerCache:
@@ -63,9 +66,9 @@ def draft_cache(run: TargetRun, page_map: PageMap, page_size: int) -> LayerCache
     encoded = (run.prompt_len // page_size - 1) * page_size
     cache: LayerCache = []
     for k, v in run.cache:
-        pages = [_to_pages(part[:, :, :encoded], page_size) for part in (k, v)]
+        pages = [to_pages(part[:, :, :encoded], page_size) for part in (k, v)]
         batch = k.shape[0]
-        decoded = [_from_pages(part, batch) for part in page_map(*pages)]
+        decoded = [from_pages(part, batch) for part in page_map(*pages)]
         cache.append(
             tuple(  # type: ignore[arg-type]
                 torch.cat((new, old[:, :, encoded:]), dim=2)
@@ -116,13 +119,13 @@ def _greedy(
     return torch.stack(tokens, dim=1), queries
 
 
-def _to_pages(part: torch.Tensor, page_size: int) -> torch.Tensor:
+def to_pages(part: torch.Tensor, page_size: int) -> torch.Tensor:
     """Reshape [batch, heads, T, D] to pages [batch * T / page_size, page_size, heads, D]."""
     by_token = part.transpose(1, 2).unflatten(1, (-1, page_size))
     return by_token.flatten(0, 1).contiguous()
 
 
-def _from_pages(pages: torch.Tensor, batch: int) -> torch.Tensor:
+def from_pages(pages: torch.Tensor, batch: int) -> torch.Tensor:
     return pages.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2)
 
 

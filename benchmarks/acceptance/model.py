@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 # Cache of a batch: one (k, v) pair per layer, each [batch, num_kv_heads, tokens, head_dim] fp32.
 # Heads come before tokens, so that a decode step reads the keys of each head contiguously.
 LayerCache = list[tuple[torch.Tensor, torch.Tensor]]
+# Queries of a prompt's last tokens, by which draft views choose pages for the first round.
+PROMPT_QUERIES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +60,27 @@ class Llama:
         }
 
     @torch.inference_mode()
-    def prefill(self, tokens: torch.Tensor, spare: int) -> tuple[LayerCache, torch.Tensor]:
+    def prefill(
+        self, tokens: torch.Tensor, spare: int
+    ) -> tuple[LayerCache, torch.Tensor, list[torch.Tensor]]:
         """Run prompts [batch, T] int64. Return the cache, with room for `spare` more tokens after
-        the first T, and the logits of the last position [batch, vocab]."""
+        the first T, the logits of the last position [batch, vocab], and the queries of the last
+        PROMPT_QUERIES positions by layer [batch, num_heads, PROMPT_QUERIES, head_dim]."""
         length = tokens.shape[1]
         x = self.weights["embed_tokens.weight"][tokens]
-        cos, sin = self._rope(0, length)
+        cos, sin = self._rope(torch.arange(length, device=self.device))
         cache: LayerCache = []
+        queries = []
         for layer in range(self.shape.num_layers):
             q, k, v = self._qkv(layer, x, cos, sin)
+            queries.append(q[:, :, -PROMPT_QUERIES:].clone())
             group = self.shape.num_heads // self.shape.num_kv_heads
             out = F.scaled_dot_product_attention(
                 q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True
             )
             x = self._after_attention(layer, x, out)
             cache.append((F.pad(k, (0, 0, 0, spare)), F.pad(v, (0, 0, 0, spare))))
-        return cache, self._logits(x[:, -1])
+        return cache, self._logits(x[:, -1]), queries
 
     @torch.inference_mode()
     def decode(
@@ -83,7 +91,7 @@ class Llama:
         Return logits [batch, vocab] and the queries of each layer [batch, num_heads, head_dim].
         """
         x = self.weights["embed_tokens.weight"][tokens][:, None]
-        cos, sin = self._rope(position, 1)
+        cos, sin = self._rope(torch.tensor([position], device=self.device))
         queries = []
         for layer, (k_cache, v_cache) in enumerate(cache):
             q, k, v = self._qkv(layer, x, cos, sin)
@@ -95,11 +103,39 @@ class Llama:
             queries.append(q[:, :, 0])
         return self._logits(x[:, 0]), queries
 
-    def _rope(self, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @torch.inference_mode()
+    def decode_masked(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        visible: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Run one token per prompt, tokens [batch] at positions [batch]. Write their K and V to
+        `cache`. Return logits [batch, vocab].
+
+        visible: by layer, the tokens of `cache` that each KV head attends to, bool
+        [batch, num_kv_heads, tokens], with at least one for each.
+        """
+        x = self.weights["embed_tokens.weight"][tokens][:, None]
+        cos, sin = (part[:, None, None] for part in self._rope(positions))
+        rows = torch.arange(len(tokens), device=self.device)
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        for layer, (k_cache, v_cache) in enumerate(cache):
+            q, k, v = self._qkv(layer, x, cos, sin)
+            k_cache[rows, :, positions] = k[:, :, 0]
+            v_cache[rows, :, positions] = v[:, :, 0]
+            grouped = q.unflatten(1, (-1, group))[:, :, :, 0]
+            scores = grouped @ k_cache.transpose(2, 3) * self.shape.head_dim**-0.5
+            scores.masked_fill_(~visible[layer][:, :, None], float("-inf"))
+            out = (scores.softmax(-1) @ v_cache).flatten(1, 2)[:, :, None]
+            x = self._after_attention(layer, x, out)
+        return self._logits(x[:, 0])
+
+    def _rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         half = self.shape.head_dim // 2
         exponent = torch.arange(half, device=self.device, dtype=torch.float32) / half
-        positions = torch.arange(start, start + count, device=self.device, dtype=torch.float32)
-        angle = positions[:, None] * (1.0 / self.shape.rope_theta**exponent)[None]
+        angle = positions.float()[:, None] * (1.0 / self.shape.rope_theta**exponent)[None]
         return angle.cos(), angle.sin()
 
     def _qkv(

@@ -1,0 +1,167 @@
+"""Measure how many drafts are accepted when they read only some pages, round by round.
+
+Whole requests: the target decodes greedily, and each view drafts behind what the target has
+emitted, in rounds that begin again behind the first rejection. The record has the accept lengths of
+every request in order, which bench_serving.py can replay.
+
+usage: python benchmarks/bench_views.py [MODEL] [--length 16384] [--prompts 60] [--out PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from acceptance import report
+from acceptance.drafting import TargetRun, target_run, through_anchor
+from acceptance.model import Llama
+from acceptance.prompts import TEXTS, cut_prompts
+from acceptance.report import Estimate, Figure
+from acceptance.rounds import DraftCaches, Rounds, run_rounds
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from sglang_kvspec.codecs import make_codec
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.seams import DRAFT_VIEWS
+from sglang_kvspec.runtime.draft_view import DraftView, ViewShape
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE_SIZE = 64
+# Rounds of several requests by `view` or `view:budget`.
+Results = dict[str, list[Rounds]]
+
+
+def main() -> None:
+    args = parse_arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = Llama(args.model, device)
+    prompts, sources = cut_prompts(args.model, args.prompts, args.length, args.seed, args.text)
+    results = measure(model, prompts, args)
+    settings = {
+        "model": args.model.name,
+        "prompts": args.prompts,
+        "prompt_len": args.length,
+        "new_tokens": args.new_tokens,
+        "draft_len": args.draft_len,
+        "prompts_from": sources,
+        "seed": args.seed,
+        "page_size": PAGE_SIZE,
+        "spread": "95% half width over requests",
+        "raw": {name: [asdict(each) for each in rounds] for name, rounds in results.items()},
+    }
+    report.write_json(args.out, "views", device, settings, figures_of(results, args.draft_len))
+    print_results(results, args.draft_len)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default_model = ROOT.parent / "shared" / "models" / "eval-31m"
+    add = parser.add_argument
+    add("model", type=Path, nargs="?", default=default_model, help="folder of a model")
+    add("--prompts", type=int, default=60)
+    add("--length", type=int, default=16384, help="tokens per prompt, a multiple of 64")
+    add("--new-tokens", type=int, default=256, help="tokens that the target decodes")
+    add("--draft-len", type=int, default=16, help="drafts of each round")
+    add("--text", choices=TEXTS, default="code", help="text of the prompts")
+    add("--seed", type=int, default=0)
+    add("--batch", type=int, default=4, help="requests whose caches are in memory at once")
+    add(
+        "--views",
+        nargs="+",
+        default=["all", "pages:0.05", "pages:0.1", "pages:0.2", "recent:0.1"],
+        metavar="VIEW[:BUDGET]",
+    )
+    add("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if args.new_tokens <= args.draft_len or args.length % PAGE_SIZE:
+        parser.error("--new-tokens must exceed --draft-len; --length must be a multiple of 64")
+    return args
+
+
+def measure(model: Llama, prompts: torch.Tensor, args: argparse.Namespace) -> Results:
+    results: Results = {name: [] for name in args.views}
+    batches = prompts.split(args.batch)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn()) as progress:
+        task = progress.add_task("target run", total=len(batches) * (len(args.views) + 1))
+        for batch in batches:
+            progress.update(task, description="target run")
+            run = target_run(model, batch, args.new_tokens, prefill_batch=1)
+            progress.advance(task)
+            for name in args.views:
+                progress.update(task, description=name)
+                results[name] += run_view(model, run, name, args.draft_len)
+                progress.advance(task)
+    return results
+
+
+def run_view(model: Llama, run: TargetRun, name: str, draft_len: int) -> list[Rounds]:
+    head_dim = model.shape.head_dim
+    codec = make_codec(
+        "uniform4", target="exact", page_size=PAGE_SIZE, head_dim=head_dim, dtype=torch.float32
+    )
+    caches = DraftCaches(run, through_anchor(codec), PAGE_SIZE)
+    return run_rounds(model, run, caches, make_view(name, model), draft_len)
+
+
+def make_view(name: str, model: Llama) -> DraftView:
+    """Make the view of a name of --views. Raises ConfigError."""
+    view, _, budget = name.partition(":")
+    chosen: dict[str, Any] = {"draft_budget": float(budget)} if budget else {}
+    config = KVSpecConfig(draft_view=view, **chosen)
+    shape = ViewShape(model.shape.num_layers, model.shape.num_kv_heads, 0, PAGE_SIZE)
+    made: DraftView = DRAFT_VIEWS.load(view)(config, shape)
+    return made
+
+
+def figures_of(results: Results, draft_len: int) -> list[Figure]:
+    figures = []
+    for name, rounds in results.items():
+        label = name.replace(":", ".")
+        accepted = mean_accepted(rounds)
+        figures.append(
+            Figure(
+                f"views.{label}.mean_of_{draft_len}", accepted.mean, "tokens", accepted.half_width
+            )
+        )
+        if "all" in results and name != "all":
+            ratio = accepted.mean / mean_accepted(results["all"]).mean
+            figures.append(Figure(f"views.{label}.vs_all", ratio, "x", baseline=1.0))
+        for what in ("pages_read", "mass"):
+            share = Estimate.of(torch.tensor([_mean(getattr(each, what)) for each in rounds]))
+            figures.append(Figure(f"views.{label}.{what}", share.mean, "share", share.half_width))
+    return figures
+
+
+def mean_accepted(rounds: Sequence[Rounds]) -> Estimate:
+    """Return the mean accept length, by request first: requests with many rounds count once."""
+    return Estimate.of(torch.tensor([_mean(each.accepted) for each in rounds]))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def print_results(results: Results, draft_len: int) -> None:
+    table = Table(title=f"mean accepted of {draft_len} drafts, 95% interval over requests")
+    for heading in ("view", "accepted", "pages read", "mass read", "rounds"):
+        table.add_column(heading, justify="left" if heading == "view" else "right")
+    for name, rounds in results.items():
+        shares = [
+            _mean([_mean(getattr(r, what)) for r in rounds]) for what in ("pages_read", "mass")
+        ]
+        num_rounds = sum(len(each.accepted) for each in rounds)
+        cells = (str(mean_accepted(rounds)), *(f"{share:.3f}" for share in shares), str(num_rounds))
+        table.add_row(name, *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Rounds of whole requests over a draft cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from acceptance.drafting import accepted_lengths, draft_cache, target_run, through_anchor
+from acceptance.model import Llama
+from acceptance.prompts import cut_prompts
+from acceptance.rounds import DraftCaches, run_rounds
+from bench_views import make_view
+
+from sglang_kvspec.codecs import make_codec
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "demo-5m"
+SIZE, LENGTH, NEW_TOKENS, DRAFT_LEN = 64, 448, 48, 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Llama(MODEL, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def run(model):
+    prompts, _ = cut_prompts(MODEL, 3, LENGTH)
+    return target_run(model, prompts, NEW_TOKENS, prefill_batch=2)
+
+
+def rounds_of(model, run, page_map, view):
+    caches = DraftCaches(run, page_map, SIZE)
+    return run_rounds(model, run, caches, make_view(view, model), DRAFT_LEN)
+
+
+def anchors(model):
+    settings = {"page_size": SIZE, "head_dim": model.shape.head_dim, "dtype": torch.float32}
+    return through_anchor(make_codec("uniform4", target="exact", **settings))
+
+
+def test_drafts_over_the_exact_cache_are_all_accepted(model, run):
+    for rounds in rounds_of(model, run, lambda k, v: (k, v), "all"):
+        assert set(rounds.accepted) == {DRAFT_LEN}
+        # Each round emits one token more than it accepts.
+        assert len(rounds.accepted) == (NEW_TOKENS - DRAFT_LEN) // (DRAFT_LEN + 1) + 1
+        assert set(rounds.pages_read) == set(rounds.mass) == {1.0}
+
+
+def test_the_first_round_is_that_of_a_single_draft(model, run):
+    page_map = anchors(model)
+    single = accepted_lengths(model, run, draft_cache(run, page_map, SIZE))
+    found = rounds_of(model, run, page_map, "all")
+    assert [each.accepted[0] for each in found] == single.clamp_max(DRAFT_LEN).tolist()
+
+
+def test_a_view_reads_its_share_and_drafts_otherwise(model, run):
+    every, some = (rounds_of(model, run, anchors(model), view) for view in ("all", "pages:0.02"))
+    assert [each.accepted for each in some] != [each.accepted for each in every]
+    for rounds in some:
+        # The first page, the best one, and the newest two, of seven pages.
+        assert rounds.pages_read[0] == pytest.approx(4 / 7)
+        assert 4 / 7 < rounds.mass[0] < 1
+
+
+def test_the_best_pages_have_more_mass_than_the_newest(model, run):
+    best, newest = (
+        [each.mass[0] for each in rounds_of(model, run, anchors(model), view)]
+        for view in ("pages:0.02", "recent:0.02")
+    )
+    assert all(a >= b for a, b in zip(best, newest, strict=True))
+    assert sum(best) > sum(newest)
