@@ -66,6 +66,55 @@ def load_exact(
 
 
 @triton.jit
+def load_keys(
+    anchor_ptr,
+    table_ptr,
+    first,
+    offs_d,
+    DECODE: tl.constexpr,
+    ANCHOR_BITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_OFFSET: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FINITE_MAX: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Load K of tokens first .. first + BLOCK_N - 1 of an anchor record. DECODE: as in
+    load_encoded()."""
+    offs_token = first + tl.arange(0, BLOCK_N)
+    mask_d = offs_d < HEAD_DIM
+    chunk = first // K_CHUNK
+    # A block that spans several chunks needs the chunk of each token.
+    if K_CHUNK % BLOCK_N != 0:
+        chunk = offs_token[None, :] // K_CHUNK
+    k = DECODE(
+        anchor_ptr,
+        anchor_ptr,
+        table_ptr,
+        offs_token[None, :],
+        offs_d[:, None],
+        chunk,
+        mask_d[:, None],
+        PART=0,
+        ANCHOR_BITS=ANCHOR_BITS,
+        REFINED=False,
+        PAGE_SIZE=PAGE_SIZE,
+        HEAD_DIM=HEAD_DIM,
+        CODES=K_CODES,
+        OFFSET=K_OFFSET,
+        SCALE=K_SCALE,
+        CORRECTIONS=0,
+    )
+    k = tl.minimum(tl.maximum(k, -FINITE_MAX), FINITE_MAX)
+    return rounded(k, DTYPE, INTERPRET)
+
+
+@triton.jit
 def load_encoded(
     anchor_ptr,
     residual_ptr,
