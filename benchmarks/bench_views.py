@@ -20,6 +20,7 @@ from acceptance import report
 from acceptance.drafting import TargetRun, target_run, through_anchor
 from acceptance.model import Llama
 from acceptance.prompts import TEXTS, cut_prompts
+from acceptance.recall import recalls
 from acceptance.report import Estimate, Figure
 from acceptance.rounds import DraftCaches, Rounds, run_rounds
 from rich.console import Console
@@ -33,6 +34,8 @@ from sglang_kvspec.runtime.draft_view import DraftView, ViewShape
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 64
+# Ages of a choice, in tokens: refreshed at each step, and as old as a round of 12 drafts.
+RECALL_AGES = (1, 12)
 # Rounds of several requests by `view` or `view:budget`.
 Results = dict[str, list[Rounds]]
 
@@ -43,7 +46,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = Llama(args.model, device)
     prompts, sources = cut_prompts(args.model, args.prompts, args.length, args.seed, args.text)
-    results = measure(model, prompts, args)
+    results, recall = measure(model, prompts, args)
     settings = {
         "model": args.model.name,
         "prompts": args.prompts,
@@ -54,10 +57,15 @@ def main() -> None:
         "seed": args.seed,
         "page_size": PAGE_SIZE,
         "spread": "95% half width over requests",
+        "recall_budget": args.recall_budget,
         "raw": {name: [asdict(each) for each in rounds] for name, rounds in results.items()},
+        "raw_recall": recall,
     }
-    report.write_json(args.out, "views", device, settings, figures_of(results, args.draft_len))
+    figures = figures_of(results, args.draft_len) + recall_figures(recall)
+    report.write_json(args.out, "views", device, settings, figures)
     print_results(results, args.draft_len)
+    for figure in recall_figures(recall):
+        Console().print(f"{figure.name}: {figure.value:.3f}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -78,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
         default=["all", "pages:0.05", "pages:0.1", "pages:0.2", "recent:0.1"],
         metavar="VIEW[:BUDGET]",
     )
+    add("--recall-budget", type=float, default=0.1, help="share of pages of the recall; 0: none")
     add("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.new_tokens <= args.draft_len or args.length % PAGE_SIZE:
@@ -85,8 +94,12 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def measure(model: Llama, prompts: torch.Tensor, args: argparse.Namespace) -> Results:
+def measure(
+    model: Llama, prompts: torch.Tensor, args: argparse.Namespace
+) -> tuple[Results, list[dict[str, float]]]:
+    """Return the rounds by view, and the recall by request."""
     results: Results = {name: [] for name in args.views}
+    recall: list[dict[str, float]] = []
     batches = prompts.split(args.batch)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn()) as progress:
@@ -99,16 +112,25 @@ def measure(model: Llama, prompts: torch.Tensor, args: argparse.Namespace) -> Re
                 progress.update(task, description=name)
                 results[name] += run_view(model, run, name, args.draft_len)
                 progress.advance(task)
-    return results
+            if args.recall_budget:
+                progress.update(task, description="recall")
+                caches = draft_caches(model, run)
+                for row in range(len(batch)):
+                    recall.append(recalls(run, caches, row, args.recall_budget, RECALL_AGES))
+    return results, recall
 
 
 def run_view(model: Llama, run: TargetRun, name: str, draft_len: int) -> list[Rounds]:
+    caches = draft_caches(model, run)
+    return run_rounds(model, run, caches, make_view(name, model), draft_len)
+
+
+def draft_caches(model: Llama, run: TargetRun) -> DraftCaches:
     head_dim = model.shape.head_dim
     codec = make_codec(
         "uniform4", target="exact", page_size=PAGE_SIZE, head_dim=head_dim, dtype=torch.float32
     )
-    caches = DraftCaches(run, through_anchor(codec), PAGE_SIZE)
-    return run_rounds(model, run, caches, make_view(name, model), draft_len)
+    return DraftCaches(run, through_anchor(codec), PAGE_SIZE)
 
 
 def make_view(name: str, model: Llama) -> DraftView:
@@ -137,6 +159,14 @@ def figures_of(results: Results, draft_len: int) -> list[Figure]:
         for what in ("pages_read", "mass"):
             share = Estimate.of(torch.tensor([_mean(getattr(each, what)) for each in rounds]))
             figures.append(Figure(f"views.{label}.{what}", share.mean, "share", share.half_width))
+    return figures
+
+
+def recall_figures(recall: Sequence[dict[str, float]]) -> list[Figure]:
+    figures = []
+    for name in recall[0] if recall else ():
+        found = Estimate.of(torch.tensor([each[name] for each in recall]))
+        figures.append(Figure(f"recall.{name}", found.mean, "share", found.half_width))
     return figures
 
 
