@@ -9,8 +9,8 @@ import torch
 
 from acceptance.drafting import PageMap, TargetRun, from_pages, to_pages
 from acceptance.model import Llama
+from kvspec_kernels.reference.page_selection import page_mass
 from sglang_kvspec.runtime.draft_view import DraftView
-from sglang_kvspec.runtime.page_mass import page_mass
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 
@@ -114,16 +114,18 @@ def _visible(
         state = RequestState("", committed, 0, [], SamplingParams(), 1)
         if view.num_queries:
             state.page_mass = _mass(run, caches, row, committed, view.num_queries)
+            state.num_scored = state.page_mass.shape[-1]
         seen = view.select(state, num_pages)
         if seen is None:
             found[row].pages_read.append(1.0)
             found[row].mass.append(1.0)
             continue
         lists = seen.to(at.device).expand(shape.num_layers, shape.num_kv_heads, -1)
-        read = torch.zeros(mass.shape, dtype=torch.bool, device=at.device)
+        read = torch.zeros((*mass.shape[:-1], num_pages), dtype=torch.bool, device=at.device)
         read.scatter_(-1, lists, True)
         found[row].pages_read.append(float(read.float().mean()))
-        found[row].mass.append(float((mass * read).sum() / mass.sum()))
+        covered = mass * read[..., : mass.shape[-1]]
+        found[row].mass.append(float(covered.sum() / mass.sum()))
         masks[:, row, :, : num_pages * size] = read.repeat_interleave(size, -1)
     return list(masks)
 
@@ -131,15 +133,16 @@ def _visible(
 def _mass(
     run: TargetRun, caches: DraftCaches, row: int, committed: int, num_queries: int
 ) -> torch.Tensor:
-    """Return page_mass of the last num_queries verified tokens, [num_layers, num_kv_heads,
-    num_pages]."""
+    """Return page_mass of the last num_queries verified tokens on the pages before them,
+    [num_layers, num_kv_heads, num_pages]."""
+    num_pages = (committed - num_queries) // caches.page_size
     begin, by_layer = committed - num_queries, []
     for before, after, (k, _) in zip(run.prompt_queries, run.queries, caches.layers, strict=True):
         all_queries = torch.cat((before[row], after[row]), dim=1)
         first = begin - run.prompt_len + before.shape[2]
-        q = all_queries[:, first : first + num_queries].transpose(0, 1) * k.shape[-1] ** -0.5
-        keys = k[row, :, :committed].transpose(0, 1)
-        by_layer.append(page_mass(q, keys, committed // caches.page_size, caches.page_size))
+        q = all_queries[:, first : first + num_queries].transpose(0, 1)
+        keys = k[row, :, : num_pages * caches.page_size].transpose(0, 1)
+        by_layer.append(page_mass(q, keys, caches.page_size, k.shape[-1] ** -0.5))
     return torch.stack(by_layer)
 
 

@@ -37,7 +37,8 @@ from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_view import DraftView, head_lists
+from sglang_kvspec.runtime.device_pages import DevicePages
+from sglang_kvspec.runtime.draft_view import DraftReads, DraftView, head_lists
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.phase_timer import PhaseTimer
@@ -131,7 +132,9 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
     """Build the round loop of a rank. On a GPU this captures CUDA graphs."""
     config, kv, ranks = parts.config, parts.kv, parts.ranks
     most_piggyback = _most_piggyback(parts)
-    captured = factories.captured(parts, most_piggyback)
+    scorer = make_scorer(config, parts.view, parts.runner, parts.forward.attention)
+    chosen = scorer if isinstance(scorer, DevicePages) else None
+    captured = factories.captured(parts, most_piggyback, chosen)
     holds_all = captured is not None and not kv.plan.host_pages
     plain_steps = min(PLAIN_STEPS, config.max_draft_len + 1) if holds_all else 0
     clock = _clock(parts, captured, has_plain=holds_all, piggyback=most_piggyback > 0)
@@ -170,7 +173,8 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
             ranks=ranks,
             timer=timer,
             page_size=kv.geometry.page_size,
-            view=parts.view,
+            # A GPU that scores pages selects them, too.
+            view=parts.view if chosen is None else None,
             most_piggyback=most_piggyback,
             drafts_eagerly=not isinstance(kv, GpuKVCache),
         ),
@@ -183,7 +187,8 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
         prompt_reader=own,
         sampler=parts.sampler,
         ranks=ranks,
-        scorer=make_scorer(config, parts.view, kv, parts.forward.attention),
+        reads=DraftReads(parts.view, kv.geometry.page_size),
+        scorer=scorer,
         captures=captured is not None,
     )
 
@@ -221,8 +226,11 @@ def _clock(
     )
 
 
-def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
-    """Capture CUDA graphs after a warm-up. Return None on a CPU and on a prefill server."""
+def _capture(
+    parts: WorkerParts, most_piggyback: int, chosen: DevicePages | None
+) -> Captured | None:
+    """Capture CUDA graphs after a warm-up. Return None on a CPU and on a prefill server. chosen:
+    selects the pages that drafts read, for a MassView."""
     if not isinstance(parts.kv, GpuKVCache):
         return None
     runner, attention, longest = parts.runner, parts.forward.attention, parts.config.max_draft_len
@@ -237,12 +245,22 @@ def _capture(parts: WorkerParts, most_piggyback: int) -> Captured | None:
     tokens = [most_piggyback + size.num_tokens for size in sizes]
     forward = ForwardCapture(runner, max([runner.max_running_requests, *tokens]))
     drafter = CudaGraphDrafter(
-        runner, forward, attention, parts.kv, longest, parts.sampler, parts.ranks, parts.view
+        runner,
+        forward,
+        attention,
+        parts.kv,
+        longest,
+        parts.sampler,
+        parts.ranks,
+        parts.view,
+        chosen,
     )
     verify = None
     if sizes:
         lists = head_lists(parts.view, parts.kv.geometry)
-        verify = VerifyGraphs(runner, forward, attention, longest, sizes, most_piggyback, lists)
+        verify = VerifyGraphs(
+            runner, forward, attention, longest, sizes, most_piggyback, lists, chosen
+        )
     return Captured(drafter, verify)
 
 
@@ -262,6 +280,7 @@ def _scheduler_parts(
         ranks=parts.ranks,
         draft_cost=DraftCost(draft=page.anchor / page.plain),
         plain_steps=plain_steps,
+        reads=DraftReads(parts.view, parts.kv.geometry.page_size),
         # No limit on a GPU: a round takes 0.1 s or less there, and its drafts are worth more.
         stream_round_s=None if isinstance(parts.kv, GpuKVCache) else CPU_STREAM_ROUND_S,
     )
@@ -279,7 +298,7 @@ def _scheduler(parts: WorkerParts, given: SchedulerParts) -> VerifyScheduler:
 class Factories:
     """Makers of the parts that differ between machines and schedules; tests inject others."""
 
-    captured: Callable[[WorkerParts, int], Captured | None] = _capture
+    captured: Callable[[WorkerParts, int, DevicePages | None], Captured | None] = _capture
     scheduler: Callable[[WorkerParts, SchedulerParts], VerifyScheduler] = _scheduler
     side: Callable[[PagedKVCache], SideStream] = lambda kv: SideStream(torch.device(kv.device))
     overlap: Callable[..., Overlap] = OverlappedRounds

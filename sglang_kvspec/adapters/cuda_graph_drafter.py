@@ -15,6 +15,7 @@ from sglang_kvspec.adapters.step_graphs import StepGraphs
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_rows import (
     DraftRow,
     DraftRows,
@@ -55,13 +56,15 @@ class CudaGraphDrafter:
         sampler: SpecSampler,
         ranks: Ranks,
         view: DraftView | None = None,
+        chosen: DevicePages | None = None,
     ) -> None:
-        """view: selects the pages that drafts read; None for all pages."""
+        """view: selects the pages that drafts read; None for all pages. chosen: selects them on the
+        device instead, for a MassView."""
         size = kv.geometry.page_size
         self._kv = kv
         self._sampler = sampler
         self._ranks = ranks
-        self._view = view
+        self._view, self._chosen = view, chosen
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
         self._rows = DraftRows(
             runner.max_running_requests,
@@ -70,6 +73,7 @@ class CudaGraphDrafter:
             size,
             kv.device,
             lists=head_lists(view, kv.geometry),
+            by_mass=chosen is not None,
         )
 
         capture = partial(StepGraphs, forward, attention, self._rows)
@@ -104,7 +108,7 @@ class CudaGraphDrafter:
         for i in order:
             open_for_drafts(self._kv, states[i].next_position, pages[i], lens[i])
         # Rows begin behind the drafts of earlier rounds, whose KV is in the window.
-        self._rows.load([self._draft_row(states[i], pages[i], lens[i]) for i in order])
+        self._load([self._draft_row(states[i], pages[i], lens[i]) for i in order])
         if all(states[i].is_greedy for i in order):
             for step in range(max(lens)):
                 self._drafts.replay(sum(lens[i] > step for i in order))
@@ -120,9 +124,20 @@ class CudaGraphDrafter:
         return None
 
     def _draft_row(self, state: RequestState, pages: torch.Tensor, num_drafts: int) -> DraftRow:
-        position, size = state.next_position, self._kv.geometry.page_size
-        seen = None if self._view is None else self._view.select(state, position // size)
-        return draft_row(self._kv, state.last_token, position, pages, num_drafts, seen)
+        position, seen, counts = state.next_position, None, None
+        num_pages = position // self._kv.geometry.page_size
+        if self._chosen is not None:
+            counts = self._chosen.counts(state, num_pages)
+        elif self._view is not None:
+            seen = self._view.select(state, num_pages)
+        token, slot = state.last_token, state.slot
+        return draft_row(self._kv, token, position, pages, num_drafts, seen, counts, slot)
+
+    def _load(self, rows: Sequence[DraftRow]) -> None:
+        """Set the rows of draft steps, and the pages that they read."""
+        self._rows.load(rows)
+        if self._chosen is not None:
+            self._chosen.select(self._rows)
 
     def read_prompt_end(self, batch: RoundBatch) -> torch.Tensor:
         """Compute KV that drafts may read for the tail of the prompt of the batch's only request.
@@ -143,7 +158,7 @@ class CudaGraphDrafter:
                 for place, token in enumerate(part, first)
             ]
             # Each row takes one step, and needs no slot but its token's own.
-            self._rows.load([replace(row, num_drafts=1) for row in rows])
+            self._load([replace(row, num_drafts=1) for row in rows])
             logits = self._drafts.replay(len(part))
         return logits[len(part) - 1 : len(part)]
 

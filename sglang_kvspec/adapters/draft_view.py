@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.core.seams import DRAFT_VIEWS
-from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.geometry import KVGeometry
-from sglang_kvspec.kv.reference_cache import ReferenceKVCache
-from sglang_kvspec.runtime.draft_view import DraftView, ViewShape
+from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.device_pages import DevicePages
+from sglang_kvspec.runtime.draft_view import DraftView, MassView, ViewShape
 from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer, ReferenceScorer
 from sglang_kvspec.runtime.ranks import Ranks
 
@@ -30,15 +29,17 @@ def make_view(
 
 
 def make_scorer(
-    config: KVSpecConfig, view: DraftView | None, kv: PagedKVCache, attention: Any
+    config: KVSpecConfig, view: DraftView | None, runner: Any, attention: Any
 ) -> PageScorer:
-    """Make the scorer for a view. attention: of the server. Raises UnsupportedError for a view that
-    needs one on a GPU."""
-    if view is None or not view.num_queries or not config.drafts:
+    """Make the scorer for a view. attention: of the server, which has captured nothing yet."""
+    drafts = config.drafts and runner.server_args.disaggregation_mode != "prefill"
+    if view is None or not view.num_queries or not drafts:
         return NoScores()
-    if not isinstance(kv, ReferenceKVCache):
-        raise UnsupportedError(
-            f"--kvspec-draft-view {config.draft_view} cannot be used on a GPU yet (allowed: all, "
-            "recent)"
-        )
-    return ReferenceScorer(kv, attention.keep_queries(view.num_queries))
+    if not isinstance(attention, DeviceAttention):
+        return ReferenceScorer(attention.kv, attention.keep_queries(view.num_queries))
+    max_batch = runner.max_running_requests
+    queries = attention.keep_queries(view.num_queries, max_batch, config.max_draft_len)
+    num_slots, width = runner.req_to_token_pool.req_to_token.shape
+    most_pages = -(-width // attention.kv.geometry.page_size)
+    mass_view = cast("MassView", view)
+    return DevicePages(attention.kv, queries, mass_view, max_batch, num_slots, most_pages)

@@ -86,6 +86,7 @@ def _state(req: Any, committed_len: int, pending: int, output: list[int]) -> Req
         priority=priority_of(req),
         is_streamed=bool(req.stream),
         grammar=req.grammar,
+        slot=int(req.req_pool_idx),
     )
 
 

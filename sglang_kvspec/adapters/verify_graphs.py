@@ -16,9 +16,11 @@ from sglang_kvspec.engine.row_tokens import row_tokens
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row
 from sglang_kvspec.kv.transfers import send_into
 from sglang_kvspec.runtime.device_attention import DeviceAttention
-from sglang_kvspec.runtime.draft_rows import DraftRows, draft_row, open_for_drafts
+from sglang_kvspec.runtime.device_pages import DevicePages
+from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows, draft_row, open_for_drafts
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
+from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.target_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize, find_size, sizes_to_capture
@@ -52,10 +54,11 @@ class VerifyGraphs:
         sizes: Sequence[VerifySize],
         max_piggyback: int = 0,
         lists: tuple[int, int] | None = None,
+        chosen: DevicePages | None = None,
     ) -> None:
         """sizes: from sizes_of(). max_piggyback: requests that may piggyback a draft. lists: from
-        head_lists(), for these drafts."""
-        self._forward, self._attention = forward, attention
+        head_lists(), for these drafts. chosen: selects the pages that they read, for a MassView."""
+        self._forward, self._attention, self._chosen = forward, attention, chosen
         self.max_piggyback = max_piggyback
         kv = attention.kv
         page, max_rows = kv.geometry.page_size, runner.max_running_requests
@@ -79,7 +82,8 @@ class VerifyGraphs:
         self._piggyback: PiggybackRows | None = None
         if max_piggyback:
             places = tokens[:, :max_piggyback]
-            drafts = DraftRows(max_piggyback, 1, width, page, kv.device, places, lists)
+            by_mass = chosen is not None
+            drafts = DraftRows(max_piggyback, 1, width, page, kv.device, places, lists, by_mass)
             self._piggyback = PiggybackRows(drafts, self._rows, tokens)
             self._step = attention.make_draft_step(drafts, max_piggyback)
         verifications = attention.make_verifications(self._rows)
@@ -154,12 +158,14 @@ class VerifyGraphs:
                     "the graphs must be captured with piggyback drafts"
                 )
                 self._piggyback.drafts.begin_round()
-                drafts = [
-                    draft_row(kv, batch.states[i].last_token, row.start, row.pages, 1, row.seen)
-                    for i, row in piggyback.items()
-                ]
+                drafts = [self._draft_row(batch.states[i], row) for i, row in piggyback.items()]
                 values += self._piggyback.drafts.values_of(drafts)
             send_into(values)
+            if piggyback and self._chosen is not None:
+                assert self._piggyback is not None
+                self._chosen.select(self._piggyback.drafts)
+            if self._attention.queries is not None:
+                self._attention.queries.begin_captured(plan.rows)
             if made is not None:
                 self._place(made, laid.firsts, piggyback)
             self._attended[size].plan(target)
@@ -173,6 +179,14 @@ class VerifyGraphs:
             every[: len(piggyback)],
             self._drafted(piggyback, len(batch.states)),
         )
+
+    def _draft_row(self, state: RequestState, row: Row) -> DraftRow:
+        """Return the row of a piggyback draft."""
+        kv, counts = self._attention.kv, None
+        if self._chosen is not None:
+            counts = self._chosen.counts(state, row.start // kv.geometry.page_size)
+        token, slot = state.last_token, state.slot
+        return draft_row(kv, token, row.start, row.pages, 1, row.seen, counts, slot)
 
     def _place(
         self, made: DraftedTokens, firsts: Sequence[int], piggyback: Mapping[int, Row]

@@ -27,6 +27,7 @@ from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verification, Verifier
 from sglang_kvspec.kv.forward_plan import Row
+from sglang_kvspec.runtime.draft_view import DraftReads
 from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts
@@ -50,8 +51,8 @@ class RoundResult:
 
 @dataclass(slots=True)
 class RoundLoop:
-    """Loop of a server. speeds: measured speeds of the link and of iterations. captures: True if
-    forwards are CUDA graph replays, as far as captures have room."""
+    """Loop of a server. speeds: measured speeds of the link and of iterations. reads: tokens that
+    drafts read. captures: True if forwards are CUDA graph replays, as far as captures have room."""
 
     scheduler: VerifyScheduler
     planner: ResidualPlanner
@@ -66,6 +67,7 @@ class RoundLoop:
     prompt_reader: PromptReader
     sampler: SpecSampler
     ranks: Ranks
+    reads: DraftReads = field(default_factory=DraftReads)
     scorer: PageScorer = field(default_factory=NoScores)
     captures: bool = False
 
@@ -79,12 +81,14 @@ class RoundLoop:
         self.starter.side.join()
         # Requests that were late when a pre-launched round began may have their residuals now.
         started.late = batch.late
-        context = mean_context(batch.states)
+        context, read = mean_context(batch.states), self.reads.mean_tokens(batch.states)
         if started.is_plain:
             return self._take_plain(batch, started, context)
-        return self._verify(batch, started, context)
+        return self._verify(batch, started, context, read)
 
-    def _verify(self, batch: RoundBatch, started: StartedRound, context: float) -> RoundResult:
+    def _verify(
+        self, batch: RoundBatch, started: StartedRound, context: float, read: float
+    ) -> RoundResult:
         """Verify the drafts of the requests whose turn it is. The CPU enqueues the forward while
         the device drafts."""
         is_idle = started.is_idle
@@ -105,7 +109,7 @@ class RoundLoop:
         self.overlap.launch(batch)
         self.pages.flush()
         if not is_idle:
-            self.observer.observe(started, done, emitted, context)
+            self.observer.observe(started, done, emitted, context, read)
         was_captured = self.captures and done.was_captured and not is_idle
         logits = done.logits if batch.wants_logprobs else None
         return RoundResult(emitted, started.num_verified, logits, was_captured)

@@ -39,8 +39,10 @@ class RoundObserver:
         done: Verification,
         emitted: Sequence[VerifyResult | None],
         context: float,
+        read: float,
     ) -> None:
-        """Observe a round with drafts or verifications. Waits for the device."""
+        """Observe a round with drafts or verifications. context: mean tokens of a request. read:
+        how many of them a draft reads. Waits for the device."""
         self._counters.iterations += 1
         self._counters.observe_piggyback(started.num_piggyback)
         draft_s = started.step_seconds() * max(started.lens)
@@ -58,6 +60,7 @@ class RoundObserver:
                 [n for n, entry in zip(verified, emitted, strict=True) if entry],
                 started.between_s,
                 started.num_piggyback,
+                read,
             )
         self._counters.waits += sum(
             n == 0 and entry is None and i not in done.piggyback

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from sglang_kvspec.kv.forward_plan import Row
 from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.link_rounds import LinkShare
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
+from sglang_kvspec.runtime.draft_view import DraftReads
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
@@ -134,7 +135,7 @@ class SchedulerParts:
     move, and has the measured speeds. ranks: broadcasts rank 0's numbers. draft_cost: cost of a
     draft row, by the bytes that it reads. plain_steps: most tokens that a round without drafts
     takes at once, 0 where every token is verified. stream_round_s: most seconds that a round should
-    take while a client reads a stream, None for no limit.
+    take while a client reads a stream, None for no limit. reads: tokens that drafts read.
     """
 
     config: KVSpecConfig
@@ -144,6 +145,7 @@ class SchedulerParts:
     draft_cost: DraftCost
     plain_steps: int = 0
     stream_round_s: float | None = None
+    reads: DraftReads = field(default_factory=DraftReads)
 
 
 class VerifyScheduler(Protocol):

@@ -33,7 +33,7 @@ class RoundScheduler:
     piggybacks_sampled = False
 
     def __init__(self, parts: SchedulerParts) -> None:
-        self._config, self._clock = parts.config, parts.round_costs
+        self._config, self._clock, self._reads = parts.config, parts.round_costs, parts.reads
         self._planner, self._ranks = parts.planner, parts.ranks
         self._last: tuple[list[RoundRequest], RoundCost] | None = None
         # By the last plan: expected tokens that a draft must be worth, in millionths; most drafts.
@@ -68,7 +68,7 @@ class RoundScheduler:
         ]
         rooms = [max(cap - count, 0) for cap, count in zip(caps, have, strict=True)]
         price_ppm = 0
-        cost = self._clock.cost(mean_context(states))
+        cost = self._cost(states)
         if self._config.draft_len != AUTO_DRAFT_LEN:
             lens = rooms
         elif not self._clock.has_measured:
@@ -120,11 +120,14 @@ class RoundScheduler:
         lens = self._last_lens if schedule is None else schedule.lens
         if len(lens) != len(states):
             return [0.0] * len(states)
-        seconds = self._clock.cost(mean_context(states)).seconds(lens)
+        seconds = self._cost(states).seconds(lens)
         if not any(lens) and self._plain_steps:
             # A round without drafts takes this many steps.
             seconds *= self._plain_steps
         return [seconds] * len(states)
+
+    def _cost(self, states: Sequence[RequestState]) -> RoundCost:
+        return self._clock.cost(mean_context(states), self._reads.mean_tokens(states))
 
     def _cap(self, state: RequestState, num_drafts: int, *, is_due: bool) -> int:
         """Return the most drafts that the request may have at the end of the round. num_drafts: its

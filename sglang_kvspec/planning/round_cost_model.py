@@ -32,10 +32,10 @@ class RoundCostModel:
     """Running means of the times of rounds, in seconds.
 
     step: seconds of a draft step without context, measured at the start or guessed. request_reads:
-    bytes of a context that a verification reads, over the bytes that a draft step reads. The ratio
+    bytes of a context that a verification reads, over those of its anchors. The ratio
     falls if verifications turn out to read more bytes a second. has_plain: True if steps without
     drafts are not verifications, and observe_plain() is called for them. row_per_token: guess of
-    the seconds that a token of context adds to a draft step, used until longer contexts are seen.
+    the seconds that a token that is read adds to a draft step, used until more are read.
     piggyback: True if requests piggyback drafts on verifications.
     """
 
@@ -49,7 +49,7 @@ class RoundCostModel:
         piggyback: bool = False,
     ) -> None:
         self._piggyback = piggyback
-        # Seconds of a draft step, over the tokens of context that its rows read.
+        # Seconds of a draft step, over the tokens that its rows read.
         self._draft = _FadingLine(step, row_per_token)
         self._most_reads = self._request_reads = request_reads
         self._token: float | None = None
@@ -87,8 +87,10 @@ class RoundCostModel:
         verified_lens: Sequence[int] | None = None,
         between_s: float | None = None,
         num_piggyback: int = 0,
+        read: float | None = None,
     ) -> None:
-        """Learn from a round with these draft lengths. context: mean tokens of a request.
+        """Learn from a round with these draft lengths. context: mean tokens of a request. read: how
+        many of them a draft reads, all unless given.
 
         enqueue_s: seconds until all of the round was enqueued, None where that waited for other
         work. verified_lens: drafts of each request that verified, draft_lens unless given.
@@ -101,7 +103,8 @@ class RoundCostModel:
             if not self.has_measured:
                 self._draft.forget()
                 self._token = self._enqueue = None
-            self._draft.observe(drafted * max(context, 1.0) / steps, draft_s / steps)
+            tokens = context if read is None else read
+            self._draft.observe(drafted * max(tokens, 1.0) / steps, draft_s / steps)
             if self._plain is not None and self._plain > PLAIN_BEST:
                 self._plain += PLAIN_FADE * (PLAIN_BEST - self._plain)
             rows = sum(length > 0 for length in draft_lens)
@@ -120,7 +123,7 @@ class RoundCostModel:
                 self._enqueue = min(self._enqueue, enqueue_s)
         self.verify_s = _mean(self.verify_s or None, verify_s)
         if self._draft.weight:
-            cost = replace(self.cost(context), token=0.0, plain=None)
+            cost = replace(self.cost(context, read), token=0.0, plain=None)
             without_tokens = replace(cost, enqueue=0.0, between=0.0)
             known = without_tokens.seconds([0] * len(verified_lens)) + num_piggyback * cost.row
             self._observe_reads(verify_s - known, cost.request * len(verified_lens))
@@ -140,11 +143,11 @@ class RoundCostModel:
             share = max(0.0, 1 + excess_s / reads_s)
             self._request_reads = _mean(self._request_reads, share * self._request_reads)
 
-    def cost(self, context: float) -> RoundCost:
-        """Return the costs of a round. context: mean tokens of a request."""
+    def cost(self, context: float, read: float | None = None) -> RoundCost:
+        """Return the costs of a round. context, read: as for observe()."""
         step, per_token = self._draft.fit()
-        row = per_token * context
-        request = row * self._request_reads
+        row = per_token * (context if read is None else read)
+        request = per_token * context * self._request_reads
         costs = (step, row, request, self._token or 0.0)
         return RoundCost(*costs, self._plain, self.enqueue_s, self.between_s, self._piggyback)
 

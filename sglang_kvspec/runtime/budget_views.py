@@ -7,13 +7,12 @@ from typing import ClassVar
 
 import torch
 
+from kvspec_kernels.reference.page_selection import select_pages
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.runtime.draft_view import ViewShape
+from sglang_kvspec.runtime.draft_view import SINK_PAGES, PageCounts, ViewShape
 from sglang_kvspec.runtime.request_state import RequestState
 
-# Read at any budget: the first page, which draws much attention with any text, and the newest two
-# pages.
-SINK_PAGES = 1
+# Newest pages that are read at any budget.
 NEWEST_PAGES = 2
 
 
@@ -40,32 +39,35 @@ class ScoredPages:
 
     The mass is that of the request's last verified queries. So a choice is as old as the newest
     verification. Whole pages stand that better than single tokens: what matters next lies near what
-    mattered last.
+    mattered last. (AsyncSpade, section 3, chooses single tokens.)
     """
 
     per_head: ClassVar[bool] = True
-    num_queries: ClassVar[int] = 8
+    num_queries: ClassVar[int] = 4
 
     def __init__(self, config: KVSpecConfig, shape: ViewShape) -> None:
         self._budget = config.draft_budget
 
     def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
-        """Select the best pages, and all pages that have no mass yet; all pages of a request that
-        has not been scored."""
+        """Select the pages that counts() asks for, by the state's page_mass."""
+        counts = self.counts(state, num_pages)
+        if counts is None:
+            return None
         mass = state.page_mass
-        if mass is None:
+        assert mass is not None
+        without = mass.new_zeros((*mass.shape[:-1], num_pages - mass.shape[-1]))
+        num_newest = num_pages - counts.newest
+        count = SINK_PAGES + counts.best + num_newest
+        return select_pages(torch.cat((mass, without), dim=-1), count, SINK_PAGES, num_newest)
+
+    def counts(self, state: RequestState, num_pages: int) -> PageCounts | None:
+        """Return counts by the budget; None for a request that has not been scored, and where all
+        pages are no more."""
+        if not state.num_scored:
             return None
         best = num_best(num_pages, self._budget)
-        first_newest = min(mass.shape[-1], num_pages - NEWEST_PAGES)
-        num_newest = num_pages - first_newest
-        if SINK_PAGES + best + num_newest >= num_pages:
-            return None
-        candidates = mass[..., SINK_PAGES:first_newest]
-        chosen = candidates.topk(best, sorted=False).indices.sort().values + SINK_PAGES
-        lists = mass.shape[:-1]
-        sinks = torch.arange(SINK_PAGES).expand(*lists, -1)
-        newest = torch.arange(first_newest, num_pages).expand(*lists, -1)
-        return torch.cat((sinks, chosen, newest), dim=-1)
+        newest = min(state.num_scored, num_pages - NEWEST_PAGES)
+        return None if SINK_PAGES + best >= newest else PageCounts(best, newest)
 
 
 def num_best(num_pages: int, budget: float) -> int:

@@ -9,6 +9,7 @@ import torch
 from kvspec_kernels.ops.append import append
 from kvspec_kernels.ops.attention import Tail
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.runtime.device_queries import DeviceQueries
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.step_attention import StepAttention
@@ -45,8 +46,15 @@ class VerifyLayers:
     """Layers of a verification: the first tokens of a VerifyRows, where a request may have
     several."""
 
-    def __init__(self, kv: GpuKVCache, rows: VerifyRows, attention: CapturedTarget) -> None:
-        self._kv, self._rows, self._attention = kv, rows, attention
+    def __init__(
+        self,
+        kv: GpuKVCache,
+        rows: VerifyRows,
+        attention: CapturedTarget,
+        queries: DeviceQueries | None = None,
+    ) -> None:
+        """queries: keeps the queries of all tokens."""
+        self._kv, self._rows, self._attention, self._queries = kv, rows, attention, queries
         self._residual_slots: torch.Tensor | None = None
 
     def forward(
@@ -54,6 +62,8 @@ class VerifyLayers:
     ) -> torch.Tensor:
         rows, parts = self._rows, self._attention.num_parts
         window = _store(self._kv, layer, rows, k, v)
+        if self._queries is not None:
+            self._queries.keep_all(layer, q)
         if rows.max_encoded:
             if layer == 0:
                 # All layers of this forward use these slots.

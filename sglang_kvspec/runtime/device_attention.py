@@ -19,6 +19,7 @@ from sglang_kvspec.runtime.captured_layers import (
     StepLayers,
     VerifyLayers,
 )
+from sglang_kvspec.runtime.device_queries import DeviceQueries
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.step_attention import AnchorStep, StepAttention
@@ -50,8 +51,19 @@ class DeviceAttention:
         self._scratch: KV | None = None
         self._index: dict[str, torch.Tensor] = {}
         self._captured: CapturedLayers | None = None
+        # Queries of the newest forward at the target precision, where a draft view needs them.
+        self.queries: DeviceQueries | None = None
         # Stream of piggyback drafts, while other requests verify.
         self._piggyback = SideStream(kv.device)
+
+    def keep_queries(self, most: int, max_rows: int, max_draft_len: int) -> DeviceQueries:
+        """Keep the queries of all later forwards, `most` of each request. Call this before anything
+        is captured. max_rows: requests of a forward."""
+        geometry = self.kv.geometry
+        shape = (geometry.num_layers, self._num_qo_heads, geometry.head_dim)
+        sizes = (most, max_rows, max_draft_len)
+        self.queries = DeviceQueries(*sizes, shape, geometry.dtype, self.kv.device)
+        return self.queries
 
     # Target
 
@@ -62,6 +74,8 @@ class DeviceAttention:
         assert self._rows is None, "the previous forward has not finished"
         with self.laid_out(plan) as rows:
             self._begin(rows)
+            if self.queries is not None:
+                self.queries.begin(plan.rows)
             yield
         self._rows = self._scratch = None
         self._index = {}
@@ -106,6 +120,8 @@ class DeviceAttention:
         # Prefill may be padded for a graph or a collective; padding attends to nothing.
         num_tokens = self._rows.num_tokens
         new = (k[:num_tokens], v[:num_tokens])
+        if self.queries is not None:
+            self.queries.keep(layer, q[:num_tokens])
         tail = self._write(layer, *new)
         self.kv.await_layer(layer)
         out = self._target.run(layer, q[:num_tokens], tail, new)
@@ -203,14 +219,14 @@ class DeviceAttention:
         return self._target.splits_by_page
 
     def begin_verification(self, rows: VerifyRows, attention: CapturedTarget) -> None:
-        self._captured = VerifyLayers(self.kv, rows, attention)
+        self._captured = VerifyLayers(self.kv, rows, attention, self.queries)
 
     def begin_piggyback(
         self, drafts: DraftRows, step: StepAttention, rows: VerifyRows, attention: CapturedTarget
     ) -> None:
         """Begin forwards of a draft step of all rows of `drafts`, followed by a verification."""
         step_layers = StepLayers(self.kv, drafts, step)
-        verification = VerifyLayers(self.kv, rows, attention)
+        verification = VerifyLayers(self.kv, rows, attention, self.queries)
         self._captured = PiggybackLayers(
             step_layers, drafts.max_batch, verification, self._piggyback
         )

@@ -12,6 +12,7 @@ from sglang_kvspec.core.config import MOST_RECENT_PAGES
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.target_rows import indptr
 from sglang_kvspec.kv.transfers import send_into
+from sglang_kvspec.runtime.draft_view import SINK_PAGES, PageCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class DraftRow:
 
     token: the pending token, at `position`. past: encoded pages, int on the CPU: [num_past], or
     [num_past, num_layers, num_kv_heads] by layer and KV head, where a shorter list ends in -1.
+    num_read: of these pages, how many the drafts read by attention mass; None for all. num_newest:
+    last pages of `past` that are always read. slot: as RequestState.slot, where the mass is.
     tail: window slots of the pages that follow, including pages that drafts will fill. tail_len:
     tokens in the tail so far. num_drafts: steps that the request takes part in.
     """
@@ -30,6 +33,14 @@ class DraftRow:
     tail: Sequence[int]
     tail_len: int
     num_drafts: int
+    num_read: int | None = None
+    num_newest: int = 0
+    slot: int = 0
+
+    @property
+    def num_listed(self) -> int:
+        """Entries of the lists of pages by layer and KV head."""
+        return len(self.past) if self.num_read is None else self.num_read
 
 
 class DraftRows:
@@ -50,11 +61,13 @@ class DraftRows:
         device: torch.device,
         tokens: torch.Tensor | None = None,
         lists: tuple[int, int] | None = None,
+        by_mass: bool = False,
     ) -> None:
         """max_pages: most pages of a request, past and tail together. tokens: [2, max_batch] int64
         memory of input_ids and positions; None allocates it. lists: as head_lists(); where given,
-        drafts read head_pages [max_batch * max_pages, *lists] int32 instead of past_pages."""
-        self.page_size, self.device = page_size, device
+        drafts read head_pages [max_batch * max_pages, *lists] int32, with list_indptr, instead of
+        past_pages. by_mass: the device fills head_pages, from past_pages."""
+        self.page_size, self.device, self._by_mass = page_size, device, by_mass
         self.max_batch, self.max_steps = max_batch, max_steps
         # Tail of a row: the newest full pages, full pages yet to leave, the page being filled, and
         # pages that drafts spill into.
@@ -70,6 +83,8 @@ class DraftRows:
         self.past_indptr = ints(max_batch + 1)
         self.past_pages = ints(max_batch * max_pages)
         self.head_pages = None if lists is None else ints(max_batch * max_pages, *lists)
+        self.list_indptr = ints(max_batch + 1)
+        self.mass_slots, self.num_newest = ints(max_batch), ints(max_batch)
         self.past_last = torch.full((max_batch,), page_size, dtype=torch.int32, device=device)
         self.tail_indptr = ints(max_batch + 1)
         self.tail_slots = ints(self._max_tail)
@@ -114,17 +129,9 @@ class DraftRows:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the (tensor, values) pairs for send_into() that set all rows. at_target: as in
         load()."""
-        spare = self.max_batch - len(rows)
-        if self.head_pages is None or at_target:
-            lists = "past_pages"
-            past = torch.cat([torch.empty(0, dtype=torch.int32), *(row.past for row in rows)]).int()
-        else:
-            lists = "head_pages"
-            past = _by_head([row.past for row in rows], self.head_pages.shape[1:])
+        ends = [0] * (self.max_batch - len(rows))
         tail = torch.tensor([slot for row in rows for slot in row.tail], dtype=torch.int32)
-        assert len(past) <= len(self.past_pages), "the batch has more pages than were allocated"
         assert len(tail) <= self._max_tail, "the batch has more window pages than were allocated"
-        ends = [0] * spare
         scalars = torch.tensor(
             [
                 [row.tail_len for row in rows] + ends,
@@ -135,10 +142,8 @@ class DraftRows:
         tokens = torch.tensor(
             [[row.token for row in rows] + ends, [row.position for row in rows] + ends]
         )
-        values = {
-            "past_indptr": indptr([*(len(row.past) for row in rows), *ends]),
+        values = self._past_values(rows, ends, at_target) | {
             "tail_indptr": indptr([*(len(row.tail) for row in rows), *ends]),
-            lists: past,
             "tail_slots": tail,
             "tail_lens": scalars[0],
             "limits": scalars[1],
@@ -146,6 +151,28 @@ class DraftRows:
             "positions": tokens[1],
         }
         return [(getattr(self, name)[: len(each)], each) for name, each in values.items()]
+
+    def _past_values(
+        self, rows: Sequence[DraftRow], ends: list[int], at_target: bool
+    ) -> dict[str, torch.Tensor]:
+        """Return the values of the tensors that tell which pages are read. ends: a 0 for each spare
+        row."""
+        pasts, values = [row.past for row in rows], {}
+        assert sum(map(len, pasts)) <= len(self.past_pages), (
+            "the batch has more pages than were allocated"
+        )
+        by_head = self.head_pages is not None and not at_target
+        if by_head:
+            values["list_indptr"] = indptr([*(row.num_listed for row in rows), *ends])
+        if by_head and not self._by_mass:
+            assert self.head_pages is not None
+            return values | {"head_pages": _by_head(pasts, self.head_pages.shape[1:])}
+        values["past_indptr"] = indptr([*map(len, pasts), *ends])
+        values["past_pages"] = torch.cat([torch.empty(0, dtype=torch.int32), *pasts]).int()
+        if by_head:
+            fields = [[row.slot for row in rows] + ends, [row.num_newest for row in rows] + ends]
+            values["mass_slots"], values["num_newest"] = torch.tensor(fields, dtype=torch.int32)
+        return values
 
     def begin_step(self, batch: int) -> None:
         """Make room for one more token in the tails of the first `batch` rows. Sets `slots` (-1
@@ -213,28 +240,44 @@ def draft_row(
     pages: torch.Tensor,
     num_drafts: int,
     seen: torch.Tensor | None = None,
+    counts: PageCounts | None = None,
+    slot: int = 0,
 ) -> DraftRow:
     """Return the row of a request whose pending token is at `position`; open the pages it will
     write.
 
     pages: page ids on the CPU, up to the page of the last draft. The tail begins with the first
-    page from which on all pages up to `position` are in the window. seen: as Row.seen; pages in the
-    tail are read even if `seen` leaves them out.
+    page from which on all pages up to `position` are in the window. Pages in the tail are always
+    read. seen: as Row.seen. counts, slot: which of the other pages a MassView reads, and as
+    RequestState.slot.
     """
     size = kv.geometry.page_size
     open_for_drafts(kv, position, pages, num_drafts)
-    first, last = position // size, (position + num_drafts) // size
-    begin = first
-    while begin and int(pages[begin - 1]) in kv.window.slots:
-        begin -= 1
+    last = (position + num_drafts) // size
+    begin = num_before_window(kv, position, pages)
+    num_read, num_newest = None, 0
+    if counts is not None:
+        num_newest = max(begin - counts.newest, 0)
+        num_read = min(SINK_PAGES + counts.best + num_newest, begin)
     return DraftRow(
         token=token,
         position=position,
         past=_past(pages, begin, seen),
+        num_read=num_read,
+        num_newest=num_newest,
+        slot=slot,
         tail=[kv.window.slots.slot_of(page) for page in pages[begin : last + 1].tolist()],
         tail_len=position - begin * size,
         num_drafts=num_drafts,
     )
+
+
+def num_before_window(kv: PagedKVCache, position: int, pages: torch.Tensor) -> int:
+    """Return how many full pages come before the window pages that end at `position`."""
+    begin = position // kv.geometry.page_size
+    while begin and int(pages[begin - 1]) in kv.window.slots:
+        begin -= 1
+    return begin
 
 
 def _past(pages: torch.Tensor, begin: int, seen: torch.Tensor | None) -> torch.Tensor:

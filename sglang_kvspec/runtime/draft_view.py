@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import torch
 
 from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.runtime.request_state import RequestState
+
+# First pages that views with a budget always read: they draw much attention with any text.
+SINK_PAGES = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +35,10 @@ class DraftView(Protocol):
     `sglang_kvspec.draft_views` as a class whose constructor takes the server's KVSpecConfig and the
     rank's ViewShape.
 
-    per_head: whether layers and KV heads may read different pages. On a GPU, such a view uses the
-    Triton kernel for drafts, with a list of pages for each layer and KV head. num_queries: number
-    of a request's last verified queries whose attention mass the view chooses by; 0 for a view that
-    needs none, whose states have no page_mass. Both are read once, before anything is captured.
+    per_head: whether layers and KV heads may read different pages. On a GPU, such a view has a list
+    of pages for each layer and KV head. num_queries: number of a request's last verified queries
+    whose attention mass the view, a MassView, chooses by; 0 for a view that chooses without. Both
+    are read once, before anything is captured.
 
     A view may select any pages: drafts are verified against all pages. The selection for a layer
     and KV head depends on what the state holds, never on what a rank has measured, so that ranks
@@ -55,6 +59,23 @@ class DraftView(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Numbers of pages that a MassView reads in addition to the first SINK_PAGES: the `best` pages
+    with the largest attention mass, and all pages from index `newest` on."""
+
+    best: int
+    newest: int
+
+
+class MassView(DraftView, Protocol):
+    """View of the pages with the largest attention mass, for each layer and KV head."""
+
+    def counts(self, state: RequestState, num_pages: int) -> PageCounts | None:
+        """Return how many of the request's first num_pages pages its next drafts read; None for
+        all. Pages from index `newest` on include all that have no mass yet."""
+
+
 class AllPages:
     """View of every page, with which drafts agree best with the target."""
 
@@ -66,6 +87,33 @@ class AllPages:
 
     def select(self, state: RequestState, num_pages: int) -> None:
         """Select all pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReads:
+    """Numbers of tokens that drafts read. view: None for all pages."""
+
+    view: DraftView | None = None
+    page_size: int = 1
+
+    def tokens(self, state: RequestState) -> int:
+        """Return how many tokens of its context the request's next draft reads, with each head."""
+        num_tokens = state.committed_len
+        num_pages = num_tokens // self.page_size
+        if self.view is None:
+            return num_tokens
+        if self.view.num_queries:
+            counts = cast("MassView", self.view).counts(state, num_pages)
+            num_seen = num_pages if counts is None else SINK_PAGES + counts.best
+            num_seen += 0 if counts is None else num_pages - counts.newest
+        else:
+            seen = self.view.select(state, num_pages)
+            num_seen = num_pages if seen is None else seen.shape[-1]
+        return num_tokens - (num_pages - num_seen) * self.page_size
+
+    def mean_tokens(self, states: Sequence[RequestState]) -> float:
+        """Return the mean of tokens() of requests."""
+        return sum([self.tokens(state) for state in states]) / len(states)
 
 
 def head_lists(view: DraftView | None, geometry: KVGeometry) -> tuple[int, int] | None:

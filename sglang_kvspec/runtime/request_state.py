@@ -29,10 +29,10 @@ class RequestState:
     verification. They are known prompt tokens without verified KV. The first draft gives them KV
     that drafts may read.
     grammar: constraint on the tokens, as runtime/grammar.py takes it; None for no constraint.
-    queries: scaled queries [num_queries, num_heads, head_dim] of the last verified tokens, by
-    layer; empty where no draft view chooses by them.
-    page_mass: attention mass [num_layers, num_kv_heads, num_pages] of these queries on the pages
-    that were full then; None before the first verification.
+    slot: place among all running requests of what a device keeps of this one.
+    num_scored: how many of its first pages have an attention mass, by which a draft view chooses.
+    page_mass: that mass [num_layers, num_kv_heads, num_scored] on a CPU; None if num_scored is 0. A
+    GPU keeps it in `slot`.
     timeline, room: set for a request that another server prefilled. room: SGLang's bootstrap room.
     """
 
@@ -50,7 +50,8 @@ class RequestState:
     last_emitted: int = 1
     has_waited: bool = False
     tail: list[int] = field(default_factory=list)
-    queries: list[torch.Tensor] = field(default_factory=list)
+    slot: int = 0
+    num_scored: int = 0
     page_mass: torch.Tensor | None = None
     timeline: Timeline | None = None
     room: int | None = None

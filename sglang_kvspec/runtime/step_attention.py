@@ -47,8 +47,7 @@ class AnchorStep:
             "q_dtype": kv.geometry.dtype,
         }
         head_pages = rows.head_pages if past else None
-        # The CUDA kernel divides pages of the past among blocks: it needs one list for all heads.
-        backend: Literal["auto", "triton"] = "auto" if past and head_pages is None else "triton"
+        backend: Literal["auto", "triton"] = "auto" if past else "triton"
         nbytes = workspace_nbytes(
             batch_size=batch,
             num_qo_heads=heads[0],
@@ -57,10 +56,12 @@ class AnchorStep:
             page_size=heads[3],
             device=kv.device,
             backend=backend,
+            has_lists_by_head=head_pages is not None,
             **common,
         )
         workspace = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
-        begins = rows.past_indptr[: batch + 1]
+        indptr = rows.past_indptr if head_pages is None else rows.list_indptr
+        begins = indptr[: batch + 1]
 
         def planned(pages: torch.Tensor) -> DraftAttention:
             attention = DraftAttention(workspace, backend)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import pytest
 import torch
 
+from kvspec_kernels.reference.page_selection import page_mass, updated_mass
 from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.seams import TARGET_ATTENTIONS
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
+from sglang_kvspec.runtime.budget_views import ScoredPages
 from sglang_kvspec.runtime.device_attention import DeviceAttention
+from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows, draft_row, target_row
+from sglang_kvspec.runtime.draft_view import ViewShape
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
+from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.runtime.sampling import SamplingParams
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 8, 2, 128, 64
 NUM_PAGES, RECENT, MAX_STEPS = 100, 1, 8
@@ -143,9 +153,12 @@ def test_more_parts_than_one_batch_of_the_int8_kernel() -> None:
 class Steps:
     """Four captured rows on a pair's device, compared with single rows of the reference."""
 
-    def __init__(self, pair: Pair, make_attention: str) -> None:
-        self.pair = pair
-        self.rows = DraftRows(4, MAX_STEPS, NUM_PAGES, PAGE, pair.device.kv.device)
+    def __init__(self, pair: Pair, make_attention: str, chosen: DevicePages | None = None) -> None:
+        self.pair, self.chosen = pair, chosen
+        by_mass = chosen is not None
+        lists = (LAYERS, KV_HEADS) if by_mass else None
+        sizes = (4, MAX_STEPS, NUM_PAGES, PAGE, pair.device.kv.device)
+        self.rows = DraftRows(*sizes, lists=lists, by_mass=by_mass)
         self.attention = getattr(pair.device, make_attention)(self.rows, 4)
         self.inputs = [
             torch.empty(LAYERS, 4, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -168,11 +181,19 @@ class Steps:
             self.outs[layer] = self.pair.device.forward(layer, q, k, v, SCALE)
         self.rows.end_step(torch.zeros(4, 10, device="cuda"))
 
-    def run(self, rows: list[DraftRow], kind: RowKind, lens: dict[str, int]) -> None:
+    def run(
+        self,
+        rows: list[DraftRow],
+        kind: RowKind,
+        lens: dict[str, int],
+        seen: Mapping[str, torch.Tensor | None] = MappingProxyType({}),
+    ) -> None:
         """Replay all steps of these rows, longest first, and compare. lens: number of steps by
-        request."""
+        request. seen: pages that the reference reads, as Row has them."""
         pair = self.pair
         self.rows.load(rows)
+        if self.chosen is not None:
+            self.chosen.select(self.rows)
         self.attention.plan(rows)
         ids = {name: pair.page_ids(name, pair.committed[name] + n + 1) for name, n in lens.items()}
         for index in range(max(lens.values())):
@@ -182,7 +203,9 @@ class Steps:
             self.graph.replay()
             going = [name for name, n in lens.items() if n > index]
             plan = ForwardPlan(
-                tuple(Row(kind, pair.committed[name] + index, 1, ids[name]) for name in going)
+                tuple(
+                    Row(kind, pair.committed[n] + index, 1, ids[n], seen=seen.get(n)) for n in going
+                )
             )
             with pair.reference.planned(plan):
                 for layer in range(LAYERS):
@@ -205,6 +228,72 @@ def test_draft_steps_in_a_graph(codec: str) -> None:
     kv = pair.device.kv
     rows = [draft_row(kv, 0, pair.committed[name], ids[name], n) for name, n in lens.items()]
     steps.run(rows, RowKind.DRAFT, lens)
+
+
+class Scored:
+    """The scorer of a pair's device, and the mass that it should find."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        config = KVSpecConfig(draft_view="pages", draft_budget=0.1)
+        self.view = ScoredPages(config, ViewShape(LAYERS, KV_HEADS, 0, PAGE))
+        queries = pair.device.keep_queries(self.view.num_queries, 4, MAX_STEPS)
+        self.chosen = DevicePages(pair.device.kv, queries, self.view, 4, 6, NUM_PAGES)
+        self.queries = pair.reference.keep_queries(self.view.num_queries)
+        self.states: dict[str, RequestState] = {}
+
+    def score(self, *names: str) -> None:
+        """Score the requests of the newest forward, in this order, and compare the mass."""
+        pair, committed = self.pair, []
+        for index, name in enumerate(names):
+            end, slot = pair.committed[name], 5 - "abcd".index(name)
+            fresh = RequestState(name, end, 0, [], SamplingParams(), 9, slot=slot)
+            state = self.states.setdefault(name, fresh)
+            state.committed_len = end
+            committed.append((index, state, pair.page_ids(name, end)))
+        self.chosen.score(committed)
+        for index, state, pages in committed:
+            if not state.num_scored:
+                continue
+            q = self.queries.before(index, state.committed_len)
+            past = pages[: state.num_scored]
+            new = torch.stack(
+                [
+                    page_mass(q[layer].float(), k.flatten(0, 1), PAGE, 1.0)
+                    for layer in range(LAYERS)
+                    for k, _ in [pair.reference.kv.read_draft(layer, past)]
+                ]
+            )
+            most = self.view.num_queries
+            state.page_mass = updated_mass(state.page_mass, new, len(q[0]), most)
+            found = self.chosen._selection.mass[:, state.slot, :, : state.num_scored].cpu()
+            torch.testing.assert_close(found, state.page_mass, atol=1e-4, rtol=0.05)
+            # From here on, both sides choose by the same numbers.
+            state.page_mass = found
+
+
+@CODECS
+def test_draft_steps_read_the_pages_of_the_largest_mass(codec: str) -> None:
+    pair = Pair(codec, "int8")
+    scored = Scored(pair)
+    kv = pair.device.kv
+    pair.prefill(a=1190, b=2500, c=3)
+    scored.score("a", "b", "c")
+    # Their few queries change the mass by a share. c is not verified.
+    pair.verify(b=3, a=1)
+    scored.score("b", "a")
+    steps = Steps(pair, "make_draft_step", scored.chosen)
+    lens = {"b": 6, "a": 5, "c": 2}
+    rows, seen, num_read = [], {}, {}
+    for name, count in lens.items():
+        start, state = pair.committed[name], scored.states[name]
+        ids = pair.page_ids(name, start + count + 1)
+        seen[name] = scored.view.select(state, start // PAGE)
+        counts = scored.chosen.counts(state, start // PAGE)
+        rows.append(draft_row(kv, 0, start, ids, count, counts=counts, slot=state.slot))
+        num_read[name] = rows[-1].num_listed
+    assert num_read == {"b": 6, "a": 4, "c": 0}
+    steps.run(rows, RowKind.DRAFT, lens, seen)
 
 
 @CODECS

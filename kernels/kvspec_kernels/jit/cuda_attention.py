@@ -41,6 +41,8 @@ class AttentionShape:
     num_kv_heads: int
     q_dtype: torch.dtype
     arithmetic: Arithmetic = "fp16"
+    # Whether each KV head of a draft reads its own list of pages.
+    lists_by_head: bool = False
 
     @property
     def group(self) -> int:
@@ -130,7 +132,7 @@ class DraftKernel:
 
         q: [batch, num_qo_heads, head_dim], the last dimension contiguous; anchors: [pages,
         num_kv_heads, record] uint8; indptr [batch + 1], indices, last_page_len [batch] int32 on the
-        device; tail: the tensors of ops/attention_plan.py's Tail, or None.
+        device; tail: the tensors of Tail, or None. All as in ops/attention_plan.py.
         """
         batch = len(indptr) - 1
         parts = self.tail_parts if tail is not None else 0
@@ -145,6 +147,7 @@ class DraftKernel:
                 ctypes.c_int64(anchors.stride(0)),
                 indptr,
                 indices,
+                ctypes.c_int(indices.stride(0)),
                 last_page_len,
                 tail_arguments(tail),
                 ctypes.c_int(batch),
@@ -223,6 +226,7 @@ def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
         "TWO_BIT_STEP": TWO_BIT_STEP,
         "GROUP": shape.group,
         "HEAD_SPLIT": shape.head_split,
+        "LISTS_BY_HEAD": int(shape.lists_by_head),
         "WARPS": plan.warps,
         "HALVES": plan.halves,
         "BLOCKS": plan.blocks,

@@ -20,10 +20,10 @@ def page_lse_kernel(
     table_ptr,
     indptr_ptr,
     indices_ptr,
+    q_begin_ptr,
     num_queries_ptr,
     lse_ptr,
     scale_log2,
-    stride_q_request,
     stride_q_token,
     stride_q_head,
     stride_anchor_page,
@@ -66,7 +66,8 @@ def page_lse_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     mask_m = offs_m < num_rows
-    q_rows = request.to(tl.int64) * stride_q_request + offs_m // GROUP * stride_q_token
+    q_begin = tl.load(q_begin_ptr + request)
+    q_rows = (q_begin + offs_m // GROUP).to(tl.int64) * stride_q_token
     q_rows += (head * GROUP + offs_m % GROUP) * stride_q_head
     q = tl.load(
         q_ptr + q_rows[:, None] + offs_d[None, :],
@@ -114,14 +115,20 @@ def page_mass_kernel(
     lse_ptr,
     indptr_ptr,
     num_queries_ptr,
+    slots_ptr,
+    num_known_ptr,
     mass_ptr,
+    stride_mass_slot,
+    stride_mass_head,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Write the mass [num_indices, NUM_KV_HEADS] fp32 of the pages of one request and KV head."""
+    """Update the mass of the pages of one request and KV head. The first num_known pages have a
+    mass already. A full set of NUM_ROWS rows replaces it, and fewer rows replace as large a share.
+    """
     request = tl.program_id(0)
     head = tl.program_id(1)
     begin = tl.load(indptr_ptr + request)
@@ -149,6 +156,10 @@ def page_mass_kernel(
         top = new_top
     # A total of 1, where there is no row, only avoids the logarithm of 0.
     whole = tl.where(mask_m, top + tl.log2(tl.where(mask_m, total, 1.0)), float("inf"))
+    num_known = tl.load(num_known_ptr + request)
+    weight = num_rows.to(tl.float32) / NUM_ROWS
+    own_ptr = mass_ptr + tl.load(slots_ptr + request).to(tl.int64) * stride_mass_slot
+    own_ptr += head * stride_mass_head
     for first in range(begin, end, BLOCK_P):
         offs_p = first + tl.arange(0, BLOCK_P)
         row = (offs_p.to(tl.int64) * NUM_KV_HEADS + head) * NUM_ROWS
@@ -158,7 +169,11 @@ def page_mass_kernel(
             other=float("-inf"),
         )
         mass = tl.sum(tl.exp2(lse - whole[None, :]), axis=1) / num_rows
-        tl.store(mass_ptr + offs_p.to(tl.int64) * NUM_KV_HEADS + head, mass, mask=offs_p < end)
+        place = offs_p - begin
+        is_known = (place < num_known) & (offs_p < end)
+        known = tl.load(own_ptr + place, mask=is_known, other=0.0)
+        mass = tl.where(is_known, known + weight * (mass - known), mass)
+        tl.store(own_ptr + place, mass, mask=offs_p < end)
 
 
 @triton.jit
@@ -166,13 +181,15 @@ def select_kernel(
     mass_ptr,
     indptr_ptr,
     indices_ptr,
+    slots_ptr,
     out_ptr,
     out_indptr_ptr,
     num_last_ptr,
     stride_mass_layer,
+    stride_mass_slot,
+    stride_mass_head,
     stride_out_index,
     stride_out_layer,
-    NUM_KV_HEADS: tl.constexpr,
     NUM_FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -191,11 +208,9 @@ def select_kernel(
     count = tl.minimum(num_out, num_pages)
     offs = tl.arange(0, BLOCK_P)
     is_page = offs < num_pages
-    mass = tl.load(
-        mass_ptr + layer * stride_mass_layer + (begin + offs).to(tl.int64) * NUM_KV_HEADS + head,
-        mask=is_page,
-        other=0.0,
-    )
+    own_ptr = mass_ptr + layer.to(tl.int64) * stride_mass_layer + head * stride_mass_head
+    own_ptr += tl.load(slots_ptr + request).to(tl.int64) * stride_mass_slot
+    mass = tl.load(own_ptr + offs, mask=is_page, other=0.0)
     # Values of fp32 that are not negative are in the order of their bits.
     bits = mass.to(tl.int32, bitcast=True)
     bits = tl.where((offs < NUM_FIRST) | (offs >= num_pages - num_last), MOST_BITS, bits)

@@ -73,6 +73,7 @@ def workspace_nbytes(
     num_sms: int | None = None,
     backend: Backend = "auto",
     arithmetic: Arithmetic = "auto",
+    has_lists_by_head: bool = False,
 ) -> int:
     """Return the bytes of workspace that a plan of these sizes needs, for any lengths.
 
@@ -81,7 +82,7 @@ def workspace_nbytes(
     index = torch.empty(batch_size + 1, dtype=torch.int32, device=device)
     plan = _make_plan(
         index,
-        index,
+        index.new_empty((0, num_kv_heads)) if has_lists_by_head else index,
         index[:batch_size],
         num_qo_heads,
         num_kv_heads,
@@ -175,7 +176,7 @@ class DraftAttention(_Attention):
 
         indptr [batch_size + 1], indices and last_page_len [batch_size]: int32, contiguous. If KV
         heads read different pages, indices are [num_indices, num_kv_heads], with heads contiguous
-        and -1 where a head has no page. Only the Triton back end takes such indices.
+        and -1 behind the pages of a head that has fewer.
         q_dtype: bf16, fp16 or fp32, also the KV dtype of a tail. sm_scale: 1 / sqrt(head_dim)
         unless given. num_sms: multiprocessors to fill, by default all of the device.
         arithmetic: number format of products over pages, "fp16" or "int8" (integer draft attention:

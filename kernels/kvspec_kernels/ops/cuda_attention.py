@@ -35,9 +35,9 @@ class CudaAttention:
             raise ValueError(
                 "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head "
                 "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels. Drafts also "
-                "need one list of pages for all heads, arithmetic int8 for 2-bit anchors, and fp16 "
-                "for 4-bit anchors of log4. Verifications also need target int8, page and head "
-                "sizes in multiples of 64, and alpha 0 for log4"
+                "need arithmetic int8 for 2-bit anchors, and fp16 for 4-bit anchors of log4. "
+                "Verifications also need target int8, page and head sizes in multiples of 64, and "
+                "alpha 0 for log4"
             )
         self._plan = plan
         self._kernel = _kernel(plan)
@@ -57,7 +57,7 @@ class CudaAttention:
     def covers(plan: AttentionPlan) -> bool:
         """Return True if the CUDA kernels can run this plan."""
         if plan.source == "anchor":
-            return not plan.has_lists_by_head and draft_supported(_shape(plan), plan.device)
+            return draft_supported(_shape(plan), plan.device)
         return plan.source == "int8" and verify_supported(
             _shape(plan), plan.device, plan.batch_size
         )
@@ -160,6 +160,7 @@ def _shape(plan: AttentionPlan) -> AttentionShape:
         plan.num_kv_heads,
         plan.q_dtype,
         _arithmetic(plan),
+        plan.has_lists_by_head,
     )
 
 

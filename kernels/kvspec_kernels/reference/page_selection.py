@@ -17,10 +17,25 @@ def page_mass(q: torch.Tensor, k: torch.Tensor, page_size: int, scale: float) ->
     q: [num_queries, num_qo_heads, head_dim]; every query attends to all pages. A page's mass is the
     mean over the queries of all heads of a KV head's group.
     """
-    grouped = q.unflatten(1, (k.shape[1], -1)).float()
+    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1]).float()
     scores = torch.einsum("nhgd,thd->hngt", grouped, k.float()) * scale
     by_token = scores.softmax(-1).mean((1, 2))
-    return by_token.unflatten(1, (-1, page_size)).sum(-1)
+    return by_token.view(k.shape[1], -1, page_size).sum(-1)
+
+
+def updated_mass(
+    known: torch.Tensor | None, new: torch.Tensor, num_queries: int, most_queries: int
+) -> torch.Tensor:
+    """Return the mass [..., num_pages] of about the last most_queries queries.
+
+    known: mass of the first pages by earlier queries, None without any. new: mass of all pages by
+    the newest num_queries queries, which replace as large a share of `known`.
+    """
+    if known is None:
+        return new
+    count = known.shape[-1]
+    kept = known + min(num_queries / most_queries, 1) * (new[..., :count] - known)
+    return torch.cat((kept, new[..., count:]), dim=-1)
 
 
 def select_pages(mass: torch.Tensor, count: int, num_first: int, num_last: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ def register() -> None:
         sides.append(LateSide(kv))
         return sides[-1]
 
-    def captured(parts: Any, most_piggyback: int) -> Captured:
+    def captured(parts: Any, most_piggyback: int, chosen: object) -> Captured:
         steps = ImmediateSteps(parts, sides)
         # A stand-in for VerifyGraphs.
         return Captured(steps, EagerVerify(SharedLogits(parts.forward, steps)))

@@ -26,7 +26,7 @@ def of_pages(rid, num_pages, num_drafts=0):
 def make_scheduler(kv, measured, draft_len="auto", host_gb=None):
     # Costs where verifying reads much more than drafting.
     cost = RoundCost(step=4e-3, row=0.3e-3, request=1.2e-3, token=0.02e-3)
-    clock = SimpleNamespace(has_measured=measured, cost=lambda context: cost)
+    clock = SimpleNamespace(has_measured=measured, cost=lambda *_: cost)
     config = KVSpecConfig(draft_len=draft_len, host_gb=host_gb)
     planner = ResidualPlanner(kv)
     return RoundScheduler(SchedulerParts(config, clock, planner, Ranks(), DraftCost()))

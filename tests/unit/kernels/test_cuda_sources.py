@@ -12,6 +12,8 @@ import torch
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.jit import cuda_verify, nvrtc
 from kvspec_kernels.jit.cuda_attention import (
+    BLOCK_RESERVED,
+    MULTIPROCESSOR_SHARED,
     AttentionShape,
     draft_defines,
     draft_join_defines,
@@ -20,6 +22,8 @@ from kvspec_kernels.jit.cuda_attention import (
     tail_heads,
 )
 from kvspec_kernels.jit.cuda_encode import EncodeShape, encode_defines
+from kvspec_kernels.jit.cuda_scores import score_defines
+from kvspec_kernels.jit.cuda_scores import shared_bytes as score_bytes
 from kvspec_kernels.jit.cuda_verify import (
     columns_and_blocks,
     join_defines,
@@ -32,9 +36,9 @@ ARCHITECTURE = "sm_90a"
 CODECS = (Log4Settings, Uniform4Settings)
 
 
-def shape_of(codec, page_size, head_dim, group, dtype, arithmetic="fp16", bits=4):
+def shape_of(codec, page_size, head_dim, group, dtype, arithmetic="fp16", bits=4, by_head=False):
     settings = codec.for_page(page_size, bits)
-    return AttentionShape(settings, page_size, head_dim, 2 * group, 2, dtype, arithmetic)
+    return AttentionShape(settings, page_size, head_dim, 2 * group, 2, dtype, arithmetic, by_head)
 
 
 def compiled(source, defines):
@@ -60,6 +64,34 @@ def compiled(source, defines):
 def test_draft_attention_compiles(codec, bits, arithmetic, page_size, head_dim, group, dtype):
     shape = shape_of(codec, page_size, head_dim, group, dtype, arithmetic, bits)
     assert compiled("draft_attention.cu", draft_defines(shape)).code
+
+
+@pytest.mark.parametrize(
+    ("codec", "bits", "arithmetic", "head_dim", "group"),
+    [
+        (Log4Settings, 4, "fp16", 128, 4),
+        (Uniform4Settings, 4, "int8", 64, 1),
+        (Uniform4Settings, 4, "fp16", 256, 16),
+        (Log4Settings, 2, "int8", 96, 8),
+    ],
+)
+def test_draft_attention_by_head_compiles(codec, bits, arithmetic, head_dim, group):
+    shape = shape_of(codec, 64, head_dim, group, torch.bfloat16, arithmetic, bits, by_head=True)
+    assert compiled("draft_attention.cu", draft_defines(shape)).code
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "group", "queries"),
+    [(64, 128, 4, 8), (64, 64, 1, 8), (64, 256, 16, 8), (32, 96, 3, 5), (256, 64, 8, 8)],
+)
+def test_page_scores_compile(codec, page_size, head_dim, group, queries):
+    shape = shape_of(codec, page_size, head_dim, group, torch.bfloat16)
+    defines = score_defines(shape, queries)
+    assert defines["GROUP"] * defines["PASSES"] >= queries * group
+    blocks = defines["BLOCKS"] * (score_bytes(defines) + BLOCK_RESERVED)
+    assert blocks <= MULTIPROCESSOR_SHARED
+    assert compiled("page_scores.cu", defines).code
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -243,7 +243,7 @@ def test_lists_of_layers_and_heads_follow_one_another():
     ]
     rows.past_pages.fill_(GARBAGE)
     rows.load(loaded)
-    assert rows.past_indptr.tolist() == [0, 2, 5, 5, 5, 5]
+    assert rows.list_indptr.tolist() == [0, 2, 5, 5, 5, 5]
     assert torch.equal(rows.head_pages[:2], differing.int())
     assert [part.unique().tolist() for part in rows.head_pages[2:5]] == [[40], [41], [42]]
     assert (rows.past_pages == GARBAGE).all()
@@ -252,3 +252,23 @@ def test_lists_of_layers_and_heads_follow_one_another():
     assert rows.past_pages[:3].tolist() == [40, 41, 42]
     assert torch.equal(rows.head_pages[:2], differing.int())
     assert rows.head_pages.data_ptr() == address, "a captured graph reads the old tensor"
+
+
+def test_the_device_is_told_what_to_select_by_mass():
+    rows = DraftRows(MAX_BATCH, MAX_STEPS, MAX_PAGES, SIZE, CPU, lists=(2, 3), by_mass=True)
+    past = torch.tensor([40, 41, 42])
+    choosing = {"num_read": 2, "num_newest": 1, "slot": 7}
+    loaded = [
+        DraftRow(1, 13, past, [1], 1, num_drafts=1, **choosing),
+        DraftRow(1, 9, past[:2], [0], 1, num_drafts=1, slot=3),
+    ]
+    rows.head_pages.fill_(GARBAGE)
+    rows.load(loaded)
+    assert rows.past_pages[:5].tolist() == [40, 41, 42, 40, 41]
+    assert rows.past_indptr[:4].tolist() == [0, 3, 5, 5]
+    assert rows.list_indptr[:4].tolist() == [0, 2, 4, 4]
+    assert rows.mass_slots[:3].tolist() == [7, 3, 0]
+    assert rows.num_newest[:3].tolist() == [1, 0, 0]
+    assert (rows.head_pages == GARBAGE).all()
+    rows.load(loaded[1:], at_target=True)
+    assert rows.past_indptr[:3].tolist() == [0, 2, 2]

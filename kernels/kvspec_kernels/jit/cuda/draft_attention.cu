@@ -4,8 +4,9 @@
 // request. The warps of a block take pages in turn. Bulk copies fill a ring for each warp in
 // advance, K and V separately. draft_half.cuh or draft_int8.cuh has the work of a warp on a page.
 //
-// Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT K_ROWS V_ROWS LOG4
-// ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS TAIL_HEADS K_BYTES V_BYTES RECORD_BYTES TOP.
+// Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT LISTS_BY_HEAD K_ROWS
+// V_ROWS LOG4 ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS TAIL_HEADS K_BYTES V_BYTES RECORD_BYTES
+// TOP.
 
 #include "draft_shares.cuh"
 #include "draft_tail.cuh"
@@ -23,6 +24,8 @@ constexpr int STATE_BYTES = WarpStates<GROUP>::BYTES;
 constexpr int SCRATCH_BYTES = ((RING_BYTES > STATE_BYTES ? RING_BYTES : STATE_BYTES) + 7) / 8 * 8;
 
 // A KV head with more query heads than fit is read HEAD_SPLIT times; num_kv_heads counts each time.
+// With LISTS_BY_HEAD, index i of KV head h is indices[i * index_stride + h], and -1 for no page at
+// the end of a list.
 // q: [batch, num_kv_heads * GROUP, HEAD_DIM]. The first max_workers blocks have the pages. If there
 // is a tail, batch * num_kv_heads * TAIL_PARTS blocks follow. partial_out: [2 * max_workers, GROUP,
 // HEAD_DIM], sums of weighted V. partial_stat: [2 * max_workers, GROUP, 2], (max, base 2, and sum).
@@ -32,7 +35,7 @@ constexpr int SCRATCH_BYTES = ((RING_BYTES > STATE_BYTES ? RING_BYTES : STATE_BY
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
     i64 page_stride, const int* __restrict__ indptr, const int* __restrict__ indices,
-    const int* __restrict__ last_page_len, Tail tail, int batch, int num_kv_heads, int max_workers,
+    int index_stride, const int* __restrict__ last_page_len, Tail tail, int batch, int num_kv_heads, int max_workers,
     float scale_log2, float* __restrict__ partial_out, float* __restrict__ partial_stat,
     void* __restrict__ past_out, float* __restrict__ past_lse, void* __restrict__ tail_out,
     float* __restrict__ tail_lse) {
@@ -71,7 +74,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         i64 within = begin - (i64)first_index * num_kv_heads;
         int head = (int)(within / num_pages), page = (int)(within % num_pages);
         int count = (int)min((i64)(num_pages - page), end - begin);
+#if LISTS_BY_HEAD
+        const int* pages = indices + (i64)(first_index + page) * index_stride + head / HEAD_SPLIT;
+        auto id_of = [&](int i) { return pages[(i64)i * index_stride]; };
+#else
         const int* pages = indices + first_index + page;
+        auto id_of = [&](int i) { return pages[i]; };
+#endif
         int last_len = page + count == num_pages ? last_page_len[b] : PAGE_SIZE;
         const u8* records = anchors + (i64)(head / HEAD_SPLIT) * RECORD_BYTES;
         // Fetches the n-th half that the warp reads of this request: K or V of a page.
@@ -80,14 +89,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
             if (lane == 0) {
                 expect(barrier + 8 * slot, n & 1 ? V_BYTES : K_BYTES);
                 copy_bulk(shared_address(ring) + slot * HALF_BYTES,
-                          records + id * page_stride + (n & 1 ? K_BYTES : 0),
+                          records + max(id, 0) * page_stride + (n & 1 ? K_BYTES : 0),
                           n & 1 ? V_BYTES : K_BYTES, barrier + 8 * slot);
             }
         };
         auto page_of = [&](int n) { return warp + (n >> 1) * WARPS; };
 #pragma unroll
         for (int n = 0; n < HALVES; ++n)
-            if (page_of(n) < count) fetch_part(n, pages[page_of(n)]);
+            if (page_of(n) < count) fetch_part(n, id_of(page_of(n)));
         load_query(query, q + b * q_stride + (i64)head * GROUP * q_head_stride, q_head_stride,
                    scale_log2);
         __syncthreads();
@@ -96,9 +105,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         int n = 0;
 #pragma unroll 1
         for (int i = warp; i < count; i += WARPS, n += 2) {
-            int next[2] = {pages[min(page_of(n + HALVES), count - 1)],
-                           pages[min(page_of(n + 1 + HALVES), count - 1)]};
+            int next[2] = {id_of(min(page_of(n + HALVES), count - 1)),
+                           id_of(min(page_of(n + 1 + HALVES), count - 1))};
             const u8* part = ring + (sequence + n) % HALVES * HALF_BYTES;
+            // Lists of other heads may be longer than this one.
+            bool is_page = !LISTS_BY_HEAD || id_of(i) >= 0;
             Scores scores;
             barrier_wait(barrier + (sequence + n) % HALVES * 8, (sequence + n) / HALVES & 1);
 #if LOG4
@@ -106,17 +117,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
 #else
             int v_base = 0;
 #endif
-            score_page(scores, query, part, scale_log2, lane);
+            if (is_page) score_page(scores, query, part, scale_log2, lane);
             __syncwarp();
             if (page_of(n + HALVES) < count) fetch_part(n + HALVES, next[0]);
-            softmax_page(state, scores, i + 1 == count ? last_len : PAGE_SIZE, lane);
+            if (is_page)
+                softmax_page(state, scores, i + 1 == count ? last_len : PAGE_SIZE, lane);
             part = ring + (sequence + n + 1) % HALVES * HALF_BYTES;
             barrier_wait(barrier + (sequence + n + 1) % HALVES * 8, (sequence + n + 1) / HALVES & 1);
 #if !LOG4
             if (i + 1 == count && last_len < PAGE_SIZE)
                 clear_tokens(ring + (sequence + n + 1) % HALVES * HALF_BYTES, last_len, lane);
 #endif
-            weigh_page(state, scores, part, v_base, lane);
+            if (is_page) weigh_page(state, scores, part, v_base, lane);
             __syncwarp();
             if (page_of(n + 1 + HALVES) < count) fetch_part(n + 1 + HALVES, next[1]);
         }
@@ -131,7 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
         i64 row = ((i64)b * num_kv_heads + head) * GROUP, part = part_row(worker, is_first);
         states.join([&](int h, int channel, float top, float sum, float x) {
             if (whole) {
-                store_output(past_out, (row + h) * HEAD_DIM + channel, x / sum);
+                // A head's own list may have no page.
+                float value = LISTS_BY_HEAD && sum == 0.0f ? 0.0f : x / sum;
+                store_output(past_out, (row + h) * HEAD_DIM + channel, value);
                 if (channel == 0) past_lse[row + h] = top + log2f(sum);
             } else {
                 __stcg(partial_out + (part + h) * HEAD_DIM + channel, x);

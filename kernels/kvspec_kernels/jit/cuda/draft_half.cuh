@@ -89,20 +89,21 @@ struct State {
     }
 };
 
-// Writes query fragments to shared memory, for each column tile, pair of channel tiles and lane:
-// first unchanged, then fp16 times sm_scale * log2(e).
-__device__ __forceinline__ void load_query(
-    uint4* query, const u16* q, i64 head_stride, float scale_log2) {
-    for (int i = threadIdx.x; i < COLUMN_TILES * CHANNEL_TILES * 16; i += WARPS * 32) {
+// Writes fragments of query rows to shared memory, for each column tile, pair of channel tiles and
+// lane: first unchanged, then fp16 times sm_scale * log2(e). address_of: of a row, null for none.
+template <class AddressOf>
+__device__ __forceinline__ void load_query_rows(
+    uint4* query, int column_tiles, float scale_log2, AddressOf address_of) {
+    for (int i = threadIdx.x; i < column_tiles * CHANNEL_TILES * 16; i += WARPS * 32) {
         int lane = i % 32, tile = i / 32 * 2 % CHANNEL_TILES, column = i / 16 / CHANNEL_TILES;
-        int row = column * 8 + (lane >> 2);
+        const u16* row = address_of(column * 8 + (lane >> 2));
         u32 raw[4], scaled[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             u32 pair = 0;
-            if (row < GROUP)
+            if (row)
                 pair = *reinterpret_cast<const u32*>(
-                    q + row * head_stride + (tile + k / 2) * 16 + k % 2 * 8 + 2 * (lane & 3));
+                    row + (tile + k / 2) * 16 + k % 2 * 8 + 2 * (lane & 3));
             raw[k] = pair;
             scaled[k] = scaled_query(pair, scale_log2);
         }
@@ -110,6 +111,13 @@ __device__ __forceinline__ void load_query(
         fragments[0] = make_uint4(raw[0], raw[2], raw[1], raw[3]);
         fragments[32] = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
     }
+}
+
+__device__ __forceinline__ void load_query(
+    uint4* query, const u16* q, i64 head_stride, float scale_log2) {
+    load_query_rows(query, COLUMN_TILES, scale_log2, [&](int row) -> const u16* {
+        return row < GROUP ? q + row * head_stride : nullptr;
+    });
 }
 
 // Computes S^T of a page in units of log2: scores[column][token tile][row g, g+8 x col. 2t, 2t+1].

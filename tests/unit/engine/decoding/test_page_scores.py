@@ -46,16 +46,22 @@ class CheckedScorer:
 
     def score(self, committed):
         committed = list(committed)
-        self.scorer.score(committed)
-        for _, state, _ in committed:
+        queries, size = self.scorer._queries, self.scorer._kv.geometry.page_size
+        for index, state, _ in committed:
             (request,) = [r for r in self.asked if str(id(r)) == state.rid]
             tokens = [*request.prompt, *state.output][: state.committed_len]
-            queries = dense_queries(self.toy, tokens, ScoredPages.num_queries)
-            for mine, expected in zip(state.queries, queries, strict=True):
-                torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
-            size = self.scorer._kv.geometry.page_size
-            assert state.page_mass.shape[-1] == state.committed_len // size
+            mine = queries.before(index, state.committed_len)
+            assert 1 <= len(mine[0]) <= ScoredPages.num_queries
+            dense = dense_queries(self.toy, tokens, len(mine[0]))
+            for found, expected in zip(mine, dense, strict=True):
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
             self.num_scored += 1
+        self.scorer.score(committed)
+        for _, state, _ in committed:
+            assert state.num_scored >= (state.committed_len - ScoredPages.num_queries) // size
+            if state.num_scored:
+                assert state.page_mass.shape[-1] == state.num_scored
+                assert (state.page_mass.sum(-1) > 0.999).all()
 
 
 def serve_checked(toy, schedule):
