@@ -22,7 +22,7 @@ COST = RoundCost(step=0.02, row=1e-3, request=0.1, token=1e-3)
 @pytest.fixture
 def lens(make_kv):
     def plan(*streamed, most_s, measured=True):
-        clock = SimpleNamespace(has_measured=measured, cost=lambda context: COST)
+        clock = SimpleNamespace(has_measured=measured, cost=lambda *_: COST)
         planner = ResidualPlanner(make_kv())
         parts = SchedulerParts(
             KVSpecConfig(), clock, planner, Ranks(), DraftCost(), stream_round_s=most_s

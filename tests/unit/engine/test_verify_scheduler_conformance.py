@@ -50,7 +50,7 @@ def new_scheduler(make_kv):
         config = KVSpecConfig(draft_len=draft_len, stream=stream)
         parts = SchedulerParts(
             config=config,
-            round_costs=SimpleNamespace(has_measured=True, cost=lambda context: COST),
+            round_costs=SimpleNamespace(has_measured=True, cost=lambda *_: COST),
             planner=planner or ResidualPlanner(kv),
             ranks=ranks or Ranks(),
             draft_cost=DraftCost(),
