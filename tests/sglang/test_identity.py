@@ -32,8 +32,15 @@ pytestmark = pytest.mark.server
 UNIFORM4, LOG4 = Setting("exact", "uniform4"), Setting("exact", "log4")
 UNIFORM4_INT8 = Setting("int8", "uniform4")
 UNIFORM4_ROUNDS = Setting("exact", "uniform4", "rounds")
+PAGES_ROUNDS = Setting("exact", "uniform4", "rounds", "pages")
 # Settings of the full matrix, by target. The first of each target is the default of a server.
-FULL_EXACT = (UNIFORM4_ROUNDS, UNIFORM4, Setting("exact", "log4", "rounds"))
+FULL_EXACT = (
+    UNIFORM4_ROUNDS,
+    UNIFORM4,
+    Setting("exact", "log4", "rounds"),
+    PAGES_ROUNDS,
+    Setting("exact", "uniform4", "staggered", "pages"),
+)
 FULL_INT8 = (
     Setting("int8", "uniform4", "rounds"),
     UNIFORM4_INT8,
@@ -148,6 +155,11 @@ def assert_identical(
 @pytest.mark.parametrize("scenario", SAMPLE_SCENARIOS, ids=lambda s: s.name)
 def test_exact(assert_identical: Check, scenario: Scenario) -> None:
     assert_identical(SAMPLE, UNIFORM4, scenario)
+
+
+@pytest.mark.parametrize("scenario", SAMPLE_SCENARIOS, ids=lambda s: s.name)
+def test_exact_on_pages_of_the_largest_mass(assert_identical: Check, scenario: Scenario) -> None:
+    assert_identical(SAMPLE, PAGES_ROUNDS, scenario)
 
 
 # The only server in CI with codec log4.

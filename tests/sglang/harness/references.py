@@ -45,15 +45,18 @@ class Setting:
     target: str
     codec: str
     schedule: str = "staggered"
+    view: str = "all"
 
     def __str__(self) -> str:
-        return f"{self.target}-{self.codec}-{self.schedule}"
+        view = "" if self.view == "all" else f"-{self.view}"
+        return f"{self.target}-{self.codec}-{self.schedule}{view}"
 
     def server(self, model: Path, *more: str) -> ServerSpec:
         flags = ("--kvspec", f"--kvspec-target={self.target}", f"--kvspec-codec={self.codec}")
         cut = () if self.target == "exact" else (_WHOLE_PREFILLS,)
         schedule = f"--kvspec-schedule={self.schedule}"
-        return ServerSpec(model, (_POOL, *cut, *flags, schedule, *more))
+        view = f"--kvspec-draft-view={self.view}"
+        return ServerSpec(model, (_POOL, *cut, *flags, schedule, view, *more))
 
 
 class Reference(Protocol):
