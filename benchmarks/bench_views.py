@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from acceptance import report
@@ -84,7 +84,8 @@ def parse_arguments() -> argparse.Namespace:
         "--views",
         nargs="+",
         default=["all", "pages:0.05", "pages:0.1", "pages:0.2", "recent:0.1"],
-        metavar="VIEW[:BUDGET]",
+        metavar="VIEW[:BUDGET[:QUERIES]]",
+        help="views to compare. QUERIES: verified queries that a view chooses by",
     )
     add("--recall-budget", type=float, default=0.1, help="share of pages of the recall; 0: none")
     add("--out", type=Path, required=True)
@@ -135,12 +136,14 @@ def draft_caches(model: Llama, run: TargetRun) -> DraftCaches:
 
 def make_view(name: str, model: Llama) -> DraftView:
     """Make the view of a name of --views. Raises ConfigError."""
-    view, _, budget = name.partition(":")
+    view, budget, queries = [*name.split(":"), "", ""][:3]
     chosen: dict[str, Any] = {"draft_budget": float(budget)} if budget else {}
     config = KVSpecConfig(draft_view=view, **chosen)
     shape = ViewShape(model.shape.num_layers, model.shape.num_kv_heads, 0, PAGE_SIZE)
-    made: DraftView = DRAFT_VIEWS.load(view)(config, shape)
-    return made
+    made: Any = DRAFT_VIEWS.load(view)(config, shape)
+    if queries:
+        made.num_queries = int(queries)
+    return cast("DraftView", made)
 
 
 def figures_of(results: Results, draft_len: int) -> list[Figure]:
