@@ -30,6 +30,7 @@ from rich.table import Table
 from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.seams import DRAFT_VIEWS
+from sglang_kvspec.runtime.budget_views import DEFAULT_BUDGET
 from sglang_kvspec.runtime.draft_view import DraftView, ViewShape
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +124,8 @@ def measure(
 
 def run_view(model: Llama, run: TargetRun, name: str, draft_len: int) -> list[Rounds]:
     caches = draft_caches(model, run)
-    return run_rounds(model, run, caches, make_view(name, model), draft_len)
+    view, budget = make_view(name, model)
+    return run_rounds(model, run, caches, view, budget, draft_len)
 
 
 def draft_caches(model: Llama, run: TargetRun) -> DraftCaches:
@@ -134,16 +136,16 @@ def draft_caches(model: Llama, run: TargetRun) -> DraftCaches:
     return DraftCaches(run, through_anchor(codec), PAGE_SIZE)
 
 
-def make_view(name: str, model: Llama) -> DraftView:
-    """Make the view of a name of --views. Raises ConfigError."""
-    view, budget, queries = [*name.split(":"), "", ""][:3]
-    chosen: dict[str, Any] = {"draft_budget": float(budget)} if budget else {}
-    config = KVSpecConfig(draft_view=view, **chosen)
+def make_view(name: str, model: Llama) -> tuple[DraftView, float]:
+    """Make the view of a name of --views. Return it, and its budget. Raises ConfigError."""
+    view, asked, queries = [*name.split(":"), "", ""][:3]
+    budget = float(asked) if asked else DEFAULT_BUDGET
+    config = KVSpecConfig(draft_view=view, **({"draft_budget": budget} if asked else {}))
     shape = ViewShape(model.shape.num_layers, model.shape.num_kv_heads, 0, PAGE_SIZE)
     made: Any = DRAFT_VIEWS.load(view)(config, shape)
     if queries:
         made.num_queries = int(queries)
-    return cast("DraftView", made)
+    return cast("DraftView", made), budget
 
 
 def figures_of(results: Results, draft_len: int) -> list[Figure]:

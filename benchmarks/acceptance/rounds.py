@@ -64,10 +64,16 @@ class DraftCaches:
 
 @torch.inference_mode()
 def run_rounds(
-    model: Llama, run: TargetRun, caches: DraftCaches, view: DraftView, draft_len: int
+    model: Llama,
+    run: TargetRun,
+    caches: DraftCaches,
+    view: DraftView,
+    budget: float,
+    draft_len: int,
 ) -> list[Rounds]:
     """Take every request of a target run through rounds of draft_len drafts, as long as its tokens
-    last. Return the rounds by request. Overwrites `caches`.
+    last. Return the rounds by request. Overwrites `caches`. budget: share of the pages that a view
+    with budgets reads.
 
     The target's own greedy tokens are the verification: a draft is kept where it is the same token.
     """
@@ -75,7 +81,7 @@ def run_rounds(
     # Index of the pending token of each request among the tokens of the run.
     at = torch.zeros(len(found), dtype=torch.int64, device=run.tokens.device)
     while bool((going := at + draft_len <= run.steps).any()):
-        visible = _visible(model, run, caches, view, at, going, found)
+        visible = _visible(model, run, caches, view, budget, at, going, found)
         drafts = _draft(model, run, caches, at.clamp_max(run.steps - draft_len), draft_len, visible)
         places = (at[:, None] + 1 + torch.arange(draft_len, device=at.device)).clamp_max(run.steps)
         agrees = drafts == run.tokens.gather(1, places)
@@ -93,6 +99,7 @@ def _visible(
     run: TargetRun,
     caches: DraftCaches,
     view: DraftView,
+    budget: float,
     at: torch.Tensor,
     going: torch.Tensor,
     found: list[Rounds],
@@ -111,7 +118,7 @@ def _visible(
         caches.encode(row, committed)
         num_pages = committed // size
         mass = _mass(run, caches, row, committed, MASS_QUERIES)
-        state = RequestState("", committed, 0, [], SamplingParams(), 1)
+        state = RequestState("", committed, 0, [], SamplingParams(), 1, budget=budget)
         if view.num_queries:
             state.page_mass = _mass(run, caches, row, committed, view.num_queries)
             state.num_scored = state.page_mass.shape[-1]

@@ -12,7 +12,7 @@ from sglang_kvspec.adapters.allocation_warm_up import warm_up_allocation
 from sglang_kvspec.adapters.arrivals import ServerArrivals
 from sglang_kvspec.adapters.corrupt_pages import CorruptPageGuard
 from sglang_kvspec.adapters.cuda_graph_drafter import PLAIN_STEPS, CudaGraphDrafter
-from sglang_kvspec.adapters.draft_view import make_scorer, make_view
+from sglang_kvspec.adapters.draft_view import make_budgets, make_scorer, make_view
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.page_table import PageTable
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
@@ -119,7 +119,7 @@ def share_parts(
         guard=CorruptPageGuard(kv.residuals.corrupt, ranks, counters),
         disaggregation=disaggregation,
         arrivals=ServerArrivals(pool, None if disaggregation is None else disaggregation.decoding),
-        view=make_view(config, runner.model_config, kv.geometry, ranks),
+        view=make_view(config, runner.model_config, kv, ranks),
     )
 
 
@@ -188,6 +188,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
         sampler=parts.sampler,
         ranks=ranks,
         reads=DraftReads(parts.view, kv.geometry.page_size),
+        budgets=make_budgets(config, parts.view, clock, ranks, kv.geometry.page_size),
         scorer=scorer,
         captures=captured is not None,
     )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.config import AUTO_DRAFT_VIEW, KVSpecConfig
 from sglang_kvspec.core.seams import DRAFT_VIEWS
-from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.engine.draft_budgets import AutoBudgets, DraftBudgets, OneBudget
+from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.planning.draft_budget import allowed_budgets
+from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_view import DraftView, MassView, ViewShape
@@ -14,11 +18,16 @@ from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer, ReferenceSco
 from sglang_kvspec.runtime.ranks import Ranks
 
 
-def make_view(
-    config: KVSpecConfig, model: Any, geometry: KVGeometry, ranks: Ranks
-) -> DraftView | None:
-    """Make the view that the flag names; None for all pages. model: SGLang's ModelConfig."""
-    name = config.draft_view
+def view_of(config: KVSpecConfig, *, on_gpu: bool) -> str:
+    """Return the name of the view in effect. auto: reading fewer pages saves no time on a CPU."""
+    if config.draft_view != AUTO_DRAFT_VIEW:
+        return config.draft_view
+    return "pages" if on_gpu and config.drafts and config.drafter == "self" else "all"
+
+
+def make_view(config: KVSpecConfig, model: Any, kv: PagedKVCache, ranks: Ranks) -> DraftView | None:
+    """Make the view in effect; None for all pages. model: SGLang's ModelConfig."""
+    name, geometry = view_of(config, on_gpu=isinstance(kv, GpuKVCache)), kv.geometry
     if name == "all":
         return None
     # If there are more ranks than KV heads, several ranks hold copies of one head.
@@ -26,6 +35,23 @@ def make_view(
     shape = ViewShape(geometry.num_layers, geometry.num_kv_heads, first_head, geometry.page_size)
     view: DraftView = DRAFT_VIEWS.load(name)(config, shape)
     return view
+
+
+def make_budgets(
+    config: KVSpecConfig,
+    view: DraftView | None,
+    clock: RoundCostModel,
+    ranks: Ranks,
+    page_size: int,
+) -> DraftBudgets:
+    """Make the choice of budgets for a view."""
+    if view is None or not view.num_queries:
+        return OneBudget()
+    may_read_all = config.draft_view == AUTO_DRAFT_VIEW
+    allowed = allowed_budgets(config.asked_budget, may_read_all=may_read_all)
+    if len(allowed) == 1:
+        return OneBudget(allowed[0])
+    return AutoBudgets(allowed, clock, ranks, page_size)
 
 
 def make_scorer(

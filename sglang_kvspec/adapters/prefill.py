@@ -48,7 +48,7 @@ class Prefill:
         ]
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
-        self._loop.scorer.score(
+        self._loop.score(
             (i, state, row.pages)
             for i, (state, row, first) in enumerate(zip(states, rows, firsts, strict=True))
             if first is not None

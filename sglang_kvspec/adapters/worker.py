@@ -12,6 +12,7 @@ from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.assembly import build_loop, schedule_of, share_parts
 from sglang_kvspec.adapters.compat.batches import GenerationBatchResult, LogitsProcessorOutput
 from sglang_kvspec.adapters.compat.spec_worker import BaseSpecWorker
+from sglang_kvspec.adapters.draft_view import view_of
 from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.prefill import Prefill
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
@@ -20,6 +21,7 @@ from sglang_kvspec.adapters.requests import fail_without_choice
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.loop import RoundResult
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.transfers import to_device
 from sglang_kvspec.runtime.metrics import MetricsExporter, SpecCounters
 from sglang_kvspec.runtime.ranks import Ranks
@@ -191,6 +193,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             self.config,
             parts.kv.plan,
             schedule=schedule_of(self.config),
+            view=view_of(self.config, on_gpu=isinstance(parts.kv, GpuKVCache)),
             num_sharing=ranks_on_a_machine(self.server_args),
         )
         return report | {

@@ -8,7 +8,9 @@ from typing import Any, Literal
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag_needs import DEFAULT_PAGE_SIZE
 from sglang_kvspec.core.flags import (
+    AUTO_BUDGET,
     AUTO_DRAFT_LEN,
+    AUTO_DRAFT_VIEW,
     AUTO_SCHEDULE,
     DEFAULT_PREFIX_GB,
     DEFAULTS,
@@ -28,7 +30,9 @@ from sglang_kvspec.core.network_flags import (
 
 # Modules that read a configuration also import the types and limits of flags from here.
 __all__ = [
+    "AUTO_BUDGET",
     "AUTO_DRAFT_LEN",
+    "AUTO_DRAFT_VIEW",
     "AUTO_SCHEDULE",
     "DEFAULT_PAGE_SIZE",
     "DEFAULT_PREFIX_GB",
@@ -72,7 +76,7 @@ class KVSpecConfig:
     schedule: str = DEFAULTS["schedule"]
     drafter: str = DEFAULTS["drafter"]
     draft_view: str = DEFAULTS["draft_view"]
-    draft_budget: float = DEFAULTS["draft_budget"]
+    draft_budget: float | Literal["auto"] = DEFAULTS["draft_budget"]
     stream: Stream = DEFAULTS["stream"]
     prefix_host_gb: float = DEFAULTS["prefix_host_gb"]
     prefix_hbm_fraction: float = DEFAULTS["prefix_hbm_fraction"]
@@ -101,6 +105,11 @@ class KVSpecConfig:
         if self.draft_len == AUTO_DRAFT_LEN:
             return MOST_AUTO_DRAFTS_OFFLOADED if self.host_gb else MOST_AUTO_DRAFTS
         return int(self.draft_len)
+
+    @property
+    def asked_budget(self) -> float | None:
+        """Return the asked share of pages that drafts read, None for auto."""
+        return None if self.draft_budget == AUTO_BUDGET else float(self.draft_budget)
 
     @property
     def keeps_prefixes(self) -> bool:

@@ -141,17 +141,21 @@ class Integer(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Number(Kind):
-    """Finite number from `least` to `most`, in `unit`; `is_above`: `least` itself is refused."""
+    """Finite number from `least` to `most`, in `unit`, or `word` unless it is None. is_above:
+    `least` itself is refused."""
 
     least: float = 0
     most: float = MOST
     unit: str = ""
     is_above: bool = False
+    word: str | None = None
 
     def parse(self, value: Any) -> Any:
-        return value if isinstance(value, bool) else float(value)
+        return value if value == self.word or isinstance(value, bool) else float(value)
 
     def allows(self, value: object) -> bool:
+        if self.word is not None and value == self.word:
+            return True
         if not _is_number(value) or not self.least <= value <= self.most:  # type: ignore[operator]
             return False
         return not self.is_above or value != self.least
@@ -160,14 +164,16 @@ class Number(Kind):
         number = "" if _is_number(value) else "a number "
         unit = f" ({self.unit})" if self.unit else ""
         if self.most != MOST:
-            return f"must be {number}between {self.least:g} and {self.most:g}{unit}"
+            word = "" if self.word is None else f"{self.word!r} or "
+            return f"must be {word}{number}between {self.least:g} and {self.most:g}{unit}"
         sign = ">" if self.is_above else ">="
         return f"must be {number}{sign} {self.least:g} and finite{unit}"
 
     def allowed(self, default: object) -> str:
         unit = f" {self.unit}" if self.unit else ""
         if self.most != MOST:
-            return f"{self.least:g} to {self.most:g}{unit}"
+            word = "" if self.word is None else f"`{self.word}`, "
+            return f"{word}{self.least:g} to {self.most:g}{unit}"
         return f"above {self.least:g}{unit}" if self.is_above else f"{self.least:g}{unit} or more"
 
 

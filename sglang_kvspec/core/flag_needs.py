@@ -87,7 +87,7 @@ def drafts_in_rounds(config: Settings) -> bool:
 
 
 def reads_all_pages(config: Settings) -> bool:
-    return bool(config.draft_view == "all")
+    return config.draft_view in ("auto", "all")
 
 
 def reads_some_pages(config: Settings) -> bool:

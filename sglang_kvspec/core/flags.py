@@ -42,6 +42,8 @@ Stream = Literal["paced", "burst"]
 
 AUTO_DRAFT_LEN = "auto"
 AUTO_SCHEDULE = "auto"
+AUTO_DRAFT_VIEW = "auto"
+AUTO_BUDGET = "auto"
 MAX_DRAFT_LEN = 64
 MOST_RECENT_PAGES = 64
 MAX_HOST_GB = MOST
@@ -173,30 +175,31 @@ FLAGS: tuple[Flag, ...] = (
             Need(
                 reads_all_pages,
                 "{flag} {value} cannot be combined with --kvspec-draft-view {config.draft_view} "
-                "(allowed: all): a draft view applies to drafts of the model itself only",
+                "(allowed: auto, all): a draft view applies to drafts of the model itself only",
             ),
         ),
     ),
     Flag(
         "draft_view",
-        Name("NAME", DRAFT_VIEWS),
-        default="all",
+        Name("NAME", DRAFT_VIEWS, word=AUTO_DRAFT_VIEW),
+        default=AUTO_DRAFT_VIEW,
         help="selection of the anchor pages that the model's own drafts read: all pages (`all`), "
-        "those with the largest attention mass (`pages`), or the newest (`recent`); verifications "
-        "read all pages",
+        "those with the largest attention mass (`pages`), or the newest (`recent`); `auto` is "
+        "`pages` where that is quicker than `all`; verifications read all pages",
+        note="on a CPU `auto` is `all`",
     ),
     Flag(
         "draft_budget",
-        Number("F", least=0.02, most=1),
-        default=0.1,
+        Number("F|auto", least=0.02, most=1, word=AUTO_BUDGET),
+        default=AUTO_BUDGET,
         help="share of a request's pages that drafts read, in addition to the first page and the "
-        "newest ones",
+        "newest ones; `auto` adapts to each request's acceptance",
         needs=(
             Need(
                 reads_some_pages,
                 "{flag} {value} has no effect with --kvspec-draft-view {config.draft_view} "
-                "(allowed: pages, recent)",
-                note="needs `--kvspec-draft-view` `pages` or `recent`",
+                "(allowed: auto, pages, recent)",
+                note="has no effect with `--kvspec-draft-view all`",
             ),
         ),
     ),

@@ -10,7 +10,7 @@ receives the tokens of this one. The server sees one iteration a round.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.committer import Committer
+from sglang_kvspec.engine.draft_budgets import DraftBudgets, OneBudget
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import Overlap
 from sglang_kvspec.engine.ports import Arrivals, PromptReader, VerifyScheduler
@@ -26,7 +27,7 @@ from sglang_kvspec.engine.round_scheduler import mean_context
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verification, Verifier
-from sglang_kvspec.kv.forward_plan import Row
+from sglang_kvspec.planning.draft_budget import ALL_PAGES
 from sglang_kvspec.runtime.draft_view import DraftReads
 from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer
 from sglang_kvspec.runtime.pages import PageKeeper
@@ -52,7 +53,8 @@ class RoundResult:
 @dataclass(slots=True)
 class RoundLoop:
     """Loop of a server. speeds: measured speeds of the link and of iterations. reads: tokens that
-    drafts read. captures: True if forwards are CUDA graph replays, as far as captures have room."""
+    drafts read. budgets: share of its pages that each request's drafts read. captures: True if
+    forwards are CUDA graph replays, as far as captures have room."""
 
     scheduler: VerifyScheduler
     planner: ResidualPlanner
@@ -68,6 +70,7 @@ class RoundLoop:
     sampler: SpecSampler
     ranks: Ranks
     reads: DraftReads = field(default_factory=DraftReads)
+    budgets: DraftBudgets = field(default_factory=OneBudget)
     scorer: PageScorer = field(default_factory=NoScores)
     captures: bool = False
 
@@ -99,7 +102,11 @@ class RoundLoop:
         if self.arrivals.may_be_pending:
             self._note_drafts(batch, started, done)
         emitted = self.committer.commit(batch, done.rows, done.logits, done.top1)
-        self._score(batch, done.rows, emitted)
+        self.score(
+            (place, batch.states[i], row.pages)
+            for place, (i, row) in enumerate(done.rows.items())
+            if (result := emitted[i]) is not None and result.tokens and batch.states[i].remaining
+        )
         self.starter.over_at = time.perf_counter()
         if is_idle:
             self.observer.observe_idle(len(batch.states))
@@ -114,15 +121,12 @@ class RoundLoop:
         logits = done.logits if batch.wants_logprobs else None
         return RoundResult(emitted, started.num_verified, logits, was_captured)
 
-    def _score(
-        self, batch: RoundBatch, rows: Mapping[int, Row], emitted: Sequence[VerifyResult | None]
-    ) -> None:
-        """Score the pages of the requests that emitted tokens, for their next drafts."""
-        self.scorer.score(
-            (place, batch.states[i], row.pages)
-            for place, (i, row) in enumerate(rows.items())
-            if (result := emitted[i]) is not None and result.tokens and batch.states[i].remaining
-        )
+    def score(self, committed: Iterable[tuple[int, RequestState, torch.Tensor]]) -> None:
+        """Choose the budgets of requests that committed tokens, and score the pages of those that
+        read a share. committed: as for PageScorer.score()."""
+        committed = list(committed)
+        self.budgets.choose([state for _, state, _ in committed])
+        self.scorer.score(each for each in committed if each[1].budget < ALL_PAGES)
 
     def _take_plain(self, batch: RoundBatch, started: StartedRound, context: float) -> RoundResult:
         """Commit the tokens of a plain round, behind which another plain round may follow at

@@ -22,22 +22,22 @@ class DraftCost:
 class AcceptanceEstimate:
     """Probability that the target agrees with one more draft, if drafts are independent.
 
-    The prior is worth 20 drafts at 0.95. Drafts after a rejection say nothing and are not counted.
-    A verification without drafts moves the estimate towards the prior, so that a request that
-    stopped drafting tries again.
+    prior: accepted and rejected drafts, by default worth 20 drafts at 0.95. Drafts after a
+    rejection say nothing and are not counted. A verification without drafts moves the estimate
+    towards the prior, so that a request that stopped drafting tries again.
     """
 
     accepted: float = 19.0
     rejected: float = 1.0
+    prior: tuple[float, float] = (19.0, 1.0)
 
     # Forget slowly, so that a request that turns from copying to composing adapts.
     DECAY = 0.9
     FADE = 0.98
-    PRIOR = (19.0, 1.0)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         if num_drafts == 0:
-            accepted, rejected = self.PRIOR
+            accepted, rejected = self.prior
             self.accepted = accepted + (self.accepted - accepted) * self.FADE
             self.rejected = rejected + (self.rejected - rejected) * self.FADE
             return

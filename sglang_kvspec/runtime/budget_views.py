@@ -9,9 +9,12 @@ import torch
 
 from kvspec_kernels.reference.page_selection import select_pages
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.planning.draft_budget import ALL_PAGES
 from sglang_kvspec.runtime.draft_view import SINK_PAGES, PageCounts, ViewShape
 from sglang_kvspec.runtime.request_state import RequestState
 
+# Budget of RecentPages if none is given.
+DEFAULT_BUDGET = 0.1
 # Newest pages that are read at any budget.
 NEWEST_PAGES = 2
 
@@ -23,7 +26,8 @@ class RecentPages:
     num_queries: ClassVar[int] = 0
 
     def __init__(self, config: KVSpecConfig, shape: ViewShape) -> None:
-        self._budget = config.draft_budget
+        asked = config.asked_budget
+        self._budget = DEFAULT_BUDGET if asked is None else asked
 
     def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
         """Select as many pages as ScoredPages does."""
@@ -46,7 +50,7 @@ class ScoredPages:
     num_queries: ClassVar[int] = 4
 
     def __init__(self, config: KVSpecConfig, shape: ViewShape) -> None:
-        self._budget = config.draft_budget
+        pass
 
     def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
         """Select the pages that counts() asks for, by the state's page_mass."""
@@ -61,11 +65,11 @@ class ScoredPages:
         return select_pages(torch.cat((mass, without), dim=-1), count, SINK_PAGES, num_newest)
 
     def counts(self, state: RequestState, num_pages: int) -> PageCounts | None:
-        """Return counts by the budget; None for a request that has not been scored, and where all
-        pages are no more."""
-        if not state.num_scored:
+        """Return counts by the state's budget; None for a request that has not been scored, and
+        where all pages are no more."""
+        if not state.num_scored or state.budget == ALL_PAGES:
             return None
-        best = num_best(num_pages, self._budget)
+        best = num_best(num_pages, state.budget)
         newest = min(state.num_scored, num_pages - NEWEST_PAGES)
         return None if SINK_PAGES + best >= newest else PageCounts(best, newest)
 

@@ -68,7 +68,7 @@ def build_report(
 
 
 def resolved_values(
-    config: KVSpecConfig, plan: CapacityPlan, *, schedule: str, num_sharing: int
+    config: KVSpecConfig, plan: CapacityPlan, *, schedule: str, view: str, num_sharing: int
 ) -> dict[str, Any]:
     """Return the settings that the server uses, in the flags' units, including those that no flag
     set.
@@ -82,6 +82,7 @@ def resolved_values(
     has_server = config.prefix_server is not None
     return {
         "schedule": schedule,
+        "draft_view": view,
         "max_draft_len": config.max_draft_len,
         "recent_pages": config.recent_pages,
         "host_gb": plan.host_bytes * num_sharing / GIB,

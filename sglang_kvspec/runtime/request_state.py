@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvspec.planning.draft_budget import ALL_PAGES
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
 from sglang_kvspec.runtime.disaggregation.timeline import Timeline
 from sglang_kvspec.runtime.sampling import SamplingParams
@@ -29,6 +30,8 @@ class RequestState:
     verification. They are known prompt tokens without verified KV. The first draft gives them KV
     that drafts may read.
     grammar: constraint on the tokens, as runtime/grammar.py takes it; None for no constraint.
+    budget: share of its pages that drafts read, where a draft view asks for it. estimates: of
+    acceptance, by budget, where budgets vary; `acceptance` is that of the present budget.
     slot: place among all running requests of what a device keeps of this one.
     num_scored: how many of its first pages have an attention mass, by which a draft view chooses.
     page_mass: that mass [num_layers, num_kv_heads, num_scored] on a CPU; None if num_scored is 0. A
@@ -50,6 +53,8 @@ class RequestState:
     last_emitted: int = 1
     has_waited: bool = False
     tail: list[int] = field(default_factory=list)
+    budget: float = ALL_PAGES
+    estimates: dict[float, AcceptanceEstimate] = field(default_factory=dict)
     slot: int = 0
     num_scored: int = 0
     page_mass: torch.Tensor | None = None
@@ -95,6 +100,9 @@ class RequestState:
         """Apply a verification that kept the first len(emitted) - 1 drafts and emitted these
         tokens."""
         self.acceptance.observe(len(self.drafts), len(emitted) - 1)
+        for estimate in self.estimates.values():
+            if estimate is not self.acceptance:
+                estimate.observe(0, 0)
         self.committed_len += len(emitted)
         self.pending = emitted[-1]
         self.last_emitted = len(emitted)

@@ -235,8 +235,7 @@ class Scored:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        config = KVSpecConfig(draft_view="pages", draft_budget=0.1)
-        self.view = ScoredPages(config, ViewShape(LAYERS, KV_HEADS, 0, PAGE))
+        self.view = ScoredPages(KVSpecConfig(), ViewShape(LAYERS, KV_HEADS, 0, PAGE))
         queries = pair.device.keep_queries(self.view.num_queries, 4, MAX_STEPS)
         self.chosen = DevicePages(pair.device.kv, queries, self.view, 4, 6, NUM_PAGES)
         self.queries = pair.reference.keep_queries(self.view.num_queries)
@@ -247,7 +246,7 @@ class Scored:
         pair, committed = self.pair, []
         for index, name in enumerate(names):
             end, slot = pair.committed[name], 5 - "abcd".index(name)
-            fresh = RequestState(name, end, 0, [], SamplingParams(), 9, slot=slot)
+            fresh = RequestState(name, end, 0, [], SamplingParams(), 9, budget=0.1, slot=slot)
             state = self.states.setdefault(name, fresh)
             state.committed_len = end
             committed.append((index, state, pair.page_ids(name, end)))

@@ -31,7 +31,7 @@ def run(model):
 
 def rounds_of(model, run, page_map, view):
     caches = DraftCaches(run, page_map, SIZE)
-    return run_rounds(model, run, caches, make_view(view, model), DRAFT_LEN)
+    return run_rounds(model, run, caches, *make_view(view, model), DRAFT_LEN)
 
 
 def anchors(model):

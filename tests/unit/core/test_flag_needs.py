@@ -45,7 +45,12 @@ LACKING: list[tuple[Options, str]] = [
     (
         {"drafter": "output_lookup", "draft_view": "sinks_recent"},
         "--kvspec-drafter output_lookup cannot be combined with --kvspec-draft-view sinks_recent "
-        "(allowed: all): a draft view applies to drafts of the model itself only",
+        "(allowed: auto, all): a draft view applies to drafts of the model itself only",
+    ),
+    (
+        {"draft_view": "all", "draft_budget": 0.2},
+        "--kvspec-draft-budget 0.2 has no effect with --kvspec-draft-view all (allowed: auto, "
+        "pages, recent)",
     ),
     (
         {"prefix_hbm_fraction": 0.1},

@@ -159,6 +159,8 @@ def test_a_field_has_the_type_of_its_flag(flag: Flag) -> None:
         expected.add(type(None))
     if isinstance(flag.kind, Integer) and flag.kind.word is not None:
         expected.add(Literal["auto"])
+    if isinstance(flag.kind, Number) and flag.kind.word is not None:
+        expected.add(Literal["auto"])
     assert types == expected
 
 

@@ -111,9 +111,9 @@ def test_report_of_an_idle_server(make_kv):
 def test_resolved_values_are_in_the_units_of_the_flags(kv):
     config = KVSpecConfig(draft_len=5, prefix_server="tcp://h:1", prefix_publish_gbps=0.5)
     plan = kv.plan
-    resolved = resolved_values(config, plan, schedule="rounds", num_sharing=2)
+    resolved = resolved_values(config, plan, schedule="rounds", view="all", num_sharing=2)
     json.dumps(resolved, allow_nan=False)
-    assert resolved["schedule"] == "rounds"
+    assert (resolved["schedule"], resolved["draft_view"]) == ("rounds", "all")
     assert resolved["max_draft_len"] == 5
     assert resolved["host_bytes"] == 2 * 12 * plan.page_bytes.residual
     assert resolved["host_gb"] * 2**30 == resolved["host_bytes"]
@@ -127,7 +127,7 @@ def test_resolved_values_are_in_the_units_of_the_flags(kv):
 
 def test_resolved_values_of_prefix_tiers(kv):
     config = KVSpecConfig(prefix_dir="/somewhere", prefix_host_gb=2.5)
-    resolved = resolved_values(config, kv.plan, schedule="rounds", num_sharing=1)
+    resolved = resolved_values(config, kv.plan, schedule="rounds", view="all", num_sharing=1)
     assert (resolved["prefix_gb"], resolved["prefix_host_gb"]) == (16, 2.5)
     assert resolved["prefix_publish_gbps"] is resolved["prefix_wait_ms"] is None
 

@@ -16,6 +16,7 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.checked_drafter import CheckedDrafter
 from sglang_kvspec.engine.committer import Committer
+from sglang_kvspec.engine.draft_budgets import OneBudget
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.eager_verify import EagerVerify
 from sglang_kvspec.engine.loop import RoundLoop, RoundResult
@@ -199,6 +200,9 @@ class Engine:
         self.scorer: PageScorer = NoScores()
         if view is not None and view.num_queries:
             self.scorer = ReferenceScorer(kv, self.forward.attention.keep_queries(view.num_queries))
+        # Without a budget of its own, a request reads all pages.
+        reads_all = view is None or not view.num_queries
+        self.budgets = OneBudget() if reads_all else OneBudget(0.1)
         self.keeper = PageKeeper(kv, config.recent_pages)
         self.sampler = SpecSampler(0, torch.device("cpu"))
         self.counters = SpecCounters()
@@ -247,6 +251,7 @@ class Engine:
             ),
             sampler=self.sampler,
             ranks=ranks,
+            budgets=self.budgets,
             scorer=self.scorer,
         )
 
@@ -295,6 +300,7 @@ class Engine:
             params=request.params,
             remaining=request.num_new - 1,
         )
+        self.budgets.choose([request.state])
         self.scorer.score([(0, request.state, row.pages)])
 
     def _run_round(self, running: list[Request]) -> RoundResult:

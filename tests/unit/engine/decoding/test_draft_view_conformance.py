@@ -48,7 +48,7 @@ def make_state(num_layers, num_kv_heads, num_pages, first_kv_head=0):
     rng = torch.Generator().manual_seed(num_pages)
     mass = torch.rand((num_layers, 16, num_pages), generator=rng)
     mass = mass[:, first_kv_head : first_kv_head + num_kv_heads]
-    return RequestState("r", 0, 0, [], GREEDY, 9, num_scored=num_pages, page_mass=mass)
+    return RequestState("r", 0, 0, [], GREEDY, 9, num_scored=num_pages, page_mass=mass, budget=0.1)
 
 
 def make_view(view_class, g, first_kv_head=0):

@@ -1,0 +1,82 @@
+"""Choice of the share of its pages that a request's drafts read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sglang_kvspec.planning.draft_length import AcceptanceEstimate, expected_tokens
+from sglang_kvspec.planning.rounds import RoundCost
+
+ALL_PAGES = 1.0
+# Accepted and rejected drafts that a budget's estimate begins with. On eval-31m with 32K tokens of
+# context, drafts that read a tenth of the pages were rejected twice as often as others.
+PRIORS: Mapping[float, tuple[float, float]] = {
+    0.05: (19.0, 1.5),
+    0.1: (19.0, 1.25),
+    0.2: (19.0, 1.1),
+    ALL_PAGES: (19.0, 1.0),
+}
+BUDGETS = tuple(PRIORS)
+# Pages that are read at any budget.
+PAGES_AT_LEAST = 3
+# Bytes that scoring all pages of a request reads, relative to a draft that reads all of them: keys
+# only, at about the speed of a copy.
+SCORE_READS = 0.6
+# Draft lengths to compare budgets at.
+LENGTHS = (4, 8, 12, 16, 24)
+# Gain for which a request changes its budget. Less is within the error of an estimate.
+LEAST_GAIN = 1.02
+
+
+def estimate_of(budget: float) -> AcceptanceEstimate:
+    """Return the estimate of a budget that was not tried yet. Budgets between those of PRIORS begin
+    like the next smaller one."""
+    known = max((each for each in BUDGETS if each <= budget), default=BUDGETS[0])
+    return AcceptanceEstimate(*PRIORS[known], PRIORS[known])
+
+
+def best_budget(
+    current: float,
+    probabilities: Mapping[float, float],
+    num_pages: int,
+    cost: RoundCost,
+    num_requests: int,
+) -> float:
+    """Return the budget with the most expected tokens a second.
+
+    probabilities: by allowed budget, the chance that the target agrees with one more draft.
+    num_pages: of the request. cost: of a round in which drafts read all pages. num_requests:
+    requests that share a round's steps.
+    """
+    rates, larger = {}, 1.0
+    for budget in sorted(probabilities, reverse=True):
+        # Drafts that read less are not accepted more often: that would be an error of estimates.
+        larger = min(larger, probabilities[budget])
+        rates[budget] = _rate(larger, share_read(budget, num_pages), cost, num_requests)
+    best = max(rates, key=lambda budget: rates[budget])
+    if current in rates and rates[best] < LEAST_GAIN * rates[current]:
+        return current
+    return best
+
+
+def share_read(budget: float, num_pages: int) -> float:
+    """Return the share of num_pages pages that drafts read at a budget."""
+    return min(budget + PAGES_AT_LEAST / max(num_pages, 1), ALL_PAGES)
+
+
+def _rate(probability: float, share: float, cost: RoundCost, num_requests: int) -> float:
+    """Return a request's tokens by the seconds that a round takes for it, at the best length."""
+    step_s = cost.step / num_requests
+    score_s = 0.0 if share == ALL_PAGES else SCORE_READS * cost.row
+    return max(
+        expected_tokens(probability, n)
+        / ((step_s + cost.token) * (n + 1) + cost.request + score_s + n * share * cost.row)
+        for n in LENGTHS
+    )
+
+
+def allowed_budgets(budget: float | None, *, may_read_all: bool) -> Sequence[float]:
+    """Return the budgets to choose from. budget: of --kvspec-draft-budget, None for auto.
+    may_read_all: also all pages."""
+    chosen = [each for each in BUDGETS if each < ALL_PAGES] if budget is None else [budget]
+    return (*chosen, ALL_PAGES) if may_read_all and ALL_PAGES not in chosen else tuple(chosen)
